@@ -21,8 +21,9 @@ func (e GIDEntry) String() string {
 // returned. want is an index, an address, or a network such as 10.0.0.0/8; the empty one is any.
 //
 // Of those that want allows, addresses with RoCE v2 come before those with RoCE v1; of the same
-// protocol an address that is routed comes before a link-local one, and that before one of loopback;
-// then IPv4 comes before IPv6, then the lower index. An InfiniBand port has addresses of one kind.
+// protocol an address that is routed comes before a link-local one, and that before one of
+// loopback; then IPv4 comes before IPv6, then the lower index. An InfiniBand port has addresses of
+// one kind.
 //
 // Indexes change: a program chooses again when a port came back, or its addresses changed. An
 // address in want keeps its meaning then, an index may not.
@@ -87,6 +88,7 @@ func parseGIDs(want string) (func(GIDEntry) bool, error) {
 	if p, err := netip.ParsePrefix(want); err == nil {
 		return func(e GIDEntry) bool { return p.Contains(e.GID.Addr()) }, nil
 	}
-	return nil, fmt.Errorf("rdma: address %q of a port: want an index (3), an address (10.0.0.1) or a network (10.0.0.0/8)",
-		want)
+	return nil,
+		fmt.Errorf("rdma: address %q of a port: want an index (3), an address (10.0.0.1) or a network (10.0.0.0/8)",
+			want)
 }

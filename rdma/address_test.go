@@ -12,7 +12,8 @@ func entry(index int, address string, t GIDType) GIDEntry {
 
 func TestGIDIsTheOneThatPeersReach(t *testing.T) {
 	card := []GIDEntry{ // as a card with two addresses has them
-		entry(0, "fe80::1", RoCEv1), entry(1, "fe80::1", RoCEv2), entry(2, "10.1.0.1", RoCEv1), entry(3, "10.1.0.1", RoCEv2),
+		entry(0, "fe80::1", RoCEv1), entry(1, "fe80::1", RoCEv2), entry(2, "10.1.0.1", RoCEv1), entry(3, "10.1.0.1",
+			RoCEv2),
 		entry(4, "2001:db8::1", RoCEv1), entry(5, "2001:db8::1", RoCEv2), entry(8, "192.168.0.1", RoCEv2),
 	}
 	for _, c := range []struct {
@@ -41,8 +42,9 @@ func TestGIDIsTheOneThatPeersReach(t *testing.T) {
 			t.Errorf("%v, %q: %v, %v; want index %d", c.of, c.want, e, err, c.index)
 		}
 	}
-	for want, why := range map[string]string{"": "no address", "7": "no address", "1.2.3.4": "no address", "eth0": "want an index",
-		"-1": "want an index", "fe80::1%eth0": "want an index", "10.0.0.0/33": "want an index"} {
+	for want, why := range map[string]string{"": "no address", "7": "no address", "1.2.3.4": "no address",
+		"eth0": "want an index",
+		"-1":   "want an index", "fe80::1%eth0": "want an index", "10.0.0.0/33": "want an index"} {
 		of := card
 		if want == "" {
 			of = nil
@@ -51,7 +53,8 @@ func TestGIDIsTheOneThatPeersReach(t *testing.T) {
 			t.Errorf("%q: %v, %v; want an error with %q", want, e, err, why)
 		}
 	}
-	if _, err := ChooseGID(card, "10.9.9.9"); err == nil || !strings.Contains(err.Error(), "10.1.0.1 (index 3, RoCE v2, eth0)") {
+	if _, err := ChooseGID(card, "10.9.9.9"); err == nil || !strings.Contains(err.Error(),
+		"10.1.0.1 (index 3, RoCE v2, eth0)") {
 		t.Errorf("the error does not name the addresses: %v", err)
 	}
 	if _, err := ChooseGID([]GIDEntry{{Index: 2}}, ""); err == nil {

@@ -29,10 +29,10 @@ type filterItem struct {
 	port  int // 0: all
 }
 
-// ParseDevices parses what TUTTI_RDMA_DEVICES may contain, which is what NCCL_IB_HCA may: names of
-// devices, each perhaps with a port, separated by commas (mlx5_0,mlx5_1:1). A name stands for all
-// that begin with it. "=" before the list means exactly these names, "^" all devices but those; "^="
-// is both. The empty list allows all.
+// ParseDevices parses a list of devices in the form of NCCL_IB_HCA: names of devices, each perhaps
+// with a port, separated by commas (mlx5_0,mlx5_1:1). A name stands for all that begin with it. "="
+// before the list means exactly these names, "^" all devices but those; "^=" is both. The empty
+// list allows all.
 func ParseDevices(list string) (DeviceFilter, error) {
 	f := DeviceFilter{text: list}
 	rest, exclude := strings.CutPrefix(strings.TrimSpace(list), "^")
@@ -40,7 +40,8 @@ func ParseDevices(list string) (DeviceFilter, error) {
 	f.exclude = exclude
 	if rest == "" {
 		if exclude || exact {
-			return DeviceFilter{}, fmt.Errorf("rdma: list of devices %q: no device after %q", list, strings.TrimSpace(list))
+			return DeviceFilter{}, fmt.Errorf("rdma: list of devices %q: no device after %q", list,
+				strings.TrimSpace(list))
 		}
 		return f, nil
 	}
@@ -52,14 +53,16 @@ func ParseDevices(list string) (DeviceFilter, error) {
 		case name == "":
 			return DeviceFilter{}, fmt.Errorf("rdma: list of devices %q: an empty name", list)
 		case i >= 0:
-			return DeviceFilter{}, fmt.Errorf("rdma: list of devices %q: %q in name %q (\"^\" and \"=\" stand once, before "+
-				"the list)", list, name[i:], name)
+			return DeviceFilter{},
+				fmt.Errorf("rdma: list of devices %q: %q in name %q (\"^\" and \"=\" stand once, before "+
+					"the list)", list, name[i:], name)
 		}
 		if with {
 			n, err := strconv.Atoi(port)
 			if err != nil || n < 1 || n > 255 || strconv.Itoa(n) != port {
-				return DeviceFilter{}, fmt.Errorf("rdma: list of devices %q: port %q of %s: want a number from 1 to 255", list, port,
-					name)
+				return DeviceFilter{},
+					fmt.Errorf("rdma: list of devices %q: port %q of %s: want a number from 1 to 255", list, port,
+						name)
 			}
 			item.port = n
 		}
@@ -96,7 +99,8 @@ func (f DeviceFilter) Choose(ports []DevicePort) ([]DevicePort, error) {
 	}
 	for _, i := range f.items {
 		if !f.exclude && !slices.ContainsFunc(ports, i.is) {
-			return nil, fmt.Errorf("rdma: list of devices %q: nothing is named %s: %w; there are %v", f.text, i, ErrNoDevice, ports)
+			return nil, fmt.Errorf("rdma: list of devices %q: nothing is named %s: %w; there are %v", f.text, i,
+				ErrNoDevice, ports)
 		}
 	}
 	chosen := slices.DeleteFunc(slices.Clone(ports), func(p DevicePort) bool { return !f.Allows(p) })

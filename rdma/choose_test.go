@@ -32,7 +32,8 @@ func TestDevicesAreChosenAsWithNCCL(t *testing.T) {
 			t.Errorf("%q: %v, %v; want %s", list, got, err, want)
 		}
 	}
-	for list, why := range map[string]string{"=mlx5": "nothing is named mlx5", "mlx5_0:3": "mlx5_0*:3", "^mlx,rxe": "excludes all",
+	for list, why := range map[string]string{"=mlx5": "nothing is named mlx5", "mlx5_0:3": "mlx5_0*:3",
+		"^mlx,rxe": "excludes all",
 		"mlx5,efa": "nothing is named efa"} {
 		f, err := ParseDevices(list)
 		if err != nil {
@@ -47,7 +48,8 @@ func TestDevicesAreChosenAsWithNCCL(t *testing.T) {
 	if _, err := (DeviceFilter{}).Choose(nil); !errors.Is(err, ErrNoDevice) {
 		t.Errorf("a machine without devices: %v", err)
 	}
-	for _, list := range []string{"^", "=", "^=", ",", "mlx5,", "mlx5:", "mlx5:0", "mlx5:x", "mlx5:256", "mlx5:+1", "mlx5:1:2",
+	for _, list := range []string{"^", "=", "^=", ",", "mlx5,", "mlx5:", "mlx5:0", "mlx5:x", "mlx5:256", "mlx5:+1",
+		"mlx5:1:2",
 		"mlx5,^rxe", "=mlx5,=rxe", "ml x", "a/b", "=^mlx5"} {
 		if f, err := ParseDevices(list); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%q", list)) {
 			t.Errorf("%q: %+v, %v; want an error that shows the list", list, f, err)

@@ -28,6 +28,6 @@
 // not reuse the memory of a request before the request has completed, or its queue pair was closed
 // or reset.
 //
-// What is in use is not closed: the error is EBUSY. A method after Close fails with ErrClosed, Close
-// too. Calls with arguments that make no sense fail with EINVAL.
+// What is in use is not closed: the error is EBUSY. A method after Close fails with ErrClosed,
+// Close too. Calls with arguments that make no sense fail with EINVAL.
 package rdma

@@ -15,8 +15,8 @@ type Subject struct {
 	SetPort func(t *testing.T, up bool)
 }
 
-// Suite checks a provider. open is called at the beginning of each test, and what it returns is used
-// by that test alone.
+// Suite checks a provider. open is called at the beginning of each test, and what it returns is
+// used by that test alone.
 func Suite(t *testing.T, open func(t *testing.T) Subject) {
 	for _, c := range []struct {
 		name string

@@ -55,8 +55,9 @@ func remoteAccess(t *testing.T, s Subject) {
 			if c.op == rdma.WriteImm {
 				b.receive(rdma.RecvRequest{ID: 9})
 			}
-			a.post(rdma.SendRequest{ID: 1, Op: c.op, Segments: src.segs(), RemoteAddress: c.m.at(c.off), RemoteKey: c.key,
-				Signaled: true})
+			a.post(rdma.SendRequest{ID: 1, Op: c.op, Segments: src.segs(), RemoteAddress: c.m.at(c.off),
+				RemoteKey: c.key,
+				Signaled:  true})
 			// A queue pair without the right may call the request invalid.
 			ok := []rdma.Status{rdma.RemoteAccess}
 			if c.access != all {
@@ -102,8 +103,8 @@ func localProtection(t *testing.T, s Subject) {
 	}
 }
 
-// longMessage: a message longer than its receive is not placed behind it, and both ends learn of it.
-// Soft-RoCE calls the receive malformed.
+// longMessage: a message longer than its receive is not placed behind it, and both ends learn of
+// it. Soft-RoCE calls the receive malformed.
 func longMessage(t *testing.T, s Subject) {
 	r := newRig(t, s)
 	a, b := r.connected(rdma.QPConfig{}, nil)
@@ -317,8 +318,8 @@ func sharedQueue(t *testing.T, s Subject) {
 	}
 }
 
-// noLostWakeUp: who polls once more after Arm, and finds nothing, is woken by the next completion, at
-// whatever moment that comes.
+// noLostWakeUp: who polls once more after Arm, and finds nothing, is woken by the next completion,
+// at whatever moment that comes.
 func noLostWakeUp(t *testing.T, s Subject) {
 	r := newRig(t, s)
 	const total, window = 2000, 8

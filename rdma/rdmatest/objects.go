@@ -25,7 +25,8 @@ func devices(t *testing.T, s Subject) {
 	}
 	r := newRig(t, s)
 	a := r.Attributes()
-	if r.Name() != s.Device || a.Ports < 1 || a.MaxQPs < 1 || a.MaxQPDepth < 1 || a.MaxSegments < 1 || a.MaxCQDepth < 1 ||
+	if r.Name() != s.Device || a.Ports < 1 || a.MaxQPs < 1 || a.MaxQPDepth < 1 || a.MaxSegments < 1 ||
+		a.MaxCQDepth < 1 ||
 		a.MaxMRs < 1 || a.MaxMRBytes < 1<<20 || a.MaxReads < 1 || a.NUMANode < -1 {
 		t.Errorf("%s: %+v", r.Name(), a)
 	}
@@ -84,8 +85,10 @@ func registration(t *testing.T, s Subject) {
 		n, off int
 		access rdma.Access
 	}{
-		{"a page", 4096, 0, all}, {"a byte", 1, 1, all}, {"unaligned", 10001, 4095, all}, {"for reading", 4096, 8, rdma.RemoteRead},
-		{"local", 64, 0, rdma.LocalWrite}, {"nothing but reading here", 64, 0, 0}, {"relaxed", 8192, 0, all | rdma.RelaxedOrdering},
+		{"a page", 4096, 0, all}, {"a byte", 1, 1, all}, {"unaligned", 10001, 4095, all}, {"for reading", 4096, 8,
+			rdma.RemoteRead},
+		{"local", 64, 0, rdma.LocalWrite}, {"nothing but reading here", 64, 0, 0}, {"relaxed", 8192, 0,
+			all | rdma.RelaxedOrdering},
 		{"large", 16 << 20, 3, all},
 	} {
 		m := r.memory(c.n, c.off, c.access)
@@ -286,7 +289,8 @@ func limits(t *testing.T, s Subject) {
 	}
 	cfg := rdma.QPConfig{Send: c, Recv: c, SendDepth: 33, RecvDepth: 17, Segments: 3, Inline: 50}
 	q := r.qp(cfg)
-	if l := q.Limits(); l.SendDepth < 33 || l.RecvDepth < 17 || l.SendSegments < 3 || l.RecvSegments < 3 || l.Inline < 50 {
+	if l := q.Limits(); l.SendDepth < 33 || l.RecvDepth < 17 || l.SendSegments < 3 || l.RecvSegments < 3 ||
+		l.Inline < 50 {
 		t.Errorf("%+v, want at least %+v", l, cfg)
 	}
 	if other := r.qp(cfg); other.Number() == q.Number() {

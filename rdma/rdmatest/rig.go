@@ -180,7 +180,8 @@ func (r *rig) route(q, peer rdma.QP, change func(*rdma.Route)) *rdma.Route {
 	}
 	psn := func(n uint32) uint32 { return n * 7919 & 0xffffff }
 	route := &rdma.Route{Port: 1, GIDIndex: g.Index, Global: true, MTU: min(p.MTU, 1024), PSN: psn(q.Number()),
-		Remote: peer.Number(), RemotePSN: psn(peer.Number()), LID: p.LID, GID: g.GID, Reads: min(r.Attributes().MaxReads, 4),
+		Remote: peer.Number(), RemotePSN: psn(peer.Number()), LID: p.LID, GID: g.GID,
+		Reads:   min(r.Attributes().MaxReads, 4),
 		Timeout: 17, Retries: 7, RNRRetries: 7, HopLimit: 64}
 	if change != nil {
 		change(route)

@@ -30,7 +30,8 @@ func write(t *testing.T, s Subject) {
 		a.done(uint64(i), rdma.Write)
 		same(t, fmt.Sprintf("%d bytes", n), dst.b, want)
 	}
-	a.post(rdma.SendRequest{ID: 99, Op: rdma.Write, RemoteAddress: dst.at(0), RemoteKey: dst.RemoteKey(), Signaled: true})
+	a.post(rdma.SendRequest{ID: 99, Op: rdma.Write, RemoteAddress: dst.at(0), RemoteKey: dst.RemoteKey(),
+		Signaled: true})
 	a.done(99, rdma.Write)
 	b.none()
 }
@@ -74,7 +75,8 @@ func send(t *testing.T, s Subject) {
 		want := slices.Clone(dst.b)
 		copy(want, src.b[:n])
 		b.receive(rdma.RecvRequest{ID: uint64(i), Segments: dst.segs()})
-		q := rdma.SendRequest{ID: uint64(50 + i), Op: rdma.Send, Segments: []rdma.Segment{src.part(0, n)}, Signaled: true}
+		q := rdma.SendRequest{ID: uint64(50 + i), Op: rdma.Send, Segments: []rdma.Segment{src.part(0, n)},
+			Signaled: true}
 		if i%2 == 1 {
 			q.Op, q.Imm = rdma.SendImm, uint32(n)
 		}
@@ -189,7 +191,8 @@ func inline(t *testing.T, s Subject) {
 		b.receive(rdma.RecvRequest{ID: 1, Segments: []rdma.Segment{dst.part(64, 64)}})
 		parts := []rdma.Segment{{Address: addressOf(plain), Len: 40}, {Address: addressOf(plain[40:]), Len: 24}}
 		chain := []rdma.SendRequest{
-			{ID: 2, Op: rdma.Write, Segments: parts, Inline: true, Signaled: true, RemoteAddress: dst.at(0), RemoteKey: dst.RemoteKey()},
+			{ID: 2, Op: rdma.Write, Segments: parts, Inline: true, Signaled: true, RemoteAddress: dst.at(0),
+				RemoteKey: dst.RemoteKey()},
 			{ID: 3, Op: rdma.Send, Segments: parts, Inline: true, Signaled: true},
 		}
 		a.post(chain...)
@@ -201,7 +204,8 @@ func inline(t *testing.T, s Subject) {
 	long := r.memory(a.Limits().Inline+1, 0, all)
 	for _, q := range []rdma.SendRequest{
 		{Op: rdma.Write, Segments: long.segs(), Inline: true, RemoteAddress: dst.at(0), RemoteKey: dst.RemoteKey()},
-		{Op: rdma.Read, Segments: []rdma.Segment{long.part(0, 8)}, Inline: true, RemoteAddress: dst.at(0), RemoteKey: dst.RemoteKey()},
+		{Op: rdma.Read, Segments: []rdma.Segment{long.part(0, 8)}, Inline: true, RemoteAddress: dst.at(0),
+			RemoteKey: dst.RemoteKey()},
 	} {
 		if n, err := a.Post([]rdma.SendRequest{q}); n != 0 || !errors.Is(err, syscall.EINVAL) {
 			t.Errorf("%v of %d bytes inline: %d, %v; want %v", q.Op, q.Segments[0].Len, n, err, syscall.EINVAL)
@@ -218,7 +222,8 @@ func unsignaled(t *testing.T, s Subject) {
 		src.fill(round)
 		var chain []rdma.SendRequest
 		for i := range 32 {
-			chain = append(chain, rdma.SendRequest{ID: uint64(i), Op: rdma.Write, Segments: []rdma.Segment{src.part(i*100, 100)},
+			chain = append(chain, rdma.SendRequest{ID: uint64(i), Op: rdma.Write,
+				Segments:      []rdma.Segment{src.part(i*100, 100)},
 				RemoteAddress: dst.at(i * 100), RemoteKey: dst.RemoteKey(), Signaled: i == 31})
 		}
 		a.post(chain...)
@@ -251,7 +256,8 @@ func chains(t *testing.T, s Subject) {
 		var sends []rdma.SendRequest
 		var recvs []rdma.RecvRequest
 		for i := range n {
-			sends = append(sends, rdma.SendRequest{ID: uint64(1000*n + i), Op: rdma.Send, Segments: []rdma.Segment{src.part(i, 1)},
+			sends = append(sends, rdma.SendRequest{ID: uint64(1000*n + i), Op: rdma.Send,
+				Segments: []rdma.Segment{src.part(i, 1)},
 				Signaled: true})
 			recvs = append(recvs, rdma.RecvRequest{ID: uint64(2000*n + i), Segments: []rdma.Segment{dst.part(i, 1)}})
 		}
@@ -389,7 +395,8 @@ func dataBeforeSend(t *testing.T, s Subject) {
 	}
 }
 
-// fence: a request with a fence begins after the reads before it: it does not change what they read.
+// fence: a request with a fence begins after the reads before it: it does not change what they
+// read.
 func fence(t *testing.T, s Subject) {
 	r := newRig(t, s)
 	a, _ := r.connected(rdma.QPConfig{}, nil)

@@ -136,7 +136,8 @@ func (q *cq) why(got int) error {
 		return q.d.usable("poll", false)
 	case q.overflowed.Load():
 		return &rdma.Error{Call: "poll", Device: q.d.name, Errno: syscall.EOVERFLOW,
-			Advice: fmt.Sprintf("its queue pairs had more than %d completions at once: make the queue anew, deeper", q.depth)}
+			Advice: fmt.Sprintf("its queue pairs had more than %d completions at once: make the queue anew, deeper",
+				q.depth)}
 	case got < 0:
 		return q.d.wrong(callPost, "poll", C.int(got))
 	}

@@ -47,8 +47,8 @@ var load = sync.OnceValues(func() (*Provider, error) {
 	}, unix.ByteSliceToString(u.Release[:]))}, nil
 })
 
-// Load opens libibverbs, once in a process. Its error wraps ErrUnavailable and says what is missing.
-// A machine without devices is no error.
+// Load opens libibverbs, once in a process. Its error wraps ErrUnavailable and says what is
+// missing. A machine without devices is no error.
 func Load() (*Provider, error) { return load() }
 
 // ForkSupport returns how registered memory survives a fork.
@@ -210,9 +210,11 @@ func (d *device) identify() error {
 		return d.wrong(callQuery, "query the device", errno)
 	}
 	d.attr = rdma.Attributes{Ports: int(a.ports), MaxQPs: int(a.max_qp), MaxQPDepth: int(a.max_qp_wr),
-		MaxSegments: int(a.max_sge), MaxCQDepth: int(a.max_cqe), MaxMRs: int(a.max_mr), MaxMRBytes: uint64(a.max_mr_size),
-		MaxReads: int(a.max_reads), Vendor: uint32(a.vendor), Part: uint32(a.part), Firmware: C.GoString(&a.firmware[0]),
-		GUID: uint64(a.guid), NUMANode: numaNode(sysfs, d.name)}
+		MaxSegments: int(a.max_sge), MaxCQDepth: int(a.max_cqe), MaxMRs: int(a.max_mr),
+		MaxMRBytes: uint64(a.max_mr_size),
+		MaxReads:   int(a.max_reads), Vendor: uint32(a.vendor), Part: uint32(a.part),
+		Firmware: C.GoString(&a.firmware[0]),
+		GUID:     uint64(a.guid), NUMANode: numaNode(sysfs, d.name)}
 	return nil
 }
 
@@ -311,8 +313,8 @@ func rights(access rdma.Access) (bits, relaxed uint32, ok bool) {
 	return bits, relaxed, ok
 }
 
-// Register implements rdma.Device. Exactly the bytes of m are registered, also if they begin within a
-// page.
+// Register implements rdma.Device. Exactly the bytes of m are registered, also if they begin within
+// a page.
 func (d *device) Register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
 	call := fmt.Sprintf("register %d bytes", m.Len())
 	if !m.Loc().Host() {

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"regexp"
 	"runtime"
 	"strings"
 	"syscall"
@@ -25,10 +27,10 @@ import (
 const network = "d0"
 
 // testDevice returns the provider and the first device. Without one the test is skipped; but not in
-// the virtual machine, which sets TUTTI_TEST_RDMA.
+// the virtual machine, which sets SOFTROCE.
 func testDevice(t *testing.T) (*Provider, string) {
 	t.Helper()
-	if os.Getenv("TUTTI_TEST_RDMA") == "" {
+	if os.Getenv("SOFTROCE") == "" {
 		t.Skip("a test of make test-rdma, in a virtual machine with an RDMA device")
 	}
 	p, err := Load()
@@ -78,19 +80,13 @@ func TestDeviceAddressesAreThoseOfSysfs(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer d.Close()
-	port, err := d.Port(1)
-	if err != nil {
-		t.Fatal(err)
-	}
 	got, err := d.GIDs(1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var want []rdma.GIDEntry
-	for i := range port.GIDs {
-		if e, ok := sysfsGID(sysfs, name, 1, i); ok {
-			want = append(want, e)
-		}
+	want, err := KernelGIDs(sysfs, name, 1)
+	if err != nil {
+		t.Fatal(err)
 	}
 	if len(got) == 0 || len(got) != len(want) {
 		t.Fatalf("%v, and from sysfs %v", got, want)
@@ -168,7 +164,8 @@ func routeTo(t *testing.T, d rdma.Device, remote uint32) *rdma.Route {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &rdma.Route{Port: 1, GIDIndex: g.Index, Global: true, GID: g.GID, MTU: 1024, Remote: remote, Reads: 1, Timeout: 17,
+	return &rdma.Route{Port: 1, GIDIndex: g.Index, Global: true, GID: g.GID, MTU: 1024, Remote: remote, Reads: 1,
+		Timeout: 17,
 		Retries: 7, RNRRetries: 7}
 }
 
@@ -185,8 +182,8 @@ func (e *ends) chain(n int) []rdma.SendRequest {
 	return chain
 }
 
-// TestDeviceCallsPerMessage: a stream of chains costs at most a call of cgo for 16 messages, polling
-// included.
+// TestDeviceCallsPerMessage: a stream of chains costs at most a call of cgo for 16 messages,
+// polling included.
 func TestDeviceCallsPerMessage(t *testing.T) {
 	p, name := testDevice(t)
 	const length, chains = 64, 200
@@ -225,7 +222,8 @@ func TestDeviceTrafficAllocatesNothing(t *testing.T) {
 	p, name := testDevice(t)
 	e := connect(t, p, name, 16)
 	chain, out := e.chain(8), make([]rdma.Completion, rdma.PollBatch)
-	recvs := []rdma.RecvRequest{{ID: 1, Segments: []rdma.Segment{{Address: addressOf(e.to), Key: e.dst.LocalKey(), Len: 64}}}}
+	recvs := []rdma.RecvRequest{{ID: 1, Segments: []rdma.Segment{{Address: addressOf(e.to), Key: e.dst.LocalKey(),
+		Len: 64}}}}
 	chain[7].Op = rdma.SendImm
 	wait := func(c rdma.CQ) {
 		for late := time.Now().Add(time.Minute); ; {
@@ -324,7 +322,7 @@ func TestDeviceRefusesMemory(t *testing.T) {
 
 // peerVariable holds the description of a queue pair, for the other process of
 // TestDeviceTwoProcesses.
-const peerVariable = "TUTTI_TEST_RDMA_PEER"
+const peerVariable = "SOFTROCE_PEER"
 
 // TestDeviceTwoProcesses: a process writes to the memory of another one, and says so with a number.
 func TestDeviceTwoProcesses(t *testing.T) {
@@ -390,8 +388,10 @@ func TestDeviceTwoProcesses(t *testing.T) {
 		for i := range b {
 			b[i] = byte(i * 7)
 		}
-		if _, err := q.Post([]rdma.SendRequest{{ID: 1, Op: rdma.WriteImm, Imm: 77, Signaled: true, RemoteAddress: address,
-			RemoteKey: key, Segments: []rdma.Segment{{Address: addressOf(b), Key: m.LocalKey(), Len: uint32(len(b))}}}}); err != nil {
+		if _, err := q.Post([]rdma.SendRequest{{ID: 1, Op: rdma.WriteImm, Imm: 77, Signaled: true,
+			RemoteAddress: address,
+			RemoteKey:     key, Segments: []rdma.Segment{{Address: addressOf(b), Key: m.LocalKey(),
+				Len: uint32(len(b))}}}}); err != nil {
 			t.Fatal(err)
 		}
 		if got := wait(); got.Status != rdma.Success {
@@ -475,6 +475,38 @@ func TestDeviceHoldsNoThreads(t *testing.T) {
 	for late := time.Now().Add(time.Minute); runtime.NumGoroutine() > goroutines; runtime.Gosched() {
 		if time.Now().After(late) { // Close has waited for all but their last instructions
 			t.Fatalf("%d goroutines are left", runtime.NumGoroutine()-goroutines)
+		}
+	}
+}
+
+// TestBuildsWithoutHeader: a machine without libibverbs' header compiles every function all the same.
+func TestBuildsWithoutHeader(t *testing.T) {
+	text, err := os.ReadFile("verbs.c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	absent := strings.ReplaceAll(string(text), "<infiniband/verbs.h>", "<no-such-header.h>")
+	object := filepath.Join(t.TempDir(), "verbs.o")
+	cc := exec.CommandContext(t.Context(), "gcc", "-I.", "-x", "c", "-c", "-Wall", "-Werror", "-o", object, "-")
+	cc.Stdin = strings.NewReader(absent)
+	if out, err := cc.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	symbols, err := exec.CommandContext(t.Context(), "nm", object).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	header, err := os.ReadFile("verbs.h")
+	if err != nil {
+		t.Fatal(err)
+	}
+	declared := regexp.MustCompile(`\btutti_\w+\(`).FindAllString(string(header), -1)
+	if len(declared) < 20 {
+		t.Fatalf("%d functions in verbs.h", len(declared))
+	}
+	for _, f := range declared {
+		if name := strings.TrimSuffix(f, "("); !strings.Contains(string(symbols), " T "+name+"\n") {
+			t.Errorf("%s is missing without the header", name)
 		}
 	}
 }

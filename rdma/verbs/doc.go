@@ -20,10 +20,11 @@
 //
 // # Fork
 //
-// A process that forks shares the pages of its registered memory with its child, and the first write
-// of either gives the other a copy that the device does not know. Since Linux 5.12 the kernel copies
-// pinned pages in fork, and there is nothing to do. On older ones Load calls ibv_fork_init, which
-// must precede every registration, and which makes each of them slower. ForkSupport says which.
+// A process that forks shares the pages of its registered memory with its child, and the first
+// write of either gives the other a copy that the device does not know. Since Linux 5.12 the kernel
+// copies pinned pages in fork, and there is nothing to do. On older ones Load calls ibv_fork_init,
+// which must precede every registration, and which makes each of them slower. ForkSupport says
+// which.
 package verbs
 
 import "errors"

@@ -44,7 +44,8 @@ func advise(kind callKind, errno syscall.Errno) string {
 		return "the queue is full: poll completions first"
 	case (errno == syscall.EINVAL || errno == syscall.ENODATA) && kind == callModify:
 		return "the queue pair is in another state, or the port has no such address, MTU or right"
-	case errno == syscall.ENETUNREACH || errno == syscall.EHOSTUNREACH || errno == syscall.ETIMEDOUT && kind == callModify:
+	case errno == syscall.ENETUNREACH || errno == syscall.EHOSTUNREACH || errno == syscall.ETIMEDOUT &&
+		kind == callModify:
 		return "there is no route from the chosen address to the peer's: choose another one"
 	case errno == syscall.EBUSY && kind == callDestroy:
 		return "close what uses it first"

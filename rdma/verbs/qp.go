@@ -45,8 +45,8 @@ type qp struct {
 	sendSegs []C.tutti_segment
 	recvSegs []C.tutti_segment
 
-	// A call that changes the stage holds all three, locked in this order, Post the second and PostRecv
-	// the third.
+	// A call that changes the stage holds all three, locked in this order, Post the second and
+	// PostRecv the third.
 	mu, sendMu, recvMu sync.Mutex
 	stage              stage
 	closed             bool
@@ -141,8 +141,8 @@ func (q *qp) State() (rdma.State, error) {
 	return rdma.State(state), nil
 }
 
-// move changes the state of the queue pair with do, which returns an errno, and its stage to next if
-// do succeeds.
+// move changes the state of the queue pair with do, which returns an errno, and its stage to next
+// if do succeeds.
 func (q *qp) move(call string, need func(stage) bool, next stage, do func() C.int) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -230,7 +230,8 @@ func (q *qp) Post(chain []rdma.SendRequest) (int, error) {
 			r := C.tutti_post_send(q.c, C.uint32_t(n))
 			posted += int(uint32(r))
 			if errno := r >> 32; errno != 0 {
-				return posted, q.d.wrong(callPost, fmt.Sprintf("post request %d of %d", posted+1, len(chain)), C.int(errno))
+				return posted, q.d.wrong(callPost, fmt.Sprintf("post request %d of %d", posted+1, len(chain)),
+					C.int(errno))
 			}
 		}
 		if bad != nil {
@@ -247,11 +248,13 @@ func (q *qp) mayPost(call string, need stage, depth int) error {
 		return err
 	}
 	if q.stage < need {
-		return &rdma.Error{Call: fmt.Sprintf("%s to queue pair %d", call, q.number), Device: q.d.name, Errno: syscall.EINVAL,
+		return &rdma.Error{Call: fmt.Sprintf("%s to queue pair %d", call, q.number), Device: q.d.name,
+			Errno:  syscall.EINVAL,
 			Advice: "initialize and connect it first"}
 	}
 	if depth == 0 {
-		return &rdma.Error{Call: fmt.Sprintf("%s to queue pair %d", call, q.number), Device: q.d.name, Errno: syscall.ENOMEM,
+		return &rdma.Error{Call: fmt.Sprintf("%s to queue pair %d", call, q.number), Device: q.d.name,
+			Errno:  syscall.ENOMEM,
 			Advice: "it was made without a queue for these requests"}
 	}
 	return nil
@@ -319,7 +322,8 @@ func (q *qp) PostRecv(chain []rdma.RecvRequest) (int, error) {
 			r := C.tutti_post_recv(q.c, C.uint32_t(n))
 			posted += int(uint32(r))
 			if errno := r >> 32; errno != 0 {
-				return posted, q.d.wrong(callPost, fmt.Sprintf("post receive %d of %d", posted+1, len(chain)), C.int(errno))
+				return posted, q.d.wrong(callPost, fmt.Sprintf("post receive %d of %d", posted+1, len(chain)),
+					C.int(errno))
 			}
 		}
 		if bad != nil {

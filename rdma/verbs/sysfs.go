@@ -30,6 +30,22 @@ func numaNode(root, device string) int {
 	return n
 }
 
+// KernelGIDs returns the addresses of a port as the kernel shows them below root, a directory such
+// as /sys/class/infiniband. It needs no library, and no right to use the device.
+func KernelGIDs(root, device string, port int) ([]rdma.GIDEntry, error) {
+	dir, err := os.ReadDir(filepath.Join(root, device, "ports", strconv.Itoa(port), "gids"))
+	if err != nil {
+		return nil, err
+	}
+	var all []rdma.GIDEntry
+	for i := range len(dir) {
+		if e, ok := sysfsGID(root, device, port, i); ok {
+			all = append(all, e)
+		}
+	}
+	return all, nil
+}
+
 // sysfsGID reads an entry of a port's table of addresses, false if it is empty.
 func sysfsGID(root, device string, port, index int) (rdma.GIDEntry, bool) {
 	dir, i := filepath.Join(root, device, "ports", strconv.Itoa(port)), strconv.Itoa(index)

@@ -37,7 +37,8 @@ func TestForkIsPrepared(t *testing.T) {
 		calls := 0
 		got := prepareFork(forkCalls{func() int { return c.state }, func() error { calls++; return c.init }}, c.release)
 		if got != c.want || calls != c.calls {
-			t.Errorf("state %d on %q: %q after %d calls of ibv_fork_init; want %q after %d", c.state, c.release, got, calls,
+			t.Errorf("state %d on %q: %q after %d calls of ibv_fork_init; want %q after %d", c.state, c.release, got,
+				calls,
 				c.want, c.calls)
 		}
 	}
@@ -49,7 +50,8 @@ func sysfsDevice(t *testing.T, files map[string]string) string {
 	root := t.TempDir()
 	for name, text := range files {
 		path := filepath.Join(root, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text+"\n"), 0o644)); err != nil {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text+"\n"),
+			0o644)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -70,10 +72,12 @@ func TestAddressesFromSysfs(t *testing.T) {
 		port + "gids/4": "fe80::1",
 	}
 	root := sysfsDevice(t, files)
-	if e, ok := sysfsGID(root, "mlx5_0", 1, 0); !ok || e.Type != rdma.RoCEv1 || e.GID.String() != "fe80::1" || e.Interface != "eth0" {
+	if e, ok := sysfsGID(root, "mlx5_0", 1, 0); !ok || e.Type != rdma.RoCEv1 || e.GID.String() != "fe80::1" ||
+		e.Interface != "eth0" {
 		t.Errorf("%+v, %v", e, ok)
 	}
-	if e, ok := sysfsGID(root, "mlx5_0", 1, 1); !ok || e.Type != rdma.RoCEv2 || e.GID.String() != "10.0.0.1" || e.Index != 1 {
+	if e, ok := sysfsGID(root, "mlx5_0", 1, 1); !ok || e.Type != rdma.RoCEv2 || e.GID.String() != "10.0.0.1" ||
+		e.Index != 1 {
 		t.Errorf("%+v, %v", e, ok)
 	}
 	for _, i := range []int{2, 3, 4, 5} {
@@ -112,7 +116,8 @@ func TestAdvice(t *testing.T) {
 		errno syscall.Errno
 		some  bool
 	}{
-		{callRegister, syscall.ENOMEM, true}, {callRegister, syscall.EFAULT, true}, {callRegister, syscall.EOPNOTSUPP, true},
+		{callRegister, syscall.ENOMEM, true}, {callRegister, syscall.EFAULT, true}, {callRegister, syscall.EOPNOTSUPP,
+			true},
 		{callList, syscall.ENOSYS, true}, {callOpen, syscall.EACCES, true}, {callCreate, syscall.ENOMEM, true},
 		{callPost, syscall.ENOMEM, true}, {callModify, syscall.EINVAL, true}, {callModify, syscall.ENETUNREACH, true},
 		{callQuery, syscall.ENODEV, true}, {callDestroy, syscall.EBUSY, true}, {callQuery, syscall.EINTR, false},

@@ -16,9 +16,9 @@ import (
 	"strings"
 )
 
-// needsDevice names the tests that may be skipped without a device, each by the path of its package,
-// a space, and its whole name. Those of RDMA devices are run by `make test-rdma`, in a virtual
-// machine where none of them is skipped. There are none yet that need a GPU.
+// needsDevice names the tests that may be skipped without a device, each by the path of its
+// package, a space, and its whole name. Those of RDMA devices are run by `make test-rdma`, in a
+// virtual machine where none of them is skipped. There are none yet that need a GPU.
 var needsDevice = map[string]bool{
 	"tutti/rdma/verbs TestDeviceSuite":                    true,
 	"tutti/rdma/verbs TestDeviceNeedsNoForkInit":          true,
