@@ -101,7 +101,8 @@ var checks = []check{
 	{"store", "embedded", embedded},
 	{"store", "TUTTI_STORE", configured},
 	{"devices", "NVIDIA GPUs", gpus},
-	{"devices", "verbs", verbs},
+	{"devices", "verbs", verbsLibrary},
+	{"devices", "GPUs' memory", gpuMemory},
 	{"job", "environment", environment},
 	{"job", "variables", variables},
 }
@@ -113,6 +114,10 @@ func (h *Host) Run(ctx context.Context, report func(Finding)) bool {
 	for _, k := range registry.Kinds() {
 		at := slices.IndexFunc(all, func(c check) bool { return c.group == "store" })
 		all = slices.Insert(all, at, check{"transports", k.Name, probe(k)})
+	}
+	for _, d := range h.rdmaDevices() {
+		at := slices.IndexFunc(all, func(c check) bool { return c.group == "job" })
+		all = slices.Insert(all, at, check{"devices", d, rdmaDevice(d)})
 	}
 	for _, c := range all {
 		cctx, cancel := context.WithTimeout(ctx, h.patience())

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"context"
+	"maps"
 	"math"
 	"net"
 	"os"
@@ -45,8 +46,8 @@ func examine(t *testing.T, h *Host) (map[string]Finding, bool) {
 	t.Helper()
 	all := map[string]Finding{}
 	fit := h.Run(t.Context(), func(f Finding) { all[f.Check] = f })
-	if len(all) != len(checks)+len(registry.Kinds()) {
-		t.Fatalf("%d findings, want %d", len(all), len(checks)+len(registry.Kinds()))
+	if want := len(checks) + len(registry.Kinds()) + len(h.rdmaDevices()); len(all) != want {
+		t.Fatalf("%d findings, want %d", len(all), want)
 	}
 	return all, fit
 }
@@ -134,29 +135,96 @@ func TestRoutes(t *testing.T) {
 func littleEndian() bool { return runtime.GOARCH != "s390x" && runtime.GOARCH != "ppc64" }
 
 func TestVerbs(t *testing.T) {
-	card := map[string]string{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
-		"sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
-		"sys/class/infiniband/mlx5_0/ports/1/rate":       "400 Gb/sec (4X NDR)\n"}
-	if o := verbs(t.Context(), machine(t, card)); o.state != Warning || !strings.Contains(o.detail, "no libibverbs") {
+	files := map[string]string{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"}
+	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Warning || !strings.Contains(o.detail,
+		"no libibverbs") {
 		t.Errorf("card without library: %+v", o)
 	}
-	card["usr/lib64/libibverbs.so.1"] = ""
-	if o := verbs(t.Context(), machine(t, card)); o.state != Warning || !strings.Contains(o.detail, "uverbs0") {
+	files["usr/lib64/libibverbs.so.1"] = ""
+	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Warning || !strings.Contains(o.detail, "uverbs0") {
 		t.Errorf("card without device file: %+v", o)
 	}
-	card["dev/infiniband/uverbs0"] = ""
-	if o := verbs(t.Context(), machine(t, card)); o.state != Found ||
-		!strings.Contains(o.detail, "mlx5_0 (port 1 active, InfiniBand, 400 Gb/sec (4X NDR)), "+
-			"/usr/lib64/libibverbs.so.1") {
+	files["dev/infiniband/uverbs0"] = ""
+	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Found ||
+		o.detail != "mlx5_0, /usr/lib64/libibverbs.so.1" {
 		t.Errorf("card: %+v", o)
 	}
-	if o := verbs(t.Context(), machine(t, nil)); o.state != Missing {
+	if o := verbsLibrary(t.Context(), machine(t, nil)); o.state != Missing {
 		t.Errorf("nothing: %+v", o)
 	}
 	conf := map[string]string{"etc/ld.so.conf.d/ofed.conf": "/opt/ofed/lib\n", "opt/ofed/lib/libibverbs.so.1": ""}
-	if o := verbs(t.Context(), machine(t, conf)); !strings.Contains(o.detail,
+	if o := verbsLibrary(t.Context(), machine(t, conf)); !strings.Contains(o.detail,
 		"/opt/ofed/lib/libibverbs.so.1, no device") {
 		t.Errorf("library elsewhere: %+v", o)
+	}
+}
+
+// TestRDMADevice: each port's state is told, and the address that peers are given, with the reason.
+func TestRDMADevice(t *testing.T) {
+	const port = "sys/class/infiniband/mlx5_0/ports/1/"
+	base := map[string]string{port + "state": "4: ACTIVE\n", port + "link_layer": "Ethernet\n",
+		port + "rate": "400 Gb/sec (4X NDR)\n"}
+	gid := func(i, address, kind string) map[string]string {
+		return map[string]string{port + "gids/" + i: address + "\n", port + "gid_attrs/types/" + i: kind + "\n",
+			port + "gid_attrs/ndevs/" + i: "eth0\n"}
+	}
+	const local, v4 = "fe80:0000:0000:0000:0000:0000:0000:0001", "0000:0000:0000:0000:0000:ffff:0a00:0001"
+	for name, c := range map[string]struct {
+		files          []map[string]string
+		state          State
+		detail, advice string
+	}{
+		"good": {[]map[string]string{gid("0", local, "IB/RoCE v1"), gid("1", v4, "RoCE v2")}, Found,
+			"port 1 active, Ethernet, 400 Gb/sec (4X NDR), address 10.0.0.1 (index 1, RoCE v2, eth0): routed, RoCE v2, IPv4", ""},
+		"down": {[]map[string]string{gid("0", v4, "RoCE v2"), {port + "state": "1: DOWN\n"}}, Warning,
+			"port 1 down", "interface up"},
+		"no address": {nil, Warning, "no address", "give its network interface an IP address"},
+		"local":      {[]map[string]string{gid("0", local, "RoCE v2")}, Warning, "fe80::1", "not routed"},
+		"v1 only":    {[]map[string]string{gid("0", v4, "IB/RoCE v1")}, Warning, "RoCE v1", "RoCE v1 is not routed"},
+		"InfiniBand": {[]map[string]string{gid("0", local, "IB/RoCE v1"), {port + "link_layer": "InfiniBand\n"}}, Found,
+			"index 0, InfiniBand", ""},
+	} {
+		files := maps.Clone(base)
+		for _, more := range c.files {
+			maps.Copy(files, more)
+		}
+		o := rdmaDevice("mlx5_0")(t.Context(), machine(t, files))
+		if o.state != c.state || !strings.Contains(o.detail, c.detail) || (o.advice == "") != (c.advice == "") ||
+			!strings.Contains(o.advice, c.advice) {
+			t.Errorf("%s: %+v; want %s, %q, %q", name, o, c.state, c.detail, c.advice)
+		}
+	}
+	if o := rdmaDevice("mlx5_0")(t.Context(), machine(t, nil)); o.state != Warning || o.detail != "no port" ||
+		o.advice == "" {
+		t.Errorf("no port: %+v", o)
+	}
+	all := map[string]Finding{}
+	machine(t, base).Run(t.Context(), func(f Finding) { all[f.Check] = f })
+	if f, ok := all["mlx5_0"]; !ok || f.Group != "devices" {
+		t.Errorf("no finding about the device: %+v", f)
+	}
+}
+
+func TestGPUMemory(t *testing.T) {
+	card := "sys/class/infiniband/mlx5_0/ports/1/state"
+	for name, c := range map[string]struct {
+		files []string
+		state State
+	}{
+		"nothing":          {nil, Missing},
+		"no GPU":           {[]string{card}, Missing},
+		"no RDMA":          {[]string{"sys/module/nvidia/version"}, Missing},
+		"without a module": {[]string{card, "sys/module/nvidia/version"}, Warning},
+		"with a module":    {[]string{card, "sys/module/nvidia/version", "sys/module/nvidia_peermem/version"}, Found},
+	} {
+		files := map[string]string{}
+		for _, f := range c.files {
+			files[f] = ""
+		}
+		if o := gpuMemory(t.Context(), machine(t, files)); o.state != c.state ||
+			(o.advice != "") != (c.state == Warning) {
+			t.Errorf("%s: %+v, want %s", name, o, c.state)
+		}
 	}
 }
 

@@ -101,34 +101,6 @@ func gpus(context.Context, *Host) outcome {
 	return found(fmt.Sprintf("driver %s, CUDA %s; %s", s.Driver, s.CUDA, strings.Join(parts, "; ")))
 }
 
-func verbs(_ context.Context, h *Host) outcome {
-	lib := h.library("libibverbs.so.1")
-	var devices []string
-	for _, d := range h.list("/sys/class/infiniband") {
-		var states []string
-		for _, p := range h.list("/sys/class/infiniband/" + d + "/ports") {
-			base := "/sys/class/infiniband/" + d + "/ports/" + p
-			_, state, _ := strings.Cut(h.read(base+"/state"), ": ")
-			states = append(states, fmt.Sprintf("port %s %s, %s, %s", p, strings.ToLower(cmpOr(state, "unknown")),
-				cmpOr(h.read(base+"/link_layer"), "?"), cmpOr(h.read(base+"/rate"), "?")))
-		}
-		devices = append(devices, d+" ("+strings.Join(states, "; ")+")")
-	}
-	switch {
-	case lib == "" && len(devices) == 0:
-		return missing("no libibverbs, no device", "")
-	case lib == "":
-		return warn(strings.Join(devices, ", ")+", but no libibverbs.so.1",
-			"install it (libibverbs1 and ibverbs-providers, or rdma-core)")
-	case len(devices) == 0:
-		return missing(lib+", no device", "without a card: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev IFACE")
-	case !h.exists("/dev/infiniband/uverbs0"):
-		return warn(strings.Join(devices, ", ")+", but no /dev/infiniband/uverbs0",
-			"modprobe ib_uverbs, or give the container the device")
-	}
-	return found(strings.Join(devices, ", ") + ", " + lib)
-}
-
 // library searches a shared library in the directories of the dynamic linker.
 func (h *Host) library(name string) string {
 	multiarch := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu",

@@ -195,7 +195,7 @@ func openFiles(context.Context, *Host) outcome {
 	return found(detail)
 }
 
-func lockedMemory(context.Context, *Host) outcome {
+func lockedMemory(_ context.Context, h *Host) outcome {
 	var r unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &r); err != nil {
 		return warn(err.Error(), "")
@@ -203,8 +203,12 @@ func lockedMemory(context.Context, *Host) outcome {
 	if r.Cur == unix.RLIM_INFINITY {
 		return found("unlimited")
 	}
-	return missing("up to "+bytes(r.Cur), "only RDMA needs more: ulimit -l unlimited, or LimitMEMLOCK=infinity "+
-		"in the service")
+	detail := "up to " + bytes(r.Cur)
+	const advice = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the service"
+	if devices := h.rdmaDevices(); len(devices) > 0 {
+		return warn(detail+", which bounds what "+strings.Join(devices, ", ")+" can register", advice)
+	}
+	return missing(detail, "only RDMA needs more: "+advice)
 }
 
 func limit(n uint64) string {

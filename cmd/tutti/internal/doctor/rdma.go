@@ -1,0 +1,151 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"tutti/rdma"
+	"tutti/rdma/verbs"
+)
+
+// infiniband is the kernel's directory of RDMA devices.
+const infiniband = "/sys/class/infiniband"
+
+// rdmaDevices returns the names of the RDMA devices that the kernel has.
+func (h *Host) rdmaDevices() []string { return h.list(infiniband) }
+
+// verbsLibrary examines what programs use RDMA devices with.
+func verbsLibrary(_ context.Context, h *Host) outcome {
+	lib := h.library("libibverbs.so.1")
+	devices := strings.Join(h.rdmaDevices(), ", ")
+	switch {
+	case lib == "" && devices == "":
+		return missing("no libibverbs, no device", "")
+	case lib == "":
+		return warn(devices+", but no libibverbs.so.1", "install it (libibverbs1 and ibverbs-providers, or rdma-core)")
+	case devices == "":
+		detail := lib + ", no device"
+		if h.Root == "" {
+			if _, err := verbs.Load(); err != nil {
+				detail += "; " + err.Error()
+			}
+		}
+		return missing(detail, "without a card: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev IFACE")
+	case !h.exists("/dev/infiniband/uverbs0"):
+		return warn(devices+", but no /dev/infiniband/uverbs0", "modprobe ib_uverbs, or give the container the device")
+	case h.Root != "":
+		return found(devices + ", " + lib)
+	}
+	p, err := verbs.Load()
+	if err != nil {
+		return warn(devices+", but "+err.Error(), "install what is missing; the header is needed only to build tutti")
+	}
+	usable, err := p.Devices()
+	if err != nil {
+		return warn(devices+", but "+err.Error(), "look at the rights of /dev/infiniband/uverbs*")
+	}
+	for _, name := range usable {
+		d, err := p.Open(name, nil)
+		if err != nil {
+			return warn(devices+", but "+err.Error(), "look at the rights of /dev/infiniband/uverbs*")
+		}
+		d.Close()
+	}
+	if len(usable) == 0 {
+		return warn(devices+", but libibverbs has no driver for them",
+			"install ibverbs-providers, or the vendor's package")
+	}
+	return found(fmt.Sprintf("%s, %s; in a fork %s", strings.Join(usable, ", "), lib, p.ForkSupport()))
+}
+
+// rdmaDevice examines the ports of a device: their states, and the address that peers are given.
+func rdmaDevice(name string) func(context.Context, *Host) outcome {
+	return func(_ context.Context, h *Host) outcome {
+		usable := 0
+		var ports, advice []string
+		for _, p := range h.list(filepath.Join(infiniband, name, "ports")) {
+			base := filepath.Join(infiniband, name, "ports", p)
+			_, state, _ := strings.Cut(h.read(base+"/state"), ": ")
+			layer := cmpOr(h.read(base+"/link_layer"), "?")
+			text := fmt.Sprintf("port %s %s, %s, %s", p, strings.ToLower(cmpOr(state, "unknown")), layer,
+				cmpOr(h.read(base+"/rate"), "?"))
+			number, err := strconv.Atoi(p)
+			if err != nil {
+				continue
+			}
+			gids, _ := verbs.KernelGIDs(filepath.Join("/", h.Root, infiniband), name, number)
+			g, err := rdma.ChooseGID(gids, "")
+			switch {
+			case state != "ACTIVE":
+				advice = append(advice,
+					fmt.Sprintf("port %s: set its network interface up, or look at the cable and the subnet "+
+						"manager", p))
+			case err != nil:
+				text += ", no address"
+				advice = append(advice, fmt.Sprintf("port %s: give its network interface an IP address", p))
+			default:
+				usable++
+				text += fmt.Sprintf(", address %v: %s", g, whyGID(g))
+				if w := weakGID(g); w != "" {
+					advice = append(advice, fmt.Sprintf("port %s: %s", p, w))
+				}
+			}
+			ports = append(ports, text)
+		}
+		detail := cmpOr(strings.Join(ports, "; "), "no port")
+		switch {
+		case usable == 0:
+			return warn(detail, cmpOr(strings.Join(advice, "; "), "look at the driver's messages: dmesg"))
+		case len(advice) > 0:
+			return outcome{Warning, detail, strings.Join(advice, "; ")}
+		}
+		return found(detail)
+	}
+}
+
+// whyGID says why an address is the best of its port.
+func whyGID(g rdma.GIDEntry) string {
+	switch a := g.GID.Addr(); {
+	case g.Type == rdma.InfiniBand:
+		return "the first one"
+	case weakGID(g) != "":
+		return "there is no better one"
+	case a.Is4():
+		return "routed, RoCE v2, IPv4"
+	}
+	return "routed, RoCE v2, and there is none with IPv4"
+}
+
+// weakGID says what to do about an address that not all peers reach, "" if it is a good one.
+func weakGID(g rdma.GIDEntry) string {
+	switch {
+	case g.Type == rdma.InfiniBand:
+		return ""
+	case g.Type == rdma.RoCEv1:
+		return "RoCE v1 is not routed: have the card use RoCE v2"
+	case !g.GID.Addr().IsGlobalUnicast():
+		return "the address is not routed: give the network interface another IP address"
+	}
+	return ""
+}
+
+// gpuMemory examines whether RDMA devices can access the memory of GPUs.
+func gpuMemory(_ context.Context, h *Host) outcome {
+	switch {
+	case len(h.rdmaDevices()) == 0:
+		return missing("no RDMA device that could access it", "")
+	case !h.exists("/sys/module/nvidia"):
+		return missing("no NVIDIA driver", "")
+	case h.exists("/sys/module/nvidia_peermem"), h.exists("/sys/module/nv_peer_mem"):
+		return found("RDMA devices access it: nvidia_peermem is loaded")
+	case h.Root == "":
+		if p, err := verbs.Load(); err == nil && p.DMABuf() {
+			return found("nvidia_peermem is not loaded; libibverbs registers DMA buffers, if driver and device have them")
+		}
+	}
+	return warn("RDMA devices cannot access it",
+		"modprobe nvidia_peermem, or install rdma-core 35 or later for DMA buffers")
+}
