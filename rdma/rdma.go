@@ -311,7 +311,7 @@ const (
 	PortUp                  // Event.Port is active again; its GIDs may have moved
 	PortLost                // Event.Port is down
 	GIDsChanged             // of Event.Port
-	QPFailed                // Event.QP went to Failed by itself
+	QPFailed                // Event.QP went to Failed by itself; not every device says so
 	CQFailed                // a completion queue overflowed
 	DeviceRemoved           // nothing works any more; Close must still be called
 )

@@ -65,6 +65,7 @@ func remoteAccess(t *testing.T, s Subject) {
 			}
 			a.failed(1, ok...)
 			a.reaches(rdma.StateFailed)
+			b.reaches(rdma.StateFailed)
 			same(t, "the target", c.m.b, want)
 			same(t, "the source", src.b, here)
 		})

@@ -232,6 +232,7 @@ func states(t *testing.T, s Subject) {
 	invalid("Connect before Init", 0, a.Connect(r.route(a, b, nil)))
 	invalid("Init at port 0", 0, a.Init(0, all))
 	invalid("Init at port 77", 0, a.Init(77, all))
+	invalid("Init at port 257", 0, a.Init(257, all))
 	if err := a.Init(1, all); err != nil {
 		t.Fatal(err)
 	}
@@ -243,6 +244,8 @@ func states(t *testing.T, s Subject) {
 	for name, change := range map[string]func(*rdma.Route){
 		"MTU 0":              func(o *rdma.Route) { o.MTU = 0 },
 		"MTU 1000":           func(o *rdma.Route) { o.MTU = 1000 },
+		"another port":       func(o *rdma.Route) { o.Port = 257 },
+		"a PSN of 25 bits":   func(o *rdma.Route) { o.PSN = 1 << 24 },
 		"8 retries":          func(o *rdma.Route) { o.Retries = 8 },
 		"8 retries of RNR":   func(o *rdma.Route) { o.RNRRetries = 8 },
 		"an absent address":  func(o *rdma.Route) { o.GIDIndex = 250 },

@@ -167,9 +167,21 @@ func (q *qp) move(call string, need func(stage) bool, next stage, do func() C.in
 func (q *qp) Init(port int, access rdma.Access) error {
 	call := fmt.Sprintf("initialize queue pair %d at port %d", q.number, port)
 	bits, _, _ := rights(access)
+	if err := q.checkPort(call, port); err != nil {
+		return err
+	}
 	return q.move(call, func(s stage) bool { return s == fresh }, initialized, func() C.int {
 		return C.tutti_qp_init(q.c, C.int(port), C.uint32_t(bits))
 	})
+}
+
+// checkPort refuses ports that the device does not have.
+func (q *qp) checkPort(call string, port int) error {
+	if port < 1 || port > q.d.attr.Ports {
+		return &rdma.Error{Call: call, Device: q.d.name, Errno: syscall.EINVAL,
+			Advice: fmt.Sprintf("it has ports 1 to %d", q.d.attr.Ports)}
+	}
+	return nil
 }
 
 // defaultHopLimit is that of a route without one.
@@ -182,9 +194,12 @@ func (q *qp) Connect(r *rdma.Route) error {
 		call = fmt.Sprintf("connect queue pair %d to queue pair %d at LID %d", q.number, r.Remote, r.LID)
 	}
 	if r.Retries > 7 || r.RNRRetries > 7 || r.Timeout > 31 || r.Reads < 0 || r.Reads > 255 ||
-		r.GIDIndex < 0 || r.GIDIndex > 255 {
+		r.GIDIndex < 0 || r.GIDIndex > 255 || r.PSN >= 1<<24 || r.RemotePSN >= 1<<24 {
 		return &rdma.Error{Call: call, Device: q.d.name, Errno: syscall.EINVAL,
-			Advice: "Retries and RNRRetries are at most 7, Timeout 31, Reads and GIDIndex 255"}
+			Advice: "Retries and RNRRetries are at most 7, Timeout 31, Reads and GIDIndex 255, and a PSN has 24 bits"}
+	}
+	if err := q.checkPort(call, r.Port); err != nil {
+		return err
 	}
 	c := C.tutti_route{port: C.int(r.Port), mtu: C.int(r.MTU), gid_index: C.int(r.GIDIndex), psn: C.uint32_t(r.PSN),
 		remote: C.uint32_t(r.Remote), remote_psn: C.uint32_t(r.RemotePSN), lid: C.uint32_t(r.LID),

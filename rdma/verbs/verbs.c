@@ -85,11 +85,18 @@ _Static_assert(sizeof(tutti_segment) == sizeof(struct ibv_sge) &&
 		       offsetof(tutti_segment, len) == offsetof(struct ibv_sge, length) &&
 		       offsetof(tutti_segment, key) == offsetof(struct ibv_sge, lkey),
 	       "tutti_segment");
-// rdma.Status, rdma.State and rdma.Access have the numbers of these.
+// rdma.Status, rdma.State, rdma.GIDType and the lowest rights of rdma.Access have the numbers of these;
+// errors.go and fork.go have those of events and of fork.
 _Static_assert(IBV_WC_SUCCESS == 0 && IBV_WC_WR_FLUSH_ERR == 5 && IBV_WC_REM_ACCESS_ERR == 10 &&
 		       IBV_WC_RETRY_EXC_ERR == 12 && IBV_WC_GENERAL_ERR == 21, "ibv_wc_status");
 _Static_assert(IBV_QPS_RESET == 0 && IBV_QPS_RTS == 3 && IBV_QPS_ERR == 6, "ibv_qp_state");
-_Static_assert(IBV_ACCESS_LOCAL_WRITE == 1 && IBV_ACCESS_REMOTE_ATOMIC == 8, "ibv_access_flags");
+_Static_assert(IBV_GID_TYPE_IB == 0 && IBV_GID_TYPE_ROCE_V1 == 1 && IBV_GID_TYPE_ROCE_V2 == 2, "ibv_gid_type");
+_Static_assert(IBV_ACCESS_LOCAL_WRITE == 1 && IBV_ACCESS_REMOTE_WRITE == 2 && IBV_ACCESS_REMOTE_READ == 4 &&
+		       IBV_ACCESS_REMOTE_ATOMIC == 8, "ibv_access_flags");
+_Static_assert(IBV_EVENT_CQ_ERR == 0 && IBV_EVENT_QP_FATAL == 1 && IBV_EVENT_QP_REQ_ERR == 2 &&
+		       IBV_EVENT_QP_ACCESS_ERR == 3 && IBV_EVENT_DEVICE_FATAL == 8 && IBV_EVENT_PORT_ACTIVE == 9 &&
+		       IBV_EVENT_PORT_ERR == 10 && IBV_EVENT_GID_CHANGE == 18, "ibv_event_type");
+_Static_assert(IBV_FORK_DISABLED == 0 && IBV_FORK_ENABLED == 1 && IBV_FORK_UNNEEDED == 2, "ibv_fork_status");
 
 // X(result, name, version, arguments): what every library has had since rdma-core 1.
 #define FUNCTIONS(X)                                                                                          \
