@@ -143,7 +143,7 @@ func gpuMemory(_ context.Context, h *Host) outcome {
 		return found("RDMA devices access it: nvidia_peermem is loaded")
 	case h.Root == "":
 		if p, err := verbs.Load(); err == nil && p.DMABuf() {
-			return found("nvidia_peermem is not loaded; libibverbs registers DMA buffers, if driver and device have them")
+			return found("nvidia_peermem is not loaded; libibverbs has DMA buffers, if driver and device have them")
 		}
 	}
 	return warn("RDMA devices cannot access it",
