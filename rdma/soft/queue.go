@@ -486,7 +486,14 @@ func (q *qp) end(s rdma.Status) {
 		q.sendDone.put(rdma.Completion{ID: r.ID, QP: q.number, Status: s}, r.seq)
 		q.fail()
 	case r.Signaled:
-		q.sendDone.put(rdma.Completion{ID: r.ID, QP: q.number, Op: r.Op}, r.seq)
+		op := r.Op
+		switch op { // a device does not tell them apart
+		case rdma.WriteImm:
+			op = rdma.Write
+		case rdma.SendImm:
+			op = rdma.Send
+		}
+		q.sendDone.put(rdma.Completion{ID: r.ID, QP: q.number, Op: op}, r.seq)
 	}
 }
 
