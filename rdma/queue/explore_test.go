@@ -55,8 +55,15 @@ func newPlay(t testing.TB, sc scene, choose func(n int) int) *play {
 	}
 	p := &play{scene: sc, choose: choose, placed: map[uint32][]int{}}
 	p.w, p.p, p.s = newModel(t, sc.queues, sc.depth, 1, cfg)
-	for _, q := range p.w.qps {
+	for i, q := range p.w.qps {
 		q.noReset = sc.noReset
+		q.failing = func() {
+			if q.state == rdma.StateReady {
+				for range p.pick(len(q.sends)+1, "requests that end before the queue pair fails") {
+					p.end(i)
+				}
+			}
+		}
 		q.postFails = func(n int) int {
 			if p.posts == 0 {
 				return n
@@ -117,6 +124,23 @@ type action struct {
 	do   func() error
 }
 
+// end ends the oldest request of a queue pair, well if that has not failed.
+func (p *play) end(i int) {
+	q := p.w.qps[i]
+	if r := &q.sends[0]; q.state == rdma.StateReady {
+		if u := userOf(r); u >= 0 {
+			p.users[u].success++
+		}
+		if r.Op == rdma.WriteImm {
+			if p.placed[r.Imm] == nil {
+				p.placed[r.Imm] = make([]int, len(p.w.qps))
+			}
+			p.placed[r.Imm][i]++
+		}
+	}
+	q.end(rdma.Success)
+}
+
 // actions returns what can happen next.
 func (p *play) actions() (all []action) {
 	add := func(what string, do func()) {
@@ -144,19 +168,7 @@ func (p *play) actions() (all []action) {
 		if len(q.sends) == 0 || q.state != rdma.StateReady && q.state != rdma.StateFailed {
 			continue
 		}
-		r := q.sends[0]
-		add(fmt.Sprint("end of a request of ", i), func() {
-			if u := userOf(&r); u >= 0 && q.state == rdma.StateReady {
-				p.users[u].success++
-			}
-			if r.Op == rdma.WriteImm && q.state == rdma.StateReady {
-				if p.placed[r.Imm] == nil {
-					p.placed[r.Imm] = make([]int, len(p.w.qps))
-				}
-				p.placed[r.Imm][i]++
-			}
-			q.end(rdma.Success)
-		})
+		add(fmt.Sprint("end of a request of ", i), func() { p.end(i) })
 		if p.requests > 0 && q.state == rdma.StateReady {
 			add(fmt.Sprint("failure of a request of ", i), func() {
 				p.requests--
@@ -225,6 +237,10 @@ func (p *play) check() error {
 		}
 	}
 	for i, u := range p.users {
+		if n := p.placed[p.scene.users[i].ID|spreadBit]; p.scene.users[i].Notify && n != nil && slices.Min(n) > 0 &&
+			u.success != u.want(p) {
+			return fmt.Errorf("user %d's notification has come, and %d of %d requests were done", i, u.success, u.want(p))
+		}
 		if !u.finished || !u.t.Ended() {
 			continue
 		}
@@ -431,6 +447,8 @@ func TestEveryInterleaving(t *testing.T) {
 		"spread, time":    {queues: 2, depth: 1, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true, giveUps: 1},
 		"spread, alone": {queues: 2, depth: 4, chunk: 2, users: notify[:1], lengths: []int{2}, spread: true, posts: 2,
 			requests: 1, resets: 1, cancels: 1},
+		"spread, resets": {queues: 2, depth: 4, chunk: 1, users: notify[:1], lengths: []int{4}, spread: true, cancels: 1,
+			resets: 1},
 		"resets": {queues: 1, depth: 4, chunk: 2, users: two, lengths: []int{3, 2}, cancels: 2, resets: 2, posts: 1},
 	} {
 		t.Run(name, func(t *testing.T) {

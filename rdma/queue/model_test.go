@@ -71,6 +71,7 @@ type modelQP struct {
 	keep     bool               // log
 	// postFails is asked how many requests of a chain are posted; nil: all.
 	postFails func(n int) int
+	failing   func() // called in Fail, when it begins
 	failFails bool
 	noReset   bool
 	closed    bool
@@ -92,6 +93,9 @@ func (q *modelQP) Connect(*rdma.Route) error   { q.state = rdma.StateReady; retu
 func (q *modelQP) Fail() error {
 	if q.failFails {
 		return &rdma.Error{Call: "fail", Device: "model0", Errno: syscall.EIO}
+	}
+	if q.failing != nil {
+		q.failing()
 	}
 	q.state = rdma.StateFailed
 	return nil

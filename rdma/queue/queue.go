@@ -78,17 +78,31 @@ func (q *queue) fullError(n int, waited time.Duration) error {
 		Retryable: true}
 }
 
-// reserve takes n credits, which belong to the returned life.
-func (q *queue) reserve(n int) (life uint16, err error) {
+// currentLife returns the life that a submission which begins now belongs to.
+func (q *queue) currentLife() uint16 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if r := q.ledger.reserve(n); r != granted {
-		return 0, q.refusedLocked(n, r)
-	}
-	return q.name.life, nil
+	return q.name.life
 }
 
-// release gives credits back that were reserved in a life.
+// reserve takes n credits for a submission that began in life.
+func (q *queue) reserve(n int, life uint16) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.reserveLocked(n, life)
+}
+
+func (q *queue) reserveLocked(n int, life uint16) error {
+	if q.name.life != life {
+		return q.set.failure()
+	}
+	if r := q.ledger.reserve(n); r != granted {
+		return q.refusedLocked(n, r)
+	}
+	return nil
+}
+
+// release gives reserved credits back.
 func (q *queue) release(n int, life uint16) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -99,17 +113,17 @@ func (q *queue) release(n int, life uint16) {
 }
 
 // submit is reserve and post.
-func (q *queue) submit(chain []rdma.SendRequest, k kind, t *Transfer) (int, error) {
+func (q *queue) submit(chain []rdma.SendRequest, k kind, t *Transfer, life uint16) (int, error) {
 	q.mu.Lock()
-	if r := q.ledger.reserve(len(chain)); r != granted {
-		defer q.mu.Unlock()
-		return 0, q.refusedLocked(len(chain), r)
+	if err := q.reserveLocked(len(chain), life); err != nil {
+		q.mu.Unlock()
+		return 0, err
 	}
 	return q.postLocked(chain, k, t)
 }
 
-// post posts a chunk, whose credits were reserved in a life, and returns how many requests were
-// posted. The credits of others are released.
+// post posts a chunk whose credits were reserved, and returns how many requests were posted. The
+// credits of others are released.
 func (q *queue) post(chain []rdma.SendRequest, k kind, t *Transfer, life uint16) (int, error) {
 	q.mu.Lock()
 	if q.name.life != life {
@@ -328,19 +342,18 @@ func (q *queue) received(c *rdma.Completion, n name, number uint32) (refill, ok 
 		return false, false
 	}
 	q.receives -= int(number-oldest) + 1
-	state := q.ledger.state
 	q.mu.Unlock()
 	switch {
 	case c.Status != rdma.Success:
-		q.set.Fail(&rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: q.set.poller.device, QP: q.number, Vendor: c.Vendor})
+		q.set.Fail(&rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: q.set.poller.device, QP: q.number,
+			Vendor: c.Vendor})
 	case c.Op != rdma.RecvWriteImm || c.Bytes != 0 || number != oldest:
 		q.set.Fail(fmt.Errorf("rdma: a %v of %d bytes on queue pair %d: expected notifications, in order", c.Op, c.Bytes,
 			q.number))
-	case state != failed:
+	default: // it has come, also if the queue pair has failed since
 		q.set.notified(q.index, c.Imm)
-		return true, true
 	}
-	return false, true
+	return true, true
 }
 
 // refill posts receives in place of those that have completed.

@@ -49,7 +49,8 @@ type Config struct {
 	// that the peer breaks the protocol: DefaultPending.
 	Pending int
 	// Notified is called with every notification of the peer, by who polls. It must not block, and not
-	// call the set or its poller. If it is nil, no receives are posted.
+	// call the set or its poller. A notification may be lost if the set fails, also one of a batch
+	// that has ended well at the peer. If Notified is nil, no receives are posted.
 	Notified func(id uint32)
 }
 

@@ -75,9 +75,9 @@ type part struct {
 	requests []rdma.SendRequest // the present chunk
 	segments []rdma.Segment
 	kind     kind
-	last     bool // nothing follows
-	held     bool // the credits are reserved
-	life     uint16
+	last     bool   // nothing follows
+	held     bool   // the credits are reserved
+	life     uint16 // of the queue pair when the submission began: no batch is posted across a reset
 }
 
 func newSubmission(s *Set) *submission {
@@ -134,7 +134,7 @@ func (x *submission) plan(b *Batch) error {
 
 // use has a queue pair take the bytes of a cursor.
 func (x *submission) use(p *part, c cursor) {
-	p.cursor, p.held, p.reads = c, false, false
+	p.cursor, p.held, p.reads, p.life = c, false, false, p.q.currentLife()
 	x.using = append(x.using, p)
 	x.fill(p)
 }
@@ -166,8 +166,7 @@ func (x *submission) step() (*queue, int, error) {
 		return x.stream()
 	case reserving:
 		p := x.using[x.at]
-		life, err := p.q.reserve(len(p.requests))
-		if err != nil {
+		if err := p.q.reserve(len(p.requests), p.life); err != nil {
 			x.release() // so that nobody waits who holds what others wait for
 			x.at = 0
 			if errors.Is(err, errFull) {
@@ -175,7 +174,7 @@ func (x *submission) step() (*queue, int, error) {
 			}
 			return nil, 0, err
 		}
-		p.held, p.life = true, life
+		p.held = true
 		if x.at++; x.at == len(x.using) {
 			x.phase, x.at = posting, 0
 		}
@@ -205,7 +204,7 @@ func (x *submission) stream() (blocked *queue, need int, err error) {
 		if p.last && len(x.using) > 1 {
 			continue
 		}
-		n, err := p.q.submit(p.requests, p.kind, x.t)
+		n, err := p.q.submit(p.requests, p.kind, x.t, p.life)
 		x.posted += n
 		switch {
 		case errors.Is(err, errFull):
