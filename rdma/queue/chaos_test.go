@@ -81,7 +81,7 @@ func newProgram(t testing.TB, seed uint64) *program {
 			return 0
 		},
 		Request: func(string, uint32, *rdma.SendRequest) rdma.Status {
-			if once(2000) {
+			if once(500) {
 				p.counts["request fails"]++
 				return []rdma.Status{rdma.RemoteAccess, rdma.RetryExceeded, rdma.RemoteOperation}[p.r.IntN(3)]
 			}
@@ -282,7 +282,7 @@ func (p *program) repair(t testing.TB) {
 	for _, x := range p.ends {
 		x.s.Fail(errors.New("the peer has failed"))
 		for _, q := range x.s.queues {
-			if !q.drained() && p.r.IntN(500) > 0 {
+			if !q.drained() && p.r.IntN(2000) > 0 {
 				return
 			}
 		}
@@ -378,11 +378,11 @@ func (p *program) run(t testing.TB, n int) {
 			_, _ = p.ends[p.r.IntN(2)].p.Poll()
 		case k < 900:
 			p.step()
-		case k < 980:
+		case k < 960:
 			p.begin()
-		case k < 990:
+		case k < 996:
 			p.repair(t)
-		case p.faulty && k == 999 && p.r.IntN(3) == 0:
+		case p.faulty && k == 999:
 			p.fault()
 		}
 		p.verify()

@@ -37,12 +37,16 @@ type modelCQ struct {
 	depth  int
 	wake   func()
 	ready  []rdma.Completion
+	idle   func() // called by Poll if nothing is ready
 	broken error
 }
 
 func (c *modelCQ) Poll(out []rdma.Completion) (int, error) {
 	if c.broken != nil {
 		return 0, c.broken
+	}
+	if len(c.ready) == 0 && c.idle != nil {
+		c.idle()
 	}
 	n := copy(out, c.ready)
 	c.ready = c.ready[n:]

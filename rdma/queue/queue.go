@@ -46,15 +46,21 @@ func (q *queue) ringLocked() {
 func (q *queue) wait(n int) <-chan struct{} {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	if q.ledger.fits(n) != full {
+		return rung
+	}
 	if q.bell == nil {
 		q.bell = make(chan struct{})
 	}
-	bell := q.bell
-	if q.ledger.fits(n) != full {
-		q.ringLocked()
-	}
-	return bell
+	return q.bell
 }
+
+// rung is a closed channel.
+var rung = func() <-chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
 
 // errFull is the error of a reservation for which there is no room at present.
 var errFull = errors.New("the send queue is full")
@@ -70,10 +76,13 @@ func (q *queue) refusedLocked(n int, r refusal) error {
 	return &rdma.QueueFullError{QP: q.number, Need: n, Depth: q.ledger.depth, InUse: q.ledger.inUse, Degraded: r == barred}
 }
 
-// fullError returns the error of who has waited for n credits in vain.
+// fullError returns the error of who has waited for n credits in vain, nil if there is room now.
 func (q *queue) fullError(n int, waited time.Duration) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	if q.ledger.fits(n) != full {
+		return nil
+	}
 	return &rdma.QueueFullError{QP: q.number, Need: n, Depth: q.ledger.depth, InUse: q.ledger.inUse, Waited: waited,
 		Retryable: true}
 }

@@ -238,7 +238,7 @@ func (x *submission) await(ctx context.Context, p *pace, q *queue, need int) err
 	}
 	err := p.wait(ctx, n > 0, bell, limit)
 	if errors.Is(err, errTime) {
-		err = q.fullError(need, p.waited())
+		return q.fullError(need, p.waited())
 	}
 	return err
 }
