@@ -64,6 +64,11 @@ func newPlay(t testing.TB, sc scene, choose func(n int) int) *play {
 				}
 			}
 		}
+		q.posting = func(chain []rdma.SendRequest) {
+			if flush := chain[0].Op == rdma.Write && len(chain[0].Segments) == 0; !flush && p.s.queues[i].ledger.state != ready {
+				p.w.violation("a chunk was posted to a queue that is %v", p.s.queues[i].ledger.state)
+			}
+		}
 		q.postFails = func(n int) int {
 			if p.posts == 0 {
 				return n

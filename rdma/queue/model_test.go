@@ -75,6 +75,7 @@ type modelQP struct {
 	keep     bool               // log
 	// postFails is asked how many requests of a chain are posted; nil: all.
 	postFails func(n int) int
+	posting   func(chain []rdma.SendRequest)
 	failing   func() // called in Fail, when it begins
 	failFails bool
 	noReset   bool
@@ -123,6 +124,9 @@ func (q *modelQP) Close() error {
 
 func (q *modelQP) Post(chain []rdma.SendRequest) (int, error) {
 	n := len(chain)
+	if q.posting != nil {
+		q.posting(chain)
+	}
 	if q.postFails != nil {
 		n = q.postFails(n)
 	}

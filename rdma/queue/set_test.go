@@ -218,7 +218,8 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 	if _, err := s.Submit(t.Context(), writes(1)); !errors.Is(err, ErrFailed) || !errors.Is(err, s.Err()) {
 		t.Fatal(err)
 	}
-	late := rdma.Completion{ID: s.queues[0].name.id(data, s.queues[0].ledger.next-1), QP: w.qps[0].number}
+	// Of the third batch's last request, but in the life before.
+	late := rdma.Completion{ID: s.queues[0].name.id(data, s.queues[0].ledger.next+2), QP: w.qps[0].number}
 	if err := s.Reset(soon(t), func(_ int, q rdma.QP) error { return q.Connect(nil) }); err != nil {
 		t.Fatal(err)
 	}
@@ -226,9 +227,9 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.cqs[0].put(late) // of the life before, by a number that is in use again
-	if _, err := p.Poll(); err != nil || p.Strays() != 1 {
-		t.Fatal(err, p.Strays())
+	w.cqs[0].put(late)
+	if _, err := p.Poll(); err != nil || p.Strays() != 1 || third.Ended() {
+		t.Fatal(err, p.Strays(), third.Ended())
 	}
 	if err := third.Wait(soon(t)); err != nil {
 		t.Fatal(err)
@@ -270,6 +271,21 @@ func TestCancel(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// Nobody has to wait for a transfer on a queue pair that will not complete it.
+func TestQueuePairThatCannotBeFailed(t *testing.T) {
+	w, _, s := newModel(t, 1, 8, 1, Config{})
+	tr, err := s.Submit(t.Context(), writes(4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.qps[0].failFails = true
+	cause := errors.New("the device is gone")
+	s.Fail(cause)
+	if !tr.Ended() || !errors.Is(tr.Err(), cause) || len(w.qps[0].sends) > 0 {
+		t.Fatal(tr.Ended(), tr.Err(), len(w.qps[0].sends))
 	}
 }
 
