@@ -7,8 +7,8 @@ import (
 	"tutti/rdma"
 )
 
-// instant is a queue pair whose requests complete at once, so that a benchmark measures this package
-// alone.
+// instant is a queue pair whose requests complete at once, so that a benchmark measures this
+// package alone.
 type instant struct {
 	modelQP
 	out []rdma.Completion

@@ -14,7 +14,7 @@ import (
 )
 
 var (
-	chaosSteps = flag.Int("chaos.steps", 0, "random steps of TestRandomPrograms; 0: a million, fewer with the race detector")
+	chaosSteps = flag.Int("chaos.steps", 0, "random steps; 0: a million, fewer with the race detector")
 	chaosSeed  = flag.Uint64("chaos.seed", 0, "seed of the first program")
 )
 
@@ -50,8 +50,7 @@ type work struct {
 	submitted bool // x has ended
 	err       error
 	reads     bool
-	ops       [][2]uint64 // offsets and lengths in the slot
-	id        uint32      // of the notification; 0: none
+	id        uint32 // of the notification; 0: none
 	epoch     int
 	told      int
 	want      []byte    // of the target
@@ -393,8 +392,9 @@ func (p *program) run(t testing.TB, n int) {
 }
 
 // Random programs over rdma/soft, most of them with all its faults: the accounts are right after
-// every step, transfers that end well have moved their bytes, nothing touches the memory of one that
-// has ended, notifications come once and after their data, and in the end all credits are free.
+// every step, transfers that end well have moved their bytes, nothing touches the memory of one
+// that has ended, notifications come once and after their data, and in the end all credits are
+// free.
 func TestRandomPrograms(t *testing.T) {
 	steps := *chaosSteps
 	if steps == 0 {
@@ -423,8 +423,8 @@ func TestRandomPrograms(t *testing.T) {
 		}
 	}
 	t.Log(counts)
-	for _, what := range []string{"ended well", "failed", "refused", "notifications", "resets", "new connections", "removals",
-		"post fails", "request fails", "call fails", "ports", "breaks", "cancels", "forced", "gives up"} {
+	for _, what := range []string{"ended well", "failed", "refused", "notifications", "resets", "new connections",
+		"removals", "post fails", "request fails", "call fails", "ports", "breaks", "cancels", "forced", "gives up"} {
 		if counts[what] == 0 && *chaosSteps == 0 && !raceEnabled && !testing.Short() {
 			t.Errorf("no program had %s", what)
 		}

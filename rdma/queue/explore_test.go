@@ -65,8 +65,9 @@ func newPlay(t testing.TB, sc scene, choose func(n int) int) *play {
 			}
 		}
 		q.posting = func(chain []rdma.SendRequest) {
-			if flush := chain[0].Op == rdma.Write && len(chain[0].Segments) == 0; !flush && p.s.queues[i].ledger.state != ready {
-				p.w.violation("a chunk was posted to a queue that is %v", p.s.queues[i].ledger.state)
+			flush, state := chain[0].Op == rdma.Write && len(chain[0].Segments) == 0, p.s.queues[i].ledger.state
+			if !flush && state != ready {
+				p.w.violation("a chunk was posted to a queue that is %v", state)
 			}
 		}
 		q.postFails = func(n int) int {

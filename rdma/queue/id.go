@@ -1,7 +1,7 @@
 package queue
 
-// The identifier of a request, from its highest bits on: 2 of its kind, 14 of the queue pair's place
-// in its poller, 16 of the queue pair's life, 32 of the request's number in that life. No two
+// The identifier of a request, from its highest bits on: 2 of its kind, 14 of the queue pair's
+// place in its poller, 16 of the queue pair's life, 32 of the request's number in that life. No two
 // requests that can have a completion at the same time are equal in all of them.
 
 // kind is what a request is for.

@@ -123,8 +123,8 @@ func (l *ledger) posted(k int) {
 	l.state = max(l.state, degraded)
 }
 
-// flush makes a record for a signaled request behind the orphans, and returns its number. It reports
-// false if there is no credit for it. It asks neither for the state nor for a reservation.
+// flush makes a record for a signaled request behind the orphans, and returns its number. It
+// reports false if there is no credit for it. It asks neither for the state nor for a reservation.
 func (l *ledger) flush() (uint32, bool) {
 	if l.inUse == l.depth {
 		return 0, false
@@ -148,9 +148,9 @@ const (
 	skipped          // completions of earlier requests are missing
 )
 
-// complete ends the record whose last request has the given number, and with it the orphans in front
-// of it. A completion with an error of any other request is recorded only. The queue has failed if
-// status is no success. It returns the kind of the record's first request too.
+// complete ends the record whose last request has the given number, and with it the orphans in
+// front of it. A completion with an error of any other request is recorded only. The queue has
+// failed if status is no success. It returns the kind of the record's first request too.
 func (l *ledger) complete(number uint32, status rdma.Status, vendor uint32) (verdict, rdma.Opcode) {
 	for i := range l.n {
 		r := l.at(i)

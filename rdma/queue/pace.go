@@ -34,8 +34,8 @@ func (p *pace) waited() time.Duration {
 func (p *pace) sleeps() bool { return p.waits >= yields }
 
 // wait lets others run. It returns early when bell is closed, and fails with ctx's error when ctx
-// ends, and with errTime if limit, unless it is 0, has passed since the first wait. With busy, there
-// was something to do, and the first phase begins again.
+// ends, and with errTime if limit, unless it is 0, has passed since the first wait. With busy,
+// there was something to do, and the first phase begins again.
 func (p *pace) wait(ctx context.Context, busy bool, bell <-chan struct{}, limit time.Duration) error {
 	if p.begin.IsZero() {
 		p.begin = time.Now()

@@ -73,8 +73,8 @@ func (b *Batch) sorted(ops []Op) ([]Op, uint64, error) {
 		return nil, 0, errors.New("rdma: a batch without bytes and without a notification")
 	}
 	slices.SortFunc(ops, func(x, y Op) int {
-		return cmp.Or(cmp.Compare(x.Kind, y.Kind), cmp.Compare(x.RemoteKey, y.RemoteKey), cmp.Compare(x.Remote, y.Remote),
-			cmp.Compare(x.Len, y.Len), cmp.Compare(x.Local, y.Local))
+		return cmp.Or(cmp.Compare(x.Kind, y.Kind), cmp.Compare(x.RemoteKey, y.RemoteKey),
+			cmp.Compare(x.Remote, y.Remote), cmp.Compare(x.Len, y.Len), cmp.Compare(x.Local, y.Local))
 	})
 	return ops, total, nil
 }
@@ -128,7 +128,8 @@ func (c *cursor) next(r *rdma.SendRequest, segments []rdma.Segment, lim limits) 
 			break
 		}
 		n, at := min(room, o.Len-c.done), o.Local+c.done
-		if k := len(segments) - 1; k >= begin && segments[k].Key == o.Key && segments[k].Address+uint64(segments[k].Len) == at {
+		if k := len(segments) - 1; k >= begin && segments[k].Key == o.Key &&
+			segments[k].Address+uint64(segments[k].Len) == at {
 			segments[k].Len += uint32(n)
 		} else if len(segments)-begin == lim.segments {
 			break

@@ -25,8 +25,8 @@ type Poller struct {
 	unusable error
 }
 
-// NewPoller makes a completion queue for at least depth completions. The depths of all queues of the
-// queue pairs that use it may be as many together.
+// NewPoller makes a completion queue for at least depth completions. The depths of all queues of
+// the queue pairs that use it may be as many together.
 func NewPoller(d rdma.Device, depth int) (*Poller, error) {
 	p := &Poller{device: d.Name(), wake: make(chan struct{}, 1)}
 	var err error

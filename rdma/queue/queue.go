@@ -73,7 +73,8 @@ func (q *queue) refusedLocked(n int, r refusal) error {
 	case q.ledger.state == failed:
 		return q.set.failure()
 	}
-	return &rdma.QueueFullError{QP: q.number, Need: n, Depth: q.ledger.depth, InUse: q.ledger.inUse, Degraded: r == barred}
+	return &rdma.QueueFullError{QP: q.number, Need: n, Depth: q.ledger.depth, InUse: q.ledger.inUse,
+		Degraded: r == barred}
 }
 
 // fullError returns the error of who has waited for n credits in vain, nil if there is room now.
@@ -176,7 +177,8 @@ func (q *queue) postLocked(chain []rdma.SendRequest, k kind, t *Transfer) (int, 
 	q.ringLocked()
 	q.mu.Unlock()
 	if flushed != nil {
-		q.set.Fail(fmt.Errorf("rdma: queue pair %d has no completion for its requests: %w", q.number, errors.Join(err, flushed)))
+		q.set.Fail(fmt.Errorf("rdma: queue pair %d has no completion for its requests: %w", q.number,
+			errors.Join(err, flushed)))
 	}
 	return n, err
 }
@@ -212,7 +214,8 @@ func (q *queue) complete(c *rdma.Completion, k kind, n name, number uint32) bool
 		q.set.Fail(fmt.Errorf("rdma: completion of request %d of queue pair %d without those of the requests before it",
 			number, q.number))
 	case after == failed && before != failed:
-		q.set.Fail(&rdma.StatusError{Status: c.Status, Op: op, Device: q.set.poller.device, QP: q.number, Vendor: c.Vendor})
+		q.set.Fail(&rdma.StatusError{Status: c.Status, Op: op, Device: q.set.poller.device, QP: q.number,
+			Vendor: c.Vendor})
 	}
 	return v != stray
 }
@@ -229,7 +232,8 @@ func (q *queue) settleLocked() {
 		}
 		var err error
 		if r.status != rdma.Success {
-			err = &rdma.StatusError{Status: r.status, Op: r.op, Device: q.set.poller.device, QP: q.number, Vendor: r.vendor}
+			err = &rdma.StatusError{Status: r.status, Op: r.op, Device: q.set.poller.device, QP: q.number,
+				Vendor: r.vendor}
 		}
 		r.owner.drop(err)
 	}
@@ -320,8 +324,8 @@ func (q *queue) reset() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.closed {
-		return fmt.Errorf("rdma: queue pair %d was closed, because it could not be reset; make another set: %w", q.number,
-			rdma.ErrClosed)
+		return fmt.Errorf("rdma: queue pair %d was closed, because it could not be reset; make another set: %w",
+			q.number, rdma.ErrClosed)
 	}
 	if err := q.qp.Reset(); err != nil {
 		return err

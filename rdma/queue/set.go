@@ -34,8 +34,8 @@ type Config struct {
 	// Timeout is how long Submit waits for room in the send queues before it has posted anything:
 	// DefaultTimeout. Negative: not at all.
 	Timeout time.Duration
-	// Drain is how long a device may take to complete the requests of a failed queue pair, before the
-	// queue pair is reset by force: DefaultDrain.
+	// Drain is how long a device may take to complete the requests of a failed queue pair, before
+	// the queue pair is reset by force: DefaultDrain.
 	Drain time.Duration
 	// Chunk is the most requests that are posted with one call, of which the last one is signaled:
 	// DefaultChunk, and at most half of the depth of the send queues.
@@ -43,15 +43,19 @@ type Config struct {
 	// MaxBytes is the most of a request: DefaultMaxBytes, and at most 2 GiB. A port may take less
 	// (rdma.Port.MaxBytes).
 	MaxBytes uint64
-	// Spread is the bytes for each queue pair from which a batch is divided over all: DefaultSpread.
+	// Spread is the bytes for each queue pair from which a batch is divided over all:
+	// DefaultSpread.
 	Spread uint64
-	// Pending is the most notifications that have come on some queue pairs of the set only. More mean
-	// that the peer breaks the protocol: DefaultPending.
+	// Pending is the most notifications that have come on some queue pairs of the set only. More
+	// mean that the peer breaks the protocol: DefaultPending.
 	Pending int
-	// Notified is called with every notification of the peer, by who polls. It must not block, and not
-	// call the set or its poller. A notification may be lost if the set fails, also one of a batch
-	// that has ended well at the peer. If Notified is nil, no receives are posted.
+	// Notified is called with every notification of the peer, by who polls. It must not block, and
+	// not call the set or its poller. A notification may be lost if the set fails, also one of a
+	// batch that has ended well at the peer. If Notified is nil, no receives are posted.
 	Notified func(id uint32)
+	// Failed is called when the set fails, once until Reset, with the cause. The same rules hold as
+	// for Notified.
+	Failed func(cause error)
 }
 
 // A Set is the queue pairs of one device that lead to one peer. Its methods may be called from any
@@ -72,9 +76,9 @@ type Set struct {
 }
 
 // New makes a set of connected queue pairs, or ones in the state Init that will be connected before
-// the first Submit. Both their completion queues are p.CQ. The peer's set has queue pairs in the same
-// order. They belong to the set, unless there is an error: nobody else calls their methods, and
-// Close closes them.
+// the first Submit. Both their completion queues are p.CQ. The peer's set has queue pairs in the
+// same order. They belong to the set, unless there is an error: nobody else calls their methods,
+// and Close closes them.
 func New(p *Poller, qps []rdma.QP, cfg Config) (*Set, error) {
 	if len(qps) == 0 || len(qps) > MaxQueues {
 		return nil, fmt.Errorf("rdma: a set of %d queue pairs: expected 1 to %d", len(qps), MaxQueues)
@@ -145,10 +149,14 @@ func (s *Set) Fail(cause error) {
 		s.cause = cause
 	}
 	s.mu.Unlock()
-	if first {
-		for _, q := range s.queues {
-			q.fail()
-		}
+	if !first {
+		return
+	}
+	for _, q := range s.queues {
+		q.fail()
+	}
+	if s.cfg.Failed != nil {
+		s.cfg.Failed(cause)
 	}
 }
 
@@ -166,7 +174,8 @@ func (s *Set) Drain(ctx context.Context) error {
 				continue
 			}
 			if err := q.purge(); err != nil {
-				return fmt.Errorf("rdma: queue pair %d uses memory, and can neither be reset nor closed: %w", q.number, err)
+				return fmt.Errorf("rdma: queue pair %d uses memory, and can neither be reset nor closed: %w", q.number,
+					err)
 			}
 		}
 	}
@@ -174,9 +183,9 @@ func (s *Set) Drain(ctx context.Context) error {
 }
 
 // Reset drains the set and resets its queue pairs. Then it calls connect for each, which has to
-// move the queue pair to Ready, in agreement with the peer. What was submitted before has ended, and
-// what comes later begins a new life. It fails with errors.ErrUnsupported on a device that cannot
-// reset queue pairs; the set has to be closed and made anew then, as after any other error.
+// move the queue pair to Ready, in agreement with the peer. What was submitted before has ended,
+// and what comes later begins a new life. It fails with errors.ErrUnsupported on a device that
+// cannot reset queue pairs; the set has to be closed and made anew then, as after any other error.
 func (s *Set) Reset(ctx context.Context, connect func(i int, qp rdma.QP) error) error {
 	s.changing.Lock()
 	defer s.changing.Unlock()
@@ -213,8 +222,8 @@ func (s *Set) Reset(ctx context.Context, connect func(i int, qp rdma.QP) error) 
 	return nil
 }
 
-// Close closes the queue pairs. What is under way ends with rdma.ErrClosed. An error means that memory
-// may be in use; Close may be called again then.
+// Close closes the queue pairs. What is under way ends with rdma.ErrClosed. An error means that
+// memory may be in use; Close may be called again then.
 func (s *Set) Close() error {
 	s.changing.Lock()
 	defer s.changing.Unlock()

@@ -40,8 +40,8 @@ func (w *world) auto() {
 }
 
 func TestBatchesLargerThanTheQueue(t *testing.T) {
-	for _, c := range []struct{ depth, chunk, n int }{{10, 4, 1000}, {1, 1, 20}, {2, 32, 33}, {3, 2, 50}, {128, 32, 10000},
-		{7, 7, 100}} {
+	for _, c := range []struct{ depth, chunk, n int }{{10, 4, 1000}, {1, 1, 20}, {2, 32, 33}, {3, 2, 50}, {7, 7, 100},
+		{128, 32, 10000}} {
 		w, _, s := newModel(t, 1, c.depth, 1, Config{Chunk: c.chunk})
 		w.auto()
 		w.qps[0].keep = true
@@ -68,8 +68,8 @@ func TestFullQueueIsAnError(t *testing.T) {
 		}
 		_, err := s.Submit(t.Context(), writes(1))
 		var full *rdma.QueueFullError
-		if !errors.As(err, &full) || !full.Retryable || full.Degraded || full.Posted != 0 || full.InUse != 4 || full.Need != 1 ||
-			full.Waited < time.Second {
+		if !errors.As(err, &full) || !full.Retryable || full.Degraded || full.Posted != 0 || full.InUse != 4 ||
+			full.Need != 1 || full.Waited < time.Second {
 			t.Fatalf("%v (%+v)", err, full)
 		}
 		w.auto()
@@ -196,7 +196,8 @@ func TestNothingPostedIsAnErrorOfSubmit(t *testing.T) {
 }
 
 func TestFailedRequestFailsTheSet(t *testing.T) {
-	w, p, s := newModel(t, 2, 8, 1, Config{})
+	var causes []error
+	w, p, s := newModel(t, 2, 8, 1, Config{Failed: func(cause error) { causes = append(causes, cause) }})
 	first, err := s.Submit(t.Context(), writes(2)) // to the second queue pair
 	if err != nil {
 		t.Fatal(err)
@@ -218,10 +219,16 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 	if _, err := s.Submit(t.Context(), writes(1)); !errors.Is(err, ErrFailed) || !errors.Is(err, s.Err()) {
 		t.Fatal(err)
 	}
+	if s.Fail(errors.New("again")); len(causes) != 1 || causes[0] != s.Err() {
+		t.Fatal(causes)
+	}
 	// Of the third batch's last request, but in the life before.
 	late := rdma.Completion{ID: s.queues[0].name.id(data, s.queues[0].ledger.next+2), QP: w.qps[0].number}
 	if err := s.Reset(soon(t), func(_ int, q rdma.QP) error { return q.Connect(nil) }); err != nil {
 		t.Fatal(err)
+	}
+	if s.Err() != nil || len(causes) != 1 {
+		t.Fatal(s.Err(), causes)
 	}
 	third, err := s.Submit(t.Context(), writes(3))
 	if err != nil {

@@ -87,9 +87,9 @@ func (t *Transfer) Err() error {
 	return t.err
 }
 
-// Wait waits until the transfer has ended, and returns its result. It polls. If ctx ends before, the
-// transfer is cancelled: its whole set fails, and Wait returns ctx's error when nothing uses the
-// memory any more, within Config.Drain. If even that is impossible, Wait returns the error of
+// Wait waits until the transfer has ended, and returns its result. It polls. If ctx ends before,
+// the transfer is cancelled: its whole set fails, and Wait returns ctx's error when nothing uses
+// the memory any more, within Config.Drain. If even that is impossible, Wait returns the error of
 // Set.Drain, and the transfer has not ended.
 func (t *Transfer) Wait(ctx context.Context) error {
 	var p pace
