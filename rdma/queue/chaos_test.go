@@ -28,7 +28,8 @@ type program struct {
 	before [2]map[int]*work
 	byID   map[uint32]*work
 	id     uint32
-	epoch  int // of connections
+	epoch  int    // of connections
+	left   [2]int // the latest one that each end has left behind: its notifications come no more
 	faulty bool
 	down   [2]bool
 	gone   [2]bool
@@ -69,7 +70,8 @@ func (p *program) slotOf(e, at, slot int) []byte {
 }
 
 func newProgram(t testing.TB, seed uint64) *program {
-	p := &program{r: rand.New(rand.NewPCG(seed, 7)), counts: map[string]int{}, byID: map[uint32]*work{}}
+	p := &program{r: rand.New(rand.NewPCG(seed, 7)), counts: map[string]int{}, byID: map[uint32]*work{},
+		left: [2]int{-1, -1}}
 	once := func(n int) bool { return p.faulty && p.r.IntN(n) == 0 }
 	cfg := soft.Config{Seed: seed, Manual: true, Late: p.r.IntN(5), ReuseNumbers: p.r.IntN(2) == 0, Faults: soft.Faults{
 		Post: func(string, uint32, int) syscall.Errno {
@@ -128,7 +130,7 @@ func (p *program) notified(e int, id uint32) {
 		p.errorf("notification %d, which nobody has sent", id)
 	case w.told > 0:
 		p.errorf("notification %d twice", id)
-	case w.epoch != p.epoch:
+	case w.epoch <= p.left[e]:
 		p.errorf("notification %d of another connection", id)
 	case !w.reads && w.left[0] == nil && !bytes.Equal(p.slotOf(e, w.at, w.slot), w.want):
 		p.errorf("notification %d came before its data", id)
@@ -141,11 +143,14 @@ func (p *program) notified(e int, id uint32) {
 // begin begins a batch.
 func (p *program) begin() {
 	at := p.r.IntN(2)
-	if len(p.free[at]) == 0 {
+	if len(p.free[at]) == 0 || p.ends[at].s.Err() != nil && p.r.IntN(8) > 0 {
 		return
 	}
 	i := p.r.IntN(len(p.free[at]))
 	w := &work{at: at, slot: p.free[at][i], reads: p.r.IntN(3) == 0, epoch: p.epoch}
+	if p.ends[at].s.Err() != nil {
+		w.epoch++ // it is refused, or posted after the reset
+	}
 	if old := p.before[at][w.slot]; old != nil { // nothing has touched the memory since
 		for e := range p.ends {
 			if !bytes.Equal(p.slotOf(e, at, w.slot), old.left[e]) {
@@ -293,6 +298,7 @@ func (p *program) repair(t testing.TB) {
 		for i, x := range p.ends {
 			o := p.ends[1-i]
 			err := x.s.Reset(t.Context(), func(i int, q rdma.QP) error { return x.connect(o, i, q) })
+			p.left[i] = p.epoch - 1
 			worked = worked && err == nil
 		}
 		if worked {
@@ -301,10 +307,11 @@ func (p *program) repair(t testing.TB) {
 		}
 	}
 	p.faulty = false
-	for _, x := range p.ends {
+	for e, x := range p.ends {
 		if err := x.s.Close(); err != nil {
 			p.errorf("%v", err)
 		}
+		p.left[e] = p.epoch - 1
 	}
 	for e, x := range p.ends {
 		if p.gone[e] {
@@ -410,6 +417,9 @@ func TestRandomPrograms(t *testing.T) {
 		p.run(t, min(steps, each))
 		if p.wrong != nil {
 			t.Fatalf("seed %d: %v", seed, p.wrong)
+		}
+		if n := p.counts["failed"] + p.counts["refused"]; seed%5 == 0 && n > 0 {
+			t.Fatalf("seed %d: %d transfers failed without a fault", seed, n)
 		}
 		steps -= each
 		for what, n := range p.counts {

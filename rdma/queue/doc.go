@@ -44,7 +44,8 @@
 //
 // A batch may carry a number for the peer's program, which gets it when the data of the whole batch
 // is visible. It travels as immediate data behind the last request of the batch on each queue pair
-// that the batch may use, because there is no order between queue pairs. The receiving set counts
+// that the batch may use, because there is no order between queue pairs: the number has 31 bits,
+// and the highest bit of the data says that it comes on all queue pairs. The receiving set counts
 // the parts of each number for each queue pair. The parts are posted all or not at all: their
 // credits are reserved together, and if posting fails between them, the set fails.
 //

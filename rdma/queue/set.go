@@ -77,8 +77,8 @@ type Set struct {
 
 // New makes a set of connected queue pairs, or ones in the state Init that will be connected before
 // the first Submit. Both their completion queues are p.CQ. The peer's set has queue pairs in the
-// same order. They belong to the set, unless there is an error: nobody else calls their methods,
-// and Close closes them.
+// same order. They allow remote writes, which is what flushes and notifications are, and belong to
+// the set, unless there is an error: nobody else calls their methods, and Close closes them.
 func New(p *Poller, qps []rdma.QP, cfg Config) (*Set, error) {
 	if len(qps) == 0 || len(qps) > MaxQueues {
 		return nil, fmt.Errorf("rdma: a set of %d queue pairs: expected 1 to %d", len(qps), MaxQueues)
