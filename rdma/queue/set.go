@@ -168,6 +168,7 @@ func (s *Set) Drain(ctx context.Context) error {
 	var p pace
 	defer p.stop()
 	for _, q := range s.queues {
+		q.fail() // who has called Fail first may not have come to it yet
 		for !q.drained() {
 			n, err := s.poller.Poll()
 			if err == nil && p.waited() < s.cfg.Drain && p.wait(ctx, n > 0, nil, 0) == nil {
