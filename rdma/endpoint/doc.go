@@ -1,0 +1,2 @@
+// Package endpoint connects the queue pairs of two processes.
+package endpoint
