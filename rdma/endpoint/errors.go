@@ -14,14 +14,26 @@ var (
 	ErrGone = errors.New("rdma: the peer has ended")
 )
 
-// RefusedError says that the peer does not connect, and will not with the same configurations.
+// RefusedError says that the peer does not connect.
 type RefusedError struct {
-	Peer   string
 	Reason string // the peer's words
+	Final  bool   // it will not either with the same configurations
 }
 
 func (e *RefusedError) Error() string {
-	return fmt.Sprintf("rdma: %s refuses a connection: %s", e.Peer, e.Reason)
+	if e.Final {
+		return "refused: " + e.Reason
+	}
+	return "not now: " + e.Reason
+}
+
+// UndrainedError says that no queue pairs are made because too many retired connections are not
+// drained: Config.Retired allows no more.
+type UndrainedError struct{ Connections int }
+
+func (e *UndrainedError) Error() string {
+	return fmt.Sprintf("rdma: %d retired connections are not drained: call drained of Config.Retire, or allow more with "+
+		"Config.Retired", e.Connections)
 }
 
 // PeerError says that the connection to a peer could not be made in time, or at all.
@@ -33,7 +45,7 @@ type PeerError struct {
 
 func (e *PeerError) Error() string {
 	s := fmt.Sprintf("rdma: no connection to %s: %v", e.Peer, e.Err)
-	if e.Cause != nil && e.Cause != e.Err {
+	if e.Cause != nil {
 		s += fmt.Sprintf(" (last attempt: %v)", e.Cause)
 	}
 	return s

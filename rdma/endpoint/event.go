@@ -11,14 +11,19 @@ type open struct{}
 // cancel says that nobody waits any more.
 type cancel struct{}
 
-// prepared answers prepare: the offer of the new queue pairs, or why there are none.
+// prepared answers prepare: the offer of the new queue pairs, or why there are none. Final: there
+// will never be any.
 type prepared struct {
 	offer offer
 	err   error
+	final bool
 }
 
-// joined answers join: nil, or why the queue pairs cannot be used.
-type joined struct{ err error }
+// joined answers join: nil, or why the queue pairs cannot be used. Final: others could not either.
+type joined struct {
+	err   error
+	final bool
+}
 
 // ready says that the request of a call can be sent now.
 type ready struct{ call uint64 }

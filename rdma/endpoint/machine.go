@@ -103,7 +103,7 @@ func (m *machine) prepared(e prepared) {
 	switch {
 	case e.err != nil:
 		m.phase = unconnected
-		m.unable(e.err)
+		m.unable(e.err, e.final)
 	case m.request != nil:
 		m.offer, m.phase = e.offer, connecting
 		m.join(m.request)
@@ -115,9 +115,13 @@ func (m *machine) prepared(e prepared) {
 
 // unable tells those concerned that queue pairs cannot be made or connected: the peer, if that was
 // for its request, and those who wait here.
-func (m *machine) unable(err error) {
+func (m *machine) unable(err error, final bool) {
 	if m.request != nil {
-		m.reply(refused, m.request, err.Error())
+		k := busy
+		if final {
+			k = refused
+		}
+		m.reply(k, m.request, err.Error())
 		m.request = nil
 	}
 	m.giveUp(err)
@@ -140,7 +144,7 @@ func (m *machine) join(to *message) {
 func (m *machine) joined(e joined) {
 	if e.err != nil {
 		m.drop()
-		m.unable(e.err)
+		m.unable(e.err, e.final)
 		return
 	}
 	m.version++
@@ -202,7 +206,7 @@ func (m *machine) replied(r *message) {
 	}
 	switch {
 	case r.kind == busy || r.kind == refused:
-		m.failed(failed{err: &RefusedError{Reason: r.text}, final: r.kind == refused})
+		m.failed(failed{err: &RefusedError{r.text, r.kind == refused}, final: r.kind == refused})
 	case m.phase == connecting && r.kind == accepted:
 		if len(r.offer.qps) != m.qps {
 			m.failed(failed{err: m.miscounted(r), final: true})

@@ -112,13 +112,7 @@ func (m *message) String() string {
 //	58  0, 0
 //	60  queue pairs: number, first packet number, 4 bytes each; then the reason
 func (m *message) encode() []byte {
-	text := []byte(m.text)
-	if len(text) > maxText {
-		text = text[:maxText]
-		for !utf8.Valid(text) && len(text) > maxText-utf8.UTFMax {
-			text = text[:len(text)-1]
-		}
-	}
+	text := plain(m.text)
 	le := binary.LittleEndian
 	b := make([]byte, 0, headerSize+8*len(m.offer.qps)+len(text))
 	b = append(b, wireVersion, byte(m.kind), byte(len(m.offer.qps)), byte(m.offer.link))
@@ -137,6 +131,24 @@ func (m *message) encode() []byte {
 		b = le.AppendUint32(le.AppendUint32(b, p.number), p.psn)
 	}
 	return append(b, text...)
+}
+
+// plain returns the beginning of a reason, as one line of UTF-8.
+func plain(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(s, "?"))
+	if len(s) > maxText {
+		n := maxText
+		for !utf8.RuneStart(s[n]) {
+			n--
+		}
+		s = s[:n]
+	}
+	return s
 }
 
 // decode reads a message. It keeps nothing of b.

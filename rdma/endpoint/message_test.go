@@ -46,11 +46,16 @@ func TestMessagesSurviveTheWire(t *testing.T) {
 	}
 }
 
-func TestReasonsAreCutBetweenLetters(t *testing.T) {
-	m := &message{kind: refused, from: end{1, 1}, to: end{2, 2}, text: "x" + strings.Repeat("é", maxText)}
-	got, err := decode(m.encode())
-	if err != nil || got.text != m.text[:maxText-1] {
-		t.Fatalf("%q, %v", got, err)
+func TestReasonsBecomeALine(t *testing.T) {
+	for _, c := range [][2]string{
+		{"x" + strings.Repeat("é", maxText), "x" + strings.Repeat("é", maxText/2-1)},
+		{"one\ntwo\x00", "one two "},
+		{"a\xffb", "a?b"},
+	} {
+		m := &message{kind: refused, from: end{1, 1}, to: end{2, 2}, text: c[0]}
+		if got, err := decode(m.encode()); err != nil || got.text != c[1] {
+			t.Errorf("%q became %v, %v; want %q", c[0], got, err, c[1])
+		}
 	}
 }
 

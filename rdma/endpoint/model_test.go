@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
@@ -134,7 +135,7 @@ func (w *world) step(i int, ev event, p *packet) {
 				}
 				if s.weak {
 					s.weak = false
-					queue = append(queue, joined{errDevice})
+					queue = append(queue, joined{errDevice, true})
 					break
 				}
 				s.joined = end{a.with.session, a.with.version &^ 1}
@@ -472,11 +473,59 @@ func TestModel(t *testing.T) {
 		{"nobody waits", faults{open: two, lose: 1, cancel: one}, false},
 		{"nobody waits, and calls are late", faults{open: two, duplicate: 1, hurry: 1, cancel: one}, true},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			if c.long && testing.Short() {
-				t.Skip("long")
+		if c.long && testing.Short() {
+			continue
+		}
+		t.Run(c.name, func(t *testing.T) { explore(t, c.may, 3_000_000) })
+	}
+}
+
+// A machine keeps its promises whatever the peer sends.
+func TestAnyMessages(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 1))
+	ups := 0
+	for range 20000 {
+		w := newWorld()
+		s := &w.sides[0]
+		who := func(of ...uint64) end { return end{of[rng.IntN(len(of))], uint64(rng.IntN(6))} }
+		for range 30 {
+			switch rng.IntN(6) {
+			case 0:
+				w.step(0, open{}, nil)
+			case 1:
+				if s.pausing != 0 {
+					w.ready(0)
+				}
+			case 2:
+				if s.m.phase == connected {
+					w.step(0, broken{s.generation - uint64(rng.IntN(2))}, nil)
+				}
+			default:
+				p := packet{caller: rng.IntN(2), life: s.life, call: s.m.call, m: &message{kind: request, offer: offerOf(1),
+					from: who(7, 8), to: who(sessionOf(0, 0), 9)}}
+				if rng.IntN(8) == 0 {
+					p.m.to = end{}
+				}
+				if p.reply = p.caller == 0; p.reply {
+					if p.m.kind = accepted + kind(rng.IntN(4)); p.m.kind != accepted {
+						p.m.offer = offer{}
+					}
+					if rng.IntN(2) == 0 {
+						p.m.to = end{s.m.session, s.m.sent}
+					}
+				}
+				w.packets = append(w.packets[:0], p)
+				w.deliver(0, false)
 			}
-			explore(t, c.may, 3_000_000)
-		})
+			if w.err != nil {
+				t.Fatal(w.err)
+			}
+			if s.m.phase == connected {
+				ups++
+			}
+		}
+	}
+	if ups == 0 {
+		t.Error("never connected")
 	}
 }

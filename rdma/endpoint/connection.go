@@ -1,0 +1,235 @@
+package endpoint
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+
+	"tutti/rdma"
+)
+
+// Connection is one generation of queue pairs that lead to a peer.
+type Connection struct {
+	Peer string
+	// QPs are the queue pairs, in the order of Config.Queues and of those at the peer. The table closes
+	// them.
+	QPs []rdma.QP
+	// Generation counts the connections to the same peer, and the attempts that came to nothing.
+	Generation uint64
+
+	p       *peer
+	route   rdma.Route // of this end
+	offer   offer
+	remote  uint64
+	shown   bool          // Config.Prepare was called
+	retired chan struct{} // closed when it is
+}
+
+// Remote returns the session of the peer, the id of this life of its process. It is 0 in
+// Config.Prepare, before the queue pairs are connected.
+func (c *Connection) Remote() uint64 { return c.remote }
+
+// Retired returns a channel that is closed when the connection is taken out of service: by Fail, by
+// Table.Close, or because the peer has replaced it.
+func (c *Connection) Retired() <-chan struct{} { return c.retired }
+
+// Fail takes the connection out of service because its queue pairs do not work any more, and does
+// nothing if it is already. The next Table.Open makes another one. It must not be called in
+// Config.Prepare.
+func (c *Connection) Fail() {
+	c.p.mu.Lock()
+	defer c.p.unlock()
+	if c.p.conn == c {
+		c.p.stepLocked(broken{c.Generation})
+	}
+}
+
+// prepareLocked makes queue pairs that are in the state Init.
+func (p *peer) prepareLocked(generation uint64) (o offer, err error) {
+	t := p.t
+	t.mu.Lock()
+	n := len(t.undrained)
+	t.mu.Unlock()
+	if n >= t.cfg.Retired {
+		return offer{}, &UndrainedError{Connections: n}
+	}
+	c := &Connection{Peer: p.name, Generation: generation, p: p, retired: make(chan struct{})}
+	p.conn = c
+	defer func() {
+		if err != nil {
+			p.retireLocked()
+		}
+	}()
+	if err := c.address(); err != nil {
+		return offer{}, err
+	}
+	for i := range t.cfg.Queues {
+		q, err := t.queue(i)
+		if err != nil {
+			return offer{}, err
+		}
+		c.QPs = append(c.QPs, q)
+		if err := q.Init(t.cfg.Port, t.cfg.Access); err != nil {
+			return offer{}, err
+		}
+		c.offer.qps = append(c.offer.qps, pair{q.Number(), rand.Uint32N(1 << 24)})
+	}
+	if hook := t.cfg.Prepare; hook != nil {
+		c.shown = true
+		if err := hook(c); err != nil {
+			return offer{}, err
+		}
+	}
+	return c.offer, nil
+}
+
+// address finds out how the peer reaches the port.
+func (c *Connection) address() error {
+	cfg := &c.p.t.cfg
+	port, err := cfg.Device.Port(cfg.Port)
+	if err != nil {
+		return err
+	}
+	if port.State != rdma.PortActive {
+		return fmt.Errorf("rdma: port %d of %s is %v: no connections can be made until it is active", cfg.Port,
+			cfg.Device.Name(), port.State)
+	}
+	gids, err := cfg.Device.GIDs(cfg.Port)
+	if err != nil {
+		return err
+	}
+	if cfg.Address.IsValid() {
+		gids = slices.DeleteFunc(gids, func(e rdma.GIDEntry) bool { return e.GID.Addr() != cfg.Address.Unmap() })
+	}
+	c.route = cfg.Route
+	c.route.Port, c.route.MTU = cfg.Port, min(cfg.Route.MTU, port.MTU)
+	c.offer = offer{lid: port.LID, mtu: c.route.MTU, reads: c.route.Reads}
+	if len(gids) > 0 {
+		best := slices.MaxFunc(gids, func(a, b rdma.GIDEntry) int { return cmp.Compare(preference(a), preference(b)) })
+		c.offer.gid, c.offer.link, c.route.GIDIndex = best.GID, best.Type, best.Index
+	} else if port.Ethernet || cfg.Address.IsValid() {
+		return fmt.Errorf("rdma: port %d of %s has not the address %v: its network interface needs one (ip address)", cfg.Port,
+			cfg.Device.Name(), cfg.Address)
+	}
+	return nil
+}
+
+// preference orders the addresses of a port.
+func preference(e rdma.GIDEntry) (p int) {
+	a := e.GID.Addr()
+	if e.Type == rdma.RoCEv2 {
+		p += 4
+	}
+	if !a.IsLinkLocalUnicast() {
+		p += 2
+	}
+	if a.Is4() {
+		p++
+	}
+	return p
+}
+
+// errUnlike says that two ends cannot be connected at all.
+var errUnlike = errors.New("rdma: the ports of the two ends do not fit together")
+
+// join connects the queue pairs with those of an offer.
+func (c *Connection) join(a join) error {
+	o, r := &a.offer, c.route
+	if o.link != c.offer.link {
+		return fmt.Errorf("%w: %v there, %v here", errUnlike, o.link, c.offer.link)
+	}
+	// Within a subnet InfiniBand needs no address.
+	r.Global = o.link != rdma.InfiniBand || [8]byte(o.gid[:8]) != [8]byte(c.offer.gid[:8])
+	r.MTU, r.Reads = min(r.MTU, o.mtu), min(r.Reads, o.reads)
+	r.GID, r.LID = o.gid, o.lid
+	for i, q := range c.QPs {
+		r.PSN, r.Remote, r.RemotePSN = c.offer.qps[i].psn, o.qps[i].number, o.qps[i].psn
+		if err := q.Connect(&r); err != nil {
+			return err
+		}
+	}
+	c.remote = a.with.session
+	return nil
+}
+
+// final reports whether it is of no use to try again after an error of prepareLocked or join.
+func final(err error) bool {
+	return errors.Is(err, errUnlike) || errors.Is(err, rdma.ErrRemoved) || errors.Is(err, rdma.ErrClosed)
+}
+
+// retireLocked takes the queue pairs out of service.
+func (p *peer) retireLocked() {
+	c := p.conn
+	p.conn = nil
+	for _, q := range c.QPs {
+		// It fails if the device is gone, and the queue pair with it.
+		_ = q.Fail()
+	}
+	close(c.retired)
+	p.t.mu.Lock()
+	p.t.undrained[c] = false
+	p.t.mu.Unlock()
+	p.retired = append(p.retired, c)
+}
+
+// queue returns a queue pair in the state Reset, of kind i.
+func (t *Table) queue(i int) (rdma.QP, error) {
+	t.mu.Lock()
+	if n := len(t.spare[i]); n > 0 {
+		q := t.spare[i][n-1]
+		t.spare[i] = t.spare[i][:n-1]
+		t.mu.Unlock()
+		return q, nil
+	}
+	t.mu.Unlock()
+	return t.cfg.Device.NewQP(t.cfg.Queues[i])
+}
+
+// release resets or destroys the queue pairs of a retired connection, once.
+func (t *Table) release(c *Connection) {
+	t.mu.Lock()
+	released, known := t.undrained[c]
+	if known {
+		t.undrained[c] = true
+	}
+	t.mu.Unlock()
+	if released || !known {
+		return
+	}
+	var failed error
+	for i, q := range c.QPs {
+		if t.keep(i, q) {
+			continue
+		}
+		failed = errors.Join(failed, q.Close())
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.failed = errors.Join(t.failed, failed)
+	delete(t.undrained, c)
+	close(t.drained)
+	t.drained = make(chan struct{})
+}
+
+// keep resets a queue pair for a later connection, and reports whether that was possible.
+func (t *Table) keep(i int, q rdma.QP) bool {
+	if t.cfg.Device.Attributes().Quirks.NoReset {
+		return false
+	}
+	room := func() bool { return !t.closed && len(t.spare[i]) < t.cfg.Spare }
+	t.mu.Lock()
+	ok := room()
+	t.mu.Unlock()
+	if !ok || q.Reset() != nil {
+		return false
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !room() {
+		return false
+	}
+	t.spare[i] = append(t.spare[i], q)
+	return true
+}
