@@ -19,7 +19,7 @@ type world struct {
 	sides   [2]side
 	packets []packet
 	err     error
-	say     func(side int, what string) // may be nil
+	say     func(side int, a action) // may be nil
 }
 
 // side is one end: the present process, and its queue pairs.
@@ -112,7 +112,7 @@ func (w *world) step(i int, ev event, p *packet) {
 		queue = queue[1:]
 		for _, a := range s.m.step(e) {
 			if w.say != nil {
-				w.say(i, a.String())
+				w.say(i, a)
 			}
 			switch a := a.(type) {
 			case prepare:
@@ -262,7 +262,7 @@ func (w *world) use() {
 func (w *world) rest() string {
 	var b strings.Builder
 	c := w.clone()
-	c.say = func(i int, what string) { fmt.Fprintf(&b, "\n    %c: %s", "ab"[i], what) }
+	c.say = func(i int, a action) { fmt.Fprintf(&b, "\n    %c: %v", "ab"[i], a) }
 	c.settle()
 	c.use()
 	return b.String()
@@ -471,7 +471,7 @@ func TestModel(t *testing.T) {
 		{"devices fail, and a duplicate", faults{open: two, duplicate: 1, weaken: one}, true},
 		{"devices fail, and a restart", faults{open: two, weaken: one, restart: [2]uint8{1, 0}}, true},
 		{"nobody waits", faults{open: two, lose: 1, cancel: one}, false},
-		{"nobody waits, and calls are late", faults{open: two, duplicate: 1, hurry: 1, cancel: one}, true},
+		{"nobody waits, and calls are late", faults{open: two, lose: 1, duplicate: 1, hurry: 1, cancel: one}, true},
 	} {
 		if c.long && testing.Short() {
 			continue
@@ -498,7 +498,11 @@ func TestAnyMessages(t *testing.T) {
 				}
 			case 2:
 				if s.m.phase == connected {
-					w.step(0, broken{s.generation - uint64(rng.IntN(2))}, nil)
+					before := s.m.self()
+					if w.step(0, broken{s.generation - 1}, nil); s.m.self() != before {
+						t.Fatal("queue pairs of an earlier generation have failed, and the present ones are retired")
+					}
+					w.step(0, broken{s.generation}, nil)
 				}
 			default:
 				p := packet{caller: rng.IntN(2), life: s.life, call: s.m.call, m: &message{kind: request, offer: offerOf(1),
@@ -527,5 +531,25 @@ func TestAnyMessages(t *testing.T) {
 	}
 	if ups == 0 {
 		t.Error("never connected")
+	}
+}
+
+// The reply to another request than the one of the call is a call that has failed.
+func TestReplyHasToNameTheRequest(t *testing.T) {
+	m := newMachine(1, 2)
+	m.step(open{})
+	m.step(prepared{offer: offerOf(0)})
+	m.step(ready{m.call})
+	for _, to := range []end{{1, 2}, {2, 0}} {
+		call := m.call
+		m.step(replied{m.call, &message{kind: accepted, from: end{3, 1}, to: to, offer: offerOf(1)}})
+		if m.phase != connecting || m.call != call+1 || m.tries == 0 {
+			t.Fatalf("accepted to %v: %v after %d calls", to, m.phase, m.call)
+		}
+		m.step(ready{m.call})
+	}
+	m.step(replied{m.call, &message{kind: accepted, from: end{3, 1}, to: m.self(), offer: offerOf(1)}})
+	if acts := m.step(joined{}); m.phase != connected || len(acts) != 1 {
+		t.Fatalf("%v, %v", m.phase, acts)
 	}
 }

@@ -19,7 +19,8 @@ import (
 // Patience is how long a test waits for what has to happen.
 const Patience = 2 * time.Minute
 
-// Faults are what the network between tables does to calls. The zero value does nothing.
+// Faults are what the network between tables does to calls, beside delivering them in any order. The
+// zero value does nothing.
 type Faults struct {
 	Lose      float64 // share of requests, and of replies, that are lost
 	Duplicate float64 // share of requests that arrive again when some other call is made
@@ -33,18 +34,19 @@ type Cluster struct {
 	change   func(cfg *endpoint.Config)
 	faults   Faults
 
-	mu    sync.Mutex
-	rng   *rand.Rand
-	ranks []*Rank
-	late  []late
+	carriers sync.WaitGroup
+
+	mu      sync.Mutex
+	rng     *rand.Rand
+	ranks   []*Rank
+	packets []func() // on their way
+	late    []func() // requests that will arrive again, when another call is made
+	some    sync.Cond
+	closed  bool
 }
 
-// late is a request that will arrive again.
-type late struct {
-	to       int
-	from     string
-	contents []byte
-}
+// carriers is the number of packets that arrive at the same time.
+const carriers = 4
 
 // Rank is one life of a rank.
 type Rank struct {
@@ -71,6 +73,10 @@ func New(t testing.TB, provider rdma.Provider, devices []string, n int, faults F
 	change func(cfg *endpoint.Config)) *Cluster {
 	c := &Cluster{t: t, provider: provider, devices: devices, change: change, faults: faults,
 		rng: rand.New(rand.NewPCG(1, 2)), ranks: make([]*Rank, n)}
+	c.some.L = &c.mu
+	for range carriers {
+		c.carriers.Go(c.carry)
+	}
 	for i := range n {
 		c.start(i)
 	}
@@ -78,8 +84,42 @@ func New(t testing.TB, provider rdma.Provider, devices []string, n int, faults F
 		for i := range n {
 			c.Rank(i).end()
 		}
+		c.mu.Lock()
+		c.closed = true
+		c.some.Broadcast()
+		c.mu.Unlock()
+		c.carriers.Wait()
 	})
 	return c
+}
+
+// carry has packets arrive, in any order, until the test ends.
+func (c *Cluster) carry() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for {
+		n := len(c.packets)
+		switch {
+		case n > 0:
+			i := c.rng.IntN(n)
+			arrive := c.packets[i]
+			c.packets[i] = c.packets[n-1]
+			c.packets = c.packets[:n-1]
+			c.mu.Unlock()
+			arrive()
+			c.mu.Lock()
+		case c.closed:
+			return
+		default:
+			c.some.Wait()
+		}
+	}
+}
+
+// sendLocked puts a packet on its way.
+func (c *Cluster) sendLocked(arrive func()) {
+	c.packets = append(c.packets, arrive)
+	c.some.Signal()
 }
 
 // Rank returns the present life of a rank.
@@ -164,32 +204,47 @@ func (k caller) Call(ctx context.Context, peer string, b []byte) ([]byte, error)
 	if _, err := fmt.Sscanf(peer, "rank %d", &to); err != nil {
 		return nil, err
 	}
+	type result struct {
+		reply []byte
+		err   error
+	}
+	done := make(chan result, 1)
+	handle := func() result {
+		reply, err := c.Rank(to).Table.Handle(Name(k.from), b)
+		return result{reply, err}
+	}
 	c.mu.Lock()
-	loseRequest, loseReply := c.rng.Float64() < c.faults.Lose, c.rng.Float64() < c.faults.Lose
-	var again *late
 	if n := len(c.late); n > 0 {
 		i := c.rng.IntN(n)
-		again = &c.late[i]
-		again, c.late[i] = &late{again.to, again.from, again.contents}, c.late[n-1]
+		c.sendLocked(c.late[i])
+		c.late[i] = c.late[n-1]
 		c.late = c.late[:n-1]
 	}
 	if c.rng.Float64() < c.faults.Duplicate {
-		c.late = append(c.late, late{to, Name(k.from), append([]byte(nil), b...)})
+		c.late = append(c.late, func() { handle() })
 	}
-	table := c.ranks[to].Table
+	loseRequest, loseReply := c.rng.Float64() < c.faults.Lose, c.rng.Float64() < c.faults.Lose
+	if !loseRequest {
+		c.sendLocked(func() {
+			r := handle()
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.sendLocked(func() { done <- r })
+		})
+	}
 	c.mu.Unlock()
-	if again != nil {
-		// Nobody gets the reply.
-		_, _ = c.Rank(again.to).Table.Handle(again.from, again.contents)
-	}
 	if loseRequest {
 		return nil, errLost
 	}
-	reply, err := table.Handle(Name(k.from), b)
-	if loseReply {
-		return nil, errLost
+	select {
+	case r := <-done:
+		if loseReply {
+			return nil, errLost
+		}
+		return r.reply, r.err
+	case <-ctx.Done():
+		return nil, ctx.Err()
 	}
-	return reply, errors.Join(err, ctx.Err())
 }
 
 // poll gives completions to those who wait for them, until stop.
