@@ -13,8 +13,8 @@ import (
 // Connection is one generation of queue pairs that lead to a peer.
 type Connection struct {
 	Peer string
-	// QPs are the queue pairs, in the order of Config.Queues and of those at the peer. The table closes
-	// them.
+	// QPs are the queue pairs, in the order of Config.Queues and of those at the peer. The table
+	// closes them.
 	QPs []rdma.QP
 	// Generation counts the connections to the same peer, and the attempts that came to nothing.
 	Generation uint64
@@ -110,8 +110,8 @@ func (c *Connection) address() error {
 		best := slices.MaxFunc(gids, func(a, b rdma.GIDEntry) int { return cmp.Compare(preference(a), preference(b)) })
 		c.offer.gid, c.offer.link, c.route.GIDIndex = best.GID, best.Type, best.Index
 	} else if port.Ethernet || cfg.Address.IsValid() {
-		return fmt.Errorf("rdma: port %d of %s has not the address %v: its network interface needs one (ip address)", cfg.Port,
-			cfg.Device.Name(), cfg.Address)
+		return fmt.Errorf("rdma: port %d of %s has not the address %v, or none at all: give its network interface one",
+			cfg.Port, cfg.Device.Name(), cfg.Address)
 	}
 	return nil
 }

@@ -11,9 +11,9 @@
 //
 // An end is named by its session, the random id of one life of a process, and its version, which
 // counts what happened to it: even while it is not connected, odd while it is. Version v has
-// generation v/2 of the queue pairs. A generation is connected once, with one generation of the peer,
-// and never used again. So a pair of names, one from each side, identifies a connection even if the
-// numbers of queue pairs repeat.
+// generation v/2 of the queue pairs. A generation is connected once, with one generation of the
+// peer, and never used again. So a pair of names, one from each side, identifies a connection even
+// if the numbers of queue pairs repeat.
 //
 // # The handshake
 //
@@ -59,9 +59,9 @@
 // # Waiting
 //
 // Table.Open waits, with the caller's context. All callers for one peer wait for one attempt, which
-// repeats failed calls after random pauses that grow, and ends when it succeeds, when the peer or the
-// device rules it out, or when a call has failed and nobody waits any more. The number of calls under
-// way is limited. No lock is held during a call. Table.Handle waits for no peer.
+// repeats failed calls after random pauses that grow. It ends when it succeeds, when the peer or the
+// device rules it out, or when a call has failed and nobody waits any more. The number of calls
+// under way is limited. No lock is held during a call. Table.Handle waits for no peer.
 //
 // # Locks
 //

@@ -181,7 +181,8 @@ func (m *machine) ready(e ready) {
 	switch {
 	case m.phase == connecting && m.wanted:
 	case m.phase == connected && (m.doubt || m.offered):
-		// It names the queue pairs that these are connected with, not those that the peer may have since.
+		// It names the queue pairs that these are connected with, and not those that the peer may have
+		// since.
 		r.to = end{m.with.session, m.with.version &^ 1}
 	default: // nobody waits, or only the peer has asked
 		m.asking = false
@@ -221,8 +222,8 @@ func (m *machine) replied(r *message) {
 		m.doubt, m.offered = false, false
 	case m.phase != connected:
 	case m.sent == m.version:
-		// The request was sent by this connected end, so the reply was made after the peer's own request
-		// which connected it: the peer is not at the other end any more.
+		// The request was sent by this connected end, so the reply was made after the peer's own
+		// request which connected it: the peer is not at the other end any more.
 		m.drop()
 		m.peer = r.from
 	default:
@@ -264,10 +265,10 @@ func (m *machine) reply(k kind, to *message, text string) {
 	m.do(answer{r})
 }
 
-// requested decides on a request. One that is late, or was sent by a process that has ended, must not
-// take queue pairs away that work. So the request has to name the present version of this end, like
-// a compare-and-swap, unless it proves that they do not work: the peer has newer ones, or says that
-// its own are connected with others.
+// requested decides on a request. One that is late, or was sent by a process that has ended, must
+// not take queue pairs away that work. So the request has to name the present version of this end,
+// like a compare-and-swap, unless it proves that they do not work: the peer has newer ones, or says
+// that its own are connected with others.
 func (m *machine) requested(r *message) {
 	named := r.to == m.self() || r.to == end{} && m.version == 0
 	newer := m.phase == connected && r.from.session == m.with.session && r.from.generation() > m.with.generation()
@@ -284,7 +285,7 @@ func (m *machine) requested(r *message) {
 	case m.isPeer(r.from):
 		m.reply(accepted, r, "")
 	case r.from.bound() && m.phase != connecting || !named && !newer:
-		// Queue pairs that are connected already can only be joined by those that they are connected with.
+		// Queue pairs that are connected can only be joined by those that they are connected with.
 		m.reply(stale, r, "")
 	case m.phase == connecting:
 		m.request = r

@@ -284,7 +284,9 @@ func (w *world) key(b []byte) []byte {
 		for _, e := range []end{m.with, m.peer} {
 			b = number(number(b, e.session), e.version)
 		}
-		b = flag(flag(flag(flag(flag(flag(flag(b, m.offered), m.asking), m.wanted), m.doubt), s.pausing != 0), s.calling != 0), s.weak)
+		for _, f := range []bool{m.offered, m.asking, m.wanted, m.doubt, s.pausing != 0, s.calling != 0, s.weak} {
+			b = flag(b, f)
+		}
 		if m.asking {
 			b = number(b, m.sent)
 		}
@@ -348,8 +350,8 @@ func (s *storyLine) String() string {
 	return s.before.String() + "\n    " + s.what
 }
 
-// explore visits every state that two ends can come to. From each of them they have to meet when they
-// are used, and without that if no queue pairs were lost that worked.
+// explore visits every state that two ends can come to. From each of them they have to meet when
+// they are used, and without that if no queue pairs were lost that worked.
 func explore(t *testing.T, may faults, bound int) {
 	seed := maphash.MakeSeed()
 	seen := map[uint64]bool{}

@@ -117,25 +117,29 @@ func New(cfg Config) (*Table, error) {
 		a = cfg.Device.Attributes()
 	}
 	cfg.Port = max(cfg.Port, 1)
-	if cfg.Session == 0 || cfg.Device == nil || cfg.Caller == nil || len(cfg.Queues) < 1 || len(cfg.Queues) > MaxQPs ||
-		cfg.Port > a.Ports {
-		return nil, fmt.Errorf("rdma: endpoints with session %x, device %v, caller %v, %d queue pairs (1 to %d) and port %d of %d: "+
-			"expected all of them", cfg.Session, cfg.Device != nil, cfg.Caller != nil, len(cfg.Queues), MaxQPs, cfg.Port, a.Ports)
+	n := len(cfg.Queues)
+	if cfg.Session == 0 || cfg.Device == nil || cfg.Caller == nil || n < 1 || n > MaxQPs || cfg.Port > a.Ports {
+		return nil, fmt.Errorf("rdma: endpoints with session %x, device: %t, caller: %t, %d queue pairs, port %d of %d: "+
+			"expected all of them, and at most %d queue pairs", cfg.Session, cfg.Device != nil, cfg.Caller != nil, n, cfg.Port, a.Ports,
+			MaxQPs)
+	}
+	if cfg.Timeout < 0 || cfg.Pause < 0 || cfg.Calls < 0 || cfg.Peers < 0 || cfg.Retired < 0 || cfg.Route.Reads < 0 {
+		return nil, fmt.Errorf("rdma: endpoints with Timeout %v, Pause %v, Calls %d, Peers %d, Retired %d, Route.Reads %d: "+
+			"expected no negative numbers", cfg.Timeout, cfg.Pause, cfg.Calls, cfg.Peers, cfg.Retired, cfg.Route.Reads)
 	}
 	if cfg.Route == (rdma.Route{}) {
 		cfg.Route = DefaultRoute()
 	}
-	defaults := func(at *int, n int) {
+	defaults := func(at *int, value int) {
 		if *at == 0 {
-			*at = n
+			*at = value
 		}
 	}
 	defaults(&cfg.Route.MTU, 4096)
 	defaults(&cfg.Route.Reads, 16)
 	cfg.Route.Reads = min(cfg.Route.Reads, a.MaxReads, 255)
-	if m := cfg.Route.MTU; m < 256 || m > 4096 || m&(m-1) != 0 || cfg.Route.Reads < 0 {
-		return nil, fmt.Errorf("rdma: endpoints with an MTU of %d and %d reads: expected 256 to 4096, a power of two, and no "+
-			"negative number", m, cfg.Route.Reads)
+	if m := cfg.Route.MTU; m < 256 || m > 4096 || m&(m-1) != 0 {
+		return nil, fmt.Errorf("rdma: endpoints with an MTU of %d: expected 256, 512, 1024, 2048 or 4096", m)
 	}
 	if cfg.Timeout == 0 {
 		cfg.Timeout = 2 * time.Second

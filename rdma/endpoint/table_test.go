@@ -561,6 +561,8 @@ func TestConfigsAreChecked(t *testing.T) {
 		"port":    func(c *endpoint.Config) { c.Port = 2 },
 		"MTU":     func(c *endpoint.Config) { c.Route.MTU = 1500 },
 		"reads":   func(c *endpoint.Config) { c.Route.Reads = -1 },
+		"calls":   func(c *endpoint.Config) { c.Calls = -1 },
+		"pause":   func(c *endpoint.Config) { c.Pause = -1 },
 	} {
 		c := good
 		change(&c)
