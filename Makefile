@@ -16,7 +16,7 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
 # The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
-RDMA_PKGS   := ./rdma/verbs
+RDMA_PKGS   := ./rdma/verbs ./rdma/endpoint ./rdma/queue
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
 LONGEST     := ./tests/faults ./pg
 ABREAST     := -p 3

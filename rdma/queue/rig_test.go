@@ -11,11 +11,12 @@ import (
 	"tutti/rdma/soft"
 )
 
-// end is one end of a connection over rdma/soft.
+// end is one end of a connection.
 type end struct {
 	t      testing.TB
-	f      *soft.Fabric
+	f      rdma.Provider
 	name   string
+	wait   uint8 // Route.Timeout
 	d      rdma.Device
 	mr     rdma.MR
 	b      []byte
@@ -88,19 +89,21 @@ func join(a, b *end) error {
 
 // connect moves a queue pair to Ready.
 func (e *end) connect(o *end, i int, q rdma.QP) error {
-	own, err := e.d.GIDs(1)
-	if err != nil {
-		return err
-	}
-	other, err := o.d.GIDs(1)
-	if err != nil {
-		return err
+	var at [2]rdma.GIDEntry
+	for j, x := range []*end{e, o} {
+		all, err := x.d.GIDs(1)
+		if err != nil {
+			return err
+		}
+		if at[j], err = rdma.ChooseGID(all, ""); err != nil {
+			return err
+		}
 	}
 	if err := q.Init(1, rights); err != nil {
 		return err
 	}
-	return q.Connect(&rdma.Route{Port: 1, GIDIndex: own[2].Index, Global: true, MTU: 4096, PSN: q.Number(),
-		Remote: o.qps[i].Number(), RemotePSN: o.qps[i].Number(), GID: other[2].GID, Reads: 4, Timeout: 1, Retries: 7,
+	return q.Connect(&rdma.Route{Port: 1, GIDIndex: at[0].Index, Global: true, MTU: 1024, PSN: q.Number(),
+		Remote: o.qps[i].Number(), RemotePSN: o.qps[i].Number(), GID: at[1].GID, Reads: 4, Timeout: e.wait, Retries: 7,
 		RNRRetries: 7})
 }
 
@@ -117,15 +120,23 @@ func soon(t testing.TB) context.Context {
 	return ctx
 }
 
-// newEnds returns two connected ends.
+// newEnds returns two connected ends over rdma/soft.
 func newEnds(t testing.TB, f *soft.Fabric, queues, depth, bytes int, cfg Config) (a, b *end) {
 	t.Helper()
-	a = &end{t: t, f: f, name: "soft0", b: make([]byte, bytes), cfg: cfg, queues: queues, depth: depth}
-	b = &end{t: t, f: f, name: "soft1", b: make([]byte, bytes), cfg: cfg, queues: queues, depth: depth}
-	a.open()
-	b.open()
-	if err := join(a, b); err != nil {
+	return newEndsOver(t, f, [2]string{"soft0", "soft1"}, 1, queues, depth, bytes, cfg)
+}
+
+// newEndsOver returns two connected ends.
+func newEndsOver(t testing.TB, p rdma.Provider, names [2]string, wait uint8, queues, depth, bytes int,
+	cfg Config) (a, b *end) {
+	t.Helper()
+	var ends [2]*end
+	for i, name := range names {
+		ends[i] = &end{t: t, f: p, name: name, wait: wait, b: make([]byte, bytes), cfg: cfg, queues: queues, depth: depth}
+		ends[i].open()
+	}
+	if err := join(ends[0], ends[1]); err != nil {
 		t.Fatal(err)
 	}
-	return a, b
+	return ends[0], ends[1]
 }

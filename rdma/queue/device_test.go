@@ -1,0 +1,156 @@
+//go:build cgo && linux
+
+package queue
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"sync"
+	"testing"
+
+	"tutti/rdma"
+	"tutti/rdma/verbs"
+)
+
+// deviceEnds returns two ends over the device of the virtual machine of make test-rdma, without which
+// the test is skipped. Both are polled until the test ends.
+func deviceEnds(t *testing.T, queues, depth, bytes int, cfg Config) (a, b *end) {
+	t.Helper()
+	if os.Getenv("SOFTROCE") == "" {
+		t.Skip("a test of make test-rdma, in a virtual machine with an RDMA device")
+	}
+	p, err := verbs.Load()
+	if err != nil {
+		t.Fatal(err)
+	}
+	names, err := p.Devices()
+	if err != nil || len(names) == 0 {
+		t.Fatalf("devices %q, %v", names, err)
+	}
+	a, b = newEndsOver(t, p, [2]string{names[0], names[0]}, 16, queues, depth, bytes, cfg)
+	ctx, stop := context.WithCancel(context.Background())
+	var serving sync.WaitGroup
+	for _, e := range []*end{a, b} {
+		serving.Go(func() {
+			if err := e.p.Serve(ctx); err != nil && ctx.Err() == nil {
+				t.Error(err)
+			}
+		})
+	}
+	t.Cleanup(func() {
+		stop()
+		serving.Wait()
+		a.close()
+		b.close()
+	})
+	return a, b
+}
+
+// TestDeviceBatches: batches of many writes and reads at random places, larger than the queues, with
+// a notification each.
+func TestDeviceBatches(t *testing.T) {
+	const size, slot, rounds = 1 << 20, 4 << 10, 30
+	notified := make(chan uint32, rounds)
+	a, b := deviceEnds(t, 3, 16, size, Config{Chunk: 4, Notified: func(id uint32) { notified <- id }})
+	r := rand.New(rand.NewPCG(1, 2))
+	for round := range uint32(rounds) {
+		for i := range a.b {
+			a.b[i] = byte(r.Uint32())
+		}
+		w, rd := &Batch{Notify: true, ID: round}, &Batch{}
+		want := bytes.Clone(b.b)
+		for _, s := range r.Perm(size / 2 / slot) {
+			off, n := uint64(s*slot+r.IntN(100)), uint64(1+r.IntN(slot-200))
+			w.Ops = append(w.Ops, a.op(b, rdma.Write, off, off, n))
+			copy(want[off:off+n], a.b[off:off+n])
+		}
+		tr, err := a.s.Submit(soon(t), w)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := tr.Wait(soon(t)); err != nil {
+			t.Fatal(err)
+		}
+		if id := <-notified; id != round {
+			t.Fatalf("notification %d in round %d", id, round)
+		}
+		if !bytes.Equal(b.b, want) {
+			t.Fatalf("round %d: other bytes were written", round)
+		}
+		for s := range size / 2 / slot {
+			off := uint64(s * slot)
+			rd.Ops = append(rd.Ops, a.op(b, rdma.Read, size/2+off, off, slot))
+		}
+		if tr, err = a.s.Submit(soon(t), rd); err != nil {
+			t.Fatal(err)
+		}
+		if err := tr.Wait(soon(t)); err != nil || !bytes.Equal(a.b[size/2:], b.b[:size/2]) {
+			t.Fatalf("round %d: other bytes were read, or %v", round, err)
+		}
+	}
+	for _, u := range a.s.Usage() {
+		if u.InUse != 0 {
+			t.Errorf("at rest: %+v", u)
+		}
+	}
+}
+
+// TestDeviceFailureAndReset: a request that the peer refuses, and a failure under load, end every
+// transfer; after a reset at both ends everything works.
+func TestDeviceFailureAndReset(t *testing.T) {
+	a, b := deviceEnds(t, 2, 16, 1<<20, Config{Chunk: 4})
+	for round := range 6 {
+		var all []*Transfer
+		for i := range uint64(20) {
+			batch := &Batch{}
+			for j := range uint64(8) {
+				batch.Ops = append(batch.Ops, a.op(b, rdma.Write, 0, i<<15+j<<12, 2<<10))
+			}
+			if i == 10 && round%2 == 0 {
+				batch.Ops[3].RemoteKey++
+			}
+			tr, err := a.s.Submit(soon(t), batch)
+			if err != nil { // the set has failed
+				break
+			}
+			all = append(all, tr)
+			if i == 10 && round%2 == 1 {
+				a.s.Fail(errors.New("on request"))
+			}
+		}
+		failed := 0
+		for _, tr := range all {
+			if tr.Wait(soon(t)) != nil {
+				failed++
+			}
+		}
+		if failed == 0 && round%2 == 0 || a.s.Err() == nil { // else all may have ended before Fail
+			t.Fatalf("round %d: %d transfers failed, and the set with %v", round, failed, a.s.Err())
+		}
+		if _, err := a.s.Submit(soon(t), writes(1)); !errors.Is(err, ErrFailed) {
+			t.Fatalf("round %d: a batch after the failure: %v", round, err)
+		}
+		b.s.Fail(errors.New("the peer has failed"))
+		for _, e := range []*end{a, b} {
+			if err := e.s.Drain(soon(t)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, e := range []*end{a, b} {
+			o := map[*end]*end{a: b, b: a}[e]
+			if err := e.s.Reset(soon(t), func(i int, q rdma.QP) error { return e.connect(o, i, q) }); err != nil {
+				t.Fatal(err)
+			}
+		}
+		tr, err := a.s.Submit(soon(t), &Batch{Ops: []Op{a.op(b, rdma.Write, 0, 1<<19, 100)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := tr.Wait(soon(t)); err != nil || !bytes.Equal(a.b[:100], b.b[1<<19:][:100]) {
+			t.Fatal(err)
+		}
+	}
+}
