@@ -3,7 +3,6 @@ package endpoint
 import (
 	"context"
 	"errors"
-	"fmt"
 
 	"tutti/endpoint/internal/wire"
 	"tutti/endpoint/stats"
@@ -53,7 +52,7 @@ func causeOf(err error) cause {
 
 // codeCauses has the causes of codes of the wire.
 var codeCauses = [...]cause{wire.Cancelled: cancelled, wire.NoRegion: noRegion, wire.Stale: stale,
-	wire.Rights: noRights, wire.Bounds: outside, wire.Failed: failed, wire.Busy: busy}
+	wire.Rights: noRights, wire.Bounds: outside, wire.Failed: failed, wire.Busy: busy, wire.Denied: refused}
 
 // counts are what has happened with a peer. peer.mu guards them, or Endpoint.pastMu those of peers
 // that were forgotten.
@@ -147,6 +146,7 @@ func (p *Peer) sumLocked(s *stats.Endpoint, sum *counts) {
 	}
 	if x.up {
 		s.Connected++
+		s.Modes[x.modeLocked().String()]++
 	}
 	for _, a := range x.arrivals {
 		switch {
@@ -189,9 +189,9 @@ func (s *session) tallyLocked() {
 // Stats returns the endpoint's state and counters: see package stats, whose All has those of all
 // endpoints of the process. It takes the lock of each peer for a moment.
 func (e *Endpoint) Stats() stats.Endpoint {
-	s := stats.Endpoint{Name: e.info.Name, ID: fmt.Sprintf("%016x", e.id), Done: map[string]stats.Count{},
+	s := stats.Endpoint{Name: e.info.Name, ID: idText(e.id), Done: map[string]stats.Count{},
 		Pending: map[string]int{}, Failed: map[string]uint64{}, Served: map[string]stats.Count{},
-		Refused: map[string]uint64{}, Strangers: e.strangers.Load()}
+		Refused: map[string]uint64{}, Strangers: e.strangers.Load(), Modes: map[string]int{}}
 	e.mu.Lock()
 	e.pastMu.Lock()
 	sum := e.past

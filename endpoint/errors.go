@@ -66,6 +66,8 @@ func codeError(c wire.Code, text string) error {
 		err = ErrBounds
 	case wire.Busy:
 		err = ErrBusy
+	case wire.Denied:
+		err = ErrRefused
 	default:
 		err = ErrFailed
 	}

@@ -28,26 +28,43 @@ func (e *Endpoint) sweep() {
 	}
 }
 
-// ageLocked notes whether anything has happened since its last call.
+// ageLocked notes whether anything but inquiries has happened since its last call.
 func (s *session) ageLocked(now time.Time) {
-	in, out := s.trafficLocked()
-	sum := in + out
-	if sum != s.traffic || !s.idleLocked() {
-		s.traffic, s.since = sum, now
+	if s.frames != s.seen || !s.restsLocked() {
+		s.seen, s.since = s.frames, now
 		return
 	}
-	if !s.bye && now.Sub(s.since) >= s.ep.cfg.IdleTimeout {
-		s.bye = true
-		s.conns[0].Later(wire.Header{Op: wire.Bye}.Append(nil))
-		s.peer.touchLocked(s.conns[0])
+	if !s.bye && s.idleLocked() && now.Sub(s.since) >= s.ep.cfg.IdleTimeout {
+		s.byeToLocked()
 	}
+}
+
+// byeToLocked tells the peer that this end has nothing to do, and begins nothing any more.
+func (s *session) byeToLocked() {
+	s.bye = true
+	s.conns[0].Later(wire.Header{Op: wire.Bye}.Append(nil))
+	s.peer.touchLocked(s.conns[0])
 }
 
 // idleLocked reports whether nothing is under way and nobody waits for something of the peer.
 func (s *session) idleLocked() bool {
-	return len(s.requests) == 0 && len(s.backlog)+len(s.asking) == 0 && len(s.serving) == 0 &&
-		s.owed+s.owedNotes == 0 && len(s.untaken) == 0 &&
-		len(s.sendq) == 0 && len(s.peer.recvs) == 0 && len(s.peer.waiting) == 0
+	return len(s.requests)+len(s.asking) == 0 && s.restsLocked()
+}
+
+// restsLocked is idleLocked, but for inquiries of this end, which do not keep a session.
+func (s *session) restsLocked() bool {
+	for _, r := range s.requests {
+		if r.query == nil || r.query.op != wire.Inquire {
+			return false
+		}
+	}
+	for _, q := range s.asking {
+		if q.op != wire.Inquire {
+			return false
+		}
+	}
+	return len(s.backlog)+len(s.serving) == 0 && s.owed+s.owedNotes == 0 && len(s.untaken)+len(s.sendq) == 0 &&
+		len(s.peer.recvs)+len(s.peer.waiting) == 0
 }
 
 // byeLocked answers that the peer has nothing to do, or ends a session that both ends have done

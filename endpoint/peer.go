@@ -11,6 +11,7 @@ import (
 
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
+	"tutti/endpoint/stats"
 	"tutti/mem"
 )
 
@@ -465,12 +466,14 @@ func (p *Peer) Regions(ctx context.Context, after string, max int) ([]RemoteRegi
 	return q.found, nil
 }
 
-// query is a request for descriptions of regions. peer.mu guards it until it is done.
+// query is a request for descriptions of regions, or for the peer's state. peer.mu guards it until it
+// is done.
 type query struct {
 	op    wire.Opcode
 	name  string
 	max   int
 	found []RemoteRegion
+	state stats.Endpoint
 	then  []*task // that wait for the region
 	err   error
 	done  chan struct{}

@@ -25,7 +25,8 @@ type session struct {
 	conns   []*link.Conn
 	joined  int
 	tallied [2]uint64 // bytes received and sent that peer.counts has
-	traffic uint64    // bytes in all, at the last look
+	frames  uint64    // that have come, but for those of inquiries: whatever happens brings one
+	seen    uint64    // of those, at the last look
 	since   time.Time // when something last happened, as far as that look showed
 	bye     bool      // Bye was sent: nothing begins until the peer has answered
 	dialled bool      // by this end
@@ -124,7 +125,7 @@ func (s *session) joinLocked(c *link.Conn, g wire.Greeting) error {
 	}
 	s.step <- struct{}{}
 	if s.joined++; s.joined == len(s.conns) {
-		s.up = true
+		s.up, s.since = true, time.Now()
 		s.peer.countLocked(func(c *counts) { c.sessions++ })
 		if s.limit != nil {
 			s.limit.Stop()
@@ -434,10 +435,17 @@ func (p *Peer) unsent(pc *piece, why error) {
 // Frame implements link.Handler.
 func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, error) {
 	p := s.peer
+	var state []byte
+	if h.Op == wire.Inquire && p.client == "" {
+		state = s.ep.state() // takes the locks of all peers
+	}
 	p.mu.Lock()
 	defer p.settle(c)
 	if s.broken {
 		return link.Sink{}, s.err
+	}
+	if h.Op != wire.Inquire && h.Op != wire.State {
+		s.frames++
 	}
 	payload := h.Size - uint64(len(ext))
 	switch h.Op {
@@ -477,6 +485,10 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 		return link.Sink{}, nil
 	case wire.Pong:
 		return link.Sink{}, nil
+	case wire.Inquire:
+		return link.Sink{}, s.inquiredLocked(c, h.Address, state)
+	case wire.State:
+		return s.stateLocked(h.Address, payload)
 	case wire.Bye:
 		s.byeLocked(c)
 		return link.Sink{}, nil
@@ -510,6 +522,7 @@ type (
 		e  wire.Entry
 	}
 	vanished struct{ id, region, generation uint64 }
+	inquiry  struct{ id uint64 }
 )
 
 // textLocked is the place of a text that a request of the peer carries. An empty one has arrived.
@@ -554,6 +567,8 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 		return s.foundLocked(t, string(sink.Buf))
 	case vanished:
 		return s.goneLocked(t, string(sink.Buf))
+	case inquiry:
+		return s.toldLocked(t.id, sink.Buf)
 	}
 	panic("endpoint: unknown token")
 }
@@ -605,6 +620,8 @@ func (s *session) doneLocked(id uint64, o wire.Outcome, text string) error {
 	case err != nil:
 	case q != nil && q.op == wire.Lookup:
 		return fmt.Errorf("%w: the answer to a lookup has no region", wire.ErrFrame)
+	case q != nil && q.op == wire.Inquire:
+		return fmt.Errorf("%w: the answer to an inquiry has no state", wire.ErrFrame)
 	case pc != nil && pc.task.Kind == OpRead && pc.got != pc.n:
 		return fmt.Errorf("%w: a read of %d bytes ended with %d", wire.ErrFrame, pc.n, pc.got)
 	}
@@ -891,7 +908,8 @@ func (s *session) foundLocked(f found, name string) error {
 		return fmt.Errorf("%w: a region for request %d, which is not open", wire.ErrFrame, f.id)
 	}
 	q := r.query
-	if q == nil || q.op == wire.Lookup && q.name != name || q.op == wire.List && len(q.found) >= q.max {
+	if q == nil || q.op == wire.Inquire || q.op == wire.Lookup && q.name != name ||
+		q.op == wire.List && len(q.found) >= q.max {
 		return fmt.Errorf("%w: region %.40q for request %d, which did not ask for it", wire.ErrFrame, name, f.id)
 	}
 	if err := checkName("region", name); err != nil {

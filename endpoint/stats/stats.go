@@ -4,7 +4,12 @@ package stats
 
 import (
 	"cmp"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
 	"slices"
+	"strings"
 	"sync"
 )
 
@@ -20,7 +25,8 @@ type Endpoint struct {
 	Failed  map[string]uint64 `json:"failed,omitempty"` // operations by reason: "broken", "timeout", …
 
 	// Requests of peers: "read" and "write". Refused and failed requests are counted by the reason
-	// that the peer was told: "no region", "stale", "rights", "bounds", "failed", "cancelled".
+	// that the peer was told: "no region", "stale", "rights", "bounds", "failed", "cancelled",
+	// and "refused" for clients that asked for this.
 	Served  map[string]Count  `json:"served,omitempty"`
 	Refused map[string]uint64 `json:"refused,omitempty"`
 
@@ -35,6 +41,8 @@ type Endpoint struct {
 	Strangers uint64 `json:"strangers"` // connections that were refused before they said what they want
 	Sent      uint64 `json:"sent"`      // bytes on the connections, with what surrounds the data
 	Received  uint64 `json:"received"`
+
+	Modes map[string]int `json:"modes,omitempty"` // connected peers: "plain", "checked" or "sealed"
 
 	Regions     int   `json:"regions"`
 	RegionBytes int64 `json:"region_bytes"`
@@ -86,4 +94,46 @@ func All() []Endpoint {
 		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
 	})
 	return all
+}
+
+// Parse reads the state of an endpoint from untrusted JSON. Unknown fields are ignored. The name is
+// not checked; all other texts are short and printable, the ID is 16 hexadecimal digits, and no
+// number is negative.
+func Parse(b []byte) (Endpoint, error) {
+	var e Endpoint
+	if err := json.Unmarshal(b, &e); err != nil {
+		return Endpoint{}, fmt.Errorf("no state of an endpoint: %w", err)
+	}
+	if id, err := hex.DecodeString(e.ID); err != nil || len(id) != 8 || strings.ToLower(e.ID) != e.ID {
+		return Endpoint{}, fmt.Errorf("state of an endpoint with the id %.40q, want 16 hexadecimal digits", e.ID)
+	}
+	if min(e.Peers, e.Connected, e.Conns, e.Regions) < 0 || e.RegionBytes < 0 {
+		return Endpoint{}, errors.New("state of an endpoint with a negative number")
+	}
+	if err := cmp.Or(checkKeys(e.Done), checkKeys(e.Pending), checkKeys(e.Failed), checkKeys(e.Served),
+		checkKeys(e.Refused), checkKeys(e.Modes), checkCounts(e.Pending), checkCounts(e.Modes)); err != nil {
+		return Endpoint{}, err
+	}
+	return e, nil
+}
+
+// maxKeys bounds the keys of a map, and the bytes of each.
+const maxKeys = 32
+
+func checkKeys[T any](m map[string]T) error {
+	for k := range m {
+		if len(m) > maxKeys || len(k) > maxKeys || strings.ContainsFunc(k, func(r rune) bool { return r < ' ' || r > '~' }) {
+			return fmt.Errorf("state of an endpoint with %d counters, one of which is %.40q", len(m), k)
+		}
+	}
+	return nil
+}
+
+func checkCounts(m map[string]int) error {
+	for k, n := range m {
+		if n < 0 {
+			return fmt.Errorf("state of an endpoint with %d of %q", n, k)
+		}
+	}
+	return nil
 }

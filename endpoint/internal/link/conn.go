@@ -113,6 +113,7 @@ type Conn struct {
 	fd      int
 	id      uint64
 	guard   *guard // nil: frames go as they are
+	mode    wire.Mode
 
 	listed   atomic.Bool  // the loop looks after it: it is not armed
 	waiters  atomic.Int32 // that attend
@@ -205,6 +206,9 @@ func (c *Conn) Err() error {
 	}
 	return nil
 }
+
+// Mode returns the mode of the connection.
+func (c *Conn) Mode() wire.Mode { return c.mode }
 
 // Traffic returns the bytes that were received and sent.
 func (c *Conn) Traffic() (in, out uint64) { return c.received.Load(), c.wrote.Load() }

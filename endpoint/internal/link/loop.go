@@ -83,7 +83,7 @@ var errLoopClosed = errors.New("the loop is closed")
 // Add makes a Conn of a connected socket, which belongs to it from then on, as g does, also if there
 // is an error. prepare is called, without locks, before anything can arrive.
 func (l *Loop) Add(fd int, g wire.Guard, h Handler, prepare func(*Conn)) (*Conn, error) {
-	c := &Conn{handler: h, loop: l, fd: fd}
+	c := &Conn{handler: h, loop: l, fd: fd, mode: g.Mode()}
 	if g != (wire.Guard{}) {
 		c.guard, c.in = &guard{Guard: g}, make([]byte, guardIn)
 	} else {

@@ -88,7 +88,7 @@ func TestDocumentHasTheCodes(t *testing.T) {
 		code Code
 		name string
 	}{{OK, "OK"}, {Cancelled, "Cancelled"}, {NoRegion, "NoRegion"}, {Stale, "Stale"}, {Rights, "Rights"},
-		{Bounds, "Bounds"}, {Failed, "Failed"}, {Busy, "Busy"}}
+		{Bounds, "Bounds"}, {Failed, "Failed"}, {Busy, "Busy"}, {Denied, "Denied"}}
 	table := rows(t, "| code | name | meaning |")
 	if len(table) != len(want) || len(want) != int(codes) {
 		t.Fatalf("docs/wire.md has %d codes, this test %d, the package %d", len(table), len(want), codes)

@@ -71,6 +71,17 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // Guard has the records of both directions of a connection, or none: then its mode is Plain.
 type Guard struct{ Out, In *Records }
 
+// Mode returns what the guard is one of.
+func (g Guard) Mode() Mode {
+	switch {
+	case g.Out == nil:
+		return Plain
+	case g.Out.aead == nil:
+		return Checked
+	}
+	return Sealed
+}
+
 // NewGuard returns the guard of a connection. Each direction of a Sealed one has its own secret of
 // SecretSize bytes, which must never be used again.
 func NewGuard(m Mode, out, in []byte) (g Guard, err error) {

@@ -62,11 +62,14 @@ const (
 	Taken                        // the receiver has the message, or does not want it
 	Credit                       // the receiver has room; address: bytes of messages it has handed on
 	Dropped                      // the sender has given the message up
+	Inquire                      // the state of the endpoint: answered by State or Done
+	State                        // the state of the endpoint
 	beyond
 )
 
 var names = [...]string{"Hello", "Ping", "Pong", "Bye", "Stay", "Get", "Put", "Data", "Done", "Cancel", "Lookup",
-	"List", "Watch", "Region", "Gone", "Message", "Offer", "Pull", "Piece", "Sent", "Taken", "Credit", "Dropped"}
+	"List", "Watch", "Region", "Gone", "Message", "Offer", "Pull", "Piece", "Sent", "Taken", "Credit", "Dropped",
+	"Inquire", "State"}
 
 // String returns the name of the opcode.
 func (o Opcode) String() string {
@@ -103,6 +106,7 @@ const (
 	MaxName    = 255       // bytes of a name of a region, a client or an endpoint
 	MaxText    = 512       // bytes of the text of Done
 	MaxMessage = 1 << 20   // bytes of the payload of Message: longer messages are offered
+	MaxState   = 16 << 10  // bytes of the payload of State
 	MaxSize    = 1 << 62   // bytes of regions, requests and messages
 	MaxExt     = RangeSize // bytes of the largest extension
 )
@@ -131,6 +135,7 @@ var shapes = [beyond - First]shape{
 	Message - First: {0, MaxMessage}, Offer - First: {8, 0}, Pull - First: {16, 0}, Piece - First: {8, MaxSize},
 	Sent - First:  {},
 	Taken - First: {OutcomeSize, MaxText}, Credit - First: {}, Dropped - First: {},
+	Inquire - First: {}, State - First: {0, MaxState},
 }
 
 // Check returns the size of the extension of a frame with header h, or an error that wraps ErrFrame.
@@ -236,6 +241,7 @@ const (
 	Bounds         // the range is not within the region
 	Failed         // the region's file or device failed
 	Busy           // too many requests
+	Denied         // not for clients with a credential of their own
 	codes
 )
 

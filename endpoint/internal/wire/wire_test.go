@@ -69,6 +69,9 @@ func examples() []example {
 		{"Taken 1: OK, 5 bytes", frame(Taken, 1, Outcome{OK, 5}.Append(nil), "")},
 		{"Credit 5", frame(Credit, 5, nil, "")},
 		{"Dropped 3", frame(Dropped, 3, nil, "")},
+		{"Inquire, request 7", frame(Inquire, 7, nil, "")},
+		{`State, request 7: {"name":"a"}`, frame(State, 7, nil, `{"name":"a"}`)},
+		{"Done, request 7: Denied, 0 bytes", frame(Done, 7, Outcome{Denied, 0}.Append(nil), "")},
 	}
 }
 
@@ -102,6 +105,9 @@ var golden = []string{
 	"0900000000000000 0100000000000000 24 00 0500000000000000",
 	"0000000000000000 0500000000000000 25",
 	"0000000000000000 0300000000000000 26",
+	"0000000000000000 0700000000000000 27",
+	"0c00000000000000 0700000000000000 28 7b226e616d65223a2261227d",
+	"0900000000000000 0700000000000000 18 08 0000000000000000",
 }
 
 func TestGoldenFrames(t *testing.T) {
@@ -149,7 +155,8 @@ var limits = []limit{
 	{Hello, 32, 255}, {Ping, 0, 0}, {Pong, 0, 0}, {Bye, 0, 0}, {Stay, 0, 0}, {Get, 32, 0}, {Put, 32, 1 << 62},
 	{Data, 8, 1 << 62}, {Done, 9, 512}, {Cancel, 0, 0}, {Lookup, 0, 255}, {List, 4, 255}, {Watch, 0, 0},
 	{Region, 25, 255}, {Gone, 16, 255}, {Message, 0, 1 << 20}, {Offer, 8, 0}, {Pull, 16, 0}, {Piece, 8, 1 << 62},
-	{Sent, 0, 0}, {Taken, 9, 512}, {Credit, 0, 0}, {Dropped, 0, 0},
+	{Sent, 0, 0}, {Taken, 9, 512}, {Credit, 0, 0}, {Dropped, 0, 0}, {Inquire, 0, 0},
+	{State, 0, 16384},
 }
 
 func TestCheckAtTheLimits(t *testing.T) {
@@ -229,8 +236,8 @@ func TestDecodeRefuses(t *testing.T) {
 		{"a region of 2^62 bytes", entry(1<<62, 1), true},
 		{"a longer region", entry(1<<62+1, 1), false},
 		{"generation 0", entry(0, 0), false},
-		{"the last code", outcome(Busy), true},
-		{"the code behind it", outcome(Busy + 1), false},
+		{"the last code", outcome(Denied), true},
+		{"the code behind it", outcome(Denied + 1), false},
 		{"code 255", outcome(255), false},
 	} {
 		if c.ok && c.err != nil || !c.ok && !errors.Is(c.err, ErrFrame) {
