@@ -546,6 +546,11 @@ func (p *Peer) Close() error {
 func (p *Peer) leave(why error) {
 	p.ep.forget(p)
 	p.mu.Lock()
+	if s := p.session; s != nil && s.up && !s.bye && s.idleLocked() {
+		s.byeToLocked() // so that the peer does not take the session for lost
+		p.unlock()
+		p.mu.Lock()
+	}
 	if p.gone == nil {
 		p.gone = why
 	}

@@ -115,6 +115,27 @@ func TestInquiriesKeepNoSession(t *testing.T) {
 	}
 }
 
+// An end that goes, and has nothing under way, leaves no session that looks lost.
+func TestClosingLosesNoSession(t *testing.T) {
+	eachGuard(t, []int{1, 3}, func(t *testing.T, cfg Config) {
+		a, b, _, pa := pair(t, cfg)
+		a.Close()
+		eventually(t, "the end", func() bool { return !pa.connected() })
+		if s := b.Stats(); s.Broken != 0 || s.Connected != 0 {
+			t.Errorf("%+v", s)
+		}
+	})
+	_, b, pb, pa := pair(t, Config{})
+	f := pa.Recv(make([]byte, 1))
+	pb.Close()
+	if err := f.Wait(t.Context()); !errors.Is(err, ErrBroken) {
+		t.Errorf("a recv from an end that has gone: %v", err)
+	}
+	if s := b.Stats(); s.Broken != 1 {
+		t.Errorf("%+v", s)
+	}
+}
+
 // A state that is wrong, or that nobody asked for, ends its session, and nothing else.
 func TestHostileStates(t *testing.T) {
 	const id = 0x1112131415161718
