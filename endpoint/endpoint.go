@@ -260,7 +260,9 @@ func (e *Endpoint) listen() error {
 			Agree: true, // whoever dials may ask for Seal
 			Max:   max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
 			Refused: func(c net.Conn, err error) {
-				e.strangers.Add(1)
+				if wanted(err) == wire.Plain { // else it may dial again, with another mode
+					e.strangers.Add(1)
+				}
 				refused(c, err)
 			}}
 		e.acceptors = append(e.acceptors, t)

@@ -282,6 +282,9 @@ func TestPeersKnowTheirMode(t *testing.T) {
 			t.Fatal(err)
 		}
 		s := stateOf(t, p) // the other end has the session, too
+		if s.Strangers != 0 {
+			t.Errorf("%d connections count as refused that were made in another mode", s.Strangers)
+		}
 		if p.Mode() != x.want || q.Mode() != x.want || x.want.String() != x.text || len(s.Modes) != 1 || s.Modes[x.text] != 1 {
 			t.Errorf("%v and %v, %v, want %s", p.Mode(), q.Mode(), s.Modes, x.text)
 		}
