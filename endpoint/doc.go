@@ -58,6 +58,11 @@
 // cannot read it. In both cases nothing gets into memory that is not what the peer has sent; the
 // connection ends instead, and what was under way fails with [ErrBroken].
 //
+// # State
+//
+// [Endpoint.Stats] counts what an endpoint does, and [Peer.Stats] asks another one, as tutti status
+// does. Those who have the credential of a client cannot ask.
+//
 // Package directory finds endpoints by name. docs/wire.md describes the bytes for clients in other
 // languages.
 package endpoint

@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/endpoint/stats"
 	"tutti/internal/sitetest"
 )
 
@@ -883,5 +884,92 @@ func TestEndpointOutput(t *testing.T) {
 	}
 	if r, err := os.OpenFile(at("fifo"), os.O_RDONLY|syscall.O_NONBLOCK, 0); err == nil { // lets it go
 		r.Close()
+	}
+}
+
+// TestStatusOfEndpoint: an endpoint of a process that is no rank tells its state, by itself.
+func TestStatusOfEndpoint(t *testing.T) {
+	s := newSite(t)
+	store := "TUTTI_STORE=" + sitetest.Start(t, sitetest.Config{}).Address
+	path, data := s.file("f", 3*pieceSize)
+	server := s.endpoint("serve", "r="+path, "--listen", "127.0.0.1", "--name", "node", "--publish", "trainer", "--seal")
+	server.cmd.Env = append(server.cmd.Env, store)
+	server.start().stdout.await(t, "\n")
+	info := strings.TrimSpace(server.stdout.String())
+	address := strings.TrimPrefix(info[:strings.LastIndex(info, "/")], "tutti-endpoint://")
+	status := func(secret string, args ...string) *tutti {
+		j := s.command(append([]string{"status"}, args...)...)
+		j.cmd.Env = append(j.cmd.Env, store, "TUTTI_SECRET="+secret)
+		return j.start()
+	}
+	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().end(0)
+
+	for _, at := range []string{info, address, "@trainer"} { // who has asked before has left no trace
+		j := status(s.secret, at)
+		j.end(0)
+		head, table, _ := strings.Cut(j.stdout.String(), "\n\n")
+		if !strings.HasPrefix(head, "endpoint node: 3.1 MB in 1 region, ") ||
+			table != "endpoint  peers    mode  regions  op/s  B/s  state\nnode          1  sealed        1     0  0 B  idle\n" {
+			t.Errorf("status %s: %q", at, j.stdout.String())
+		}
+	}
+	type line struct {
+		Interval float64 `json:"interval_seconds"`
+		Endpoint stats.Endpoint
+		Rate     float64 `json:"operations_per_second"`
+	}
+	j := status(s.secret, "--json", info)
+	j.end(0)
+	var got line
+	if err := json.Unmarshal([]byte(j.stdout.String()), &got); err != nil || got.Interval <= 0 ||
+		got.Endpoint.Served["read"] != (stats.Count{N: 3, Bytes: uint64(len(data))}) || got.Endpoint.Modes["sealed"] != 1 {
+		t.Errorf("%+v, %v", got, err)
+	}
+
+	// It is watched until it goes.
+	j = status(s.secret, "--watch=100ms", address)
+	j.stdout.await(t, "node          1  sealed        1             idle\n")
+	j.stdout.await(t, "node          1  sealed        1     0  0 B  idle\n")
+	j.signal(syscall.SIGINT)
+	j.end(0)
+	j = status(s.secret, "--json", "--watch", "100ms", address)
+	j.stdout.await(t, "interval_seconds")
+	server.signal(syscall.SIGTERM)
+	server.end(0)
+	j.end(1)
+	j.says("state of endpoint node: ")
+	for text := range strings.Lines(j.stdout.String()) {
+		if err := json.Unmarshal([]byte(text), &got); err != nil || got.Endpoint.Name != "node" {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+
+	key, err := bootstrap.ParseSecret(s.secret)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := bootstrap.NewCredential(key, "eve")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, info = s.serve("r=" + path)
+	for _, c := range []struct {
+		secret, args string
+		code         int
+		says         string
+	}{
+		{client, info, 1, "only those who have the job's secret may ask for the state"},
+		{bootstrap.NewSecret(), info, 1, "is it that of the other end?"},
+		{"", info, 2, "both ends need the same secret"},
+		{s.secret, "--ops 3 " + info, 2, "--ops is for jobs, and tutti-endpoint://"},
+		{s.secret, "--job x " + info, 2, "--job is for jobs, and tutti-endpoint://"},
+		{s.secret, "x:y", 2, `"x:y" is no address`},
+		{s.secret, "@", 2, `invalid name: ""`},
+		{s.secret, info + " job", 2, "takes one job or endpoint"},
+		{s.secret, "127.0.0.1:1", 1, "connection refused"},
+	} {
+		j := status(c.secret, strings.Fields(c.args)...)
+		j.end(c.code)
+		j.says(c.says)
 	}
 }

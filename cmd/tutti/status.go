@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -20,12 +21,14 @@ import (
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/cmd/tutti/internal/status"
 	"tutti/cmd/tutti/internal/term"
+	"tutti/endpoint"
+	"tutti/endpoint/directory"
 	"tutti/pg/flight"
 )
 
 type statusFlags struct {
 	store, job, secretFile string
-	watch                  string
+	directory, watch       string
 	asJSON, flights        bool
 	ops                    int
 }
@@ -39,8 +42,8 @@ const (
 func newStatus() *cobra.Command {
 	var f statusFlags
 	c := &cobra.Command{
-		Use:   "status [flags] [JOB]",
-		Short: "Show what the ranks of a running job do, and which rank the others wait for",
+		Use:   "status [flags] [JOB | ENDPOINT]",
+		Short: "Show what the ranks of a running job do, and which rank the others wait for; or what an endpoint does",
 		Long: `Ask all ranks of a job for their states. Problems are shown first: a rank that has not come, is
 stopped or dead, ranks with different calls; then the operation of each rank, and the rates.
 
@@ -48,9 +51,15 @@ JOB is the name, or a prefix of the name, of a job that this user's tutti run ha
 machine; it may be left out if there is only one. Other jobs are found by TUTTI_STORE, TUTTI_JOB and
 TUTTI_SECRET, or the flags. With --flight, the arguments are flight records from the log directory.
 
-The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
+ENDPOINT is an argument with a colon, or with @ first, which no job's name has: the text that tutti
+endpoint serve prints, HOST:PORT, or @NAME for one that has a name in the store. It is asked over a
+connection of its own, which it counts among its peers, and tells its state to those who have the
+job's secret, but not to clients with a credential. Endpoints of ranks are shown with their job, too.
+
+The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the endpoint answers.`,
 		Example: `  tutti status
   tutti status --watch 1s run-4f
+  tutti status node1:29600
   tutti status --flight logs/flight-rank*`,
 		DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -62,7 +71,10 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
 				return err
 			}
 			if len(args) > 1 {
-				return usagef(cmd, "status takes one job, got %q", args)
+				return usagef(cmd, "status takes one job or endpoint, got %q", args)
+			}
+			if len(args) == 1 && isEndpoint(args[0]) {
+				return f.endpoint(cmd, args[0], every)
 			}
 			cfg, err := f.find(cmd, args, os.Getenv)
 			if err != nil {
@@ -80,10 +92,29 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
 	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with "+
 		"--flight: this many (default 10)")
 	fl.BoolVar(&f.flights, "flight", false, "the arguments are flight records, JSON or the files of killed ranks")
-	fl.StringVar(&f.store, "store", "", "`URL` of the job's store (default: TUTTI_STORE)")
+	fl.StringVar(&f.store, "store", "", "`URL` of the store of the job, or of the endpoint's name (default: TUTTI_STORE)")
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: TUTTI_JOB)")
+	fl.StringVar(&f.directory, "directory", directory.DefaultName, "`name` of the directory in the store that has the "+
+		"endpoint's name")
 	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the job's secret (default: TUTTI_SECRET)")
 	return c
+}
+
+// isEndpoint reports whether an argument is an endpoint. See bootstrap.CheckJob: it is no job's name.
+func isEndpoint(arg string) bool { return strings.HasPrefix(arg, "@") || strings.Contains(arg, ":") }
+
+// askWithin bounds connecting to an endpoint, and its answer.
+const askWithin = 10 * time.Second
+
+// endpoint shows the state of an endpoint.
+func (f *statusFlags) endpoint(cmd *cobra.Command, at string, every time.Duration) error {
+	for _, name := range []string{"job", "ops"} {
+		if cmd.Flags().Changed(name) {
+			return usagef(cmd, "--%s is for jobs, and %s is an endpoint", name, term.Shown(at))
+		}
+	}
+	to := &endpointFlags{secretFile: f.secretFile, store: f.store, directory: f.directory, timeout: askWithin}
+	return to.with(cmd, at, func(ctx context.Context, p *endpoint.Peer) error { return f.followEndpoint(ctx, p, every) })
 }
 
 // interval reads --watch, whose value may also follow as an argument; 0: it is not set.
@@ -245,6 +276,62 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 		ops = min(f.ops, flight.Records)
 	}
 	var before *status.Sample
+	return f.repeat(ctx, every, func(scr *screen, show bool) (over bool, err error) {
+		now, err := s.Sample(ctx, ops)
+		switch {
+		case ctx.Err() != nil:
+			return true, nil
+		case errors.Is(err, status.ErrNoRanks) && before == nil:
+			return true, fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name "+
+				"(a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
+		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil:
+			scr.leave()
+			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)
+			return true, nil
+		case err != nil:
+			return true, fmt.Errorf("job %s: %w", cfg.Job, err)
+		}
+		if show {
+			r := status.Make(now, before, every > 0)
+			if err := f.show(scr, r, r.Time, len(r.Findings)+len(r.Stragglers)); err != nil {
+				return true, err
+			}
+			if every == 0 && len(r.Findings) > 0 {
+				return true, exit(codeStuck)
+			}
+		}
+		before = now
+		return false, nil
+	})
+}
+
+// followEndpoint asks an endpoint and shows its state, once or repeatedly until ctx ends.
+func (f *statusFlags) followEndpoint(ctx context.Context, p *endpoint.Peer, every time.Duration) error {
+	var before *status.EndpointSample
+	return f.repeat(ctx, every, func(scr *screen, show bool) (over bool, err error) {
+		state, err := p.Stats(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return true, nil
+		case err != nil:
+			return true, err
+		}
+		now := &status.EndpointSample{Time: time.Now(), State: state}
+		if show {
+			r := status.MakeEndpoint(now, before)
+			if err := f.show(scr, r, r.Time, 0); err != nil {
+				return true, err
+			}
+		}
+		before = now
+		return false, nil
+	})
+}
+
+// repeat calls look until it says that it is over, until ctx ends, or, if every is 0, twice. The first
+// of two calls only samples, for the rates: show is false.
+func (f *statusFlags) repeat(ctx context.Context, every time.Duration,
+	look func(scr *screen, show bool) (over bool, err error)) error {
 	pause := rateSpan // the first rates come soon
 	if every > 0 {
 		pause = min(pause, every)
@@ -252,33 +339,10 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 	scr := &screen{live: every > 0 && !f.asJSON && launch.Terminal(os.Stdout) && os.Getenv("TERM") != "dumb"}
 	defer scr.leave()
 	for round := 0; ; round++ {
-		now, err := s.Sample(ctx, ops)
-		switch {
-		case ctx.Err() != nil:
-			return nil
-		case errors.Is(err, status.ErrNoRanks) && before == nil:
-			return fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name "+
-				"(a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
-		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil:
-			scr.leave()
-			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)
-			return nil
-		case err != nil:
-			return fmt.Errorf("job %s: %w", cfg.Job, err)
+		over, err := look(scr, round > 0 || every > 0)
+		if err != nil || over || every == 0 && round > 0 {
+			return err
 		}
-		if before != nil || every > 0 {
-			r := status.Make(now, before, every > 0)
-			if err := f.show(scr, r); err != nil {
-				return err
-			}
-			if every == 0 {
-				if len(r.Findings) > 0 {
-					return exit(codeStuck)
-				}
-				return nil
-			}
-		}
-		before = now
 		t := time.NewTimer(pause)
 		select {
 		case <-t.C:
@@ -294,8 +358,13 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 	}
 }
 
-// show prints a report.
-func (f *statusFlags) show(scr *screen, r *status.Report) error {
+// report is what status can show.
+type report interface {
+	Text(w io.Writer, st status.Style)
+}
+
+// show prints a report of a time. A live screen keeps room for more lines beside the table.
+func (f *statusFlags) show(scr *screen, r report, at time.Time, more int) error {
 	if f.asJSON {
 		enc := json.NewEncoder(os.Stdout)
 		enc.SetEscapeHTML(false)
@@ -306,12 +375,12 @@ func (f *statusFlags) show(scr *screen, r *status.Report) error {
 	st := status.Style{Colour: launch.Colour(os.Stdout), Width: width}
 	switch {
 	case scr.live:
-		st.Rows = max(height-6-len(r.Findings)-len(r.Stragglers), 5)
+		st.Rows = max(height-6-more, 5)
 	case width > 0:
 		st.Rows = 64
 	}
 	if scr.live || scr.shown {
-		fmt.Fprintln(&b, r.Time.Format("15:04:05.0"))
+		fmt.Fprintln(&b, at.Format("15:04:05.0"))
 	}
 	r.Text(&b, st)
 	return scr.draw(b.Bytes(), height)
@@ -386,7 +455,7 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 	}
 	r := status.FromFiles(snaps)
 	if f.asJSON {
-		return f.show(&screen{}, r)
+		return f.show(&screen{}, r, r.Time, 0)
 	}
 	st := status.Style{Colour: launch.Colour(os.Stdout), Width: term.Width(os.Stdout)}
 	r.Text(os.Stdout, st)

@@ -193,7 +193,7 @@ func TestStatusFindsJobs(t *testing.T) {
 		{"status-test-", 1, "which job? tutti status JOB, of\n  status-test-one      2 ranks  since "},
 		{"status-test-three", 1, "no job status-test-three runs here, only\n"},
 		{"status-test-two", 1, "job status-test-two: no rank of it is registered in its store at tutti://127.0.0.1:"},
-		{"a b", 2, "takes one job"},
+		{"a b", 2, "takes one job or endpoint"},
 		{"--job a b", 2, "are different jobs"},
 		{"a/b", 2, "job name"},
 		{"--store redis://x a", 1, "expected tutti://"},

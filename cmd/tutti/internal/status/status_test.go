@@ -329,12 +329,13 @@ rank  pid  host  epoch  op/s     B/s  state
 
 func TestTextOfEndpoints(t *testing.T) {
 	now, before := pair(2)
-	idle := stats.Endpoint{Name: "cache", ID: "01", Connected: 2, Regions: 3}
+	idle := stats.Endpoint{Name: "cache", ID: "01", Connected: 2, Regions: 3,
+		Modes: map[string]int{"sealed": 1, "plain": 1}}
 	busy := stats.Endpoint{Name: "wei\u202eghts", ID: "02", Done: map[string]stats.Count{"read": {N: 300, Bytes: 3000}},
 		Served:  map[string]stats.Count{"write": {N: 100, Bytes: 2e6}},
 		Pending: map[string]int{"recv": 1, "read": 2}, Waiting: stats.Count{N: 1, Bytes: 5},
-		Offered: stats.Count{N: 2, Bytes: 1e6}, Failed: map[string]uint64{"broken": 3}, Refused: map[string]uint64{"rights": 1,
-			"no region": 4}, Broken: 1, Strangers: 2}
+		Offered: stats.Count{N: 2, Bytes: 1e6}, Failed: map[string]uint64{"broken": 3},
+		Refused: map[string]uint64{"rights": 1, "no region": 4}, Broken: 1, Strangers: 2}
 	was := busy
 	was.Done, was.Served = map[string]stats.Count{"read": {N: 100, Bytes: 1000}}, nil
 	now.Ranks[0].Snapshot.Endpoints = []stats.Endpoint{idle, busy}
@@ -349,12 +350,12 @@ func TestTextOfEndpoints(t *testing.T) {
 	r.Text(&b, Style{})
 	_, got, _ := strings.Cut(b.String(), "\n\nrank  endpoint")
 	for _, want := range []string{
-		"      peers  regions  op/s     B/s  state\n",
-		"   0  cache                2        3     0     0 B  idle\n",
-		`   0  "wei\u202eghts"      0        0   300  2.0 MB  `,
+		"      peers          mode  regions  op/s     B/s  state\n",
+		"   0  cache                2  plain+sealed        3     0     0 B  idle\n",
+		`   0  "wei\u202eghts"      0                      0   300  2.0 MB  `,
 		"  3 under way (2 read, 1 recv), 1 message not received (5 B), 2 messages waiting at the sender (1.0 MB), " +
 			"3 failed (3 broken), 5 refused (4 no region, 1 rights), 1 session lost, 2 connections refused\n",
-		"   1  03                   0        0     0     0 B  idle\n",
+		"   1  03                   0                      0     0     0 B  idle\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q is not in\n%s", want, got)
@@ -364,6 +365,48 @@ func TestTextOfEndpoints(t *testing.T) {
 	r.Text(&b, Style{Rows: 2})
 	if got := b.String(); !strings.HasSuffix(got, "\nand 1 endpoint more\n") {
 		t.Error(got)
+	}
+}
+
+func TestEndpointByItself(t *testing.T) {
+	at := time.Now()
+	before := &EndpointSample{at, stats.Endpoint{Name: "cache", ID: "01", Served: map[string]stats.Count{"read": {N: 100,
+		Bytes: 1e6}}}}
+	now := &EndpointSample{at.Add(2 * time.Second), before.State}
+	now.State.Served = map[string]stats.Count{"read": {N: 300, Bytes: 5e6}}
+	now.State.Connected, now.State.Modes = 2, map[string]int{"sealed": 2}
+	now.State.Regions, now.State.RegionBytes, now.State.Sent, now.State.Received = 1, 4096, 6e6, 1000
+	var b bytes.Buffer
+	r := MakeEndpoint(now, before)
+	r.Text(&b, Style{})
+	if want := "endpoint cache: 4.1 kB in 1 region, 6.0 MB sent, 1.0 kB received\n\n" +
+		"endpoint  peers    mode  regions  op/s     B/s  state\n" +
+		"cache         2  sealed        1   100  2.0 MB  idle\n"; b.String() != want {
+		t.Errorf("got\n%swant\n%s", b.String(), want)
+	}
+	out, err := json.Marshal(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got struct {
+		Interval   float64 `json:"interval_seconds"`
+		Endpoint   stats.Endpoint
+		Operations float64 `json:"operations_per_second"`
+		Bytes      float64 `json:"bytes_per_second"`
+	}
+	if err := json.Unmarshal(out, &got); err != nil || got.Interval != 2 || got.Operations != 100 || got.Bytes != 2e6 ||
+		got.Endpoint.Name != "cache" || got.Endpoint.Served["read"].N != 300 {
+		t.Errorf("%s, %v", out, err)
+	}
+	// One sample has no rates, and counters that have begun anew have none.
+	b.Reset()
+	if r := MakeEndpoint(now, nil); r.Interval != 0 || r.Rate != (Rate{}) {
+		t.Errorf("%+v", r)
+	} else if r.Text(&b, Style{}); !strings.HasSuffix(b.String(), "\ncache         2  sealed        1             idle\n") {
+		t.Error(b.String())
+	}
+	if r := MakeEndpoint(&EndpointSample{now.Time, before.State}, &EndpointSample{at, now.State}); r.Rate != (Rate{}) {
+		t.Errorf("%+v", r)
 	}
 }
 

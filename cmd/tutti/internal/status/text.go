@@ -11,7 +11,6 @@ import (
 	"unicode/utf8"
 
 	"tutti/cmd/tutti/internal/term"
-	"tutti/endpoint/stats"
 	"tutti/pg/flight"
 )
 
@@ -137,19 +136,18 @@ func (r *Report) table(w io.Writer, st Style) {
 
 // endpoints writes a line for each endpoint of the ranks that table shows.
 func (r *Report) endpoints(w io.Writer, st Style) {
-	cells := [][]string{{"rank", "endpoint", "peers", "regions", "op/s", "B/s", "state"}}
+	cells := [][]string{append([]string{"rank"}, endpointHead...)}
 	for _, x := range r.Ranks {
 		if x.Snapshot == nil {
 			continue
 		}
 		for i := range x.Snapshot.Endpoints {
-			e := &x.Snapshot.Endpoints[i]
-			line := []string{fmt.Sprint(x.Rank.Rank), term.Shown(cmp.Or(e.Name, e.ID)), fmt.Sprint(e.Connected),
-				fmt.Sprint(e.Regions), "", "", endpointState(e)}
+			var rate *Rate
 			if i < len(x.Endpoints) {
-				line[4], line[5] = quantity(x.Endpoints[i].Operations), Size(x.Endpoints[i].Bytes)
+				rate = &x.Endpoints[i]
 			}
-			cells = append(cells, line)
+			cells = append(cells, append([]string{fmt.Sprint(x.Rank.Rank)}, endpointLine(&x.Snapshot.Endpoints[i],
+				rate)...))
 		}
 	}
 	if len(cells) == 1 {
@@ -165,51 +163,6 @@ func (r *Report) endpoints(w io.Writer, st Style) {
 	if more > 0 {
 		fmt.Fprintf(w, "and %s more\n", count(more, "endpoint"))
 	}
-}
-
-// endpointState describes in a few words what an endpoint does, and what has gone wrong.
-func endpointState(e *stats.Endpoint) string {
-	var parts []string
-	add := func(what string, all map[string]int) {
-		if len(all) == 0 {
-			return
-		}
-		sum := 0
-		var each []string
-		for _, k := range slices.SortedFunc(maps.Keys(all),
-			func(a, b string) int { return cmp.Or(all[b]-all[a], strings.Compare(a, b)) }) {
-			sum += all[k]
-			each = append(each, fmt.Sprintf("%d %s", all[k], term.Shown(k)))
-		}
-		parts = append(parts, fmt.Sprintf("%d %s (%s)", sum, what, strings.Join(each, ", ")))
-	}
-	messages := func(c stats.Count, what string) {
-		if c.N > 0 {
-			parts = append(parts, fmt.Sprintf("%s %s (%s)", count(int(c.N), "message"), what, Size(float64(c.Bytes))))
-		}
-	}
-	ints := func(m map[string]uint64) map[string]int {
-		out := map[string]int{}
-		for k, n := range m {
-			out[k] = int(n)
-		}
-		return out
-	}
-	add("under way", e.Pending)
-	messages(e.Waiting, "not received")
-	messages(e.Offered, "waiting at the sender")
-	add("failed", ints(e.Failed))
-	add("refused", ints(e.Refused))
-	if e.Broken > 0 {
-		parts = append(parts, fmt.Sprintf("%s lost", count(int(e.Broken), "session")))
-	}
-	if e.Strangers > 0 {
-		parts = append(parts, fmt.Sprintf("%s refused", count(int(e.Strangers), "connection")))
-	}
-	if len(parts) == 0 {
-		return "idle"
-	}
-	return strings.Join(parts, ", ")
 }
 
 // columns writes a table whose last column is wrapped, and painted by a function of the number of the
@@ -283,7 +236,7 @@ func (r *Report) Operations(w io.Writer, n int, st Style) {
 
 func secs(s float64) string { return flight.Seconds(time.Duration(s * float64(time.Second))) }
 
-func count(n int, what string) string {
+func count[N int | uint64](n N, what string) string {
 	if n == 1 {
 		return "1 " + what
 	}
