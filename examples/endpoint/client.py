@@ -3,11 +3,11 @@
 import argparse, hmac, os, re, secrets, socket, struct, sys
 
 (HELLO, PING, PONG, BYE, STAY, GET, PUT, DATA, DONE, CANCEL, LOOKUP, LIST, WATCH, REGION, GONE, MESSAGE, OFFER, PULL,
- PIECE, SENT, TAKEN, CREDIT, DROPPED) = range(0x10, 0x27)
-OK, CANCELLED, NO_REGION = 0, 1, 2
+ PIECE, SENT, TAKEN, CREDIT, DROPPED, INQUIRE, STATE) = range(0x10, 0x29)
+OK, CANCELLED, NO_REGION, DENIED = 0, 1, 2, 8
 CODES = ["ok", "cancelled", "no such region", "the region was unregistered", "the region does not allow that",
-         "out of the region's bounds", "the region's file or device failed", "too many requests"]
-WINDOW, LONGEST, PAGE = 64 << 10, 16 << 10, 1024  # of messages: bytes unread, longest whole one; regions of a List
+         "out of the region's bounds", "the region's file or device failed", "too many requests", "refused"]
+WINDOW, LONGEST, EACH, PAGE = 64 << 10, 16 << 10, 128, 1024  # bytes unread, of a whole message, more for each; a List
 
 class Error(Exception): """What a user should read."""
 
@@ -28,7 +28,7 @@ class Client:
         if not (m := re.fullmatch(r"\[?([^\[\]]+)\]?:([0-9]{1,5})", address)) or not 0 < int(m[2]) < 65536:
             raise Error(f"{address!r} is not HOST:PORT")
         self.requests = self.sent = self.received = 0  # number of the last request, message sent and message received
-        self.credit, self.kept = 0, []  # bytes of Message frames that were received; frames that nobody waited for
+        self.credit, self.kept = 0, []  # what was received of Message frames; frames that nobody waited for
         self.sock = socket.create_connection((m[1], int(m[2])), timeout)
         self.input = self.sock.makefile("rb")
         identity, session = secrets.randbits(63) + 1, secrets.randbits(63) + 1
@@ -73,8 +73,8 @@ class Client:
             body = self.take(size)
             if op in (PING, BYE):
                 self.put_frame(PONG if op == PING else STAY, of)
-            elif op == LOOKUP:  # there are no regions here
-                self.put_frame(DONE, of, struct.pack("<BQ", NO_REGION, 0))
+            elif op in (LOOKUP, INQUIRE):  # there are no regions here, and no state
+                self.put_frame(DONE, of, struct.pack("<BQ", NO_REGION if op == LOOKUP else DENIED, 0))
             elif op != CREDIT:  # without its room in the window more messages are offered
                 self.kept.append((op, of, body))
 
@@ -136,8 +136,8 @@ class Client:
     def send(self, message):
         """Sends a message, and returns when the endpoint has it."""
         self.sent += 1
-        if len(message) <= min(self.longest, self.room):
-            self.room -= len(message)
+        if len(message) <= min(self.longest, self.room - EACH):
+            self.room -= len(message) + EACH
             self.put_frame(MESSAGE, self.sent, payload=message)
         else:
             self.put_frame(OFFER, self.sent, struct.pack("<Q", len(message)))
@@ -162,7 +162,7 @@ class Client:
             code = CANCELLED if op == DROPPED or data is None else OK
             self.put_frame(TAKEN, number, struct.pack("<BQ", code, len(data) if code == OK else 0))
             if op == MESSAGE:
-                self.credit += len(data)
+                self.credit += len(data) + EACH
                 self.put_frame(CREDIT, self.credit)
             if code == OK:
                 return data

@@ -309,6 +309,59 @@ while (m := c.recv()) != b"end":
 	s.same("output", c.ok(), nil)
 }
 
+// The client sends messages that nobody receives until they fill the window, of which each takes more
+// than its bytes. The next one is offered.
+func TestClientKeepsToTheWindow(t *testing.T) {
+	s := serve(t, secret)
+	const program = `
+import sys, client
+c = client.Client(sys.argv[1], sys.argv[2])
+for i in range(66):
+    c.send(bytes([i]) * 65536)
+`
+	c := &client{s: s, cmd: exec.CommandContext(s.ctx, s.python, "-c", program, s.Info().Addrs[0], secret)}
+	c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
+	if err := c.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := s.peer()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for s.Stats().Offered.N == 0 {
+		select {
+		case <-tick.C:
+		case <-s.ctx.Done():
+			t.Fatalf("no message was offered: %+v", s.Stats())
+		}
+	}
+	if n := s.Stats().Waiting.N; n != 63 {
+		t.Errorf("%d messages of 64 KiB have gone at once, want 63", n)
+	}
+	buf := make([]byte, 65537)
+	for i := range 66 {
+		f := p.Recv(buf)
+		if err := f.Wait(s.ctx); err != nil {
+			t.Fatal(err)
+		}
+		s.same("message "+strconv.Itoa(i), buf[:f.Result(0).N], bytes.Repeat([]byte{byte(i)}, 65536))
+	}
+	s.same("output", c.ok(), nil)
+}
+
+// A program asks the client for its state, which it does not tell.
+func TestClientTellsNoState(t *testing.T) {
+	s := serve(t, secret)
+	c := s.start("recv")
+	p := s.peer()
+	if _, err := p.Stats(s.ctx); !errors.Is(err, endpoint.ErrRefused) {
+		t.Errorf("the state of the client: %v, want ErrRefused", err)
+	}
+	if err := p.Send([]byte("m")).Wait(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.same("message", c.ok(), []byte("m"))
+}
+
 func TestClientHasItsRights(t *testing.T) {
 	s := serve(t, secret)
 	clients := func(r mem.Rights) endpoint.RegionConfig {
