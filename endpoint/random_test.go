@@ -42,6 +42,7 @@ type world struct {
 	chaos   bool     // operations are cancelled, connections break, regions come and go
 	closes  bool     // peers are closed, too: messages that nobody has received are lost
 	cfgs    []Config // what members ask for, in turn; nil: nothing
+	longest int      // message, in bytes
 	left    atomic.Int64
 	stopped atomic.Bool // endpoints are being closed
 	bad     atomic.Int32
@@ -63,6 +64,7 @@ func (w *world) count(what string) {
 }
 
 const (
+	longest  = 3 << 20 // message
 	lanes    = 2
 	laneSize = 1<<20 + 300<<10
 	gap      = 4096 // between two lanes
@@ -319,7 +321,7 @@ func (m *member) work(j int) {
 				x.op.Local = mem.Host(inner, mem.Anywhere)
 			case OpSend:
 				var inner []byte
-				x.buf, inner = canaries(max(size(r, 3<<20), 16))
+				x.buf, inner = canaries(max(size(r, w.longest), 16))
 				x.seq = uint64(len(m.sent[j]))
 				m.sent[j] = append(m.sent[j], false)
 				message(inner, m.i, j, x.seq)
@@ -475,9 +477,9 @@ func (m *member) receive(j int, done <-chan struct{}) {
 		n := 1 + r.IntN(3)
 		ops, bufs := make([]Op, n), make([][]byte, n)
 		for i := range ops {
-			k := 3 << 20
+			k := w.longest
 			if r.IntN(4) == 0 {
-				k = 16 + size(r, 1<<20)
+				k = 16 + size(r, min(w.longest, 1<<20))
 			}
 			var inner []byte
 			bufs[i], inner = canaries(k)
@@ -562,6 +564,64 @@ func (m *member) receive(j int, done <-chan struct{}) {
 	}
 }
 
+// crowd starts n operations on member j, half of them with one Future, and waits for none of them
+// before all have started. Each write has a range of the first lane for itself; reads are from the
+// last one, which nobody writes.
+func (m *member) crowd(j, n int) {
+	w := m.w
+	r := rand.New(rand.NewPCG(w.seed, uint64(m.i*100+j)))
+	p := m.peer(j)
+	if p == nil {
+		return
+	}
+	slot := laneSize / n
+	jobs, ops := make([]*job, n), make([]Op, n)
+	for i := range jobs {
+		x := &job{op: Op{Kind: Kind(1 + r.IntN(3))}}
+		var inner []byte
+		switch x.op.Kind {
+		case OpRead:
+			k := size(r, 16<<10)
+			x.lane, x.at = m.lanes[j][lanes-1], r.IntN(laneSize-k+1)
+			x.buf, inner = canaries(k)
+		case OpWrite:
+			x.lane, x.at = m.lanes[j][0], i*slot
+			x.buf, inner = canaries(size(r, slot))
+			fill(inner, r.Uint64())
+		case OpSend:
+			x.buf, inner = canaries(max(size(r, w.longest), 16))
+			x.seq = uint64(len(m.sent[j]))
+			m.sent[j] = append(m.sent[j], false)
+			message(inner, m.i, j, x.seq)
+		}
+		if x.lane != nil {
+			x.op.Region, x.op.Offset = "r", x.lane.off+int64(x.at)
+		}
+		x.op.Local = mem.Host(inner, mem.Anywhere)
+		jobs[i], ops[i] = x, x.op
+	}
+	var fs []*Future
+	for _, op := range ops[:n/2] {
+		fs = append(fs, p.Start(op))
+	}
+	fs = append(fs, p.Batch(ops[n/2:]))
+	i := 0
+	for _, f := range fs {
+		f.Wait(context.Background())
+		for k := range f.Len() {
+			m.ended(j, jobs[i], f.Result(k), false)
+			i++
+		}
+	}
+	got := make([]byte, lanes*(laneSize+gap))
+	if err := p.Read(got, "r", m.lanes[j][0].off).Wait(context.Background()); err != nil {
+		w.errorf("member %d reads from %d: %v", m.i, j, err)
+	}
+	for k, l := range m.lanes[j] {
+		l.check(w, fmt.Sprintf("lane %d of %d at %d", k, m.i, j), got[k*(laneSize+gap):][:laneSize], 0)
+	}
+}
+
 // program runs the members of this process, and returns when all operations have ended.
 func (w *world) program(members []*member) {
 	done := make(chan struct{})
@@ -625,7 +685,7 @@ func TestRandom(t *testing.T) {
 	for _, mode := range all {
 		t.Run(mode.name, func(t *testing.T) {
 			w := &world{t: t, seed: seedOf(t), n: 3, chaos: mode.chaos, closes: mode.closes, cfgs: mode.cfgs,
-				counts: map[string]int{}}
+				longest: longest, counts: map[string]int{}}
 			w.left.Store(mode.ops)
 			routines, files := runtime.NumGoroutine(), descriptors(t)
 			r := rand.New(rand.NewPCG(w.seed, 0))
@@ -790,10 +850,14 @@ func TestRandomChild(t *testing.T) {
 		return
 	}
 	number := func(i int) uint64 { n, _ := strconv.ParseUint(spec[i], 10, 64); return n }
-	w := &world{t: t, seed: number(0), n: int(number(1)), chaos: number(2) == 1, closes: true, counts: map[string]int{}}
+	w := &world{t: t, seed: number(0), n: int(number(1)), chaos: spec[2] == "chaos", closes: true,
+		longest: longest, counts: map[string]int{}}
+	if spec[2] == "crowd" {
+		w.longest = 66 << 10 // some are too long to go at once
+	}
 	i := int(number(3))
 	w.left.Store(int64(number(4)))
-	if number(5) == 1 {
+	if spec[5] == "true" {
 		w.cfgs = allGuards()
 	}
 	m, err := newMember(w, i, rand.New(rand.NewPCG(w.seed, uint64(i))), 1+i%4)
@@ -818,7 +882,11 @@ func TestRandomChild(t *testing.T) {
 	var recv sync.WaitGroup
 	for j := range w.n {
 		if j != m.i {
-			work.Go(func() { m.work(j) })
+			if spec[2] == "crowd" {
+				work.Go(func() { m.crowd(j, int(number(4))/(w.n-1)) })
+			} else {
+				work.Go(func() { m.work(j) })
+			}
 			recv.Go(func() { m.receive(j, stop) })
 		}
 	}
@@ -837,13 +905,24 @@ func TestRandomChild(t *testing.T) {
 	fmt.Println("COUNTS", w.counts)
 }
 
-// TestRandomProcesses: random programs of endpoints in several processes.
+// TestRandomProcesses: random programs of endpoints in four processes. Those of a crowd start all of
+// their operations at once, and not fewer of them if the test has to be short.
 func TestRandomProcesses(t *testing.T) {
-	for x := range 4 {
-		chaos, guarded := x%2, x/2
-		t.Run([]string{"calm", "chaos", "guarded calm", "guarded chaos"}[x], func(t *testing.T) {
+	for _, x := range []struct {
+		kind    string
+		guarded bool
+		ops     int64
+	}{
+		{"calm", false, opsOf() / 2}, {"chaos", false, opsOf() / 2}, {"crowd", false, int64(*randomOps)},
+		{"calm", true, opsOf() / 2}, {"chaos", true, opsOf() / 2}, {"crowd", true, int64(*randomOps)},
+	} {
+		name := x.kind
+		if x.guarded {
+			name = "guarded " + name
+		}
+		t.Run(name, func(t *testing.T) {
 			seed := seedOf(t)
-			const n = 3
+			const n = 4
 			type child struct {
 				p   *proctest.Process
 				in  io.WriteCloser
@@ -853,8 +932,8 @@ func TestRandomProcesses(t *testing.T) {
 			var infos strings.Builder
 			for i := range n {
 				cmd := exec.Command(os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s")
-				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %d %d %d %d", childVariable, seed, n, chaos, i,
-					opsOf()/6, guarded))
+				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %s %d %d %v", childVariable, seed, n, x.kind, i,
+					x.ops/n, x.guarded))
 				in, err := cmd.StdinPipe()
 				if err != nil {
 					t.Fatal(err)
