@@ -19,7 +19,7 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-func TestMain(m *testing.M) { rig.Main(m, nil) }
+func TestMain(m *testing.M) { rig.Main(m, endpointMain) }
 
 const local = 2 // ranks on each host
 
@@ -191,7 +191,7 @@ func TestSlow(t *testing.T) {
 	t.Run("cable", func(t *testing.T) {
 		t.Parallel()
 		a, b := hosts(t)
-		lost := rig.SlowCable(a, b, "data", 5*time.Millisecond, 0.015)
+		lost := rig.SlowCable(a, b, "data", 5*time.Millisecond, 0.015, 0)
 		a.Address("data", "10.77.1.1/24")
 		b.Address("data", "10.77.1.2/24")
 		run(t, a, b)

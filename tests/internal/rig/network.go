@@ -197,11 +197,13 @@ func (h *Host) Netem(device string, quality ...string) bool {
 	return true
 }
 
-// SlowCable connects the hosts by a cable that delays every frame and drops some: for kernels
-// without netem, and with the same losses in every run. It counts the lost frames.
-func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lost *atomic.Int64) {
+// SlowCable connects the hosts by a cable that delays every frame, and drops a part of them: for
+// kernels without netem, and with the same losses in every run. Another part, late, comes half a
+// delay after the others, out of order. It counts the lost frames.
+func SlowCable(a, b *Host, device string, delay time.Duration, loss, late float64) (lost *atomic.Int64) {
 	a.t.Helper()
 	c := newCable(a, b, device, device)
+	c.late.Store(math.Float64bits(late))
 	c.set(delay, loss)
 	return &c.lost
 }
@@ -210,6 +212,7 @@ func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lo
 type cable struct {
 	delay atomic.Int64  // in nanoseconds
 	loss  atomic.Uint64 // of frames: the bits of a float64
+	late  atomic.Uint64 // likewise
 	lost  atomic.Int64  // frames
 }
 
@@ -256,8 +259,14 @@ func newCable(a, b *Host, deviceA, deviceB string) *cable {
 					c.lost.Add(1)
 					continue
 				}
+				delay := time.Duration(c.delay.Load())
+				data := append([]byte(nil), buf[:n]...)
+				if rnd.Float64() < math.Float64frombits(c.late.Load()) {
+					time.AfterFunc(delay+delay/2, func() { to.Write(data) })
+					continue
+				}
 				select {
-				case wire <- frame{time.Now().Add(time.Duration(c.delay.Load())), append([]byte(nil), buf[:n]...)}:
+				case wire <- frame{time.Now().Add(delay), data}:
 				default: // a full buffer drops, as a switch does
 				}
 			}
