@@ -304,7 +304,7 @@ func (f *Future) Result(i int) Result {
 func (f *Future) Wait(ctx context.Context) error {
 	for !f.Ended() {
 		conns := f.peer.polled(f)
-		if len(conns) > 0 && link.Await(conns, f) {
+		if len(conns) > 0 && link.Await(ctx, conns, f) {
 			break
 		}
 		select {

@@ -2,6 +2,7 @@ package link
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -411,7 +412,7 @@ func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {
 			c *Conn
 			pongs
 		}{{y, pongs{b, i}}, {x, pongs{a, i}}} {
-			if conns := []*Conn{w.c}; !Await(conns, w.pongs) {
+			if conns := []*Conn{w.c}; !Await(t.Context(), conns, w.pongs) {
 				w.until(t, "a frame", func() bool { return len(w.sink.pongs) >= w.n })
 				Woken(conns)
 			}
@@ -471,7 +472,7 @@ func TestAwaitLeavesTheWorkToTheLoopInACrowd(t *testing.T) {
 		f.Gate.Open(src)
 		x.Queue(&f.Out)
 		x.Flush()
-		if conns := []*Conn{y}; !Await(conns, ended{in, id}) {
+		if conns := []*Conn{y}; !Await(t.Context(), conns, ended{in, id}) {
 			in.until(t, "the transfer", func() bool { _, ok := in.codes[id]; return ok })
 			Woken(conns)
 		}
@@ -481,5 +482,60 @@ func TestAwaitLeavesTheWorkToTheLoopInACrowd(t *testing.T) {
 	}
 	if w, p := y.waiters.Load(), y.parked.Load(); w != 0 || p != 0 {
 		t.Errorf("%d waiters attend, %d are parked", w, p)
+	}
+}
+
+// slow is a handler that drops all frames, and takes its time.
+type slow struct{}
+
+func (slow) Frame(*Conn, wire.Header, []byte) (Sink, error) {
+	time.Sleep(100 * time.Microsecond)
+	return Sink{}, nil
+}
+func (slow) End(*Conn, Sink, bool) error { return nil }
+func (slow) Broken(*Conn, error)         {}
+
+// A waiter ends with its context also if frames come all the time, for others.
+func TestWaitersGiveUpUnderTraffic(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close(errLoopClosed)
+	if err := unix.SetNonblock(fds[1], true); err != nil {
+		t.Fatal(err)
+	}
+	c, err := l.Add(fds[1], wire.Guard{}, slow{}, func(c *Conn) { c.waiters.Add(1) }) // the loop leaves it alone
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer unix.Shutdown(fds[0], unix.SHUT_RDWR)
+	wg.Go(func() {
+		defer unix.Close(fds[0])
+		frame := wire.Words(wire.Header{Size: 64 << 10, Op: wire.Data}.Append(nil), 0)
+		frame = append(frame, make([]byte, 64<<10-8)...)
+		for err := error(nil); err == nil; {
+			_, err = unix.Write(fds[0], frame)
+		}
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	left := make(chan bool)
+	go func() {
+		for ctx.Err() == nil { // it may also find that polling does not pay
+			poll(ctx, []*Conn{c}, pongs{newSink(), 1})
+		}
+		close(left)
+	}()
+	select {
+	case <-left:
+	case <-time.After(patience / 4): // the traffic may have a gap later
+		t.Error("a waiter does not end with its context")
 	}
 }

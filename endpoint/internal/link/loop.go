@@ -1,6 +1,7 @@
 package link
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"runtime"
@@ -23,6 +24,7 @@ const (
 	snooze = int64(time.Second)            // but no longer than this
 	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
 	rounds = 8                             // polls between two looks at the clock
+	seldom = 64                            // polls between two looks whether a waiter has given up
 	patier = 5                             // polling in vain shortens spin at most so many times by half
 )
 
@@ -281,9 +283,9 @@ type Waiting interface {
 }
 
 // Await polls connections, of which there is at least one, until w is done; false: polling does not
-// pay any more, or another goroutine does it. Then the caller has to sleep until it is woken by
+// pay any more, another goroutine does it, or ctx has ended. Then the caller has to sleep until it is woken by
 // whatever makes w done, and to call Woken with the same connections.
-func Await(conns []*Conn, w Waiting) bool {
+func Await(ctx context.Context, conns []*Conn, w Waiting) bool {
 	if w.Ended() {
 		return true
 	}
@@ -309,7 +311,7 @@ func Await(conns []*Conn, w Waiting) bool {
 			c.loop.kick(c)
 		}
 	}
-	ok := alone && poll(conns, w)
+	ok := alone && poll(ctx, conns, w)
 	if !ok {
 		for _, c := range conns {
 			c.parked.Add(1)
@@ -339,9 +341,9 @@ func Woken(conns []*Conn) {
 	}
 }
 
-// poll polls until w is done, or nothing has come for a while. It yields to other threads, but not
+// poll polls until w is done, ctx has ended, or nothing has come for a while. It yields to other threads, but not
 // to other goroutines, because that wakes a thread if a P is idle.
-func poll(conns []*Conn, w Waiting) bool {
+func poll(ctx context.Context, conns []*Conn, w Waiting) bool {
 	c := conns[0]
 	var since, last int64 // when polling in vain began, and the last look at the clock; 0: there was none
 	for i := 1; ; i++ {
@@ -354,6 +356,9 @@ func poll(conns []*Conn, w Waiting) bool {
 				c.misses.Store(0)
 			}
 			return true
+		}
+		if i%seldom == 0 && ctx.Err() != nil { // what comes may all be for others
+			return false
 		}
 		if did {
 			since, last = 0, 0
