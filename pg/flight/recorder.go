@@ -73,11 +73,12 @@ type Identity struct {
 // Recorder is the flight recorder of one rank. Its methods, except Close, need the lock of the
 // rank's proxy, or any other that protects the recorder.
 type Recorder struct {
-	head *liveHeader
-	ring *[Records]Record
-	mem  []byte
-	path string
-	once sync.Once
+	head  *liveHeader
+	ring  *[Records]Record
+	async int // running messages that were started and have a record in the ring
+	mem   []byte
+	path  string
+	once  sync.Once
 }
 
 // FileName returns the name of the file of one incarnation of a rank.
@@ -134,20 +135,28 @@ func (r *Recorder) Close(keep bool) error {
 }
 
 // Begin records the start of an operation: t is its record without number and time, in State
-// Running. End takes the record that Begin returns, which may be changed until then.
+// Running. End takes the record that Begin returns, which may be changed until then. At most half
+// of the ring belongs to started messages that are running: the records of further ones are not in
+// the ring.
 func (r *Recorder) Begin(t *Record, number uint64) *Record {
-	s := &r.ring[r.head.Next%Records]
-	if s.State == Running {
-		s = r.vacant()
+	var s *Record
+	if t.Flags&Async != 0 && r.async >= Records/2 {
+		s = new(Record)
+	} else {
+		if s = &r.ring[r.head.Next%Records]; s.State == Running {
+			s = r.vacant()
+		}
+		r.head.Next++
+		r.async += int(t.Flags & Async)
 	}
-	r.head.Next++
 	*s = *t
 	s.Number, s.Started = number, coarse.now.Load()
 	return s
 }
 
 // vacant skips records of running operations, which must not be overwritten. There are at most as
-// many as groups and messages under way; if these fill the ring, the oldest is overwritten.
+// many as groups, messages that a goroutine waits for, and half of the ring. If these fill the
+// ring, the oldest is overwritten.
 func (r *Recorder) vacant() *Record {
 	for range Records {
 		if s := &r.ring[r.head.Next%Records]; s.State != Running {
@@ -155,7 +164,17 @@ func (r *Recorder) vacant() *Record {
 		}
 		r.head.Next++
 	}
-	return &r.ring[r.head.Next%Records]
+	s := &r.ring[r.head.Next%Records]
+	r.forget(s)
+	return s
+}
+
+// forget counts one less running message, if s is the record of one and in the ring.
+func (r *Recorder) forget(s *Record) {
+	at := uintptr(unsafe.Pointer(s)) - uintptr(unsafe.Pointer(r.ring))
+	if s.Flags&Async != 0 && at < unsafe.Sizeof(*r.ring) {
+		r.async = max(0, r.async-1)
+	}
 }
 
 // Count counts a failure of an operation that never began.
@@ -163,6 +182,7 @@ func (r *Recorder) Count(o Outcome) { r.head.Failures[o]++ }
 
 // End records the outcome of an operation. s is Begin's.
 func (r *Recorder) End(s *Record, o Outcome) {
+	r.forget(s)
 	s.Ended, s.State = coarse.now.Load(), o
 	if o != OK {
 		r.Count(o)

@@ -45,6 +45,47 @@ func TestRecordIsOneLine(t *testing.T) {
 	}
 }
 
+// However many started messages are running, operations find a record soon, and no record of a
+// running one is overwritten.
+func TestStartedMessagesLeaveRoom(t *testing.T) {
+	r := open(t, "")
+	tpl := Template(1, 1, sum, 8, 32)
+	message := Template(1, 1, Pack(Recv, kernels.Float32, 0, collectives.Auto, 1), 1, 4)
+	message.Flags = Async
+	inRing := func() (n int) {
+		for i := range r.ring {
+			if s := &r.ring[i]; s.State == Running && s.Flags&Async != 0 {
+				n++
+			}
+		}
+		return n
+	}
+	for range 3 {
+		var all []*Record
+		for i := range 3 * Records {
+			all = append(all, r.Begin(&message, uint64(i)))
+		}
+		if n := inRing(); n != Records/2 {
+			t.Errorf("%d of %d records are of started messages", n, Records)
+		}
+		for i := range 2 * Records {
+			r.End(r.Begin(&tpl, uint64(i)), OK)
+		}
+		for i, s := range all {
+			if s.State != Running || s.Number != uint64(i) {
+				t.Fatalf("the record of message %d is %+v", i, *s)
+			}
+			r.End(s, OK)
+		}
+		if n := inRing(); n != 0 || r.async != 0 {
+			t.Errorf("%d and %d messages are left", n, r.async)
+		}
+	}
+	if n := r.head.Totals[Recv%kinds].Operations; n != 9*Records {
+		t.Errorf("%d messages are counted, want %d", n, 9*Records)
+	}
+}
+
 func TestCallPacks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		kind, dtype := collectives.Kind(rapid.IntRange(1, 31).Draw(t, "kind")),
