@@ -60,10 +60,11 @@ type Channel struct {
 	window    int
 
 	// Tagged lane.
-	posted  []*RecvReq // unmatched, in posting order
+	posted  postings // unmatched receives
 	sends   map[uint64]*SendReq
 	recvs   map[uint64]*RecvReq
 	nextMsg uint64
+	follows followers
 }
 
 // stream is a channel's traffic with one peer, both directions.
@@ -80,10 +81,11 @@ type stream struct {
 	taken, told uint32 // taken by this rank; of that, reported to the peer
 	held        int    // cost of the frames in early
 
-	posted recvRing // ordered lane, in posting order
-	early  []*early // arrived before a receive was posted
-	sendq  []*SendReq
-	part   int // bytes sent of the message whose Send was suspended
+	posted   recvRing // ordered lane, in posting order
+	early    []*early // arrived before a receive was posted
+	sendq    []*SendReq
+	followed crowd
+	part     int // bytes sent of the message whose Send was suspended
 
 	left    bool   // the peer closed the channel
 	until   uint64 // the peer runs neither this operation nor any later one in this epoch; 0: not known
@@ -367,7 +369,7 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 
 func (p *Proxy) newChannel(key chanKey) *Channel {
 	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{},
-		recvs: map[uint64]*RecvReq{}, nextMsg: 1}
+		recvs: map[uint64]*RecvReq{}, nextMsg: 1, posted: postings{lists: map[posting]*postingList{}}}
 	p.chans[key] = c
 	return c
 }
@@ -583,7 +585,7 @@ func (st *stream) clear() {
 // sever ends the traffic with a peer whose link went down: messages under way are lost. Messages
 // that have arrived completely may still be received.
 func (c *Channel) sever(st *stream, err error) {
-	st.lost = err
+	st.lost, c.follows.doubt = err, true
 	if n := len(st.early); n > 0 && !st.early[n-1].filled {
 		st.early = st.early[:n-1] // the proxy filled its buffer
 	}
@@ -609,7 +611,7 @@ func (c *Channel) sever(st *stream, err error) {
 // ordered channel stay lost.
 func (c *Channel) renew(st *stream) {
 	st.clear()
-	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq, notices: st.notices}
+	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq, followed: st.followed, notices: st.notices}
 	if !c.tagged {
 		fresh.lost = st.lost
 	}

@@ -35,6 +35,7 @@ type SendReq struct {
 	off    int
 	done   bool
 	err    error // why the link went down
+	follow follow
 }
 
 // RecvReq is a receive of the tagged lane.
@@ -51,6 +52,11 @@ type RecvReq struct {
 	done  bool
 	err   error
 
+	order  int64    // among the posted receives
+	before *RecvReq // of the posted receives from the same slot with the same tag
+	after  *RecvReq
+	follow follow
+
 	// Set when the receive is matched: the sender's slot, its tag, the message's size and meta.
 	From  int
 	Tag   uint64
@@ -62,13 +68,15 @@ type RecvReq struct {
 func (c *Channel) EagerMax() int { return min(c.window/8, 16<<10) }
 
 // PostSend queues buf for slot, behind earlier messages to it. meta must equal the receive's. It
-// does not block; buf belongs to the channel until WaitSend or CancelSend returns.
+// does not block; buf belongs to the channel until WaitSend or CancelSend returns, or until a
+// followed message has ended.
 func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
 	st := c.stream(slot)
 	*s = SendReq{st: st, buf: buf, tag: tag, meta: meta}
-	if st.sendq = append(st.sendq, s); len(st.sendq) == 1 {
-		st.pr.queued = append(st.pr.queued, st)
+	if st.sendq = append(st.sendq, s); len(st.sendq) > 1 {
+		return // the link, or the peer, had no room for the one before
 	}
+	st.pr.queued = append(st.pr.queued, st)
 	if st.pr.link != nil {
 		c.p.pump(st.pr)
 	}
@@ -82,8 +90,13 @@ func (p *Proxy) pump(pr *peer) bool {
 	for i := 0; i < len(pr.queued); {
 		st := pr.queued[i]
 		for len(st.sendq) > 0 && st.c.begin(st, st.sendq[0]) {
-			st.sendq = st.sendq[:copy(st.sendq, st.sendq[1:])]
+			s := st.sendq[0]
+			st.sendq[0] = nil
+			st.sendq = st.sendq[1:]
 			any = true
+			if s.done {
+				st.c.end(&s.follow, nil)
+			}
 		}
 		if len(st.sendq) > 0 {
 			i++
@@ -102,7 +115,8 @@ func (p *Proxy) pump(pr *peer) bool {
 		any = true
 		s.st.told = s.st.taken
 		if s.off += n; s.off == len(s.buf) { // done when the peer confirms it
-			pr.bulk = pr.bulk[:copy(pr.bulk, pr.bulk[1:])]
+			pr.bulk[0] = nil
+			pr.bulk = pr.bulk[1:]
 		}
 	}
 	return any
@@ -132,15 +146,7 @@ func (c *Channel) begin(st *stream, s *SendReq) bool {
 // cancelled.
 func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
 	for !s.done {
-		err := c.err
-		if err == nil {
-			err = s.err
-		}
-		if err == nil {
-			if err = s.st.unreachable(); err != nil {
-				err = c.last(s.st.pr, err)
-			}
-		}
+		err := s.fails(c)
 		if err == nil {
 			err = c.p.progress(w, s.st.pr)
 		}
@@ -152,16 +158,35 @@ func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
 	return nil
 }
 
+func (s *SendReq) fails(c *Channel) error {
+	if c.err != nil {
+		return c.err
+	}
+	if s.err != nil {
+		return s.err
+	}
+	if err := s.st.unreachable(); err != nil {
+		return c.last(s.st.pr, err)
+	}
+	return nil
+}
+
 // CancelSend withdraws s: its buffer is not used afterwards.
 func (c *Channel) CancelSend(s *SendReq) {
 	if s.done {
 		return
 	}
 	for i, q := range s.st.sendq {
-		if q == s {
-			s.st.sendq = append(s.st.sendq[:i], s.st.sendq[i+1:]...)
-			break
+		if q != s {
+			continue
 		}
+		if i == 0 { // as when all of many are cancelled
+			s.st.sendq[0] = nil
+			s.st.sendq = s.st.sendq[1:]
+		} else {
+			s.st.sendq = append(s.st.sendq[:i], s.st.sendq[i+1:]...)
+		}
+		break
 	}
 	s.unasked()
 	if s.id != 0 && s.err == nil {
@@ -195,6 +220,7 @@ func (c *Channel) clearToSend(st *stream, h *Header) {
 		s.unasked()
 		s.done = true
 		delete(c.sends, h.Seq)
+		c.end(&s.follow, nil)
 	case h.Off == 0:
 		s.unasked()
 		s.remote, s.off = 0, 0
@@ -220,10 +246,11 @@ func (c *Channel) cancelled(st *stream, h *Header) {
 			delete(c.recvs, r.id)
 			r.detach()
 			r.st, r.rts, r.id, r.got, r.total = nil, nil, 0, 0, 0
-			c.posted = slices.Insert(c.posted, 0, r)
+			c.posted.putBack(r)
+			c.gather(&r.follow)
 			for _, o := range c.fast {
 				if o != nil {
-					c.settle(o)
+					c.settleAll(o)
 				}
 			}
 			return
@@ -239,22 +266,12 @@ func (c *Channel) cancelled(st *stream, h *Header) {
 
 // match returns the first posted receive that takes a message of this sender and tag.
 func (c *Channel) match(st *stream, tag uint64) *RecvReq {
-	for _, r := range c.posted {
-		if (r.from == AnySlot || r.from == st.slot) && (r.tag == AnyTag || uint64(r.tag) == tag) {
-			return r
-		}
-	}
-	return nil
+	return c.posted.take(st.slot, tag)
 }
 
 // bind matches r with the message that h begins.
 func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
-	for i, q := range c.posted {
-		if q == r {
-			c.posted = append(c.posted[:i], c.posted[i+1:]...)
-			break
-		}
-	}
+	c.posted.remove(r)
 	r.st, r.From, r.Tag, r.Meta, r.total = st, st.slot, h.Count, h.Call, int(h.Len)
 	if h.Kind == frameRTS {
 		r.total = int(h.Off)
@@ -275,10 +292,26 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 		}
 		c.control(st.pr, answer, nil)
 	}
+	if r.done {
+		c.end(&r.follow, r.err)
+	} else {
+		c.gather(&r.follow)
+	}
 }
 
-// settle matches kept messages of one sender with posted receives.
-func (c *Channel) settle(st *stream) {
+// settle matches a kept message that is complete now. Those before it match no posted receive.
+func (c *Channel) settle(st *stream, e *early) {
+	if r := c.match(st, e.h.Count); r != nil && c.ranks != nil {
+		i := len(st.early) - 1
+		for st.early[i] != e {
+			i--
+		}
+		c.consume(r, st, i)
+	}
+}
+
+// settleAll matches all kept messages of one sender.
+func (c *Channel) settleAll(st *stream) {
 	for i := 0; i < len(st.early); {
 		e := st.early[i]
 		if !e.filled {
@@ -305,11 +338,15 @@ func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 		r.got, r.done = r.total, true
 	}
 	c.p.dropEarly(st, i)
+	if r.done {
+		c.end(&r.follow, r.err)
+	}
 	c.p.wakeAll()
 }
 
 // PostMsg posts buf for a message from slot (or AnySlot) with tag (or AnyTag) and meta. It does not
-// block; buf belongs to the channel until WaitMsg or CancelRecv returns.
+// block; buf belongs to the channel until WaitMsg or CancelRecv returns, or until a followed
+// message has ended.
 func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []byte) {
 	*r = RecvReq{buf: buf, from: slot, tag: tag, meta: meta}
 	var best *stream
@@ -327,7 +364,7 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 			}
 		}
 	}
-	c.posted = append(c.posted, r)
+	c.posted.add(r)
 	if best != nil && best.early[at].filled {
 		c.consume(r, best, at)
 	}
@@ -337,27 +374,9 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 // r describes it.
 func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 	for !r.done {
-		err := r.err
-		if errors.Is(err, ErrWrongSize) {
-			err = nil // until the message is consumed
-		}
-		var pr *peer
-		switch {
-		case err != nil:
-		case c.err != nil:
-			err = c.err
-		case r.st != nil:
-			pr = r.st.pr
-			err = r.st.gone()
-		case r.from != AnySlot:
-			st := c.stream(r.from)
-			pr = st.pr
-			err = st.gone()
-		default:
-			err = c.noSender()
-		}
+		err := r.fails(c)
 		if err == nil {
-			err = c.p.progress(w, pr)
+			err = c.p.progress(w, c.awaited(r))
 		}
 		if err != nil && !r.done { // a message that has arrived meanwhile is not lost
 			c.CancelRecv(r)
@@ -365,6 +384,31 @@ func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 		}
 	}
 	return r.err
+}
+
+// awaited returns the peer whose message r waits for, nil for any.
+func (c *Channel) awaited(r *RecvReq) *peer {
+	switch {
+	case r.st != nil:
+		return r.st.pr
+	case r.from != AnySlot:
+		return c.stream(r.from).pr
+	}
+	return nil
+}
+
+func (r *RecvReq) fails(c *Channel) error {
+	switch {
+	case r.err != nil && !errors.Is(r.err, ErrWrongSize): // else until the message is consumed
+		return r.err
+	case c.err != nil:
+		return c.err
+	case r.st != nil:
+		return r.st.gone()
+	case r.from != AnySlot:
+		return c.stream(r.from).gone()
+	}
+	return c.noSender()
 }
 
 // unreachable returns why the peer cannot be sent to any more, or nil.
@@ -410,13 +454,7 @@ func (c *Channel) noSender() error {
 // CancelRecv withdraws r: its buffer is not used afterwards. A message that was arriving for it
 // goes to the next receive that matches.
 func (c *Channel) CancelRecv(r *RecvReq) {
-	for i, q := range c.posted {
-		if q == r {
-			c.posted = append(c.posted[:i], c.posted[i+1:]...)
-			return
-		}
-	}
-	if r.done {
+	if c.posted.remove(r) || r.done {
 		return
 	}
 	st, pr := r.st, r.st.pr
@@ -433,7 +471,7 @@ func (c *Channel) CancelRecv(r *RecvReq) {
 			func(a, b *early) int { return cmp.Compare(a.order, b.order) })
 		st.early = slices.Insert(st.early, at, again)
 		r.err, r.buf = ErrClosed, nil
-		c.settle(st)
+		c.settleAll(st)
 	case pr.target == r: // it has begun to arrive
 		n := int(pr.cur.Len)
 		buf, err := c.p.pool.get(n)

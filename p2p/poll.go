@@ -148,6 +148,9 @@ func (r *RecvReq) placed(p *Proxy, st *stream, h *Header) {
 		st.taken += cost(int(h.Len))
 	}
 	p.repay(st)
+	if r.done {
+		st.c.end(&r.follow, r.err)
+	}
 }
 
 func (e *early) placed(_ *Proxy, st *stream, _ *Header) {
@@ -357,7 +360,7 @@ func (c *Channel) arrived(st *stream, e *early) {
 			c.p.takeEarly(st)
 		}
 	default:
-		c.settle(st)
+		c.settle(st, e)
 	}
 }
 

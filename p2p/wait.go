@@ -35,8 +35,10 @@ type Wait struct {
 	guest   context.Context // see Attend
 	try     bool
 	lazy    bool
-	idle    bool      // without a peer to wait for: no heartbeats
+	idle    bool      // its sleeps send no heartbeats
 	linking bool      // the awaited peer has no link yet
+	until   time.Time // when to wake at the latest; zero: not set
+	sole    *peer     // the awaited peer, if no call says which
 	spins   int       // polls without progress
 	busy    int       // progress since Reset
 	long    func()    // see OnLong
@@ -145,8 +147,9 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	if w.try {
 		return p.glance(w, prefer)
 	}
-	w.blame.on = prefer
-	if prefer != nil {
+	if w.blame.on = prefer; prefer == nil {
+		w.blame.on = w.sole
+	} else {
 		if w.linking = prefer.link == nil; w.linking {
 			p.connect(prefer)
 		} else if p.poll(prefer) {
@@ -156,12 +159,16 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 			return p.giveWay(w)
 		}
 	}
+	any := false
 	for i := 0; i < len(p.links); i++ {
-		if pr := p.links[i]; pr != prefer {
-			p.poll(pr) // the progress may be of another operation: the clock continues
+		if pr := p.links[i]; pr != prefer && p.poll(pr) {
+			any = true
 		}
 	}
-	return p.giveWay(w)
+	if any && prefer == nil { // what arrived may let more be sent, so w must not sleep yet
+		return p.again(w)
+	}
+	return p.giveWay(w) // the progress may be of another operation: the clock continues
 }
 
 // glance is progress for a Wait that must not wait: it polls prefer's link once.
@@ -179,6 +186,11 @@ func (p *Proxy) glance(w *Wait, prefer *peer) error {
 // advanced is giveWay after progress, possibly of another operation: w is still bounded.
 func (p *Proxy) advanced(w *Wait) error {
 	w.spins = 0
+	return p.again(w)
+}
+
+// again is giveWay for a Wait that has to poll once more before it may sleep.
+func (p *Proxy) again(w *Wait) error {
 	p.Moved(0)
 	if w.busy++; w.busy%checks != 0 {
 		return nil
@@ -357,6 +369,9 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		}
 		if w.timeout > 0 {
 			wait = max(0, min(wait, w.timeout-now.Sub(w.began)))
+		}
+		if !w.until.IsZero() {
+			wait = max(0, min(wait, w.until.Sub(now)))
 		}
 		w.timer.Reset(wait)
 		w.blame.sleep()
