@@ -2,6 +2,7 @@ package pg
 
 import (
 	"context"
+	"fmt"
 	"testing"
 )
 
@@ -49,5 +50,61 @@ func BenchmarkAsynchronous(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// BenchmarkBesideReceives is the cost of a small allreduce while receives are posted.
+func BenchmarkBesideReceives(b *testing.B) {
+	for _, posted := range []int{0, 1, 10_000} {
+		b.Run(fmt.Sprintf("posted=%d", posted), func(b *testing.B) {
+			gs, err := Local(2, Config{})
+			if err != nil {
+				b.Fatal(err)
+			}
+			ctx := context.Background()
+			for i := range posted {
+				for r, g := range gs {
+					g.Start(RecvOp{X: BufferOf(make([]byte, 8)), From: 1 - r, Tag: i})
+				}
+			}
+			over := make(chan error)
+			run := func(g *Group) error {
+				x := make([]float32, 16)
+				for range b.N {
+					if err := AllReduce(ctx, g, x, Sum); err != nil {
+						return err
+					}
+				}
+				return nil
+			}
+			b.ResetTimer()
+			go func() { over <- run(gs[1]) }()
+			if err := run(gs[0]); err != nil {
+				b.Error(err)
+			}
+			if err := <-over; err != nil {
+				b.Error(err)
+			}
+			b.StopTimer()
+			for _, g := range gs {
+				g.Close()
+			}
+		})
+	}
+}
+
+// BenchmarkStartSend is the cost of starting a send that has to wait for its receiver.
+func BenchmarkStartSend(b *testing.B) {
+	gs, err := Local(2, Config{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	x := make([]byte, 1024)
+	b.ReportAllocs()
+	for b.Loop() {
+		gs[0].Start(SendOp{X: BufferOf(x), To: 1})
+	}
+	for _, g := range gs {
+		g.Close()
 	}
 }

@@ -56,9 +56,10 @@ type Group struct {
 	passage
 	agreement
 
-	wait  p2p.Wait
-	run   *exec.Runner
-	track observe.Track
+	wait     p2p.Wait
+	attended bool // a goroutine polls for the started messages
+	run      *exec.Runner
+	track    observe.Track
 
 	closed atomic.Bool // set before the last hold of the proxy's lock that may add to wg
 	wg     sync.WaitGroup

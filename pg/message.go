@@ -22,7 +22,6 @@ type message struct {
 	tag  int
 	s    p2p.SendReq
 	r    p2p.RecvReq
-	wait p2p.Wait
 	rec  *flight.Record
 }
 
@@ -81,14 +80,9 @@ func (g *Group) post(m *message) {
 	}
 }
 
-// finishMessage waits for the end of the message. With the proxy's lock.
-func (g *Group) finishMessage(m *message) error {
-	var err error
-	if m.recv {
-		err = g.msgs.WaitMsg(&m.wait, &m.r)
-	} else {
-		err = g.msgs.WaitSend(&m.wait, &m.s)
-	}
+// explainMessage returns the caller's error for the end of a message, after it had been waited for.
+// With the proxy's lock.
+func (g *Group) explainMessage(m *message, err error, waited time.Duration) error {
 	if err == nil {
 		return nil
 	}
@@ -110,7 +104,7 @@ func (g *Group) finishMessage(m *message) error {
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		e := &TimeoutError{Call: what, After: m.wait.Waited(), Reporter: g.rank, Err: context.DeadlineExceeded}
+		e := &TimeoutError{Call: what, After: waited, Reporter: g.rank, Err: context.DeadlineExceeded}
 		if errors.Is(err, context.Canceled) {
 			e.Err = context.Canceled
 		}
@@ -137,10 +131,17 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	if g.closed.Load() {
 		return Status{}, ErrClosed
 	}
-	m.wait.Reset(ctx, g.job.timeout, false)
+	var wait p2p.Wait
+	wait.Reset(ctx, g.job.timeout, false)
 	g.post(m)
 	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), false)
-	if err := g.endMessage(m, g.finishMessage(m)); err != nil {
+	var err error
+	if m.recv {
+		err = g.msgs.WaitMsg(&wait, &m.r)
+	} else {
+		err = g.msgs.WaitSend(&wait, &m.s)
+	}
+	if err := g.endMessage(m, g.explainMessage(m, err, wait.Waited())); err != nil {
 		return Status{}, err
 	}
 	return m.status(), nil
@@ -150,28 +151,35 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Dura
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
 	w := &Work{}
 	w.at.Store(&progress{g: g, msg: m})
-	m.wait.Reset(g.ctx, limit, true)
 	p := g.job.proxy
 	p.Lock()
+	defer p.Unlock()
 	err := g.checkMessage(m)
 	if err == nil && g.closed.Load() {
 		err = ErrClosed
 	}
 	if err != nil {
 		w.end(false, err)
-		p.Unlock()
 		return w
 	}
-	g.wg.Add(1)
 	g.post(m) // before Start returns, so that messages keep their order
 	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), true)
-	p.Unlock()
-	go func() {
-		defer g.wg.Done()
-		p.Lock()
-		w.end(false, g.endMessage(m, g.finishMessage(m)))
-		p.Unlock()
-	}()
+	began := time.Now()
+	ended := func(err error) { w.end(false, g.endMessage(m, g.explainMessage(m, err, time.Since(began)))) }
+	if m.recv {
+		g.msgs.Follow(&m.r, limit, ended)
+	} else {
+		g.msgs.Follow(&m.s, limit, ended)
+	}
+	if g.msgs.Followed() > 0 && !g.attended {
+		g.attended = true
+		g.wg.Go(func() {
+			p.Lock()
+			defer p.Unlock()
+			g.msgs.Attend(g.ctx)
+			g.attended = false
+		})
+	}
 	return w
 }
 

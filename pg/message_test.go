@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"testing"
 	"time"
 
@@ -71,4 +72,38 @@ func TestCancelledReceivesLoseNothing(t *testing.T) {
 			}, pgtest.Transport(tr))
 		})
 	}
+}
+
+// Messages that are started and wait need no goroutine each, and many of them keep their order.
+func TestManyStartedMessages(t *testing.T) {
+	const many, tags = 20_000, 7
+	local(t, 2, func(ctx context.Context, g *pg.Group) error {
+		before := runtime.NumGoroutine()
+		works, all := make([]*pg.Work, many), make([]int32, many)
+		for i := range works {
+			x := all[i : i+1]
+			if g.Rank() == 0 {
+				x[0] = int32(i)
+				works[i] = g.Start(pg.SendOp{X: pg.BufferOf(x), To: 1, Tag: i % tags})
+			} else {
+				works[i] = g.Start(pg.RecvOp{X: pg.BufferOf(x), From: []int{0, pg.AnyRank}[i%2], Tag: i % tags})
+			}
+		}
+		if n := runtime.NumGoroutine() - before; n > many/100 {
+			return fmt.Errorf("%d goroutines for %d messages", n, many)
+		}
+		x := []int32{1}
+		if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 2 {
+			return fmt.Errorf("an operation beside them: %v, %w", x, err)
+		}
+		for i, w := range works {
+			if err := w.Wait(ctx); err != nil {
+				return fmt.Errorf("message %d: %w", i, err)
+			}
+			if all[i] != int32(i) {
+				return fmt.Errorf("message %d is %d", i, all[i])
+			}
+		}
+		return g.Barrier(ctx)
+	})
 }

@@ -167,7 +167,7 @@ func (w *Work) Wait(ctx context.Context) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if now.msg != nil { // a message has a goroutine of its own
+		if now.msg != nil { // the group's Attend polls for it
 			done := now.channel()
 			p.Unlock()
 			select {
