@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -378,8 +379,17 @@ func TestEndpointTrust(t *testing.T) {
 	}
 }
 
+// hearHangup has processes that the test starts end at SIGHUP, also if this one was started with
+// nohup: who handles a signal starts processes that do not ignore it.
+func hearHangup(t *testing.T) {
+	c := make(chan os.Signal, 1)
+	signal.Notify(c, syscall.SIGHUP)
+	t.Cleanup(func() { signal.Stop(c) })
+}
+
 // The end of its terminal ends a server as SIGTERM does.
 func TestEndpointServeHangup(t *testing.T) {
+	hearHangup(t)
 	s := newSite(t)
 	path, _ := s.file("f", 10)
 	server, _ := s.serve("f=" + path)
@@ -616,6 +626,7 @@ func (d *dam) await(t *testing.T) {
 // A read that is interrupted, or loses the other end, leaves nothing, and a file that was there as
 // it was.
 func TestEndpointReadCutShort(t *testing.T) {
+	hearHangup(t)
 	for _, by := range []string{"SIGINT", "SIGTERM", "SIGHUP", "loss"} {
 		for _, over := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s over a file %v", by, over), func(t *testing.T) {
