@@ -98,8 +98,9 @@ torture-brief: ## two minutes of it, with a seed that the commit gives
 mutants: ## plant mistakes in the library and have the torture find each within 3 minutes (MUTANTS_FLAGS="-run 'key-.*'")
 	$(GO) run ./tests/torture/mutants $(MUTANTS_FLAGS)
 
-lint: ## gofmt, vet, staticcheck, and that generated code is current
+lint: ## gofmt, the widths of lines, vet, staticcheck, and that generated code is current
 	@test -z "$$(gofmt -l .)" || { echo "not formatted:"; gofmt -l .; exit 1; }
+	$(GO) run ./tests/widths
 	$(GO) vet ./...
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg/... ./cmd/...
 	$(GO) run $(STATICCHECK) ./...

@@ -231,7 +231,8 @@ func TestContradictions(t *testing.T) {
 		"PMI_RANK=0":                          "PMI_RANK=0 PMI_SIZE",
 		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=1 SLURM_TASKS_PER_NODE=2":   "SLURM_TASKS_PER_NODE SLURM_NODEID=1",
 		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2(x": "SLURM_TASKS_PER_NODE",
-		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=3":   "SLURM_TASKS_PER_NODE=3 SLURM_NTASKS=2",
+		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=3": "SLURM_TASKS_PER_NODE=3 " +
+			"SLURM_NTASKS=2",
 		"TUTTI_SECRET=short": "TUTTI_SECRET",
 		"TUTTI_SECRET=0123456789abcdef TUTTI_SECRET_FILE=/x": "TUTTI_SECRET TUTTI_SECRET_FILE",
 		"TUTTI_SECRET_FILE=/does/not/exist":                  "TUTTI_SECRET_FILE /does/not/exist",
@@ -348,8 +349,8 @@ func TestCredential(t *testing.T) {
 	key := strings.Repeat("5e", 32)
 	for _, text := range []string{"", "swordfish", "client:", "client:a", "client:a:", "client:a:" + key[2:],
 		"client:a:" + key + "5e", "client:a:" + key + "\n", "client::" + key, "client:" + key + ":a", "client:" + key,
-		"client:a b:" + key, "client:a:b:" + key, "client:a:" + key[1:] + "g", "client:" + strings.Repeat("n", 33) + ":" +
-			key} {
+		"client:a b:" + key, "client:a:b:" + key, "client:a:" + key[1:] + "g", "client:" +
+			strings.Repeat("n", 33) + ":" + key} {
 		if c, err := ParseCredential(text); err == nil || c.Key != nil || strings.Contains(err.Error(), "5e5e") ||
 			strings.Contains(err.Error(), "swordfish") {
 			t.Errorf("%q is read as %+v, %v", text, c, err)

@@ -11,8 +11,8 @@ type Caps struct {
 
 // defaults are the rules of DefaultTable: the first rule that holds decides. Their reasoning, in
 // terms of the costs a (one message), B (one byte moved) and g (one byte reduced):
-//   - oneshot has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among
-//     few ranks nothing beats it.
+//   - oneshot has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB
+//     among few ranks nothing beats it.
 //   - loadstore moves the fewest bytes of all, but takes a round to enter, one to leave and in an
 //     allreduce one between: worth it as soon as copying a message costs more than that, at some
 //     ten KiB.
@@ -20,8 +20,8 @@ type Caps struct {
 //   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring
 //     has the same bytes in 2(n-1) rounds, but only two neighbours: it is for so many ranks that
 //     n-1 peers at once choke a wire. halving is in between.
-//   - onesided moves as many bytes as oneshot, without the receiver's help and without a copy; but all
-//     have to enter first.
+//   - onesided moves as many bytes as oneshot, without the receiver's help and without a copy; but
+//     all have to enter first.
 //   - chain is the best broadcast of long vectors on links that carry both directions at once, tree
 //     of short ones.
 var defaults = [numKinds][]Rule{

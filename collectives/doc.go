@@ -35,7 +35,8 @@
 // same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the
 // active ranks in slot order, a ReduceInto combines its sources from left to right, and
 //
-//   - oneshot, loadstore, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one ReduceInto;
+//   - oneshot, loadstore, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one
+//     ReduceInto;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block
 //     first, whatever the root;
 //   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs,
@@ -59,8 +60,8 @@
 //   - oneshot: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so
 //     short that only the number of rounds counts, and for two ranks, where no algorithm sends
 //     less.
-//   - loadstore: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
-//     all vectors and then loads the other parts of the result from those who folded them: S/n
+//   - loadstore: each rank loads what it needs from where it is. In an allreduce it folds its n-th
+//     of all vectors and then loads the other parts of the result from those who folded them: S/n
 //     loads for each of the n, and S(n-1)/n more; nothing is copied on the way.
 //   - onesided: as oneshot, by Puts into the receivers' memory. An allreduce is a two-shot whose
 //     contributions go to scratch memory for two chunks, with results for acknowledgements. For

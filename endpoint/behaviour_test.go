@@ -286,7 +286,8 @@ func filesMove(t *testing.T, cfg Config) {
 	}
 }
 
-// A file that fails is an error of the operation alone, which says why and names no file of the peer.
+// A file that fails is an error of the operation alone, which says why and names no file of the
+// peer.
 func TestFailuresOfFilesSayWhy(t *testing.T) {
 	_, b, p, _ := pair(t, Config{Conns: 2})
 	const n = 3 << 20
@@ -342,8 +343,8 @@ func TestFailuresOfFilesSayWhy(t *testing.T) {
 	wait(t, p.Read(buf, "memory", 0)) // the session goes on
 }
 
-// Offsets and lengths beyond 32 bits. The file has no pages where it is empty, and what is read of it
-// goes to where nothing is kept.
+// Offsets and lengths beyond 32 bits. The file has no pages where it is empty, and what is read of
+// it goes to where nothing is kept.
 func TestBeyondFourGiB(t *testing.T) {
 	for _, conns := range []int{1, 3} {
 		t.Run(fmt.Sprint(conns), func(t *testing.T) { beyondFourGiB(t, conns) })

@@ -106,8 +106,8 @@ func (p *Peer) servedLocked(kind Kind, code wire.Code, n uint64) {
 	})
 }
 
-// forgetLocked moves the counts to those of forgotten peers. Endpoint.mu is held, too, so that Stats
-// finds them at one place.
+// forgetLocked moves the counts to those of forgotten peers. Endpoint.mu is held, too, so that
+// Stats finds them at one place.
 func (p *Peer) forgetLocked() {
 	if p.forgotten {
 		return

@@ -64,8 +64,8 @@ type Config struct {
 	// Nothing that does not match gets into memory: the connection ends, and what was under way
 	// fails with ErrBroken.
 	Checksum bool
-	// MaxPeers bounds the peers. One that is not connected any more makes room for one that connects;
-	// otherwise that is refused. Default 1024.
+	// MaxPeers bounds the peers. One that is not connected any more makes room for one that
+	// connects; otherwise that is refused. Default 1024.
 	MaxPeers int
 	// Dialer makes the connections to peers. Default: net.Dialer.
 	Dialer dial.Func
@@ -296,9 +296,9 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 }
 
 // RegisterFile makes n bytes from offset off of a file a region. The kernel moves what is read from
-// the file to a connection without a copy in this process, unless the connection has checksums or is
-// sealed. The file stays open until after Unregister; if it is shorter than off+n reads of the rest
-// fail with ErrFailed.
+// the file to a connection without a copy in this process, unless the connection has checksums or
+// is sealed. The file stays open until after Unregister; if it is shorter than off+n reads of the
+// rest fail with ErrFailed.
 func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
 	if off < 0 || n < 0 || off+n < 0 {
 		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of a file", name, n, off)
@@ -321,8 +321,8 @@ func (e *Endpoint) register(r *Region) (*Region, error) {
 // Regions returns the regions, in the order of their names.
 func (e *Endpoint) Regions() []*Region { return e.regions.all() }
 
-// Connect returns the peer that info describes, connected: it has proved to be that endpoint. For an
-// endpoint that is connected already, whichever end dialled, it returns the same Peer.
+// Connect returns the peer that info describes, connected: it has proved to be that endpoint. For
+// an endpoint that is connected already, whichever end dialled, it returns the same Peer.
 func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
 	if info.ID == e.id {
 		return nil, errors.New("endpoint: that is this endpoint itself")

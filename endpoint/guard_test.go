@@ -32,7 +32,8 @@ type middle struct {
 // edit changes bytes at an offset of what the dialler (0) or the acceptor (1) says.
 type edit func(way, off int, b []byte)
 
-// Where the dialler's and the acceptor's first bytes after the handshake are, if nothing is refused.
+// Where the dialler's and the acceptor's first bytes after the handshake are, if nothing is
+// refused.
 var past = [2]int{8 + 32 + 32 + 32 + 32 + 32, 8 + 32 + 32 + 4}
 
 // between returns an Info of e that leads through an attacker.
@@ -397,7 +398,8 @@ func TestRefusedModes(t *testing.T) {
 				if err != nil {
 					t.Errorf("%s: %v: %v", g.name, m, err)
 				}
-			case !refused || wanted(r) != wire.Mode(i) || !strings.Contains(r.Text, []string{"", "Checksum", "Seal"}[i]):
+			case !refused || wanted(r) != wire.Mode(i) ||
+				!strings.Contains(r.Text, []string{"", "Checksum", "Seal"}[i]):
 				t.Errorf("%s: %v: %v", g.name, m, err)
 			}
 		}

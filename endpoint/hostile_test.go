@@ -234,8 +234,8 @@ func guard(t testing.TB, n int) *guarded {
 	return g
 }
 
-// works fails unless the honest peer can write and read, and nothing but the range of the region has
-// changed.
+// works fails unless the honest peer can write and read, and nothing but the range of the region
+// has changed.
 func (g *guarded) works(t testing.TB, changed ...int) {
 	t.Helper()
 	src, dst := pattern(len(g.honor), rand.Uint64()), make([]byte, len(g.honor))
@@ -521,8 +521,9 @@ func flood(t *testing.T, c net.Conn, total int, limit uint64, next func(b []byte
 	}
 }
 
-// TestFloods: the memory that a peer costs which does not receive what it asks for has a bound. What
-// it asks for would be hundreds of megabytes; what garbage collection has left to do counts too.
+// TestFloods: the memory that a peer costs which does not receive what it asks for has a bound.
+// What it asks for would be hundreds of megabytes; what garbage collection has left to do counts
+// too.
 func TestFloods(t *testing.T) {
 	const limit = 64 << 20
 	for _, x := range []struct {
@@ -821,7 +822,8 @@ func TestNamesThatMislead(t *testing.T) {
 				return
 			}
 			if h, _, err := r.next(); err == nil {
-				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1}.Append(nil), []byte(name)...))
+				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1}.Append(nil),
+					[]byte(name)...))
 			}
 			r.next()
 		})

@@ -32,8 +32,9 @@ func (i Info) String() string {
 	return fmt.Sprintf("tutti-endpoint://%s/%s?id=%016x", strings.Join(i.Addrs, ","), url.PathEscape(i.Name), i.ID)
 }
 
-// MarshalText implements encoding.TextMarshaler: "tutti-endpoint://HOST:PORT,HOST:PORT/NAME?id=HEX".
-// An Info without an ID is "HOST:PORT,HOST:PORT".
+// MarshalText implements encoding.TextMarshaler:
+// "tutti-endpoint://HOST:PORT,HOST:PORT/NAME?id=HEX". An Info without an ID is
+// "HOST:PORT,HOST:PORT".
 func (i Info) MarshalText() ([]byte, error) { return []byte(i.String()), nil }
 
 // UnmarshalText implements encoding.TextUnmarshaler.
@@ -45,8 +46,8 @@ func (i *Info) UnmarshalText(text []byte) error {
 	return err
 }
 
-// ParseInfo reads the text of an Info. HOST:PORT alone is the endpoint at that address, whichever it
-// is.
+// ParseInfo reads the text of an Info. HOST:PORT alone is the endpoint at that address, whichever
+// it is.
 func ParseInfo(text string) (Info, error) {
 	fail := func(why string) (Info, error) {
 		return Info{}, fmt.Errorf("endpoint %.100q: %s; want tutti-endpoint://HOST:PORT/NAME?id=HEX or HOST:PORT",

@@ -477,8 +477,8 @@ func (s *session) withdrawMailLocked(t *task) {
 	}
 }
 
-// closeMailLocked ends what is under way when the session breaks. Whole messages, which their sender
-// knows to have arrived, stay.
+// closeMailLocked ends what is under way when the session breaks. Whole messages, which their
+// sender knows to have arrived, stay.
 func (s *session) closeMailLocked(why error) {
 	p := s.peer
 	for _, x := range s.untaken {

@@ -30,8 +30,8 @@ func (m Mode) String() string {
 var modes = [...]Mode{wire.Plain: Plain, wire.Checked: Checked, wire.Sealed: Sealed}
 
 // Mode returns the mode of the connections to the peer: what the two ends have asked for. A session
-// that takes the place of one that was lost may have another one, as its ends ask; that of this end's
-// Config is the least.
+// that takes the place of one that was lost may have another one, as its ends ask; that of this
+// end's Config is the least.
 func (p *Peer) Mode() Mode {
 	p.mu.Lock()
 	defer p.mu.Unlock()

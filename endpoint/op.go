@@ -72,7 +72,8 @@ type Result struct {
 	Err error
 }
 
-// Future is the handle of one operation, or of a batch. Its methods may be called from any goroutine.
+// Future is the handle of one operation, or of a batch. Its methods may be called from any
+// goroutine.
 type Future struct {
 	peer  *Peer
 	tasks []*task
@@ -149,8 +150,8 @@ func (p *piece) Tail(b []byte, ok bool) []byte {
 	return wire.Header{Address: p.id, Op: wire.Cancel}.Append(b)
 }
 
-// letter is what is sent of a message: the whole of it (Message), that there is one (Offer), part of
-// one (Piece), or that it was given up (Dropped).
+// letter is what is sent of a message: the whole of it (Message), that there is one (Offer), part
+// of one (Piece), or that it was given up (Dropped).
 type letter struct {
 	link.Out
 	op  wire.Opcode
@@ -299,8 +300,8 @@ func (f *Future) Result(i int) Result {
 	return f.tasks[i].result
 }
 
-// Wait waits for the operations and returns Err. When ctx ends first, it cancels those that have not
-// ended. After it returned, none of their memory is accessed.
+// Wait waits for the operations and returns Err. When ctx ends first, it cancels those that have
+// not ended. After it returned, none of their memory is accessed.
 func (f *Future) Wait(ctx context.Context) error {
 	for !f.Ended() {
 		conns := f.peer.polled(f)
@@ -319,10 +320,10 @@ func (f *Future) Wait(ctx context.Context) error {
 	return f.Err()
 }
 
-// Cancel cancels the operations that have not ended: they end with ErrCancelled, and their memory is
-// not accessed after Cancel returned. A write that is cancelled may have happened in part, and may
-// have left zeros in its range of the region; it does not overwrite what is written later. A send
-// that is cancelled may have happened, but not in part.
+// Cancel cancels the operations that have not ended: they end with ErrCancelled, and their memory
+// is not accessed after Cancel returned. A write that is cancelled may have happened in part, and
+// may have left zeros in its range of the region; it does not overwrite what is written later. A
+// send that is cancelled may have happened, but not in part.
 func (f *Future) Cancel() { f.cancel(ErrCancelled) }
 
 func (f *Future) cancel(err error) {

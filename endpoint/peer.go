@@ -15,8 +15,8 @@ import (
 	"tutti/mem"
 )
 
-// Peer is another endpoint. Operations on it connect on demand if its Info is known. Its methods may
-// be called from any goroutine.
+// Peer is another endpoint. Operations on it connect on demand if its Info is known. Its methods
+// may be called from any goroutine.
 //
 // Reads and writes that are under way at the same time may be done in any order. A read that starts
 // after a write has ended finds what was written. Messages arrive in the order of the sends.
@@ -466,8 +466,8 @@ func (p *Peer) Regions(ctx context.Context, after string, max int) ([]RemoteRegi
 	return q.found, nil
 }
 
-// query is a request for descriptions of regions, or for the peer's state. peer.mu guards it until it
-// is done.
+// query is a request for descriptions of regions, or for the peer's state. peer.mu guards it until
+// it is done.
 type query struct {
 	op    wire.Opcode
 	name  string

@@ -23,7 +23,8 @@ import (
 // bench has the ends of a connection that something is measured on.
 type bench struct {
 	name string
-	// echo starts an end that sends back what it gets, n bytes at a time. trip makes one round trip.
+	// echo starts an end that sends back what it gets, n bytes at a time. trip makes one round
+	// trip.
 	echo func(b *testing.B, n int) (trip func())
 	// source starts an end that has n bytes. read reads them k times; the reads may overlap.
 	source func(b *testing.B, n int) (read func(k int))

@@ -104,7 +104,8 @@ type registry struct {
 // checkName checks the name of a region or an endpoint, which programs show to people: it must not
 // change how the rest of a line is shown.
 func checkName(what, name string) error {
-	if len(name) == 0 || len(name) > wire.MaxName || !utf8.ValidString(name) || strings.ContainsFunc(name, unprintable) {
+	if len(name) == 0 || len(name) > wire.MaxName || !utf8.ValidString(name) ||
+		strings.ContainsFunc(name, unprintable) {
 		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes of UTF-8 without control characters", ErrName, what, name,
 			wire.MaxName)
 	}

@@ -236,8 +236,8 @@ func (s *session) fullLocked() bool {
 }
 
 // holdLocked reports whether an operation that was just started is better sent with the next ones:
-// it is small, and at least twice as many are with the peer as are held. A program that keeps several
-// under way starts one for each that has ended, and answers often arrive together.
+// it is small, and at least twice as many are with the peer as are held. A program that keeps
+// several under way starts one for each that has ended, and answers often arrive together.
 func (s *session) holdLocked(f *Future) bool {
 	if len(f.tasks) > 1 || f.one.n > smallest || 2*(s.held+1) > len(s.requests)+len(s.untaken) {
 		s.held = 0

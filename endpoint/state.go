@@ -10,9 +10,9 @@ import (
 	"tutti/endpoint/stats"
 )
 
-// Stats returns the state and the counters of the peer's endpoint, of which this end is a peer, too.
-// It connects if needed, and does not keep the connection from its IdleTimeout. It waits until ctx
-// ends, or Config.Timeout. An end that has the credential of a client is refused: ErrRefused.
+// Stats returns the state and the counters of the peer's endpoint, of which this end is a peer,
+// too. It connects if needed, and does not keep the connection from its IdleTimeout. It waits until
+// ctx ends, or Config.Timeout. An end that has the credential of a client is refused: ErrRefused.
 func (p *Peer) Stats(ctx context.Context) (stats.Endpoint, error) {
 	q := &query{op: wire.Inquire}
 	if err := p.ask(ctx, q); err != nil {

@@ -63,7 +63,8 @@ func TestPeerTellsItsState(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		if _, err := pb.Stats(ctx); !errors.Is(err, ErrCancelled) || !strings.Contains(err.Error(), "state of endpoint b") {
+		if _, err := pb.Stats(ctx); !errors.Is(err, ErrCancelled) ||
+			!strings.Contains(err.Error(), "state of endpoint b") {
 			t.Error(err)
 		}
 		pb.Close()
@@ -158,7 +159,8 @@ func TestHostileStates(t *testing.T) {
 		ok     bool
 	}{
 		{"good", state(text(func(*stats.Endpoint) {})), true},
-		{"unknown field", state(bytes.Replace(text(func(*stats.Endpoint) {}), []byte("{"), []byte(`{"x":[1],`), 1)), true},
+		{"unknown field", state(bytes.Replace(text(func(*stats.Endpoint) {}), []byte("{"), []byte(`{"x":[1],`), 1)),
+			true},
 		{"nothing", state(nil), false},
 		{"no JSON", state([]byte("state")), false},
 		{"two", state(append(text(func(*stats.Endpoint) {}), "{}"...)), false},
@@ -167,7 +169,8 @@ func TestHostileStates(t *testing.T) {
 		{"another endpoint", state(text(func(s *stats.Endpoint) { s.ID = "1112131415161719" })), false},
 		{"no id", state(text(func(s *stats.Endpoint) { s.ID = "" })), false},
 		{"a name that controls", state(text(func(s *stats.Endpoint) { s.Name = "a\u202eb" })), false},
-		{"a reason that controls", state(text(func(s *stats.Endpoint) { s.Failed = map[string]uint64{"\x1b": 1} })), false},
+		{"a reason that controls", state(text(func(s *stats.Endpoint) { s.Failed = map[string]uint64{"\x1b": 1} })),
+			false},
 		{"negative", state(text(func(s *stats.Endpoint) { s.Peers = -1 })), false},
 		{"negative in a map", state(text(func(s *stats.Endpoint) { s.Pending = map[string]int{"read": -1} })), false},
 		{"too long", func(id uint64) []byte {
@@ -285,7 +288,8 @@ func TestPeersKnowTheirMode(t *testing.T) {
 		if s.Strangers != 0 {
 			t.Errorf("%d connections count as refused that were made in another mode", s.Strangers)
 		}
-		if p.Mode() != x.want || q.Mode() != x.want || x.want.String() != x.text || len(s.Modes) != 1 || s.Modes[x.text] != 1 {
+		if p.Mode() != x.want || q.Mode() != x.want || x.want.String() != x.text || len(s.Modes) != 1 ||
+			s.Modes[x.text] != 1 {
 			t.Errorf("%v and %v, %v, want %s", p.Mode(), q.Mode(), s.Modes, x.text)
 		}
 		p.Close()

@@ -155,8 +155,8 @@ func weights(t *testing.T, tutti, program string) {
 		}()
 		return p, bufio.NewScanner(r)
 	}
-	_, trainers := begin(nil, tutti, "run", "-n", "4", "--", program, "train", "--wait", "3", "--versions", "4", "--size",
-		"64M", "--every", "0s")
+	_, trainers := begin(nil, tutti, "run", "-n", "4", "--", program, "train", "--wait", "3", "--versions", "4",
+		"--size", "64M", "--every", "0s")
 	const address = "servers find the trainers with "
 	store := ""
 	for store == "" && trainers.Scan() {

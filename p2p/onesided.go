@@ -106,8 +106,8 @@ type Putter interface {
 // memory itself.
 type Immediate interface {
 	// PutNow is Put of host memory for a transfer that takes a few microseconds; a nil s is no
-	// signal. True: it has succeeded, and all puts before it; there is no completion. False: nothing
-	// was begun, use Put.
+	// signal. True: it has succeeded, and all puts before it; there is no completion. False:
+	// nothing was begun, use Put.
 	PutNow(local []byte, to *mem.Remote, offset uint64, s *Signal) bool
 }
 

@@ -71,14 +71,14 @@
 //
 //	source, apart from the destination      as it was
 //	destination                             void: any mixture of old contents, inputs, results and partial sums
-//	in place: AllReduce                     void at every rank; RankError.Overwritten says whether it had begun to be written
+//	in place: AllReduce                     void at every rank; RankError.Overwritten says whether it had begun
 //	in place: AllGather(V), Gather          this rank's part as it was, other parts void
 //	in place: Scatter                       at the root all parts as they were
 //	Broadcast                               as it was at the root, void elsewhere
 //	Reduce                                  void at the root, as it was elsewhere
 //	Gather, Scatter                         the buffer that only the root uses: elsewhere as it was
 //	Send                                    as it was
-//	Recv                                    void; as it was after the *ArgumentError for a message of another length or type
+//	Recv                                    void; as it was after the *ArgumentError for another length or type
 //
 // Elements before and after a buffer are never touched.
 //

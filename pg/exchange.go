@@ -360,7 +360,8 @@ func (g *Group) deserted(missing []int, began time.Time, call string) error {
 	for _, slot := range missing {
 		if g.msgs.Closed(slot) && time.Since(began) > departure {
 			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank,
-				Err: errors.New("it closed its group and is still in the job, so that the group cannot go on without it")}
+				Err: errors.New("it closed its group and is still in the job, so that the group cannot go on " +
+					"without it")}
 		}
 	}
 	return nil

@@ -62,8 +62,8 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 		return nil, err
 	}
 	if m.secret = slices.Clone(s.Secret); len(m.secret) < trust.MinSecret {
-		return nil, bad("Secret", fmt.Sprintf("%d bytes", len(m.secret)), fmt.Sprintf("at least %d bytes, the same for "+
-			"all members (or TUTTI_SECRET)", trust.MinSecret))
+		return nil, bad("Secret", fmt.Sprintf("%d bytes", len(m.secret)), fmt.Sprintf("at least %d bytes, the same "+
+			"for all members (or TUTTI_SECRET)", trust.MinSecret))
 	}
 	if spec, err := ports.ParseSpec(s.Ports); err == nil && spec.Lo == spec.Hi && spec.Lo != 0 {
 		return nil, bad("Ports", s.Ports, "a range, or 0: a member and each of its groups have ports of their own")

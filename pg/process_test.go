@@ -225,11 +225,13 @@ func TestSecretsMustAgree(t *testing.T) {
 // reason, none does, and one line says so.
 func TestTunedJobs(t *testing.T) {
 	const n = 3
-	ring, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Ring}}})
+	ring, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {
+		{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Ring}}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	tree, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Tree}}})
+	tree, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {
+		{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Tree}}})
 	if err != nil {
 		t.Fatal(err)
 	}

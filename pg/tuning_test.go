@@ -24,7 +24,8 @@ func TableHash(g *Group) uint64 { return g.v.Table.Hash() }
 // ringTable is one that chooses Ring for every allreduce of n ranks on one host.
 func ringTable(t *testing.T, n int) *collectives.Table {
 	t.Helper()
-	table, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, MaxRanks: n, Algo: collectives.Ring}}})
+	table, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {
+		{When: collectives.IfOneHost, MinRanks: n, MaxRanks: n, Algo: collectives.Ring}}})
 	if err != nil {
 		t.Fatal(err)
 	}

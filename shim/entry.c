@@ -343,7 +343,8 @@ static int store_ask(void *ctx, int kind, tutti_kv_call *call)
 
 	if (tutti_forked()) {
 		if (call->error_cap > 0)
-			snprintf(call->error, call->error_cap, "this process is the child of a fork: the store belongs to its parent");
+			snprintf(call->error, call->error_cap,
+				"this process is the child of a fork: the store belongs to its parent");
 		return TUTTI_EFORKED;
 	}
 	if ((t = tutti_thread()) == NULL)

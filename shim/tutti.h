@@ -2,7 +2,7 @@
  * tutti.h: the C interface of Tutti, process groups and their collectives.
  *
  *     tutti_group g;
- *     if (tutti_join(NULL, &g) != TUTTI_OK)            // rank, size and store: from the environment
+ *     if (tutti_join(NULL, &g) != TUTTI_OK)            // rank, size, store: from the environment
  *         errx(1, "%s", tutti_last_error());
  *     tutti_allreduce(g, x, n, TUTTI_FLOAT32, TUTTI_SUM);
  *     tutti_close(g);

@@ -105,8 +105,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
 		"reads its result after it, off the clock; the median call counts")
 	fl.IntVar(&f.queue, "queue", 0,
-		"start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs; "+
-			"p2p: calls under way in the rows with several (default 16)")
+		"start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony "+
+			"costs; p2p: calls under way in the rows with several (default 16)")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")

@@ -88,8 +88,8 @@ killed; one that is started again has another address, and the same name.`,
 }
 
 // endpointArg explains an argument.
-const endpointArg = `ENDPOINT is the text that tutti endpoint serve prints, HOST:PORT, or @NAME for one that has a name in
-the store.`
+const endpointArg = `ENDPOINT is the text that tutti endpoint serve prints, HOST:PORT, or @NAME for one that has a name
+in the store.`
 
 func newEndpointServe() *cobra.Command {
 	var f endpointFlags
@@ -117,11 +117,11 @@ connect. All who know the secret may read, and so may all clients; with --write 
 	fl.BoolVar(&f.write, "write", false, "let others write, too")
 	fl.StringVar(&f.listen, "listen", "", "network interfaces to listen on: `names`, NAME*, addresses, networks; ^ "+
 		"excludes (default: TUTTI_IFNAME, else all that are up)")
-	fl.StringVar(&f.ports, "ports", "", "`port` to listen on: 29600, a range 29600-29700, or 0 for the kernel's choice "+
-		"(default: TUTTI_PORT, else 0)")
+	fl.StringVar(&f.ports, "ports", "", "`port` to listen on: 29600, a range 29600-29700, or 0 for the kernel's "+
+		"choice (default: TUTTI_PORT, else 0)")
 	fl.StringVar(&f.name, "name", "", "what the endpoint calls itself: a `name` (default: the name of this host)")
-	fl.StringVar(&f.publish, "publish", "", "publish the endpoint in the store under a `name`, by which others connect: "+
-		"@NAME")
+	fl.StringVar(&f.publish, "publish", "", "publish the endpoint in the store under a `name`, by which others "+
+		"connect: @NAME")
 	f.inStore(c)
 	fl.StringVar(&f.metrics, "metrics", "", "`address` at which metrics are served to Prometheus: 127.0.0.1:9400, a "+
 		"range 127.0.0.1:9400-9407, or :0 (default: TUTTI_METRICS, else none)")
@@ -281,7 +281,8 @@ func (f *endpointFlags) connection(c *cobra.Command) {
 		"piece of 1 MiB")
 	f.inStore(c)
 	f.guards(c)
-	c.Flags().StringVar(&f.secretFile, "secret-file", "", "`file` with the secret or credential (default: TUTTI_SECRET)")
+	c.Flags().StringVar(&f.secretFile, "secret-file", "", "`file` with the secret or credential (default: "+
+		"TUTTI_SECRET)")
 }
 
 // guards defines the flags of what guards the data on its way.
@@ -641,8 +642,8 @@ func (f *endpointFlags) names(cmd *cobra.Command) error {
 	return columns(lines, "-")
 }
 
-// columns prints a table. align has a sign for each column but the last: "-" for one that is aligned
-// to the left.
+// columns prints a table. align has a sign for each column but the last: "-" for one that is
+// aligned to the left.
 func columns(lines [][]string, align ...string) error {
 	width := make([]int, len(align))
 	for _, l := range lines {
@@ -712,7 +713,8 @@ func lookup(ctx context.Context, p *endpoint.Peer, name string, off, n int64) (r
 		if n >= 0 {
 			what = fmt.Sprintf("%d at offset %d are", n, off)
 		}
-		return r, 0, fmt.Errorf("region %s of %v has %d bytes: %s %w", term.Shown(name), p, r.Len, what, endpoint.ErrBounds)
+		return r, 0, fmt.Errorf("region %s of %v has %d bytes: %s %w", term.Shown(name), p, r.Len, what,
+			endpoint.ErrBounds)
 	case n < 0:
 		n = r.Len - off
 	}
@@ -810,8 +812,8 @@ func (f *endpointFlags) put(ctx context.Context, p *endpoint.Peer, name string, 
 		ended = rerr
 		if int64(k) > room-at {
 			k = int(room - at)
-			ended = fmt.Errorf("the input is longer than the %d bytes of region %s from offset %d: they have been written",
-				room, term.Shown(name), off)
+			ended = fmt.Errorf("the input is longer than the %d bytes of region %s from offset %d: they have been "+
+				"written", room, term.Shown(name), off)
 		}
 		if k == 0 {
 			return nil, nil

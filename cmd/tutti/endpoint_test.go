@@ -903,7 +903,8 @@ func TestStatusOfEndpoint(t *testing.T) {
 	s := newSite(t)
 	store := "TUTTI_STORE=" + sitetest.Start(t, sitetest.Config{}).Address
 	path, data := s.file("f", 3*pieceSize)
-	server := s.endpoint("serve", "r="+path, "--listen", "127.0.0.1", "--name", "node", "--publish", "trainer", "--seal")
+	server := s.endpoint("serve", "r="+path, "--listen", "127.0.0.1", "--name", "node", "--publish", "trainer",
+		"--seal")
 	server.cmd.Env = append(server.cmd.Env, store)
 	server.start().stdout.await(t, "\n")
 	info := strings.TrimSpace(server.stdout.String())
@@ -920,7 +921,8 @@ func TestStatusOfEndpoint(t *testing.T) {
 		j.end(0)
 		head, table, _ := strings.Cut(j.stdout.String(), "\n\n")
 		if !strings.HasPrefix(head, "endpoint node: 3.1 MB in 1 region, ") ||
-			table != "endpoint  peers    mode  regions  op/s  B/s  state\nnode          1  sealed        1     0  0 B  idle\n" {
+			table != "endpoint  peers    mode  regions  op/s  B/s  state\n"+
+				"node          1  sealed        1     0  0 B  idle\n" {
 			t.Errorf("status %s: %q", at, j.stdout.String())
 		}
 	}
@@ -933,7 +935,8 @@ func TestStatusOfEndpoint(t *testing.T) {
 	j.end(0)
 	var got line
 	if err := json.Unmarshal([]byte(j.stdout.String()), &got); err != nil || got.Interval <= 0 ||
-		got.Endpoint.Served["read"] != (stats.Count{N: 3, Bytes: uint64(len(data))}) || got.Endpoint.Modes["sealed"] != 1 {
+		got.Endpoint.Served["read"] != (stats.Count{N: 3, Bytes: uint64(len(data))}) ||
+		got.Endpoint.Modes["sealed"] != 1 {
 		t.Errorf("%+v, %v", got, err)
 	}
 

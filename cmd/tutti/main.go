@@ -1,5 +1,5 @@
-// Command tutti starts the ranks of a job, measures collectives between them, examines machines, and
-// serves, reads and writes regions of endpoints.
+// Command tutti starts the ranks of a job, measures collectives between them, examines machines,
+// and serves, reads and writes regions of endpoints.
 package main
 
 import (

@@ -120,7 +120,8 @@ func puppetMain(path string) int {
 		case "endpoint": // in the process of a rank
 			ec, err := endpoint.NewContext(endpoint.ContextConfig{})
 			if err == nil {
-				_, err = endpoint.New(ec, endpoint.Config{Name: arg, Secret: env["TUTTI_SECRET"], Interfaces: "127.0.0.1"})
+				_, err = endpoint.New(ec, endpoint.Config{Name: arg, Secret: env["TUTTI_SECRET"],
+					Interfaces: "127.0.0.1"})
 			}
 			fmt.Fprintln(c, err)
 			continue
@@ -211,7 +212,8 @@ func (p *puppet) gone() {
 func (p *puppet) noticed() {
 	p.t.Helper()
 	p.gone()
-	for end := time.Now().Add(patience); !errors.Is(syscall.Kill(p.PID, 0), syscall.ESRCH); time.Sleep(time.Millisecond) {
+	gone := func() bool { return errors.Is(syscall.Kill(p.PID, 0), syscall.ESRCH) }
+	for end := time.Now().Add(patience); !gone(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			p.t.Fatalf("tutti run has not noticed the end of rank %s (pid %d)", p.rank(), p.PID)
 		}

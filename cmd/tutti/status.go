@@ -92,7 +92,8 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the
 	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with "+
 		"--flight: this many (default 10)")
 	fl.BoolVar(&f.flights, "flight", false, "the arguments are flight records, JSON or the files of killed ranks")
-	fl.StringVar(&f.store, "store", "", "`URL` of the store of the job, or of the endpoint's name (default: TUTTI_STORE)")
+	fl.StringVar(&f.store, "store", "", "`URL` of the store of the job, or of the endpoint's name (default: "+
+		"TUTTI_STORE)")
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: TUTTI_JOB)")
 	fl.StringVar(&f.directory, "directory", directory.DefaultName, "`name` of the directory in the store that has the "+
 		"endpoint's name")
@@ -100,7 +101,8 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the
 	return c
 }
 
-// isEndpoint reports whether an argument is an endpoint. See bootstrap.CheckJob: it is no job's name.
+// isEndpoint reports whether an argument is an endpoint. See bootstrap.CheckJob: it is no job's
+// name.
 func isEndpoint(arg string) bool { return strings.HasPrefix(arg, "@") || strings.Contains(arg, ":") }
 
 // askWithin bounds connecting to an endpoint, and its answer.
@@ -114,7 +116,9 @@ func (f *statusFlags) endpoint(cmd *cobra.Command, at string, every time.Duratio
 		}
 	}
 	to := &endpointFlags{secretFile: f.secretFile, store: f.store, directory: f.directory, timeout: askWithin}
-	return to.with(cmd, at, func(ctx context.Context, p *endpoint.Peer) error { return f.followEndpoint(ctx, p, every) })
+	return to.with(cmd, at, func(ctx context.Context, p *endpoint.Peer) error {
+		return f.followEndpoint(ctx, p, every)
+	})
 }
 
 // interval reads --watch, whose value may also follow as an argument; 0: it is not set.
@@ -202,7 +206,8 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string,
 	return c, nil
 }
 
-// storeConfig returns how to reach the store at an address: a site's with what the environment says.
+// storeConfig returns how to reach the store at an address: a site's with what the environment
+// says.
 func storeConfig(address string, getenv func(string) string) bootstrap.StoreConfig {
 	c := bootstrap.StoreConfig{Address: address, DialTimeout: 5 * time.Second}
 	if !strings.HasPrefix(address, "tutti://") {
@@ -328,8 +333,8 @@ func (f *statusFlags) followEndpoint(ctx context.Context, p *endpoint.Peer, ever
 	})
 }
 
-// repeat calls look until it says that it is over, until ctx ends, or, if every is 0, twice. The first
-// of two calls only samples, for the rates: show is false.
+// repeat calls look until it says that it is over, until ctx ends, or, if every is 0, twice. The
+// first of two calls only samples, for the rates: show is false.
 func (f *statusFlags) repeat(ctx context.Context, every time.Duration,
 	look func(scr *screen, show bool) (over bool, err error)) error {
 	pause := rateSpan // the first rates come soon

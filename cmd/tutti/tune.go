@@ -124,7 +124,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 		return f.rank(cmd.Context(), s, l)
 	}
 	if l.Size > 1 {
-		return usagef(cmd, "this process is one of %d ranks that a launcher started (%s), but tutti tune starts its own", l.Size, l.Source)
+		return usagef(cmd, "this process is one of %d ranks that a launcher started (%s), but tutti tune starts "+
+			"its own", l.Size, l.Source)
 	}
 	path := f.out
 	if path == "" {

@@ -77,8 +77,8 @@ func (d *Directory) dial(ctx context.Context) (bootstrap.Follower, error) {
 	return s.(bootstrap.Follower), nil
 }
 
-// Close withdraws what is published, and releases the handle on the store. It takes bounded time: an
-// error says that the store does not answer, and that the entries go when their lease ends.
+// Close withdraws what is published, and releases the handle on the store. It takes bounded time:
+// an error says that the store does not answer, and that the entries go when their lease ends.
 // Idempotent.
 func (d *Directory) Close() error {
 	d.mu.Lock()
@@ -216,9 +216,9 @@ func (d *Directory) Wait(ctx context.Context, name string) (Entry, error) {
 	return Entry{}, d.fail(name, ErrClosed)
 }
 
-// follow returns a channel of the entries of a name: the present one, if there is one, and each that
-// takes its place. Of those that were not taken it has the last. It is closed when ctx ends, or the
-// directory.
+// follow returns a channel of the entries of a name: the present one, if there is one, and each
+// that takes its place. Of those that were not taken it has the last. It is closed when ctx ends,
+// or the directory.
 func (d *Directory) follow(ctx context.Context, name string) <-chan Entry {
 	out := make(chan Entry, 1)
 	go func() {
@@ -280,10 +280,10 @@ func (d *Directory) Entries(ctx context.Context) ([]Entry, error) {
 
 // Connect returns the peer that is published under a name, connected: see endpoint.Connect. While
 // there is none, or it cannot be reached, Connect tries again until ctx ends: also at another
-// address if the entry changes, as that of a publisher that was started again. Who calls it after an
-// operation has failed with endpoint.ErrBroken thus follows the name. A publisher that was started
-// again is another Peer; the former one is the caller's to close. An endpoint that refuses this one,
-// or has another secret, is an error at once.
+// address if the entry changes, as that of a publisher that was started again. Who calls it after
+// an operation has failed with endpoint.ErrBroken thus follows the name. A publisher that was
+// started again is another Peer; the former one is the caller's to close. An endpoint that refuses
+// this one, or has another secret, is an error at once.
 func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name string) (*endpoint.Peer, error) {
 	if err := CheckName(name); err != nil {
 		return nil, fmt.Errorf("directory %s: %w", d.cfg.Job, err)

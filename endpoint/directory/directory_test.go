@@ -84,7 +84,8 @@ func TestEntriesComeAndGo(t *testing.T) {
 		if err != nil || len(all) != 3 || all[0].Name != "a" || all[1].Name != "c" || all[2].Name != "é/b" {
 			t.Errorf("%+v, %v", all, err)
 		}
-		if _, err := d.Publish(within(t), "a", info(3)); err == nil || !strings.Contains(err.Error(), "withdraw it first") {
+		_, err = d.Publish(within(t), "a", info(3))
+		if err == nil || !strings.Contains(err.Error(), "withdraw it first") {
 			t.Errorf("published twice: %v", err)
 		}
 		if a.Err() != nil {
@@ -419,7 +420,8 @@ func TestStoreAway(t *testing.T) {
 	if !errors.As(q.Err(), new(*directory.TakenError)) || p.Err() != nil {
 		t.Errorf("%v, %v", q.Err(), p.Err())
 	}
-	// Who watches from inside sees what is different; a is as it was, or has been away for a moment.
+	// Who watches from inside sees what is different; a is as it was, or has been away for a
+	// moment.
 	for e := range inside.events {
 		if e.Name == "b" && !e.Gone && e.Info.ID == 3 {
 			break

@@ -201,8 +201,8 @@ func (p *Publication) acquire(s bootstrap.Follower) error {
 	return err
 }
 
-// create makes the entry under the lease of s. It takes the place of one that the same endpoint made
-// under another lease.
+// create makes the entry under the lease of s. It takes the place of one that the same endpoint
+// made under another lease.
 func (p *Publication) create(s bootstrap.Follower) error {
 	for {
 		err := s.Create(p.life, keys+p.name, p.value, true)

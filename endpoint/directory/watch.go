@@ -18,9 +18,9 @@ const maxChanges = 64 << 10
 // Watch returns the entries, in the order of their names, and then every change, in the order in
 // which the store made them, until ctx ends, the directory is closed or the caller stops. The last
 // pair has the error. Watch goes on through a store that is away, or has forgotten its changes by
-// compaction, and for a program that is more than 64 Ki changes behind: then it returns what differs
-// from what it returned before, and so every name has its last state. Entries that are malformed
-// count as none.
+// compaction, and for a program that is more than 64 Ki changes behind: then it returns what
+// differs from what it returned before, and so every name has its last state. Entries that are
+// malformed count as none.
 func (d *Directory) Watch(ctx context.Context) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
 		ctx, cancel := context.WithCancel(ctx)

@@ -1,7 +1,7 @@
 // Package prom has the metrics of this process's endpoints, for Prometheus.
 //
-// A rank with TUTTI_METRICS serves them beside its own. A program that has no rank calls [Serve], or
-// registers [Endpoints] with a registry of its own.
+// A rank with TUTTI_METRICS serves them beside its own. A program that has no rank calls [Serve],
+// or registers [Endpoints] with a registry of its own.
 package prom
 
 import (
@@ -34,8 +34,9 @@ func (e *Exporter) Addr() string { return e.e.Addr() }
 // Close ends the connections and releases the port. Idempotent.
 func (e *Exporter) Close() { e.e.Close() }
 
-// Endpoints returns a collector of the metrics of all endpoints of this process, at the time of each
-// collection. Labels are the endpoint's name and id; its counters begin at zero when it is made.
+// Endpoints returns a collector of the metrics of all endpoints of this process, at the time of
+// each collection. Labels are the endpoint's name and id; its counters begin at zero when it is
+// made.
 func Endpoints() prometheus.Collector { return collector{} }
 
 type collector struct{}
@@ -95,10 +96,12 @@ var all = []metric{
 		each(func(s *stats.Endpoint) map[string]uint64 { return s.Refused }, same), "reason"),
 	gauge("waiting_messages", "Messages that are here, and that nobody has received.",
 		number(func(s *stats.Endpoint) uint64 { return s.Waiting.N })),
-	gauge("waiting_message_bytes", "Bytes of these.", number(func(s *stats.Endpoint) uint64 { return s.Waiting.Bytes })),
+	gauge("waiting_message_bytes", "Bytes of these.",
+		number(func(s *stats.Endpoint) uint64 { return s.Waiting.Bytes })),
 	gauge("offered_messages", "Messages that wait at their senders to be received.",
 		number(func(s *stats.Endpoint) uint64 { return s.Offered.N })),
-	gauge("offered_message_bytes", "Bytes of these.", number(func(s *stats.Endpoint) uint64 { return s.Offered.Bytes })),
+	gauge("offered_message_bytes", "Bytes of these.",
+		number(func(s *stats.Endpoint) uint64 { return s.Offered.Bytes })),
 	gauge("peers", "Peers that are known.", number(func(s *stats.Endpoint) int { return s.Peers })),
 	gauge("connected_peers", "Peers that are connected.", number(func(s *stats.Endpoint) int { return s.Connected })),
 	gauge("connections", "Connections to them.", number(func(s *stats.Endpoint) int { return s.Conns })),

@@ -122,7 +122,8 @@ const maxKeys = 32
 
 func checkKeys[T any](m map[string]T) error {
 	for k := range m {
-		if len(m) > maxKeys || len(k) > maxKeys || strings.ContainsFunc(k, func(r rune) bool { return r < ' ' || r > '~' }) {
+		if len(m) > maxKeys || len(k) > maxKeys ||
+			strings.ContainsFunc(k, func(r rune) bool { return r < ' ' || r > '~' }) {
 			return fmt.Errorf("state of an endpoint with %d counters, one of which is %.40q", len(m), k)
 		}
 	}

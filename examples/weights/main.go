@@ -10,9 +10,10 @@
 //	TUTTI_STORE=tutti://127.0.0.1:PORT go run ./examples/weights serve --part 0/3
 //
 // The trainers are found by their names, weights/0 and so on, in a directory in the store of their
-// job, or in a site's store, TUTTI_STORE=etcd://HOST:PORT. Version v of a shard is the region "v". Rank 0 publishes the manifest of a version when all ranks have published their
-// shards. A shard is unregistered two versions later: a server that still reads it gets an error,
-// and turns to the latest version.
+// job, or in a site's store, TUTTI_STORE=etcd://HOST:PORT. Version v of a shard is the region "v".
+// Rank 0 publishes the manifest of a version when all ranks have published their shards. A shard is
+// unregistered two versions later: a server that still reads it gets an error, and turns to the
+// latest version.
 package main
 
 import (
@@ -77,8 +78,8 @@ func open(ctx context.Context, name, interfaces string) (*site, error) {
 		return nil, err
 	}
 	if l.Store == "" || len(l.Secret) == 0 {
-		return nil, errors.New("TUTTI_STORE and TUTTI_SECRET_FILE are not set: they say where the trainers are found, " +
-			"and prove that this program belongs to them")
+		return nil, errors.New("TUTTI_STORE and TUTTI_SECRET_FILE are not set: they say where the trainers are " +
+			"found, and prove that this program belongs to them")
 	}
 	s := &site{l: l}
 	if s.c, err = endpoint.NewContext(endpoint.ContextConfig{}); err != nil {

@@ -242,8 +242,8 @@ func (s *server) progress(m manifest, end string, done, all float64, began time.
 	if info, err := os.Stdout.Stat(); end == "\r" && (err != nil || info.Mode()&os.ModeCharDevice == 0) {
 		return
 	}
-	fmt.Printf("part %d/%d, version %d: %s of %s, %s/s, %d requests served%s", s.part, s.parts, m.Version, bytesOf(done),
-		bytesOf(all), bytesOf(done/time.Since(began).Seconds()), s.requests.Load(), end)
+	fmt.Printf("part %d/%d, version %d: %s of %s, %s/s, %d requests served%s", s.part, s.parts, m.Version,
+		bytesOf(done), bytesOf(all), bytesOf(done/time.Since(began).Seconds()), s.requests.Load(), end)
 }
 
 // serve answers requests until ctx ends: here it makes them, too. One needs all of its weights to

@@ -13,7 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Detach returns a descriptor of c's socket that the Go runtime's poller does not know, and closes c.
+// Detach returns a descriptor of c's socket that the Go runtime's poller does not know, and closes
+// c.
 func Detach(c net.Conn) (fd int, err error) {
 	defer c.Close()
 	sc, ok := c.(syscall.Conn)
@@ -107,8 +108,8 @@ func (v *Vector) Recv(fd int, a, b []byte) (int, syscall.Errno) {
 	return call(unix.SYS_RECVMSG, fd, v.set(a, b), recvFlags, 0, len(a)+len(b))
 }
 
-// Yield lets other threads that are ready have this one's processor, for those that poll a socket. If
-// there is none it returns at once.
+// Yield lets other threads that are ready have this one's processor, for those that poll a socket.
+// If there is none it returns at once.
 func Yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 
 // Ready reports whether there is something to read, or the end of the stream, or an error. Unlike
@@ -116,6 +117,7 @@ func Yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 func Ready(fd int) bool {
 	p := unix.PollFd{Fd: int32(fd), Events: unix.POLLIN}
 	var now unix.Timespec
-	n, _, e := syscall.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&p)), 1, uintptr(unsafe.Pointer(&now)), 0, 0, 0)
+	n, _, e := syscall.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&p)), 1, uintptr(unsafe.Pointer(&now)), 0,
+		0, 0)
 	return n > 0 || e != 0
 }

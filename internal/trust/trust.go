@@ -41,7 +41,8 @@
 //	HKDF-SHA256(secret X25519(own private key, other nonce), salt MAC "session", info label)
 //
 // The MAC "session" covers everything that was said, the verdict too. No private key is kept longer
-// than until keys are made with it: who records the data and learns the job's secret later cannot decrypt it.
+// than until keys are made with it: who records the data and learns the job's secret later cannot
+// decrypt it.
 package trust
 
 import (

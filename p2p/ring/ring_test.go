@@ -296,8 +296,12 @@ func TestViolations(t *testing.T) {
 			*word(b, int(b.size-line)) = 1 << 1
 			*length(b, int(b.size-line)) = 9
 		},
-		"more freed than sent":   func(a, b *End) { *b.out.told = 1 << 50; fill(b) },
-		"freed less than before": func(a, b *End) { b.out.tail = b.size; b.out.head = 2 * line; *b.out.told = line; fill(b) },
+		"more freed than sent": func(a, b *End) { *b.out.told = 1 << 50; fill(b) },
+		"freed less than before": func(a, b *End) {
+			b.out.tail, b.out.head = b.size, 2*line
+			*b.out.told = line
+			fill(b)
+		},
 	} {
 		a, b, _ := pair(t, MinData)
 		spoil(a, b)
@@ -455,7 +459,8 @@ func FuzzConsumer(f *testing.F) {
 						t.Fatalf("%d bytes offered for %d", len(p), h.Len)
 					}
 					if len(p) > 0 {
-						if from := int(uintptr(unsafe.Pointer(&p[0])) - uintptr(unsafe.Pointer(&theirs[0]))); from < 0 || from+len(p) > MinData {
+						from := int(uintptr(unsafe.Pointer(&p[0])) - uintptr(unsafe.Pointer(&theirs[0])))
+						if from < 0 || from+len(p) > MinData {
 							t.Fatalf("payload at %d, length %d", from, len(p))
 						}
 						p[0]++ // must be memory

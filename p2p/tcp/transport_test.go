@@ -267,7 +267,8 @@ func TestDialTriesAll(t *testing.T) {
 		{[]string{dead}, p2p.ErrPeerGone, []string{dead, "refused"}},
 		{[]string{dead, other.addr()}, p2p.ErrPeerGone, []string{dead,
 			"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
-		{[]string{other.addr()}, p2p.ErrStale, []string{"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
+		{[]string{other.addr()}, p2p.ErrStale,
+			[]string{"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
 		{[]string{foreign.addr()}, p2p.ErrAuth, []string{foreign.addr()}},
 		{[]string{l.Addr().String()}, p2p.ErrAuth, []string{"does not speak this protocol"}},
 	} {

@@ -112,7 +112,8 @@ func TestDiagnose(t *testing.T) {
 			s.Groups[0].Finished,
 				s.Groups[0].Last = 0, nil
 		}),
-			[]string{"rank 1 has not entered allreduce #1 (has finished nothing yet); rank 0 waits for it, 5.0 s so far"}},
+			[]string{"rank 1 has not entered allreduce #1 (has finished nothing yet); rank 0 waits for it, " +
+				"5.0 s so far"}},
 		{"behind", ranks(3).in(0, 9, 5*s, 1).in(1, 8, 6*s, 2).finished(2, 7, 7*s),
 			[]string{"rank 2 has not entered allreduce #8 (last finished #7, 7.0 s ago); ranks 0 and 1 wait for " +
 				"it, 6.0 s so far"}},

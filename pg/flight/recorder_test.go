@@ -509,7 +509,8 @@ func FuzzDecode(f *testing.F) {
 }
 
 func FuzzParse(f *testing.F) {
-	f.Add([]byte(`{"version":1,"rank":1,"size":4,"groups":[{"id":1,"running":{"number":3,"waits_for":[0,1,7,-1]}}],"messages":[{"kind":"recv","waits_for":[0]}],"links":[{"rank":9}]}`))
+	f.Add([]byte(`{"version":1,"rank":1,"size":4,"groups":[{"id":1,"running":{"number":3,"waits_for":[0,1,7,-1]}}],` +
+		`"messages":[{"kind":"recv","waits_for":[0]}],"links":[{"rank":9}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s, err := Parse(b)
 		if err != nil {

@@ -758,7 +758,8 @@ func (w *sim) key() uint64 {
 			if m.lane != "" {
 				place[m.lane]++
 			}
-			letters = append(letters, fingerprint(m.ev)+m.lane+"/"+string(rune(place[m.lane]))+string(rune(max(m.due-p.now, 0))))
+			letters = append(letters, fingerprint(m.ev)+m.lane+"/"+string(rune(place[m.lane]))+
+				string(rune(max(m.due-p.now, 0))))
 		}
 		sort.Strings(letters)
 		for _, l := range letters {

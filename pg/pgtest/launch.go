@@ -293,7 +293,8 @@ func newJob() string { return "pgtest-" + rand.Text() }
 
 // framing matches what the testing package prints around a rank's single test, which is noise in
 // the test's own output.
-var framing = regexp.MustCompile(`^\s*(=== (RUN|PAUSE|CONT|NAME|ATTR) .*|--- (PASS|SKIP): .*|PASS|FAIL|coverage: .*)\n$`)
+var framing = regexp.MustCompile(`^\s*(=== (RUN|PAUSE|CONT|NAME|ATTR) .*|` +
+	`--- (PASS|SKIP): .*|PASS|FAIL|coverage: .*)\n$`)
 
 // lineWriter marks each line with its rank, and drops the framing.
 type lineWriter struct {

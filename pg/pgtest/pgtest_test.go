@@ -301,7 +301,8 @@ func TestScenarios(t *testing.T) {
 					t.Errorf("its output has no %q", re)
 				}
 			}
-			if name != "exec" && regexp.MustCompile(`rank \d\| *(===|PASS\n.*PASS|coverage|--- (PASS|SKIP))`).Match(out) {
+			framed := regexp.MustCompile(`rank \d\| *(===|PASS\n.*PASS|coverage|--- (PASS|SKIP))`)
+			if name != "exec" && framed.Match(out) {
 				t.Error("its output has the testing package's framing of a rank")
 			}
 			if regexp.MustCompile(`(?m)^panic: test timed out`).Match(out) {
@@ -390,7 +391,8 @@ func TestStoreIsReplaced(t *testing.T) {
 	if self == nil {
 		before, _ := sharedStore(t)
 		store.life.Close()
-		for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		const every = 10 * time.Millisecond
+		for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(every) {
 			c, err := net.Dial("tcp", strings.TrimPrefix(before, "tutti://"))
 			if err != nil {
 				break

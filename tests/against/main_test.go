@@ -87,7 +87,8 @@ done
 percent=$((` + factor + `))
 if [ "$faults" ]; then
   for leader in false true; do
-    echo "{\"ranks\":2,\"leader_killed\":$leader,\"detected_ms\":[$percent,1],\"next_ms\":[$percent,1],\"admitted_ms\":[20,1]}"
+    echo "{\"ranks\":2,\"leader_killed\":$leader,\"detected_ms\":[$percent,1],\"next_ms\":[$percent,1],` +
+		`\"admitted_ms\":[20,1]}"
   done
 else
   echo "{\"bytes\":$size,\"in_place\":false,\"time_us\":$percent,\"wrong\":0}"

@@ -41,13 +41,19 @@
 //
 // # Contestants
 //
-//	tutti      its memory is the caller's, as the peers' is      tutti-reg  bench --registered: memory that the group allocated (shm only)
-//	openmpi    shm: btl vader; tcp: btl tcp over loopback. Cores are bound unless there are more ranks than cores: then it yields when idle.
-//	mpich      Debian's is built on UCX: shm is its default; tcp is UCX_TLS=tcp with local shared memory turned off.
-//	gloo       tcp only, for it has no shared memory; the fastest of its algorithms counts, including polling connections where cores suffice.
-//	limit      no library: time in which N processes on shared memory do an allreduce's 2·S reads and 2·S writes (for N = 2) with no waiting at all,
-//	           by memcpy or by adding, whichever is faster: warm (the buffers of the last call again, in the same loop as the others; what "of limit" means),
-//	           cross (all data last written by another core, as a real producer may leave them) and cold (out of cache).
+//	tutti      its memory is the caller's, as the peers' is
+//	tutti-reg  bench --registered: memory that the group allocated (shm only)
+//	openmpi    shm: btl vader; tcp: btl tcp over loopback. Cores are bound unless there are more ranks
+//	           than cores: then it yields when idle.
+//	mpich      Debian's is built on UCX: shm is its default; tcp is UCX_TLS=tcp with local shared
+//	           memory turned off.
+//	gloo       tcp only, for it has no shared memory; the fastest of its algorithms counts, including
+//	           polling connections where cores suffice.
+//	limit      no library: time in which N processes on shared memory do an allreduce's 2·S reads and
+//	           2·S writes (for N = 2) with no waiting at all, by memcpy or by adding, whichever is
+//	           faster: warm (the buffers of the last call again, in the same loop as the others; what
+//	           "of limit" means), cross (all data last written by another core, as a real producer may
+//	           leave them) and cold (out of cache).
 //
 // # Reading the table
 //
@@ -66,11 +72,12 @@
 // peers p2p compares package endpoint with a plain TCP connection of Go's package net, iperf3, UCX
 // (ucx_perftest over tcp) and NIXL (over its own UCX, from Python): messages, reads, writes and
 // batches of 64 reads of 4 KiB, one at a time and --depth at a time, all over loopback with one
-// connection and their defaults. tutti and raw are the columns of `tutti bench --op p2p`; its package
-// pair says what a call is. Buffers are written before a turn and read after it, except that
-// ucx_perftest and iperf3 never look at theirs. UCX: the faster of tags and active messages, gets, and
-// puts with a flush at the end; its ping-pongs count twice, for they print half of the round trip, and
-// one of puts stands for an acknowledged write up to 4 KiB, because it has no other.
+// connection and their defaults. tutti and raw are the columns of `tutti bench --op p2p`; its
+// package pair says what a call is. Buffers are written before a turn and read after it, except
+// that ucx_perftest and iperf3 never look at theirs. UCX: the faster of tags and active messages,
+// gets, and puts with a flush at the end; its ping-pongs count twice, for they print half of the
+// round trip, and one of puts stands for an acknowledged write up to 4 KiB, because it has no
+// other.
 //
 // Every subprocess has a deadline (--deadline), a process group that is killed with it, and a mark
 // in its environment by which what escaped the group is found; nothing is left behind.

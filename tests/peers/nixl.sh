@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes a virtual environment with NIXL, which brings its own UCX: nixl.sh VERSION DIRECTORY. It does
-# nothing if the directory is complete. Without its dependencies, which are for GPUs, but for numpy.
+# Makes a virtual environment with NIXL, which brings its own UCX: nixl.sh VERSION DIRECTORY. It
+# does nothing if the directory is complete. Without its dependencies, which are for GPUs, but for
+# numpy.
 set -eu
 
 version=$1

@@ -61,7 +61,8 @@ func parseP2P(args []string) (p2pOptions, error) {
 		return o, err
 	}
 	if o.Rounds < 1 || o.depth < 1 || o.depth > 1024 || o.Budget < time.Millisecond || o.Deadline < time.Second {
-		return o, errors.New("--rounds is to be at least 1, --depth 1 to 1024, --budget at least 1ms, --deadline at least 1s")
+		return o, errors.New("--rounds is to be at least 1, --depth 1 to 1024, --budget at least 1ms, " +
+			"--deadline at least 1s")
 	}
 	return o, nil
 }
@@ -99,8 +100,8 @@ type p2pTest struct {
 }
 
 // ucxTests returns the tests for a line, of which the fastest counts. Its latencies are half of a
-// round trip. It has no acknowledged write of one at a time: a ping-pong of puts takes its place up to
-// 4 KiB, where what comes back weighs little.
+// round trip. It has no acknowledged write of one at a time: a ping-pong of puts takes its place up
+// to 4 KiB, where what comes back weighs little.
 func ucxTests(l p2pLine) []p2pTest {
 	switch {
 	case l.Op == "sendrecv" && l.Depth == 1:
@@ -176,8 +177,9 @@ func (c *p2pContest) python() string { return filepath.Join(c.o.nixl, "bin", "py
 // check finds out who can take part, and the versions.
 func (c *p2pContest) check(ctx context.Context) {
 	for who, argv := range map[string][]string{
-		"ucx":    {"ucx_info", "-v"},
-		"nixl":   {c.python(), "-c", "import nixl_cu12, importlib.metadata as m; print('NIXL', m.version('nixl-cu12'))"},
+		"ucx": {"ucx_info", "-v"},
+		"nixl": {c.python(), "-c", "import nixl_cu12, importlib.metadata as m; " +
+			"print('NIXL', m.version('nixl-cu12'))"},
 		"iperf3": {"iperf3", "--version"},
 	} {
 		out, err := exec.CommandContext(ctx, argv[0], argv[1:]...).Output()

@@ -19,8 +19,8 @@ func TestParseP2P(t *testing.T) {
 	if err != nil || !slices.Equal(o.Sizes, []int64{64, 1 << 20}) || o.Rounds != 2 || o.depth != 3 {
 		t.Errorf("%+v, %v", o, err)
 	}
-	for _, bad := range []string{"--sizes=3", "--rounds=0", "--depth=0", "--depth=2000", "--budget=1us", "--deadline=0s",
-		"sendrecv"} {
+	for _, bad := range []string{"--sizes=3", "--rounds=0", "--depth=0", "--depth=2000", "--budget=1us",
+		"--deadline=0s", "sendrecv"} {
 		if _, err := parseP2P([]string{bad}); err == nil {
 			t.Errorf("%s was accepted", bad)
 		}

@@ -115,7 +115,8 @@ func TestMedianAndGeomean(t *testing.T) {
 func TestParseRows(t *testing.T) {
 	h := heat{tutti, "shm", "allreduce", "float32", 2}
 	out := `# size count type
-{"op":"allreduce","dtype":"float32","ranks":2,"bytes":64,"time_us":0.4,"in_place":true,"transport":"shm","wrong":0,"algbw":0.16,"new":{"x":[1]}}
+{"op":"allreduce","dtype":"float32","ranks":2,"bytes":64,"time_us":0.4,"in_place":true,` +
+		`"transport":"shm","wrong":0,"algbw":0.16,"new":{"x":[1]}}
   {"op":"allreduce","bytes":128,"time_us":5e-1}
 {"op":"allgather","bytes":64,"time_us":1}
 {"op":"allreduce","dtype":"bfloat16","bytes":64,"time_us":1}
@@ -151,7 +152,9 @@ func TestParseRows(t *testing.T) {
 		}
 	}
 	rapid.Check(t, func(t *rapid.T) { // whatever a crashing program writes
-		for _, r := range parseRows([]byte(rapid.StringMatching(`(\{"op":"allreduce","bytes":-?[0-9]{1,30},"time_us":-?[0-9e.]{1,6}\}|[{}"\n]){0,5}`).Draw(t, "out")), h, false) {
+		out := rapid.StringMatching(
+			`(\{"op":"allreduce","bytes":-?[0-9]{1,30},"time_us":-?[0-9e.]{1,6}\}|[{}"\n]){0,5}`).Draw(t, "out")
+		for _, r := range parseRows([]byte(out), h, false) {
 			if r.Bytes <= 0 || !(r.TimeUs > 0) {
 				t.Fatalf("row %+v", r)
 			}
@@ -400,7 +403,8 @@ func TestRunLeavesNothing(t *testing.T) {
 	w := testWorkshop(t)
 	// A rank in its own session, which the launcher's process group does not contain, and one that
 	// runs for long; then the launcher fails.
-	const escape = `setsid sh -c 'echo $$ >PID.tmp; mv PID.tmp PID; exec sleep 1000' & until [ -s PID ]; do :; done; cat PID; `
+	const escape = `setsid sh -c 'echo $$ >PID.tmp; mv PID.tmp PID; exec sleep 1000' & ` +
+		`until [ -s PID ]; do :; done; cat PID; `
 	pid := filepath.Join(w.tmp, "PID")
 	out, err := w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "echo broken >&2; exit 3"},
 		{"sleep", "1000"}}})
@@ -453,7 +457,9 @@ done
 echo "# a comment"
 [ $op = alltoall ] && { echo "no such luck" >&2; exit 7; }
 while [ $min -le $max ]; do
-  echo "{\"op\":\"$op\",\"dtype\":\"$dtype\",\"ranks\":$n,\"bytes\":$min,\"count\":1,\"time_us\":$(( (2 + min / 1024) * 10 / div ))e-1,\"in_place\":true,\"touch\":$touch,\"transport\":\"$transport\",\"wrong\":0}"
+  echo "{\"op\":\"$op\",\"dtype\":\"$dtype\",\"ranks\":$n,\"bytes\":$min,\"count\":1,` +
+	`\"time_us\":$(( (2 + min / 1024) * 10 / div ))e-1,\"in_place\":true,\"touch\":$touch,` +
+	`\"transport\":\"$transport\",\"wrong\":0}"
   min=$((min * factor))
 done
 `

@@ -173,8 +173,8 @@ func (p *pool) stored(at int) error {
 			}
 		}
 	}
-	return &StoreError{fmt.Sprintf("memory was written that no operation owns: %s at %d of %d (%s), about %d bytes: % x",
-		p.name, at, len(p.mem), who, n, p.mem[at:min(at+8, len(p.mem))])}
+	return &StoreError{fmt.Sprintf("memory was written that no operation owns: %s at %d of %d (%s), about %d bytes: "+
+		"% x", p.name, at, len(p.mem), who, n, p.mem[at:min(at+8, len(p.mem))])}
 }
 
 // check checks the whole pool.

@@ -50,16 +50,16 @@ type Framer interface {
 	Tail(b []byte, ok bool) []byte
 }
 
-// Out is a transfer: bytes that a Conn cuts into frames and sends. It belongs to the Conn from Queue
-// until Tail was called or the connection broke.
+// Out is a transfer: bytes that a Conn cuts into frames and sends. It belongs to the Conn from
+// Queue until Tail was called or the connection broke.
 type Out struct {
 	Framer
 	Gate *gate.Gate // its memory is the source; once it is closed the transfer is given up; nil: N is 0
 	File *os.File   // is the source instead, if it is set
 	Off  int64      // of the first byte in the source
 	N    int64
-	// Whole has all bytes copied when the first is sent: the transfer is then sent as a whole or not
-	// at all. It has at most Chunk bytes.
+	// Whole has all bytes copied when the first is sent: the transfer is then sent as a whole or
+	// not at all. It has at most Chunk bytes.
 	Whole bool
 
 	at      int64 // bytes that were put into frames
@@ -307,9 +307,9 @@ func (c *Conn) Flush() {
 	}
 }
 
-// FlushSoon is Flush, but leaves the work to a waiter or to the loop if one of them is about to look:
-// a waiter that comes does so at once, the loop within about a millisecond. So what a program starts
-// in succession goes with one system call.
+// FlushSoon is Flush, but leaves the work to a waiter or to the loop if one of them is about to
+// look: a waiter that comes does so at once, the loop within about a millisecond. So what a program
+// starts in succession goes with one system call.
 func (c *Conn) FlushSoon() {
 	if !c.listed.Load() || c.waiters.Load() > 0 { // a waiter that polls does not look
 		c.Flush()

@@ -28,8 +28,8 @@
 // A connection with a guard carries records, with checksums or sealed: see package wire. They are
 // between the frames and the socket, and everything else is as without. Only then is a payload
 // copied, once at each end: what is sent has to stay as it was when the record was made, and what
-// arrives must not be seen before the record was found right. A file is read instead of given to the
-// kernel. Such a connection needs up to 128 KiB more memory.
+// arrives must not be seen before the record was found right. A file is read instead of given to
+// the kernel. Such a connection needs up to 128 KiB more memory.
 //
 // # Locks
 //

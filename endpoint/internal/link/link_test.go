@@ -273,8 +273,8 @@ func transfersArrive(t *testing.T, m wire.Mode) {
 	}
 }
 
-// A transfer whose source is closed while the socket is full ends its frame with zeros, and its Tail
-// says so. One that has not begun, and one that is stopped, send nothing.
+// A transfer whose source is closed while the socket is full ends its frame with zeros, and its
+// Tail says so. One that has not begun, and one that is stopped, send nothing.
 func TestTransfersAreGivenUp(t *testing.T) { eachMode(t, transfersAreGivenUp) }
 
 func transfersAreGivenUp(t *testing.T, m wire.Mode) {

@@ -82,8 +82,8 @@ func (c *crowd) yield(before int64) (at int64, long bool) {
 
 var errLoopClosed = errors.New("the loop is closed")
 
-// Add makes a Conn of a connected socket, which belongs to it from then on, as g does, also if there
-// is an error. prepare is called, without locks, before anything can arrive.
+// Add makes a Conn of a connected socket, which belongs to it from then on, as g does, also if
+// there is an error. prepare is called, without locks, before anything can arrive.
 func (l *Loop) Add(fd int, g wire.Guard, h Handler, prepare func(*Conn)) (*Conn, error) {
 	c := &Conn{handler: h, loop: l, fd: fd, mode: g.Mode()}
 	if g != (wire.Guard{}) {
@@ -147,8 +147,8 @@ func (l *Loop) run() {
 	for pause := rest; ; {
 		var err error
 		if pause == busy {
-			// Other goroutines get a turn, but seldom: if a processor is idle a thread is woken to look
-			// for them.
+			// Other goroutines get a turn, but seldom: if a processor is idle a thread is woken to
+			// look for them.
 			if at := now(); at-yielded > spin {
 				yielded = at
 				runtime.Gosched()

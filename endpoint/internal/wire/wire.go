@@ -138,7 +138,8 @@ var shapes = [beyond - First]shape{
 	Inquire - First: {}, State - First: {0, MaxState},
 }
 
-// Check returns the size of the extension of a frame with header h, or an error that wraps ErrFrame.
+// Check returns the size of the extension of a frame with header h, or an error that wraps
+// ErrFrame.
 func (h Header) Check() (ext int, err error) {
 	if h.Op < First || h.Op >= beyond {
 		if h.Op <= RawWrite {

@@ -254,7 +254,8 @@ void Backend::join() {
   config.size = size_;
   config.rank = rank_;
 
-  // A rank that comes into a running job cannot agree on anything with the others in the c10d store.
+  // A rank that comes into a running job cannot agree on anything with the others in the c10d
+  // store.
   std::string secret, job;
   if (!options_->environment || !outlives_) {
     secret = meet(timeout);

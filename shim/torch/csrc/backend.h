@@ -41,8 +41,8 @@ struct Options : c10d::Backend::Options {
   std::string on_failure; // "report", "shrink", "retry"
   bool uniform = false;
   int max_procs = 0;
-  // The group is the job that the environment describes, in a store that outlives its ranks, and not
-  // one that these ranks agree on in the c10d store.
+  // The group is the job that the environment describes, in a store that outlives its ranks, and
+  // not one that these ranks agree on in the c10d store.
   bool environment = false;
 };
 

@@ -28,8 +28,8 @@ class Hooks {
   void set_info(Info hook);
   void clear();
 
-  // Reports whether a function wants to know of every end. Works are watched then, so that their end
-  // is noticed although the program does not ask for it. Functions for failures do not: newer
+  // Reports whether a function wants to know of every end. Works are watched then, so that their
+  // end is noticed although the program does not ask for it. Functions for failures do not: newer
   // versions of torch add one to every group, and watching takes longer than a small operation.
   bool watches() const {
     return watches_.load(std::memory_order_relaxed);

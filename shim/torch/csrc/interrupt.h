@@ -24,8 +24,8 @@ class WithoutGil {
 };
 
 // Says that the interpreter is about to end. A thread that asks for its lock after that is ended by
-// Python (before 3.14), which unwinds the thread's stack; destructors that take the lock, like those
-// of pybind11, make that an abort of the process. So daemon threads stay where they wait.
+// Python (before 3.14), which unwinds the thread's stack; destructors that take the lock, like
+// those of pybind11, make that an abort of the process. So daemon threads stay where they wait.
 void interpreter_ends();
 
 // Starts a thread that the backend will join: it also returns from waits after interpreter_ends.

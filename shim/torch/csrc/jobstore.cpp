@@ -126,8 +126,8 @@ Bytes JobStore::exchange(const std::string& key, const Bytes& expected, const By
   return now;
 }
 
-// As TCPStore: an empty expected value stands for a missing key, and a missing key for which another
-// one is expected gives the expected one.
+// As TCPStore: an empty expected value stands for a missing key, and a missing key for which
+// another one is expected gives the expected one.
 Bytes JobStore::compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) {
   Bytes now = peek(key);
   for (;;) {

@@ -13,7 +13,8 @@ using std::chrono::nanoseconds;
 
 namespace {
 
-// How long reconfigure waits for each operation of the old group: the library bounds their end itself.
+// How long reconfigure waits for each operation of the old group: the library bounds their end
+// itself.
 constexpr std::chrono::milliseconds kClose{10000};
 
 // The key under which the processes that share a store agree on the secret of their members.

@@ -17,8 +17,8 @@
 namespace tutti_torch {
 
 // A Window makes the memory of a tensor accessible to the other ranks: tensor_register moves the
-// tensor's storage to memory of Tutti, and tensor_deregister moves it back. Views of the storage move
-// with it; numpy arrays and raw pointers stay with the old memory.
+// tensor's storage to memory of Tutti, and tensor_deregister moves it back. Views of the storage
+// move with it; numpy arrays and raw pointers stay with the old memory.
 class Window final : public c10d::Window {
  public:
   // barrier is one of the group. bytes counts the memory of the group's windows.
@@ -35,8 +35,8 @@ class Window final : public c10d::Window {
   // the process with SIGSEGV.
   at::Tensor map_remote_tensor(int64_t rank) override;
 
-  // A signal comes after the data of all earlier puts to the same rank. The n-th wait for a rank ends
-  // with its n-th signal.
+  // A signal comes after the data of all earlier puts to the same rank. The n-th wait for a rank
+  // ends with its n-th signal.
   c10::intrusive_ptr<c10d::Work> signal(int64_t rank, bool async, const c10d::SignalOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> wait_signal(int64_t rank, bool async, const c10d::WaitSignalOptions& opts) override;
   c10d::WindowAttr get_attr(int64_t rank) override;

@@ -48,7 +48,8 @@ class Work final : public c10d::Work {
   Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running);
   ~Work() override;
 
-  // Starts the operations, and adds the work to running. If one of them cannot be started, it throws.
+  // Starts the operations, and adds the work to running. If one of them cannot be started, it
+  // throws.
   void start(tutti_group group);
 
   bool isCompleted() override;
@@ -112,8 +113,8 @@ class Work final : public c10d::Work {
   bool marked_ = false; // or about to be
 };
 
-// Running holds works, and so the memory of their operations, until they have ended: the program may
-// have dropped them.
+// Running holds works, and so the memory of their operations, until they have ended: the program
+// may have dropped them.
 class Running {
  public:
   void add(c10::intrusive_ptr<Work> work);
@@ -121,8 +122,8 @@ class Running {
   // Returns the reference that add was given, or null.
   c10::intrusive_ptr<Work> remove(const Work* work) noexcept;
 
-  // Waits until a work was removed, which follows its hooks, but not longer than limit; false: it was
-  // not. It does not wait in a hook of the work itself.
+  // Waits until a work was removed, which follows its hooks, but not longer than limit; false: it
+  // was not. It does not wait in a hook of the work itself.
   bool await_removal(const Work* work, std::chrono::milliseconds limit);
 
   // Finishes works that have ended.

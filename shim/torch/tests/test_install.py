@@ -65,7 +65,8 @@ class Install(unittest.TestCase):
             package = os.path.join(path, "tutti_torch")
             self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
 
-            # A package whose module is for another torch names both versions, and imports of torch go on.
+            # A package whose module is for another torch names both versions, and imports of torch
+            # go on.
             [module] = [name for name in os.listdir(package) if name.startswith("_glue_")]
             os.rename(os.path.join(package, module), os.path.join(package, "_glue_1_2_3." + module.split(".", 1)[1]))
             text = run(

@@ -89,7 +89,8 @@ class Torchrun(unittest.TestCase):
                     with open(os.path.join(directory, str(node))) as f:
                         outputs.append(f.read())
             self.assertEqual(codes, [0, 0], "\n".join(outputs))
-            # Which host is the first is up to the rendezvous; the ranks of a host follow one another.
+            # Which host is the first is up to the rendezvous; the ranks of a host follow one
+            # another.
             ranks = " ".join(str((rank, rank % 2, rank // 2)) for rank in range(4))
             for rank in range(4):
                 with open(os.path.join(directory, f"rank-{rank}")) as f:

@@ -61,8 +61,8 @@ def main(directory=HERE, objects=None):
         "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
-    # Modules share types only if they were compiled for the same ABI, as pybind11 knows it. Torch says
-    # which one it was.
+    # Modules share types only if they were compiled for the same ABI, as pybind11 knows it. Torch
+    # says which one it was.
     for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
         if value is not None:

@@ -51,9 +51,10 @@ type Command struct {
 	//	allreduce  pg.AllReduce alone, likewise
 	//	loop     answers at once and goes on with Verify, Seed+1, Seed+2, …, until an error or stop
 	//	await    answers when the loop has done Steps rounds, or has ended
-	//	stop     answers at once; the loop ends on all ranks in the same round, with no error, if any of them was told so
+	//	stop     answers at once; the loop ends on all ranks in the same round, with no error, if any was told so
 	//	ended    answers when the loop has ended, with its error
-	//	chaos    answers at once and goes on, from its Join on, with verified rounds until something is wrong or stop, whoever is lost meanwhile; Seed is the number of this life
+	//	chaos    answers at once and goes on, from its Join on, with verified rounds until something is wrong or
+	//	         stop, whoever is lost meanwhile; Seed is the number of this life
 	//	look     answers with what a rank in chaos does
 	//	usage    answers with what the process holds
 	//	send     pg.Send of Steps elements to Peer

@@ -2,9 +2,11 @@
 //
 //   gloo OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH RANK RANKS STORE_DIRECTORY SPIN
 //
-// The driver starts one process for each rank; they meet in a directory. Where Gloo has several algorithms, each is a variant, and the fastest counts:
-// for allreduce the ring (its default, what PyTorch runs), bcube and the older halving-doubling, the last with SPIN=1 also over connections that poll
-// without an event thread ("sync"). reduce_scatter exists only in the older form, which works in place and leaves the result at the start.
+// The driver starts one process for each rank; they meet in a directory. Where Gloo has several
+// algorithms, each is a variant, and the fastest counts: for allreduce the ring (its default, what
+// PyTorch runs), bcube and the older halving-doubling, the last with SPIN=1 also over connections
+// that poll without an event thread ("sync"). reduce_scatter exists only in the older form, which
+// works in place and leaves the result at the start.
 #include "measure.h"
 
 #include <functional>
@@ -29,7 +31,8 @@
 using context = std::shared_ptr<gloo::rendezvous::Context>;
 using function = std::function<void()>;
 
-static context connect(int rank, int n, const char *dir, const char *name, std::shared_ptr<gloo::transport::Device> device, bool sync) {
+static context connect(int rank, int n, const char *dir, const char *name,
+                       std::shared_ptr<gloo::transport::Device> device, bool sync) {
   gloo::rendezvous::FileStore files(dir);
   gloo::rendezvous::PrefixStore store(name, files);
   auto c = std::make_shared<gloo::rendezvous::Context>(rank, n);
@@ -99,7 +102,8 @@ static std::vector<way> ways(task &t, const context &c, const context &spinning)
       if (!t.in_place) o->setInput(t.src, t.count);
       o->setOutput(t.dst, t.count);
       o->setReduceFunction(sum);
-      w.push_back({algorithm == gloo::AllreduceOptions::Algorithm::RING ? "ring" : "bcube", [o] { gloo::allreduce(*o); }, t.dst});
+      const char *name = algorithm == gloo::AllreduceOptions::Algorithm::RING ? "ring" : "bcube";
+      w.push_back({name, [o] { gloo::allreduce(*o); }, t.dst});
     }
     if (t.in_place) {
       halving("halving-doubling", c);
@@ -162,7 +166,8 @@ int main(int argc, char **argv) {
   context c = connect(rank, n, argv[10], "plain", device, false), spinning;
   if (atoi(argv[11])) spinning = connect(rank, n, argv[10], "sync", device, true);
   for (int i = 0; i < s.nsizes; i++) {
-    // Algorithms of the older form take slots, and buffers, at construction: fresh ones for each way.
+    // Algorithms of the older form take slots, and buffers, at construction: fresh ones for each
+    // way.
     task probe = prepare(&s, s.sizes[i], rank, n);
     size_t kinds = ways(probe, c, spinning).size();
     finish(&probe);

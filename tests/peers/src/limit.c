@@ -1,13 +1,17 @@
-/* How fast this machine moves the bytes that an allreduce on shared memory has to move, with nothing else to do: no flags, no waiting for a peer.
- * Among n ranks every rank reads S bytes and writes S bytes (n = 2: 2*S reads and 2*S writes in all, 4*S moved).
+/* How fast this machine moves the bytes that an allreduce on shared memory has to move, with
+ * nothing else to do: no flags, no waiting for a peer. Among n ranks every rank reads S bytes and
+ * writes S bytes (n = 2: 2*S reads and 2*S writes in all, 4*S moved).
  *
  *   limit allreduce SIZES 0 REPS BUDGET_US DEADLINE_S TOUCH RANKS
  *
- * n processes at once, each on a core of its own where there are enough, on memory that all of them map. Variants: "copy", each process copies S bytes
- * with memcpy; "sum", each process adds up its nth part of n vectors and stores it to all n, which is what the collective does. "warm" works on the
- * same buffers again and again, "cold" walks through more memory than the caches hold, and "cross" has every process take, call by call, the part that
- * another wrote before, so that all data move between caches (and, alone of them, it waits for the others in each call). With TOUCH "warm" is
- * measured so: before each call every process writes its own vector, and after it reads it. */
+ * n processes at once, each on a core of its own where there are enough, on memory that all of them
+ * map. Variants: "copy", each process copies S bytes with memcpy; "sum", each process adds up its
+ * nth part of n vectors and stores it to all n, which is what the collective does. "warm" works on
+ * the same buffers again and again, "cold" walks through more memory than the caches hold, and
+ * "cross" has every process take, call by call, the part that another wrote before, so that all
+ * data move between caches (and, alone of them, it waits for the others in each call). With TOUCH
+ * "warm" is measured so: before each call every process writes its own vector, and after it reads
+ * it. */
 #define _GNU_SOURCE
 #include "measure.h"
 
@@ -46,8 +50,9 @@ static void meet(mover *v) {
     if (i > 1000) sched_yield();
 }
 
-/* From the first start to the last end, by the clock that all processes of a machine share: these ranks never wait for each other, so with more of them
- * than cores some start when others are done, and none of them alone has seen how long it took. */
+/* From the first start to the last end, by the clock that all processes of a machine share: these
+ * ranks never wait for each other, so with more of them than cores some start when others are done,
+ * and none of them alone has seen how long it took. */
 static double slowest(void *arg, double x) {
   mover *v = (mover *)arg;
   if (x == 0) {
@@ -80,7 +85,9 @@ static void maxima(void *arg, double *x, size_t n) {
 }
 
 /* The vector that this process writes, and the one that it reads. */
-static float *own(mover *v, int result) { return v->arena + (size_t)(v->sum ? v->rank : 2 * v->rank + result) * v->stride; }
+static float *own(mover *v, int result) {
+  return v->arena + (size_t)(v->sum ? v->rank : 2 * v->rank + result) * v->stride;
+}
 
 static void write_one(void *arg, long nr) {
   mover *v = (mover *)arg;
@@ -103,7 +110,8 @@ static void call(void *arg) {
   float *slot = v->arena + v->at * buffers * v->stride;
   if (v->cold && ++v->at == v->slots) v->at = 0;
   if (!v->sum) {
-    memcpy(slot + (size_t)(2 * v->rank + 1) * v->stride, slot + (size_t)(2 * v->rank) * v->stride, v->count * sizeof(float));
+    memcpy(slot + (size_t)(2 * v->rank + 1) * v->stride, slot + (size_t)(2 * v->rank) * v->stride,
+           v->count * sizeof(float));
     return;
   }
   size_t n = (size_t)v->n, part = (size_t)v->rank;
@@ -141,7 +149,8 @@ static void rank_main(const settings *s, meeting *m, float *arena, size_t arena_
   }
   for (int i = 0; i < s->nsizes; i++)
     for (int kind = 0; kind < 5; kind++) {
-      mover v = {.m = m, .rank = rank, .n = n, .sum = kind & 1 || kind == 4, .cold = kind == 2 || kind == 3, .cross = kind == 4, .arena = arena};
+      mover v = {.m = m, .rank = rank, .n = n, .sum = kind & 1 || kind == 4,
+                 .cold = kind == 2 || kind == 3, .cross = kind == 4, .arena = arena};
       v.count = (size_t)s->sizes[i] / sizeof(float);
       v.stride = (v.count + 15) / 16 * 16;
       v.slots = arena_bytes / (v.stride * sizeof(float) * (size_t)n * (v.sum ? 1 : 2));

@@ -1,13 +1,15 @@
-/* What every program here shares, so that all peers are measured alike: the arguments, the test pattern and its check, the timing loop and the
- * output line. C99, and C++ for Gloo.
+/* What every program here shares, so that all peers are measured alike: the arguments, the test
+ * pattern and its check, the timing loop and the output line. C99, and C++ for Gloo.
  *
  *   PROGRAM OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH
  *
- * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The program ends itself after DEADLINE_S, whatever
- * became of whoever started it. With TOUCH 1 every rank writes its input before each call and reads its result after it, as programs do; with 0 calls
- * follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the whole
- * input for reduce_scatter; the whole output for allgather; the whole input, which is as long as the output, for alltoall; for put what a rank puts
- * to the next. */
+ * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The
+ * program ends itself after DEADLINE_S, whatever became of whoever started it. With TOUCH 1 every
+ * rank writes its input before each call and reads its result after it, as programs do; with 0
+ * calls follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-tests: the
+ * vector for allreduce, reduce and broadcast; the whole input for reduce_scatter; the whole output
+ * for allgather; the whole input, which is as long as the output, for alltoall; for put what a rank
+ * puts to the next. */
 #ifndef MEASURE_H
 #define MEASURE_H
 #include <stdio.h>
@@ -17,7 +19,8 @@
 #include <unistd.h>
 
 enum op { ALLREDUCE, REDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL, BROADCAST, PUT, OPS };
-static const char *const op_names[OPS] = {"allreduce", "reduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "put"};
+static const char *const op_names[OPS] = {"allreduce", "reduce", "reduce_scatter", "allgather",
+                                          "alltoall", "broadcast", "put"};
 
 typedef struct {
   enum op op;
@@ -73,8 +76,9 @@ static inline float *buffer(size_t floats) {
   return (float *)p;
 }
 
-/* One collective on one rank. n ranks; count elements in all ("bytes" / 4), part = count / n. src and dst are as long as the operation wants, but
- * never shorter than count, so that a library may use them as scratch. */
+/* One collective on one rank. n ranks; count elements in all ("bytes" / 4), part = count / n. src
+ * and dst are as long as the operation wants, but never shorter than count, so that a library may
+ * use them as scratch. */
 typedef struct {
   enum op op;
   int in_place, rank, n;
@@ -82,8 +86,9 @@ typedef struct {
   float *src, *dst;
 } task;
 
-/* Element i of the data of rank in call number nr, times a scale of (rank + 1) or their sum: small integers, whose sums are exact, so that the check is for
- * equality. They repeat with period 5 and differ from call to call. */
+/* Element i of the data of rank in call number nr, times a scale of (rank + 1) or their sum: small
+ * integers, whose sums are exact, so that the check is for equality. They repeat with period 5 and
+ * differ from call to call. */
 enum { PERIOD = 4095 };
 
 static inline const float *pattern(size_t from) {
@@ -128,7 +133,9 @@ static inline task prepare(const settings *s, long bytes, int rank, int n) {
   t.n = n;
   t.part = (size_t)bytes / sizeof(float) / (size_t)n;
   if (t.part == 0) t.part = 1;
-  t.count = t.op == ALLREDUCE || t.op == REDUCE || t.op == BROADCAST || t.op == PUT ? (size_t)bytes / sizeof(float) : t.part * (size_t)n;
+  t.count = t.op == ALLREDUCE || t.op == REDUCE || t.op == BROADCAST || t.op == PUT
+                ? (size_t)bytes / sizeof(float)
+                : t.part * (size_t)n;
   if (t.count == 0) t.count = 1;
   t.src = buffer(t.count);
   t.dst = buffer(t.count);
@@ -149,7 +156,8 @@ static inline long wrong(const task *t, const float *out, long nr) {
     for (int r = 0; r < t->n; r++) bad += differ(out + (size_t)r * part, part, (float)(r + 1), from);
     return bad;
   case ALLTOALL:
-    for (int r = 0; r < t->n; r++) bad += differ(out + (size_t)r * part, part, (float)(r + 1), from + (size_t)t->rank * part);
+    for (int r = 0; r < t->n; r++)
+      bad += differ(out + (size_t)r * part, part, (float)(r + 1), from + (size_t)t->rank * part);
     return bad;
   case BROADCAST: return differ(out, t->count, 1, from);
   case PUT: return differ(out, t->count, (float)((t->rank + t->n - 1) % t->n + 1), from);
@@ -202,7 +210,8 @@ static inline double tight(const subject *b, long iters, double *usec) {
   return d;
 }
 
-/* As programs use it: only the calls are on the clock, and the median call counts, of which the slowest rank's time. The data of no two calls in a row are alike. */
+/* As programs use it: only the calls are on the clock, and the median call counts, of which the
+   slowest rank's time. The data of no two calls in a row are alike. */
 static inline double touched(const subject *b, long iters, double *usec, long *bad) {
   static double times[MAX_TOUCHED];
   static long nr;
@@ -227,8 +236,9 @@ static inline double timed(const subject *b, const settings *s, long iters, doub
   return s->touch ? touched(b, iters, usec, bad) : tight(b, iters, usec);
 }
 
-/* Warm up, double the number of calls until it takes an eighth of the budget, then repeat for the budget each time. Every decision hangs on the
- * slowest rank's time, which all ranks know, so all make the same number of calls. A call that is itself far over budget is repeated fewer times. */
+/* Warm up, double the number of calls until it takes an eighth of the budget, then repeat for the
+ * budget each time. Every decision hangs on the slowest rank's time, which all ranks know, so all
+ * make the same number of calls. A call that is itself far over budget is repeated fewer times. */
 static inline timing measure(const subject *b, const settings *s) {
   timing r = {1e30, 1, 0, 0};
   long most = s->touch ? MAX_TOUCHED : 1 << 24;
@@ -253,10 +263,12 @@ static inline timing measure(const subject *b, const settings *s) {
   return r;
 }
 
-static inline void report(const settings *s, const char *op, const char *variant, int in_place, int ranks, size_t bytes, timing r, long bad) {
-  printf("{\"op\":\"%s\",\"dtype\":\"float32\",\"ranks\":%d,\"bytes\":%zu,\"time_us\":%.4f,\"in_place\":%s,\"touch\":%s,\"variant\":\"%s\","
-         "\"iters\":%ld,\"reps\":%d,\"wrong\":%ld}\n",
-         op, ranks, bytes, r.usec, in_place ? "true" : "false", s->touch ? "true" : "false", variant, r.iters, r.reps, bad);
+static inline void report(const settings *s, const char *op, const char *variant, int in_place, int ranks,
+                          size_t bytes, timing r, long bad) {
+  printf("{\"op\":\"%s\",\"dtype\":\"float32\",\"ranks\":%d,\"bytes\":%zu,\"time_us\":%.4f,\"in_place\":%s,"
+         "\"touch\":%s,\"variant\":\"%s\",\"iters\":%ld,\"reps\":%d,\"wrong\":%ld}\n",
+         op, ranks, bytes, r.usec, in_place ? "true" : "false", s->touch ? "true" : "false", variant, r.iters,
+         r.reps, bad);
   fflush(stdout);
 }
 #endif

@@ -39,7 +39,8 @@ static void await_put(void) {
   }
 }
 
-/* Once round the ring: each rank puts the data to the next, and then the number of the call, when it has seen what the one before has put. */
+/* Once round the ring: each rank puts the data to the next, and then the number of the call, when
+   it has seen what the one before has put. */
 static void put(task *t) {
   int to = (t->rank + 1) % t->n, count = (int)t->count;
   window.nr++;
@@ -114,7 +115,8 @@ int main(int argc, char **argv) {
     if (s.op == PUT) free_window(&t);
     finish(&t);
   }
-  /* MPICH over UCX's tcp now and then hangs here, for good. Everything has been measured and printed by now. */
+  /* MPICH over UCX's tcp now and then hangs here, for good. Everything has been measured and
+     printed by now. */
   signal(SIGALRM, give_up);
   alarm(3);
   MPI_Finalize();

@@ -121,7 +121,9 @@ func TestMemory(t *testing.T) {
 }
 
 func TestRoutes(t *testing.T) {
-	v4 := "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\neth0 00000000 " + map[bool]string{true: "010200C0", false: "C0000201"}[littleEndian()] + " 0003 0 0 0 00000000 0 0 0\neth0 000200C0 00000000 0001 0 0 0 00FFFFFF 0 0 0\n"
+	v4 := "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\neth0 00000000 " +
+		map[bool]string{true: "010200C0", false: "C0000201"}[littleEndian()] + " 0003 0 0 0 00000000 0 0 0\n" +
+		"eth0 000200C0 00000000 0001 0 0 0 00FFFFFF 0 0 0\n"
 	v6 := strings.Repeat("0", 32) + " 00 " + strings.Repeat("0",
 		32) + " 00 fd000000000000000000000000000001 00000400 1 0 00000003 eth1\n" +
 		strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " 00 " + strings.Repeat("0",

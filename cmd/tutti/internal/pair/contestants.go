@@ -40,7 +40,8 @@ func newContestants(h hello, interfaces string) (*contestants, error) {
 		return nil, err
 	}
 	c := &contestants{context: ctx, buf: make([]byte, h.Size), back: make([]byte, h.Size)}
-	c.endpoint, err = endpoint.New(ctx, endpoint.Config{Name: "bench", Secret: h.Secret, Interfaces: interfaces, Conns: 1})
+	c.endpoint, err = endpoint.New(ctx, endpoint.Config{Name: "bench", Secret: h.Secret, Interfaces: interfaces,
+		Conns: 1})
 	if err != nil {
 		c.close()
 		return nil, err

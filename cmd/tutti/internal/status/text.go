@@ -165,8 +165,9 @@ func (r *Report) endpoints(w io.Writer, st Style) {
 	}
 }
 
-// columns writes a table whose last column is wrapped, and painted by a function of the number of the
-// line. The first line is the head. Column left is aligned to the left, the others to the right.
+// columns writes a table whose last column is wrapped, and painted by a function of the number of
+// the line. The first line is the head. Column left is aligned to the left, the others to the
+// right.
 func columns(w io.Writer, st Style, cells [][]string, left int, paint func(i int, text string) string) {
 	widths := make([]int, len(cells[0])-1)
 	for _, line := range cells {
