@@ -131,3 +131,28 @@ func TestFailedConnectsTakeNoRoom(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Connect respects MaxPeers, and says what to do.
+func TestConnectsBeyondMaxPeersFail(t *testing.T) {
+	c := newContext(t)
+	e := newEndpoint(t, c, Config{MaxPeers: 2})
+	var peers []*Peer
+	for range 2 {
+		p, err := e.Connect(t.Context(), newEndpoint(t, c, Config{}).Info())
+		if err != nil {
+			t.Fatal(err)
+		}
+		peers = append(peers, p)
+	}
+	third := newEndpoint(t, c, Config{})
+	if _, err := e.Connect(t.Context(), third.Info()); !errors.Is(err, ErrBusy) || len(e.Peers()) != 2 {
+		t.Errorf("a third peer of two: %v, %d peers", err, len(e.Peers()))
+	}
+	if p, err := e.Connect(t.Context(), Info{ID: peers[0].ID()}); err != nil || p != peers[0] {
+		t.Errorf("a peer that is there: %v, %v", p, err)
+	}
+	peers[0].Close()
+	if _, err := e.Connect(t.Context(), third.Info()); err != nil {
+		t.Errorf("with room for it: %v", err)
+	}
+}

@@ -64,8 +64,9 @@ type Config struct {
 	// Nothing that does not match gets into memory: the connection ends, and what was under way
 	// fails with ErrBroken.
 	Checksum bool
-	// MaxPeers bounds the peers. One that is not connected any more makes room for one that
-	// connects; otherwise that is refused. Default 1024.
+	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more, makes
+	// room for another one. Otherwise whoever connects is refused, and Connect fails with ErrBusy until
+	// the program closes a peer. Default 1024.
 	MaxPeers int
 	// Dialer makes the connections to peers. Default: net.Dialer.
 	Dialer dial.Func
@@ -407,6 +408,10 @@ func (e *Endpoint) peer(info Info) (*Peer, error) {
 		}
 		p.mu.Unlock()
 		return p, nil
+	}
+	if n := len(e.peers); n >= e.cfg.MaxPeers && !e.evictLocked() {
+		return nil, fmt.Errorf("%w: there are %d peers, and Config.MaxPeers allows %d: close those that are not needed",
+			ErrBusy, n, e.cfg.MaxPeers)
 	}
 	if checkName("endpoint", info.Name) != nil {
 		info.Name = ""
