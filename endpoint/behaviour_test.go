@@ -41,6 +41,9 @@ func TestArgumentsAreChecked(t *testing.T) {
 	if _, err := b.Register("r", mem.Host(make([]byte, 100), mem.Anywhere), RegionConfig{}); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := b.RegisterFile("f", nil, 0, 100, RegionConfig{}); err == nil {
+		t.Error("a file that is nil is a region")
+	}
 	one := mem.Host(make([]byte, 1), mem.Anywhere)
 	for name, c := range map[string]struct {
 		op   Op
@@ -57,6 +60,7 @@ func TestArgumentsAreChecked(t *testing.T) {
 		"negative timeout":  {Op{Kind: OpRead, Local: one, Region: "r", Timeout: -1}, nil},
 		"device memory":     {Op{Kind: OpSend, Local: mem.Device(64, 1, "cuda:0")}, errors.ErrUnsupported},
 		"file and memory":   {Op{Kind: OpWrite, Local: one, File: os.Stdin, FileLen: 1, Region: "r"}, nil},
+		"file that is nil":  {Op{Kind: OpRead, FileLen: 1, Region: "r"}, nil},
 		"file to be sent":   {Op{Kind: OpSend, File: os.Stdin, FileLen: 1}, nil},
 		"negative file len": {Op{Kind: OpWrite, File: os.Stdin, FileLen: -1, Region: "r"}, nil},
 	} {
@@ -138,6 +142,34 @@ func TestMessagesAreTruncatedOrExact(t *testing.T) {
 		buf = make([]byte, n-1)
 		wait(t, q.Start(Op{Kind: OpRecv, Local: mem.Host(buf, mem.Anywhere), Exact: true}))
 		wait(t, s)
+	}
+}
+
+// A message goes to the first recv that was not given up, wherever the others were in the order.
+func TestMessagesPassRecvsThatWereGivenUp(t *testing.T) {
+	_, _, p, q := pair(t, Config{})
+	for _, given := range [][]int{{0}, {1}, {0, 1}, {1, 0}, {2, 1}, {3, 1, 0}, {0, 1, 2, 3}, {3, 2, 1, 0}} {
+		fs, bufs := make([]*Future, 5), make([][]byte, 5)
+		for i := range fs {
+			bufs[i] = make([]byte, 1)
+			fs[i] = q.Recv(bufs[i])
+		}
+		for _, i := range given {
+			fs[i].Cancel()
+		}
+		for n := range len(fs) - len(given) {
+			wait(t, p.Send([]byte{byte(n + 1)}))
+		}
+		n := byte(0)
+		for i, f := range fs {
+			if slices.Contains(given, i) {
+				continue
+			}
+			wait(t, f)
+			if n++; bufs[i][0] != n {
+				t.Errorf("without recvs %v, recv %d has message %d, want %d", given, i, bufs[i][0], n)
+			}
+		}
 	}
 }
 
@@ -545,6 +577,54 @@ func TestWatch(t *testing.T) {
 		if !errors.Is(err, ErrBroken) {
 			t.Errorf("the end of a watch: %v", err)
 		}
+	}
+}
+
+// Whoever watches hears of changes in the order in which they are made, by whichever goroutines.
+func TestChangesOfRegionsAreToldInTheirOrder(t *testing.T) {
+	var g registry
+	var mu sync.Mutex
+	var seen []bool
+	added := make(chan error, 1)
+	g.changed = func(_ *Region, gone bool) {
+		if gone {
+			again := make(chan error, 1)
+			go func() { again <- g.add(&Region{name: "r"}) }()
+			select { // the other one has no chance to be told first
+			case err := <-again:
+				added <- err
+			case <-time.After(100 * time.Millisecond):
+				go func() { added <- <-again }()
+			}
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		seen = append(seen, gone)
+	}
+	r := &Region{name: "r"}
+	if err := g.add(r); err != nil {
+		t.Fatal(err)
+	}
+	r.Unregister()
+	if err := <-added; err != nil {
+		t.Fatal(err)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if want := []bool{false, true, false}; !slices.Equal(seen, want) {
+		t.Errorf("gone %v, want %v", seen, want)
+	}
+}
+
+// A batch of one is held for what follows only if it is small, as one operation is.
+func TestLargeBatchesOfOneAreNotHeld(t *testing.T) {
+	s := &session{requests: map[uint64]request{1: {}, 2: {}, 3: {}, 4: {}}}
+	for n, want := range map[int64]bool{smallest: true, smallest + 1: false} {
+		x := &task{n: n}
+		if got := s.holdLocked(&Future{tasks: []*task{x}}); got != want {
+			t.Errorf("a batch of one operation of %d bytes is held: %v", n, got)
+		}
+		s.held = 0
 	}
 }
 

@@ -301,8 +301,9 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 // is sealed. The file stays open until after Unregister; if it is shorter than off+n reads of the
 // rest fail with ErrFailed.
 func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
-	if off < 0 || n < 0 || off+n < 0 {
-		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of a file", name, n, off)
+	if f == nil || off < 0 || n < 0 || off+n < 0 {
+		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of the file %v: want a file, and a range of it", name, n,
+			off, f)
 	}
 	r := &Region{name: name, n: n, cfg: cfg, file: f, base: off}
 	r.gate.Open(nil)

@@ -177,8 +177,7 @@ func (s *session) messageLocked(c *link.Conn, seq uint64, n int64) (link.Sink, e
 // takeLocked gives the next message to the first recv.
 func (s *session) takeLocked(a *arrival, t *task) {
 	p := s.peer
-	p.recvs[0] = nil
-	p.recvs = p.recvs[1:]
+	p.shiftRecvLocked()
 	a.task, t.letter, t.stage = t, a, arriving
 	s.expect = a.seq
 }
@@ -277,8 +276,9 @@ func (p *Peer) matchLocked() {
 		t := p.recvs[0]
 		if len(p.mail) > 0 {
 			a := p.mail[0]
-			p.mail[0], p.recvs[0] = nil, nil
-			p.mail, p.recvs = p.mail[1:], p.recvs[1:]
+			p.mail[0] = nil
+			p.mail = p.mail[1:]
+			p.shiftRecvLocked()
 			p.receivedLocked(t, t.copyLocked(a.buf), a.total)
 			continue
 		}

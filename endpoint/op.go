@@ -214,7 +214,7 @@ func (o *Op) check(c *Context) error {
 	}
 	switch o.Kind {
 	case OpSend, OpRecv:
-		if o.File != nil {
+		if o.File != nil || o.FileOffset != 0 || o.FileLen != 0 {
 			return fmt.Errorf("%v: File is for reads and writes", o.Kind)
 		}
 		if o.Region != "" || o.Offset != 0 {
@@ -226,6 +226,9 @@ func (o *Op) check(c *Context) error {
 		}
 		if err := checkName("region", o.Region); err != nil {
 			return fmt.Errorf("%v: %w", o.Kind, err)
+		}
+		if o.File == nil && (o.FileOffset != 0 || o.FileLen != 0) {
+			return fmt.Errorf("%v: %d bytes at %d of a file that is nil", o.Kind, o.FileLen, o.FileOffset)
 		}
 		if o.File != nil && (o.Local.Len() > 0 || o.FileOffset < 0 || o.FileLen < 0 ||
 			o.FileOffset > math.MaxInt64-o.FileLen) {

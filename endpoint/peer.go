@@ -34,7 +34,7 @@ type Peer struct {
 	awaited     chan struct{} // closed when there is a session; nil: nobody waits
 	dialling    chan struct{} // closed when the dial ends; nil: none
 	waiting     []*task       // for a session
-	recvs       []*task       // in order
+	recvs       []*task       // in order; the first has not ended
 	mail        []*arrival    // complete messages of earlier sessions
 	due         deadlines
 	timer       *time.Timer // for the first of due
@@ -221,18 +221,12 @@ func (p *Peer) giveUpLocked(t *task, err error) {
 	if s := p.session; s != nil {
 		s.withdrawLocked(t)
 	}
-	if t.Kind == OpRecv {
-		for i, r := range p.recvs {
-			if r == t {
-				p.recvs = append(p.recvs[:i], p.recvs[i+1:]...)
-				break
-			}
-		}
-	}
 	p.endLocked(t)
+	p.trimRecvsLocked()
 	if p.dead++; p.dead > 64 && p.dead > len(p.due) { // they are skipped, but not forgotten
 		p.dead = 0
 		p.waiting = slices.DeleteFunc(p.waiting, ended)
+		p.recvs = slices.DeleteFunc(p.recvs, ended)
 		if s := p.session; s != nil {
 			s.compactLocked()
 		}
@@ -240,6 +234,21 @@ func (p *Peer) giveUpLocked(t *task, err error) {
 }
 
 func ended(t *task) bool { return t.ended }
+
+// shiftRecvLocked takes the first recv off the list.
+func (p *Peer) shiftRecvLocked() {
+	p.recvs[0] = nil
+	p.recvs = p.recvs[1:]
+	p.trimRecvsLocked()
+}
+
+// trimRecvsLocked takes recvs that were given up off the list's front.
+func (p *Peer) trimRecvsLocked() {
+	for len(p.recvs) > 0 && p.recvs[0].ended {
+		p.recvs[0] = nil
+		p.recvs = p.recvs[1:]
+	}
+}
 
 // takeLocked returns the tasks that are over, and the connections that have something to send.
 func (p *Peer) takeLocked() (over []*task, dirty []*link.Conn) {

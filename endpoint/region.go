@@ -93,12 +93,13 @@ func (r *Region) entry(client string) wire.Entry {
 
 // registry has the regions of an endpoint.
 type registry struct {
+	order   sync.Mutex // held until all have heard of a change, so that they do so in the order of changes
 	mu      sync.RWMutex
 	names   []string // sorted
 	byName  map[string]*Region
 	byID    map[uint64]*Region
 	last    uint64
-	changed func(r *Region, gone bool) // called without the lock
+	changed func(r *Region, gone bool) // called without mu
 }
 
 // checkName checks the name of a region or an endpoint, which programs show to people: it must not
@@ -137,6 +138,8 @@ func (g *registry) add(r *Region) error {
 	rand.Read(b[:])
 	r.generation = binary.LittleEndian.Uint64(b[:]) | 1
 	r.reg = g
+	g.order.Lock()
+	defer g.order.Unlock()
 	g.mu.Lock()
 	if g.byName == nil {
 		g.byName, g.byID = map[string]*Region{}, map[uint64]*Region{}
@@ -156,6 +159,8 @@ func (g *registry) add(r *Region) error {
 }
 
 func (g *registry) remove(r *Region) {
+	g.order.Lock()
+	defer g.order.Unlock()
 	g.mu.Lock()
 	if g.byID[r.id] != r {
 		g.mu.Unlock()

@@ -239,7 +239,7 @@ func (s *session) fullLocked() bool {
 // it is small, and at least twice as many are with the peer as are held. A program that keeps
 // several under way starts one for each that has ended, and answers often arrive together.
 func (s *session) holdLocked(f *Future) bool {
-	if len(f.tasks) > 1 || f.one.n > smallest || 2*(s.held+1) > len(s.requests)+len(s.untaken) {
+	if len(f.tasks) != 1 || f.tasks[0].n > smallest || 2*(s.held+1) > len(s.requests)+len(s.untaken) {
 		s.held = 0
 		return false
 	}
