@@ -548,6 +548,7 @@ func (e *Endpoint) accepted(c net.Conn, h trust.Hello, s *trust.Session) {
 	}
 	fd, err := socket.Detach(c)
 	if err != nil {
+		e.log.Warn("endpoint: a connection is closed", "from", c.RemoteAddr(), "err", files.Explain(err))
 		return
 	}
 	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}}
@@ -709,8 +710,7 @@ func (e *Endpoint) dial(p *Peer) error {
 	if coming != nil && p.awaitSession(ctx, coming.over) == nil {
 		return nil
 	}
-	var why []error
-	addrs := e.order(ctx, info.Addrs)
+	addrs, why := e.order(info.Addrs)
 	for i, a := range addrs {
 		p.mu.Lock()
 		s := newSession(p, newID(), e.cfg.Conns)
@@ -750,7 +750,7 @@ func share(ctx context.Context, n int) (context.Context, context.CancelFunc) {
 // explain joins the reasons why no address could be dialled.
 func explain(why []error) error {
 	if len(why) == 0 {
-		why = []error{errors.New("none of the peer's addresses can be reached from here")}
+		why = []error{errors.New("the peer has no addresses")}
 	}
 	return &dialError{why}
 }
@@ -768,8 +768,8 @@ func (e *dialError) Error() string {
 
 func (e *dialError) Unwrap() []error { return append([]error{ErrBroken}, e.why...) }
 
-// order returns the addresses that can be reached, best first.
-func (e *Endpoint) order(ctx context.Context, addrs []string) []string {
+// order returns the addresses that can be reached, best first, and why others cannot.
+func (e *Endpoint) order(addrs []string) (out []string, why []error) {
 	m := route.This(e.filter)
 	type at struct {
 		route.Path
@@ -782,16 +782,18 @@ func (e *Endpoint) order(ctx context.Context, addrs []string) []string {
 			found = append(found, at{text: text})
 			continue
 		}
-		if p, err := m.Judge(a, route.Unknown); err == nil {
-			found = append(found, at{p, text})
+		p, err := m.Judge(a, route.Unknown)
+		if err != nil {
+			why = append(why, err)
+			continue
 		}
+		found = append(found, at{p, text})
 	}
 	slices.SortStableFunc(found, func(a, b at) int { return route.Compare(a.Path, b.Path) })
-	out := make([]string, len(found))
-	for i, f := range found {
-		out[i] = f.text
+	for _, f := range found {
+		out = append(out, f.text)
 	}
-	return out
+	return out, why
 }
 
 // line is a connection whose ends have proved themselves.
@@ -862,8 +864,7 @@ func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
 	ctx, cancel := context.WithTimeout(ctx, e.cfg.DialTimeout)
 	defer cancel()
 	defer context.AfterFunc(e.life, cancel)()
-	var why []error
-	addrs := e.order(ctx, info.Addrs)
+	addrs, why := e.order(info.Addrs)
 	for i, a := range addrs {
 		ctx, cancel := share(ctx, len(addrs)-i)
 		defer cancel()

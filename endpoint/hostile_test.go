@@ -722,6 +722,56 @@ func processorTime(t *testing.T) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
+// TestConnectWithFewDescriptors: an end without descriptors says so, and goes on when there are some.
+func TestConnectWithFewDescriptors(t *testing.T) {
+	a := newEndpoint(t, newContext(t), Config{Conns: 2, DialTimeout: 200 * time.Millisecond})
+	b := newEndpoint(t, newContext(t), Config{})
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Setrlimit(unix.RLIMIT_NOFILE, &limit)
+	for free := range 8 {
+		few := limit
+		few.Cur = uint64(descriptors(t) + 20)
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &few); err != nil {
+			t.Fatal(err)
+		}
+		var held []*os.File
+		for {
+			f, err := os.Open(".")
+			if err != nil {
+				break
+			}
+			held = append(held, f)
+		}
+		give := func(n int) {
+			for _, f := range held[:n] {
+				f.Close()
+			}
+			held = held[n:]
+		}
+		give(min(free, len(held)))
+		p, err := a.Connect(t.Context(), b.Info())
+		give(len(held))
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+			t.Fatal(err)
+		}
+		if free == 0 && (err == nil || !strings.Contains(err.Error(), "RLIMIT_NOFILE")) {
+			t.Errorf("without descriptors: %v", err)
+		}
+		if err != nil && !errors.Is(err, ErrBroken) {
+			t.Errorf("with %d descriptors: %v", free, err)
+		}
+		until(t, "a connection", func() bool {
+			p, err = a.Connect(t.Context(), b.Info())
+			return err == nil
+		})
+		wait(t, p.Send(nil))
+		p.Close()
+	}
+}
+
 // TestShortRead: a peer that ends a read with too few bytes breaks the session, and with it the
 // read.
 func TestShortRead(t *testing.T) {
