@@ -50,8 +50,8 @@ type HostAllocator interface {
 // for the work. An error says that the stream did not accept it, and wraps ErrMemory, ErrClosed or
 // the failure of earlier work.
 type Stream interface {
-	// Copy copies src to dst, which has the same length and is disjoint or identical. Each is memory
-	// of the device or of the host.
+	// Copy copies src to dst, which has the same length and is disjoint or identical. Each is
+	// memory of the device or of the host.
 	Copy(dst, src mem.Memory) error
 	// Reduce combines srcs, in their order, into dst, and divides by divisor if that is not 0. All
 	// have the same length; dst may be one of srcs and is disjoint from the others. Package kernels

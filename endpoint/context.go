@@ -28,8 +28,8 @@ type ContextConfig struct {
 	// GOMAXPROCS, 1 to 4.
 	Loops int
 	// Devices are those whose memory the endpoints may use, in regions and operations. It goes
-	// through host memory: 512 KiB for each connection that needs it, of device.HostAllocator if the
-	// device is one. The devices must stay usable until Close.
+	// through host memory: 512 KiB for each connection that needs it, of device.HostAllocator if
+	// the device is one. The devices must stay usable until Close.
 	Devices []device.Device
 }
 

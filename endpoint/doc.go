@@ -29,10 +29,10 @@
 // # Devices
 //
 // Regions and operations may use memory of the devices in ContextConfig.Devices. The goroutine that
-// moves the bytes copies them through host memory, a frame at a time, and waits for the copy. A device
-// that fails ends the operations that need it. Nothing orders copies after what the program's own
-// streams do: record an event there, and wait for it, before memory is registered or handed to an
-// operation.
+// moves the bytes copies them through host memory, a frame at a time, and waits for the copy. A
+// device that fails ends the operations that need it. Nothing orders copies after what the
+// program's own streams do: record an event there, and wait for it, before memory is registered or
+// handed to an operation.
 //
 // # Connections
 //
@@ -41,8 +41,8 @@
 // [ErrBroken], and the next operation connects again. A connection that has nothing to do for
 // Config.IdleTimeout is closed by agreement of both ends, which no operation notices. A [Context]
 // has the goroutines that serve the connections. They poll for some ten microseconds after traffic,
-// and so does a goroutine that waits for a Future; an idle connection costs no processor time.
-// A small operation that is started while several are under way may be held for up to a millisecond,
+// and so does a goroutine that waits for a Future; an idle connection costs no processor time. A
+// small operation that is started while several are under way may be held for up to a millisecond,
 // to be sent with others; waiting for any Future of the peer sends it at once.
 //
 // # Trust

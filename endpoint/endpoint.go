@@ -64,9 +64,9 @@ type Config struct {
 	// Nothing that does not match gets into memory: the connection ends, and what was under way
 	// fails with ErrBroken.
 	Checksum bool
-	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more, makes
-	// room for another one. Otherwise whoever connects is refused, and Connect fails with ErrBusy until
-	// the program closes a peer. Default 1024.
+	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more,
+	// makes room for another one. Otherwise whoever connects is refused, and Connect fails with
+	// ErrBusy until the program closes a peer. Default 1024.
 	MaxPeers int
 	// Dialer makes the connections to peers. Default: net.Dialer.
 	Dialer dial.Func
@@ -285,8 +285,8 @@ func (e *Endpoint) Info() Info {
 
 // Register makes memory a region, which peers read and write by name until Unregister. m is the
 // endpoint's until then: the program may read and write it, as far as it does not care when peers
-// do. Memory of a device must be that of one of ContextConfig.Devices; it is accessed outside of the
-// program's streams.
+// do. Memory of a device must be that of one of ContextConfig.Devices; it is accessed outside of
+// the program's streams.
 func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Region, error) {
 	if err := e.ctx.reach(m); err != nil {
 		return nil, fmt.Errorf("endpoint: region %s: %w", name, err)
@@ -302,7 +302,8 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 // rest fail with ErrFailed.
 func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
 	if f == nil || off < 0 || n < 0 || off+n < 0 {
-		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of the file %v: want a file, and a range of it", name, n,
+		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of the file %v: want a file, and a range of it",
+			name, n,
 			off, f)
 	}
 	r := &Region{name: name, n: n, cfg: cfg, file: f, base: off}

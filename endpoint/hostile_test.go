@@ -722,7 +722,8 @@ func processorTime(t *testing.T) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// TestConnectWithFewDescriptors: an end without descriptors says so, and goes on when there are some.
+// TestConnectWithFewDescriptors: an end without descriptors says so, and goes on when there are
+// some.
 func TestConnectWithFewDescriptors(t *testing.T) {
 	a := newEndpoint(t, newContext(t), Config{Conns: 2, DialTimeout: 200 * time.Millisecond})
 	b := newEndpoint(t, newContext(t), Config{})

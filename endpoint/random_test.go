@@ -905,8 +905,8 @@ func TestRandomChild(t *testing.T) {
 	fmt.Println("COUNTS", w.counts)
 }
 
-// TestRandomProcesses: random programs of endpoints in four processes. Those of a crowd start all of
-// their operations at once, and not fewer of them if the test has to be short.
+// TestRandomProcesses: random programs of endpoints in four processes. Those of a crowd start all
+// of their operations at once, and not fewer of them if the test has to be short.
 func TestRandomProcesses(t *testing.T) {
 	for _, x := range []struct {
 		kind    string

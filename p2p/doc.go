@@ -90,8 +90,8 @@
 // survives. A peer has failed if its link broke, the directory says that it is gone, or it could
 // not be reached for ConnectTimeout. It stays failed until Reconnect or MarkDead, and its
 // connections are refused until then ([ErrFailed]). Operations that wait for it get a [PeerError];
-// others continue. A channel fails as a whole, by Abort, by a Disagreement or by an [Aborted] from a
-// peer, and tells every linked member once; messages that it sent before are still delivered. The
+// others continue. A channel fails as a whole, by Abort, by a Disagreement or by an [Aborted] from
+// a peer, and tells every linked member once; messages that it sent before are still delivered. The
 // handshake refuses connections of another incarnation ([ErrStale]).
 //
 // # Epochs

@@ -15,7 +15,8 @@ func TestFirstPostedReceiveTakesMessage(t *testing.T) {
 		var model []*RecvReq
 		slot, tag := rapid.IntRange(0, 2), rapid.Uint64Range(0, 2)
 		fresh := func(t *rapid.T) *RecvReq {
-			return &RecvReq{from: rapid.IntRange(AnySlot, 2).Draw(t, "from"), tag: rapid.Int64Range(AnyTag, 2).Draw(t, "tag")}
+			return &RecvReq{from: rapid.IntRange(AnySlot, 2).Draw(t, "from"), tag: rapid.Int64Range(AnyTag, 2).Draw(t,
+				"tag")}
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"add": func(t *rapid.T) {

@@ -44,7 +44,8 @@ func (s Status) String() string {
 		"the peer refused the request as invalid",
 		"the peer refused access: its memory is not registered for it, or not any more",
 		"the peer failed to complete the request", "no answer from the peer after all retries",
-		"the peer had no receive posted after all retries", "RDD violation", "invalid RDD request", "aborted by the peer",
+		"the peer had no receive posted after all retries", "RDD violation", "invalid RDD request",
+		"aborted by the peer",
 		"invalid end-to-end context", "invalid state of the end-to-end context", "fatal error of the device",
 		"no response in time", "general error")
 }
@@ -118,8 +119,8 @@ type QueueFullError struct {
 func (e *QueueFullError) Error() string {
 	switch {
 	case e.Degraded:
-		return fmt.Sprintf("rdma: queue pair %d takes no requests until it has recovered from a failure (%d of %d in use, "+
-			"%d posted)", e.QP, e.InUse, e.Depth, e.Posted)
+		return fmt.Sprintf("rdma: queue pair %d takes no requests until it has recovered from a failure (%d of %d "+
+			"in use, %d posted)", e.QP, e.InUse, e.Depth, e.Posted)
 	case !e.Retryable:
 		return fmt.Sprintf("rdma: %d requests at once for the send queue of queue pair %d, which holds %d (%d posted)",
 			e.Need, e.QP, e.Depth, e.Posted)

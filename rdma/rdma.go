@@ -34,12 +34,12 @@ type Device interface {
 	// Register registers memory. The memory must stay allocated until MR.Close. Device memory needs
 	// RegisterDMABuf.
 	Register(m mem.Memory, access Access) (MR, error)
-	// RegisterDMABuf registers n bytes at offset of a DMA buffer. Requests address them from address
-	// on. It fails with errors.ErrUnsupported if the device or the system has no such call. The
-	// descriptor may be closed afterwards.
+	// RegisterDMABuf registers n bytes at offset of a DMA buffer. Requests address them from
+	// address on. It fails with errors.ErrUnsupported if the device or the system has no such call.
+	// The descriptor may be closed afterwards.
 	RegisterDMABuf(fd int, offset, n, address uint64, access Access) (MR, error)
-	// NewCQ makes a completion queue for at least depth completions. wake, if it is not nil, is called
-	// after CQ.Arm; see there.
+	// NewCQ makes a completion queue for at least depth completions. wake, if it is not nil, is
+	// called after CQ.Arm; see there.
 	NewCQ(depth int, wake func()) (CQ, error)
 	// NewQP makes a queue pair in the state Reset.
 	NewQP(cfg QPConfig) (QP, error)
@@ -58,8 +58,8 @@ type MR interface {
 
 // CQ is a completion queue. One goroutine at a time calls Poll and Arm.
 type CQ interface {
-	// Poll moves up to min(len(out), PollBatch) completions to out and returns their number. An error
-	// means that the queue is unusable, for example because it overflowed.
+	// Poll moves up to min(len(out), PollBatch) completions to out and returns their number. An
+	// error means that the queue is unusable, for example because it overflowed.
 	Poll(out []Completion) (int, error)
 	// Arm requests one call of wake when the next completion arrives. A completion that arrived
 	// before Arm causes none: poll once more after Arm. wake may also be called without need. It
@@ -79,17 +79,17 @@ type QP interface {
 	State() (State, error)
 	// Init moves the queue pair from Reset to Init: receives can be posted then.
 	Init(port int, access Access) error
-	// Connect moves the queue pair from Init to Ready. If it fails between, the queue pair has to be
-	// reset or closed.
+	// Connect moves the queue pair from Init to Ready. If it fails between, the queue pair has to
+	// be reset or closed.
 	Connect(r *Route) error
-	// Fail moves the queue pair to Failed: what was posted completes, and what has not ended does so
-	// with Flushed.
+	// Fail moves the queue pair to Failed: what was posted completes, and what has not ended does
+	// so with Flushed.
 	Fail() error
 	// Reset moves the queue pair to Reset. Requests that have not completed never do. It fails with
 	// errors.ErrUnsupported if Quirks.NoReset is set.
 	Reset() error
-	// Post posts a chain of requests. It returns the number of those that were posted, all or with an
-	// error the ones before the bad one.
+	// Post posts a chain of requests. It returns the number of those that were posted, all or with
+	// an error the ones before the bad one.
 	Post(chain []SendRequest) (int, error)
 	// PostRecv is Post for receives.
 	PostRecv(chain []RecvRequest) (int, error)

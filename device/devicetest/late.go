@@ -94,7 +94,8 @@ func (d *Late) FreeHost(m mem.Memory) error {
 	defer d.mu.Unlock()
 	at := unsafe.SliceData(m.Bytes())
 	if n, ok := d.host[at]; !ok || n != m.Len() {
-		return fmt.Errorf("late: freeing %d bytes of host memory that were not allocated so: %w", m.Len(), device.ErrMemory)
+		return fmt.Errorf("late: freeing %d bytes of host memory that were not allocated so: %w", m.Len(),
+			device.ErrMemory)
 	}
 	d.spoil(m.Bytes())
 	delete(d.host, at)

@@ -9,8 +9,8 @@ import (
 var (
 	// ErrClosed says that the table was closed.
 	ErrClosed = errors.New("rdma: the endpoints are closed")
-	// ErrGone, in an error of a Caller, says that the peer will never answer: its process has ended.
-	// Who waits for a connection to it does so no longer.
+	// ErrGone, in an error of a Caller, says that the peer will never answer: its process has
+	// ended. Who waits for a connection to it does so no longer.
 	ErrGone = errors.New("rdma: the peer has ended")
 )
 
@@ -32,8 +32,8 @@ func (e *RefusedError) Error() string {
 type UndrainedError struct{ Connections int }
 
 func (e *UndrainedError) Error() string {
-	return fmt.Sprintf("rdma: %d retired connections are not drained: call drained of Config.Retire, or allow more with "+
-		"Config.Retired", e.Connections)
+	return fmt.Sprintf("rdma: %d retired connections are not drained: call drained of Config.Retire, or allow more "+
+		"with Config.Retired", e.Connections)
 }
 
 // PeerError says that the connection to a peer could not be made in time, or at all.

@@ -181,8 +181,8 @@ func (m *machine) ready(e ready) {
 	switch {
 	case m.phase == connecting && m.wanted:
 	case m.phase == connected && (m.doubt || m.offered):
-		// It names the queue pairs that these are connected with, and not those that the peer may have
-		// since.
+		// It names the queue pairs that these are connected with, and not those that the peer may
+		// have since.
 		r.to = end{m.with.session, m.with.version &^ 1}
 	default: // nobody waits, or only the peer has asked
 		m.asking = false
@@ -244,7 +244,8 @@ func (m *machine) failed(e failed) {
 	case m.phase == connecting:
 		m.ask()
 	case e.final || m.tries > doubts:
-		// The peer has connected these queue pairs, and a call that fails proves nothing against it.
+		// The peer has connected these queue pairs, and a call that fails proves nothing against
+		// it.
 		m.doubt, m.offered = false, false
 	default:
 		m.doubt = true

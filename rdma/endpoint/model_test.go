@@ -86,8 +86,8 @@ func offerOf(i int) offer {
 	return offer{link: rdma.RoCEv2, mtu: 1024, reads: 1, qps: []pair{{n, n}, {n + 1, n}}}
 }
 
-// holds reports whether the queue pairs of side i are connected, and those of the peer are connected
-// with them, or wait to be.
+// holds reports whether the queue pairs of side i are connected, and those of the peer are
+// connected with them, or wait to be.
 func (w *world) holds(i int) bool {
 	s, o := &w.sides[i], &w.sides[1-i]
 	return s.live && o.live && s.joined == end{o.m.session, 2 * o.generation} &&
@@ -155,14 +155,16 @@ func (w *world) step(i int, ev event, p *packet) {
 				w.packets = append(w.packets, packet{caller: i, life: s.life, call: a.call, m: a.message})
 			case answer:
 				answers++
-				w.packets = append(w.packets, packet{caller: p.caller, life: p.life, call: p.call, reply: true, m: a.message})
+				w.packets = append(w.packets, packet{caller: p.caller, life: p.life, call: p.call, reply: true,
+					m: a.message})
 			}
 		}
 	}
 	if want := p != nil && !p.reply; (answers == 1) != want || answers > 1 {
 		w.wrong(i, "%d answers to %T", answers, ev)
 	}
-	if s.live != (s.m.phase == connecting || s.m.phase == connected) || (s.joined != end{}) != (s.m.phase == connected) {
+	if s.live != (s.m.phase == connecting || s.m.phase == connected) ||
+		(s.joined != end{}) != (s.m.phase == connected) {
 		w.wrong(i, "the machine is %v, queue pairs: %t, connected with %v", s.m.phase, s.live, s.joined)
 	}
 	if !s.m.asking {
@@ -318,8 +320,8 @@ type faults struct {
 	open                           [2]uint8 // no fault: how often somebody begins to wait
 }
 
-// gentle reports whether no end has lost or given up its queue pairs, if there were at first as many
-// faults left as of has.
+// gentle reports whether no end has lost or given up its queue pairs, if there were at first as
+// many faults left as of has.
 func (f *faults) gentle(of *faults) bool {
 	return f.restart == of.restart && f.sever == of.sever && f.cancel == of.cancel && f.weaken == of.weaken
 }
@@ -405,7 +407,10 @@ func explore(t *testing.T, may faults, bound int) {
 		for i := range s.w.sides {
 			p, name := &s.w.sides[i], string("ab"[i])
 			if p.m.phase == unconnected || p.m.phase == connecting && !p.m.wanted {
-				try(name+" opens", func(f *faults) *uint8 { return &f.open[i] }, func(w *world) { w.step(i, open{}, nil) })
+				try(name+" opens", func(f *faults) *uint8 { return &f.open[i] }, func(w *world) {
+					w.step(i, open{},
+						nil)
+				})
 			}
 			if p.pausing != 0 {
 				try(name+" asks", nil, func(w *world) { w.ready(i) })
@@ -445,8 +450,8 @@ func explore(t *testing.T, may faults, bound int) {
 			t.Fatalf("more than %d states", bound)
 		}
 	}
-	t.Logf("%d states; at rest the ends are connected with each other in %d, one is alone in %d, each is connected with "+
-		"queue pairs that are gone in %d", len(seen), met, alone, astray)
+	t.Logf("%d states; at rest the ends are connected with each other in %d, one is alone in %d, each is connected "+
+		"with queue pairs that are gone in %d", len(seen), met, alone, astray)
 	if met == 0 {
 		t.Error("the ends were never connected")
 	}
@@ -464,7 +469,8 @@ func TestModel(t *testing.T) {
 		{"a loss and a duplicate", faults{open: one, lose: 1, duplicate: 1, hurry: 1}, false},
 		{"two losses and duplicates", faults{open: one, lose: 2, duplicate: 2, hurry: 1}, true},
 		{"a restart a side", faults{open: two, restart: one}, false},
-		{"a loss, a duplicate, a restart a side", faults{open: one, lose: 1, duplicate: 1, hurry: 1, restart: one}, true},
+		{"a loss, a duplicate, a restart a side", faults{open: one, lose: 1, duplicate: 1, hurry: 1, restart: one},
+			true},
 		{"two restarts of one side", faults{open: two, duplicate: 1, restart: [2]uint8{2, 0}}, true},
 		{"failures", faults{open: two, lose: 1, sever: one}, false},
 		{"failures and a duplicate", faults{open: two, duplicate: 1, sever: one}, true},
@@ -507,8 +513,9 @@ func TestAnyMessages(t *testing.T) {
 					w.step(0, broken{s.generation}, nil)
 				}
 			default:
-				p := packet{caller: rng.IntN(2), life: s.life, call: s.m.call, m: &message{kind: request, offer: offerOf(1),
-					from: who(7, 8), to: who(sessionOf(0, 0), 9)}}
+				p := packet{caller: rng.IntN(2), life: s.life, call: s.m.call, m: &message{kind: request,
+					offer: offerOf(1),
+					from:  who(7, 8), to: who(sessionOf(0, 0), 9)}}
 				if rng.IntN(8) == 0 {
 					p.m.to = end{}
 				}

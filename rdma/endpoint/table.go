@@ -16,9 +16,10 @@ import (
 
 // Caller calls peers.
 type Caller interface {
-	// Call sends a request to Table.Handle of a peer, and returns its reply. It must return when ctx
-	// ends. A request whose call has failed may still arrive, and may arrive repeatedly. Both are at
-	// most MaxMessage bytes. An error that wraps ErrGone says that no call will succeed any more.
+	// Call sends a request to Table.Handle of a peer, and returns its reply. It must return when
+	// ctx ends. A request whose call has failed may still arrive, and may arrive repeatedly. Both
+	// are at most MaxMessage bytes. An error that wraps ErrGone says that no call will succeed any
+	// more.
 	Call(ctx context.Context, peer string, request []byte) ([]byte, error)
 }
 
@@ -27,13 +28,13 @@ type Config struct {
 	Session uint64      // required: random id of this life of the process
 	Device  rdma.Device // required
 	Caller  Caller      // required
-	// Queues are the queue pairs of a connection, at most MaxQPs, with their completion queues. Both
-	// ends need the same number. Required.
+	// Queues are the queue pairs of a connection, at most MaxQPs, with their completion queues.
+	// Both ends need the same number. Required.
 	Queues []rdma.QPConfig
 	Access rdma.Access // of the peers
 	// Port is the port of the device; default 1. Address is one of its addresses. Without it, the
-	// best one is taken: an IPv4 address of RoCE v2 before other ones, and addresses that are routed
-	// before those that are not.
+	// best one is taken: an IPv4 address of RoCE v2 before other ones, and addresses that are
+	// routed before those that are not.
 	Port    int
 	Address netip.Addr
 	// Route has what the ends do not agree on: Timeout, Retries, RNRRetries, TrafficClass, HopLimit
@@ -43,21 +44,23 @@ type Config struct {
 
 	Timeout time.Duration // of a call; default 2 s
 	Calls   int           // under way at a time; default 16
-	// Pause is the mean time between a failed call and its repetition, doubled for every further one
-	// up to 64 times; default 1 ms.
+	// Pause is the mean time between a failed call and its repetition, doubled for every further
+	// one up to 64 times; default 1 ms.
 	Pause time.Duration
 	Peers int // that the table remembers; default 65536
 
-	// Prepare, if it is not nil, is called with the queue pairs of a future connection before the peer
-	// can reach them. Receives can be posted. An error ends the attempt. It must not call the table.
+	// Prepare, if it is not nil, is called with the queue pairs of a future connection before the
+	// peer can reach them. Receives can be posted. An error ends the attempt. It must not call the
+	// table.
 	Prepare func(c *Connection) error
-	// Retire, if it is not nil, is called once for every connection that Prepare was called for, when
-	// it has failed, was replaced, or did not come about. Its queue pairs are in the state Failed.
-	// Drained must be called, from any goroutine, when all requests on them have completed; they are
-	// reset or destroyed then, and must not be used any more. Without Retire this happens at once.
+	// Retire, if it is not nil, is called once for every connection that Prepare was called for,
+	// when it has failed, was replaced, or did not come about. Its queue pairs are in the state
+	// Failed. Drained must be called, from any goroutine, when all requests on them have completed;
+	// they are reset or destroyed then, and must not be used any more. Without Retire this happens
+	// at once.
 	Retire func(c *Connection, drained func())
-	// Retired is the most connections that are not drained yet: with more, no new ones are prepared.
-	// Default 256.
+	// Retired is the most connections that are not drained yet: with more, no new ones are
+	// prepared. Default 256.
 	Retired int
 	// Spare is the most queue pairs of each of Queues that are kept for further connections, if the
 	// device can reset them. Default 16; negative: none.
@@ -119,13 +122,16 @@ func New(cfg Config) (*Table, error) {
 	cfg.Port = max(cfg.Port, 1)
 	n := len(cfg.Queues)
 	if cfg.Session == 0 || cfg.Device == nil || cfg.Caller == nil || n < 1 || n > MaxQPs || cfg.Port > a.Ports {
-		return nil, fmt.Errorf("rdma: endpoints with session %x, device: %t, caller: %t, %d queue pairs, port %d of %d: "+
-			"expected all of them, and at most %d queue pairs", cfg.Session, cfg.Device != nil, cfg.Caller != nil, n, cfg.Port, a.Ports,
-			MaxQPs)
+		return nil,
+			fmt.Errorf("rdma: endpoints with session %x, device: %t, caller: %t, %d queue pairs, port %d of %d: "+
+				"expected all of them, and at most %d queue pairs", cfg.Session, cfg.Device != nil, cfg.Caller != nil,
+				n, cfg.Port, a.Ports, MaxQPs)
 	}
 	if cfg.Timeout < 0 || cfg.Pause < 0 || cfg.Calls < 0 || cfg.Peers < 0 || cfg.Retired < 0 || cfg.Route.Reads < 0 {
-		return nil, fmt.Errorf("rdma: endpoints with Timeout %v, Pause %v, Calls %d, Peers %d, Retired %d, Route.Reads %d: "+
-			"expected no negative numbers", cfg.Timeout, cfg.Pause, cfg.Calls, cfg.Peers, cfg.Retired, cfg.Route.Reads)
+		return nil,
+			fmt.Errorf("rdma: endpoints with Timeout %v, Pause %v, Calls %d, Peers %d, Retired %d, Route.Reads %d: "+
+				"expected no negative numbers", cfg.Timeout, cfg.Pause, cfg.Calls, cfg.Peers, cfg.Retired,
+				cfg.Route.Reads)
 	}
 	if cfg.Route == (rdma.Route{}) {
 		cfg.Route = DefaultRoute()
@@ -169,7 +175,8 @@ func (t *Table) peer(name string) (*peer, error) {
 	case p != nil:
 		return p, nil
 	case len(t.endpoints) >= t.cfg.Peers:
-		return nil, fmt.Errorf("rdma: %s would be peer %d: Config.Peers allows %d", name, len(t.endpoints)+1, t.cfg.Peers)
+		return nil, fmt.Errorf("rdma: %s would be peer %d: Config.Peers allows %d", name, len(t.endpoints)+1,
+			t.cfg.Peers)
 	}
 	p = &peer{t: t, name: name, m: *newMachine(t.cfg.Session, len(t.cfg.Queues))}
 	t.endpoints[name] = p

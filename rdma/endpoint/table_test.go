@@ -380,7 +380,8 @@ func TestQueuePairsAreResetOrReplaced(t *testing.T) {
 			<-a.Retired()
 			a.Fail()
 		}
-		// At the end that is replaced, new queue pairs are prepared before the old ones are drained.
+		// At the end that is replaced, new queue pairs are prepared before the old ones are
+		// drained.
 		wantMade, wantReset := int64(3+2*3), int64(3*(2*n-1))
 		if quirks.NoReset {
 			wantMade, wantReset = 2*3*n, 0
@@ -471,7 +472,8 @@ func TestRetiredQueuePairsAreDrained(t *testing.T) {
 	}
 }
 
-// Whatever happens to a device during a handshake, those who wait get a result, and nothing is left.
+// Whatever happens to a device during a handshake, those who wait get a result, and nothing is
+// left.
 func TestDeviceFailsDuringHandshake(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -575,7 +577,8 @@ func TestConfigsAreChecked(t *testing.T) {
 func TestPeersAreLimited(t *testing.T) {
 	p := newPair(t, soft.Config{}, func(_ int, cfg *endpoint.Config) { cfg.Peers = 1 })
 	p.mustOpen(0)
-	if _, err := p.table[0].Open(patient(t), "c"); err == nil || !strings.Contains(err.Error(), "Config.Peers allows 1") {
+	if _, err := p.table[0].Open(patient(t), "c"); err == nil || !strings.Contains(err.Error(),
+		"Config.Peers allows 1") {
 		t.Error(err)
 	}
 }

@@ -105,9 +105,11 @@ func (h *Heap) Free(offset uint64) error {
 	b := h.root.at(offset)
 	switch {
 	case b == nil:
-		return fmt.Errorf("memheap: offset %d is not in the heap, which has %d bytes: %w", offset, h.total, ErrNotAllocated)
+		return fmt.Errorf("memheap: offset %d is not in the heap, which has %d bytes: %w", offset, h.total,
+			ErrNotAllocated)
 	case !b.used:
-		return fmt.Errorf("memheap: offset %d is free, as %d bytes from %d on are: %w", offset, b.size, b.offset, ErrNotAllocated)
+		return fmt.Errorf("memheap: offset %d is free, as %d bytes from %d on are: %w", offset, b.size, b.offset,
+			ErrNotAllocated)
 	case b.offset != offset:
 		return fmt.Errorf("memheap: offset %d is within the block of %d bytes at %d: %w", offset, b.size, b.offset,
 			ErrNotAllocated)

@@ -316,16 +316,21 @@ func TestErrorsNameWhatIsFree(t *testing.T) {
 		err  error
 		want string
 	}{
-		{exhausted(5121, 1), "memheap: no room for 5121 bytes at a multiple of 1: the largest free block has 5120 bytes; " +
-			"6144 of 8192 bytes are free; free blocks or make a larger heap"},
-		{exhausted(5120, 4096), "memheap: no room for 5120 bytes at a multiple of 4096: the largest free block has 5120 " +
-			"bytes, but there is room for at most 4096 at such an offset; 6144 of 8192 bytes are free; free blocks or make " +
-			"a larger heap"},
-		{exhausted(8193, 64), "memheap: no room for 8193 bytes at a multiple of 64: the heap has 8192 bytes in all; make a " +
-			"larger one"},
-		{h.Free(8192), "memheap: offset 8192 is not in the heap, which has 8192 bytes: no allocated block begins there"},
+		{exhausted(5121, 1),
+			"memheap: no room for 5121 bytes at a multiple of 1: the largest free block has 5120 bytes; " +
+				"6144 of 8192 bytes are free; free blocks or make a larger heap"},
+		{exhausted(5120, 4096),
+			"memheap: no room for 5120 bytes at a multiple of 4096: the largest free block has 5120 " +
+				"bytes, but there is room for at most 4096 at such an offset; 6144 of 8192 bytes are " +
+				"free; free blocks or make a larger heap"},
+		{exhausted(8193, 64),
+			"memheap: no room for 8193 bytes at a multiple of 64: the heap has 8192 bytes in all; make a " +
+				"larger one"},
+		{h.Free(8192),
+			"memheap: offset 8192 is not in the heap, which has 8192 bytes: no allocated block begins there"},
 		{h.Free(1024), "memheap: offset 1024 is free, as 1024 bytes from 1024 on are: no allocated block begins there"},
-		{h.Free(2112), "memheap: offset 2112 is within the block of 1024 bytes at 2048: no allocated block begins there"},
+		{h.Free(2112),
+			"memheap: offset 2112 is within the block of 1024 bytes at 2048: no allocated block begins there"},
 	} {
 		if c.err == nil || c.err.Error() != c.want {
 			t.Errorf("%v\nwant %s", c.err, c.want)

@@ -85,7 +85,8 @@ func BenchmarkSubmit(b *testing.B) {
 			b.Run(fmt.Sprint(n, " ", name), func(b *testing.B) {
 				s, batch, ctx := newInstant(b), &Batch{}, b.Context()
 				for i := range uint64(n) {
-					batch.Ops = append(batch.Ops, Op{Kind: rdma.Write, Local: i * (8 + gap), Remote: i * (8 + gap), Len: 8})
+					batch.Ops = append(batch.Ops, Op{Kind: rdma.Write, Local: i * (8 + gap), Remote: i * (8 + gap),
+						Len: 8})
 				}
 				b.ReportAllocs()
 				for b.Loop() {

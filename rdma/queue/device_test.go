@@ -15,8 +15,8 @@ import (
 	"tutti/rdma/verbs"
 )
 
-// deviceEnds returns two ends over the device of the virtual machine of make test-rdma, without which
-// the test is skipped. Both are polled until the test ends.
+// deviceEnds returns two ends over the device of the virtual machine of make test-rdma, without
+// which the test is skipped. Both are polled until the test ends.
 func deviceEnds(t *testing.T, queues, depth, bytes int, cfg Config) (a, b *end) {
 	t.Helper()
 	if os.Getenv("SOFTROCE") == "" {
@@ -49,8 +49,8 @@ func deviceEnds(t *testing.T, queues, depth, bytes int, cfg Config) (a, b *end) 
 	return a, b
 }
 
-// TestDeviceBatches: batches of many writes and reads at random places, larger than the queues, with
-// a notification each.
+// TestDeviceBatches: batches of many writes and reads at random places, larger than the queues,
+// with a notification each.
 func TestDeviceBatches(t *testing.T) {
 	const size, slot, rounds = 1 << 20, 4 << 10, 30
 	notified := make(chan uint32, rounds)

@@ -245,7 +245,8 @@ func (p *play) check() error {
 	for i, u := range p.users {
 		if n := p.placed[p.scene.users[i].ID|spreadBit]; p.scene.users[i].Notify && n != nil && slices.Min(n) > 0 &&
 			u.success != u.want(p) {
-			return fmt.Errorf("user %d's notification has come, and %d of %d requests were done", i, u.success, u.want(p))
+			return fmt.Errorf("user %d's notification has come, and %d of %d requests were done", i, u.success,
+				u.want(p))
 		}
 		if !u.finished || !u.t.Ended() {
 			continue
@@ -447,14 +448,17 @@ func TestEveryInterleaving(t *testing.T) {
 		"stuck": {queues: 1, depth: 4, chunk: 2, users: two, lengths: []int{4, 2}, fails: 1, posts: 1, resets: 1},
 		"stuck, no reset": {queues: 1, depth: 4, chunk: 2, users: two, lengths: []int{4, 2}, fails: 1, posts: 2,
 			noReset: true, forces: 1, resets: 1},
-		"spread":          {queues: 2, depth: 2, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true},
-		"spread, post":    {queues: 2, depth: 4, chunk: 2, users: notify, lengths: []int{2, 2}, spread: true, posts: 1},
-		"spread, request": {queues: 2, depth: 2, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true, requests: 1},
-		"spread, time":    {queues: 2, depth: 1, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true, giveUps: 1},
+		"spread":       {queues: 2, depth: 2, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true},
+		"spread, post": {queues: 2, depth: 4, chunk: 2, users: notify, lengths: []int{2, 2}, spread: true, posts: 1},
+		"spread, request": {queues: 2, depth: 2, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true,
+			requests: 1},
+		"spread, time": {queues: 2, depth: 1, chunk: 1, users: notify, lengths: []int{2, 2}, spread: true,
+			giveUps: 1},
 		"spread, alone": {queues: 2, depth: 4, chunk: 2, users: notify[:1], lengths: []int{2}, spread: true, posts: 2,
 			requests: 1, resets: 1, cancels: 1},
-		"spread, resets": {queues: 2, depth: 4, chunk: 1, users: notify[:1], lengths: []int{4}, spread: true, cancels: 1,
-			resets: 1},
+		"spread, resets": {queues: 2, depth: 4, chunk: 1, users: notify[:1], lengths: []int{4}, spread: true,
+			cancels: 1,
+			resets:  1},
 		"resets": {queues: 1, depth: 4, chunk: 2, users: two, lengths: []int{3, 2}, cancels: 2, resets: 2, posts: 1},
 	} {
 		if raceEnabled && sc.queues*len(sc.users) > 2 {

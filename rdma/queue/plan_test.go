@@ -53,8 +53,9 @@ func overlap(ops []Op) bool {
 // random returns operations of few bytes, many of which are contiguous.
 func random(r *rand.Rand, n int) (ops []Op) {
 	for range n {
-		o := Op{Kind: rdma.Write, Local: r.Uint64N(200), Key: r.Uint32N(2), Remote: r.Uint64N(4000), RemoteKey: r.Uint32N(2),
-			Len: r.Uint64N(20)}
+		o := Op{Kind: rdma.Write, Local: r.Uint64N(200), Key: r.Uint32N(2), Remote: r.Uint64N(4000),
+			RemoteKey: r.Uint32N(2),
+			Len:       r.Uint64N(20)}
 		if r.IntN(4) == 0 {
 			o.Kind = rdma.Read
 		}
@@ -151,7 +152,8 @@ func TestRequestsMoveEveryByteOnce(t *testing.T) {
 				t.Fatal(seed, "notifications", notified)
 			}
 		}
-		if spread := x.imm&spreadBit != 0; spread && b.Notify && len(x.using) != queues || !spread && len(x.using) != 1 {
+		if spread := x.imm&spreadBit != 0; spread && b.Notify && len(x.using) != queues || !spread &&
+			len(x.using) != 1 {
 			t.Fatal(seed, "queue pairs", len(x.using))
 		}
 	}

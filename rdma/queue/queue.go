@@ -361,7 +361,8 @@ func (q *queue) received(c *rdma.Completion, n name, number uint32) (refill, ok 
 		q.set.Fail(&rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: q.set.poller.device, QP: q.number,
 			Vendor: c.Vendor})
 	case c.Op != rdma.RecvWriteImm || c.Bytes != 0 || number != oldest:
-		q.set.Fail(fmt.Errorf("rdma: a %v of %d bytes on queue pair %d: expected notifications, in order", c.Op, c.Bytes,
+		q.set.Fail(fmt.Errorf("rdma: a %v of %d bytes on queue pair %d: expected notifications, in order", c.Op,
+			c.Bytes,
 			q.number))
 	default: // it has come, also if the queue pair has failed since
 		q.set.notified(q.index, c.Imm)

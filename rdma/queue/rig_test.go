@@ -132,7 +132,8 @@ func newEndsOver(t testing.TB, p rdma.Provider, names [2]string, wait uint8, que
 	t.Helper()
 	var ends [2]*end
 	for i, name := range names {
-		ends[i] = &end{t: t, f: p, name: name, wait: wait, b: make([]byte, bytes), cfg: cfg, queues: queues, depth: depth}
+		ends[i] = &end{t: t, f: p, name: name, wait: wait, b: make([]byte, bytes), cfg: cfg, queues: queues,
+			depth: depth}
 		ends[i].open()
 	}
 	if err := join(ends[0], ends[1]); err != nil {

@@ -213,7 +213,8 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 		status.QP != w.qps[1].number || status.Op != rdma.Write {
 		t.Fatal(err)
 	}
-	if err := second.Wait(soon(t)); !errors.As(err, &status) || status.Status != rdma.Flushed || !errors.Is(err, s.Err()) {
+	if err := second.Wait(soon(t)); !errors.As(err, &status) || status.Status != rdma.Flushed || !errors.Is(err,
+		s.Err()) {
 		t.Fatal(err)
 	}
 	if _, err := s.Submit(t.Context(), writes(1)); !errors.Is(err, ErrFailed) || !errors.Is(err, s.Err()) {

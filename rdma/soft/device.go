@@ -244,7 +244,8 @@ func (d *device) Close() error {
 	case d.closed:
 		return fmt.Errorf("close %s: %w", d.hw.name, rdma.ErrClosed)
 	case d.qps+d.cqs+d.mrs > 0:
-		return d.wrong(fmt.Sprintf("close with %d queue pairs, %d completion queues and %d memory regions", d.qps, d.cqs,
+		return d.wrong(fmt.Sprintf("close with %d queue pairs, %d completion queues and %d memory regions", d.qps,
+			d.cqs,
 			d.mrs), syscall.EBUSY)
 	}
 	d.closed = true

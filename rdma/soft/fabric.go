@@ -7,9 +7,9 @@
 // With Config.Manual the test runs the steps, and the same calls have the same results; otherwise a
 // goroutine of the fabric does.
 //
-// Faults are injected with Config.Faults, and by the methods of Fabric: ports go down and come back,
-// with other addresses on request, devices disappear, queue pairs fail. Config.ReuseNumbers gives a
-// queue pair the number of the one that was destroyed last.
+// Faults are injected with Config.Faults, and by the methods of Fabric: ports go down and come
+// back, with other addresses on request, devices disappear, queue pairs fail. Config.ReuseNumbers
+// gives a queue pair the number of the one that was destroyed last.
 //
 // A send queue is as strict as that of the strictest device: the place of a request is free again
 // when a completion of it, or of a later request of the same queue pair, was polled.

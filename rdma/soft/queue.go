@@ -343,7 +343,8 @@ func (q *qp) Reset() error {
 		return err
 	}
 	if q.dev.f.cfg.Attributes.Quirks.NoReset {
-		return fmt.Errorf("reset queue pair %d of %s, a device on which it has to be replaced: %w", q.number, q.dev.hw.name,
+		return fmt.Errorf("reset queue pair %d of %s, a device on which it has to be replaced: %w", q.number,
+			q.dev.hw.name,
 			errors.ErrUnsupported)
 	}
 	q.drop()
@@ -388,7 +389,8 @@ func (q *qp) Post(chain []rdma.SendRequest) (int, error) {
 	}
 	for i := range chain {
 		if errno := q.post(&chain[i], i); errno != 0 {
-			return i, &rdma.Error{Call: fmt.Sprintf("post request %d of %d to queue pair %d (%v)", i+1, len(chain), q.number,
+			return i, &rdma.Error{Call: fmt.Sprintf("post request %d of %d to queue pair %d (%v)", i+1, len(chain),
+				q.number,
 				q.state), Device: q.dev.hw.name, Errno: errno}
 		}
 	}
@@ -447,7 +449,8 @@ func (q *qp) PostRecv(chain []rdma.RecvRequest) (int, error) {
 			errno = syscall.ENOMEM
 		}
 		if errno != 0 {
-			return i, &rdma.Error{Call: fmt.Sprintf("post receive %d of %d to queue pair %d (%v)", i+1, len(chain), q.number,
+			return i, &rdma.Error{Call: fmt.Sprintf("post receive %d of %d to queue pair %d (%v)", i+1, len(chain),
+				q.number,
 				q.state), Device: q.dev.hw.name, Errno: errno}
 		}
 		seq := q.recvs.posted

@@ -59,7 +59,8 @@ func (s *side) route(o *side) *rdma.Route {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	return &rdma.Route{Port: 1, GIDIndex: own[2].Index, Global: true, MTU: 4096, PSN: s.qp.Number(), Remote: o.qp.Number(),
+	return &rdma.Route{Port: 1, GIDIndex: own[2].Index, Global: true, MTU: 4096, PSN: s.qp.Number(),
+		Remote:    o.qp.Number(),
 		RemotePSN: o.qp.Number(), GID: gids[2].GID, Reads: 4, Timeout: 1, Retries: 7, RNRRetries: 7}
 }
 

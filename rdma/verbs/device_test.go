@@ -479,7 +479,8 @@ func TestDeviceHoldsNoThreads(t *testing.T) {
 	}
 }
 
-// TestBuildsWithoutHeader: a machine without libibverbs' header compiles every function all the same.
+// TestBuildsWithoutHeader: a machine without libibverbs' header compiles every function all the
+// same.
 func TestBuildsWithoutHeader(t *testing.T) {
 	text, err := os.ReadFile("verbs.c")
 	if err != nil {

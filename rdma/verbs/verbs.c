@@ -1,8 +1,8 @@
 //go:build cgo && linux
 
 // The calls of libibverbs that package verbs makes. The library is opened at run time, and each of
-// its functions is looked up with the version of its ABI that the header describes: the library also
-// has older ones of the same names.
+// its functions is looked up with the version of its ABI that the header describes: the library
+// also has older ones of the same names.
 
 #define _GNU_SOURCE
 #include "verbs.h"
@@ -67,8 +67,8 @@ uint64_t tutti_post_recv(tutti_qp *q, uint32_t n) { return (uint64_t)ENOSYS << 3
 #undef ibv_query_port
 #undef ibv_reg_mr
 
-// What is called, or read, without a function of the library: the table of a context and the heads of
-// its objects, at the places that every provider was compiled for.
+// What is called, or read, without a function of the library: the table of a context and the heads
+// of its objects, at the places that every provider was compiled for.
 #define OP(name, i) _Static_assert(offsetof(struct ibv_context_ops, name) == (i) * sizeof(void *), #name)
 OP(poll_cq, 11);
 OP(req_notify_cq, 12);
@@ -85,8 +85,8 @@ _Static_assert(sizeof(tutti_segment) == sizeof(struct ibv_sge) &&
 		       offsetof(tutti_segment, len) == offsetof(struct ibv_sge, length) &&
 		       offsetof(tutti_segment, key) == offsetof(struct ibv_sge, lkey),
 	       "tutti_segment");
-// rdma.Status, rdma.State, rdma.GIDType and the lowest rights of rdma.Access have the numbers of these;
-// errors.go and fork.go have those of events and of fork.
+// rdma.Status, rdma.State, rdma.GIDType and the lowest rights of rdma.Access have the numbers of
+// these; errors.go and fork.go have those of events and of fork.
 _Static_assert(IBV_WC_SUCCESS == 0 && IBV_WC_WR_FLUSH_ERR == 5 && IBV_WC_REM_ACCESS_ERR == 10 &&
 		       IBV_WC_RETRY_EXC_ERR == 12 && IBV_WC_GENERAL_ERR == 21, "ibv_wc_status");
 _Static_assert(IBV_QPS_RESET == 0 && IBV_QPS_RTS == 3 && IBV_QPS_ERR == 6, "ibv_qp_state");
@@ -537,8 +537,8 @@ static int move(tutti_qp *q, enum ibv_qp_state state)
 int tutti_qp_fail(tutti_qp *q) { return move(q, IBV_QPS_ERR); }
 int tutti_qp_reset(tutti_qp *q) { return move(q, IBV_QPS_RESET); }
 
-// outcome is what tutti_post_send and tutti_post_recv return. Most providers return an errno, some the
-// negated one. One that names no bad request may have taken all of them.
+// outcome is what tutti_post_send and tutti_post_recv return. Most providers return an errno, some
+// the negated one. One that names no bad request may have taken all of them.
 static uint64_t outcome(int err, uint32_t n, ptrdiff_t bad)
 {
 	if (!err)

@@ -131,8 +131,8 @@ int tutti_qp_init(tutti_qp *q, int port, uint32_t access);
 int tutti_qp_connect(tutti_qp *q, const tutti_route *r);
 int tutti_qp_fail(tutti_qp *q);
 int tutti_qp_reset(tutti_qp *q);
-// These post the first n requests in q's memory. They return how many were posted, and an errno in the
-// upper 32 bits.
+// These post the first n requests in q's memory. They return how many were posted, and an errno in
+// the upper 32 bits.
 uint64_t tutti_post_send(tutti_qp *q, uint32_t n);
 uint64_t tutti_post_recv(tutti_qp *q, uint32_t n);
 

@@ -143,7 +143,8 @@ func (x *remote) work(o order) error {
 		if err = x.peer.Batch(ops).Wait(context.Background()); err != nil {
 			break
 		}
-		back := endpoint.Op{Kind: endpoint.OpRead, Local: mem.Host(got, mem.Anywhere), Region: "w", Offset: ops[0].Offset,
+		back := endpoint.Op{Kind: endpoint.OpRead, Local: mem.Host(got, mem.Anywhere), Region: "w",
+			Offset:  ops[0].Offset,
 			Timeout: o.Timeout}
 		if err = x.peer.Start(back).Wait(context.Background()); err != nil {
 			break

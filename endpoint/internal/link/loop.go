@@ -283,8 +283,8 @@ type Waiting interface {
 }
 
 // Await polls connections, of which there is at least one, until w is done; false: polling does not
-// pay any more, another goroutine does it, or ctx has ended. Then the caller has to sleep until it is woken by
-// whatever makes w done, and to call Woken with the same connections.
+// pay any more, another goroutine does it, or ctx has ended. Then the caller has to sleep until it
+// is woken by whatever makes w done, and to call Woken with the same connections.
 func Await(ctx context.Context, conns []*Conn, w Waiting) bool {
 	if w.Ended() {
 		return true
@@ -341,8 +341,8 @@ func Woken(conns []*Conn) {
 	}
 }
 
-// poll polls until w is done, ctx has ended, or nothing has come for a while. It yields to other threads, but not
-// to other goroutines, because that wakes a thread if a P is idle.
+// poll polls until w is done, ctx has ended, or nothing has come for a while. It yields to other
+// threads, but not to other goroutines, because that wakes a thread if a P is idle.
 func poll(ctx context.Context, conns []*Conn, w Waiting) bool {
 	c := conns[0]
 	var since, last int64 // when polling in vain began, and the last look at the clock; 0: there was none

@@ -19,8 +19,8 @@ import (
 // Patience is how long a test waits for what has to happen.
 const Patience = 2 * time.Minute
 
-// Faults are what the network between tables does to calls, beside delivering them in any order. The
-// zero value does nothing.
+// Faults are what the network between tables does to calls, beside delivering them in any order.
+// The zero value does nothing.
 type Faults struct {
 	Lose      float64 // share of requests, and of replies, that are lost
 	Duplicate float64 // share of requests that arrive again when some other call is made
@@ -299,7 +299,8 @@ func (r *Rank) write(ctx context.Context, conn *endpoint.Connection, to *Rank) e
 		r.waiting[id] = done
 		r.mu.Unlock()
 		_, err := q.Post([]rdma.SendRequest{{ID: id, Op: rdma.Write, Signaled: true,
-			Segments: []rdma.Segment{{Address: address(&r.words[len(r.c.ranks)+to.Number]), Key: r.mr.LocalKey(), Len: 8}},
+			Segments: []rdma.Segment{{Address: address(&r.words[len(r.c.ranks)+to.Number]), Key: r.mr.LocalKey(),
+				Len: 8}},
 			// Every rank has a word of its own there.
 			RemoteAddress: address(&to.words[r.Number]), RemoteKey: to.mr.RemoteKey()}})
 		if err != nil {
@@ -321,9 +322,9 @@ func (r *Rank) write(ctx context.Context, conn *endpoint.Connection, to *Rank) e
 
 func address(w *uint64) uint64 { return uint64(uintptr(unsafe.Pointer(w))) }
 
-// Meet has every rank of from open each of to at the same time, and returns how long that took. Then
-// each of them writes to the peer. A connection over which that fails is dead: there may be none,
-// unless mayFail is set. Then it is replaced, until a write succeeds.
+// Meet has every rank of from open each of to at the same time, and returns how long that took.
+// Then each of them writes to the peer. A connection over which that fails is dead: there may be
+// none, unless mayFail is set. Then it is replaced, until a write succeeds.
 func (c *Cluster) Meet(from, to []int, mayFail bool) time.Duration {
 	c.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), Patience)

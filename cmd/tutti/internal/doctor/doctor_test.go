@@ -177,8 +177,8 @@ func TestRDMADevice(t *testing.T) {
 		detail, advice string
 	}{
 		"good": {[]map[string]string{gid("0", local, "IB/RoCE v1"), gid("1", v4, "RoCE v2")}, Found,
-			"port 1 active, Ethernet, 400 Gb/sec (4X NDR), address 10.0.0.1 (index 1, RoCE v2, eth0): routed, RoCE v2, " +
-				"IPv4", ""},
+			"port 1 active, Ethernet, 400 Gb/sec (4X NDR), address 10.0.0.1 (index 1, RoCE v2, eth0): routed, " +
+				"RoCE v2, IPv4", ""},
 		"down": {[]map[string]string{gid("0", v4, "RoCE v2"), {port + "state": "1: DOWN\n"}}, Warning,
 			"port 1 down", "interface up"},
 		"no address": {nil, Warning, "no address", "give its network interface an IP address"},
