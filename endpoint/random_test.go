@@ -70,6 +70,7 @@ const (
 	gap      = 4096 // between two lanes
 	gapByte  = 0xa5
 	longTime = 60 * time.Second
+	lastCall = 200 * time.Millisecond // for messages whose sends have ended: they are here
 )
 
 // member is an endpoint of a world with a region "r", in which each other member has lanes of its
@@ -488,7 +489,7 @@ func (m *member) receive(j int, done <-chan struct{}) {
 				ops[i].Timeout = time.Duration(1+r.IntN(30)) * time.Millisecond
 			}
 			if ended {
-				ops[i].Timeout = time.Second
+				ops[i].Timeout = lastCall
 			}
 		}
 		f := p.Batch(ops)
@@ -498,7 +499,7 @@ func (m *member) receive(j int, done <-chan struct{}) {
 			case <-done:
 				select {
 				case <-f.Done():
-				case <-time.After(time.Second):
+				case <-time.After(lastCall):
 				}
 				f.Cancel()
 			}
