@@ -35,15 +35,17 @@ func (s *session) ageLocked(now time.Time) {
 		return
 	}
 	if !s.bye && s.idleLocked() && now.Sub(s.since) >= s.ep.cfg.IdleTimeout {
-		s.byeToLocked()
+		s.byeToLocked(s.conns[:1])
 	}
 }
 
 // byeToLocked tells the peer that this end has nothing to do, and begins nothing any more.
-func (s *session) byeToLocked() {
+func (s *session) byeToLocked(conns []*link.Conn) {
 	s.bye = true
-	s.conns[0].Later(wire.Header{Op: wire.Bye}.Append(nil))
-	s.peer.touchLocked(s.conns[0])
+	for _, c := range conns {
+		c.Later(wire.Header{Op: wire.Bye}.Append(nil))
+		s.peer.touchLocked(c)
+	}
 }
 
 // idleLocked reports whether nothing is under way and nobody waits for something of the peer.

@@ -556,7 +556,7 @@ func (p *Peer) leave(why error) {
 	p.ep.forget(p)
 	p.mu.Lock()
 	if s := p.session; s != nil && s.up && !s.bye && s.idleLocked() {
-		s.byeToLocked() // so that the peer does not take the session for lost
+		s.byeToLocked(s.conns) // so that the peer does not take the end of any for a loss
 		p.unlock()
 		p.mu.Lock()
 	}

@@ -61,17 +61,54 @@ func TestPeerTellsItsState(t *testing.T) {
 		if got := stateOf(t, pb); got.Sessions != 2 || got.Broken != 1 {
 			t.Errorf("after a loss: %+v", got)
 		}
-		ctx, cancel := context.WithCancel(t.Context())
-		cancel()
-		if _, err := pb.Stats(ctx); !errors.Is(err, ErrCancelled) ||
-			!strings.Contains(err.Error(), "state of endpoint b") {
-			t.Error(err)
-		}
 		pb.Close()
 		if _, err := pb.Stats(t.Context()); !errors.Is(err, ErrClosed) {
 			t.Error(err)
 		}
 	})
+}
+
+// Who asks for a state that does not come waits until its context ends, or for Config.Timeout.
+func TestStateDoesNotCome(t *testing.T) {
+	const id = 0x1112131415161718
+	asked := make(chan struct{}, 2)
+	info := rawServer(t, id, func(r *raw) {
+		if !r.answer() {
+			return
+		}
+		for {
+			h, _, err := r.next()
+			if err != nil {
+				return
+			}
+			if h.Op == wire.Inquire {
+				asked <- struct{}{}
+			}
+		}
+	})
+	e := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: 50 * time.Millisecond})
+	p, err := e.Connect(t.Context(), info)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var late *TimeoutError
+	if _, err = p.Stats(t.Context()); !errors.As(err, &late) ||
+		!strings.Contains(err.Error(), "state of endpoint raw") {
+		t.Errorf("%v, want a TimeoutError", err)
+	}
+	<-asked
+	e = newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience})
+	if p, err = e.Connect(t.Context(), info); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		<-asked
+		cancel()
+	}()
+	if _, err := p.Stats(ctx); !errors.Is(err, ErrCancelled) {
+		t.Errorf("%v, want ErrCancelled", err)
+	}
 }
 
 // A client learns nothing of others. The end that it has connected to may ask it.
