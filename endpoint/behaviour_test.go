@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -652,5 +653,49 @@ func TestCloseEndsOperations(t *testing.T) {
 	}
 	if _, err := a.Register("r", mem.Host(nil, mem.Anywhere), RegionConfig{}); !errors.Is(err, ErrClosed) {
 		t.Error(err)
+	}
+}
+
+// An operation on a peer that has connected, but not with all its connections yet, waits for them.
+func TestOperationBeforeAllConnectionsHaveCome(t *testing.T) {
+	server := newEndpoint(t, newContext(t), Config{})
+	second, calls := make(chan struct{}), 0
+	client := newEndpoint(t, newContext(t), Config{Conns: 2,
+		Dialer: func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+			if calls++; calls == 2 {
+				select {
+				case <-second:
+				case <-ctx.Done():
+					return nil, ctx.Err()
+				}
+			}
+			return d.DialContext(ctx, "tcp", address)
+		}})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	connected := make(chan *Peer, 1)
+	go func() {
+		p, err := client.Connect(ctx, server.Info())
+		if err != nil {
+			t.Error(err)
+		}
+		connected <- p
+	}()
+	p, err := server.Accept(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	send := p.Send([]byte("early"))
+	if send.Ended() {
+		t.Fatal("the send has ended: ", send.Err())
+	}
+	close(second)
+	if q := <-connected; q != nil {
+		word := make([]byte, 5)
+		wait(t, q.Recv(word))
+		wait(t, send)
+		if string(word) != "early" {
+			t.Errorf("got %q", word)
+		}
 	}
 }

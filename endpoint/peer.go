@@ -348,7 +348,7 @@ func (p *Peer) connectLocked() {
 	if p.dialling != nil {
 		return
 	}
-	if len(p.info.Addrs) == 0 {
+	if len(p.info.Addrs) == 0 && (p.coming == nil || p.coming.broken) { // else the peer's session is awaited
 		p.failWaitingLocked(fmt.Errorf("%w: the peer is not connected, and its address is not known here", ErrBroken))
 		return
 	}
