@@ -124,7 +124,7 @@ func (r *Runner) locate(l load, elem int) (err error) {
 	if at.out, err = r.load(at, slot, d[40:56], out); err != nil {
 		return err
 	}
-	board, err := r.coll.Map(r.wait, slot, binary.LittleEndian.Uint64(d[8:]))
+	board, err := r.peerRegion(slot, binary.LittleEndian.Uint64(d[8:]))
 	if err != nil {
 		return err
 	}
@@ -141,7 +141,7 @@ func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer
 	if n == 0 {
 		return nil, nil
 	}
-	m, err := r.coll.Map(r.wait, slot, binary.LittleEndian.Uint64(d))
+	m, err := r.peerRegion(slot, binary.LittleEndian.Uint64(d))
 	if err != nil {
 		return nil, err
 	}
@@ -159,10 +159,21 @@ func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer
 func (r *Runner) verify() error {
 	for _, l := range r.mapped.loads {
 		if !r.mapped.peers[l.slot].ticket.Valid() {
+			r.sending = l.slot
 			return r.coll.WaitLeft(r.wait, l.slot, r.tok.Seq)
 		}
 	}
 	return nil
+}
+
+// peerRegion maps a region of the rank in slot, which has to answer if it is the first time.
+func (r *Runner) peerRegion(slot int, id uint64) (*p2p.Mapping, error) {
+	r.sending = slot
+	m, err := r.coll.Map(r.wait, slot, id)
+	if err == nil {
+		r.sending = -1
+	}
+	return m, err
 }
 
 // close ends the exposure of this rank's memory and releases that of the peers. Peers discard

@@ -75,7 +75,7 @@ type Runner struct {
 	// The memories of the running plan.
 	in, out base
 	scratch unsafe.Pointer
-	sending int      // slot that a Send waits for, -1: none
+	sending int      // slot that a Send, or a mapping of its memory, waits for, -1: none
 	prog    *program // running; nil between operations
 	next    int      // the running or the next step
 	worked  int      // bytes that the running step has made with the lock
@@ -621,11 +621,11 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 
 // Awaits returns the slots that the running operation waits for.
 func (r *Runner) Awaits() (slots []int) {
-	if r.prog == nil {
-		return nil
-	}
 	if r.sending >= 0 {
 		slots = append(slots, r.sending)
+	}
+	if r.prog == nil {
+		return slots
 	}
 	for _, n := range r.prog.recvs {
 		if rc := &r.recvs[n]; rc.Posted() && !rc.Done() && !slices.Contains(slots, int(r.prog.Steps[n].Peer)) {
