@@ -20,6 +20,10 @@ import (
 // package, a space, and its whole name. Those of RDMA devices are run by `make test-rdma`, in a
 // virtual machine where none of them is skipped. There are none yet that need a GPU.
 var needsDevice = map[string]bool{
+	"tutti/rdma/endpoint TestDeviceSimultaneousOpens":     true,
+	"tutti/rdma/endpoint TestDeviceRestarts":              true,
+	"tutti/rdma/queue TestDeviceBatches":                  true,
+	"tutti/rdma/queue TestDeviceFailureAndReset":          true,
 	"tutti/rdma/verbs TestDeviceSuite":                    true,
 	"tutti/rdma/verbs TestDeviceNeedsNoForkInit":          true,
 	"tutti/rdma/verbs TestDeviceAddressesAreThoseOfSysfs": true,
