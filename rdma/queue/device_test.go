@@ -7,11 +7,11 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"os"
 	"sync"
 	"testing"
 
 	"tutti/rdma"
+	"tutti/rdma/rdmatest"
 	"tutti/rdma/verbs"
 )
 
@@ -19,17 +19,7 @@ import (
 // which the test is skipped. Both are polled until the test ends.
 func deviceEnds(t *testing.T, queues, depth, bytes int, cfg Config) (a, b *end) {
 	t.Helper()
-	if os.Getenv("SOFTROCE") == "" {
-		t.Skip("a test of make test-rdma, in a virtual machine with an RDMA device")
-	}
-	p, err := verbs.Load()
-	if err != nil {
-		t.Fatal(err)
-	}
-	names, err := p.Devices()
-	if err != nil || len(names) == 0 {
-		t.Fatalf("devices %q, %v", names, err)
-	}
+	p, names := rdmatest.Devices(t, verbs.Load)
 	a, b = newEndsOver(t, p, [2]string{names[0], names[0]}, 16, queues, depth, bytes, cfg)
 	ctx, stop := context.WithCancel(context.Background())
 	var serving sync.WaitGroup

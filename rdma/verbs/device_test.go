@@ -26,21 +26,10 @@ import (
 // network is the interface below the device in the virtual machine of make test-rdma.
 const network = "d0"
 
-// testDevice returns the provider and the first device. Without one the test is skipped; but not in
-// the virtual machine, which sets SOFTROCE.
+// testDevice returns the provider and the first device, without which the test is skipped.
 func testDevice(t *testing.T) (*Provider, string) {
 	t.Helper()
-	if os.Getenv("SOFTROCE") == "" {
-		t.Skip("a test of make test-rdma, in a virtual machine with an RDMA device")
-	}
-	p, err := Load()
-	if err != nil {
-		t.Fatal(err)
-	}
-	names, err := p.Devices()
-	if err != nil || len(names) == 0 {
-		t.Fatalf("devices %q, %v", names, err)
-	}
+	p, names := rdmatest.Devices(t, Load)
 	return p, names[0]
 }
 
