@@ -730,13 +730,9 @@ func (c *Conn) store(b []byte) {
 		c.storeStaged(b)
 		return
 	case s.Gate != nil:
-		to, ok := s.Gate.Enter(s.Off, int64(len(b)))
-		if !ok {
+		if ok, _ := s.Gate.Store(b, s.Off); !ok {
 			s.Gate, c.whole = nil, false
-			break
 		}
-		copy(to, b)
-		s.Gate.Leave()
 	case s.Buf != nil:
 		copy(s.Buf[s.Off:], b)
 	default:
