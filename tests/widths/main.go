@@ -40,13 +40,16 @@ func main() {
 	}
 }
 
+// passedOver are directories of what is built, or made up for tests.
+var passedOver = []string{".git", ".build", "bin", "build", "testdata", "__pycache__"}
+
 // find returns the wide lines of all files below a directory.
 func find(dir string) (wide []string, err error) {
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		switch {
 		case err != nil:
 			return err
-		case d.IsDir() && slices.Contains([]string{".git", ".build", "bin", "testdata", "__pycache__"}, d.Name()):
+		case d.IsDir() && slices.Contains(passedOver, d.Name()):
 			return fs.SkipDir
 		case !d.Type().IsRegular():
 			return nil
