@@ -37,6 +37,7 @@ func Detach(c net.Conn) (fd int, err error) {
 const rawLimit = 16 << 10
 
 func call(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size int) (int, syscall.Errno) {
+	ordered()
 	for {
 		var r uintptr
 		var e syscall.Errno
@@ -47,6 +48,7 @@ func call(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size int) (i
 		}
 		switch e {
 		case 0:
+			ordered()
 			return int(r), 0
 		case unix.EINTR:
 			continue
