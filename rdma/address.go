@@ -56,6 +56,12 @@ func ChooseGID(entries []GIDEntry, want string) (GIDEntry, error) {
 	return GIDEntry{}, fmt.Errorf("rdma: the port has no address %q, but %s", want, strings.Join(all, ", "))
 }
 
+// CheckGID reports what is wrong with want of ChooseGID, nil if it has one of the forms.
+func CheckGID(want string) error {
+	_, err := parseGIDs(want)
+	return err
+}
+
 // order returns a number that is the lower the better the address is.
 func order(e GIDEntry) int {
 	a, n := e.GID.Addr(), 0

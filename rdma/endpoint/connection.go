@@ -1,11 +1,9 @@
 package endpoint
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 
 	"tutti/rdma"
 )
@@ -93,42 +91,29 @@ func (c *Connection) address() error {
 		return err
 	}
 	if port.State != rdma.PortActive {
-		return fmt.Errorf("rdma: port %d of %s is %v: no connections can be made until it is active", cfg.Port,
-			cfg.Device.Name(), port.State)
+		return fmt.Errorf("rdma: port %d of %s is %v: %w until it is active", cfg.Port, cfg.Device.Name(), port.State,
+			ErrPort)
 	}
 	gids, err := cfg.Device.GIDs(cfg.Port)
 	if err != nil {
 		return err
 	}
-	if cfg.Address.IsValid() {
-		gids = slices.DeleteFunc(gids, func(e rdma.GIDEntry) bool { return e.GID.Addr() != cfg.Address.Unmap() })
-	}
 	c.route = cfg.Route
 	c.route.Port, c.route.MTU = cfg.Port, min(cfg.Route.MTU, port.MTU)
 	c.offer = offer{lid: port.LID, mtu: c.route.MTU, reads: c.route.Reads}
-	if len(gids) > 0 {
-		best := slices.MaxFunc(gids, func(a, b rdma.GIDEntry) int { return cmp.Compare(preference(a), preference(b)) })
-		c.offer.gid, c.offer.link, c.route.GIDIndex = best.GID, best.Type, best.Index
-	} else if port.Ethernet || cfg.Address.IsValid() {
-		return fmt.Errorf("rdma: port %d of %s has not the address %v, or none at all: give its network interface one",
-			cfg.Port, cfg.Device.Name(), cfg.Address)
+	want := ""
+	if cfg.Address.IsValid() {
+		want = cfg.Address.WithZone("").String()
 	}
+	if len(gids) == 0 && !port.Ethernet && want == "" { // InfiniBand within a subnet needs none
+		return nil
+	}
+	best, err := rdma.ChooseGID(gids, want)
+	if err != nil {
+		return fmt.Errorf("rdma: port %d of %s: %w: %w", cfg.Port, cfg.Device.Name(), ErrPort, err)
+	}
+	c.offer.gid, c.offer.link, c.route.GIDIndex = best.GID, best.Type, best.Index
 	return nil
-}
-
-// preference orders the addresses of a port.
-func preference(e rdma.GIDEntry) (p int) {
-	a := e.GID.Addr()
-	if e.Type == rdma.RoCEv2 {
-		p += 4
-	}
-	if !a.IsLinkLocalUnicast() {
-		p += 2
-	}
-	if a.Is4() {
-		p++
-	}
-	return p
 }
 
 // errUnlike says that two ends cannot be connected at all.
@@ -203,7 +188,9 @@ func (t *Table) release(c *Connection) {
 		if t.keep(i, q) {
 			continue
 		}
-		failed = errors.Join(failed, q.Close())
+		if err := q.Close(); !errors.Is(err, rdma.ErrClosed) {
+			failed = errors.Join(failed, err)
+		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()

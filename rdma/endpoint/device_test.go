@@ -3,10 +3,19 @@
 package endpoint_test
 
 import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
+	"tutti/rdma"
 	"tutti/rdma/endpoint"
 	"tutti/rdma/endpoint/endpointtest"
+	"tutti/rdma/queue"
 	"tutti/rdma/rdmatest"
 	"tutti/rdma/verbs"
 )
@@ -25,5 +34,202 @@ func TestDeviceSimultaneousOpens(t *testing.T) {
 
 func TestDeviceRestarts(t *testing.T) {
 	p, names := rdmatest.Devices(t, verbs.Load)
-	endpointtest.RunRestarts(t, p, names, 4, 8, endpointtest.Faults{Lose: 0.1, Duplicate: 0.3}, leisurely)
+	for _, q := range []rdma.Quirks{{}, {NoReset: true}} {
+		endpointtest.RunRestarts(t, p.WithQuirks(q), names, 4, 8, endpointtest.Faults{Lose: 0.1, Duplicate: 0.3},
+			leisurely)
+	}
+}
+
+func TestDeviceFailedQueuePairsAreReplacedUnderLoad(t *testing.T) {
+	p, names := rdmatest.Devices(t, verbs.Load)
+	for _, q := range []rdma.Quirks{{}, {NoReset: true}} {
+		runFailures(t, p.WithQuirks(q), [2]string{names[0], names[0]}, 12, leisurely)
+	}
+}
+
+// run runs a command of the virtual machine.
+func run(t *testing.T, name string, args ...string) {
+	t.Helper()
+	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
+		t.Fatalf("%s %q: %v: %s", name, args, err, out)
+	}
+}
+
+// newVeth makes two devices, each at an end of a virtual cable, and returns them with functions
+// that pull the cable and put it back. The addresses of both ends are this machine's: rules have
+// packets for either of them leave by the other.
+func newVeth(t *testing.T) (devices [2]string, down, up func()) {
+	t.Helper()
+	devices = [2]string{"rv0", "rv1"}
+	ends, addresses := [2]string{"v0", "v1"}, [2]string{"10.98.0.1", "10.98.0.2"}
+	macs := [2]string{"02:00:00:00:00:01", "02:00:00:00:00:02"}
+	set := func(path, value string) {
+		if err := os.WriteFile(path, []byte(value), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run(t, "ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+	run(t, "ip", "rule", "add", "pref", "200", "lookup", "local")
+	run(t, "ip", "rule", "del", "pref", "0", "lookup", "local")
+	for i, e := range ends {
+		for name, value := range map[string]string{"accept_local": "1", "rp_filter": "0", "arp_ignore": "1"} {
+			set("/proc/sys/net/ipv4/conf/"+e+"/"+name, value)
+		}
+		set("/proc/sys/net/ipv6/conf/"+e+"/disable_ipv6", "1")
+		run(t, "ip", "link", "set", e, "mtu", "4500", "address", macs[i])
+		run(t, "ip", "addr", "add", addresses[i]+"/32", "dev", e)
+		run(t, "ip", "rule", "add", "pref", fmt.Sprint(100+i), "oif", e, "lookup", fmt.Sprint(100+i))
+	}
+	// Routes and neighbours go with an interface that is down. One process does it all at once.
+	commands := fmt.Sprintf("link set %s up\nlink set %s up\n", ends[0], ends[1])
+	for i, e := range ends {
+		commands += fmt.Sprintf("route replace %s dev %s table %d\nneigh replace %s lladdr %s dev %s\n",
+			addresses[1-i], e, 100+i, addresses[1-i], macs[1-i], e)
+	}
+	up = func() {
+		t.Helper()
+		ip := exec.Command("ip", "-batch", "-")
+		ip.Stdin = strings.NewReader(commands)
+		if out, err := ip.CombinedOutput(); err != nil {
+			t.Fatalf("%s: %v: %s", commands, err, out)
+		}
+	}
+	up()
+	for i, d := range devices {
+		run(t, "rdma", "link", "add", d, "type", "rxe", "netdev", ends[i])
+	}
+	t.Cleanup(func() {
+		for _, d := range devices {
+			run(t, "rdma", "link", "delete", d)
+		}
+		run(t, "ip", "rule", "add", "pref", "0", "lookup", "local")
+		run(t, "ip", "rule", "del", "pref", "200", "lookup", "local")
+		for i := range ends {
+			run(t, "ip", "rule", "del", "pref", fmt.Sprint(100+i))
+		}
+		run(t, "ip", "link", "del", ends[0])
+	})
+	return devices, func() { t.Helper(); run(t, "ip", "link", "set", ends[1], "down") }, up
+}
+
+// soonest is the time within which the bandwidth is to be back when a link is.
+const soonest = 2 * time.Second
+
+// TestDeviceLinkDownAndUp: a link that is down under load ends no batch without an error, and when
+// it is up again the bandwidth comes back, also if it was down for longer than packets are
+// repeated.
+func TestDeviceLinkDownAndUp(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	devices, down, up := newVeth(t)
+	both := newStations(t, p, devices, func(cfg *endpoint.Config) {
+		cfg.Route = endpoint.DefaultRoute() // half a second of repetitions
+	})
+	// A batch that takes longer fails, and its connection with it: Soft-RoCE may forget to repeat
+	// packets that it could not send.
+	l := newLoad(t, both, time.Second)
+	const window = 200 * time.Millisecond
+	rate := func() float64 { // of a window
+		begin, at := time.Now(), l.bytes.Load()
+		<-time.After(window)
+		return float64(l.bytes.Load()-at) / time.Since(begin).Seconds() / (1 << 20)
+	}
+	l.flows(10 * slotSize)
+	for _, outage := range []time.Duration{100 * time.Millisecond, 2 * time.Second} {
+		var rates []float64
+		for range 9 {
+			rates = append(rates, rate())
+		}
+		slices.Sort(rates)
+		before := rates[len(rates)/2]
+		errs := len(l.errors())
+		down()
+		await(t, both[1].events, rdma.PortLost)
+		<-time.After(outage)
+		up()
+		begin := time.Now()
+		await(t, both[1].events, rdma.PortUp)
+		best := 0.0
+		for best < 0.95*before {
+			if best = max(best, rate()); time.Since(begin) > endpointtest.Patience {
+				t.Fatalf("%.1f MiB/s before the link was down, and at most %.1f since", before, best)
+			}
+		}
+		took := time.Since(begin)
+		t.Logf("down for %v: %.1f MiB/s before, %.1f within %v of being up again, %d errors", outage, before, best,
+			took, len(l.errors())-errs)
+		if *bars && took > soonest {
+			t.Errorf("down for %v: the bandwidth was back after %v, expected within %v", outage, took, soonest)
+		}
+	}
+	l.end()
+	for _, s := range both {
+		s.close()
+	}
+}
+
+// TestDeviceRemovedUnderLoad: a device that is taken away, or whose network interface is, lets
+// nothing hang. It cannot be opened then, and when it was added again it works.
+func TestDeviceRemovedUnderLoad(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	const network, device = "d1", "rxe1"
+	for _, c := range []struct {
+		remove []string
+		cut    bool // the network is gone before the device is
+	}{{[]string{"rdma", "link", "delete", device}, false}, {[]string{"ip", "link", "delete", network}, true}} {
+		run(t, "ip", "link", "add", network, "type", "dummy")
+		run(t, "ip", "link", "set", network, "mtu", "4500", "up")
+		run(t, "ip", "addr", "add", "10.97.0.1/24", "dev", network)
+		run(t, "rdma", "link", "add", device, "type", "rxe", "netdev", network)
+		both := newStations(t, p, [2]string{device, device}, leisurely)
+		l := newLoad(t, both, endpointtest.Patience)
+		l.flows(4 * slotSize)
+		// The command returns when the device's last user has closed it.
+		removed := make(chan error, 1)
+		go func() {
+			out, err := exec.Command(c.remove[0], c.remove[1:]...).CombinedOutput()
+			if err != nil {
+				err = fmt.Errorf("%q: %w: %s", c.remove, err, out)
+			}
+			removed <- err
+		}()
+		if c.cut {
+			l.fails(queue.ErrFailed)
+		}
+		for late := time.Now().Add(endpointtest.Patience); ; {
+			d, err := p.Open(device, nil)
+			if err != nil {
+				e, advised := errors.AsType[*rdma.Error](err)
+				if advised = advised && e.Advice != ""; !advised && !errors.Is(err, rdma.ErrNoDevice) {
+					t.Errorf("a device that is being removed: %v", err)
+				}
+				break
+			}
+			if err := d.Close(); err != nil {
+				t.Error(err)
+			}
+			if time.Now().After(late) {
+				t.Fatal("the device is there for ever")
+			}
+		}
+		errs := l.end()
+		t.Logf("%q: %d bytes, %d errors, the last one: %v", c.remove, l.bytes.Load(), len(errs),
+			errs[max(0, len(errs)-1):])
+		for _, s := range both {
+			s.close()
+		}
+		select {
+		case err := <-removed:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(endpointtest.Patience):
+			t.Fatalf("%q does not end", c.remove)
+		}
+		if _, err := p.Open(device, nil); !errors.Is(err, rdma.ErrNoDevice) {
+			t.Errorf("%v, want %v", err, rdma.ErrNoDevice)
+		}
+		if !c.cut {
+			run(t, "ip", "link", "delete", network)
+		}
+	}
 }

@@ -12,6 +12,9 @@ var (
 	// ErrGone, in an error of a Caller, says that the peer will never answer: its process has
 	// ended. Who waits for a connection to it does so no longer.
 	ErrGone = errors.New("rdma: the peer has ended")
+	// ErrPort says that the port of this end is down, or has no address that can be used. Its
+	// network has to come back before Open can succeed.
+	ErrPort = errors.New("no connections can be made")
 )
 
 // RefusedError says that the peer does not connect.

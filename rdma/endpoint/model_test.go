@@ -3,6 +3,7 @@ package endpoint
 import (
 	"encoding/binary"
 	"errors"
+	"flag"
 	"fmt"
 	"hash/maphash"
 	"math/rand/v2"
@@ -352,6 +353,66 @@ func (s *storyLine) String() string {
 	return s.before.String() + "\n    " + s.what
 }
 
+// move is something that can happen: a step of a process, of the network or of a device.
+type move struct {
+	what  string
+	spend func(f *faults) *uint8 // what it uses up; nil: nothing
+	act   func(w *world)
+}
+
+// opens reports whether m is no fault, although there may be only so many of it.
+func (m move) opens(f *faults) bool {
+	return m.spend != nil && (m.spend(f) == &f.open[0] || m.spend(f) == &f.open[1])
+}
+
+// moves returns what can happen next.
+func (w *world) moves() (all []move) {
+	try := func(what string, spend func(f *faults) *uint8, act func(w *world)) {
+		all = append(all, move{what, spend, act})
+	}
+	for i := range w.sides {
+		p, name := &w.sides[i], string("ab"[i])
+		if p.m.phase == unconnected || p.m.phase == connecting && !p.m.wanted {
+			try(name+" opens", func(f *faults) *uint8 { return &f.open[i] },
+				func(w *world) { w.step(i, open{}, nil) })
+		}
+		if p.pausing != 0 {
+			try(name+" asks", nil, func(w *world) { w.ready(i) })
+		}
+		if p.calling != 0 {
+			if w.underWay(i) {
+				try(name+" is impatient", func(f *faults) *uint8 { return &f.hurry },
+					func(w *world) { w.timeout(i) })
+			} else {
+				try(name+" has no reply", nil, func(w *world) { w.timeout(i) })
+			}
+		}
+		if p.m.wanted {
+			try(name+" does not wait any more", func(f *faults) *uint8 { return &f.cancel[i] },
+				func(w *world) { w.step(i, cancel{}, nil) })
+		}
+		if !p.weak {
+			try("the device of "+name+" fails once", func(f *faults) *uint8 { return &f.weaken[i] },
+				func(w *world) { w.sides[i].weak = true })
+		}
+		if p.m.phase == connected {
+			try("queue pairs of "+name+" fail", func(f *faults) *uint8 { return &f.sever[i] },
+				func(w *world) { w.step(i, broken{p.generation}, nil) })
+		}
+		if p.any || p.m.peer.session != 0 {
+			try(name+" restarts", func(f *faults) *uint8 { return &f.restart[i] }, func(w *world) { w.restart(i) })
+		}
+	}
+	for k, p := range w.packets {
+		try(p.String(), nil, func(w *world) { w.deliver(k, false) })
+		try(p.String()+", and will again", func(f *faults) *uint8 { return &f.duplicate },
+			func(w *world) { w.deliver(k, true) })
+		try("lost: "+p.String(), func(f *faults) *uint8 { return &f.lose },
+			func(w *world) { w.packets = slices.Delete(w.packets, k, k+1) })
+	}
+	return all
+}
+
 // explore visits every state that two ends can come to. From each of them they have to meet when
 // they are used, and without that if no queue pairs were lost that worked.
 func explore(t *testing.T, may faults, bound int) {
@@ -383,68 +444,26 @@ func explore(t *testing.T, may faults, bound int) {
 		if end.err != nil {
 			t.Fatalf("%v, after%v\nand then%s", end.err, s.story, s.w.rest())
 		}
-		try := func(what string, spend func(f *faults) *uint8, act func(w *world)) {
+		for _, m := range s.w.moves() {
 			left := s.left
-			if spend != nil {
-				at := spend(&left)
+			if m.spend != nil {
+				at := m.spend(&left)
 				if *at == 0 {
-					return
+					continue
 				}
 				*at--
 			}
 			w := s.w.clone()
-			act(w)
+			m.act(w)
 			if w.err != nil {
-				t.Fatalf("%v, after%v\n    %s", w.err, s.story, what)
+				t.Fatalf("%v, after%v\n    %s", w.err, s.story, m.what)
 			}
 			buf = w.key(buf[:0])
 			buf = left.key(buf)
 			if key := maphash.Bytes(seed, buf); !seen[key] {
 				seen[key] = true
-				queue = append(queue, modelState{w, left, &storyLine{what, s.story}})
+				queue = append(queue, modelState{w, left, &storyLine{m.what, s.story}})
 			}
-		}
-		for i := range s.w.sides {
-			p, name := &s.w.sides[i], string("ab"[i])
-			if p.m.phase == unconnected || p.m.phase == connecting && !p.m.wanted {
-				try(name+" opens", func(f *faults) *uint8 { return &f.open[i] }, func(w *world) {
-					w.step(i, open{},
-						nil)
-				})
-			}
-			if p.pausing != 0 {
-				try(name+" asks", nil, func(w *world) { w.ready(i) })
-			}
-			if p.calling != 0 {
-				if s.w.underWay(i) {
-					try(name+" is impatient", func(f *faults) *uint8 { return &f.hurry },
-						func(w *world) { w.timeout(i) })
-				} else {
-					try(name+" has no reply", nil, func(w *world) { w.timeout(i) })
-				}
-			}
-			if p.m.wanted {
-				try(name+" does not wait any more", func(f *faults) *uint8 { return &f.cancel[i] },
-					func(w *world) { w.step(i, cancel{}, nil) })
-			}
-			if !p.weak {
-				try("the device of "+name+" fails once", func(f *faults) *uint8 { return &f.weaken[i] },
-					func(w *world) { w.sides[i].weak = true })
-			}
-			if p.m.phase == connected {
-				try("queue pairs of "+name+" fail", func(f *faults) *uint8 { return &f.sever[i] },
-					func(w *world) { w.step(i, broken{p.generation}, nil) })
-			}
-			if p.any || p.m.peer.session != 0 {
-				try(name+" restarts", func(f *faults) *uint8 { return &f.restart[i] }, func(w *world) { w.restart(i) })
-			}
-		}
-		for k, p := range s.w.packets {
-			try(p.String(), nil, func(w *world) { w.deliver(k, false) })
-			try(p.String()+", and will again", func(f *faults) *uint8 { return &f.duplicate },
-				func(w *world) { w.deliver(k, true) })
-			try("lost: "+p.String(), func(f *faults) *uint8 { return &f.lose },
-				func(w *world) { w.packets = slices.Delete(w.packets, k, k+1) })
 		}
 		if len(seen) > bound {
 			t.Fatalf("more than %d states", bound)
@@ -485,6 +504,71 @@ func TestModel(t *testing.T) {
 			continue
 		}
 		t.Run(c.name, func(t *testing.T) { explore(t, c.may, 3_000_000) })
+	}
+}
+
+var (
+	walkSteps = flag.Int("walk.steps", 0, "random steps; 0: a million, fewer with the race detector or -short")
+	walkSeed  = flag.Uint64("walk.seed", 0, "seed of the first walk")
+)
+
+// TestRandomWalks: two ends keep their promises over many more faults and restarts than all
+// interleavings can be visited of, and after each walk they meet when they are used.
+func TestRandomWalks(t *testing.T) {
+	steps := *walkSteps
+	if steps == 0 {
+		if steps = 1_000_000; raceEnabled || testing.Short() {
+			steps = 60_000
+		}
+	}
+	const each = 500
+	hash, seen := maphash.MakeSeed(), map[uint64]bool{}
+	taken, opens, given := 0, 0, faults{}
+	var buf []byte
+	for seed := *walkSeed; steps > 0; seed++ {
+		rng := rand.New(rand.NewPCG(seed, 3))
+		faulty := 1 + rng.IntN(20) // one step of so many, at most, is a fault
+		w := newWorld()
+		var story *storyLine
+		for range min(steps, each) {
+			taken++
+			all := w.moves()
+			// Packets do not pile up: with many, only they and processes move.
+			isFault := rng.IntN(faulty) == 0 && len(w.packets) < 6
+			var fit []move
+			for _, m := range all {
+				if isFault || m.spend == nil || m.opens(&given) {
+					fit = append(fit, m)
+				}
+			}
+			if len(fit) == 0 { // both are at rest
+				fit = all
+			}
+			m := fit[rng.IntN(len(fit))]
+			if story = (&storyLine{m.what, story}); m.spend != nil {
+				if m.opens(&given) {
+					opens++
+				}
+				*m.spend(&given) |= 1
+			}
+			m.act(w)
+			if w.err != nil {
+				t.Fatalf("seed %d: %v, after%v", seed, w.err, story)
+			}
+			buf = w.key(buf[:0])
+			seen[maphash.Bytes(hash, buf)] = true
+		}
+		w.settle()
+		if w.use(); w.err != nil {
+			t.Fatalf("seed %d: %v, after%v\nand then%s", seed, w.err, story, w.rest())
+		}
+		steps -= each
+	}
+	t.Logf("%d steps, %d opens, %d states", taken, opens, len(seen))
+	both := [2]uint8{1, 1}
+	if want := (faults{lose: 1, duplicate: 1, hurry: 1, restart: both, sever: both, cancel: both, weaken: both,
+		open: both}); given != want {
+		t.Errorf("not every fault has happened: %+v", given)
 	}
 }
 

@@ -32,9 +32,9 @@ type Config struct {
 	// Both ends need the same number. Required.
 	Queues []rdma.QPConfig
 	Access rdma.Access // of the peers
-	// Port is the port of the device; default 1. Address is one of its addresses. Without it, the
-	// best one is taken: an IPv4 address of RoCE v2 before other ones, and addresses that are
-	// routed before those that are not.
+	// Port is the port of the device; default 1. Address is one of its addresses; without it, the
+	// best one is taken, as rdma.ChooseGID orders them. Each attempt to connect asks the device
+	// for them anew, because their indexes change while a port is down.
 	Port    int
 	Address netip.Addr
 	// Route has what the ends do not agree on: Timeout, Retries, RNRRetries, TrafficClass, HopLimit
@@ -56,8 +56,8 @@ type Config struct {
 	// Retire, if it is not nil, is called once for every connection that Prepare was called for,
 	// when it has failed, was replaced, or did not come about. Its queue pairs are in the state
 	// Failed. Drained must be called, from any goroutine, when all requests on them have completed;
-	// they are reset or destroyed then, and must not be used any more. Without Retire this happens
-	// at once.
+	// they are reset or destroyed then, and must not be used any more. It may have closed them
+	// itself. Without Retire all this happens at once.
 	Retire func(c *Connection, drained func())
 	// Retired is the most connections that are not drained yet: with more, no new ones are
 	// prepared. Default 256.

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
@@ -48,6 +49,9 @@ func TestSimultaneousOpens(t *testing.T) {
 	f, names := fabric(t, soft.Config{Devices: 16})
 	took := endpointtest.RunSimultaneous(t, f, names, 16, endpointtest.Faults{}, nil)
 	t.Logf("240 opens took %v", took)
+	if *bars && took > time.Second {
+		t.Errorf("240 opens took %v, expected a second", took)
+	}
 }
 
 func TestSimultaneousOpensOfTenThousand(t *testing.T) {
@@ -526,11 +530,28 @@ func TestPortOfThisEndIsDown(t *testing.T) {
 	p.mustOpen(0)
 }
 
+// TestAddressesAreReadAgain: the index of an address is another one when its port comes back, and
+// connections that are made then use that.
+func TestAddressesAreReadAgain(t *testing.T) {
+	p := newPair(t, soft.Config{}, nil)
+	for range 3 {
+		c := p.mustOpen(0)
+		p.f.SetPort("soft0", 1, false)
+		c.Fail()
+		if _, err := p.open(patient(t), 0); !errors.Is(err, endpoint.ErrPort) {
+			t.Errorf("%v, want %v", err, endpoint.ErrPort)
+		}
+		p.f.MoveGIDs("soft0", 1, 2)
+		p.f.SetPort("soft0", 1, true)
+		p.mustOpen(0)
+	}
+}
+
 func TestAddressIsChosen(t *testing.T) {
 	for _, c := range []struct {
 		address string
 		want    string
-	}{{"10.0.0.1", ""}, {"fe80::1", ""}, {"10.9.9.9", "has not the address 10.9.9.9"}} {
+	}{{"10.0.0.1", ""}, {"fe80::1", ""}, {"10.9.9.9", `the port has no address "10.9.9.9"`}} {
 		p := newPair(t, soft.Config{}, func(i int, cfg *endpoint.Config) {
 			if i == 0 {
 				cfg.Address = netip.MustParseAddr(c.address)

@@ -17,10 +17,10 @@ import (
 
 // deviceEnds returns two ends over the device of the virtual machine of make test-rdma, without
 // which the test is skipped. Both are polled until the test ends.
-func deviceEnds(t *testing.T, queues, depth, bytes int, cfg Config) (a, b *end) {
+func deviceEnds(t *testing.T, quirks rdma.Quirks, queues, depth, bytes int, cfg Config) (a, b *end) {
 	t.Helper()
 	p, names := rdmatest.Devices(t, verbs.Load)
-	a, b = newEndsOver(t, p, [2]string{names[0], names[0]}, 16, queues, depth, bytes, cfg)
+	a, b = newEndsOver(t, p.WithQuirks(quirks), [2]string{names[0], names[0]}, 16, queues, depth, bytes, cfg)
 	ctx, stop := context.WithCancel(context.Background())
 	var serving sync.WaitGroup
 	for _, e := range []*end{a, b} {
@@ -44,7 +44,7 @@ func deviceEnds(t *testing.T, queues, depth, bytes int, cfg Config) (a, b *end) 
 func TestDeviceBatches(t *testing.T) {
 	const size, slot, rounds = 1 << 20, 4 << 10, 30
 	notified := make(chan uint32, rounds)
-	a, b := deviceEnds(t, 3, 16, size, Config{Chunk: 4, Notified: func(id uint32) { notified <- id }})
+	a, b := deviceEnds(t, rdma.Quirks{}, 3, 16, size, Config{Chunk: 4, Notified: func(id uint32) { notified <- id }})
 	r := rand.New(rand.NewPCG(1, 2))
 	for round := range uint32(rounds) {
 		for i := range a.b {
@@ -91,7 +91,7 @@ func TestDeviceBatches(t *testing.T) {
 // TestDeviceFailureAndReset: a request that the peer refuses, and a failure under load, end every
 // transfer; after a reset at both ends everything works.
 func TestDeviceFailureAndReset(t *testing.T) {
-	a, b := deviceEnds(t, 2, 16, 1<<20, Config{Chunk: 4})
+	a, b := deviceEnds(t, rdma.Quirks{}, 2, 16, 1<<20, Config{Chunk: 4})
 	for round := range 6 {
 		var all []*Transfer
 		for i := range uint64(20) {
@@ -136,6 +136,46 @@ func TestDeviceFailureAndReset(t *testing.T) {
 			}
 		}
 		tr, err := a.s.Submit(soon(t), &Batch{Ops: []Op{a.op(b, rdma.Write, 0, 1<<19, 100)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := tr.Wait(soon(t)); err != nil || !bytes.Equal(a.b[:100], b.b[1<<19:][:100]) {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestDeviceReplacesWhatCannotBeReset: on a device that cannot reset queue pairs, a set that has
+// failed ends every transfer, refuses Reset, and is replaced by another one.
+func TestDeviceReplacesWhatCannotBeReset(t *testing.T) {
+	a, b := deviceEnds(t, rdma.Quirks{NoReset: true}, 2, 16, 1<<20, Config{Chunk: 4})
+	for round := range 3 {
+		batch := &Batch{}
+		for i := range uint64(100) {
+			batch.Ops = append(batch.Ops, a.op(b, rdma.Write, 0, i<<12, 2<<10))
+		}
+		batch.Ops[50].RemoteKey++
+		tr, err := a.s.Submit(soon(t), batch)
+		if err == nil {
+			err = tr.Wait(soon(t))
+		}
+		if err == nil {
+			t.Fatalf("round %d: a write with a wrong key has ended well", round)
+		}
+		b.s.Fail(errors.New("the peer has failed"))
+		for _, e := range []*end{a, b} {
+			if err := e.s.Reset(soon(t), nil); !errors.Is(err, errors.ErrUnsupported) {
+				t.Fatalf("round %d: reset: %v, want %v", round, err, errors.ErrUnsupported)
+			}
+			if err := e.s.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := join(a, b); err != nil {
+			t.Fatal(err)
+		}
+		a.b[0] = byte(round + 1)
+		tr, err = a.s.Submit(soon(t), &Batch{Ops: []Op{a.op(b, rdma.Write, 0, 1<<19, 100)}})
 		if err != nil {
 			t.Fatal(err)
 		}

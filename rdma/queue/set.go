@@ -5,10 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"tutti/internal/span"
 	"tutti/rdma"
 )
 
@@ -22,6 +24,10 @@ const (
 	DefaultPending  = 4096
 )
 
+// TimeoutVariable names the environment variable whose value stands for Config.Timeout where that
+// is 0: a duration, or a number of seconds.
+const TimeoutVariable = "TUTTI_RDMA_SQ_TIMEOUT"
+
 // MaxQueues is the most queue pairs of a set.
 const MaxQueues = 64
 
@@ -32,7 +38,7 @@ var ErrFailed = errors.New("the queue pairs have failed")
 // Config describes a Set. Zero values have defaults.
 type Config struct {
 	// Timeout is how long Submit waits for room in the send queues before it has posted anything:
-	// DefaultTimeout. Negative: not at all.
+	// that of TimeoutVariable, if it is set, else DefaultTimeout. Negative: not at all.
 	Timeout time.Duration
 	// Drain is how long a device may take to complete the requests of a failed queue pair, before
 	// the queue pair is reset by force: DefaultDrain.
@@ -83,7 +89,11 @@ func New(p *Poller, qps []rdma.QP, cfg Config) (*Set, error) {
 	if len(qps) == 0 || len(qps) > MaxQueues {
 		return nil, fmt.Errorf("rdma: a set of %d queue pairs: expected 1 to %d", len(qps), MaxQueues)
 	}
-	cfg.Timeout = cmp.Or(cfg.Timeout, DefaultTimeout)
+	timeout, err := span.Parse(os.Getenv(TimeoutVariable))
+	if err != nil {
+		return nil, fmt.Errorf("rdma: %s=%q: %w", TimeoutVariable, os.Getenv(TimeoutVariable), err)
+	}
+	cfg.Timeout = cmp.Or(cfg.Timeout, timeout, DefaultTimeout)
 	cfg.Drain = cmp.Or(cfg.Drain, DefaultDrain)
 	cfg.Chunk = cmp.Or(cfg.Chunk, DefaultChunk)
 	cfg.MaxBytes = min(cmp.Or(cfg.MaxBytes, DefaultMaxBytes), maxRequest)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -55,6 +56,41 @@ func TestBatchesLargerThanTheQueue(t *testing.T) {
 		if u := s.Usage()[0]; u.InUse != 0 || u.Depth != c.depth {
 			t.Fatal(u)
 		}
+	}
+}
+
+// TestTimeoutOfTheEnvironment: it stands for a Config without one, and one that cannot be read is
+// an error of New.
+func TestTimeoutOfTheEnvironment(t *testing.T) {
+	for _, c := range []struct {
+		set  string
+		cfg  time.Duration
+		want time.Duration
+	}{{"", 0, DefaultTimeout}, {"3s", 0, 3 * time.Second}, {"0.25", 0, 250 * time.Millisecond},
+		{"3s", time.Second, time.Second}, {"-1", 0, 0}, {"3s", -1, 0}} {
+		t.Setenv(TimeoutVariable, c.set)
+		synctest.Test(t, func(t *testing.T) {
+			_, _, s := newModel(t, 1, 1, 1, Config{Timeout: c.cfg})
+			if _, err := s.Submit(t.Context(), writes(1)); err != nil {
+				t.Fatal(err)
+			}
+			begin := time.Now()
+			_, err := s.Submit(t.Context(), writes(1))
+			full, ok := errors.AsType[*rdma.QueueFullError](err)
+			if took := time.Since(begin); !ok || !full.Retryable || took < c.want || took > c.want+time.Millisecond {
+				t.Errorf("%+v: %v after %v", c, err, took)
+			}
+		})
+	}
+	t.Setenv(TimeoutVariable, "ten")
+	w := &world{t: t}
+	p, err := NewPoller(w, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := New(p, []rdma.QP{w.newQP(w.cqs[0], 1, 1)}, Config{}); err == nil ||
+		!strings.Contains(err.Error(), `TUTTI_RDMA_SQ_TIMEOUT="ten": expected a duration`) {
+		t.Errorf("%v", err)
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 // Devices loads the provider of the system's devices, and returns it with their names, of which
 // there is at least one. Without a device the test is skipped; but not in the virtual machine of
 // make test-rdma, which sets SOFTROCE.
-func Devices[P rdma.Provider](t *testing.T, load func() (P, error)) (P, []string) {
+func Devices[P rdma.Provider](t testing.TB, load func() (P, error)) (P, []string) {
 	t.Helper()
 	if os.Getenv("SOFTROCE") == "" {
 		t.Skip("a test of make test-rdma, in a virtual machine with an RDMA device")

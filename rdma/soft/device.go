@@ -174,7 +174,11 @@ func (d *device) register(call string, base, n uint64, b []byte, access rdma.Acc
 		return nil, d.wrong(call, syscall.ENOMEM)
 	}
 	d.f.keys++
-	r := &mr{d: d, key: d.f.keys<<8 | d.f.rng.Uint32()&0xff, base: base, bytes: b, n: n, access: access}
+	key := d.f.keys<<8 | d.f.rng.Uint32()&0xff
+	if n := len(d.f.free); n > 0 && d.f.cfg.ReuseKeys {
+		key, d.f.free = d.f.free[n-1], d.f.free[:n-1]
+	}
+	r := &mr{d: d, key: key, base: base, bytes: b, n: n, access: access}
 	d.f.regions[r.key] = r
 	d.mrs++
 	return r, nil
@@ -196,6 +200,9 @@ func (r *mr) Close() error {
 	r.released = true
 	r.d.mrs--
 	delete(r.d.f.regions, r.key)
+	if r.d.f.cfg.ReuseKeys {
+		r.d.f.free = append(r.d.f.free, r.key)
+	}
 	return nil
 }
 

@@ -38,6 +38,8 @@ type Config struct {
 	Attributes   rdma.Attributes
 	Inline       int // bytes that a queue pair takes at most; 0 means 220
 	ReuseNumbers bool
+	// ReuseKeys gives a memory region the key of the one that was deregistered last.
+	ReuseKeys bool
 	// Late makes completions and data late: the next step is one that makes progress visible only
 	// once in so many. 0 and 1 have no effect.
 	Late   int
@@ -68,6 +70,7 @@ type Fabric struct {
 	lanes   []*lane // with something to do
 	events  []event // not yet reported
 	keys    uint32
+	free    []uint32 // keys of memory regions that were deregistered
 	regions map[uint32]*mr
 	clock   time.Duration // of a manual fabric
 	calls   []func()      // to be made without the lock

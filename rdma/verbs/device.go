@@ -26,7 +26,10 @@ import (
 )
 
 // Provider finds the system's devices. Its methods may be called from any goroutine.
-type Provider struct{ fork ForkSupport }
+type Provider struct {
+	fork   ForkSupport
+	quirks rdma.Quirks // of all devices
+}
 
 var load = sync.OnceValues(func() (*Provider, error) {
 	if why := C.tutti_load(); why != nil {
@@ -36,7 +39,7 @@ var load = sync.OnceValues(func() (*Provider, error) {
 	if err := unix.Uname(&u); err != nil {
 		return nil, fmt.Errorf("%w: uname: %w", ErrUnavailable, err)
 	}
-	return &Provider{prepareFork(forkCalls{
+	return &Provider{fork: prepareFork(forkCalls{
 		state: func() int { return int(C.tutti_fork_state()) },
 		init: func() error {
 			if errno := syscall.Errno(C.tutti_fork_init()); errno != 0 {
@@ -53,6 +56,14 @@ func Load() (*Provider, error) { return load() }
 
 // ForkSupport returns how registered memory survives a fork.
 func (p *Provider) ForkSupport() ForkSupport { return p.fork }
+
+// WithQuirks returns a provider of the same devices, which treats all of them as if they had these
+// quirks, beside those that it knows: for devices that are missing in its table.
+func (p *Provider) WithQuirks(q rdma.Quirks) *Provider {
+	w := *p
+	w.quirks.NoReset = w.quirks.NoReset || q.NoReset
+	return &w
+}
 
 // DMABuf reports whether the library can register DMA buffers. The device and the kernel have to as
 // well.
@@ -126,12 +137,12 @@ func (p *Provider) Open(name string, notify func(rdma.Event)) (rdma.Device, erro
 	if errno := C.tutti_open(at, &d.ctx, &d.pd, &fd); errno != 0 {
 		return nil, d.wrong(callOpen, "open", errno)
 	}
-	err = d.identify()
-	if err == nil {
+	if err = d.identify(); err == nil {
+		d.attr.Quirks.NoReset = d.attr.Quirks.NoReset || p.quirks.NoReset
 		d.async, err = newWatch(int(fd), name)
 	}
 	if err != nil {
-		C.tutti_close(d.ctx, d.pd)
+		C.tutti_close_device(d.ctx, d.pd)
 		return nil, err
 	}
 	go d.listen()
@@ -214,7 +225,8 @@ func (d *device) identify() error {
 		MaxMRBytes: uint64(a.max_mr_size),
 		MaxReads:   int(a.max_reads), Vendor: uint32(a.vendor), Part: uint32(a.part),
 		Firmware: C.GoString(&a.firmware[0]),
-		GUID:     uint64(a.guid), NUMANode: numaNode(sysfs, d.name)}
+		GUID:     uint64(a.guid), NUMANode: numaNode(sysfs, d.name),
+		Quirks: quirksOf(driverOf(sysfs, d.name), uint32(a.vendor))}
 	return nil
 }
 
@@ -401,5 +413,5 @@ func (d *device) Close() error {
 	d.mu.Unlock()
 	d.async.close()
 	<-d.ended
-	return d.destroyed(call, C.tutti_close(d.ctx, d.pd))
+	return d.destroyed(call, C.tutti_close_device(d.ctx, d.pd))
 }

@@ -53,6 +53,23 @@ func TestDeviceSuite(t *testing.T) {
 	})
 }
 
+// TestDeviceWithoutReset: a provider that is told that the device cannot reset queue pairs passes
+// the same suite, and refuses to reset them.
+func TestDeviceWithoutReset(t *testing.T) {
+	p, name := testDevice(t)
+	p = p.WithQuirks(rdma.Quirks{NoReset: true})
+	rdmatest.Suite(t, func(*testing.T) rdmatest.Subject {
+		return rdmatest.Subject{Provider: p, Device: name, SetPort: setPort}
+	})
+	e := connect(t, p, name, 4)
+	if got := e.d.Attributes().Quirks; !got.NoReset {
+		t.Errorf("%+v", got)
+	}
+	if err := e.a.Reset(); !errors.Is(err, errors.ErrUnsupported) {
+		t.Errorf("reset: %v, want %v", err, errors.ErrUnsupported)
+	}
+}
+
 // TestDeviceNeedsNoForkInit: the virtual machine's kernel copies pinned pages.
 func TestDeviceNeedsNoForkInit(t *testing.T) {
 	p, _ := testDevice(t)

@@ -18,13 +18,18 @@
 // An event is acknowledged as soon as it was read, before anything that may wait, because the
 // library destroys no object with events that are not acknowledged. The goroutines end in Close.
 //
+// # Quirks
+//
+// A table of vendors and of the kernel's drivers has the devices that deviate from the standard:
+// those of Alibaba's eRDMA cannot reset queue pairs. Provider.WithQuirks has others treated so.
+//
 // # Fork
 //
 // A process that forks shares the pages of its registered memory with its child, and the first
 // write of either gives the other a copy that the device does not know. Since Linux 5.12 the kernel
-// copies pinned pages in fork, and there is nothing to do. On older ones Load calls ibv_fork_init,
-// which must precede every registration, and which makes each of them slower. ForkSupport says
-// which.
+// copies pinned pages in fork, and there is nothing to do: no registration calls madvise. On older
+// ones Load calls ibv_fork_init, which must precede every registration, and the first one of a
+// range and the end of its last one cost a call of madvise each. ForkSupport says which.
 package verbs
 
 import "errors"

@@ -27,6 +27,8 @@ func advise(kind callKind, errno syscall.Errno) string {
 		return "load the kernel's module: modprobe ib_uverbs"
 	case errno == syscall.ENODEV || errno == syscall.ENXIO:
 		return "the device was removed, or its kernel module"
+	case errno == syscall.ENOENT && kind == callOpen:
+		return "the device is being removed, or this container has no /dev/infiniband/uverbs*"
 	case (errno == syscall.EACCES || errno == syscall.EPERM) && (kind == callList || kind == callOpen):
 		return "allow this user to read and write /dev/infiniband/uverbs*"
 	case errno == syscall.ENOMEM && kind == callRegister:

@@ -19,5 +19,8 @@ func Load() (*Provider, error) {
 // ForkSupport returns how registered memory survives a fork.
 func (p *Provider) ForkSupport() ForkSupport { return ForkNone }
 
+// WithQuirks returns p: it has no devices.
+func (p *Provider) WithQuirks(rdma.Quirks) *Provider { return p }
+
 // DMABuf reports whether the library can register DMA buffers.
 func (p *Provider) DMABuf() bool { return false }

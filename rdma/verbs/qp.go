@@ -141,6 +141,12 @@ func (q *qp) State() (rdma.State, error) {
 	return rdma.State(state), nil
 }
 
+func (q *qp) isClosed() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.closed
+}
+
 // move changes the state of the queue pair with do, which returns an errno, and its stage to next
 // if do succeeds.
 func (q *qp) move(call string, need func(stage) bool, next stage, do func() C.int) error {
@@ -226,7 +232,15 @@ func (q *qp) Fail() error {
 
 // Reset implements rdma.QP.
 func (q *qp) Reset() error {
-	return q.move(fmt.Sprintf("reset queue pair %d", q.number), func(stage) bool { return true }, fresh,
+	call := fmt.Sprintf("reset queue pair %d", q.number)
+	if q.d.attr.Quirks.NoReset {
+		if err := q.d.usable(call, q.isClosed()); err != nil {
+			return err
+		}
+		return &rdma.Error{Call: call, Device: q.d.name, Errno: syscall.EOPNOTSUPP,
+			Advice: "this device's queue pairs cannot be reset: close it and make another one"}
+	}
+	return q.move(call, func(stage) bool { return true }, fresh,
 		func() C.int { return C.tutti_qp_reset(q.c) })
 }
 

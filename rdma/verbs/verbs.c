@@ -28,7 +28,7 @@ int tutti_fork_init(void) { return ENOSYS; }
 int tutti_has_dmabuf(void) { return 0; }
 int tutti_devices(char (*names)[TUTTI_NAME], int *transports, int n, int *count) { return ENOSYS; }
 int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int *async_fd) { return ENOSYS; }
-int tutti_close(struct ibv_context *c, struct ibv_pd *pd) { return ENOSYS; }
+int tutti_close_device(struct ibv_context *c, struct ibv_pd *pd) { return ENOSYS; }
 int tutti_query_device(struct ibv_context *c, tutti_attributes *a) { return ENOSYS; }
 int tutti_query_port(struct ibv_context *c, int port, tutti_port *p) { return ENOSYS; }
 int tutti_query_gid(struct ibv_context *c, int port, int index, tutti_gid *g) { return ENOSYS; }
@@ -200,7 +200,7 @@ int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int
 	return err;
 }
 
-int tutti_close(struct ibv_context *c, struct ibv_pd *pd)
+int tutti_close_device(struct ibv_context *c, struct ibv_pd *pd)
 {
 	int err = lib.dealloc_pd(pd), err2 = lib.close_device(c);
 	return err ? err : err2;

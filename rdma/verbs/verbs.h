@@ -92,6 +92,9 @@ typedef struct {
 
 enum { TUTTI_IB = 0, TUTTI_OTHER = 1 }; // transports
 
+// A library that links this package exports none of the functions.
+#pragma GCC visibility push(hidden)
+
 // tutti_load opens the library. It returns NULL, or what is missing, which is not freed.
 const char *tutti_load(void);
 
@@ -103,7 +106,7 @@ int tutti_has_dmabuf(void);
 // tutti_devices writes names and transports of up to n devices, and sets *count to their number.
 int tutti_devices(char (*names)[TUTTI_NAME], int *transports, int n, int *count);
 int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int *async_fd);
-int tutti_close(struct ibv_context *c, struct ibv_pd *pd);
+int tutti_close_device(struct ibv_context *c, struct ibv_pd *pd);
 int tutti_query_device(struct ibv_context *c, tutti_attributes *a);
 int tutti_query_port(struct ibv_context *c, int port, tutti_port *p);
 // ENODATA: the entry is empty; ENOSYS: the library has no such call.
@@ -135,5 +138,7 @@ int tutti_qp_reset(tutti_qp *q);
 // the upper 32 bits.
 uint64_t tutti_post_send(tutti_qp *q, uint32_t n);
 uint64_t tutti_post_recv(tutti_qp *q, uint32_t n);
+
+#pragma GCC visibility pop
 
 #endif

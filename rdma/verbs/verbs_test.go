@@ -98,6 +98,30 @@ func TestAddressesFromSysfs(t *testing.T) {
 	}
 }
 
+// TestQuirksAreKnown: a device is recognized by its driver, which is where the vendor's number is
+// that of its hardware's manufacturer, and by the vendor's number, which a container without sysfs
+// has, too.
+func TestQuirksAreKnown(t *testing.T) {
+	root := t.TempDir()
+	for device, driver := range map[string]string{"erdma_0": "erdma", "mlx5_0": "mlx5_core"} {
+		dir := filepath.Join(root, device, "device")
+		if err := errors.Join(os.MkdirAll(dir, 0o755), os.Symlink("../../../bus/pci/drivers/"+driver,
+			filepath.Join(dir, "driver"))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		device  string
+		vendor  uint32
+		noReset bool
+	}{{"erdma_0", 0, true}, {"mlx5_0", 0x02c9, false}, {"mlx5_0", 0x1ded, true}, {"rxe0", 0xffffff, false},
+		{"absent", 0x1ded, true}} {
+		if got := quirksOf(driverOf(root, c.device), c.vendor); got.NoReset != c.noReset {
+			t.Errorf("%+v: %+v", c, got)
+		}
+	}
+}
+
 func TestRates(t *testing.T) {
 	for _, c := range []struct {
 		width, speed int
@@ -118,7 +142,8 @@ func TestAdvice(t *testing.T) {
 	}{
 		{callRegister, syscall.ENOMEM, true}, {callRegister, syscall.EFAULT, true}, {callRegister, syscall.EOPNOTSUPP,
 			true},
-		{callList, syscall.ENOSYS, true}, {callOpen, syscall.EACCES, true}, {callCreate, syscall.ENOMEM, true},
+		{callList, syscall.ENOSYS, true}, {callOpen, syscall.EACCES, true}, {callOpen, syscall.ENOENT, true},
+		{callCreate, syscall.ENOMEM, true},
 		{callPost, syscall.ENOMEM, true}, {callModify, syscall.EINVAL, true}, {callModify, syscall.ENETUNREACH, true},
 		{callQuery, syscall.ENODEV, true}, {callDestroy, syscall.EBUSY, true}, {callQuery, syscall.EINTR, false},
 	} {
