@@ -57,6 +57,7 @@ type Channel struct {
 	told      Token  // the last announced operation
 	toldWaits uint64
 	hears     func(slot, key int, value []byte) // see OnNotice
+	relays    relays
 	window    int
 
 	// Tagged lane.
@@ -94,6 +95,7 @@ type stream struct {
 	hasSeen bool
 	waits   Token  // the operation in which the peer announced that it waits
 	waitFor uint64 // the slots that it waits for, packed
+	before  uint64 // the latest operation of which messages had come then: they may be sent ahead
 	notices notices
 }
 
@@ -472,10 +474,11 @@ func (c *Channel) Announce(t Token, slots []int) {
 }
 
 // WaitsFor returns the slots that the rank in slot waits for, as it announced in operation t, or in
-// an earlier one after which nothing has come from it; false if it has announced nothing.
+// an earlier one, if it has sent nothing of a later one since; false if it has announced nothing.
 func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	st := c.fast[slot]
-	if st == nil || st.waits != t && (st.waits.Seq == 0 || st.waits.Seq >= t.Seq || st.seen.Seq > st.waits.Seq) {
+	if st == nil || st.waits != t &&
+		(st.waits.Seq == 0 || st.waits.Seq >= t.Seq || st.seen.Seq > max(st.waits.Seq, st.before)) {
 		return nil, false
 	}
 	for packed := st.waitFor; packed != 0; packed >>= slotBits {
@@ -895,6 +898,15 @@ func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 			return nil, err
 		}
 	}
+}
+
+// ProcessReader returns the link to slot if plain memory of its process can be read over it, else
+// nil. With the lock; the result is used without it.
+func (c *Channel) ProcessReader(slot int) ProcessReader {
+	if l, ok := c.stream(slot).pr.link.(ProcessReader); ok && l.ReadsProcess() {
+		return l
+	}
+	return nil
 }
 
 // WaitLeft waits for the reason why the rank in slot left operation seq before its end: an abort, a

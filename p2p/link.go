@@ -81,7 +81,8 @@ type Link interface {
 	// and the caller may reuse them; the link keeps the unsent part in its own memory, at most one
 	// frame. False: no room now.
 	Send(h *Header, payload []byte) (bool, error)
-	// Flush sends what Send kept. True: nothing is left.
+	// Flush sends what Send kept. True: nothing is left. A link may need what the peer sends for
+	// it, so a caller that waits for Flush also calls Recv.
 	Flush() (bool, error)
 	// Recv returns the next frame, or nil if none has begun to arrive. The header and the payload
 	// are in the link's memory and valid until Release. A nil payload with Len > 0 means that the
@@ -121,11 +122,42 @@ type Mapper interface {
 	Map(id uint64) (*Mapping, error)
 }
 
+// ProcessReader is a link that can copy from memory of the peer's process that no transport has
+// made: one copy, by the kernel, where frames need two. The methods may be called from any
+// goroutine, also while the link is closed.
+type ProcessReader interface {
+	// ReadsProcess reports whether this end may read the peer's memory. The link finds that out by
+	// itself, some time after it was made. It ends with a refusal by the system, and with the link.
+	ReadsProcess() bool
+	// ReadProcess copies len(dst) bytes at address from of the peer's process to dst. It blocks for
+	// the copy alone, and allocates nothing. Nil: the process was the peer's during the copy, and
+	// had not ended after it. Whether the bytes were still the peer's buffer is for the caller to
+	// find out, as with a Mapping (see Exposure). An error wraps ErrPeerGone, ErrProtocol (there is
+	// no such memory) or errors.ErrUnsupported (ReadsProcess reports false from now on); dst may
+	// have been written.
+	ReadProcess(dst []byte, from uint64) error
+}
+
 // SeldomSleeper is a link that can send faster at the cost of a slower Arm.
 type SeldomSleeper interface {
 	// SleepSeldom says that this end rarely sleeps, because its rank has its own core. It cannot be
 	// undone. Calls follow the rules of Send.
 	SleepSeldom()
+}
+
+// Gatherer is a link to which each Send costs much more than the copy of a short frame.
+type Gatherer interface {
+	// Gather is Send for a frame that may wait for the next Flush or Send. The link keeps several
+	// short frames, and writes them together.
+	Gather(h *Header, payload []byte) (bool, error)
+}
+
+// Preparer is a link over memory that both ends access.
+type Preparer interface {
+	// Prepare says that a frame of n bytes of payload will be sent in some tens of nanoseconds. The
+	// link takes the memory for it from the other end's processor meanwhile, and changes nothing.
+	// It follows the rules of Send.
+	Prepare(n int)
 }
 
 // Distant is a link whose frames are delayed. The peer may have ended before they arrive.

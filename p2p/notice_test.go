@@ -101,3 +101,61 @@ func TestNoticesAreResentAfterReconnect(t *testing.T) {
 		t.Fatalf("heard %v after the link came up again, want the latest", heard)
 	}
 }
+
+// A value that another rank passes on arrives without a link to the rank whose value it is, also at
+// a rank that opens the channel later.
+func TestNoticeIsPassedOn(t *testing.T) {
+	all := cluster(t, 3, 64<<10, nil)
+	defer closeAll(all)
+	name := p2p.Name{Number: 2}
+	c, err := all[1].Open(name, p2p.Epoch{}, ranks(3), true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop()
+	wg.Go(func() {
+		all[1].Lock()
+		defer all[1].Unlock()
+		c.Relay([]int{1, 2}, 0, 1, []byte("before there is a link"))
+		c.Relay([]int{1, 2}, 0, 0, []byte("early"))
+		w := patient(ctx)
+		for told := false; c.Reach(w, 2) == nil; told = true {
+			if !told {
+				c.Relay([]int{1, 2}, 0, 0, []byte("late"))
+			}
+		}
+	})
+	w := patient(context.Background())
+	for all[2].Linked(1) == 0 {
+		all[2].Lock()
+		err := all[2].Progress(w)
+		all[2].Unlock()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	d, err := all[2].Open(name, p2p.Epoch{}, ranks(3), true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	heard := map[int]string{}
+	all[2].Lock()
+	d.OnNotice(func(slot, key int, value []byte) {
+		if slot != 0 {
+			t.Errorf("slot %d has told %q", slot, value)
+		}
+		heard[key] = string(value)
+	})
+	for heard[0] != "late" || heard[1] != "before there is a link" {
+		if err := all[2].Progress(w); err != nil {
+			t.Fatalf("%v; heard %v", err, heard)
+		}
+	}
+	all[2].Unlock()
+	if all[2].Linked(0) != 0 {
+		t.Error("there is a link to the rank whose value was passed on")
+	}
+}

@@ -164,6 +164,16 @@ func TestWaitsForOfAnEarlierOperation(t *testing.T) {
 		t.Errorf("after it got on: %v", slots)
 	}
 	a.Unlock()
+	b.Lock() // it had sent a part of a later operation ahead
+	cb.Announce(p2p.Token{Seq: 1}, []int{0, 1})
+	b.Unlock()
+	send(t, b, cb, 0, 2, "z")
+	recv(t, a, ca, 1, 2, "z")
+	a.Lock()
+	if slots, ok := ca.WaitsFor(1, p2p.Token{Seq: 3}); !ok || len(slots) != 2 {
+		t.Errorf("behind what had come before: %v, %v", slots, ok)
+	}
+	a.Unlock()
 }
 
 // A rank that was not scheduled until its time was up still knows what its peers have announced.

@@ -259,7 +259,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		return nil
 	case frameCredit:
 	case frameStatus:
-		st.waits, st.waitFor = Token{h.Seq, h.Call, h.Count}, h.Off
+		st.waits, st.waitFor, st.before = Token{h.Seq, h.Call, h.Count}, h.Off, st.seen.Seq
 		c.compareWait(st)
 	case frameCTS:
 		c.clearToSend(st, h)
@@ -270,13 +270,13 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	case frameBye:
 		pr.bye, st.left = true, true
 	case frameNotice:
-		if err := checkNotice(pr, h); err != nil {
+		if err := p.checkNotice(pr, h); err != nil {
 			return err
 		}
 		if payload == nil {
 			return p.keep(pr, st, nil) // it arrives in pieces
 		}
-		c.noticed(st, int(h.Seq), payload)
+		c.noticed(st, h, payload)
 		p.take(pr, payload, nil)
 		return nil
 	case frameAbort:
@@ -353,7 +353,7 @@ func (c *Channel) arrived(st *stream, e *early) {
 		c.abortedBy(st, append([]byte{}, e.buf...))
 		c.p.pool.put(e.buf)
 	case frameNotice:
-		c.noticed(st, int(e.h.Seq), e.buf)
+		c.noticed(st, &e.h, e.buf)
 		c.p.pool.put(e.buf)
 	case frameData:
 		for len(st.early) > 0 && st.early[0].filled && st.posted.size > 0 && c.err == nil {

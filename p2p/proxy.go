@@ -36,7 +36,9 @@ const (
 	// Chan stands for this channel in later frames. Seq, Call: its name, Count, Off: its epoch; no
 	// credit. flagClosed: the sender has closed it, and the frames that follow say so.
 	frameOpen
-	frameNotice // payload: the new value of the sender's key Seq; no credit
+	// Payload: the new value of key Seq, of the sender or, if Off is not 0, of slot Off-1; no
+	// credit.
+	frameNotice
 )
 
 const (
@@ -196,15 +198,17 @@ type connection struct {
 
 // sender is the state of what is sent to a peer. It ends with the link.
 type sender struct {
-	numbers uint32     // channel numbers given out on the link
-	free    []uint32   // those of them that are free again
-	sendErr error      // sending failed; frames that have arrived are read before the link goes down
-	refused bool       // the link had no room for the latest frame
-	unsent  bool       // the link has unsent data
-	out     Header     // the frame that is being sent; here to avoid an allocation for each frame
-	ctl     []ctl      // control frames that the link had no room for
-	queued  []*stream  // streams with messages of the tagged lane to begin
-	bulk    []*SendReq // messages that the peer has asked for
+	numbers  uint32     // channel numbers given out on the link
+	free     []uint32   // those of them that are free again
+	sendErr  error      // sending failed; frames that have arrived are read before the link goes down
+	refused  bool       // the link had no room for the latest frame
+	unsent   bool       // the link has unsent data
+	gatherer Gatherer   // the link, if it is one
+	preparer Preparer   // the link, if it is one
+	out      Header     // the frame that is being sent; here to avoid an allocation for each frame
+	ctl      []ctl      // control frames that the link had no room for
+	queued   []*stream  // streams with messages of the tagged lane to begin
+	bulk     []*SendReq // messages that the peer has asked for
 }
 
 // receiver is the state of what arrives from a peer.
@@ -452,6 +456,8 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 	pr.endDial()
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, time.Time{}
 	pr.linkNo++
+	pr.gatherer, _ = l.(Gatherer)
+	pr.preparer, _ = l.(Preparer)
 	pr.transfers.attach(pathsOf(l, transport))
 	p.links = append(p.links, pr)
 	p.tune(l)
@@ -463,9 +469,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 		}
 		if st := c.streams[pr.rank]; st != nil {
 			st.introduce()
-			for key := range NoticeKeys {
-				c.tell(st, key)
-			}
+			c.retell(st)
 		}
 		if c.aborted != nil && c.has(pr.rank) {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}, c.aborted)

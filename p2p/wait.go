@@ -21,10 +21,13 @@ const (
 	yieldFor  = 500 * time.Microsecond // polling between yields
 	longEvery = 5 * time.Millisecond
 	longFirst = 250 * time.Millisecond
-	checks    = 64  // polls between readings of the clock
-	rushPolls = 200 // polls before any other check
-	coldPolls = 4   // the same, if each poll is followed by a yield
-	hotPolls  = 16  // polls of the awaited link between rounds over all
+	// Yields at least. With many processes that yield to each other yieldFor has passed after few,
+	// and waking a process takes several times as long as yielding to it.
+	yieldLeast = 64
+	checks     = 64  // polls between readings of the clock
+	rushPolls  = 200 // polls before any other check
+	coldPolls  = 4   // the same, if each poll is followed by a yield
+	hotPolls   = 16  // polls of the awaited link between rounds over all
 )
 
 // Wait holds the bounds of one goroutine's waiting, and its state. One goroutine uses it at a time;
@@ -260,9 +263,10 @@ func (p *Proxy) giveWay(w *Wait) error {
 	switch {
 	case hot && waited < hotFor:
 		return nil
-	case waited < yieldFor && p.working.Load() == 0:
+	case (waited < yieldFor || w.spins < yieldLeast) && !w.linking && p.working.Load() == 0:
+		// While a link is made, other goroutines and processes need the time.
 		p.mu.Unlock()
-		if p.cfg.Threads {
+		if p.cfg.Threads || p.wanted.Load() > 0 {
 			runtime.Gosched()
 		} else {
 			osYield()

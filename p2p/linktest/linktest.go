@@ -282,16 +282,21 @@ func (e *End) Put(h *p2p.Header, payload []byte) error {
 	}
 }
 
-// FlushAll flushes, asleep while there is no room.
+// FlushAll flushes, asleep while there is no room. A frame that arrives meanwhile is left for Take.
 func (e *End) FlushAll() error {
-	for {
+	for late := time.Now().Add(Patience); ; {
 		if ok, err := e.Flush(); ok || err != nil {
 			return err
 		}
-		if !e.Arm() {
-			if err := e.Host.Sleep(); err != nil {
-				return err
+		if _, _, err := e.Recv(); err != nil {
+			return err
+		}
+		if e.Arm() {
+			if time.Now().After(late) {
+				return fmt.Errorf("not flushed within %v, while Arm says that Flush may succeed", Patience)
 			}
+		} else if err := e.Host.Sleep(); err != nil {
+			return err
 		}
 		e.Disarm()
 	}

@@ -405,6 +405,17 @@ func (e *End) Nudge(word *uint64, v uint64) {
 // that, without waiting for them.
 func StoreRelease(p *uint64, v uint64) { storeRelease(p, v) }
 
+// Prepare implements p2p.Preparer: it begins to take the cache lines of the next frame, and the one
+// behind it, from the other end's core. The line of the commit word is the one that the other end
+// polls.
+func (e *End) Prepare(n int) {
+	_, size := place(uint64(n))
+	off := e.out.tail & (e.size - 1)
+	if size < e.size-off {
+		acquire(unsafe.Add(e.out.data, off), int(size+line))
+	}
+}
+
 // Acquire begins to take the cache lines of b from the cores that have them, for stores that follow
 // soon. The stores of a copy would take one line after the other.
 func Acquire(b []byte) { acquire(unsafe.Pointer(unsafe.SliceData(b)), len(b)) }

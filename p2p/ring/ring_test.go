@@ -78,9 +78,15 @@ func TestModel(t *testing.T) {
 			i := rapid.IntRange(0, 1).Draw(t, "end")
 			e, o := ends[i], 1-i
 			before := *bells
-			do := rapid.SampledFrom([]string{"send", "send", "recv", "recv", "fill", "release", "release", "arm",
-				"drain"}).Draw(t, "do")
+			do := rapid.SampledFrom([]string{"prepare", "send", "send", "recv", "recv", "fill", "release",
+				"release", "arm", "drain"}).Draw(t, "do")
 			switch do {
+			case "prepare":
+				memory := bytes.Clone(e.Memory())
+				e.Prepare(rapid.IntRange(0, e.MaxFrame()).Draw(t, "n"))
+				if !bytes.Equal(e.Memory(), memory) {
+					t.Fatal("Prepare changes the memory")
+				}
 			case "send":
 				n := rapid.OneOf(rapid.IntRange(0, 100), rapid.IntRange(0, e.MaxFrame()),
 					rapid.Just(e.MaxFrame())).Draw(t, "n")

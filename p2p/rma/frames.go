@@ -79,6 +79,7 @@ const (
 // no room, the engine yields to it.
 type Frames struct {
 	link  p2p.Link
+	mover Mover // the link, if it is one
 	table *Table
 	wake  func()
 
@@ -98,6 +99,8 @@ type Frames struct {
 	unsent  bool // the link has unsent data
 	blocked bool // the engine's latest frame found no room
 	yield   int  // how often to yield to an ordinary frame
+	moving  int  // operations whose data the mover has
+	stalled int  // how many operations all had to wait for moves when pump looked last
 
 	// Operations of the peer.
 	status  [slots]uint8 // of puts that have begun
@@ -143,6 +146,9 @@ type frameOp struct {
 	cancelled bool
 	begun     bool // something is sent
 	told      bool // frameCancel was sent
+	moving    bool // the mover has move
+	framed    bool // the mover is not asked, or not again
+	move      Move
 	local     []byte
 	to        mem.Remote // without keys
 	off       uint64
@@ -168,7 +174,8 @@ type answer struct {
 // NewFrames wraps link, whose frames have Service 0. table is this rank's exposed memory. wake is
 // called when an operation has ended or a signal was written, and must not block.
 func NewFrames(link p2p.Link, table *Table, wake func()) *Frames {
-	return &Frames{link: link, table: table, wake: wake}
+	mover, _ := link.(Mover)
+	return &Frames{link: link, mover: mover, table: table, wake: wake}
 }
 
 // Send implements p2p.Link.
@@ -220,7 +227,7 @@ func (f *Frames) Close() error {
 
 // Arm implements p2p.Link.
 func (f *Frames) Arm() bool {
-	if len(f.done) > 0 || f.pending() && !f.blocked && !f.unsent {
+	if len(f.done) > 0 || f.pending() && !f.blocked && !f.unsent && !f.waits() {
 		return true
 	}
 	if f.news != f.heard { // a waiter has to check its word again
@@ -232,6 +239,9 @@ func (f *Frames) Arm() bool {
 
 // pending reports whether there is anything to send.
 func (f *Frames) pending() bool { return len(f.queue)+len(f.serving)+len(f.answers) > 0 }
+
+// waits reports whether everything that is to be sent waits for moves.
+func (f *Frames) waits() bool { return len(f.answers) == 0 && len(f.queue)+len(f.serving) == f.stalled }
 
 // Recv implements p2p.Link. It handles the frames of this service, up to a share of them, and sends
 // pending frames.
@@ -582,6 +592,7 @@ func (f *Frames) settle() {
 }
 
 func (f *Frames) unqueue(o *frameOp) {
+	f.stalled = 0
 	if i := slices.Index(f.queue, o); i >= 0 {
 		f.queue = slices.Delete(f.queue, i, i+1)
 	}
@@ -688,6 +699,7 @@ func (f *Frames) Poll(out []p2p.Completion) int {
 		f.queue, f.serving, f.answers = nil, nil, nil
 		for i := range f.ops { // one completion may cause others
 			if o := f.ops[i]; o != nil {
+				f.drop(o)
 				f.complete(o, err)
 			}
 		}
@@ -708,6 +720,7 @@ func (f *Frames) Cancel(id uint64) {
 		case o.kind == opFlush:
 			f.complete(o, p2p.ErrCancelled)
 		case !o.begun:
+			f.drop(o)
 			f.unqueue(o)
 			f.complete(o, p2p.ErrCancelled)
 		default:
@@ -729,6 +742,9 @@ func (f *Frames) Cancel(id uint64) {
 func (f *Frames) pump() {
 	if f.over() != nil {
 		return
+	}
+	if f.moving > 0 {
+		f.land()
 	}
 	if f.unsent {
 		if ok, err := f.link.Flush(); err != nil || !ok {
@@ -754,6 +770,7 @@ func (f *Frames) pump() {
 		return
 	}
 	skipped := 0
+	f.stalled = 0
 	for left := share; left > 0 && len(f.queue)+len(f.serving) > skipped; {
 		all := len(f.queue) + len(f.serving)
 		if f.turn >= all {
@@ -777,8 +794,11 @@ func (f *Frames) pump() {
 			if f.blocked {
 				return
 			}
-			skipped++ // a signal waits for earlier operations
+			skipped++ // it waits for its move, or a signal for earlier operations
 			f.turn++
+			if skipped == all {
+				f.stalled = all
+			}
 			continue
 		}
 		skipped = 0
@@ -818,6 +838,9 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 		h.Kind = frameCancel
 		o.told = f.send(&h, nil)
 		return 0, true, o.told
+	}
+	if o.moving || f.offer(o) {
+		return 0, false, false
 	}
 	if o.kind == opGet {
 		h.Kind, h.Count = frameGet, uint64(len(o.local))

@@ -305,6 +305,12 @@ func TestHostilePeer(t *testing.T) {
 				t.Error(err, l.Err())
 			}
 		},
+		"two witnesses": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			for range 2 {
+				pass(t, c, encoded(message{kind: msgWitness, id: 8, size: 1}))
+			}
+			failed(t, l, p2p.ErrProtocol)
+		},
 		"setup again": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
 			fd := memory(t, pages(1))
 			pass(t, c, encoded(message{kind: msgSetup, size: ring.MinData, version: version}), fd)

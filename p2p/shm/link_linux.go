@@ -20,7 +20,7 @@ import (
 )
 
 // link is one end of a link. The ring implements the methods for frames, the Copier those for
-// remote memory. It implements p2p.Mapper and p2p.OneSided.
+// remote memory. It implements p2p.Mapper, p2p.ProcessReader and p2p.OneSided.
 type link struct {
 	ring.End
 	rma.Copier
@@ -30,6 +30,7 @@ type link struct {
 	sock    *socket
 	process *os.File      // of the peer; nil: it is this process, or unknown
 	down    chan struct{} // closed when the reader has ended
+	reading reading       // of the peer's plain memory
 
 	mu      sync.Mutex
 	changed sync.Cond
@@ -93,6 +94,8 @@ func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []b
 	x.join(l)
 	if l.process = sock.process(); l.process != nil {
 		l.helpers.Go(func() { sock.follow(l.process) })
+		l.reading.init(sock, l.process)
+		sock.send(x.witness.message(), -1) // without it, the peer does not read this process
 	}
 	if f := lifeline.File(); f != nil {
 		if raw, err := f.SyscallConn(); err == nil { // without it, the socket's end tells, later
@@ -149,6 +152,8 @@ func (l *link) serve() error {
 			l.drop(m.id)
 		case msgLifeline:
 			err = l.hold(fd)
+		case msgWitness:
+			err = l.attest(m)
 		default:
 			if fd >= 0 {
 				unix.Close(fd)
@@ -360,6 +365,7 @@ func (l *link) Close() error {
 		l.mu.Lock()
 		l.closed = true
 		l.mu.Unlock()
+		l.reading.works.Store(false)
 		l.cease()
 		l.forget()
 		l.words.at(gateAt, l.side).Store(1)

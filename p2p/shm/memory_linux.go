@@ -165,11 +165,13 @@ type exports struct {
 	boards  []*board
 	links   map[*link]struct{} // open ones
 	leavers []*link            // closed ones whose peers were in the middle of an access
-	closed  bool               // the transport is closed
+	witness *witness
+	closed  bool // the transport is closed
 }
 
 func newExports() *exports {
-	return &exports{m: map[uint64]*export{}, grants: map[uint64]*grant{}, links: map[*link]struct{}{}}
+	return &exports{m: map[uint64]*export{}, grants: map[uint64]*grant{}, links: map[*link]struct{}{},
+		witness: newWitness()}
 }
 
 type export struct {

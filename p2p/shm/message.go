@@ -21,12 +21,13 @@ const (
 	msgGrantStore            // its answer
 	msgDenyStore             // its answer: the peer has no write access to region id
 	msgLifeline              // the reading end of a pipe that breaks when the sender begins to end
+	msgWitness               // the sender's memory at address id holds size, 8 bytes
 	msgEnd
 )
 
 const (
 	messageSize = 24
-	version     = 4 // of the memory's layout and the messages
+	version     = 5 // of the memory's layout and the messages
 )
 
 // message is a message on a link's socket, always messageSize bytes:

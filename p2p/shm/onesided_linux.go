@@ -461,7 +461,9 @@ func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal
 			}
 		}
 		if s != nil {
-			word = l.recall(s.At)
+			if word = l.recall(s.At); word != nil {
+				word.acquire(s.At.Base+s.Offset, mem.WordSize)
+			}
 		}
 		if (n == 0 || data != nil) && (s == nil || word != nil) {
 			ok := place(data, word, local, offset, s)

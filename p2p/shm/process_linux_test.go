@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -178,9 +179,13 @@ type process struct {
 	node    *linktest.Node
 }
 
-func start(t testing.TB, role string) process {
+func start(t testing.TB, role string) process { t.Helper(); return startIn(t, role, nil) }
+
+// startIn is start with attributes of the process; nil: the usual ones.
+func startIn(t testing.TB, role string, attributes *syscall.SysProcAttr) process {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
+	cmd.SysProcAttr = attributes
 	cmd.Env = append(os.Environ(), roleVariable+"="+role)
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()

@@ -13,6 +13,9 @@
 // a lifeline (package lifeline) passes it over, and its break tells earlier. A goroutine in Go's
 // network poller reads the socket; no thread is blocked.
 //
+// Plain memory of the peer's process is read by one copy of the kernel, where the system permits
+// that: see read_linux.go.
+//
 // Descriptors: one listener a rank, one socket a link, the peer's process and lifeline, one memfd
 // an allocated region, two for a region that peers may write, and one for each 1,024 ranges of
 // memory that are exposed at a time. Memory: two rings and a page a link, shared by both sides,

@@ -179,6 +179,42 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	return taken, nil
 }
 
+// Gather implements p2p.Gatherer.
+func (f *framed) Gather(h *p2p.Header, payload []byte) (bool, error) {
+	if err := f.Frames.Err(); err != nil {
+		return false, err
+	}
+	return f.link.Gather(h, payload)
+}
+
+// gathered is how many bytes of frames Gather keeps: they fit in a peer's receive buffer.
+const gathered = 16 << 10
+
+// Gather implements p2p.Gatherer.
+func (l *link) Gather(h *p2p.Header, payload []byte) (bool, error) {
+	n := headerSpace + len(payload)
+	if n > gathered || uint64(h.Len) != uint64(len(payload)) {
+		return l.Send(h, payload)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.Err(); err != nil {
+		return false, err
+	}
+	s := &l.streams[0]
+	if len(s.kept)-s.sent+n > gathered {
+		l.refused = true
+		if done, err := l.flush(); !done {
+			return false, err
+		}
+		l.refused = false
+	}
+	head := l.scratch[:headerSpace]
+	encodeHeader((*[p2p.HeaderSize]byte)(head), h)
+	s.kept = append(append(s.kept, head...), payload...)
+	return true, nil
+}
+
 // Flush implements p2p.Link.
 func (l *link) Flush() (bool, error) {
 	l.mu.Lock()

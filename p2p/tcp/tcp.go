@@ -82,6 +82,9 @@ type Config struct {
 	// that time, so that a network which loses packets needs a longer one. Default and minimum:
 	// PeerTimeout.
 	IdleTimeout time.Duration
+	// Plain makes links that pass on frames of every service, and have no capabilities beside
+	// p2p.Link: for a transport that is built on them. Both ends must have the same Plain.
+	Plain bool
 	// Logger gets messages that are no errors. Default: no logging.
 	Logger *slog.Logger
 }
@@ -513,13 +516,16 @@ func linkName(peer p2p.Identity, at string) string {
 }
 
 // link makes a link of connections, and closes them if that fails.
-func (t *Transport) link(name string, fds []int, frame int) (*framed, error) {
+func (t *Transport) link(name string, fds []int, frame int) (p2p.Link, error) {
 	l, err := newLink(name, fds, frame, t.cfg.BufferSize, t.poller)
 	if err != nil {
 		for _, fd := range fds {
 			unix.Close(fd)
 		}
 		return nil, fmt.Errorf("%s: %w", name, files.Explain(err))
+	}
+	if t.cfg.Plain {
+		return l, nil
 	}
 	return &framed{rma.NewFrames(l, &t.table, t.host.Wake), l}, nil
 }
