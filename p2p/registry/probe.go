@@ -9,14 +9,14 @@ import (
 	"tutti/p2p"
 )
 
-// Probe makes a link of a kind between two ends in this process and sends a frame over it. It ends
-// with ctx at the latest.
-func Probe(ctx context.Context, k Kind) (err error) {
+// Probe makes a link of a kind between two ends in this process and sends a frame over it. Of the
+// settings only those of RDMA count. It ends with ctx at the latest.
+func Probe(ctx context.Context, k Kind, o Options) (err error) {
 	secret := []byte("a secret of this process alone")
 	ends := make([]*end, 2)
 	for i := range ends {
-		t, err := k.New(Options{LocalRanks: 2, Ports: "0", PeerTimeout: time.Second, IdleTimeout: time.Second,
-			Logger: slog.New(slog.DiscardHandler)})
+		t, err := k.New(Options{LocalRanks: 2, Ports: "0", RDMADevices: o.RDMADevices, RDMAGID: o.RDMAGID,
+			PeerTimeout: time.Second, IdleTimeout: time.Second, Logger: slog.New(slog.DiscardHandler)})
 		if err != nil {
 			return err
 		}

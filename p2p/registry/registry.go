@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
@@ -18,12 +19,16 @@ import (
 	"tutti/p2p"
 	"tutti/p2p/shm"
 	"tutti/p2p/tcp"
+	"tutti/p2p/verbs"
+	rdmaverbs "tutti/rdma/verbs"
 )
 
 // Options are a rank's settings for links of any transport.
 type Options struct {
 	LocalRanks  int           // ranks that are likely to be on this machine; 0: unknown
 	Interfaces  string        // that may be used, see tcp.Config
+	RDMADevices string        // that may be used, see rdma.ParseDevices
+	RDMAGID     string        // address of an RDMA port that peers are given, see rdma.ChooseGID
 	Ports       string        // "0", "29500" or "29500-29600"
 	PeerTimeout time.Duration // bounds the silence of a host that an operation waits for
 	IdleTimeout time.Duration // bounds it otherwise
@@ -46,9 +51,9 @@ type Kind struct {
 	Reach  Reach
 	Maps   bool   // peers can map memory of the transport's Alloc
 	Advice string // what to do if it does not work, for users
-	// Works reports whether this system has what the transport needs, as far as that is known
-	// without trying it.
-	Works func() bool
+	// Works returns what this system lacks that the transport needs, as far as that is known
+	// without making a link, or nil.
+	Works func() error
 	// New makes the transport, which is idle until Listen.
 	New func(o Options) (p2p.Transport, error)
 }
@@ -56,24 +61,67 @@ type Kind struct {
 var (
 	mu   sync.Mutex
 	rows = []Kind{ // in order of preference
-		{Name: "shm", Reach: Machine, Maps: true, Works: func() bool { return runtime.GOOS == "linux" },
+		{Name: "shm", Reach: Machine, Maps: true, Works: linux,
 			Advice: "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use " +
 				"--transport tcp)",
 			New: func(o Options) (p2p.Transport, error) {
 				return shm.New(shm.Config{RingBytes: ringBytes(o.LocalRanks), Logger: o.Logger}), nil
 			}},
-		{Name: "tcp", Reach: Network, Works: func() bool { return true },
-			Advice: "a firewall may drop connections of this machine with itself",
+		{Name: verbs.Name, Reach: Network, Works: rdmaWorks,
+			Advice: "a container may lack the device or the right to lock memory: see the lines of devices and " +
+				"limits (use --transport shm,tcp)",
 			New: func(o Options) (p2p.Transport, error) {
-				spec, err := ports.ParseSpec(o.Ports)
+				p, err := rdmaverbs.Load()
 				if err != nil {
 					return nil, err
 				}
-				return tcp.New(tcp.Config{Interfaces: o.Interfaces, Ports: spec.Next().String(), Logger: o.Logger,
-					Dial: o.Dial, PeerTimeout: o.PeerTimeout, IdleTimeout: o.IdleTimeout}), nil
+				t, err := tcpConfig(o)
+				if err != nil {
+					return nil, err
+				}
+				return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID, TCP: t}), nil
+			}},
+		{Name: "tcp", Reach: Network, Works: func() error { return nil },
+			Advice: "a firewall may drop connections of this machine with itself",
+			New: func(o Options) (p2p.Transport, error) {
+				t, err := tcpConfig(o)
+				if err != nil {
+					return nil, err
+				}
+				return tcp.New(t), nil
 			}},
 	}
 )
+
+// tcpConfig returns the configuration of TCP connections.
+func tcpConfig(o Options) (tcp.Config, error) {
+	spec, err := ports.ParseSpec(o.Ports)
+	if err != nil {
+		return tcp.Config{}, err
+	}
+	return tcp.Config{Interfaces: o.Interfaces, Ports: spec.Next().String(), Logger: o.Logger, Dial: o.Dial,
+		PeerTimeout: o.PeerTimeout, IdleTimeout: o.IdleTimeout}, nil
+}
+
+func linux() error {
+	if runtime.GOOS != "linux" {
+		return errors.New("this system is not Linux")
+	}
+	return nil
+}
+
+// rdmaWorks returns why no link can be made over an RDMA device of this machine. It asks once in a
+// process.
+var rdmaWorks = sync.OnceValue(func() error {
+	if devices, err := os.ReadDir("/sys/class/infiniband"); err != nil || len(devices) == 0 {
+		return errors.New("this machine has no RDMA device")
+	}
+	p, err := rdmaverbs.Load()
+	if err != nil {
+		return err
+	}
+	return verbs.Check(verbs.Config{Provider: p})
+})
 
 // InProcess is the name of the transport between the ranks of one process. It has no row, because
 // only pg.Local uses it.
@@ -128,7 +176,7 @@ var ErrUnknown = errors.New("no such transport")
 func Find(text string) ([]Kind, error) {
 	all := Kinds()
 	if text == Auto {
-		return slices.DeleteFunc(all, func(k Kind) bool { return !k.Works() }), nil
+		return slices.DeleteFunc(all, func(k Kind) bool { return k.Works() != nil }), nil
 	}
 	var found []Kind
 	for name := range strings.SplitSeq(text, ",") {
@@ -144,7 +192,7 @@ func Find(text string) ([]Kind, error) {
 // Best returns the first of kinds that links ranks of one machine and works here.
 func Best(kinds []Kind) Kind {
 	for _, k := range kinds {
-		if k.Works() {
+		if k.Works() == nil {
 			return k
 		}
 	}

@@ -19,7 +19,7 @@ func TestProbe(t *testing.T) {
 	}
 	for _, k := range kinds {
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-		if err := Probe(ctx, k); err != nil {
+		if err := Probe(ctx, k, Options{}); err != nil {
 			t.Errorf("%s: %v", k.Name, err)
 		}
 		cancel()
@@ -30,7 +30,7 @@ func TestProbe(t *testing.T) {
 func TestProbeReportsBrokenTransport(t *testing.T) {
 	broken := errors.New("no device")
 	k := Kind{Name: "none", New: func(Options) (p2p.Transport, error) { return nil, broken }}
-	if err := Probe(t.Context(), k); !errors.Is(err, broken) {
+	if err := Probe(t.Context(), k, Options{}); !errors.Is(err, broken) {
 		t.Error(err)
 	}
 }
@@ -54,7 +54,7 @@ func TestFind(t *testing.T) {
 }
 
 func TestAdd(t *testing.T) {
-	remove := Add(Kind{Name: "mine", Works: func() bool { return true }})
+	remove := Add(Kind{Name: "mine", Works: func() error { return nil }})
 	if k, err := Find(Auto); err != nil || k[0].Name != "mine" {
 		t.Error(k, err)
 	}

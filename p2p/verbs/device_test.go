@@ -1,0 +1,464 @@
+//go:build cgo && linux
+
+package verbs
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"tutti/internal/proctest"
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/p2p/linktest"
+	"tutti/rdma"
+	"tutti/rdma/rdmatest"
+	"tutti/rdma/verbs"
+)
+
+// peerVariable makes the test binary a peer, an "echo" or a "putter": see peerMain.
+const peerVariable = "RDMA_TEST_PEER"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(peerVariable) != "" {
+		os.Exit(peerMain())
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// peerMain listens as rank 1, prints its identity and its endpoint, and sends every frame back, or
+// is a putter. It ends with its standard input.
+func peerMain() int {
+	go func() { io.Copy(io.Discard, os.Stdin); os.Exit(0) }()
+	p, err := verbs.Load()
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	h := linktest.NewHost(1)
+	t := New(over(p, 0))
+	at, err := t.Listen(context.Background(), h)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	fmt.Printf("%d %s\n", h.ID.Incarnation, hex.EncodeToString(at))
+	e := &linktest.End{Link: (<-h.In).Link, Host: h}
+	if os.Getenv(peerVariable) == "putter" {
+		fmt.Fprintln(os.Stderr, putterMain(e, t))
+		return 2
+	}
+	for {
+		h, b, err := e.Wait()
+		if err == nil {
+			err = e.Put(&h, b)
+		}
+		if err != nil {
+			return 2
+		}
+	}
+}
+
+// putterMain exposes memory to the process that has sent it the description of its own, and puts to
+// that and gets from it until it is killed.
+func putterMain(e *linktest.End, t p2p.Transport) error {
+	_, b, err := e.Wait()
+	if err != nil {
+		return err
+	}
+	var to mem.Remote
+	if err := to.UnmarshalBinary(b); err != nil {
+		return err
+	}
+	r := mem.NewRegion(1, mem.Host(make([]byte, to.Len), mem.Anywhere), false, false, nil)
+	x := &mem.Remote{ID: 1, Generation: 1, Len: to.Len, Rights: mem.Read | mem.Write, Loc: mem.Anywhere}
+	key, err := t.(p2p.Exposer).Expose(r, x)
+	if err != nil {
+		return err
+	}
+	x.Keys = []mem.Key{{Path: Name, Blob: key}}
+	if b, err = x.MarshalBinary(); err != nil {
+		return err
+	}
+	if err := e.Put(&p2p.Header{Len: uint32(len(b))}, b); err != nil {
+		return err
+	}
+	s := linktest.NewSide(e, &linktest.Node{Host: e.Host, T: t})
+	local := make([]byte, to.Len)
+	for i := 1; err == nil; i++ {
+		for k := range local {
+			local[k] = byte(i)
+		}
+		if err = s.Await(s.PutTo(local, &to, 0, p2p.Signal{})); err == nil {
+			err = s.Await(s.GetFrom(local, &to, 0))
+		}
+	}
+	return err
+}
+
+// TestDeviceConformance: the suite over a real provider, with that of allocations.
+func TestDeviceConformance(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	linktest.Run(t, func(testing.TB) p2p.Transport { return New(over(p, 0)) })
+}
+
+// startPeer starts a process that does what peerVariable says, and returns it with a link to it,
+// which the test closes.
+func startPeer(t *testing.T, n *linktest.Node, does string) (*proctest.Process, p2p.Link) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), peerVariable+"="+does)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { in.Close() })
+	out, theirs, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { out.Close() })
+	cmd.Stdout, cmd.Stderr = theirs, os.Stderr
+	peer, err := proctest.Start(cmd)
+	theirs.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		peer.Kill()
+		peer.Wait()
+	})
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := p2p.Identity{Rank: 1}
+	var text string
+	if _, err := fmt.Sscan(line, &id.Incarnation, &text); err != nil {
+		t.Fatalf("%q: %v", line, err)
+	}
+	at, err := hex.DecodeString(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), linktest.Patience)
+	defer cancel()
+	l, err := n.T.Dial(ctx, id, at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return peer, l
+}
+
+// TestDeviceKilledPeer: a process that is killed with writes under way ends its links, whether the
+// other end polls or sleeps, and leaves the device usable.
+func TestDeviceKilledPeer(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	n := linktest.Listen(t, New(over(p, 0)), linktest.NewHost(0))
+	for _, asleep := range []bool{false, true} {
+		peer, l := startPeer(t, n, "echo")
+		var err error
+		e := &linktest.End{Link: l, Host: n.Host}
+		for i := 0; err == nil; i++ {
+			if i == 100 {
+				peer.Kill()
+			}
+			if i < 100 || !asleep {
+				h, b := linktest.Frame(i, 1000, nil)
+				err = e.Put(&h, b)
+			}
+			if err == nil && i < 100 {
+				_, _, err = e.Wait()
+			}
+			for err == nil && i >= 100 {
+				var ok bool
+				if _, _, ok, err = e.Take(); !ok && err == nil {
+					if asleep {
+						err = e.Nap()
+						continue
+					}
+					break
+				}
+			}
+		}
+		if !strings.Contains(err.Error(), "rank 1") {
+			t.Errorf("asleep %v: %v", asleep, err)
+		}
+		ends(t, e, p2p.ErrPeerGone)
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// deviceSides returns the ends of a link over a real device, for tests of remote memory.
+func deviceSides(tb testing.TB) (x, y *linktest.Side) {
+	tb.Helper()
+	p, _ := rdmatest.Devices(tb, verbs.Load)
+	x, y = linktest.Sides(tb, func(testing.TB) p2p.Transport { return New(over(p, 0)) })
+	raised(tb, x.End, y.End)
+	return x, y
+}
+
+// TestDeviceData: long puts and gets go by RDMA, without frames and without the target's help.
+func TestDeviceData(t *testing.T) {
+	x, y := deviceSides(t)
+	moveBothWays(t, x, y)
+	moveBothWays(t, y, x)
+}
+
+// TestDeviceDataReturns: puts and gets have their results when queue pairs go to the error state,
+// and when the network device goes down and comes back; afterwards they go by RDMA again.
+func TestDeviceDataReturns(t *testing.T) {
+	x, y := deviceSides(t)
+	survive(t, x, y, 24, 4, 300_000, func(i int) {
+		l := inner([]*linktest.Side{x, y}[i%2].End)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if n := l.lane; n != nil && l.stage >= probing {
+			if err := n.bulk.qp.Fail(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	survive(t, x, y, 12, 3, 300_000, func(i int) {
+		state := []string{"down", "up"}[i%2]
+		if out, err := exec.Command("/bin/ip", "link", "set", "d0", state).CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+	})
+}
+
+// TestDevicePrograms: random programs over a real device, whose queue pairs fail.
+func TestDevicePrograms(t *testing.T) {
+	x, y := deviceSides(t)
+	p := &program{t: t, r: rand.New(rand.NewPCG(35, 7)), sides: [2]*linktest.Side{x, y}}
+	p.run(3000, 300, func() {
+		raised(t, x.End, y.End)
+		l := inner(p.sides[p.r.IntN(2)].End)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.pause = minPause
+		if n := l.lane; n != nil && l.stage >= probing {
+			if err := []rdma.QP{n.qp, n.bulk.qp}[p.r.IntN(2)].Fail(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	p.moved()
+}
+
+// TestDeviceKilledPutter: a process that is killed while it puts and gets leaves no write behind.
+// Withdraw does not wait for it, nothing changes the memory afterwards, and what was under way to
+// it ends.
+func TestDeviceKilledPutter(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	n := linktest.Listen(t, New(over(p, 0)), linktest.NewHost(0))
+	const size = 4 << 20
+	for round := range 5 {
+		peer, l := startPeer(t, n, "putter")
+		x := linktest.NewSide(&linktest.End{Link: l, Host: n.Host}, n)
+		r := x.Alloc(t, size)
+		to := x.Expose(t, r, 0, size, mem.Read|mem.Write)
+		b, err := to.MarshalBinary()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := x.End.Put(&p2p.Header{Len: uint32(len(b))}, b); err != nil {
+			t.Fatal(err)
+		}
+		_, b, err = x.End.Wait() // its memory
+		if err != nil {
+			t.Fatal(err)
+		}
+		var theirs mem.Remote
+		if err := theirs.UnmarshalBinary(b); err != nil {
+			t.Fatal(err)
+		}
+		local := bytes.Repeat([]byte{1}, size)
+		put, err := x.PutTo(local, &theirs, 0, p2p.Signal{})
+		for late := time.Now().Add(linktest.Patience); ; {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, done := x.Ended[put]; done {
+				put, err = x.PutTo(local, &theirs, 0, p2p.Signal{})
+			}
+			err = errors.Join(err, x.Turn())
+			if moved, _ := bytesMoved(x); moved >= uint64(round+1)*3*size && r.Bytes()[size-1] != 0 {
+				break // both put
+			}
+			if time.Now().After(late) {
+				t.Fatal("nothing was put")
+			}
+		}
+		peer.Kill()
+		began := time.Now()
+		if err := x.Withdraw(to); err != nil {
+			t.Fatal(err)
+		}
+		took := time.Since(began)
+		before := bytes.Clone(r.Bytes())
+		get, err := x.GetFrom(make([]byte, size), &theirs, 0)
+		for _, id := range []uint64{put, get} {
+			for late := time.Now().Add(linktest.Patience); err == nil; {
+				if c, ok := x.Ended[id]; ok {
+					if !errors.Is(c.Err, p2p.ErrPeerGone) && c.Err != nil {
+						t.Errorf("an operation on a process that was killed: %v", c.Err)
+					}
+					break
+				}
+				if e := x.Turn(); e != nil && !errors.Is(e, p2p.ErrPeerGone) {
+					t.Fatal(e)
+				}
+				if time.Now().After(late) {
+					t.Fatal("an operation on a process that was killed does not end")
+				}
+			}
+		}
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+		if !bytes.Equal(before, r.Bytes()) {
+			t.Error("memory has changed after Withdraw")
+		}
+		t.Logf("Withdraw took %v", took.Round(time.Millisecond))
+	}
+}
+
+// BenchmarkDeviceData measures puts and gets, moved by the device and in frames, one after another
+// and 8 at a time. Both ends are used by one goroutine. The median is of the times of single
+// rounds: the mean has the pauses of a lossy network.
+func BenchmarkDeviceData(b *testing.B) {
+	x, y := deviceSides(b)
+	const most = 1 << 20
+	r := y.Alloc(b, most)
+	to := y.Expose(b, r, 0, most, mem.Read|mem.Write)
+	local := make([]byte, most)
+	l := inner(x.End)
+	kinds, ways := []string{"put", "get"}, []string{"moved", "frames"}
+	for _, n := range []int{4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, most} {
+		for i := range 8 {
+			put, moved, at := i&1 == 0, i&2 == 0, 1+i>>2*7
+			name := fmt.Sprintf("%s/%dK/%d/%s", kinds[i&1], n>>10, at, ways[i>>1&1])
+			b.Run(name, func(b *testing.B) {
+				if l.least = 0; !moved {
+					l.least = most + 1
+				}
+				b.SetBytes(int64(at * n))
+				var times []time.Duration
+				var ids [8]uint64
+				for b.Loop() {
+					began := time.Now()
+					clear(x.Ended)
+					for k := range ids[:at] {
+						var err error
+						if put {
+							ids[k], err = x.PutTo(local[:n], to, 0, p2p.Signal{})
+						} else {
+							ids[k], err = x.GetFrom(local[:n], to, 0)
+						}
+						if err != nil {
+							b.Fatal(err)
+						}
+					}
+					for _, id := range ids[:at] {
+						if err := x.Await(id, nil); err != nil {
+							b.Fatal(err)
+						}
+					}
+					times = append(times, time.Since(began))
+				}
+				slices.Sort(times)
+				median := times[len(times)/2]
+				b.ReportMetric(float64(median.Microseconds()), "median-us")
+				b.ReportMetric(float64(at*n)/median.Seconds()/1e6, "median-MB/s")
+			})
+		}
+	}
+}
+
+// TestDeviceReturns: frames arrive once and in order when queue pairs go to the error state, and
+// when the network device goes down and comes back; afterwards they go over the ring again.
+func TestDeviceReturns(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	a, b := linktest.Pair(t, func(testing.TB) p2p.Transport { return New(over(p, 0)) })
+	link := func(state string) {
+		if out, err := exec.Command("/bin/ip", "link", "set", "d0", state).CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+	}
+	raised(t, a, b)
+	from := 0
+	// round sends frames both ways, and returns the speed in frames a second.
+	round := func(frames int, at func(i int)) float64 {
+		began := time.Now()
+		together(t, a, b, from, from+frames, at)
+		from += frames
+		return float64(frames) / time.Since(began).Seconds()
+	}
+	const frames = 480
+	before := round(frames, nil)
+	for name, at := range map[string]func(i int){
+		"queue pair": func(i int) {
+			if i%(frames/4) != 1 {
+				return
+			}
+			l := inner([]*linktest.End{a, b}[i/(frames/4)%2])
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			if n := l.lane; n != nil && l.stage >= probing {
+				if err := n.qp.Fail(); err != nil {
+					t.Error(err)
+				}
+			}
+		},
+		"port": func(i int) {
+			switch i % (frames / 2) {
+			case frames / 8:
+				link("down")
+			case frames / 4:
+				link("up")
+			}
+		},
+	} {
+		gen := inner(a).gen
+		from = (from + frames - 1) / frames * frames
+		during := round(frames, at)
+		began := time.Now()
+		raised(t, a, b)
+		back := time.Since(began)
+		seq := inner(a).tx.out.seq
+		after := round(frames, nil)
+		t.Logf("%s: %.0f frames a second before, %.0f meanwhile, %.0f afterwards; the ring was back %v after the last "+
+			"frame", name, before, during, after, back.Round(time.Millisecond))
+		if l := inner(a); l.gen == gen || l.tx == nil || l.tx.out.seq < seq+frames {
+			t.Errorf("%s: ring %d after %d; frames do not go over it", name, l.gen, gen)
+		}
+		// The same rings are as fast as before; the factor and the repetitions are for other work
+		// of the machine.
+		for range 10 {
+			if after >= before/3 {
+				break
+			}
+			after = round(frames, nil)
+		}
+		if after < before/3 {
+			t.Errorf("%s: %.0f frames a second, and %.0f before", name, after, before)
+		}
+	}
+}

@@ -1,0 +1,91 @@
+// Package verbs makes p2p links over RDMA devices. Users know the transport as "rdma".
+//
+// # Connections
+//
+// A link is made, authenticated and ended by a TCP connection, a link of p2p/tcp. Frames go over it
+// at first, and whenever the devices do not carry them. Beside it the link has one lane at a time:
+// two reliable connections of queue pairs, one for frames and one for data of puts and gets, and a
+// ring at each end. The TCP connection ends with the peer's process, and p2p/tcp notices hosts
+// that fall silent.
+//
+// # Lanes
+//
+// Control frames on the TCP connection agree on lanes (setup.go). The dialler makes the objects of
+// a lane and proposes it; the acceptor makes and connects its own, and accepts; the dialler
+// connects. Each end sends a request over the lane, and frames only when that has completed: a path
+// that loses everything is never used. frameReady then says that the frames behind it are in the
+// ring. Objects are made, connected and closed by tasks in goroutines, because these calls take
+// long. All else happens in the calls of the link's user.
+//
+// A lane is given up when a request fails, the port goes down, the device is removed, or the peer
+// gives it up. Each end says by frameDown what it has taken from its ring, and reads no more of it.
+// The other end sends the rest again over TCP: the copy of the ring still has all frames that the
+// consumer has not freed. So every frame arrives once and in order. The dialler then makes the next
+// lane, after a pause that grows while lanes do not last, and at once when a port comes back. It
+// never gives up while the link lives. A failed request says nothing against the peer: it writes
+// only to memory of the lane itself, or to memory that the peer may have withdrawn meanwhile. Only
+// a violation of the protocol ends the link, and the end of the TCP connection.
+//
+// # Frames
+//
+// Each end has a ring, which only the peer writes, by RDMA. A frame is contiguous, a multiple of
+// unit long, and ends with its header and a commit word:
+//
+//	payload, padding | p2p.Header as the machine lays it out (48) | commit word (8)
+//
+// Frames follow each other from the ring's end to its beginning. So the consumer knows where the
+// next commit word will be, and polls it: a frame needs no completion to be received. The commit
+// word is a write of its own, behind that of the frame, because a device may place the data of one
+// write in any order (Soft-RoCE does), even the bytes of a word. The consumer knows the word that
+// it expects: a part of it has not arrived yet. The first eight bytes of a frame's write clear the
+// commit word behind it. A frame that does not fit before the ring's beginning is placed at its
+// end, and a skip mark follows, at the place where the consumer polls.
+//
+// The producer composes frames in a copy of the peer's ring. It writes over a frame when the device
+// has completed its write and the consumer has freed it. The consumer tells the position up to
+// which it has freed the ring as an immediate value of an empty write, each time that this is
+// another quarter.
+// As no frame is larger than a quarter, a producer always finds room when the consumer has read
+// everything.
+//
+// # Memory
+//
+// Puts, gets and signals are operations of rma.Frames. It offers the data of each to the link
+// (rma.Mover), which moves data of leastMove bytes and more by RDMA (bulk.go): writes directly into
+// the peer's exposed memory, reads directly from it, in pieces, of all operations in turn. A put
+// has ended when the peer's device has acknowledged its last piece. Signals are frames, which are
+// sent after that. Shorter data is frames, too.
+//
+// A request needs a key. The first operation on exposed memory asks for it (frameClaim). The peer
+// registers the memory, exactly its bytes with exactly its rights, and answers (frameKey); every
+// lane keeps its keys (expose.go). Whatever a key does not allow goes in frames, which end with the
+// reason. Withdraw deregisters the memory, so that no peer reaches it any more, and tells those who
+// have it (frameRevoke). They answer when no request with it is under way (frameRevoked). Until
+// then, or until the lane's queue pairs are closed, the device gives the key to no other memory.
+// A request that comes too late fails its lane.
+//
+// An operation with requests under way on a lane that is given up may still change memory. It waits
+// until the queue pairs of both ends are closed, which each end says (frameFenced), and is repeated
+// in frames then. A request cannot be taken back: to cancel an operation with requests under way
+// closes the queue pair. Later puts wait until the peer's is closed, too: what the network has of
+// the cancelled one could be placed over their data.
+//
+// # Sleeping
+//
+// A processor learns of a write to its memory only by polling, and cannot ask the other end
+// beforehand whether a write is under way, without a message there and back. So the last write of
+// each frame, and that for a position, has an immediate value: it uses up a posted receive, and its
+// completion wakes an end that sleeps. There are as many receives as the ring has units. The
+// consumer posts those of frames again before it frees the frames, in batches: that costs it two
+// calls for a quarter of the ring.
+//
+// Beside a ring the TCP connection stays armed, so that a control frame wakes the end as well.
+// Beside requests for data their completions wake it, and a timer, for a device that forgets one.
+//
+// # Trust
+//
+// The peer has proved the job's secret before its queue pairs are known here, and can reach nothing
+// but its ring, and exposed memory with the rights of the exposure. It may write anything to its
+// ring at any time: what is read is copied first and checked then. It may also send any control
+// frame at any time. A wrong key concerns only the peer's own memory.
+package verbs

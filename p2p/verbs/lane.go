@@ -1,0 +1,350 @@
+package verbs
+
+import (
+	"errors"
+	"fmt"
+	"syscall"
+	"unsafe"
+
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/rdma"
+)
+
+const (
+	sendDepth = 256  // requests of a send queue
+	timeout   = 16   // of a packet: 268 ms, eight times; the TCP connection notices dead peers sooner
+	perFrame  = 3    // requests of a frame at most
+	inline    = unit // bytes of a frame of one unit: the word before it, and all but its commit word
+	spare     = 16   // receives for positions, of which there is one for each quarter of the ring
+	idlePolls = 256  // polls of an idle ring for one of the completion queue
+)
+
+// Immediate values: 0 for a frame, or the consumer's position in units, modulo 1<<31, and a bit.
+const (
+	immFrame    = 0
+	immPosition = 1
+)
+
+// positionImm returns the immediate value that tells position pos.
+func positionImm(pos uint64) uint32 { return uint32(pos/unit)<<1 | immPosition }
+
+// receives returns the number of receives for a ring of n bytes.
+func receives(n int) int { return n/unit + spare }
+
+// lane is one connection of queue pairs, and its rings. A link has one at a time. The consumer is
+// used under the rules of p2p.Link, everything else with the link's lock.
+type lane struct {
+	gen    uint64
+	peer   p2p.Identity
+	device *device
+	setup  setup // what the peer is told
+	gid    int   // index of the address
+	theirs setup
+	told   bool  // the peer knows of it
+	err    error // why it has failed, nil while it works
+
+	in   consumer
+	out  producer
+	bulk bulk
+
+	cq     rdma.CQ
+	qp     rdma.QP
+	mine   []byte    // the ring that the peer writes
+	staged []byte    // the copy of the peer's ring, and a word of zeros
+	mrs    []rdma.MR // of mine and staged
+	inline int
+
+	posted   int    // requests, since the beginning
+	finished int    // of these, as far as is known
+	fresh    int    // since the last one with a completion
+	bytes    uint64 // composed since then
+	marks    []mark // requests with completions, oldest first
+	frames   uint64 // that have completed receives
+	woken    chan struct{}
+
+	chain    [perFrame]rdma.SendRequest
+	segments [perFrame][2]rdma.Segment
+	polled   [rdma.PollBatch]rdma.Completion
+	blank    [rdma.PollBatch]rdma.RecvRequest
+
+	// Keys of this end's memory: see exposure.
+	granted  map[uint64]*exposure // that the peer has, by generation
+	revoking map[uint64]uint32    // that it has yet to give up
+	claims   int                  // of the peer, that were not answered yet
+	closed   bool                 // its queue pairs are
+	fenced   bool                 // the peer's are
+	ghosts   bool                 // a put was cancelled, of which the network may have a part
+}
+
+// mark is what has ended when a request has completed.
+type mark struct {
+	posted int
+	tail   uint64
+}
+
+// open makes the objects of a lane with rings of n bytes. Its queue pair is in the state Init and
+// has its receives. The caller closes the lane, also after an error. The lane owns d.
+func (l *lane) open(d *device, n int, psn uint32, wake func()) error {
+	l.device, l.woken = d, make(chan struct{}, 1)
+	l.granted, l.revoking = map[uint64]*exposure{}, map[uint64]uint32{}
+	l.marks, l.mine, l.staged = make([]mark, 0, sendDepth), make([]byte, n), make([]byte, n+wordLen)
+	l.in, l.out = consumer{data: l.mine, seq: 1}, producer{data: l.staged[:n]}
+	var err error
+	if l.setup, l.gid, err = d.address(); err != nil {
+		return err
+	}
+	for _, m := range []struct {
+		b      []byte
+		access rdma.Access
+	}{{l.mine, rdma.LocalWrite | rdma.RemoteWrite}, {l.staged, 0}} {
+		r, err := d.register(mem.Host(m.b, mem.Anywhere), m.access)
+		if err != nil {
+			return err
+		}
+		l.mrs = append(l.mrs, r)
+	}
+	rung := func() {
+		select {
+		case l.woken <- struct{}{}:
+		default:
+		}
+		wake()
+	}
+	if l.cq, err = d.NewCQ(sendDepth+receives(n)+1, rung); err != nil {
+		return err
+	}
+	cfg := rdma.QPConfig{Send: l.cq, Recv: l.cq, SendDepth: sendDepth, RecvDepth: receives(n), Segments: 2,
+		Inline: inline}
+	if l.qp, err = d.NewQP(cfg); errors.Is(err, syscall.EINVAL) { // the device has not so many
+		cfg.Inline = 0
+		l.qp, err = d.NewQP(cfg)
+	}
+	if err != nil {
+		return err
+	}
+	l.inline = l.qp.Limits().Inline
+	if err := l.qp.Init(d.port, rdma.RemoteWrite|rdma.LocalWrite); err != nil {
+		return err
+	}
+	if err := l.bulk.open(l, rung); err != nil {
+		return err
+	}
+	l.setup.ring, l.setup.qp, l.setup.psn, l.setup.key = n, l.qp.Number(), psn, l.mrs[0].RemoteKey()
+	l.setup.address = addressOf(l.mine)
+	l.setup.bulk, l.setup.reads = l.bulk.qp.Number(), l.bulk.reads
+	return l.postReceives(receives(n))
+}
+
+func addressOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
+
+// connect connects the queue pairs with the peer's.
+func (l *lane) connect(theirs setup) error {
+	mine := &l.setup
+	switch {
+	case theirs.link != mine.link:
+		return fmt.Errorf("the peer's port is %v, and %s is %v: they cannot be connected", theirs.link, l.device.at,
+			mine.link)
+	case theirs.ring != mine.ring:
+		return fmt.Errorf("%w: a ring of %d bytes, want %d", p2p.ErrProtocol, theirs.ring, mine.ring)
+	}
+	l.theirs = theirs
+	route := rdma.Route{Port: l.device.port, GIDIndex: l.gid,
+		// Within a subnet InfiniBand needs no address.
+		Global: mine.link != rdma.InfiniBand || [8]byte(mine.gid[:8]) != [8]byte(theirs.gid[:8]),
+		MTU:    min(mine.mtu, theirs.mtu), PSN: mine.psn, Remote: theirs.qp, RemotePSN: theirs.psn, LID: theirs.lid,
+		GID: theirs.gid, Reads: 1, Timeout: timeout, Retries: 7, RNRRetries: 7}
+	if err := l.qp.Connect(&route); err != nil {
+		return err
+	}
+	route.Remote, route.Reads = theirs.bulk, min(mine.reads, theirs.reads)
+	return l.bulk.qp.Connect(&route)
+}
+
+// close closes all objects. The memory stays, because a caller may be reading it.
+func (l *lane) close() error {
+	err := l.bulk.close()
+	if l.qp != nil {
+		err = errors.Join(err, l.qp.Close())
+	}
+	if l.cq != nil {
+		err = errors.Join(err, l.cq.Close())
+	}
+	for _, r := range l.mrs {
+		err = errors.Join(err, r.Close())
+	}
+	if l.device != nil {
+		err = errors.Join(err, l.device.release())
+	}
+	return err
+}
+
+// fail says why the lane does not work any more. The first err stays.
+func (l *lane) fail(err error) {
+	if l.err == nil {
+		l.err = err
+	}
+}
+
+// fits reports whether there is room for a frame that needs n bytes, in the ring and the send
+// queue. One request is left for a position.
+func (l *lane) fits(n uint64) bool {
+	if l.posted-l.finished+perFrame+1 > sendDepth {
+		return false
+	}
+	return l.out.room() >= n
+}
+
+// freed takes the position that the peer has told.
+func (l *lane) freed(imm uint32) {
+	more := uint64((imm-positionImm(l.out.freed))>>1) * unit
+	if imm&immPosition == 0 || more > l.out.tail-l.out.freed {
+		l.fail(fmt.Errorf("%w: it has freed %d bytes more than the %d of %d that were sent (immediate value %#x)",
+			p2p.ErrProtocol, more, l.out.freed, l.out.tail, imm))
+		return
+	}
+	l.out.freed += more
+}
+
+// request makes request i of the chain: it writes n bytes at from of staged to the peer's
+// ring at to, after a word of zeros if clear is set.
+func (l *lane) request(i int, op rdma.Opcode, to uint64, clear bool, from, n uint64) {
+	base, key := addressOf(l.staged), l.mrs[1].LocalKey()
+	parts := l.segments[i][:0]
+	if clear {
+		parts = append(parts, rdma.Segment{Address: base + uint64(len(l.staged)) - wordLen, Key: key, Len: wordLen})
+	}
+	if n > 0 {
+		parts = append(parts, rdma.Segment{Address: base + from, Key: key, Len: uint32(n)})
+	}
+	all := 0
+	for _, s := range parts {
+		all += int(s.Len)
+	}
+	l.chain[i] = rdma.SendRequest{Op: op, Segments: parts, RemoteAddress: l.theirs.address + to,
+		RemoteKey: l.theirs.key, Inline: all <= l.inline}
+}
+
+// post posts the first k requests of the chain, the last one with a completion if the last
+// such is a quarter of the queue or of the ring ago.
+func (l *lane) post(k int) {
+	l.posted += k
+	if l.fresh += k; l.fresh >= sendDepth/4 || l.bytes >= uint64(len(l.out.data)/4) {
+		l.chain[k-1].Signaled = true
+	}
+	if l.chain[k-1].Signaled {
+		l.fresh, l.bytes = 0, 0
+		l.marks = append(l.marks, mark{l.posted, l.out.tail})
+	}
+	if _, err := l.qp.Post(l.chain[:k]); err != nil {
+		l.fail(err)
+	}
+}
+
+// send writes a frame to the peer's ring. False: there is no room, or the lane has failed.
+func (l *lane) send(h *p2p.Header, payload []byte) bool {
+	need := l.out.needs(uint64(len(payload)))
+	if l.err != nil || !l.fits(need) {
+		return false
+	}
+	tail := l.out.tail
+	k := 0
+	for _, s := range l.out.compose(h, payload) {
+		if s.clear {
+			l.request(k, rdma.Write, s.at-wordLen, true, s.at, s.n)
+		} else {
+			l.request(k, rdma.Write, s.at, false, s.at, s.n)
+		}
+		k++
+	}
+	l.chain[k-1].Op, l.chain[k-1].Imm = rdma.WriteImm, immFrame
+	l.bytes += l.out.tail - tail
+	l.post(k)
+	return true
+}
+
+// turn makes progress: it takes completions, posts receives again, and tells the peer what is free.
+func (l *lane) turn() {
+	if l.err == nil {
+		l.reap()
+	}
+	if l.due() && l.frames >= l.in.frames && l.posted-l.finished < sendDepth && l.err == nil {
+		l.in.untold = 0
+		l.position()
+	}
+}
+
+// due reports whether the peer is to be told what is free.
+func (l *lane) due() bool { return l.in.untold >= uint64(len(l.in.data)/4) }
+
+// ask posts a request that completes when everything before it has arrived, and returns the number
+// that finished will have reached then.
+func (l *lane) ask() int {
+	l.request(0, rdma.Write, 0, false, 0, 0)
+	l.chain[0].Signaled = true
+	l.post(1)
+	return l.posted
+}
+
+// position tells the peer what is free of the ring here.
+func (l *lane) position() {
+	l.request(0, rdma.WriteImm, 0, false, 0, 0)
+	l.chain[0].Imm = positionImm(l.in.pos)
+	l.post(1)
+}
+
+// arm requests a call of wake for the next completion.
+func (l *lane) arm() error {
+	if err := l.bulk.arm(); err != nil {
+		return err
+	}
+	return l.cq.Arm()
+}
+
+// reap takes completions, and posts receives again.
+func (l *lane) reap() {
+	for {
+		n, err := l.cq.Poll(l.polled[:])
+		if err != nil {
+			l.fail(err)
+			return
+		}
+		used := 0
+		for i := range l.polled[:n] {
+			switch c := &l.polled[i]; {
+			case c.Status != rdma.Success:
+				l.fail(&rdma.StatusError{Status: c.Status, Op: rdma.Write, Device: l.device.Name(), QP: c.QP,
+					Vendor: c.Vendor})
+			case c.Op == rdma.Write && len(l.marks) > 0:
+				l.finished, l.out.done = l.marks[0].posted, l.marks[0].tail
+				l.marks = l.marks[:copy(l.marks, l.marks[1:])]
+			case c.Op == rdma.RecvWriteImm:
+				if used++; c.Imm == immFrame {
+					l.frames++
+				} else {
+					l.freed(c.Imm)
+				}
+			default:
+				l.fail(fmt.Errorf("%w: a completion of %v", p2p.ErrProtocol, c.Op))
+			}
+		}
+		if err := l.postReceives(used); err != nil {
+			l.fail(err)
+		}
+		if n < len(l.polled) {
+			return
+		}
+	}
+}
+
+// postReceives posts n receives without memory.
+func (l *lane) postReceives(n int) error {
+	for n > 0 {
+		k, err := l.qp.PostRecv(l.blank[:min(n, len(l.blank))])
+		if err != nil {
+			return err
+		}
+		n -= k
+	}
+	return nil
+}

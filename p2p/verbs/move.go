@@ -1,0 +1,269 @@
+package verbs
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/p2p/rma"
+)
+
+// Move implements rma.Mover.
+func (l *link) Move(m *rma.Move) bool {
+	waits := l.haunted.Load() && !m.Read
+	if len(m.Local) < l.least && !waits {
+		return false
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if waits && l.haunted.Load() {
+		l.later = append(l.later, m)
+		return true
+	}
+	n := l.tx
+	if len(m.Local) < l.least {
+		return false
+	}
+	if n == nil || n.err != nil || l.closed || l.state.Load() != live {
+		return false
+	}
+	ask, ok := n.bulk.begin(m)
+	if ask {
+		l.tellMemoryLocked(n, frameClaim, m.Generation)
+		l.out[len(l.out)-1].h.Off = m.Region
+		l.pumpLocked()
+	}
+	l.endedLocked(n)
+	return ok
+}
+
+// Moved implements rma.Mover.
+func (l *link) Moved() *rma.Move {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.moved) == 0 && !l.closed {
+		l.reapLocked()
+		l.checkLocked()
+	}
+	if len(l.moved) == 0 {
+		return nil
+	}
+	m := l.moved[0]
+	l.moved = l.moved[:copy(l.moved, l.moved[1:])]
+	return m
+}
+
+// Drop implements rma.Mover. A queue pair cannot take back a request: it is closed, with its lane.
+// What the network has of a put may still be placed until the peer's queue pair is closed, so that
+// later puts wait for that.
+func (l *link) Drop(m *rma.Move) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	is := func(o *rma.Move) bool { return o == m }
+	l.moved, l.later = slices.DeleteFunc(l.moved, is), slices.DeleteFunc(l.later, is)
+	lanes := slices.Clone(l.limbo)
+	if l.lane != nil {
+		lanes = append(lanes, l.lane)
+	}
+	for _, n := range lanes {
+		i := slices.IndexFunc(n.bulk.moves, func(v *move) bool { return v.m == m })
+		if i < 0 {
+			continue
+		}
+		v := n.bulk.moves[i]
+		if v.under > 0 {
+			if l.lane == n && l.state.Load() == live {
+				l.dropLocked(errors.New("a put or a get under way was cancelled"))
+			}
+			if err := n.bulk.halt(); err != nil && !n.device.gone.Load() {
+				l.t.log.Error("rdma: memory may still be used: a queue pair cannot be closed", "reason", err)
+			}
+			n.fail(errors.New("its queue pair for data is closed")) // if it is still the link's
+			n.ghosts = n.ghosts || !m.Read && slices.Contains(l.limbo, n)
+		}
+		n.bulk.remove(v)
+		l.settleLocked(n)
+		return
+	}
+}
+
+// reapLocked takes what the device has completed of moves.
+func (l *link) reapLocked() {
+	n := l.lane
+	if n == nil || l.stage < up {
+		return
+	}
+	b := &n.bulk
+	b.reap(func(generation uint64) { l.tellMemoryLocked(n, frameRevoked, generation) })
+	l.endedLocked(n)
+}
+
+// tellMemoryLocked queues a frame about memory.
+func (l *link) tellMemoryLocked(n *lane, kind uint8, generation uint64) {
+	l.out = append(l.out, control{h: p2p.Header{Kind: kind, Service: service, Seq: n.gen, Call: generation}})
+}
+
+// endedLocked takes over the moves of n that have ended.
+func (l *link) endedLocked(n *lane) {
+	for _, m := range n.bulk.ended {
+		if m.OK {
+			count := &l.t.put
+			if m.Read {
+				count = &l.t.got
+			}
+			count.Add(uint64(len(m.Local)))
+		}
+	}
+	l.moved = append(l.moved, n.bulk.ended...)
+	n.bulk.ended = n.bulk.ended[:0]
+}
+
+// strandLocked ends the moves of a lane that is given up. Those with requests under way end when
+// the queue pairs of both ends are closed.
+func (l *link) strandLocked(n *lane) {
+	for _, v := range slices.Clone(n.bulk.moves) {
+		if v.under == 0 {
+			n.bulk.end(v, false)
+		}
+	}
+	l.endedLocked(n)
+	if len(n.bulk.moves) > 0 {
+		l.limbo = append(l.limbo, n)
+	}
+}
+
+// settleLocked ends the moves of a lane in limbo if none of them can change memory any more.
+func (l *link) settleLocked(n *lane) {
+	if n.closed && n.fenced {
+		for _, v := range slices.Clone(n.bulk.moves) {
+			n.bulk.end(v, false)
+		}
+		l.endedLocked(n)
+		n.ghosts = false
+	}
+	if len(n.bulk.moves) == 0 && !n.ghosts {
+		l.limbo = slices.DeleteFunc(l.limbo, func(o *lane) bool { return o == n })
+	}
+	l.haunted.Store(slices.ContainsFunc(l.limbo, func(o *lane) bool { return o.ghosts }))
+	if !l.haunted.Load() { // frames carry what was put off
+		l.moved, l.later = append(l.moved, l.later...), l.later[:0]
+	}
+}
+
+// bury closes a lane that is not in use any more, and says so to the peer.
+func (l *link) bury(n *lane) error {
+	err := n.close()
+	for _, e := range l.gone(n) {
+		e.leave(n)
+	}
+	return err
+}
+
+// gone says that the queue pairs of n are closed. It returns what the peer had keys for.
+func (l *link) gone(n *lane) map[uint64]*exposure {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n.closed = true
+	for generation, key := range n.revoking {
+		n.device.permit(key)
+		delete(n.revoking, generation)
+	}
+	if n.told && !l.closed {
+		l.tellMemoryLocked(n, frameFenced, 0)
+	}
+	l.settleLocked(n)
+	return n.granted
+}
+
+// revoke tells the peer of lane n that its key for memory ends now. The key is withheld until the
+// peer has given it up.
+func (l *link) revoke(n *lane, generation uint64, key uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if n.closed {
+		return
+	}
+	n.device.withhold(key)
+	n.revoking[generation] = key
+	delete(n.granted, generation)
+	if len(n.revoking) > maxKeys {
+		n.fail(fmt.Errorf("the peer has not given up %d keys that it was asked to", len(n.revoking)))
+	}
+	if l.lane == n {
+		l.tellMemoryLocked(n, frameRevoke, generation)
+	}
+}
+
+// answerLocked answers the peer's question for a key; a nil e refuses it.
+func (l *link) answerLocked(n *lane, generation uint64, e *exposure) {
+	l.tellMemoryLocked(n, frameKey, generation)
+	if e == nil {
+		return
+	}
+	h := &l.out[len(l.out)-1].h
+	h.Flags, h.Chan = uint8(e.rights&(mem.Read|mem.Write)), e.mr.RemoteKey()
+	h.Off, h.Count = addressOf(e.mem.Bytes()), uint64(e.mem.Len())
+}
+
+// memoryLocked handles a frame about memory. The error is a violation of the protocol.
+func (l *link) memoryLocked(h *p2p.Header) error {
+	n := l.lane
+	current := n != nil && n.gen == h.Seq
+	switch {
+	case current && (h.Kind == frameFenced || l.stage < probing):
+		return fmt.Errorf("frame of kind %d about lane %d in stage %d", h.Kind, n.gen, l.stage)
+	case !current:
+		i := slices.IndexFunc(l.limbo, func(n *lane) bool { return n.gen == h.Seq })
+		if h.Kind == frameFenced && i >= 0 {
+			n = l.limbo[i]
+			n.fenced = true
+			l.settleLocked(n)
+		}
+		return nil // it is given up here, and the peer will know
+	}
+	switch h.Kind {
+	case frameClaim:
+		if n.claims++; n.claims > p2p.MaxOutstanding {
+			return fmt.Errorf("more than %d questions for keys", p2p.MaxOutstanding)
+		}
+		e := l.t.keys.find(h.Off, h.Call)
+		if e == nil {
+			l.answerLocked(n, h.Call, nil)
+			return nil
+		}
+		n.device.retain()
+		l.wg.Go(func() {
+			e.grant(l, n)
+			if err := n.device.release(); err != nil {
+				l.t.log.Warn("rdma: cannot close a device", "device", n.device.at, "reason", err)
+			}
+			l.t.tell()
+		})
+	case frameKey:
+		if err := n.bulk.give(h.Call, mem.Rights(h.Flags), h.Off, h.Count, h.Chan); err != nil {
+			return err
+		}
+		l.endedLocked(n)
+	case frameRevoke:
+		done, err := n.bulk.revoke(h.Call)
+		if err != nil {
+			return err
+		}
+		l.endedLocked(n)
+		if done {
+			l.tellMemoryLocked(n, frameRevoked, h.Call)
+		} else { // a device may take seconds to fail a request that it has begun
+			l.dropLocked(errors.New("the peer has withdrawn memory of a put or get under way"))
+		}
+	case frameRevoked:
+		key, ok := n.revoking[h.Call]
+		if !ok {
+			return fmt.Errorf("a key for generation %d given up that it was not asked to", h.Call)
+		}
+		n.device.permit(key)
+		delete(n.revoking, h.Call)
+	}
+	return nil
+}

@@ -1,0 +1,738 @@
+package verbs
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/p2p/linktest"
+	"tutti/p2p/rma"
+	"tutti/rdma"
+	"tutti/rdma/soft"
+)
+
+// sides returns the ends of a link over f, for tests of remote memory. Its ring is up.
+func sides(t *testing.T, f *soft.Fabric) (x, y *linktest.Side) {
+	t.Helper()
+	n := 0
+	x, y = linktest.Sides(t, func(testing.TB) p2p.Transport {
+		n++
+		cfg := over(f, minRing)
+		cfg.Devices = fmt.Sprintf("=soft%d", n%2)
+		return New(cfg)
+	})
+	raised(t, x.End, y.End)
+	return x, y
+}
+
+// bytesMoved returns how much the device of a side has put and got for it.
+func bytesMoved(s *linktest.Side) (put, got uint64) {
+	t := s.Node.T.(*Transport)
+	return t.put.Load(), t.got.Load()
+}
+
+// pattern returns n bytes that differ between rounds.
+func pattern(n, round int) []byte {
+	b := make([]byte, n)
+	r := rand.New(rand.NewPCG(uint64(round), 5))
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+// alone waits until an operation of s has ended, asleep, while the other side does nothing.
+func alone(s *linktest.Side, id uint64, err error) error {
+	for err == nil {
+		if c, ok := s.Ended[id]; ok {
+			return c.Err
+		}
+		if !s.Arm() {
+			err = s.Host.Sleep()
+		}
+		s.Disarm()
+		err = errors.Join(err, s.Turn())
+	}
+	return err
+}
+
+// moveBothWays puts and gets over a pair of sides, the second time without any help of the target's
+// processor, and checks that the device has moved all bytes.
+func moveBothWays(t *testing.T, x, y *linktest.Side) {
+	t.Helper()
+	const guard, most = 256, 5<<20 + 3
+	r := y.Alloc(t, most+2*guard)
+	to := y.Expose(t, r, guard, most, mem.Read|mem.Write)
+	first := make([]byte, leastMove)
+	place(t, x, first, to)
+	for round, n := range []int{leastMove, leastMove + 1, pieceBytes, pieceBytes + 1, most} {
+		put, got := bytesMoved(x)
+		off := most - n
+		b := pattern(n, round)
+		id, err := x.PutTo(b, to, uint64(off), p2p.Signal{})
+		if err := alone(x, id, err); err != nil {
+			t.Fatalf("put of %d bytes: %v", n, err)
+		}
+		if !bytes.Equal(r.Bytes()[guard+off:][:n], b) {
+			t.Fatalf("put of %d bytes: other bytes have arrived", n)
+		}
+		back := make([]byte, n)
+		id, err = x.GetFrom(back, to, uint64(off))
+		if err := alone(x, id, err); err != nil {
+			t.Fatalf("get of %d bytes: %v", n, err)
+		}
+		if !bytes.Equal(back, b) {
+			t.Fatalf("get of %d bytes: other bytes have arrived", n)
+		}
+		nowPut, nowGot := bytesMoved(x)
+		if nowPut-put != uint64(n) || nowGot-got != uint64(n) {
+			t.Fatalf("%d bytes: the device has put %d of them and got %d", n, nowPut-put, nowGot-got)
+		}
+	}
+	none := make([]byte, guard)
+	if !bytes.Equal(r.Bytes()[:guard], none) || !bytes.Equal(r.Bytes()[guard+most:], none) {
+		t.Error("bytes around the exposed range have changed")
+	}
+}
+
+// Long puts and gets need neither frames nor the target's processor, but for the key of the memory.
+func TestDataByRDMA(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 21, Late: 3})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	moveBothWays(t, x, y)
+	moveBothWays(t, y, x)
+}
+
+// Shorter ones go in frames.
+func TestShortDataInFrames(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 22})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	to := y.Expose(t, y.Alloc(t, leastMove), 0, leastMove, mem.Read|mem.Write)
+	b := make([]byte, leastMove-1)
+	if err := errors.Join(x.Await(x.PutTo(b, to, 0, p2p.Signal{})), x.Await(x.GetFrom(b, to, 0))); err != nil {
+		t.Fatal(err)
+	}
+	if put, got := bytesMoved(x); put+got > 0 {
+		t.Errorf("the device has put %d bytes and got %d", put, got)
+	}
+	if _, _, mrs := f.Objects(); mrs != 4 { // those of the rings
+		t.Errorf("%d memory regions", mrs)
+	}
+}
+
+// Puts, signals and gets have their results, whatever fails meanwhile. What a put has placed does
+// not change after its end, although frames may have repeated it: the target uses the memory for
+// something else at once.
+func TestDataSurvivesDevices(t *testing.T) {
+	for name, c := range map[string]struct {
+		faults func(now *atomic.Bool) soft.Faults // one, when it is set
+		fault  func(f *soft.Fabric, l *link, i int)
+	}{
+		"failed queue pairs": {fault: func(f *soft.Fabric, l *link, _ int) {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			if n := l.lane; n != nil && l.stage >= probing {
+				f.Break(n.device.Name(), n.bulk.qp.Number())
+			}
+		}},
+		"port down": {fault: func(f *soft.Fabric, _ *link, i int) { f.SetPort("soft0", 1, i%2 == 1) }},
+		"removed device": {fault: func(f *soft.Fabric, _ *link, i int) {
+			if i%2 == 0 {
+				f.Remove("soft0")
+			} else {
+				f.Restore("soft0")
+			}
+		}},
+		"refused posts": {faults: func(now *atomic.Bool) soft.Faults {
+			return soft.Faults{Post: func(string, uint32, int) syscall.Errno {
+				if now.CompareAndSwap(true, false) {
+					return syscall.ENOMEM
+				}
+				return 0
+			}}
+		}},
+		"failed requests": {faults: func(now *atomic.Bool) soft.Faults {
+			return soft.Faults{Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+				if r.Op != rdma.WriteImm && now.CompareAndSwap(true, false) {
+					return rdma.RetryExceeded
+				}
+				return rdma.Success
+			}}
+		}},
+		"refused registrations": {faults: func(now *atomic.Bool) soft.Faults {
+			return soft.Faults{Call: func(_, call string) syscall.Errno {
+				if strings.HasPrefix(call, "register") && now.CompareAndSwap(true, false) {
+					return syscall.ENOMEM
+				}
+				return 0
+			}}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var now atomic.Bool
+			cfg := soft.Config{Seed: 23, Late: 4, ReuseKeys: true, ReuseNumbers: true}
+			if c.faults != nil {
+				cfg.Faults = c.faults(&now)
+			}
+			f := soft.New(cfg)
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			survive(t, x, y, 60, 6, 600_000, func(i int) {
+				if now.Store(true); c.fault != nil {
+					c.fault(f, inner([]*linktest.Side{x, y}[i%2].End), i)
+				}
+			})
+		})
+	}
+}
+
+// survive puts, signals and gets parts of a number of bytes in rounds, in some of which there is a
+// fault, and checks the results; at the end the device moves data again.
+func survive(t *testing.T, x, y *linktest.Side, rounds, every, part int, fault func(i int)) {
+	t.Helper()
+	const parts = 4
+	data, source, words := y.Alloc(t, 2*parts*part), y.Alloc(t, part), y.Alloc(t, 64)
+	to := y.Expose(t, data, 0, 2*parts*part, mem.Write)
+	from := y.Expose(t, source, 0, part, mem.Read)
+	flag := y.Expose(t, words, 0, 64, mem.Signal)
+	used := bytes.Repeat([]byte{0xee}, parts*part)
+	for round := range rounds {
+		half := round % 2 * parts * part
+		there := data.Bytes()[half:][:parts*part]
+		copy(source.Bytes(), pattern(part, -round))
+		b, back := pattern(parts*part, round), make([]byte, part)
+		var ids []uint64
+		for i := range parts {
+			id, err := x.PutTo(b[i*part:][:part], to, uint64(half+i*part),
+				p2p.Signal{At: flag, Offset: uint64(8 * i), Value: uint64(round + 1)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids = append(ids, id)
+		}
+		id, err := x.GetFrom(back, from, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range round % 7 {
+			if err := errors.Join(x.Turn(), y.Turn()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if round%every == every/2 {
+			l := inner(x.End)
+			l.mu.Lock()
+			l.pause = minPause
+			l.mu.Unlock()
+			fault(round / every)
+		}
+		for _, id := range append(ids, id) {
+			if err := x.Await(id, nil); err != nil {
+				t.Fatalf("round %d: %v", round, err)
+			}
+		}
+		if !bytes.Equal(there, b) || !bytes.Equal(back, source.Bytes()) {
+			t.Fatalf("round %d: other bytes have arrived", round)
+		}
+		for i := range parts {
+			if v := words.Word(8 * i).Load(); v != uint64(round+1) {
+				t.Fatalf("round %d: signal %d is %d", round, i, v)
+			}
+		}
+		copy(there, used)
+		if other := data.Bytes()[parts*part-half:][:parts*part]; round > 0 && !bytes.Equal(other, used) {
+			t.Fatalf("round %d: memory has changed after the end of its puts", round)
+		}
+	}
+	raised(t, x.End, y.End)
+	put, _ := bytesMoved(x)
+	if put == 0 {
+		t.Error("nothing was moved")
+	}
+	place(t, x, used[:part], to)
+	if now, _ := bytesMoved(x); now != put+uint64(part) {
+		t.Errorf("%d bytes of %d were moved at the end", now-put, part)
+	}
+}
+
+// place puts b to the beginning of to, and waits until it is there.
+func place(t *testing.T, x *linktest.Side, b []byte, to *mem.Remote) {
+	t.Helper()
+	if err := x.Await(x.PutTo(b, to, 0, p2p.Signal{})); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// An operation whose lane has failed waits until the queue pairs of both ends are closed.
+func TestFence(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 24})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	const n = 8 << 20
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Write)
+	b := pattern(n, 1)
+	place(t, x, b[:leastMove], to)
+	l := inner(x.End)
+	id, err := x.PutTo(b, to, 0, p2p.Signal{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Break(l.lane.device.Name(), l.lane.bulk.qp.Number())
+	limbo := func() (n *lane, closed bool) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if len(l.limbo) == 0 {
+			return nil, false
+		}
+		return l.limbo[0], l.limbo[0].closed
+	}
+	// The other end does nothing, so that it does not close its queue pairs.
+	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
+		if err := x.Turn(); err != nil {
+			t.Fatal(err)
+		}
+		if _, closed := limbo(); closed {
+			break
+		}
+		if time.Now().After(late) {
+			t.Fatal("the lane goes on without its queue pair")
+		}
+	}
+	for range 1000 {
+		if err := x.Turn(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n, _ := limbo(); n == nil || len(n.bulk.moves) != 1 {
+		t.Fatal("the move has ended before the peer's queue pairs were closed")
+	}
+	if err := x.Await(id, nil); err != nil {
+		t.Fatal(err)
+	}
+	if n, _ := limbo(); n != nil || !bytes.Equal(r.Bytes(), b) {
+		t.Error("other bytes have arrived, or the lane stays")
+	}
+}
+
+// What a cancelled put has in the network cannot be placed over the data of a later one.
+func TestCancelledPutIsFenced(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 34, Late: 8})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	const n = 8 << 20
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Write)
+	for round, size := range []int{8, leastMove, 3 << 20} {
+		raised(t, x.End, y.End)
+		place(t, x, make([]byte, leastMove), to)
+		l := inner(x.End)
+		n := l.lane
+		first := pattern(r.Len(), round)
+		id, err := x.PutTo(first, to, 0, p2p.Signal{})
+		if err != nil || n.bulk.under == 0 {
+			t.Fatalf("%d requests under way: %v", n.bulk.under, err)
+		}
+		theirs := inner(y.End).lane
+		theirs.bulk.halting.Lock()
+		x.Rma.Cancel(id)
+		clear(first) // nothing reads it any more
+		if err := x.Await(id, nil); !errors.Is(err, p2p.ErrCancelled) {
+			t.Errorf("the put that was cancelled: %v", err)
+		}
+		b := pattern(size, -round)
+		id, err = x.PutTo(b, to, 0, p2p.Signal{})
+		for range 2000 { // the peer cannot close its queue pair yet
+			if err := errors.Join(err, x.Turn(), y.Turn()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if c, ended := x.Ended[id]; ended {
+			t.Errorf("%d bytes: a put has ended while a part of the cancelled one may still be placed: %+v", size, c)
+		}
+		theirs.bulk.halting.Unlock()
+		if err := x.Await(id, nil); err != nil || !bytes.Equal(r.Bytes()[:size], b) {
+			t.Fatalf("%d bytes: %v, or other bytes have arrived", size, err)
+		}
+		if len(l.limbo)+len(l.later) > 0 || l.haunted.Load() {
+			t.Errorf("%d lanes and %d puts still wait", len(l.limbo), len(l.later))
+		}
+	}
+}
+
+// It does not matter which end is first.
+func TestFenceNeedsBothEnds(t *testing.T) {
+	for _, peerFirst := range []bool{false, true} {
+		m := &rma.Move{}
+		n := &lane{}
+		n.bulk.moves = []*move{{m: m, under: 1}}
+		l := &link{limbo: []*lane{n}}
+		n.fenced, n.closed = peerFirst, !peerFirst
+		if l.settleLocked(n); len(l.moved) > 0 || len(l.limbo) != 1 {
+			t.Errorf("the move ends before both ends are closed (the peer's is: %v)", peerFirst)
+		}
+		n.fenced, n.closed = true, true
+		if l.settleLocked(n); len(l.moved) != 1 || l.moved[0] != m || m.OK || len(l.limbo) > 0 {
+			t.Error("the move does not end as one that frames have to carry")
+		}
+	}
+}
+
+// A key stands for no other memory while a peer may use it.
+func TestKeysOfWithdrawnMemory(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 25, ReuseKeys: true})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	const n = leastMove
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Write)
+	place(t, x, make([]byte, n), to)
+	l := inner(x.End)
+	key := l.lane.bulk.keys[to.Generation].value
+	if err := y.Withdraw(to); err != nil {
+		t.Fatal(err)
+	}
+	// given reports whether one of n more memory regions has the key. The fabric gives the latest
+	// first.
+	given := func(n int) bool {
+		t.Helper()
+		d := inner(y.End).lane.device
+		for range n {
+			mr, err := d.register(r.Memory, rdma.LocalWrite|rdma.RemoteWrite)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer mr.Close()
+			if mr.RemoteKey() == key {
+				return true
+			}
+		}
+		return false
+	}
+	if given(1) {
+		t.Error("a key that the peer has stands for memory again")
+	}
+	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
+		if err := errors.Join(x.Turn(), y.Turn()); err != nil {
+			t.Fatal(err)
+		}
+		l := inner(y.End)
+		l.mu.Lock()
+		left := len(l.lane.revoking)
+		l.mu.Unlock()
+		if left == 0 {
+			break
+		}
+		if time.Now().After(late) {
+			t.Fatal("the peer does not give up the key")
+		}
+	}
+	if len(l.lane.bulk.keys) > 0 || l.gen != 1 {
+		t.Errorf("%d keys are left, lane %d", len(l.lane.bulk.keys), l.gen)
+	}
+	if !given(4) {
+		t.Error("the key is withheld although the peer has given it up")
+	}
+}
+
+// An access that meets a Withdraw fails its lane, and then has the reason; the link goes on.
+func TestWithdrawUnderAccess(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 26, Late: 6, ReuseKeys: true})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	const n = 2 << 20
+	r := y.Alloc(t, n)
+	for round := range 20 {
+		to := y.Expose(t, r, 0, n, mem.Read|mem.Write)
+		b := bytes.Repeat([]byte{1}, n)
+		place(t, x, b, to)
+		id, err := x.PutTo(b, to, 0, p2p.Signal{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range round {
+			if err := x.Turn(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := y.Withdraw(to); err != nil {
+			t.Fatal(err)
+		}
+		clear(r.Bytes())
+		if err := x.Await(id, nil); err != nil && !errors.Is(err, p2p.ErrRevoked) {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(r.Bytes(), make([]byte, n)) {
+			t.Fatalf("round %d: memory has changed after Withdraw", round)
+		}
+	}
+}
+
+// A key that comes while an end is about to sleep begins a request, whose completion wakes it.
+func TestKeyBeforeSleep(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 31, Late: 8})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	const n = 1 << 20
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Write)
+	id, err := x.PutTo(pattern(n, 1), to, 0, p2p.Signal{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mine, theirs := inner(x.End), inner(y.End)
+	keyed := func() bool { // y has given the key, and x's TCP connection has it
+		theirs.mu.Lock()
+		given := len(theirs.lane.granted) == 1 && len(theirs.out) == 0
+		theirs.mu.Unlock()
+		return given && mine.t.news.Load() != mine.heard
+	}
+	for late := time.Now().Add(linktest.Patience); !keyed(); runtime.Gosched() {
+		if err := y.Turn(); err != nil {
+			t.Fatal(err)
+		}
+		if time.Now().After(late) {
+			t.Fatal("no key")
+		}
+	}
+	look := x.Arm()
+	if mine.lane.bulk.under == 0 {
+		t.Fatal("the key did not begin a request")
+	}
+	if !look && !mine.lane.bulk.armed {
+		t.Error("it would sleep, and no completion would wake it")
+	}
+	x.Disarm()
+	if err := alone(x, id, nil); err != nil || !bytes.Equal(r.Bytes(), pattern(n, 1)) {
+		t.Errorf("%v, or other bytes have arrived", err)
+	}
+}
+
+// silent is a completion queue of a device that has forgotten its requests.
+type silent struct{ rdma.CQ }
+
+func (silent) Poll([]rdma.Completion) (int, error) { return 0, nil }
+func (silent) Arm() error                          { return nil }
+
+// An end that sleeps while its device forgets a request wakes, and gives up the lane.
+func TestLateMoveWakes(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 32})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	const n = 1 << 20
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Write)
+	place(t, x, make([]byte, leastMove), to)
+	l := inner(x.End)
+	bulk := &l.lane.bulk
+	bulk.cq, bulk.late = silent{bulk.cq}, 20*time.Millisecond
+	b := pattern(n, 1)
+	id, err := x.PutTo(b, to, 0, p2p.Signal{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for l.gen == 1 {
+		if !x.Arm() {
+			if err := x.Host.Sleep(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		x.Disarm()
+		if err := x.Turn(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := x.Await(id, nil); err != nil || !bytes.Equal(r.Bytes(), b) {
+		t.Errorf("%v, or other bytes have arrived", err)
+	}
+}
+
+// A peer that never gives up keys costs the lane, not memory for each.
+func TestKeysThatAreNotGivenUp(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 33})
+	t.Cleanup(f.Close)
+	x, y := sides(t, f)
+	l := inner(y.End)
+	n := l.lane
+	for i := range uint64(2 * maxKeys) {
+		l.revoke(n, i, uint32(1<<20+i)) // x is not told of it: y does nothing
+		if failed := n.err != nil; failed != (i >= maxKeys) {
+			t.Fatalf("after %d keys: %v", i+1, n.err)
+		}
+	}
+	device := n.device
+	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
+		l.mu.Lock()
+		l.out = slices.DeleteFunc(l.out, func(c control) bool { return c.h.Kind == frameRevoke })
+		l.mu.Unlock()
+		if err := errors.Join(y.Turn(), x.Turn()); err != nil {
+			t.Fatal(err)
+		}
+		device.mu.Lock()
+		left := len(device.withheld)
+		device.mu.Unlock()
+		if left == 0 {
+			break
+		}
+		if time.Now().After(late) {
+			t.Fatalf("%d keys are withheld", left)
+		}
+	}
+	raised(t, x.End, y.End)
+}
+
+// What a peer says about keys without reason ends the link.
+func TestHostileKeys(t *testing.T) {
+	for name, c := range map[string]struct {
+		h    p2p.Header
+		n    int
+		want string
+	}{
+		"a key that was not asked for": {p2p.Header{Kind: frameKey, Call: 7, Flags: 1}, 1, "not asked"},
+		"a second key":                 {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Count: 8}, 2, "not asked"},
+		"rights":                       {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 0x80}, 1, "rights"},
+		"memory beyond all addresses": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Off: math.MaxUint64,
+			Count: 2}, 1, "2 bytes at 0xffffffffffffffff"},
+		"a key that was not given taken back": {p2p.Header{Kind: frameRevoke, Call: 7}, 1, "not given"},
+		"a key that was asked for taken back": {p2p.Header{Kind: frameRevoke, Call: 1 << 50}, 1, "not given"},
+		"a key that was not taken back given up": {p2p.Header{Kind: frameRevoked, Call: 7}, 1,
+			"was not asked to"},
+		"a fence of a lane in use": {p2p.Header{Kind: frameFenced}, 1, "about lane 1"},
+		"questions without end":    {p2p.Header{Kind: frameClaim, Call: 3}, 1 << 12, "questions"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := soft.New(soft.Config{Seed: 27})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			// x asks for a key of what was never exposed; y, which is hostile, answers otherwise.
+			never := &mem.Remote{ID: 9, Generation: 1 << 50, Len: 1 << 30, Rights: mem.Read | mem.Write,
+				Loc: mem.Anywhere, Keys: []mem.Key{{Path: Name}}}
+			if _, err := x.PutTo(make([]byte, leastMove), never, 0, p2p.Signal{}); err != nil {
+				t.Fatal(err)
+			}
+			l := inner(y.End)
+			l.mu.Lock()
+			for range c.n {
+				h := c.h
+				h.Service, h.Seq = service, l.gen
+				l.out = append(l.out, control{h: h})
+			}
+			l.pumpLocked()
+			l.mu.Unlock()
+			if c.n < 1000 {
+				ends(t, x.End, p2p.ErrProtocol, c.want, "rank 1")
+				return
+			}
+			// They are answered only as fast as the asking end reads.
+			for late := time.Now().Add(linktest.Patience); ; {
+				l.mu.Lock()
+				l.pumpLocked()
+				l.mu.Unlock()
+				if err := x.Turn(); err != nil {
+					break
+				}
+				if time.Now().After(late) {
+					t.Fatal("no end")
+				}
+			}
+		})
+	}
+}
+
+// FuzzMemoryFrames: whatever frames about memory come, in whatever order, each is taken or ends the
+// link, and what is kept for the peer is bounded.
+func FuzzMemoryFrames(f *testing.F) {
+	kinds := []uint8{frameFenced, frameClaim, frameKey, frameRevoke, frameRevoked}
+	encode := func(frames ...p2p.Header) (b []byte) {
+		for _, h := range frames {
+			b = append(b, byte(slices.Index(kinds, h.Kind)), byte(h.Seq), byte(h.Call), h.Flags)
+			b = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(b, h.Off), h.Count)
+		}
+		return b
+	}
+	f.Add(encode(p2p.Header{Kind: frameKey, Seq: 1, Call: 1, Flags: 2, Count: 1 << 20},
+		p2p.Header{Kind: frameRevoke, Seq: 1, Call: 1}))
+	f.Add(encode(p2p.Header{Kind: frameClaim, Seq: 1, Call: 2}, p2p.Header{Kind: frameFenced, Seq: 0},
+		p2p.Header{Kind: frameRevoked, Seq: 1, Call: 2}))
+	fabric := soft.New(soft.Config{Seed: 29})
+	f.Cleanup(fabric.Close)
+	cfg := over(fabric, minRing)
+	f.Fuzz(func(t *testing.T, b []byte) {
+		d, err := open(&cfg, func(rdma.Event) {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := &lane{gen: 1}
+		defer n.close()
+		if err := n.open(d, minRing, 1, func() {}); err != nil {
+			t.Fatal(err)
+		}
+		l := &link{t: New(cfg), lane: n, stage: up, tx: n, least: 8}
+		l.base = failing{}
+		defer l.wg.Wait()
+		for i := range 3 {
+			l.Move(&rma.Move{Read: i == 1, Local: make([]byte, 64), Region: 1, Generation: uint64(i / 2)})
+		}
+		for ; len(b) >= 20; b = b[20:] {
+			h := p2p.Header{Kind: kinds[int(b[0])%len(kinds)], Seq: uint64(b[1]), Call: uint64(b[2]), Flags: b[3],
+				Off: binary.LittleEndian.Uint64(b[4:]), Count: binary.LittleEndian.Uint64(b[12:])}
+			l.mu.Lock()
+			err := l.memoryLocked(&h)
+			l.mu.Unlock()
+			if err != nil {
+				break
+			}
+			if len(l.out) > 2*p2p.MaxOutstanding || len(n.bulk.keys) > 2 || len(n.bulk.moves)+len(l.moved) > 3 {
+				t.Fatalf("%d frames, %d keys, %d moves and %d that have ended", len(l.out), len(n.bulk.keys),
+					len(n.bulk.moves), len(l.moved))
+			}
+		}
+	})
+}
+
+// failing is a link that takes nothing.
+type failing struct{ p2p.Link }
+
+func (failing) Send(*p2p.Header, []byte) (bool, error) { return false, nil }
+
+// A key that allows nothing at the peer's device costs the lane, not the operation.
+func TestWrongKeys(t *testing.T) {
+	for name, change := range map[string]func(k *key){
+		"key":     func(k *key) { k.value ^= 1 << 20 },
+		"address": func(k *key) { k.address += 1 << 40 },
+		"length":  func(k *key) { k.address += 4096; k.n += 4096 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := soft.New(soft.Config{Seed: 28})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			const n = 1 << 20
+			r := y.Alloc(t, n)
+			to := y.Expose(t, r, 0, n, mem.Read|mem.Write)
+			b := pattern(n, 1)
+			place(t, x, b[:leastMove], to)
+			l := inner(x.End)
+			change(l.lane.bulk.keys[to.Generation])
+			if err := x.Await(x.PutTo(b, to, 0, p2p.Signal{})); err != nil || !bytes.Equal(r.Bytes(), b) {
+				t.Errorf("put: %v, or other bytes", err)
+			}
+			if l.gen < 2 {
+				t.Error("it has the same lane")
+			}
+		})
+	}
+}

@@ -1,0 +1,259 @@
+package verbs
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"tutti/p2p"
+	"tutti/p2p/linktest"
+	"tutti/p2p/tcp"
+	"tutti/rdma"
+	"tutti/rdma/soft"
+)
+
+// over returns the configuration of a transport on this machine.
+func over(p rdma.Provider, ring int) Config {
+	return Config{Provider: p, RingBytes: ring, TCP: tcp.Config{Interfaces: "127.0.0.1"}}
+}
+
+func TestConformance(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		soft soft.Config
+		ring int
+	}{
+		{"default", soft.Config{Seed: 1}, 0},
+		{"small ring, late completions", soft.Config{Seed: 2, Late: 8}, minRing},
+		{"no inline data", soft.Config{Seed: 3, Inline: 1}, 64 << 10},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := soft.New(c.soft)
+			t.Cleanup(f.Close)
+			n := 0
+			linktest.RunExcept(t, func(testing.TB) p2p.Transport {
+				n++ // the ends of a link are on different devices
+				cfg := over(f, c.ring)
+				cfg.Devices = fmt.Sprintf("=soft%d", n%2)
+				return New(cfg)
+			}, "Allocations")
+		})
+	}
+}
+
+// pair returns the ends of a link over f.
+func pair(t *testing.T, f *soft.Fabric) (a, b *linktest.End) {
+	t.Helper()
+	n := 0
+	return linktest.Pair(t, func(testing.TB) p2p.Transport {
+		n++
+		cfg := over(f, minRing)
+		cfg.Devices = fmt.Sprintf("=soft%d", n%2)
+		return New(cfg)
+	})
+}
+
+// inner returns the link behind an end.
+func inner(e *linktest.End) *link {
+	frames := e.Link.(framed).Frames
+	return reflect.NewAt(reflect.TypeFor[p2p.Link](), reflect.ValueOf(frames).Elem().FieldByName("link").Addr().
+		UnsafePointer()).Elem().Interface().(*link)
+}
+
+// ends waits until e fails, asleep, and checks why.
+func ends(t *testing.T, e *linktest.End, want error, words ...string) {
+	t.Helper()
+	_, _, err := e.Wait()
+	if !errors.Is(err, want) {
+		t.Fatalf("%v, want %v", err, want)
+	}
+	for _, w := range words {
+		if !strings.Contains(err.Error(), w) {
+			t.Errorf("%q does not say %q", err, w)
+		}
+	}
+}
+
+// raised waits until frames go over the rings in both directions.
+func raised(t testing.TB, ends ...*linktest.End) {
+	t.Helper()
+	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
+		ready := 0
+		for _, e := range ends {
+			if h, _, err := e.Recv(); h != nil || err != nil {
+				t.Fatal(h, err)
+			}
+			l := inner(e)
+			l.mu.Lock()
+			if l.stage == up && l.tx != nil && l.rx != nil {
+				ready++
+			}
+			l.mu.Unlock()
+		}
+		if ready == len(ends) {
+			return
+		}
+		if time.Now().After(late) {
+			t.Fatal("the link goes on without queue pairs")
+		}
+	}
+}
+
+// Close does not wait for a device that fails meanwhile.
+func TestCloseWithFailingDevice(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 6})
+	t.Cleanup(f.Close)
+	a, b := pair(t, f)
+	raised(t, a, b)
+	l := inner(a)
+	l.linger = time.Hour
+	l.tx.theirs.key ^= 1 << 20
+	h, p := linktest.Frame(0, 100, nil)
+	if ok, err := a.Send(&h, p); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	if err := a.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Whatever a peer writes to the memory that it can reach ends the link, or is a frame.
+func TestHostileMemory(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 5})
+	t.Cleanup(f.Close)
+	t.Run("commit word", func(t *testing.T) {
+		a, b := pair(t, f)
+		raised(t, a, b)
+		n := inner(b).rx
+		atomic.StoreUint64(word(n.in.data, uint64(len(n.in.data))), 77)
+		ends(t, b, p2p.ErrProtocol, "commit word 0x4d", "rank 0")
+	})
+	t.Run("length", func(t *testing.T) {
+		a, b := pair(t, f)
+		raised(t, a, b)
+		evil := producer{data: inner(b).rx.in.data}
+		evil.compose(&p2p.Header{Len: 1 << 31}, nil)
+		ends(t, b, p2p.ErrProtocol, "2147483648 bytes")
+	})
+	for position, before := range map[uint64]uint64{1 << 30: 0, 128: 256} {
+		t.Run(fmt.Sprintf("position %d after %d", position, before), func(t *testing.T) {
+			a, b := pair(t, f)
+			raised(t, a, b)
+			n := inner(a).tx
+			n.out.freed, n.out.done, n.out.tail = before, before, before
+			n.freed(positionImm(position))
+			ends(t, a, p2p.ErrProtocol, "it has freed")
+		})
+	}
+}
+
+// The consumer reads what was composed, whatever the sizes and whenever it reads; with other bytes
+// in its memory it accesses nothing outside.
+func TestRing(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	const n = minRing
+	out, in := producer{data: make([]byte, n)}, consumer{data: make([]byte, n), seq: 1}
+	type sent struct {
+		h p2p.Header
+		p []byte
+	}
+	var under []sent
+	wraps, parts := 0, 0
+	for i := range 20000 {
+		size := r.IntN(maxFrame(n) + 1)
+		if r.IntN(2) == 0 {
+			size %= 300
+		}
+		out.freed, out.done = in.pos, out.tail
+		if need := out.needs(uint64(size)); need <= out.room() && len(under) < 50 {
+			s := sent{p2p.Header{Len: uint32(size), Seq: uint64(i), Off: r.Uint64()}, make([]byte, size)}
+			for j := range s.p {
+				s.p[j] = byte(r.Uint32() | 1)
+			}
+			if need > frameBytes(uint64(size))+unit {
+				wraps++
+			}
+			for _, w := range out.compose(&s.h, s.p) {
+				if w.clear {
+					clear(in.data[w.at-wordLen : w.at])
+				}
+				if w.n == wordLen && len(under) == 0 { // the bytes of a commit word come in any order
+					torn := false
+					for _, k := range r.Perm(wordLen)[:r.IntN(wordLen)] {
+						at := w.at + uint64(k)
+						torn = torn || in.data[at] != out.data[at]
+						in.data[at] = out.data[at]
+					}
+					whole := bytes.Equal(in.data[w.at:][:wordLen], out.data[w.at:][:wordLen])
+					if ok, err := in.next(); err != nil || ok && !whole {
+						t.Fatalf("frame %d: a part of a commit word is %v, %v", i, ok, err)
+					} else if torn {
+						parts++
+						in.held = false
+					}
+				}
+				copy(in.data[w.at:], out.data[w.at:w.at+w.n])
+			}
+			under = append(under, s)
+		} else if len(under) == 0 {
+			t.Fatalf("no room for %d bytes in an empty ring", size)
+		}
+		for range r.IntN(3) {
+			ok, err := in.next()
+			if err != nil || ok != (len(under) > 0) {
+				t.Fatalf("frame %d: %v, %v with %d under way", i, ok, err, len(under))
+			}
+			if !ok {
+				break
+			}
+			if in.hdr != under[0].h || !bytes.Equal(in.payload, under[0].p) {
+				t.Fatalf("frame %d: %+v, want %+v", i, in.hdr, under[0].h)
+			}
+			in.release()
+			under = under[1:]
+		}
+	}
+	if wraps < 100 || parts < 100 {
+		t.Errorf("%d skip marks, %d parts of commit words", wraps, parts)
+	}
+	for range 20000 {
+		for i := 0; i < n; i += 8 {
+			if r.IntN(8) == 0 {
+				atomic.StoreUint64(word(in.data, uint64(i+8)), commitWord(in.seq, uint64(r.IntN(4))))
+			}
+		}
+		if ok, err := in.next(); ok {
+			in.release()
+		} else if err != nil && !errors.Is(err, p2p.ErrProtocol) {
+			t.Fatal(err)
+		}
+	}
+}
+
+// FuzzSetup: what is accepted is what encode writes.
+func FuzzSetup(f *testing.F) {
+	good := setup{link: rdma.RoCEv2, mtu: 1024, qp: 17, psn: 5, ring: minRing, address: 1 << 20, key: 9, reads: 16,
+		bulk: 18}
+	f.Add(good.encode())
+	f.Add([]byte{})
+	f.Add(make([]byte, setupSize))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		s, err := decodeSetup(b)
+		if err != nil {
+			if !errors.Is(err, p2p.ErrProtocol) {
+				t.Fatal(err)
+			}
+			return
+		}
+		if !bytes.Equal(s.encode(), b) {
+			t.Fatalf("%x is accepted as %+v, which is %x", b, s, s.encode())
+		}
+	})
+}
