@@ -28,6 +28,8 @@ const (
 	Dissemination // ceil(log2 n) rounds of signals
 	Hierarchical  // within each host, between hosts, within each host
 	OneSided      // puts into the peers' memory, and signals
+	Star          // to the lowest rank, and back
+	Stars         // two levels of stars
 	numAlgos
 )
 
@@ -131,6 +133,18 @@ var algos = [numAlgos]struct {
 			AllReduce: oneSidedAllReduce, AllGather: oneSidedAllGather, AllToAll: oneSidedAllToAll,
 			Broadcast: oneSidedBroadcast, Gather: oneSidedGather, Scatter: oneSidedScatter,
 			AllGatherV: oneSidedAllGather,
+		},
+	},
+	Star: {
+		name: "star", onePass: true,
+		makers: plans{
+			AllReduce: starAllReduce, AllGather: starAllGather, Barrier: starBarrier,
+		},
+	},
+	Stars: {
+		name: "stars",
+		makers: plans{
+			AllReduce: starsAllReduce, AllGather: starsAllGather, Barrier: starsBarrier,
 		},
 	},
 }

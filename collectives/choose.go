@@ -9,17 +9,30 @@ type Caps struct {
 	Cores        int  // processors that the ranks of one host share; 0: as many as ranks
 }
 
+// LoadStoreMin returns the size in bytes from which it pays that the ranks of a collective tell
+// each other where their buffers are, so that these can be loaded. Below, rings are as fast.
+func LoadStoreMin(k Kind) int {
+	if k.Layout().InAtRoot { // half as much is copied through rings
+		return 64 << 10
+	}
+	return 128 << 10
+}
+
 // defaults are the rules of DefaultTable: the first rule that holds decides. Their reasoning, in
 // terms of the costs a (one message), B (one byte moved) and g (one byte reduced):
 //   - oneshot has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB
 //     among few ranks nothing beats it.
 //   - loadstore moves the fewest bytes of all, but takes a round to enter, one to leave and in an
-//     allreduce one between: worth it as soon as copying a message costs more than that, at some
-//     ten KiB.
+//     allreduce one between: worth it as soon as copying a message costs more than that (see
+//     LoadStoreMin).
 //   - doubling takes log2(n) rounds of all bytes: for short vectors of many ranks.
 //   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring
 //     has the same bytes in 2(n-1) rounds, but only two neighbours: it is for so many ranks that
 //     n-1 peers at once choke a wire. halving is in between.
+//   - star has one message each way for most ranks: among ranks that share processors every message
+//     that a rank waits for costs a switch to another process, which takes longer than the center
+//     needs for a short vector. Many ranks need a second level, because a center combines one
+//     vector after the other.
 //   - onesided moves as many bytes as oneshot, without the receiver's help and without a copy; but
 //     all have to enter first.
 //   - chain is the best broadcast of long vectors on links that carry both directions at once, tree
@@ -28,6 +41,8 @@ var defaults = [numKinds][]Rule{
 	AllReduce: {
 		{IfLevels, 0, 0, 8 << 10, Doubling},
 		{IfLevels, 0, 0, 0, Hierarchical},
+		{IfCrowded, 5, starRanks, 32 << 10, Star},
+		{IfCrowded, 5, 0, 32 << 10, Stars},
 		{IfMemory, 0, 4, 16 << 10, OneShot},
 		{IfMemory, 0, 8, 4 << 10, OneShot},
 		{IfMemory, 0, 2, 64 << 10, OneShot},
@@ -54,6 +69,8 @@ var defaults = [numKinds][]Rule{
 	AllGather: {
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 8, 16 << 10, OneShot},
+		{IfCrowded, 0, starRanks, 64 << 10, Star},
+		{IfCrowded, 0, 0, 64 << 10, Stars},
 		{IfMapped, 0, 0, 0, LoadStore},
 		{IfPuts, 0, 0, 0, OneSided},
 		{Always, 0, 8, 0, OneShot},
@@ -120,7 +137,8 @@ var defaults = [numKinds][]Rule{
 	Barrier: {
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 4, 0, OneShot},
-		{IfCrowded, 0, 16, 0, OneShot},
+		{IfCrowded, 0, starRanks, 0, Star},
+		{IfCrowded, 0, 0, 0, Stars},
 		{Always, 0, 0, 0, Dissemination},
 	},
 }

@@ -37,6 +37,8 @@
 //
 //   - oneshot, loadstore, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one
 //     ReduceInto;
+//   - star: the same;
+//   - stars: each star of about sqrt(n) consecutive ranks in that order, then their results;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block
 //     first, whatever the root;
 //   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs,
@@ -80,6 +82,9 @@
 //     all-reduce algorithms for clusters of workstations", JPDC 69 (2009); known to many from NCCL.
 //   - tree: binomial, log2(n) deep, chunks in a pipeline. Gather and scatter pack a subtree's parts
 //     into one message.
+//   - star: to the lowest rank and back, 2 a for the others. stars: groups of about sqrt(n)
+//     consecutive ranks around the lowest of each, and these around the lowest of all. For ranks
+//     that share processors, and with n-1 links in all.
 //   - chain: n-1 deep, chunks in a pipeline; each rank sends and receives every byte once.
 //   - bruck: ceil(log2 n) a. J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient
 //     algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8

@@ -392,8 +392,8 @@ type node struct {
 	parent   int // slot; -1 at the root
 	stages   [][]int
 	children []int  // slots, in the order in which to spread
-	limbs    []limb // binomial: the subtrees behind the children, smallest first
-	lo, hi   int    // binomial: team indices of this rank's own subtree, [lo, hi)
+	limbs    []limb // the subtrees behind the children; binomial: smallest first
+	lo, hi   int    // team indices of this rank's own subtree, [lo, hi)
 }
 
 // A limb is the subtree with members [lo, hi) of a team below child.

@@ -111,6 +111,15 @@ func association(a Algo, s Shape, part, e int) fold {
 		return paired(w)
 	case Tree:
 		return blocks(w)
+	case Stars:
+		return func(xs []uint64) uint64 {
+			var centers []uint64
+			width := starsWidth(n)
+			for lo := 0; lo < n; lo += width {
+				centers = append(centers, left(w)(xs[lo:min(lo+width, n)]))
+			}
+			return left(w)(centers)
+		}
 	case Chain:
 		return func(xs []uint64) uint64 {
 			r := s.index(s.Root)
