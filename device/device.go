@@ -7,9 +7,10 @@
 // ([Stream.WriteValue]).
 //
 //	s, err := d.Stream()
-//	s.WaitValue(arrived, 1)                  // the network has filled b
+//	words, free, err := device.Words(d, 2)   // arrived, reduced
+//	s.WaitValue(words[0], 1)                 // the network has filled b
 //	s.Reduce(kernels.Sum, kernels.Float32, a, []mem.Memory{a, b}, 0)
-//	s.WriteValue(reduced, 1)                 // the network may send a
+//	s.WriteValue(words[1], 1)                // the network may send a
 //
 // The host is a device too ([NewHost]): its streams do their work in the call if they can. Package
 // device/executor runs the plans of package collectives on streams, device/devicetest tests
@@ -38,9 +39,9 @@ type Device interface {
 }
 
 // HostAllocator is a Device with host memory that it copies from and to fast (pinned memory: in
-// terms of CUDA, cuMemHostAlloc).
+// terms of CUDA, cuMemHostAlloc). Its streams use no other words.
 type HostAllocator interface {
-	// AllocHost returns n bytes of host memory with undefined contents.
+	// AllocHost returns n bytes of host memory with undefined contents, aligned to mem.WordSize.
 	AllocHost(n int) (mem.Memory, error)
 	// FreeHost frees memory of AllocHost. No stream may be using it. An error wraps ErrMemory.
 	FreeHost(m mem.Memory) error
@@ -57,16 +58,18 @@ type Stream interface {
 	// have the same length; dst may be one of srcs and is disjoint from the others. Package kernels
 	// defines the result of op on dt, bit by bit. srcs is not kept.
 	Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error
-	// WaitValue blocks later work until word, in host memory, has the value v or a larger one.
-	// Later work sees what was written before that value was stored.
+	// WaitValue blocks later work until word, one of Words, has the value v or a larger one. Later
+	// work sees what was written before that value was stored. Values are below 1<<63.
 	WaitValue(word mem.Memory, v uint64) error
 	// WriteValue stores v to word after all earlier work, whose results are visible to a reader of
 	// v.
 	WriteValue(word mem.Memory, v uint64) error
 	// Record returns an event that is done when all earlier work is.
 	Record() (Event, error)
-	// Close ends the stream. Work that has not begun is dropped, and its events fail with
-	// ErrClosed; Close waits for work that has begun. Idempotent.
+	// Close ends the stream: when it returns, all its work has ended, and nothing of the stream
+	// touches memory any more. Work behind a word that has not come is dropped, or, by a device
+	// that cannot take it back, done with any results: then the word gets the value that the stream
+	// waits for. Its events fail with ErrClosed. Idempotent.
 	Close() error
 }
 

@@ -32,7 +32,19 @@ const patience = 30 * time.Second
 // A Harness is a device under test, with access to its memory while no stream uses it.
 type Harness struct {
 	Device device.Device
-	Bytes  func(mem.Memory) []byte
+	// Bytes returns contents of the device's memory.
+	Bytes func(mem.Memory) []byte
+	// Fill sets them; nil if what Bytes returns is the memory itself.
+	Fill func(mem.Memory, []byte)
+}
+
+// fill sets the contents of memory.
+func (h Harness) fill(m mem.Memory, b []byte) {
+	if h.Fill == nil {
+		copy(h.Bytes(m), b)
+		return
+	}
+	h.Fill(m, b)
 }
 
 // Suite tests that a device fulfils its contract.
@@ -62,6 +74,17 @@ func (h Harness) stream(t *testing.T) device.Stream {
 	}
 	t.Cleanup(func() { s.Close() })
 	return s
+}
+
+// words returns words of the device, which are freed when the test has ended.
+func (h Harness) words(t *testing.T, n int) []mem.Memory {
+	t.Helper()
+	words, free, err := device.Words(h.Device, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { must(t, free()) })
+	return words
 }
 
 // finish waits until all work of s is done.
@@ -116,7 +139,7 @@ func testOrder(t *testing.T, h Harness) {
 	want := make([][]byte, cells)
 	for i := range want {
 		want[i] = bytes.Repeat([]byte{byte(i + 1)}, size)
-		copy(h.Bytes(all.Slice(i*size, size)), want[i])
+		h.fill(all.Slice(i*size, size), want[i])
 	}
 	cell := func(i int) mem.Memory { return all.Slice(i*size, size) }
 	for range moves {
@@ -142,9 +165,9 @@ func testOrder(t *testing.T, h Harness) {
 // testWords passes data between two streams and the host, synchronized only by words.
 func testWords(t *testing.T, h Harness) {
 	const rounds, size = 50, 256
+	words := h.words(t, 3)
 	a, b := h.stream(t), h.stream(t)
 	x, y := h.alloc(t, size), h.alloc(t, size)
-	words := device.Words(3)
 	filled, copied, back := words[0], words[1], words[2]
 	for i := uint64(1); i <= rounds; i++ {
 		must(t, a.WaitValue(filled, i), a.Copy(y, x), a.WriteValue(copied, i))
@@ -158,7 +181,7 @@ func testWords(t *testing.T, h Harness) {
 		events = append(events, e)
 	}
 	for i := uint64(1); i <= rounds; i++ {
-		copy(h.Bytes(x), bytes.Repeat([]byte{byte(i)}, size))
+		h.fill(x, bytes.Repeat([]byte{byte(i)}, size))
 		filled.Word(0).Store(i)
 		for until := time.Now().Add(patience); back.Word(0).Load() < i; {
 			if events[0].Done(); events[1].Done() && back.Word(0).Load() < i || time.Now().After(until) {
@@ -172,8 +195,8 @@ func testWords(t *testing.T, h Harness) {
 }
 
 func testEvents(t *testing.T, h Harness) {
+	gate := h.words(t, 1)[0]
 	s := h.stream(t)
-	gate := device.Words(1)[0]
 	before, err := s.Record()
 	must(t, err, s.WaitValue(gate, 2))
 	after, err := s.Record()
@@ -198,7 +221,7 @@ func testReductions(t *testing.T, h Harness) {
 				for i := range srcs {
 					srcs[i] = h.alloc(t, size)
 					host[i] = bytes.Repeat([]byte{1, 0x40, 2, 0x41}, size/4)
-					copy(h.Bytes(srcs[i]), host[i])
+					h.fill(srcs[i], host[i])
 				}
 				want := make([]byte, size)
 				must(t, Fold(kernels.Sum, dt, want, host, divisor))
@@ -281,25 +304,34 @@ func testRefusals(t *testing.T, h Harness) {
 }
 
 func testClosing(t *testing.T, h Harness) {
+	gate := h.words(t, 1)[0]
 	s := h.stream(t)
 	m := h.alloc(t, 8)
-	before := bytes.Clone(h.Bytes(m))
 	src := h.alloc(t, 8)
-	gate := device.Words(1)[0]
-	must(t, s.WaitValue(gate, 1), s.Copy(m, src))
+	must(t, s.Copy(m, src))
+	reached, err := s.Record()
+	must(t, err, reached.Wait(t.Context()), s.WaitValue(gate, 1), s.Copy(m, src))
 	e, err := s.Record()
 	must(t, err, s.Close(), s.Close())
 	if err := e.Wait(t.Context()); !errors.Is(err, device.ErrClosed) || !e.Done() {
 		t.Errorf("an event of a stream that was closed: %v", err)
 	}
-	gate.Word(0).Store(1)
+	if err := reached.Wait(t.Context()); err != nil {
+		t.Errorf("an event that was reached before the stream was closed: %v", err)
+	}
 	if err := s.Copy(m, src); !errors.Is(err, device.ErrClosed) {
 		t.Errorf("work for a stream that was closed: %v", err)
 	}
 	if _, err := s.Record(); !errors.Is(err, device.ErrClosed) {
 		t.Errorf("an event of a stream that was closed: %v", err)
 	}
-	if !bytes.Equal(h.Bytes(m), before) {
-		t.Error("a stream that was closed did what it was held up before")
+	own := []byte("the host")
+	h.fill(m, own)
+	gate.Word(0).Store(1)
+	after := h.stream(t)
+	must(t, after.Copy(src, src))
+	finish(t, after)
+	if !bytes.Equal(h.Bytes(m), own) {
+		t.Error("a stream did after Close what it was held up before")
 	}
 }

@@ -63,13 +63,18 @@ type Program struct {
 	tells []bool       // by step of the stream: a network step needs it
 	lanes [][]int32    // network steps that begin in order
 	words []mem.Memory // by step: the number of the latest run that has completed it
+	free  func() error // words
 	runs  uint64
 }
 
-// New returns the Program of a plan.
-func New(plan *collectives.Plan) *Program {
+// New returns the Program of a plan for streams of a device. The caller closes it.
+func New(d device.Device, plan *collectives.Plan) (*Program, error) {
 	n := len(plan.Steps)
-	p := &Program{plan: plan, local: make([]bool, n), tells: make([]bool, n), words: device.Words(n)}
+	words, free, err := device.Words(d, n)
+	if err != nil {
+		return nil, fmt.Errorf("executor: %w", err)
+	}
+	p := &Program{plan: plan, local: make([]bool, n), tells: make([]bool, n), words: words, free: free}
 	type lane struct {
 		verb collectives.Verb
 		peer int32
@@ -93,8 +98,11 @@ func New(plan *collectives.Plan) *Program {
 		}
 		p.lanes[at] = append(p.lanes[at], int32(i))
 	}
-	return p
+	return p, nil
 }
+
+// Close frees what New has allocated. No Run may be running.
+func (p *Program) Close() error { return p.free() }
 
 // yields and nap pace the wait for the network.
 const (
@@ -105,7 +113,7 @@ const (
 // Run runs the plan once and returns when all its steps have completed, or with an error. After an
 // error the results are undefined, nothing accesses the call's memory any more, and the stream can
 // be used again. ctx bounds the wait for peers. After ctx has ended Run still waits for work that
-// the stream has begun.
+// the stream has begun. The stream is one of New's device.
 func (p *Program) Run(ctx context.Context, c Call) error {
 	p.runs++
 	err := p.enqueue(&c)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -225,16 +226,30 @@ type trial struct {
 	op    kernels.Op
 	dtype kernels.DType
 	alias bool
-	late  bool // devices, else the host
+	on    string // kind of the devices
 	seed  uint64
 }
 
 func (c trial) String() string {
 	s := c.shape
 	return fmt.Sprintf("%v %v %v of %v, active %v of %d, root %d, count %d %v %v, chunk %d, hosts %v, alias %v, "+
-		"late %v, seed %d", s.Kind, c.algo, c.op, c.dtype, s.Active, s.Size, s.Root, s.Count, s.Counts, s.RecvCounts,
-		s.Chunk, s.Hosts, c.alias, c.late, c.seed)
+		"on %s, seed %d", s.Kind, c.algo, c.op, c.dtype, s.Active, s.Size, s.Root, s.Count, s.Counts, s.RecvCounts,
+		s.Chunk, s.Hosts, c.alias, c.on, c.seed)
 }
+
+// devices are the kinds of devices. A seed makes a device of its own, where there are any number.
+var devices = map[string]func(t *testing.T, rank int, seed uint64) devicetest.Harness{
+	"host": func(*testing.T, int, uint64) devicetest.Harness {
+		return devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
+	},
+	"late": func(_ *testing.T, _ int, seed uint64) devicetest.Harness {
+		d := devicetest.NewLate("cuda:0", seed, 30*time.Microsecond)
+		return devicetest.Harness{Device: d, Bytes: d.Bytes}
+	},
+}
+
+// kinds returns the names of the kinds, sorted.
+func kinds() []string { return slices.Sorted(maps.Keys(devices)) }
 
 func sizes(s collectives.Shape, buf collectives.Buf) (base []int) {
 	base = []int{0}
@@ -278,13 +293,10 @@ func (c trial) run(t *testing.T) error {
 			return err
 		}
 		n := &node{net: net, i: i, plan: plan}
-		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
-		if c.late {
-			d := devicetest.NewLate("cuda:0", rng.Uint64(), 30*time.Microsecond)
-			if i > 0 && plan.LoadStore { // peers' memory is loaded where it is: one device for all
-				d = net.nodes[0].harness.Device.(*devicetest.Late)
-			}
-			n.harness = devicetest.Harness{Device: d, Bytes: d.Bytes}
+		if i > 0 && plan.LoadStore { // peers' memory is loaded where it is: one device for all
+			n.harness = net.nodes[0].harness
+		} else {
+			n.harness = devices[c.on](t, i, rng.Uint64())
 		}
 		n.base = [2][]int{sizes(s, collectives.In), sizes(s, collectives.Out)}
 		var host collectives.Memory
@@ -351,7 +363,13 @@ func (c trial) run(t *testing.T) error {
 				return
 			}
 			defer s.Close()
-			errs[i] = New(n.plan).Run(ctx, Call{Stream: s, Exchange: n, At: n.at, Op: c.op, DType: c.dtype})
+			p, err := New(n.harness.Device, n.plan)
+			if err != nil {
+				errs[i] = err
+				return
+			}
+			defer p.Close()
+			errs[i] = p.Run(ctx, Call{Stream: s, Exchange: n, At: n.at, Op: c.op, DType: c.dtype})
 			if errs[i] != nil {
 				return
 			}
@@ -378,8 +396,7 @@ func (c trial) run(t *testing.T) error {
 	return nil
 }
 
-// Every plan, for up to eight ranks, has the interpreter's results on devices that do everything
-// late, and on the host.
+// Every plan, for up to eight ranks, has the interpreter's results on every kind of device.
 func TestPlansOnStreams(t *testing.T) {
 	for _, k := range collectives.Kinds() {
 		for _, a := range collectives.Algorithms(k) {
@@ -393,7 +410,7 @@ func TestPlansOnStreams(t *testing.T) {
 				for n := 1; n <= 8; n++ {
 					for range tries {
 						c := trial{algo: a, op: kernels.Sum, dtype: kernels.Int64, alias: r.IntN(2) == 0,
-							late: r.IntN(4) > 0, seed: r.Uint64()}
+							on: kinds()[r.IntN(len(devices))], seed: r.Uint64()}
 						switch r.IntN(3) {
 						case 0:
 							c.op = kernels.Avg
@@ -426,7 +443,7 @@ func TestPlansOnStreams(t *testing.T) {
 }
 
 // pair is two ranks of an allreduce of which the second never comes.
-func pair(t *testing.T, late bool) (*node, device.Stream) {
+func pair(t *testing.T, on string) (*node, device.Stream) {
 	t.Helper()
 	net := &network{rng: rand.New(rand.NewPCG(1, 1)), links: map[[2]int]*link{}}
 	for i := range 2 {
@@ -436,11 +453,7 @@ func pair(t *testing.T, late bool) (*node, device.Stream) {
 			t.Fatal(err)
 		}
 		n := &node{net: net, i: i, plan: plan, base: [2][]int{{0, 1024}, {0, 1024}}}
-		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
-		if late {
-			d := devicetest.NewLate("cuda:0", 1, 30*time.Microsecond)
-			n.harness = devicetest.Harness{Device: d, Bytes: d.Bytes}
-		}
+		n.harness = devices[on](t, i, 1)
 		for b, size := range []int{1024, 1024, plan.Tmp} {
 			if n.mem[b], err = n.harness.Device.Alloc(size); err != nil {
 				t.Fatal(err)
@@ -460,10 +473,13 @@ func pair(t *testing.T, late bool) (*node, device.Stream) {
 // Then nothing touches the memory any more, and the stream can be used again.
 func TestFailedRunReleasesMemory(t *testing.T) {
 	broken := errors.New("broken")
-	for _, late := range []bool{false, true} {
+	for _, on := range kinds() {
 		for _, want := range []error{context.DeadlineExceeded, broken} {
-			n, s := pair(t, late)
-			p := New(n.plan)
+			n, s := pair(t, on)
+			p, err := New(n.harness.Device, n.plan)
+			if err != nil {
+				t.Fatal(err)
+			}
 			for round := range 3 {
 				if n.net.err = nil; want == broken {
 					n.net.err = broken
@@ -472,7 +488,7 @@ func TestFailedRunReleasesMemory(t *testing.T) {
 				err := p.Run(ctx, Call{Stream: s, Exchange: n, At: n.at, Op: kernels.Sum, DType: kernels.Float32})
 				cancel()
 				if !errors.Is(err, want) {
-					t.Fatalf("late %v, round %d: %v, want %v", late, round, err, want)
+					t.Fatalf("%s, round %d: %v, want %v", on, round, err, want)
 				}
 				var before [][]byte
 				for _, m := range n.mem {
@@ -483,7 +499,7 @@ func TestFailedRunReleasesMemory(t *testing.T) {
 					err = e.Wait(t.Context())
 				}
 				if err != nil {
-					t.Fatalf("late %v, round %d: the stream afterwards: %v", late, round, err)
+					t.Fatalf("%s, round %d: the stream afterwards: %v", on, round, err)
 				}
 				for range 100 { // the network continues
 					n.net.mu.Lock()
@@ -492,14 +508,17 @@ func TestFailedRunReleasesMemory(t *testing.T) {
 				}
 				for b, m := range n.mem {
 					if !bytes.Equal(n.harness.Bytes(m), before[b]) {
-						t.Fatalf("late %v, round %d: memory %d was written after the run had failed", late, round, b)
+						t.Fatalf("%s, round %d: memory %d was written after the run had failed", on, round, b)
 					}
 				}
 			}
 			s.Close()
-			err := p.Run(t.Context(), Call{Stream: s, Exchange: n, At: n.at, Op: kernels.Sum, DType: kernels.Float32})
+			err = p.Run(t.Context(), Call{Stream: s, Exchange: n, At: n.at, Op: kernels.Sum, DType: kernels.Float32})
 			if !errors.Is(err, device.ErrClosed) {
 				t.Errorf("a run on a stream that is closed: %v", err)
+			}
+			if err := p.Close(); err != nil {
+				t.Error(err)
 			}
 		}
 	}

@@ -1,0 +1,183 @@
+//go:build cgo && linux
+
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+
+	"tutti/device"
+	kernels "tutti/kernels/cuda"
+	"tutti/mem"
+)
+
+// Device is a GPU. It implements device.Device and device.HostAllocator.
+type Device struct {
+	gpu       *gpu
+	info      Info
+	loc       mem.Location
+	module    module
+	functions map[string]function // loaded, unless the device was opened lazily
+
+	mu      sync.Mutex
+	closed  bool
+	streams map[*stream]struct{}
+	memory  map[uint64]int // address -> length, of Alloc
+	host    heap
+}
+
+// Open returns a GPU as a device, with all kernels loaded. The caller closes it. It may be opened
+// more than once; memory, words and streams belong to one Device each. The driver translates the
+// kernels for the GPU, which may take long when it does so first on a machine.
+func (d *Driver) Open(ordinal int) (*Device, error) { return d.open(ordinal, true) }
+
+// open is Open; without preload the driver loads kernels when they are launched first.
+func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
+	info, handle, err := d.info(ordinal)
+	if err != nil {
+		return nil, err
+	}
+	ptx, err := kernels.Module(info.Major, info.Minor)
+	if err != nil {
+		return nil, fmt.Errorf("cuda: cuda:%d (%s): %w", ordinal, info.Name, err)
+	}
+	g, err := d.retain(handle, ordinal)
+	if err != nil {
+		return nil, err
+	}
+	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
+		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap()}
+	if err := v.load(ptx, preload); err != nil {
+		return nil, errors.Join(err, v.Close())
+	}
+	return v, nil
+}
+
+// load loads the kernels, and allocates what the first streams need.
+func (v *Device) load(ptx []byte, preload bool) (err error) {
+	if v.module, err = v.gpu.loadModule(ptx); err != nil {
+		return err
+	}
+	for _, name := range kernels.Functions() {
+		f, err := v.gpu.function(v.module, name)
+		if err != nil {
+			return err
+		}
+		if preload {
+			if err := v.gpu.loadFunction(f, name); err != nil {
+				return err
+			}
+		}
+		v.functions[name] = f
+	}
+	m, err := v.AllocHost(1)
+	if err != nil {
+		return err
+	}
+	return v.FreeHost(m)
+}
+
+// Info describes the GPU.
+func (v *Device) Info() Info { return v.info }
+
+// Location implements device.Device.
+func (v *Device) Location() mem.Location { return v.loc }
+
+// Alloc implements device.Device.
+func (v *Device) Alloc(n int) (mem.Memory, error) {
+	if n < 0 {
+		return mem.Memory{}, fmt.Errorf("cuda: allocating %d bytes on %s: %w", n, v.loc, device.ErrMemory)
+	}
+	if err := v.open(); err != nil {
+		return mem.Memory{}, err
+	}
+	if n == 0 {
+		return mem.Device(0, 0, v.loc), nil
+	}
+	at, err := v.gpu.alloc(n)
+	if err != nil {
+		return mem.Memory{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.memory[at] = n
+	return mem.Device(at, n, v.loc), nil
+}
+
+// open returns an error if the device was closed.
+func (v *Device) open() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed {
+		return fmt.Errorf("cuda: %s was closed: %w", v.loc, device.ErrClosed)
+	}
+	return nil
+}
+
+// Free implements device.Device. It may wait until all work on the GPU has ended.
+func (v *Device) Free(m mem.Memory) error {
+	if m.Loc() == v.loc && m.Len() == 0 {
+		return nil
+	}
+	v.mu.Lock()
+	n, ok := 0, false
+	if m.Loc() == v.loc {
+		n, ok = v.memory[m.Address()]
+	}
+	if !ok || n != m.Len() {
+		v.mu.Unlock()
+		return fmt.Errorf("cuda: freeing %d bytes at %q that %s has not allocated so: %w", m.Len(), m.Loc(), v.loc,
+			device.ErrMemory)
+	}
+	delete(v.memory, m.Address())
+	v.mu.Unlock()
+	return v.gpu.free(m.Address())
+}
+
+// Stream implements device.Device.
+func (v *Device) Stream() (device.Stream, error) {
+	if err := v.open(); err != nil {
+		return nil, err
+	}
+	s, err := newStream(v)
+	if err != nil {
+		return nil, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.streams[s] = struct{}{}
+	return s, nil
+}
+
+// Close closes the streams that are open, frees all memory of Alloc and AllocHost, and gives the
+// context back. It returns the first error. No other method may be running. Idempotent.
+func (v *Device) Close() error {
+	v.mu.Lock()
+	if v.closed {
+		v.mu.Unlock()
+		return nil
+	}
+	v.closed = true
+	streams := slices.Collect(maps.Keys(v.streams))
+	v.mu.Unlock()
+	errs := make([]error, len(streams))
+	var closing sync.WaitGroup
+	for i, s := range streams { // at once: one may be held up by another that waits
+		closing.Go(func() { errs[i] = s.Close() })
+	}
+	closing.Wait()
+	for at := range v.memory {
+		errs = append(errs, v.gpu.free(at))
+	}
+	for _, c := range v.host.chunks {
+		errs = append(errs, v.gpu.freeHost(c.at))
+	}
+	v.memory, v.host = nil, newHeap()
+	if v.module != nil {
+		errs = append(errs, v.gpu.unloadModule(v.module))
+	}
+	return first(append(errs, v.gpu.release()))
+}

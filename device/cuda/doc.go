@@ -1,0 +1,131 @@
+// Package cuda has the GPUs of this machine as devices of package device.
+//
+// The CUDA driver is opened at run time (libcuda.so.1): a program that links this package also
+// starts on a machine without it. [Load] says what is missing. Without cgo, or on another system
+// than Linux, it is always an error. Neither the CUDA toolkit nor its headers are needed, to build
+// or to run.
+//
+//	driver, err := cuda.Load()
+//	if err != nil {
+//		return err // wraps ErrUnavailable
+//	}
+//	d, err := driver.Open(0)
+//	if err != nil {
+//		return err
+//	}
+//	defer d.Close()
+//
+// A device works in the primary context of its GPU, which PyTorch and the CUDA runtime use as well:
+// addresses of the one are valid for the other. Every call makes the context current for as long as
+// it takes, and the thread's former one again afterwards.
+//
+// # Kernels
+//
+// [Driver.Open] loads all kernels of package kernels/cuda onto the GPU before it returns. The
+// driver otherwise loads a kernel when it is launched first, and that waits for all kernels that
+// run, while copies on other streams wait for the load. A kernel that waits for such a copy would
+// never end.
+//
+// # Words
+//
+// A GPU waits for words of pinned memory alone: those of device.Words, or of AllocHost of the same
+// device. Streams wait and write by stream memory operations, during which no kernel is resident.
+// On GPUs without them kernels of one thread do the same. Values are below 1<<63, because the
+// hardware compares differences.
+//
+// A GPU has a number of queues that streams share (8, or as CUDA_DEVICE_MAX_CONNECTIONS says). Work
+// behind a word in one stream may hold up another stream of the same queue, also its Close. Streams
+// that wait for each other's words, without the host between them, must not be more than there are
+// queues.
+//
+// # Many operations
+//
+// A stream takes any number of operations without waiting. The driver is given 512 of them at a
+// time, because its calls wait when it has many more. The others follow when the stream has come
+// further and a method of it, or of one of its events, is called.
+//
+// # Copies
+//
+// A copy between device memory, and from or to pinned memory of the same device, is one call of the
+// driver. Other host memory is copied by a goroutine of the stream, through two pinned buffers,
+// when the stream has come to the copy: the driver itself would make the caller wait for the
+// stream.
+//
+// # Failures and the end
+//
+// The first error of a stream is kept: all later calls and all events that had not been reached
+// return it. It wraps an [*Error], which has the driver's name of it. Some errors end the context,
+// and so every stream of the process on this GPU; the driver's text says so.
+//
+// No stream of this package waits for ever: Close stores the values that a stream waits for to
+// their words, so that the GPU passes them. Work behind such a word is then done, with whatever the
+// memory holds, before Close returns; its events fail with device.ErrClosed. Afterwards nothing of
+// the stream touches memory, and the context is as usable as before.
+//
+// Nothing is freed by itself. Free, and FreeHost of more than 256 KiB, may wait until all work on
+// the GPU has ended, as the driver does: do not call them while a stream waits for something that
+// the caller is to do. [Device.Close] closes what is left.
+package cuda
+
+import (
+	"errors"
+	"fmt"
+)
+
+// ErrUnavailable says that there is no CUDA driver, or that it cannot be used. It is wrapped.
+var ErrUnavailable = errors.New("CUDA cannot be used")
+
+// An Error is a call of the CUDA driver that failed.
+type Error struct {
+	Doing string // what was attempted: "allocate 4096 bytes on cuda:0"
+	Call  string // the driver's function: "cuMemAlloc"
+	Code  int    // CUresult
+	Name  string // of the code: "CUDA_ERROR_OUT_OF_MEMORY"
+	Text  string // the driver's explanation: "out of memory"
+	Log   string // what the driver's compiler wrote, for kernels that it refuses
+}
+
+// Error says all of it.
+func (e *Error) Error() string {
+	s := fmt.Sprintf("cuda: %s: %s: %s (%d): %s", e.Doing, e.Call, e.Name, e.Code, e.Text)
+	if a := e.advice(); a != "" {
+		s += "; " + a
+	}
+	if e.Log != "" {
+		s += ": " + e.Log
+	}
+	return s
+}
+
+// advice returns what to do about the error, "" if nothing is known.
+func (e *Error) advice() string {
+	switch e.Code {
+	case 2: // OUT_OF_MEMORY
+		return "free some, or let other processes on the GPU use less"
+	case 100: // NO_DEVICE
+		return "give the container a GPU, or look at CUDA_VISIBLE_DEVICES"
+	case 101: // INVALID_DEVICE
+		return "choose one of those that tutti doctor lists"
+	case 46, 3: // DEVICE_UNAVAILABLE, NOT_INITIALIZED
+		return "another process uses the GPU exclusively, or the driver is being unloaded: look at nvidia-smi"
+	case 222: // UNSUPPORTED_PTX_VERSION
+		return "install a newer driver"
+	case 803, 804: // SYSTEM_DRIVER_MISMATCH, COMPAT_NOT_SUPPORTED_ON_DEVICE
+		return "install libcuda of the version that the kernel's module has"
+	case 999: // UNKNOWN
+		return "look at dmesg; after a suspend, reload nvidia_uvm"
+	case 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719: // ends the context
+		return "the process cannot use this GPU any more: end it"
+	}
+	return ""
+}
+
+// Info describes a GPU.
+type Info struct {
+	Ordinal      int    // the driver's number, which CUDA_VISIBLE_DEVICES rearranges
+	Name         string // "NVIDIA H200"
+	Memory       uint64 // bytes
+	Major, Minor int    // compute capability
+	SMs          int    // multiprocessors
+	MemoryOps    bool   // streams can wait for words without a kernel
+}

@@ -1,0 +1,219 @@
+//go:build cgo && linux
+
+// The calls of the CUDA driver that package cuda makes. The library is opened at run time. Its
+// functions are looked up by the names that it exports, which are not always those of cuda.h: the
+// header renames most functions that have changed once to their newest version, and a library has
+// the old ones under the old names. So cuMemAlloc without _v2 takes addresses of 32 bits, and
+// cuStreamWaitValue64 without _v2 is refused unless the kernel's module was told to allow it.
+
+#define _GNU_SOURCE
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef uint64_t pointer; // CUdeviceptr
+
+// X(field, symbol, arguments): what every driver since CUDA 11 has.
+#define FUNCTIONS(X)                                                                                      \
+	X(get_error_name, "cuGetErrorName", (int, const char **))                                         \
+	X(get_error_string, "cuGetErrorString", (int, const char **))                                     \
+	X(init, "cuInit", (unsigned))                                                                     \
+	X(driver_get_version, "cuDriverGetVersion", (int *))                                              \
+	X(device_get_count, "cuDeviceGetCount", (int *))                                                  \
+	X(device_get, "cuDeviceGet", (int *, int))                                                        \
+	X(device_get_name, "cuDeviceGetName", (char *, int, int))                                         \
+	X(device_total_mem, "cuDeviceTotalMem_v2", (size_t *, int))                                       \
+	X(device_get_attribute, "cuDeviceGetAttribute", (int *, int, int))                                \
+	X(retain, "cuDevicePrimaryCtxRetain", (void **, int))                                             \
+	X(release, "cuDevicePrimaryCtxRelease_v2", (int))                                                 \
+	X(push, "cuCtxPushCurrent_v2", (void *))                                                          \
+	X(pop, "cuCtxPopCurrent_v2", (void **))                                                           \
+	X(module_load, "cuModuleLoadDataEx", (void **, const void *, unsigned, int *, void **))           \
+	X(module_unload, "cuModuleUnload", (void *))                                                      \
+	X(module_get_function, "cuModuleGetFunction", (void **, void *, const char *))                    \
+	X(func_get_attribute, "cuFuncGetAttribute", (int *, int, void *))                                 \
+	X(mem_alloc, "cuMemAlloc_v2", (pointer *, size_t))                                                \
+	X(mem_free, "cuMemFree_v2", (pointer))                                                            \
+	X(mem_host_alloc, "cuMemHostAlloc", (void **, size_t, unsigned))                                  \
+	X(mem_free_host, "cuMemFreeHost", (void *))                                                       \
+	X(mem_host_get_device_pointer, "cuMemHostGetDevicePointer_v2", (pointer *, void *, unsigned))     \
+	X(stream_create, "cuStreamCreate", (void **, unsigned))                                           \
+	X(stream_destroy, "cuStreamDestroy_v2", (void *))                                                 \
+	X(stream_query, "cuStreamQuery", (void *))                                                        \
+	X(event_create, "cuEventCreate", (void **, unsigned))                                             \
+	X(event_destroy, "cuEventDestroy_v2", (void *))                                                   \
+	X(event_record, "cuEventRecord", (void *, void *))                                                \
+	X(event_query, "cuEventQuery", (void *))                                                          \
+	X(memcpy_async, "cuMemcpyAsync", (pointer, pointer, size_t, void *))                              \
+	X(launch_kernel, "cuLaunchKernel", (void *, unsigned, unsigned, unsigned, unsigned, unsigned,     \
+					    unsigned, unsigned, void *, void **, void **))
+// What newer ones have; NULL without it.
+#define OPTIONAL(X)                                                                                       \
+	X(func_load, "cuFuncLoad", (void *))                                                              \
+	X(stream_wait_value, "cuStreamWaitValue64_v2", (void *, pointer, uint64_t, unsigned))             \
+	X(stream_write_value, "cuStreamWriteValue64_v2", (void *, pointer, uint64_t, unsigned))
+
+struct tutti_cuda {
+#define FIELD(name, symbol, args) int(*name) args;
+	FUNCTIONS(FIELD)
+	OPTIONAL(FIELD)
+};
+
+int tutti_cuda_open(const char *path, tutti_cuda **lib, char *why, size_t n)
+{
+	void *h = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	if (!h) {
+		snprintf(why, n, "%s", dlerror());
+		return -1;
+	}
+	tutti_cuda *l = calloc(1, sizeof *l);
+	if (!l) {
+		snprintf(why, n, "no memory");
+		return -1;
+	}
+#define TAKE(name, symbol, args) l->name = (int(*) args)dlsym(h, symbol);
+#define REQUIRE(name, symbol, args)                                                                       \
+	TAKE(name, symbol, args)                                                                          \
+	if (!l->name) {                                                                                   \
+		snprintf(why, n, "%s has no %s: install a driver of CUDA 11 or newer", path, symbol);     \
+		free(l);                                                                                  \
+		return -1;                                                                                \
+	}
+	FUNCTIONS(REQUIRE)
+	OPTIONAL(TAKE)
+	*lib = l;
+	return 0;
+}
+
+const char *tutti_cuda_error_name(tutti_cuda *l, int result)
+{
+	const char *s = NULL;
+	return l->get_error_name(result, &s) ? NULL : s;
+}
+
+const char *tutti_cuda_error_text(tutti_cuda *l, int result)
+{
+	const char *s = NULL;
+	return l->get_error_string(result, &s) ? NULL : s;
+}
+
+int tutti_cuda_init(tutti_cuda *l) { return l->init(0); }
+int tutti_cuda_version(tutti_cuda *l, int *version) { return l->driver_get_version(version); }
+int tutti_cuda_count(tutti_cuda *l, int *n) { return l->device_get_count(n); }
+int tutti_cuda_device(tutti_cuda *l, int ordinal, int *device) { return l->device_get(device, ordinal); }
+int tutti_cuda_name(tutti_cuda *l, int device, char *name) { return l->device_get_name(name, TUTTI_CUDA_NAME, device); }
+
+int tutti_cuda_memory(tutti_cuda *l, int device, uint64_t *bytes)
+{
+	size_t n = 0;
+	int r = l->device_total_mem(&n, device);
+	*bytes = n;
+	return r;
+}
+
+int tutti_cuda_attribute(tutti_cuda *l, int device, int attribute, int *value)
+{
+	return l->device_get_attribute(value, attribute, device);
+}
+
+int tutti_cuda_retain(tutti_cuda *l, int device, void **context) { return l->retain(context, device); }
+int tutti_cuda_release(tutti_cuda *l, int device) { return l->release(device); }
+int tutti_cuda_has_memory_operations(tutti_cuda *l) { return l->stream_wait_value && l->stream_write_value; }
+
+// IN calls a function with the context current. The thread's former one is current afterwards: that
+// fails only if the function has changed the stack of contexts, which none does.
+#define IN(context, call)                                                                                 \
+	do {                                                                                              \
+		void *was;                                                                                \
+		int result = l->push(context);                                                            \
+		if (result)                                                                               \
+			return result;                                                                    \
+		result = (call);                                                                          \
+		l->pop(&was);                                                                             \
+		return result;                                                                            \
+	} while (0)
+
+int tutti_cuda_module_load(tutti_cuda *l, void *context, const char *image, void **module, char *log)
+{
+	int options[] = {5, 6}; // CU_JIT_ERROR_LOG_BUFFER, and its size
+	void *values[] = {log, (void *)(uintptr_t)TUTTI_CUDA_LOG};
+	IN(context, l->module_load(module, image, 2, options, values));
+}
+
+int tutti_cuda_module_unload(tutti_cuda *l, void *context, void *module) { IN(context, l->module_unload(module)); }
+
+int tutti_cuda_function(tutti_cuda *l, void *context, void *module, const char *name, void **function)
+{
+	IN(context, l->module_get_function(function, module, name));
+}
+
+// A query of an attribute loads a function in every driver with lazy loading; cuFuncLoad says so by
+// its name, where it exists.
+static int load(tutti_cuda *l, void *function)
+{
+	int registers, result = l->func_get_attribute(&registers, 4, function); // CU_FUNC_ATTRIBUTE_NUM_REGS
+	return result || !l->func_load ? result : l->func_load(function);
+}
+
+int tutti_cuda_function_load(tutti_cuda *l, void *context, void *function) { IN(context, load(l, function)); }
+
+int tutti_cuda_alloc(tutti_cuda *l, void *context, size_t n, uint64_t *at) { IN(context, l->mem_alloc(at, n)); }
+int tutti_cuda_free(tutti_cuda *l, void *context, uint64_t at) { IN(context, l->mem_free(at)); }
+
+int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at)
+{
+	IN(context, l->mem_host_alloc(at, n, 1 | 2)); // CU_MEMHOSTALLOC_PORTABLE, _DEVICEMAP
+}
+
+int tutti_cuda_free_host(tutti_cuda *l, void *context, void *at) { IN(context, l->mem_free_host(at)); }
+
+int tutti_cuda_host_address(tutti_cuda *l, void *context, void *at, uint64_t *device)
+{
+	IN(context, l->mem_host_get_device_pointer(device, at, 0));
+}
+
+int tutti_cuda_stream_create(tutti_cuda *l, void *context, void **stream)
+{
+	IN(context, l->stream_create(stream, 1)); // CU_STREAM_NON_BLOCKING
+}
+
+int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, void *stream) { IN(context, l->stream_destroy(stream)); }
+int tutti_cuda_stream_query(tutti_cuda *l, void *context, void *stream) { IN(context, l->stream_query(stream)); }
+
+int tutti_cuda_event_create(tutti_cuda *l, void *context, void **event)
+{
+	IN(context, l->event_create(event, 2)); // CU_EVENT_DISABLE_TIMING
+}
+
+int tutti_cuda_event_destroy(tutti_cuda *l, void *context, void *event) { IN(context, l->event_destroy(event)); }
+
+int tutti_cuda_event_record(tutti_cuda *l, void *context, void *event, void *stream)
+{
+	IN(context, l->event_record(event, stream));
+}
+
+int tutti_cuda_event_query(tutti_cuda *l, void *context, void *event) { IN(context, l->event_query(event)); }
+
+int tutti_cuda_copy(tutti_cuda *l, void *context, void *stream, uint64_t dst, uint64_t src, size_t n)
+{
+	IN(context, l->memcpy_async(dst, src, n, stream));
+}
+
+int tutti_cuda_wait(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value)
+{
+	IN(context, l->stream_wait_value(stream, word, value, 0)); // CU_STREAM_WAIT_VALUE_GEQ
+}
+
+int tutti_cuda_write(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value)
+{
+	IN(context, l->stream_write_value(stream, word, value, 0)); // with a memory barrier before it
+}
+
+int tutti_cuda_launch(tutti_cuda *l, void *context, void *stream, void *function, unsigned grid, unsigned block,
+		      unsigned shared, void *params)
+{
+	void *args[] = {params};
+	IN(context, l->launch_kernel(function, grid, 1, 1, block, 1, 1, shared, stream, args, NULL));
+}

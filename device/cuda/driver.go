@@ -1,0 +1,298 @@
+//go:build cgo && linux
+
+package cuda
+
+/*
+#cgo LDFLAGS: -ldl
+#include "driver.h"
+#include <stdlib.h>
+*/
+import "C"
+
+import (
+	"bytes"
+	"fmt"
+	"sync"
+	"unsafe"
+)
+
+// Driver is the CUDA driver. Its methods may be called by any goroutine.
+type Driver struct {
+	lib     *C.tutti_cuda
+	version int // 1000*major + 10*minor
+}
+
+var load = sync.OnceValues(func() (*Driver, error) { return LoadLibrary("libcuda.so.1") })
+
+// Load opens the CUDA driver, once in a process. Its error wraps ErrUnavailable and says what is
+// missing. A driver without GPUs is no error.
+func Load() (*Driver, error) { return load() }
+
+// LoadLibrary is Load with another library: tests use a fake one.
+func LoadLibrary(path string) (*Driver, error) {
+	name := C.CString(path)
+	defer C.free(unsafe.Pointer(name))
+	d := &Driver{}
+	var why [512]C.char
+	if C.tutti_cuda_open(name, &d.lib, &why[0], C.size_t(len(why))) != 0 {
+		return nil, fmt.Errorf("%w: %s", ErrUnavailable, C.GoString(&why[0]))
+	}
+	if r := C.tutti_cuda_init(d.lib); r != 0 && r != C.TUTTI_CUDA_NO_DEVICE {
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, d.failure(r, "cuInit", "open the driver"))
+	}
+	var v C.int
+	if r := C.tutti_cuda_version(d.lib, &v); r != 0 {
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, d.failure(r, "cuDriverGetVersion", "ask for its version"))
+	}
+	d.version = int(v)
+	return d, nil
+}
+
+// Version returns the newest version of CUDA that the driver supports.
+func (d *Driver) Version() (major, minor int) { return d.version / 1000, d.version % 1000 / 10 }
+
+// failure returns the error of a call, nil if there is none.
+func (d *Driver) failure(r C.int, call, format string, args ...any) error {
+	if r == 0 {
+		return nil
+	}
+	e := &Error{Doing: fmt.Sprintf(format, args...), Call: call, Code: int(r), Name: "an error without a name",
+		Text: "this driver has no text for it"}
+	if s := C.tutti_cuda_error_name(d.lib, r); s != nil {
+		e.Name = C.GoString(s)
+	}
+	if s := C.tutti_cuda_error_text(d.lib, r); s != nil {
+		e.Text = C.GoString(s)
+	}
+	return e
+}
+
+// Devices describes the GPUs that this process may use. It makes no context.
+func (d *Driver) Devices() ([]Info, error) {
+	var n C.int
+	switch r := C.tutti_cuda_count(d.lib, &n); r {
+	case 0:
+	case C.TUTTI_CUDA_NO_DEVICE, C.TUTTI_CUDA_NOT_INITIALIZED: // cuInit has found none
+		return nil, nil
+	default:
+		return nil, d.failure(r, "cuDeviceGetCount", "count the GPUs")
+	}
+	all := make([]Info, 0, n)
+	for i := range int(n) {
+		info, _, err := d.info(i)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, info)
+	}
+	return all, nil
+}
+
+// Attributes, CUdevice_attribute.
+const (
+	attributeSMs       = 16
+	attributeMajor     = 75
+	attributeMinor     = 76
+	attributeMemoryOps = 122 // of 64 bits, second version
+)
+
+func (d *Driver) info(ordinal int) (Info, C.int, error) {
+	i := Info{Ordinal: ordinal}
+	var device C.int
+	if r := C.tutti_cuda_device(d.lib, C.int(ordinal), &device); r != 0 {
+		return i, 0, d.failure(r, "cuDeviceGet", "find cuda:%d", ordinal)
+	}
+	var name [C.TUTTI_CUDA_NAME]C.char
+	if r := C.tutti_cuda_name(d.lib, device, &name[0]); r != 0 {
+		return i, 0, d.failure(r, "cuDeviceGetName", "ask cuda:%d for its name", ordinal)
+	}
+	i.Name = C.GoString(&name[0])
+	var total C.uint64_t
+	if r := C.tutti_cuda_memory(d.lib, device, &total); r != 0 {
+		return i, 0, d.failure(r, "cuDeviceTotalMem", "ask cuda:%d for its memory", ordinal)
+	}
+	i.Memory = uint64(total)
+	var ops int
+	for _, a := range []struct {
+		number C.int
+		to     *int
+	}{{attributeSMs, &i.SMs}, {attributeMajor, &i.Major}, {attributeMinor, &i.Minor}, {attributeMemoryOps, &ops}} {
+		var v C.int
+		r := C.tutti_cuda_attribute(d.lib, device, a.number, &v)
+		if r != 0 && a.number != attributeMemoryOps { // older drivers do not know it
+			return i, 0, d.failure(r, "cuDeviceGetAttribute", "ask cuda:%d for attribute %d", ordinal, int(a.number))
+		}
+		*a.to = int(v)
+	}
+	i.MemoryOps = ops != 0 && C.tutti_cuda_has_memory_operations(d.lib) != 0
+	return i, device, nil
+}
+
+// A gpu is a GPU with its primary context, and the calls that need it. Pointers of Go are passed to
+// none that keeps them.
+type gpu struct {
+	d      *Driver
+	ptr    unsafe.Pointer
+	device C.int
+	name   string // "cuda:0", for errors
+}
+
+// Handles of the driver.
+type (
+	module   = unsafe.Pointer
+	function = unsafe.Pointer
+	queue    = unsafe.Pointer // CUstream
+	marker   = unsafe.Pointer // CUevent
+)
+
+// retain takes a reference to the primary context, which release gives back.
+func (d *Driver) retain(device C.int, ordinal int) (*gpu, error) {
+	g := &gpu{d: d, device: device, name: fmt.Sprintf("cuda:%d", ordinal)}
+	if r := C.tutti_cuda_retain(d.lib, device, &g.ptr); r != 0 {
+		return nil, d.failure(r, "cuDevicePrimaryCtxRetain", "use the primary context of %s", g.name)
+	}
+	return g, nil
+}
+
+func (g *gpu) release() error {
+	return g.d.failure(C.tutti_cuda_release(g.d.lib, g.device), "cuDevicePrimaryCtxRelease",
+		"give the primary context of %s back", g.name)
+}
+
+// loadModule loads PTX, which the driver's compiler translates.
+func (g *gpu) loadModule(ptx []byte) (m module, err error) {
+	image := bytes.Clone(ptx)
+	image = append(image, 0)
+	log := make([]C.char, C.TUTTI_CUDA_LOG)
+	r := C.tutti_cuda_module_load(g.d.lib, g.ptr, (*C.char)(unsafe.Pointer(&image[0])), &m, &log[0])
+	if r == 0 {
+		return m, nil
+	}
+	err = g.d.failure(r, "cuModuleLoadDataEx", "load the kernels onto %s", g.name)
+	log[len(log)-1] = 0
+	err.(*Error).Log = C.GoString(&log[0])
+	return nil, err
+}
+
+func (g *gpu) unloadModule(m module) error {
+	return g.d.failure(C.tutti_cuda_module_unload(g.d.lib, g.ptr, m), "cuModuleUnload", "unload the kernels of %s",
+		g.name)
+}
+
+func (g *gpu) function(m module, name string) (f function, err error) {
+	s := C.CString(name)
+	defer C.free(unsafe.Pointer(s))
+	r := C.tutti_cuda_function(g.d.lib, g.ptr, m, s, &f)
+	return f, g.d.failure(r, "cuModuleGetFunction", "find the kernel %s of %s", name, g.name)
+}
+
+func (g *gpu) loadFunction(f function, name string) error {
+	return g.d.failure(C.tutti_cuda_function_load(g.d.lib, g.ptr, f), "cuFuncLoad", "load the kernel %s onto %s", name,
+		g.name)
+}
+
+func (g *gpu) alloc(n int) (uint64, error) {
+	var at C.uint64_t
+	r := C.tutti_cuda_alloc(g.d.lib, g.ptr, C.size_t(n), &at)
+	return uint64(at), g.d.failure(r, "cuMemAlloc", "allocate %d bytes on %s", n, g.name)
+}
+
+func (g *gpu) free(at uint64) error {
+	return g.d.failure(C.tutti_cuda_free(g.d.lib, g.ptr, C.uint64_t(at)), "cuMemFree", "free memory of %s", g.name)
+}
+
+// allocHost returns pinned memory, which is not Go's, and its address on the device.
+func (g *gpu) allocHost(n int) (p unsafe.Pointer, device uint64, err error) {
+	if r := C.tutti_cuda_alloc_host(g.d.lib, g.ptr, C.size_t(n), &p); r != 0 {
+		return nil, 0, g.d.failure(r, "cuMemHostAlloc", "allocate %d bytes of pinned memory for %s", n, g.name)
+	}
+	var at C.uint64_t
+	if r := C.tutti_cuda_host_address(g.d.lib, g.ptr, p, &at); r != 0 {
+		C.tutti_cuda_free_host(g.d.lib, g.ptr, p)
+		return nil, 0, g.d.failure(r, "cuMemHostGetDevicePointer", "find the address of pinned memory on %s", g.name)
+	}
+	return p, uint64(at), nil
+}
+
+func (g *gpu) freeHost(p unsafe.Pointer) error {
+	return g.d.failure(C.tutti_cuda_free_host(g.d.lib, g.ptr, p), "cuMemFreeHost", "free pinned memory of %s", g.name)
+}
+
+func (g *gpu) newQueue() (q queue, err error) {
+	r := C.tutti_cuda_stream_create(g.d.lib, g.ptr, &q)
+	return q, g.d.failure(r, "cuStreamCreate", "make a stream on %s", g.name)
+}
+
+func (g *gpu) destroyQueue(q queue) error {
+	return g.d.failure(C.tutti_cuda_stream_destroy(g.d.lib, g.ptr, q), "cuStreamDestroy", "close a stream on %s",
+		g.name)
+}
+
+// idle reports whether all work of a queue has ended.
+func (g *gpu) idle(q queue) (bool, error) {
+	r := C.tutti_cuda_stream_query(g.d.lib, g.ptr, q)
+	if r == C.TUTTI_CUDA_NOT_READY {
+		return false, nil
+	}
+	return true, g.d.failure(r, "cuStreamQuery", "wait for the work of a stream on %s", g.name)
+}
+
+func (g *gpu) newMarker() (m marker, err error) {
+	r := C.tutti_cuda_event_create(g.d.lib, g.ptr, &m)
+	return m, g.d.failure(r, "cuEventCreate", "make an event on %s", g.name)
+}
+
+func (g *gpu) destroyMarker(m marker) error {
+	return g.d.failure(C.tutti_cuda_event_destroy(g.d.lib, g.ptr, m), "cuEventDestroy", "free an event on %s", g.name)
+}
+
+func (g *gpu) record(m marker, q queue) error {
+	r := C.tutti_cuda_event_record(g.d.lib, g.ptr, m, q)
+	if r == 0 {
+		return nil
+	}
+	return g.d.failure(r, "cuEventRecord", "record an event on %s", g.name)
+}
+
+// reached reports whether a marker was reached.
+func (g *gpu) reached(m marker) (bool, error) {
+	r := C.tutti_cuda_event_query(g.d.lib, g.ptr, m)
+	if r == 0 || r == C.TUTTI_CUDA_NOT_READY {
+		return r == 0, nil
+	}
+	return false, g.d.failure(r, "cuEventQuery", "do the work of a stream on %s", g.name)
+}
+
+func (g *gpu) copy(q queue, dst, src uint64, n int) error {
+	r := C.tutti_cuda_copy(g.d.lib, g.ptr, q, C.uint64_t(dst), C.uint64_t(src), C.size_t(n))
+	if r == 0 {
+		return nil
+	}
+	return g.d.failure(r, "cuMemcpyAsync", "copy %d bytes on %s", n, g.name)
+}
+
+func (g *gpu) wait(q queue, word, v uint64) error {
+	r := C.tutti_cuda_wait(g.d.lib, g.ptr, q, C.uint64_t(word), C.uint64_t(v))
+	if r == 0 {
+		return nil
+	}
+	return g.d.failure(r, "cuStreamWaitValue64", "wait for a word on %s", g.name)
+}
+
+func (g *gpu) write(q queue, word, v uint64) error {
+	r := C.tutti_cuda_write(g.d.lib, g.ptr, q, C.uint64_t(word), C.uint64_t(v))
+	if r == 0 {
+		return nil
+	}
+	return g.d.failure(r, "cuStreamWriteValue64", "write a word on %s", g.name)
+}
+
+// launch launches a kernel, whose one parameter is copied.
+func (g *gpu) launch(q queue, f function, name string, grid, block, shared uint32, params []byte) error {
+	r := C.tutti_cuda_launch(g.d.lib, g.ptr, q, f, C.uint(grid), C.uint(block), C.uint(shared),
+		unsafe.Pointer(unsafe.SliceData(params)))
+	if r == 0 {
+		return nil
+	}
+	return g.d.failure(r, "cuLaunchKernel", "launch %s on %s", name, g.name)
+}

@@ -1,0 +1,76 @@
+// What the Go files call of the CUDA driver. The types are opaque here and no header of CUDA is
+// needed. Every function that takes a context makes it current for the call, and the caller's one
+// again afterwards: goroutines change threads, and the threads of other programs in the process
+// have contexts of their own. Functions return a CUresult, 0 for success.
+#ifndef TUTTI_CUDA_H
+#define TUTTI_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct tutti_cuda tutti_cuda; // the functions of an open library
+
+enum { TUTTI_CUDA_NAME = 256, TUTTI_CUDA_LOG = 4096 };
+
+// The names and values of cuda.h.
+enum {
+	TUTTI_CUDA_NOT_INITIALIZED = 3,
+	TUTTI_CUDA_NO_DEVICE = 100,
+	TUTTI_CUDA_NOT_READY = 600,
+};
+
+#pragma GCC visibility push(hidden)
+
+// tutti_cuda_open opens a library and looks its functions up. It returns 0, or -1 with the reason
+// in why. The library stays open.
+int tutti_cuda_open(const char *path, tutti_cuda **lib, char *why, size_t n);
+
+const char *tutti_cuda_error_name(tutti_cuda *l, int result); // NULL if the driver knows none
+const char *tutti_cuda_error_text(tutti_cuda *l, int result);
+
+int tutti_cuda_init(tutti_cuda *l);
+int tutti_cuda_version(tutti_cuda *l, int *version);
+int tutti_cuda_count(tutti_cuda *l, int *n);
+int tutti_cuda_device(tutti_cuda *l, int ordinal, int *device);
+int tutti_cuda_name(tutti_cuda *l, int device, char *name); // TUTTI_CUDA_NAME bytes
+int tutti_cuda_memory(tutti_cuda *l, int device, uint64_t *bytes);
+int tutti_cuda_attribute(tutti_cuda *l, int device, int attribute, int *value);
+int tutti_cuda_retain(tutti_cuda *l, int device, void **context);
+int tutti_cuda_release(tutti_cuda *l, int device);
+// Whether the library has cuStreamWaitValue64_v2 and cuStreamWriteValue64_v2.
+int tutti_cuda_has_memory_operations(tutti_cuda *l);
+
+// The image ends with a zero byte. The compiler's messages go to log.
+int tutti_cuda_module_load(tutti_cuda *l, void *context, const char *image, void **module, char *log);
+int tutti_cuda_module_unload(tutti_cuda *l, void *context, void *module);
+// Finds a function without loading it.
+int tutti_cuda_function(tutti_cuda *l, void *context, void *module, const char *name, void **function);
+// Loads a function onto the device.
+int tutti_cuda_function_load(tutti_cuda *l, void *context, void *function);
+
+int tutti_cuda_alloc(tutti_cuda *l, void *context, size_t n, uint64_t *at);
+int tutti_cuda_free(tutti_cuda *l, void *context, uint64_t at);
+// Pinned memory that every device of the process can use.
+int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at);
+int tutti_cuda_free_host(tutti_cuda *l, void *context, void *at);
+int tutti_cuda_host_address(tutti_cuda *l, void *context, void *at, uint64_t *device);
+
+// Streams do not wait for the context's default stream. Events measure no time.
+int tutti_cuda_stream_create(tutti_cuda *l, void *context, void **stream);
+int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, void *stream);
+int tutti_cuda_stream_query(tutti_cuda *l, void *context, void *stream);
+int tutti_cuda_event_create(tutti_cuda *l, void *context, void **event);
+int tutti_cuda_event_destroy(tutti_cuda *l, void *context, void *event);
+int tutti_cuda_event_record(tutti_cuda *l, void *context, void *event, void *stream);
+int tutti_cuda_event_query(tutti_cuda *l, void *context, void *event);
+
+int tutti_cuda_copy(tutti_cuda *l, void *context, void *stream, uint64_t dst, uint64_t src, size_t n);
+int tutti_cuda_wait(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value);
+int tutti_cuda_write(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value);
+// The function takes one parameter, a struct by value, which is copied before the call returns.
+int tutti_cuda_launch(tutti_cuda *l, void *context, void *stream, void *function, unsigned grid, unsigned block,
+		      unsigned shared, void *params);
+
+#pragma GCC visibility pop
+
+#endif

@@ -1,0 +1,28 @@
+// Package fake builds a fake of the CUDA driver's library, for tests only. fake.c says what it does
+// as the real one does. It needs cgo, a C compiler and a C++ compiler.
+package fake
+
+// Codes of errors, CUresult.
+const (
+	OutOfMemory    = 2
+	NotSupported   = 801
+	IllegalAddress = 700 // ends the context
+)
+
+// Work stands for the work of streams where a call is named: what fails then is the work itself,
+// when the stream has come to it, and with it the context.
+const Work = "work"
+
+// Census counts what there is in a driver.
+type Census struct {
+	Contexts     int // references to primary contexts
+	DeviceBlocks int // allocations
+	HostBlocks   int // of pinned memory
+	Modules      int
+	Streams      int // or queues, if they share them
+	Events       int
+
+	Resident int // kernels that run
+	Loading  int // loads of kernels that wait until none runs
+	Delayed  int // copies that wait until a load has ended
+}

@@ -1,0 +1,908 @@
+//go:build ignore
+
+// A fake libcuda.so.1, for tests only. It has the functions that package cuda calls, with these
+// properties of the real library:
+//
+//   - Addresses of device memory cannot be accessed by the host: a load or a store is a
+//     segmentation fault. The contents are elsewhere (fake_bytes).
+//   - Streams do their work in order, each in a thread, or in one of a limited number of threads:
+//     then a stream that waits holds up others, as in the queues of the hardware. Events, waits for
+//     words and writes of words are work of streams.
+//   - Kernels are those of the host compilation of package kernels/cuda. Their parameter is scanned
+//     for addresses of device memory, which are replaced by those of the contents.
+//   - A kernel is loaded when it is launched first, when its attributes are asked for, or by
+//     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
+//     kernel runs, and copies that are enqueued meanwhile wait for the load.
+//   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
+//   - Freeing waits until all streams of the context have done their work.
+//   - After work of a stream has failed, every call that concerns the context returns its error.
+//
+// Copies from and to host memory that is not pinned are refused: the real driver makes the caller
+// wait for the stream, which package cuda must not do.
+//
+// A parameter of 8 bytes that looks like an address of device memory, and is none, is replaced too.
+// Functions with the prefix fake_ are the test's. The state is that of the loaded file: copies of
+// it in different places are different drivers.
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { // CUresult
+	OK = 0,
+	INVALID_VALUE = 1,
+	OUT_OF_MEMORY = 2,
+	NOT_INITIALIZED = 3,
+	NO_DEVICE = 100,
+	INVALID_DEVICE = 101,
+	INVALID_CONTEXT = 201,
+	INVALID_PTX = 218,
+	INVALID_HANDLE = 400,
+	NOT_FOUND = 500,
+	NOT_READY = 600,
+	ILLEGAL_ADDRESS = 700,
+	LAUNCH_FAILED = 719,
+	NOT_SUPPORTED = 801,
+};
+
+static const struct {
+	int code;
+	const char *name, *text;
+} errors[] = {
+	{OK, "CUDA_SUCCESS", "no error"},
+	{INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+	{OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+	{NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+	{NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+	{INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+	{INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+	{INVALID_PTX, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
+	{INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+	{NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+	{NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
+	{ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+	{LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+	{NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+};
+
+struct tutti_host_kernel {
+	const char *name;
+	size_t params;
+	void (*run)(const void *params, unsigned grid, unsigned block, unsigned shared);
+};
+
+enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 64, MAX_PARAMS = 4096 };
+
+typedef struct context {
+	int device, references, error; // error: of work that has failed
+	int resident, loading;	       // kernels that run; loads that wait for them
+	int working, busy;	       // work that streams have not done; of it, what they do now
+	int delayed;		       // copies that wait for a load
+} context;
+
+typedef struct block { // memory
+	struct block *next;
+	context *context;
+	uintptr_t at;
+	size_t n, mapped;
+	unsigned char *contents; // == at for pinned memory
+} block;
+
+typedef struct module {
+	context *context;
+	char *image;
+} module;
+
+typedef struct function {
+	struct function *next;
+	module *module;
+	const struct tutti_host_kernel *kernel;
+	int loaded;
+} function;
+
+typedef struct event {
+	context *context;
+	uint64_t recorded, reached;
+} event;
+
+enum kind { COPY, KERNEL, WAIT, WRITE, EVENT };
+
+struct stream;
+
+typedef struct work {
+	struct work *next;
+	struct stream *stream;
+	enum kind kind;
+	void *dst, *src;
+	size_t n;
+	uint64_t *word, value;
+	event *event;
+	const struct tutti_host_kernel *kernel;
+	unsigned grid, block, shared;
+	int error; // it fails
+	_Alignas(16) unsigned char params[];
+} work;
+
+typedef struct queue { // of the hardware: what is in it is done in order
+	pthread_t thread;
+	work *first, **last;
+	int streams, ended;
+} queue;
+
+typedef struct stream {
+	context *context;
+	queue *queue;
+	int pending, destroyed;
+} stream;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed; // anything
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int initialized, devices = 2, memory_operations = 1, capability = 9, queue_limit;
+static queue *shared[64]; // with a limit
+static int created; // streams
+static context contexts[MAX_DEVICES];
+static block *blocks;
+static function *functions;
+static void *kernels_library;
+static const struct tutti_host_kernel *kernels;
+static int modules, queues, events;
+static struct {
+	char call[48];
+	int in, code;
+} faults[MAX_FAULTS];
+static struct {
+	const char *call;
+	int n;
+} calls[MAX_CALLS];
+
+static _Thread_local context *stack[16];
+static _Thread_local int depth;
+
+static void prepare(void)
+{
+	pthread_condattr_t a;
+	pthread_condattr_init(&a);
+	pthread_condattr_setclock(&a, CLOCK_MONOTONIC);
+	pthread_cond_init(&changed, &a);
+}
+
+static void await(void) { pthread_cond_wait(&changed, &lock); }
+
+// enter counts a call, and returns the error that the test wants of it. With the lock.
+static int enter(const char *call)
+{
+	for (int i = 0; i < MAX_CALLS; i++) {
+		if (!calls[i].call)
+			calls[i].call = call;
+		if (!strcmp(calls[i].call, call)) {
+			calls[i].n++;
+			break;
+		}
+	}
+	for (int i = 0; i < MAX_FAULTS; i++)
+		if (faults[i].in > 0 && !strcmp(faults[i].call, call) && --faults[i].in == 0)
+			return faults[i].code;
+	return OK;
+}
+
+// BEGIN takes the lock, which END gives back. Between them result is what the function returns.
+#define BEGIN                                                                                             \
+	pthread_once(&once, prepare);                                                                     \
+	pthread_mutex_lock(&lock);                                                                        \
+	int result = enter(__func__)
+#define END                                                                                               \
+	pthread_cond_broadcast(&changed);                                                                 \
+	pthread_mutex_unlock(&lock);                                                                      \
+	return result
+// BEGIN_IN is BEGIN of a function that needs a context, c.
+#define BEGIN_IN                                                                                          \
+	BEGIN;                                                                                            \
+	context *c = depth ? stack[depth - 1] : NULL;                                                     \
+	if (!result)                                                                                      \
+		result = !c ? INVALID_CONTEXT : c->error
+
+static block *find(uintptr_t at, size_t n)
+{
+	for (block *b = blocks; b; b = b->next)
+		if (at >= b->at && at - b->at <= b->n && n <= b->n - (at - b->at))
+			return b;
+	return NULL;
+}
+
+// contents returns where the host finds memory, NULL if nobody has allocated it.
+static void *contents(uintptr_t at, size_t n)
+{
+	block *b = find(at, n);
+	return b ? b->contents + (at - b->at) : NULL;
+}
+
+static block *add(context *c, size_t n, int host)
+{
+	block *b = calloc(1, sizeof *b);
+	b->mapped = (n + 8191) & ~(size_t)4095; // a page more, between allocations
+	b->contents = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	void *at = b->contents;
+	if (!host && at != MAP_FAILED) {
+		at = mmap(NULL, b->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		if (at == MAP_FAILED)
+			munmap(b->contents, b->mapped);
+	}
+	if (at == MAP_FAILED) {
+		free(b);
+		return NULL;
+	}
+	memset(b->contents, 0xA5, n);
+	b->context = c, b->at = (uintptr_t)at, b->n = n, b->next = blocks;
+	return blocks = b;
+}
+
+static int discard(uintptr_t at, context *c, int host)
+{
+	for (block **p = &blocks; *p; p = &(*p)->next) {
+		block *b = *p;
+		if (b->at != at || b->context != c || ((uintptr_t)b->contents == at) != host)
+			continue;
+		*p = b->next;
+		munmap(b->contents, b->mapped);
+		if (!host)
+			munmap((void *)b->at, b->mapped);
+		free(b);
+		return OK;
+	}
+	return INVALID_VALUE;
+}
+
+// rest waits until a context has no work, or after an error until nothing is under way. With the
+// lock.
+static void rest(context *c)
+{
+	while (c->busy > 0 || (c->working > 0 && !c->error))
+		await();
+}
+
+EXPORT int cuInit(unsigned flags)
+{
+	BEGIN;
+	if (!result)
+		result = flags ? INVALID_VALUE : devices ? OK : NO_DEVICE;
+	if (!result)
+		initialized = 1;
+	END;
+}
+
+EXPORT int cuDriverGetVersion(int *v)
+{
+	BEGIN;
+	if (!result)
+		*v = 12090;
+	END;
+}
+
+EXPORT int cuGetErrorName(int code, const char **s)
+{
+	for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
+		if (errors[i].code == code)
+			return *s = errors[i].name, OK;
+	return *s = NULL, INVALID_VALUE;
+}
+
+EXPORT int cuGetErrorString(int code, const char **s)
+{
+	for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
+		if (errors[i].code == code)
+			return *s = errors[i].text, OK;
+	return *s = NULL, INVALID_VALUE;
+}
+
+EXPORT int cuDeviceGetCount(int *n)
+{
+	BEGIN;
+	if (!result)
+		result = initialized ? OK : NOT_INITIALIZED;
+	if (!result)
+		*n = devices;
+	END;
+}
+
+EXPORT int cuDeviceGet(int *device, int ordinal)
+{
+	BEGIN;
+	if (!result)
+		result = !initialized ? NOT_INITIALIZED : ordinal < 0 || ordinal >= devices ? INVALID_DEVICE : OK;
+	if (!result)
+		*device = ordinal;
+	END;
+}
+
+EXPORT int cuDeviceGetName(char *name, int n, int device)
+{
+	BEGIN;
+	if (!result)
+		snprintf(name, n, "fake GPU %d", device);
+	END;
+}
+
+EXPORT int cuDeviceTotalMem_v2(size_t *n, int device)
+{
+	BEGIN;
+	if (!result)
+		result = device < devices ? OK : INVALID_DEVICE;
+	if (!result)
+		*n = (size_t)1 << 30;
+	END;
+}
+
+EXPORT int cuDeviceGetAttribute(int *v, int attribute, int device)
+{
+	BEGIN;
+	if (!result)
+		result = device < devices ? OK : INVALID_DEVICE;
+	if (!result)
+		switch (attribute) {
+		case 16: // MULTIPROCESSOR_COUNT
+			*v = 2;
+			break;
+		case 75: // COMPUTE_CAPABILITY_MAJOR
+			*v = capability;
+			break;
+		case 76: // COMPUTE_CAPABILITY_MINOR
+			*v = 0;
+			break;
+		case 122: // CAN_USE_64_BIT_STREAM_MEM_OPS
+			*v = memory_operations;
+			break;
+		default:
+			result = INVALID_VALUE;
+		}
+	END;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(void **c, int device)
+{
+	BEGIN;
+	if (!result)
+		result = device < devices ? OK : INVALID_DEVICE;
+	if (!result) {
+		contexts[device].device = device;
+		contexts[device].references++;
+		*c = &contexts[device];
+	}
+	END;
+}
+
+EXPORT int cuDevicePrimaryCtxRelease_v2(int device)
+{
+	BEGIN;
+	if (result == OK || contexts[device].references > 0) // what the test wants to fail is done all the same
+		contexts[device].references--;
+	if (contexts[device].references == 0) {
+		rest(&contexts[device]);
+		memset(&contexts[device], 0, sizeof contexts[device]);
+	}
+	END;
+}
+
+EXPORT int cuCtxPushCurrent_v2(void *c)
+{
+	BEGIN;
+	if (!result)
+		result = depth < 16 && ((context *)c)->references > 0 ? OK : INVALID_CONTEXT;
+	if (!result)
+		stack[depth++] = c;
+	END;
+}
+
+EXPORT int cuCtxPopCurrent_v2(void **c)
+{
+	BEGIN;
+	if (depth == 0)
+		result = INVALID_CONTEXT;
+	else
+		*c = stack[--depth];
+	END;
+}
+
+// load loads a kernel, when none runs. With the lock.
+static void load(function *f)
+{
+	context *c = f->module->context;
+	if (f->loaded)
+		return;
+	c->loading++;
+	pthread_cond_broadcast(&changed);
+	while (c->resident > 0)
+		await();
+	c->loading--;
+	f->loaded = 1;
+	pthread_cond_broadcast(&changed);
+}
+
+EXPORT int cuModuleLoadDataEx(void **m, const void *image, unsigned n, int *options, void **values)
+{
+	BEGIN_IN;
+	const char *s = image;
+	for (unsigned i = 0; i + 1 < n && (result == INVALID_PTX || !strstr(s, ".version")); i++)
+		if (options[i] == 5 && options[i + 1] == 6) // JIT_ERROR_LOG_BUFFER
+			snprintf(values[i], (uintptr_t)values[i + 1], "ptxas fatal: what the fake driver was told to say");
+	if (!result && !strstr(s, ".version"))
+		result = INVALID_PTX;
+	if (!result) {
+		module *o = calloc(1, sizeof *o);
+		o->context = c;
+		o->image = strdup(s);
+		modules++;
+		*m = o;
+	}
+	END;
+}
+
+EXPORT int cuModuleUnload(void *m)
+{
+	BEGIN_IN;
+	module *o = m;
+	if (c)
+		rest(c);
+	for (function **p = &functions; *p;) {
+		function *f = *p;
+		if (f->module == o) {
+			*p = f->next;
+			free(f);
+		} else
+			p = &f->next;
+	}
+	free(o->image);
+	free(o);
+	modules--;
+	END;
+}
+
+EXPORT int cuModuleGetFunction(void **found, void *m, const char *name)
+{
+	BEGIN_IN;
+	module *o = m;
+	char entry[256];
+	snprintf(entry, sizeof entry, ".entry %s(", name);
+	const struct tutti_host_kernel *k = kernels;
+	while (k && k->name && strcmp(k->name, name))
+		k++;
+	if (!result && (!strstr(o->image, entry) || !k || !k->name))
+		result = NOT_FOUND;
+	if (!result) {
+		function *f = calloc(1, sizeof *f);
+		f->module = o, f->kernel = k, f->next = functions;
+		functions = f;
+		*found = f;
+		const char *eager = getenv("CUDA_MODULE_LOADING");
+		if (eager && !strcmp(eager, "EAGER"))
+			f->loaded = 1;
+	}
+	END;
+}
+
+EXPORT int cuFuncGetAttribute(int *v, int attribute, void *f)
+{
+	BEGIN_IN;
+	if (!result) {
+		load(f);
+		*v = attribute == 4 ? 32 : 0; // NUM_REGS
+	}
+	END;
+}
+
+EXPORT int cuFuncLoad(void *f)
+{
+	BEGIN_IN;
+	if (!result)
+		load(f);
+	END;
+}
+
+EXPORT int cuMemAlloc_v2(uint64_t *at, size_t n)
+{
+	BEGIN_IN;
+	if (!result && !n)
+		result = INVALID_VALUE;
+	block *b = result ? NULL : add(c, n, 0);
+	if (!result && !b)
+		result = OUT_OF_MEMORY;
+	if (!result)
+		*at = b->at;
+	END;
+}
+
+EXPORT int cuMemFree_v2(uint64_t at)
+{
+	BEGIN_IN;
+	if (c) {
+		rest(c);
+		int r = discard(at, c, 0);
+		result = result ? result : r;
+	}
+	END;
+}
+
+EXPORT int cuMemHostAlloc(void **at, size_t n, unsigned flags)
+{
+	BEGIN_IN;
+	if (!result && (!n || flags != 3)) // PORTABLE, DEVICEMAP
+		result = INVALID_VALUE;
+	block *b = result ? NULL : add(c, n, 1);
+	if (!result && !b)
+		result = OUT_OF_MEMORY;
+	if (!result)
+		*at = (void *)b->at;
+	END;
+}
+
+EXPORT int cuMemFreeHost(void *at)
+{
+	BEGIN_IN;
+	if (c) {
+		rest(c);
+		int r = discard((uintptr_t)at, c, 1);
+		result = result ? result : r;
+	}
+	END;
+}
+
+EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *device, void *at, unsigned flags)
+{
+	BEGIN_IN;
+	if (!result && (flags || !find((uintptr_t)at, 1)))
+		result = INVALID_VALUE;
+	if (!result)
+		*device = (uintptr_t)at;
+	END;
+}
+
+// perform does work. Without the lock.
+static void perform(context *c, const work *w)
+{
+	switch (w->kind) {
+	case COPY:
+		memmove(w->dst, w->src, w->n);
+		break;
+	case KERNEL:
+		w->kernel->run(w->params, w->grid, w->block, w->shared);
+		break;
+	case WRITE:
+		__atomic_store_n(w->word, w->value, __ATOMIC_SEQ_CST);
+		break;
+	case WAIT:
+		for (int n = 0; (int64_t)(__atomic_load_n(w->word, __ATOMIC_SEQ_CST) - w->value) < 0; n++) {
+			if (__atomic_load_n(&c->error, __ATOMIC_SEQ_CST))
+				return; // the context has ended
+			struct timespec t = {0, 20000};
+			n < 100 ? sched_yield() : nanosleep(&t, NULL);
+		}
+	case EVENT:
+		break;
+	}
+}
+
+// leave frees a stream that was destroyed and has no work. With the lock.
+static void leave(stream *s)
+{
+	if (!s->destroyed || s->pending)
+		return;
+	s->queue->ended = --s->queue->streams == 0;
+	for (int i = 0; s->queue->ended && i < queue_limit; i++)
+		if (shared[i] == s->queue)
+			shared[i] = NULL;
+	free(s);
+}
+
+static void *run(void *arg)
+{
+	queue *q = arg;
+	pthread_mutex_lock(&lock);
+	for (;;) {
+		work *w = q->first;
+		if (!w && q->ended)
+			break;
+		if (!w) {
+			await();
+			continue;
+		}
+		stream *s = w->stream;
+		context *c = s->context;
+		if (!(q->first = w->next))
+			q->last = &q->first;
+		if (!c->error && w->error)
+			c->error = w->error;
+		if (!c->error) {
+			c->busy++;
+			c->resident += w->kind == KERNEL;
+			pthread_cond_broadcast(&changed);
+			pthread_mutex_unlock(&lock);
+			perform(c, w);
+			pthread_mutex_lock(&lock);
+			c->resident -= w->kind == KERNEL;
+			c->busy--;
+			if (w->kind == EVENT)
+				w->event->reached++;
+		}
+		free(w);
+		s->pending--;
+		c->working--;
+		leave(s);
+		pthread_cond_broadcast(&changed);
+	}
+	free(q);
+	queues--;
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+	return NULL;
+}
+
+static work *new_work(enum kind kind, size_t params)
+{
+	work *w = calloc(1, sizeof *w + params);
+	w->kind = kind;
+	return w;
+}
+
+// give gives work to a stream. With the lock.
+static void give(stream *s, work *w)
+{
+	while (s->pending >= 1024)
+		await();
+	w->error = enter("work");
+	w->stream = s;
+	*s->queue->last = w;
+	s->queue->last = &w->next;
+	s->pending++;
+	s->context->working++;
+}
+
+EXPORT int cuStreamCreate(void **found, unsigned flags)
+{
+	BEGIN_IN;
+	if (!result && flags != 1) // NON_BLOCKING
+		result = INVALID_VALUE;
+	if (!result) {
+		queue *own = NULL, **q = queue_limit ? &shared[created % queue_limit] : &own;
+		created++;
+		if (!*q) {
+			*q = calloc(1, sizeof **q);
+			(*q)->last = &(*q)->first;
+			if (pthread_create(&(*q)->thread, NULL, run, *q))
+				abort();
+			pthread_detach((*q)->thread);
+			queues++;
+		}
+		stream *s = calloc(1, sizeof *s);
+		s->context = c;
+		s->queue = *q;
+		s->queue->streams++;
+		*found = s;
+	}
+	END;
+}
+
+EXPORT int cuStreamDestroy_v2(void *s)
+{
+	BEGIN_IN;
+	((stream *)s)->destroyed = 1; // it ends when its work is done
+	leave(s);
+	END;
+}
+
+EXPORT int cuStreamQuery(void *s)
+{
+	BEGIN_IN;
+	if (!result && ((stream *)s)->pending)
+		result = NOT_READY;
+	END;
+}
+
+EXPORT int cuEventCreate(void **found, unsigned flags)
+{
+	BEGIN_IN;
+	if (!result && flags != 2) // DISABLE_TIMING
+		result = INVALID_VALUE;
+	if (!result) {
+		event *e = calloc(1, sizeof *e);
+		e->context = c;
+		events++;
+		*found = e;
+	}
+	END;
+}
+
+EXPORT int cuEventDestroy_v2(void *e)
+{
+	BEGIN_IN;
+	free(e);
+	events--;
+	END;
+}
+
+EXPORT int cuEventRecord(void *e, void *s)
+{
+	BEGIN_IN;
+	if (!result) {
+		work *w = new_work(EVENT, 0);
+		w->event = e;
+		((event *)e)->recorded++;
+		give(s, w);
+	}
+	END;
+}
+
+EXPORT int cuEventQuery(void *e)
+{
+	BEGIN_IN;
+	event *o = e;
+	if (!result && o->reached < o->recorded)
+		result = NOT_READY;
+	END;
+}
+
+EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
+{
+	BEGIN_IN;
+	if (!result) {
+		c->delayed++;
+		pthread_cond_broadcast(&changed);
+		while (c->loading > 0)
+			await();
+		c->delayed--;
+		void *to = contents(dst, n), *from = contents(src, n);
+		if (!to || !from)
+			result = INVALID_VALUE;
+		else {
+			work *w = new_work(COPY, 0);
+			w->dst = to, w->src = from, w->n = n;
+			give(s, w);
+		}
+	}
+	END;
+}
+
+static int word_work(stream *s, enum kind kind, uint64_t at, uint64_t v, unsigned flags)
+{
+	uint64_t *word = contents(at, 8);
+	if (!memory_operations)
+		return NOT_SUPPORTED;
+	if (!word || at % 8 || flags)
+		return INVALID_VALUE;
+	work *w = new_work(kind, 0);
+	w->word = word, w->value = v;
+	give(s, w);
+	return OK;
+}
+
+EXPORT int cuStreamWaitValue64_v2(void *s, uint64_t at, uint64_t v, unsigned flags)
+{
+	BEGIN_IN;
+	if (!result)
+		result = word_work(s, WAIT, at, v, flags);
+	END;
+}
+
+EXPORT int cuStreamWriteValue64_v2(void *s, uint64_t at, uint64_t v, unsigned flags)
+{
+	BEGIN_IN;
+	if (!result)
+		result = word_work(s, WRITE, at, v, flags);
+	END;
+}
+
+EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+			  unsigned shared, void *s, void **params, void **extra)
+{
+	BEGIN_IN;
+	function *k = f;
+	if (!result && (!x || y != 1 || z != 1 || !bx || bx > 1024 || by != 1 || bz != 1 || extra || shared > 48 << 10 ||
+			k->kernel->params > MAX_PARAMS))
+		result = INVALID_VALUE;
+	if (!result) {
+		load(k);
+		work *w = new_work(KERNEL, k->kernel->params);
+		w->kernel = k->kernel;
+		w->grid = x, w->block = bx, w->shared = shared;
+		memcpy(w->params, params[0], k->kernel->params);
+		for (size_t i = 0; i + 8 <= k->kernel->params; i += 8) {
+			uint64_t at;
+			memcpy(&at, w->params + i, 8);
+			void *to = contents(at, 0);
+			if (to) {
+				at = (uintptr_t)to;
+				memcpy(w->params + i, &at, 8);
+			}
+		}
+		give(s, w);
+	}
+	END;
+}
+
+// fake_configure sets what the machine has. Before cuInit.
+EXPORT void fake_configure(int n, int operations, int major, int limit)
+{
+	queue_limit = limit;
+	devices = n;
+	capability = major;
+	memory_operations = operations;
+}
+
+// fake_kernels loads the host compilation of the kernels. It returns NULL, or an error.
+EXPORT const char *fake_kernels(const char *path)
+{
+	if (!(kernels_library = dlopen(path, RTLD_NOW | RTLD_LOCAL)))
+		return dlerror();
+	kernels = dlsym(kernels_library, "tutti_host_kernels");
+	return kernels ? NULL : "the library has no tutti_host_kernels";
+}
+
+// fake_fail has the k-th call of a function from now on return an error. "work" is what streams are
+// given: that fails when the stream has come to it, and with it the context. k = 0 forgets all of
+// these orders that were not carried out, and returns their number.
+EXPORT int fake_fail(const char *call, int k, int code)
+{
+	int left = 0;
+	pthread_mutex_lock(&lock);
+	for (int i = 0; k == 0 && i < MAX_FAULTS; i++) {
+		left += faults[i].in > 0;
+		faults[i].in = 0;
+	}
+	for (int i = 0; k > 0 && i < MAX_FAULTS; i++)
+		if (faults[i].in <= 0) {
+			snprintf(faults[i].call, sizeof faults[i].call, "%s", call);
+			faults[i].in = k, faults[i].code = code;
+			break;
+		}
+	pthread_mutex_unlock(&lock);
+	return left;
+}
+
+// fake_calls returns the i-th function that was called, and how often. NULL: there are no more.
+EXPORT const char *fake_calls(int i, int *n)
+{
+	pthread_mutex_lock(&lock);
+	const char *s = i < MAX_CALLS ? calls[i].call : NULL;
+	*n = s ? calls[i].n : 0;
+	pthread_mutex_unlock(&lock);
+	return s;
+}
+
+// fake_bytes returns the contents of memory of a device, NULL if it is not allocated.
+EXPORT void *fake_bytes(uint64_t at, size_t n)
+{
+	pthread_mutex_lock(&lock);
+	void *p = contents(at, n);
+	pthread_mutex_unlock(&lock);
+	return p;
+}
+
+// What there is at the moment.
+typedef struct {
+	int contexts, device_blocks, host_blocks, modules, streams, events; // objects
+	int resident, loading, delayed; // kernels that run, loads that wait for them, copies that wait for loads
+} census;
+
+EXPORT void fake_census(census *n)
+{
+	memset(n, 0, sizeof *n);
+	pthread_mutex_lock(&lock);
+	for (int i = 0; i < MAX_DEVICES; i++) {
+		n->contexts += contexts[i].references;
+		n->resident += contexts[i].resident;
+		n->loading += contexts[i].loading;
+		n->delayed += contexts[i].loading ? contexts[i].delayed : 0;
+	}
+	for (block *b = blocks; b; b = b->next)
+		(uintptr_t)b->contents == b->at ? n->host_blocks++ : n->device_blocks++;
+	n->modules = modules, n->streams = queues, n->events = events;
+	pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,215 @@
+//go:build cgo && linux
+
+package fake
+
+/*
+#cgo LDFLAGS: -ldl
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+typedef struct {
+	int contexts, device_blocks, host_blocks, modules, streams, events, resident, loading, delayed;
+} census;
+
+typedef struct {
+	void (*configure)(int, int, int, int);
+	const char *(*kernels)(const char *);
+	int (*fail)(const char *, int, int);
+	const char *(*calls)(int, int *);
+	void *(*bytes)(uint64_t, size_t);
+	void (*count)(census *);
+} functions;
+
+static const char *load(const char *path, functions *f)
+{
+	void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	if (!lib)
+		return dlerror();
+	f->configure = dlsym(lib, "fake_configure");
+	f->kernels = dlsym(lib, "fake_kernels");
+	f->fail = dlsym(lib, "fake_fail");
+	f->calls = dlsym(lib, "fake_calls");
+	f->bytes = dlsym(lib, "fake_bytes");
+	f->count = dlsym(lib, "fake_census");
+	return f->count ? NULL : dlerror();
+}
+
+static void configure(functions *f, int n, int operations, int major, int queues)
+{
+	f->configure(n, operations, major, queues);
+}
+static const char *kernels(functions *f, const char *path) { return f->kernels(path); }
+static int fail(functions *f, const char *call, int k, int code) { return f->fail(call, k, code); }
+static const char *calls(functions *f, int i, int *n) { return f->calls(i, n); }
+static void *bytes(functions *f, uint64_t at, size_t n) { return f->bytes(at, n); }
+static void count(functions *f, census *n) { f->count(n); }
+*/
+import "C"
+
+import (
+	_ "embed"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"tutti/kernels/cuda/cudatest"
+	"tutti/mem"
+)
+
+//go:embed fake.c
+var source string
+
+// Driver is a library that was built and loaded.
+type Driver struct {
+	Path string // of the library, for cuda.LoadLibrary
+	f    C.functions
+}
+
+// Config is what a machine has.
+type Config struct {
+	Devices     int  // GPUs; 0: 2
+	None        bool // no GPU at all
+	NoMemoryOps bool // streams wait for words by kernels
+	Major       int  // compute capability; 0: 9
+	Queues      int  // that streams share, at most 64; 0: each has its own
+}
+
+var (
+	build sync.Mutex
+	built []byte
+)
+
+// library compiles the library, once in a process. It skips the test without a C compiler.
+func library(tb testing.TB) []byte {
+	tb.Helper()
+	build.Lock()
+	defer build.Unlock()
+	if built != nil {
+		return built
+	}
+	cc := os.Getenv("CC")
+	if cc == "" {
+		cc = "cc"
+	}
+	cc, err := exec.LookPath(cc)
+	if err != nil {
+		tb.Skipf("there is no C compiler (make deps): %v", err)
+	}
+	out := filepath.Join(tb.TempDir(), "libcuda.so.1")
+	cmd := exec.CommandContext(tb.Context(), cc, "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-O1", "-g",
+		"-Wall", "-x", "c", "-", "-o", out, "-ldl")
+	cmd.Stdin = strings.NewReader(source)
+	if text, err := cmd.CombinedOutput(); err != nil {
+		tb.Fatalf("%v: %v\n%s", cmd, err, text)
+	}
+	if built, err = os.ReadFile(out); err != nil {
+		tb.Fatal(err)
+	}
+	return built
+}
+
+// New returns a driver of its own, with the kernels of package kernels/cuda. It stays loaded.
+func New(tb testing.TB, c Config) *Driver {
+	tb.Helper()
+	d := &Driver{Path: filepath.Join(tb.TempDir(), "libcuda.so.1")}
+	if err := os.WriteFile(d.Path, library(tb), 0o755); err != nil {
+		tb.Fatal(err)
+	}
+	path, compiled := C.CString(d.Path), C.CString(cudatest.Build(tb))
+	defer C.free(unsafe.Pointer(path))
+	defer C.free(unsafe.Pointer(compiled))
+	if why := C.load(path, &d.f); why != nil {
+		tb.Fatal(C.GoString(why))
+	}
+	devices, operations, major := C.int(2), C.int(1), C.int(9)
+	if c.Devices > 0 {
+		devices = C.int(c.Devices)
+	}
+	if c.None {
+		devices = 0
+	}
+	if c.NoMemoryOps {
+		operations = 0
+	}
+	if c.Major > 0 {
+		major = C.int(c.Major)
+	}
+	C.configure(&d.f, devices, operations, major, C.int(c.Queues))
+	if why := C.kernels(&d.f, compiled); why != nil {
+		tb.Fatal(C.GoString(why))
+	}
+	return d
+}
+
+// Fail has the k-th call of a function from now on return an error. k is 1 for the next one.
+func (d *Driver) Fail(call string, k, code int) {
+	s := C.CString(call)
+	defer C.free(unsafe.Pointer(s))
+	C.fail(&d.f, s, C.int(k), C.int(code))
+}
+
+// Forget forgets the failures that have not happened yet, and returns their number.
+func (d *Driver) Forget() int {
+	s := C.CString("")
+	defer C.free(unsafe.Pointer(s))
+	return int(C.fail(&d.f, s, 0, 0))
+}
+
+// Calls returns how often each function was called.
+func (d *Driver) Calls() map[string]int {
+	all := map[string]int{}
+	for i := C.int(0); ; i++ {
+		var n C.int
+		s := C.calls(&d.f, i, &n)
+		if s == nil {
+			return all
+		}
+		all[C.GoString(s)] = int(n)
+	}
+}
+
+// Bytes returns the contents of device memory. It panics if they are not allocated.
+func (d *Driver) Bytes(m mem.Memory) []byte {
+	if m.Len() == 0 {
+		return nil
+	}
+	p := C.bytes(&d.f, C.uint64_t(m.Address()), C.size_t(m.Len()))
+	if p == nil {
+		panic("fake: bytes of memory that is not allocated")
+	}
+	return unsafe.Slice((*byte)(p), m.Len())
+}
+
+// Census counts what there is.
+func (d *Driver) Census() Census {
+	var n C.census
+	C.count(&d.f, &n)
+	return Census{int(n.contexts), int(n.device_blocks), int(n.host_blocks), int(n.modules), int(n.streams),
+		int(n.events), int(n.resident), int(n.loading), int(n.delayed)}
+}
+
+// Until waits until the census fulfils a condition. It fails the test, and returns false, if that
+// takes half a minute.
+func (d *Driver) Until(tb testing.TB, what string, is func(Census) bool) bool {
+	tb.Helper()
+	for until := time.Now().Add(30 * time.Second); !is(d.Census()); {
+		if time.Now().After(until) {
+			tb.Errorf("%s: not within 30 s: %+v", what, d.Census())
+			return false
+		}
+		time.Sleep(100 * time.Microsecond)
+	}
+	return true
+}
+
+// Empty fails the test, and returns false, unless everything that was made has been freed.
+func (d *Driver) Empty(tb testing.TB) bool {
+	tb.Helper()
+	return d.Until(tb, "everything is freed", func(c Census) bool { return c == Census{} })
+}

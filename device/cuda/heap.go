@@ -1,0 +1,170 @@
+//go:build cgo && linux
+
+package cuda
+
+import (
+	"cmp"
+	"fmt"
+	"math/bits"
+	"slices"
+	"unsafe"
+
+	"tutti/device"
+	"tutti/mem"
+)
+
+// Pinned memory comes from the driver in chunks, because freeing waits for all work on the GPU.
+// Blocks of up to largestBlock are parts of a chunk of chunkSize, and go to a free list; larger
+// ones are chunks of their own, which FreeHost gives back to the driver.
+const (
+	smallestBlock = 64
+	largestBlock  = 256 << 10
+	chunkSize     = 1 << 20
+)
+
+// A chunk is pinned memory.
+type chunk struct {
+	at     unsafe.Pointer
+	n      int
+	device uint64 // its address on the device
+}
+
+// A heap has the pinned memory of a device.
+type heap struct {
+	chunks []chunk // sorted by address
+	used   map[unsafe.Pointer]int
+	free   map[int][]unsafe.Pointer // by size
+	rest   []byte                   // of the newest chunk
+}
+
+func newHeap() heap { return heap{used: map[unsafe.Pointer]int{}, free: map[int][]unsafe.Pointer{}} }
+
+// class returns the size of the block for n bytes.
+func class(n int) int { return max(smallestBlock, 1<<bits.Len(uint(n-1))) }
+
+// take returns a block for n bytes, or nil if the heap needs another chunk.
+func (h *heap) take(n int) unsafe.Pointer {
+	size := class(n)
+	if l := h.free[size]; len(l) > 0 {
+		h.free[size] = l[:len(l)-1]
+		return l[len(l)-1]
+	}
+	if len(h.rest) < size {
+		return nil
+	}
+	p := unsafe.Pointer(unsafe.SliceData(h.rest))
+	h.rest = h.rest[size:]
+	return p
+}
+
+// add adds a chunk, which is to be divided or not.
+func (h *heap) add(c chunk, divide bool) {
+	i, _ := slices.BinarySearchFunc(h.chunks, c.at, compareChunk)
+	h.chunks = slices.Insert(h.chunks, i, c)
+	if divide { // what is left of the former one is lost until the device is closed
+		h.rest = unsafe.Slice((*byte)(c.at), c.n)
+	}
+}
+
+func compareChunk(c chunk, at unsafe.Pointer) int { return cmp.Compare(uintptr(c.at), uintptr(at)) }
+
+// find returns the chunk that holds n bytes from at, or nil.
+func (h *heap) find(at unsafe.Pointer, n int) *chunk {
+	i, ok := slices.BinarySearchFunc(h.chunks, at, compareChunk)
+	if !ok {
+		i--
+	}
+	if i < 0 || uintptr(at)+uintptr(n) > uintptr(h.chunks[i].at)+uintptr(h.chunks[i].n) {
+		return nil
+	}
+	return &h.chunks[i]
+}
+
+// AllocHost implements device.HostAllocator. The memory is pinned and aligned to 64 bytes.
+func (v *Device) AllocHost(n int) (mem.Memory, error) {
+	if n < 1 {
+		return mem.Memory{}, fmt.Errorf("cuda: allocating %d bytes of host memory: %w", n, device.ErrMemory)
+	}
+	if err := v.open(); err != nil {
+		return mem.Memory{}, err
+	}
+	small := n <= largestBlock
+	if small {
+		if m, ok := v.block(n); ok {
+			return m, nil
+		}
+	}
+	c := chunk{n: n}
+	if small {
+		c.n = chunkSize
+	}
+	var err error
+	if c.at, c.device, err = v.gpu.allocHost(c.n); err != nil {
+		return mem.Memory{}, err
+	}
+	v.mu.Lock()
+	v.host.add(c, small)
+	if !small {
+		v.host.used[c.at] = n
+	}
+	v.mu.Unlock()
+	if small {
+		return v.AllocHost(n)
+	}
+	return mem.Host(unsafe.Slice((*byte)(c.at), n), mem.Anywhere), nil
+}
+
+// block returns a small block, if there is one.
+func (v *Device) block(n int) (mem.Memory, bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	p := v.host.take(n)
+	if p == nil {
+		return mem.Memory{}, false
+	}
+	v.host.used[p] = n
+	return mem.Host(unsafe.Slice((*byte)(p), n), mem.Anywhere), true
+}
+
+// FreeHost implements device.HostAllocator. It may wait until all work on the GPU has ended if the
+// memory is larger than 256 KiB.
+func (v *Device) FreeHost(m mem.Memory) error {
+	var at unsafe.Pointer
+	if m.Loc().Host() {
+		at = unsafe.Pointer(unsafe.SliceData(m.Bytes()))
+	}
+	v.mu.Lock()
+	if n, ok := v.host.used[at]; !ok || n != m.Len() {
+		v.mu.Unlock()
+		return fmt.Errorf("cuda: freeing %d bytes of host memory that %s has not allocated so: %w", m.Len(), v.loc,
+			device.ErrMemory)
+	}
+	delete(v.host.used, at)
+	if m.Len() <= largestBlock {
+		size := class(m.Len())
+		v.host.free[size] = append(v.host.free[size], at)
+		v.mu.Unlock()
+		return nil
+	}
+	v.host.chunks = slices.DeleteFunc(v.host.chunks, func(c chunk) bool { return c.at == at })
+	v.mu.Unlock()
+	return v.gpu.freeHost(at)
+}
+
+// reach returns the address on the device of its own memory or of pinned memory. ok is false for
+// other host memory.
+func (v *Device) reach(m mem.Memory) (at uint64, ok bool, err error) {
+	if m.Loc() == v.loc {
+		return m.Address(), true, nil
+	}
+	if !m.Loc().Host() {
+		return 0, false, fmt.Errorf("cuda: %s: memory at %q: %w", v.loc, m.Loc(), device.ErrMemory)
+	}
+	p := unsafe.Pointer(unsafe.SliceData(m.Bytes()))
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if c := v.host.find(p, m.Len()); c != nil {
+		return c.device + uint64(uintptr(p)-uintptr(c.at)), true, nil
+	}
+	return 0, false, nil
+}

@@ -1,0 +1,41 @@
+//go:build !cgo || !linux
+
+package cuda
+
+import (
+	"fmt"
+
+	"tutti/device"
+)
+
+// Driver is the CUDA driver. This build has none.
+type Driver struct{}
+
+// Device is a GPU. This build has none.
+type Device struct {
+	device.Device
+	device.HostAllocator
+}
+
+var errBuild = fmt.Errorf("%w: this program was built without cgo (CGO_ENABLED=1 is needed, on Linux)", ErrUnavailable)
+
+// Load fails: this build cannot call the driver. Its error wraps ErrUnavailable.
+func Load() (*Driver, error) { return nil, errBuild }
+
+// LoadLibrary fails as Load does.
+func LoadLibrary(string) (*Driver, error) { return nil, errBuild }
+
+// Version returns zeros.
+func (*Driver) Version() (major, minor int) { return 0, 0 }
+
+// Devices fails as Load does.
+func (*Driver) Devices() ([]Info, error) { return nil, errBuild }
+
+// Open fails as Load does.
+func (*Driver) Open(int) (*Device, error) { return nil, errBuild }
+
+// Info returns the zero Info.
+func (*Device) Info() Info { return Info{} }
+
+// Close does nothing.
+func (*Device) Close() error { return nil }

@@ -1,0 +1,59 @@
+package cuda
+
+import (
+	"bytes"
+	"compress/gzip"
+	_ "embed"
+	"fmt"
+	"io"
+	"slices"
+)
+
+// A Launch is one launch of a kernel of a [Module]. A driver's launch takes it as it is.
+type Launch struct {
+	Function string // the name of the kernel
+	Grid     uint32 // blocks
+	Block    uint32 // threads of a block
+	Shared   uint32 // bytes of dynamic shared memory
+	Params   []byte // the struct that is the kernel's only parameter
+}
+
+//go:generate go run ./internal/gen
+
+var (
+	//go:embed ptx/sm_70.ptx.gz
+	ptx70 []byte
+	//go:embed ptx/sm_90.ptx.gz
+	ptx90 []byte
+)
+
+// Module returns all kernels as PTX, for a device of the compute capability major.minor. The driver
+// compiles it for the device. An error says that the device is too old.
+func Module(major, minor int) (ptx []byte, err error) {
+	packed := ptx90
+	switch {
+	case major < 7:
+		return nil, fmt.Errorf("kernels/cuda: a device of compute capability %d.%d: the kernels need 7.0 or more",
+			major, minor)
+	case major < 9:
+		packed = ptx70
+	}
+	r, err := gzip.NewReader(bytes.NewReader(packed))
+	if err != nil {
+		return nil, fmt.Errorf("kernels/cuda: the embedded PTX: %w", err)
+	}
+	if ptx, err = io.ReadAll(r); err != nil {
+		return nil, fmt.Errorf("kernels/cuda: the embedded PTX: %w", err)
+	}
+	return ptx, nil
+}
+
+// Functions returns the names of all kernels of a module, sorted.
+func Functions() []string {
+	names := []string{"tutti_copy", "tutti_wait", "tutti_write"}
+	for _, k := range reductions() {
+		names = append(names, k, k+many, k+packets)
+	}
+	slices.Sort(names)
+	return names
+}

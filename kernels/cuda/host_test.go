@@ -1,0 +1,456 @@
+//go:build cgo && linux
+
+package cuda_test
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"pgregory.net/rapid"
+
+	"tutti/kernels"
+	"tutti/kernels/cuda"
+	"tutti/kernels/cuda/cudatest"
+)
+
+// The host plays a device with this many multiprocessors.
+const sms = 2
+
+func address(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
+
+// margin is the poisoned bytes on either side of a buffer.
+const margin = 32
+
+const poison = 0xa5
+
+// A buffer is n bytes whose address is off modulo 16, with poison around them.
+type buffer struct{ all, b []byte }
+
+func newBuffer(n, off int) buffer {
+	all := bytes.Repeat([]byte{poison}, n+2*margin+16)
+	at := margin + int((uint64(off)-address(all))%16)
+	return buffer{all, all[at : at+n : at+n]}
+}
+
+// intact reports whether what is around the buffer is poison still.
+func (b buffer) intact() bool {
+	at := int(address(b.b) - address(b.all))
+	isPoison := func(x byte) bool { return x == poison }
+	outside := slices.Concat(b.all[:at], b.all[at+len(b.b):])
+	return !slices.ContainsFunc(outside, func(x byte) bool { return !isPoison(x) })
+}
+
+// specials returns the bits of elements at which something changes.
+func specials(dt kernels.DType) (s []uint64) {
+	w := uint(8 * dt.Size())
+	top := uint64(1) << (w - 1)
+	if f := dt.Format(); dt.Class() == kernels.Float {
+		inf := uint64(1)<<f.Exponent - 1
+		for _, e := range []uint64{0, 1, inf >> 1, inf>>1 + 1, inf - 1, inf} {
+			for _, m := range []uint64{0, 1, 1<<f.Fraction - 1, 1 << (f.Fraction - 1)} {
+				s = append(s, e<<f.Fraction|m, top|e<<f.Fraction|m)
+			}
+		}
+		return s
+	}
+	return []uint64{0, 1, 2, 3, top - 1, top, top + 1, 2*top - 1, 2*top - 2, 0x55, 0xaa}
+}
+
+// element returns the bits of element i.
+func element(b []byte, size, i int) (v uint64) {
+	for k := range size {
+		v |= uint64(b[i*size+k]) << (8 * k)
+	}
+	return v
+}
+
+// fill writes random elements: one of rare is special, the other floats are near in magnitude, so
+// that sums round.
+func fill(r *rand.Rand, dt kernels.DType, b []byte, rare int) {
+	s, size, f := specials(dt), dt.Size(), dt.Format()
+	for i := range len(b) / size {
+		v := r.Uint64()
+		switch {
+		case r.IntN(rare) == 0:
+			v = s[r.IntN(len(s))]
+		case dt.Class() == kernels.Float:
+			e := uint64(1)<<(f.Exponent-1) - 3 + v>>8&3
+			v = v&(1<<f.Fraction-1) | e<<f.Fraction | v>>63<<(f.Exponent+f.Fraction)
+		}
+		for k := range size {
+			b[i*size+k] = byte(v >> (8 * k))
+		}
+	}
+}
+
+// A reduction is the arguments of one, but for the addresses.
+type reduction struct {
+	op      kernels.Op
+	dt      kernels.DType
+	n       int // elements
+	sources int
+	place   int   // the source that is dst, or -1
+	offs    []int // of dst and the sources, modulo 16
+	divisor int
+	rare    int
+	seed    uint64
+}
+
+// run runs the kernels and compares all bits with package kernels.
+func (x reduction) run(t cudatest.TB, h *cudatest.Host) {
+	r := rand.New(rand.NewPCG(x.seed, 1))
+	size := x.n * x.dt.Size()
+	dst := newBuffer(size, x.offs[0])
+	srcs, addresses := make([]buffer, x.sources), make([]uint64, x.sources)
+	before := make([][]byte, x.sources)
+	pointers := make([]unsafe.Pointer, x.sources)
+	for i := range srcs {
+		srcs[i] = newBuffer(size, x.offs[i+1])
+		if i == x.place {
+			srcs[i] = dst
+		}
+		fill(r, x.dt, srcs[i].b, x.rare)
+		before[i] = slices.Clone(srcs[i].b)
+		addresses[i], pointers[i] = address(srcs[i].b), unsafe.Pointer(unsafe.SliceData(before[i]))
+	}
+	reference, err := kernels.Reference(x.op, x.dt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := make([]byte, size)
+	reference(unsafe.Pointer(unsafe.SliceData(want)), pointers, x.n)
+	if x.divisor != 0 {
+		kernels.Scale(x.dt, unsafe.Pointer(unsafe.SliceData(want)), x.n, x.divisor)
+	}
+	launches, err := cuda.Reduce(x.op, x.dt, address(dst.b), addresses, uint64(size), x.divisor, sms)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.Run(t, launches...)
+	if !dst.intact() {
+		t.Fatalf("%+v: written around the destination", x)
+	}
+	for i, s := range srcs {
+		if i != x.place && (!s.intact() || !bytes.Equal(s.b, before[i])) {
+			t.Fatalf("%+v: source %d was written to", x, i)
+		}
+	}
+	for i := range x.n {
+		got, want := element(dst.b, x.dt.Size(), i), element(want, x.dt.Size(), i)
+		if got == want {
+			continue
+		}
+		in := ""
+		for _, b := range before {
+			in += fmt.Sprintf(" %#x", element(b, x.dt.Size(), i))
+		}
+		t.Fatalf("%+v: element %d of%s is %#x, want %#x", x, i, in, got, want)
+	}
+	runtime.KeepAlive(dst)
+	runtime.KeepAlive(srcs)
+}
+
+func (x reduction) String() string { return fmt.Sprintf("%v of %v", x.op, x.dt) }
+
+// pairs calls f for every operation that is defined on a type.
+func pairs(t *testing.T, f func(t *testing.T, op kernels.Op, dt kernels.DType)) {
+	for _, dt := range kernels.DTypes() {
+		for _, op := range kernels.Ops() {
+			if kernels.Supported(op, dt) {
+				t.Run(fmt.Sprintf("%v/%v", dt, op), func(t *testing.T) { f(t, op, dt) })
+			}
+		}
+	}
+}
+
+// TestReduceGrid reduces with every number of sources, short and long tails, in place and not,
+// divided and not.
+func TestReduceGrid(t *testing.T) {
+	h := cudatest.Load(t, 1)
+	pairs(t, func(t *testing.T, op kernels.Op, dt kernels.DType) {
+		per := 16 / dt.Size()
+		divisors := []int{0}
+		if kernels.Supported(kernels.Avg, dt) {
+			divisors = []int{0, 1, 3, 1 << 40}
+		}
+		seed := uint64(0)
+		for sources := 1; sources <= 9; sources++ {
+			for _, n := range []int{0, 1, per - 1, per, 3*per + 1, 40*per + per/2} {
+				for place := -1; place < sources; place++ {
+					for _, divisor := range divisors {
+						seed++
+						off := int(seed) % 2 * 8
+						offs := slices.Repeat([]int{off}, sources+1)
+						reduction{op, dt, n, sources, place, offs, divisor, 2 + int(seed%3)*20, seed}.run(t, h)
+					}
+				}
+			}
+		}
+	})
+}
+
+// TestReduceAlignment reduces at all addresses modulo 16, alike and not.
+func TestReduceAlignment(t *testing.T) {
+	h := cudatest.Load(t, 1)
+	pairs(t, func(t *testing.T, op kernels.Op, dt kernels.DType) {
+		for to := range 16 {
+			for from := range 16 {
+				for _, sources := range []int{2, 3, 10} {
+					offs := append([]int{to}, slices.Repeat([]int{from}, sources)...)
+					offs[2] = []int{from, to}[to%2]
+					n := 64/dt.Size() + from%3
+					reduction{op, dt, n, sources, -1, offs, 0, 8, uint64(16*to + from)}.run(t, h)
+				}
+			}
+		}
+	})
+}
+
+// TestReduceLong reduces so many elements that threads do several vectors each.
+func TestReduceLong(t *testing.T) {
+	h := cudatest.Load(t, 2)
+	pairs(t, func(t *testing.T, op kernels.Op, dt kernels.DType) {
+		for _, sources := range []int{2, 3, 9} {
+			n := 170_001 / dt.Size()
+			reduction{op, dt, n, sources, 0, slices.Repeat([]int{8}, sources+1), 0, 100, 1}.run(t, h)
+		}
+	})
+}
+
+// TestReduceRandomly reduces as rapid likes.
+func TestReduceRandomly(t *testing.T) {
+	h := cudatest.Load(t, 2)
+	rapid.Check(t, func(t *rapid.T) {
+		x := reduction{
+			op:      rapid.SampledFrom(kernels.Ops()).Draw(t, "op"),
+			dt:      rapid.SampledFrom(kernels.DTypes()).Draw(t, "type"),
+			n:       rapid.IntRange(0, 20_000).Draw(t, "elements"),
+			sources: rapid.OneOf(rapid.IntRange(1, 20), rapid.IntRange(1, cuda.MaxSources)).Draw(t, "sources"),
+			rare:    rapid.SampledFrom([]int{1, 10, 10_000, math.MaxInt}).Draw(t, "rare"),
+			seed:    rapid.Uint64().Draw(t, "seed"),
+		}
+		if !kernels.Supported(x.op, x.dt) {
+			t.Skip("not defined")
+		}
+		x.n = min(x.n, 200_000/x.sources)
+		x.place = rapid.IntRange(-1, x.sources-1).Draw(t, "in place")
+		if kernels.Supported(kernels.Avg, x.dt) {
+			x.divisor = rapid.OneOf(rapid.Just(0), rapid.IntRange(1, math.MaxInt)).Draw(t, "divisor")
+		}
+		x.offs = slices.Repeat([]int{rapid.IntRange(0, 15).Draw(t, "alignment")}, x.sources+1)
+		if rapid.Bool().Draw(t, "unlike") {
+			x.offs[rapid.IntRange(0, x.sources).Draw(t, "which")] = rapid.IntRange(0, 15).Draw(t, "another")
+		}
+		x.run(t, h)
+	})
+}
+
+// value returns the number of an element of a type.
+func value(dt kernels.DType, bits uint64) float64 {
+	w := 8 * dt.Size()
+	switch dt.Class() {
+	case kernels.Signed:
+		return float64(int64(bits<<(64-w)) >> (64 - w))
+	case kernels.Float:
+		f := dt.Format()
+		e, m := int(bits>>f.Fraction)&(1<<f.Exponent-1), float64(bits&(1<<f.Fraction-1))
+		bias := 1<<(f.Exponent-1) - 1
+		v := math.Ldexp(m, 1-bias-f.Fraction)
+		if e > 0 {
+			v = math.Ldexp(m+math.Ldexp(1, f.Fraction), e-bias-f.Fraction)
+		}
+		if bits>>(w-1) != 0 {
+			return -v
+		}
+		return v
+	}
+	return float64(bits)
+}
+
+// combined returns a op b in float64; Avg is Sum here.
+func combined(op kernels.Op, dt kernels.DType, a, b float64) float64 {
+	switch {
+	case dt.Class() == kernels.Boolean && op == kernels.Sum:
+		op = kernels.Max
+	case dt.Class() == kernels.Boolean && op == kernels.Product:
+		op = kernels.Min
+	}
+	switch op {
+	case kernels.Product:
+		return a * b
+	case kernels.Min:
+		return min(a, b)
+	case kernels.Max:
+		return max(a, b)
+	case kernels.BitAnd:
+		return float64(int64(a) & int64(b))
+	case kernels.BitOr:
+		return float64(int64(a) | int64(b))
+	case kernels.BitXor:
+		return float64(int64(a) ^ int64(b))
+	}
+	return a + b
+}
+
+// TestReduceIsNearFloat64 compares with arithmetic in float64 and knows nothing of package kernels:
+// integers are exact, floats off by their own rounding, and that of a float32 for each source.
+func TestReduceIsNearFloat64(t *testing.T) {
+	h := cudatest.Load(t, 1)
+	pairs(t, func(t *testing.T, op kernels.Op, dt kernels.DType) {
+		r, size := rand.New(rand.NewPCG(5, 6)), dt.Size()
+		const n = 1000
+		for sources := 1; sources <= 4; sources++ {
+			dst := newBuffer(n*size, 0)
+			srcs, addresses := make([]buffer, sources), make([]uint64, sources)
+			for i := range srcs {
+				srcs[i] = newBuffer(n*size, 0)
+				fill(r, dt, srcs[i].b, math.MaxInt)
+				addresses[i] = address(srcs[i].b)
+				if dt.Class() == kernels.Float {
+					continue
+				}
+				for k := range n { // small enough for products
+					v := uint64(r.IntN(4))
+					if dt.Class() == kernels.Boolean {
+						v &= 1
+					}
+					for j := range size {
+						srcs[i].b[k*size+j] = byte(v >> (8 * j))
+					}
+				}
+			}
+			launches, err := cuda.Reduce(op, dt, address(dst.b), addresses, n*uint64(size), 0, sms)
+			if err != nil {
+				t.Fatal(err)
+			}
+			h.Run(t, launches...)
+			for k := range n {
+				want := value(dt, element(srcs[0].b, size, k))
+				magnitude := math.Abs(want)
+				for _, s := range srcs[1:] {
+					x := value(dt, element(s.b, size, k))
+					want = combined(op, dt, want, x)
+					magnitude = max(magnitude+math.Abs(x), math.Abs(want))
+				}
+				if op == kernels.Avg {
+					want /= float64(sources)
+					if dt.Class() != kernels.Float {
+						want = math.Trunc(want)
+					}
+				}
+				tolerance := 0.0
+				if f := dt.Format(); dt.Class() == kernels.Float && op != kernels.Min && op != kernels.Max {
+					step := math.Ldexp(1, -min(f.Fraction, 52))
+					tolerance = step*math.Abs(want)/2 + float64(sources)*math.Ldexp(1, -max(f.Fraction, 23))*magnitude +
+						math.Ldexp(1, 2-1<<(f.Exponent-1)-f.Fraction) // half of the least subnormal, and more
+				}
+				if got := value(dt, element(dst.b, size, k)); !(math.Abs(got-want) <= tolerance) {
+					t.Fatalf("element %d of %d sources is %v, want %v +- %v", k, sources, got, want, tolerance)
+				}
+			}
+			runtime.KeepAlive(srcs)
+		}
+	})
+}
+
+// TestReduceRefuses checks the errors.
+func TestReduceRefuses(t *testing.T) {
+	for name, c := range map[string]struct {
+		op      kernels.Op
+		dt      kernels.DType
+		sources int
+		bytes   uint64
+		divisor int
+		want    string
+	}{
+		"an operation that is not defined":    {kernels.Product, kernels.Float8E4M3, 2, 8, 0, "not defined"},
+		"a divisor where Avg is not defined":  {kernels.Sum, kernels.Bool, 2, 8, 2, "not defined"},
+		"no sources":                          {kernels.Sum, kernels.Int8, 0, 8, 0, "0 sources"},
+		"too many sources":                    {kernels.Sum, kernels.Int8, cuda.MaxSources + 1, 8, 0, "505 sources"},
+		"part of an element":                  {kernels.Sum, kernels.Int64, 2, 12, 0, "12 bytes"},
+		"a negative divisor":                  {kernels.Sum, kernels.Int64, 2, 8, -1, "-1"},
+		"a data type that does not exist yet": {kernels.Sum, 200, 2, 8, 0, "not defined"},
+	} {
+		_, err := cuda.Reduce(c.op, c.dt, 0, make([]uint64, c.sources), c.bytes, c.divisor, sms)
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want %q", name, err, c.want)
+		}
+	}
+}
+
+// TestCopy copies between all addresses modulo 16.
+func TestCopy(t *testing.T) {
+	h := cudatest.Load(t, 2)
+	r := rand.New(rand.NewPCG(3, 4))
+	for to := range 16 {
+		for from := range 16 {
+			for _, n := range []int{0, 1, 7, 15, 16, 17, 100, 70_001} {
+				dst, src := newBuffer(n, to), newBuffer(n, from)
+				fill(r, kernels.Uint8, src.b, 2)
+				h.Run(t, cuda.Copy(address(dst.b), address(src.b), uint64(n), sms))
+				if !bytes.Equal(dst.b, src.b) || !dst.intact() {
+					t.Fatalf("%d bytes from an address of %d modulo 16 to one of %d are not a copy", n, from, to)
+				}
+			}
+		}
+	}
+}
+
+// TestWords has a kernel wait for a word that another writes.
+func TestWords(t *testing.T) {
+	h := cudatest.Load(t, 1)
+	word := newBuffer(8, 0)
+	copy(word.b, make([]byte, 8))
+	for _, v := range []uint64{1, 2, 1 << 40, math.MaxUint64} {
+		ended := make(chan struct{})
+		go func() {
+			h.Run(t, cuda.Wait(address(word.b), v))
+			close(ended)
+		}()
+		h.Run(t, cuda.Write(address(word.b), v))
+		<-ended
+		if got := element(word.b, 8, 0); got != v || !word.intact() {
+			t.Errorf("the word is %d, want %d", got, v)
+		}
+		h.Run(t, cuda.Wait(address(word.b), v-1))
+	}
+}
+
+// TestHostHasTheKernels compares the compilation for the host with the modules.
+func TestHostHasTheKernels(t *testing.T) {
+	host := cudatest.Load(t, 1).Params()
+	ptx := module(t, 9, 0)
+	for _, m := range entry.FindAllStringSubmatch(ptx, -1) {
+		if m[2] != strconv.Itoa(host[m[1]]) {
+			t.Errorf("%s takes %s bytes on a device and %d on the host", m[1], m[2], host[m[1]])
+		}
+		delete(host, m[1])
+	}
+	for name := range host {
+		t.Errorf("%s is on the host only", name)
+	}
+}
+
+// TestNoRaces runs the kernels under ThreadSanitizer.
+func TestNoRaces(t *testing.T) {
+	program := cudatest.BuildRaces(t)
+	cmd := exec.CommandContext(t.Context(), program)
+	cmd.Env = append(os.Environ(), "TSAN_OPTIONS=halt_on_error=1 exitcode=66")
+	text, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, text)
+	}
+	if want := strconv.Itoa(len(cuda.Functions())) + " kernels\n"; string(text) != want {
+		t.Errorf("%q, want %q", text, want)
+	}
+}

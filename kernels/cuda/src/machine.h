@@ -1,0 +1,106 @@
+// What the kernels need of the machine: on a CUDA device without the headers of the CUDA toolkit,
+// and on the host after host.h.
+#pragma once
+
+#include "params.h"
+
+#ifdef __CUDA_ARCH__
+
+#define DEVICE static inline __attribute__((device, always_inline))
+#define GLOBAL __attribute__((address_space(1)))
+
+// position is the number of this thread among the threads of the launch.
+DEVICE u64 position() {
+	return u64(__nvvm_read_ptx_sreg_ctaid_x()) * __nvvm_read_ptx_sreg_ntid_x() + __nvvm_read_ptx_sreg_tid_x();
+}
+
+// threads is the number of threads of the launch.
+DEVICE u64 threads() { return u64(__nvvm_read_ptx_sreg_nctaid_x()) * __nvvm_read_ptx_sreg_ntid_x(); }
+
+// acquire reads a word that another processor releases.
+DEVICE u64 acquire(u64 word) {
+	u64 v;
+	asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+	return v;
+}
+
+// release writes a word after all earlier writes, of earlier kernels too, for all processors.
+DEVICE void release(u64 word, u64 v) {
+	asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(word), "l"(v) : "memory");
+}
+
+// A packet is two words of 8 bytes, each half data and half a mark. Each word is read as it was
+// written, so that who finds the mark has the data; nothing else is ordered.
+DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
+	asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+	             :
+	             : "l"(at), "r"(low), "r"(mark), "r"(high), "r"(mark)
+	             : "memory");
+}
+
+// loadPacket reports whether both words of a packet have the mark.
+DEVICE bool loadPacket(u64 at, u32 &low, u32 &high, u32 mark) {
+	u32 first, second;
+	asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+	             : "=r"(low), "=r"(first), "=r"(high), "=r"(second)
+	             : "l"(at)
+	             : "memory");
+	return first == mark && second == mark;
+}
+
+// pause lets others run while this thread polls.
+DEVICE void pause() { asm volatile("nanosleep.u32 64;" : : : "memory"); }
+
+#else
+
+#define DEVICE static inline __attribute__((always_inline))
+#define GLOBAL
+
+DEVICE u64 position() { return u64(host_thread.block) * host_thread.threads + host_thread.thread; }
+DEVICE u64 threads() { return u64(host_thread.blocks) * host_thread.threads; }
+DEVICE u64 acquire(u64 word) { return __atomic_load_n(reinterpret_cast<u64 *>(word), __ATOMIC_ACQUIRE); }
+DEVICE void release(u64 word, u64 v) { __atomic_store_n(reinterpret_cast<u64 *>(word), v, __ATOMIC_RELEASE); }
+DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
+	u64 *p = reinterpret_cast<u64 *>(at);
+	__atomic_store_n(&p[0], low | u64(mark) << 32, __ATOMIC_RELAXED);
+	__atomic_store_n(&p[1], high | u64(mark) << 32, __ATOMIC_RELAXED);
+}
+DEVICE bool loadPacket(u64 at, u32 &low, u32 &high, u32 mark) {
+	u64 *p = reinterpret_cast<u64 *>(at);
+	u64 first = __atomic_load_n(&p[0], __ATOMIC_RELAXED), second = __atomic_load_n(&p[1], __ATOMIC_RELAXED);
+	low = u32(first), high = u32(second);
+	return first >> 32 == mark && second >> 32 == mark;
+}
+DEVICE void pause() { host_pause(); }
+
+#endif
+
+// A Vector is what one load or store moves at most.
+typedef u32 Vector __attribute__((vector_size(16)));
+
+template <class T>
+DEVICE T load(u64 address) {
+	typedef T Unit __attribute__((may_alias));
+	return *reinterpret_cast<const GLOBAL Unit *>(address);
+}
+
+template <class T>
+DEVICE void store(u64 address, T v) {
+	typedef T Unit __attribute__((may_alias));
+	*reinterpret_cast<GLOBAL Unit *>(address) = v;
+}
+
+// UNROLL unrolls the loop that follows, ROLL does not.
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#define ROLL _Pragma("unroll 1")
+#else
+#define UNROLL
+#define ROLL
+#endif
+
+// as returns the bits of x as another type.
+template <class To, class From>
+DEVICE To as(From x) {
+	return __builtin_bit_cast(To, x);
+}

@@ -1,0 +1,302 @@
+//go:build cgo && linux
+
+package gpu
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda"
+	"tutti/device/cuda/fake"
+	"tutti/device/devicetest"
+	"tutti/kernels"
+	"tutti/mem"
+)
+
+var (
+	ordinal  = flag.Int("gpu.device", 0, "the GPU to test")
+	required = flag.Bool("gpu.required", false, "fail without a GPU, instead of skipping the tests")
+)
+
+// table is printed after all tests.
+var table strings.Builder
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if table.Len() > 0 {
+		fmt.Print("\n", table.String())
+	}
+	os.Exit(code)
+}
+
+// patience bounds waits that end soon unless the test fails.
+const patience = time.Minute
+
+// everywhere runs a test on the fake driver and on the machine's GPU.
+func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
+	on := func(t *testing.T, d *cuda.Driver, n int) {
+		v, err := d.Open(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := v.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		f(t, v)
+	}
+	t.Run("fake", func(t *testing.T) {
+		d, err := cuda.LoadLibrary(fake.New(t, fake.Config{}).Path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		on(t, d, 0)
+	})
+	t.Run("GPU", func(t *testing.T) {
+		d, err := cuda.Load()
+		var all []cuda.Info
+		if err == nil {
+			all, err = d.Devices()
+		}
+		switch {
+		case err == nil && len(all) > 0:
+			on(t, d, *ordinal)
+		case *required || err != nil && !errors.Is(err, cuda.ErrUnavailable):
+			t.Fatalf("no GPU can be used: %v", err)
+		default:
+			t.Skipf("no GPU (tests/gpu/run.sh): %v", err)
+		}
+	})
+}
+
+// A bench is a device with a stream and pinned memory, to look at the device's memory.
+type bench struct {
+	t *testing.T
+	v *cuda.Device
+	s device.Stream
+}
+
+func newBench(t *testing.T, v *cuda.Device) *bench {
+	s, err := v.Stream()
+	b := &bench{t, v, s}
+	b.must(err)
+	t.Cleanup(func() { b.must(s.Close()) })
+	return b
+}
+
+func (b *bench) must(errs ...error) {
+	b.t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		b.t.Fatal(err)
+	}
+}
+
+func (b *bench) alloc(n int) mem.Memory {
+	m, err := b.v.Alloc(n)
+	b.must(err)
+	return m
+}
+
+func (b *bench) finish() {
+	b.t.Helper()
+	e, err := b.s.Record()
+	b.must(err)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	b.must(e.Wait(ctx))
+}
+
+// through copies between the device and the host by pinned memory.
+func (b *bench) through(n int, f func(pinned mem.Memory)) {
+	if n == 0 {
+		return
+	}
+	pinned, err := b.v.AllocHost(n)
+	b.must(err)
+	f(pinned)
+	b.must(b.v.FreeHost(pinned))
+}
+
+func (b *bench) bytes(m mem.Memory) (all []byte) {
+	b.through(m.Len(), func(pinned mem.Memory) {
+		b.must(b.s.Copy(pinned, m))
+		b.finish()
+		all = bytes.Clone(pinned.Bytes())
+	})
+	return all
+}
+
+func (b *bench) fill(m mem.Memory, with []byte) {
+	b.through(m.Len(), func(pinned mem.Memory) {
+		copy(pinned.Bytes(), with)
+		b.must(b.s.Copy(m, pinned))
+		b.finish()
+	})
+}
+
+func TestSuite(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		devicetest.Suite(t, func(t *testing.T) devicetest.Harness {
+			b := newBench(t, v)
+			return devicetest.Harness{Device: v, Bytes: b.bytes, Fill: b.fill}
+		})
+	})
+}
+
+// Every operation on every type has the bits of package kernels, for several numbers of sources,
+// lengths and alignments, divided and not, in place and elsewhere; nothing around it is written.
+func TestReductions(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		const most, margin = 9, 64
+		b, r := newBench(t, v), rand.New(rand.NewPCG(5, 6))
+		lengths := []int{1, 3, 16, 100, 5000}
+		room := 2*margin + 5000*8
+		all := b.alloc((most + 1) * room)
+		host := make([]byte, all.Len())
+		for _, dt := range kernels.DTypes() {
+			for _, op := range kernels.Ops() {
+				if !kernels.Supported(op, dt) {
+					continue
+				}
+				for n := 1; n <= most; n++ {
+					count := lengths[r.IntN(len(lengths))]
+					size := count * dt.Size()
+					divisor := 0
+					if kernels.Supported(kernels.Avg, dt) && r.IntN(2) == 0 {
+						divisor = 1 + r.IntN(5)
+					}
+					for i := range host {
+						host[i] = byte(r.Uint32())
+					}
+					at := func(i int) int { return i*room + margin + dt.Size()*[]int{0, 1, 3}[r.IntN(3)] }
+					dst := at(most)
+					srcs, from, in := make([]mem.Memory, n), make([][]byte, n), -1
+					if r.IntN(2) == 0 {
+						in = r.IntN(n)
+					}
+					for i := range srcs {
+						off := at(i)
+						if i == in {
+							off = dst
+						}
+						srcs[i], from[i] = all.Slice(off, size), host[off:off+size]
+					}
+					b.fill(all, host)
+					b.must(b.s.Reduce(op, dt, all.Slice(dst, size), srcs, divisor))
+					want := bytes.Clone(host)
+					b.must(devicetest.Fold(op, dt, want[dst:dst+size], from, divisor))
+					got := b.bytes(all)
+					if k := differ(got, want); k >= 0 {
+						where := "the result"
+						if k < dst || k >= dst+size {
+							where = "memory that does not belong to it"
+						}
+						t.Errorf("%v of %d elements of %v from %d sources, divided by %d, in place of %d: byte %d of "+
+							"%s is %#x, want %#x", op, count, dt, n, divisor, in, k-dst, where, got[k], want[k])
+					}
+				}
+			}
+		}
+	})
+}
+
+// differ returns where two slices differ first, -1 if they do not.
+func differ(a, b []byte) int {
+	if bytes.Equal(a, b) {
+		return -1
+	}
+	for i := range a {
+		if a[i] != b[i] {
+			return i
+		}
+	}
+	return -1
+}
+
+// TestBandwidths fills the table.
+func TestBandwidths(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		size, rounds := 256<<20, 20
+		if strings.HasPrefix(v.Info().Name, "fake") {
+			size, rounds = 1<<20, 2
+		}
+		b := newBench(t, v)
+		dst, srcs := b.alloc(size), make([]mem.Memory, 8)
+		for i := range srcs {
+			srcs[i] = b.alloc(size)
+			b.must(b.s.Copy(srcs[i], dst))
+		}
+		pinned, err := v.AllocHost(size)
+		b.must(err)
+		// rate returns bytes per second for work that moves this many bytes at a time.
+		rate := func(moves int, work func() error) float64 {
+			b.must(work())
+			b.finish()
+			best := 0.0
+			for range 3 {
+				began := time.Now()
+				for range rounds {
+					b.must(work())
+				}
+				b.finish()
+				best = max(best, float64(moves)*float64(rounds)/time.Since(began).Seconds())
+			}
+			return best
+		}
+		i := v.Info()
+		fmt.Fprintf(&table, "%s, %d MiB, GB/s read and written\n", i.Name, size>>20)
+		row := func(what string, rate, of float64) {
+			fmt.Fprintf(&table, "%-32s %8.1f", what, rate/1e9)
+			if of > 0 {
+				fmt.Fprintf(&table, "  %.2f of the copy", rate/of)
+			}
+			fmt.Fprintln(&table)
+		}
+		whole := rate(2*size, func() error { return b.s.Copy(dst, srcs[0]) })
+		row("copy, device to device", whole, 0)
+		for _, dt := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
+			for n := 2; n <= 8; n++ {
+				row(fmt.Sprintf("sum of %d, %v", n, dt), rate((n+1)*size, func() error {
+					return b.s.Reduce(kernels.Sum, dt, dst, srcs[:n], 0)
+				}), whole)
+			}
+		}
+		row("copy, pinned host to device", rate(size, func() error { return b.s.Copy(dst, pinned) }), 0)
+		row("copy, device to pinned host", rate(size, func() error { return b.s.Copy(pinned, dst) }), 0)
+	})
+}
+
+// The script runs the tests on the fake driver, prints the table last, and fails without a GPU.
+func TestScript(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := func(args ...string) (string, error) {
+		text, err := exec.CommandContext(t.Context(), "./run.sh", append(args, "--binary", self)...).CombinedOutput()
+		return string(text), err
+	}
+	text, err := run("--fake")
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	if err != nil || !strings.HasPrefix(lines[len(lines)-1], "copy, device to pinned host") ||
+		!strings.Contains(text, "sum of 8, bfloat16") {
+		t.Errorf("run.sh --fake: %v\n%s", err, text)
+	}
+	if _, err := cuda.Load(); err == nil {
+		return // the script runs on a GPU, which this test leaves alone
+	}
+	if text, err := run(); err == nil || !strings.Contains(text, "no GPU can be used") {
+		t.Errorf("run.sh without a GPU: %v\n%s", err, text)
+	}
+}
