@@ -21,7 +21,9 @@ import (
 	"tutti/bootstrap/internal/pmi"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
+	"tutti/internal/span"
 	"tutti/internal/trust"
+	"tutti/rdma"
 )
 
 // Launch holds what the environment says about this process's place in the job and the job's
@@ -40,7 +42,9 @@ type Launch struct {
 	Source               string
 	Transport, Algorithm string        // restrictions, as written
 	Tuning               string        // path of a measured table of algorithms, as written
+	SingleCopy           string        // as written
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
+	RDMADevices, RDMAGID string        // as written, checked: see rdma.ParseDevices and rdma.ChooseGID
 	LogLevel             string        // "debug", "info", "warn", "error", "off" or ""
 	LogDir               string        // directory of flight records, as written
 	Metrics              string        // address to serve metrics at, checked: see ports.ParseAddr
@@ -82,12 +86,20 @@ func Variables() []Variable {
 			"at least 32 hex digits", "none"},
 		{"TUTTI_SECRET_FILE", "file that holds the secret, in the same form, instead of TUTTI_SECRET", "none"},
 		{"TUTTI_TRANSPORT", "transports to use: auto, or a list such as shm,tcp", "auto"},
+		{"TUTTI_BIND", "how tutti run binds ranks to processors: share, each to its part of them; core, each to " +
+			"one; or none", "share"},
 		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},
 		{"TUTTI_TUNE", "file with measured choices of algorithms, written by tutti tune; off: none",
 			"tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists"},
+		{"TUTTI_SINGLE_COPY", "reading plain memory straight from processes of the same machine, where the system " +
+			"permits it: auto, off, or on, without measuring whether it is faster", "auto"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
+		{"TUTTI_RDMA_DEVICES", "RDMA devices to use, each perhaps with a port: mlx5_0,mlx5_1:1; a name stands for " +
+			"all that begin so; = before the list: exactly these; ^: all others", "all"},
+		{"TUTTI_RDMA_GID", "address of an RDMA port that peers are given: an index of its table, an address, or a " +
+			"network (10.0.0.0/8)", "the best: RoCE v2, routed, IPv4"},
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
 		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same " +
@@ -103,6 +115,8 @@ func Variables() []Variable {
 			"also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
 		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range " +
 			"127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
+		{"TUTTI_RDMA_SQ_TIMEOUT", "how long a batch waits for room in the send queues of RDMA queue pairs before it " +
+			"is refused: a duration (10ms) or seconds; negative: not at all", "10ms"},
 		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
 		{"TUTTI_STORE_PASSWORD", "that user's password", "none"},
 		{"TUTTI_STORE_CA", "PEM file of the certificate authorities of an etcds:// store", "the system's"},
@@ -487,10 +501,12 @@ func cleanJob(s string) string {
 func (e env) settings(l *Launch) error {
 	str := func(name string) string { return strings.TrimSpace(e.get(name)) }
 	l.Transport, l.Algorithm, l.Tuning = str("TUTTI_TRANSPORT"), str("TUTTI_ALGO"), str("TUTTI_TUNE")
+	l.SingleCopy = str("TUTTI_SINGLE_COPY")
 	l.Store, l.StoreUser, l.StorePassword = str("TUTTI_STORE"), str("TUTTI_STORE_USER"), e.get("TUTTI_STORE_PASSWORD")
 	l.StoreCA, l.StoreCert, l.StoreKey = str("TUTTI_STORE_CA"), str("TUTTI_STORE_CERT"), str("TUTTI_STORE_KEY")
 	l.Interfaces, l.Ports, l.LogLevel = str("TUTTI_IFNAME"), str("TUTTI_PORT"), strings.ToLower(str("TUTTI_LOG"))
 	l.LogDir, l.Metrics = e.get("TUTTI_LOG_DIR"), str("TUTTI_METRICS")
+	l.RDMADevices, l.RDMAGID = str("TUTTI_RDMA_DEVICES"), str("TUTTI_RDMA_GID")
 	if job := str("TUTTI_JOB"); job != "" {
 		if err := CheckJob(job); err != nil {
 			return fmt.Errorf("environment: TUTTI_JOB: %w", err)
@@ -518,6 +534,12 @@ func (e env) settings(l *Launch) error {
 	}
 	if _, err := ports.ParseSpec(l.Ports); err != nil {
 		return fmt.Errorf("environment: TUTTI_PORT: %w", err)
+	}
+	if _, err := rdma.ParseDevices(l.RDMADevices); err != nil {
+		return fmt.Errorf("environment: TUTTI_RDMA_DEVICES: %w", err)
+	}
+	if err := rdma.CheckGID(l.RDMAGID); err != nil {
+		return fmt.Errorf("environment: TUTTI_RDMA_GID: %w", err)
 	}
 	if l.Metrics != "" {
 		if _, _, err := ports.ParseAddr(l.Metrics); err != nil {
@@ -553,23 +575,19 @@ func (e env) settings(l *Launch) error {
 	if l.LeaseTTL < 0 || l.LeaseTTL%time.Second != 0 {
 		return fmt.Errorf("environment: TUTTI_LEASE=%v: expected whole seconds, at least one", l.LeaseTTL)
 	}
+	// rdma/queue reads it: programs without ranks use that, too.
+	if _, err = duration("TUTTI_RDMA_SQ_TIMEOUT", str("TUTTI_RDMA_SQ_TIMEOUT")); err != nil {
+		return err
+	}
 	l.Secret, err = e.secret()
 	return err
 }
 
 // duration reads "90s" or "90"; a value that is set is never 0.
 func duration(name, s string) (time.Duration, error) {
-	if s == "" {
-		return 0, nil
-	}
-	d, err := time.ParseDuration(s)
-	// This includes a value without a unit that ParseDuration accepts: "0".
-	if n, nerr := strconv.ParseFloat(s, 64); nerr == nil && n > -1e9 && n < 1e9 {
-		d, err = time.Duration(n*float64(time.Second)), nil
-	}
-	if err != nil || d == 0 {
-		return 0, fmt.Errorf("environment: %s=%q: expected a duration other than 0, such as 90s, 5m, or a "+
-			"number of seconds", name, clip(s))
+	d, err := span.Parse(s)
+	if err != nil {
+		return 0, fmt.Errorf("environment: %s=%q: %w", name, clip(s), err)
 	}
 	return d, nil
 }

@@ -55,6 +55,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	}
 	for {
 		var lost *RankError
+		g.run.Adopt(exec.Call{Kind: collectives.AllReduce, Op: Max, DType: Uint64, Count: admitFields})
 		if err := g.ready(); errors.As(err, &lost) && g.err == nil {
 			continue // the others are past an operation that this rank has not begun
 		} else if err != nil {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/device"
 	"tutti/internal/dial"
 )
 
@@ -43,7 +44,8 @@ type Config struct {
 	// StoreAddr).
 	Secret []byte
 	// Transport selects the transports: "auto" (the default: the best one that reaches the peer),
-	// or names separated by commas, the preferred one first: "shm", "tcp". Default TUTTI_TRANSPORT.
+	// or names separated by commas, the preferred one first: "shm", "rdma", "tcp". Default
+	// TUTTI_TRANSPORT.
 	Transport string
 	// Interfaces selects the network interfaces: names and CIDRs, or their exclusion with ^,
 	// separated by commas. Default TUTTI_IFNAME, else all. Of several interfaces, the route to the
@@ -65,6 +67,16 @@ type Config struct {
 	// the last bits of floating-point results; the same table gives the same bits. Default
 	// TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists.
 	Tuning string
+	// Devices are those whose memory the buffers of operations may be in, beside the host's. The
+	// caller opens them before Join and closes them after Close. Collectives on such buffers copy
+	// through host memory, of which each that is under way has its own. Messages and windows use
+	// host memory only.
+	Devices []device.Device
+	// SingleCopy says whether collectives may read large plain buffers straight from the processes
+	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
+	// be faster, by trying both ways), "on" (from 128 KiB on) or "off". The results are
+	// the same. A group does it if all of its ranks may. Default TUTTI_SINGLE_COPY, else "auto".
+	SingleCopy string
 	// Timeout bounds every operation, and Join, in addition to their ctx. Default TUTTI_TIMEOUT,
 	// else 5 minutes. Negative: no bound.
 	Timeout time.Duration

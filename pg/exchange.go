@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"tutti/collectives"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
 	"tutti/pg/internal/join"
@@ -174,6 +175,9 @@ func (g *Group) hear(slot, key int, value []byte) {
 	case noticeStanding:
 		var t resync.Told
 		if t, err = decodeTold(value); err == nil {
+			if old, ok := g.sync.Heard(slot); !ok || old.At.Before(t.At) {
+				g.relay(slot, t)
+			}
 			if g.sync.Hear(slot, t) {
 				g.settled()
 			}
@@ -252,8 +256,8 @@ func (g *Group) standing() resync.Standing {
 	return s
 }
 
-// ready brings the group into a state in which its next operation can run. The error is the
-// operation's.
+// ready brings the group into a state in which the current call can run as its next operation. The
+// error is the operation's. The group's view may be another one afterwards.
 func (g *Group) ready() error {
 	if err := g.halted(); err != nil {
 		return err
@@ -344,10 +348,49 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		if err := g.irreplaceable(missing, "entering a view"); err != nil {
 			return err
 		}
-		if err := g.pause(missing); err != nil {
+		if err := g.pause(g.reach(missing, time.Since(began))); err != nil {
 			return g.overdue(err, "", missing)
 		}
 	}
+}
+
+// The members of an exchange are a tree, along which they pass on the standings of others, so that
+// a member needs few links to learn all. A member that waits for long makes links to those whose
+// standings are missing, because one between may have stopped.
+
+// relayed is how long a member relies on others to pass on standings.
+const relayed = 250 * time.Millisecond
+
+// neighbours returns the slots of this rank's parent and children in the tree of the latest view's
+// members; parent is -1 at its root.
+func (g *Group) neighbours() (parent int, children []int) {
+	members := g.sync.Now().Members
+	at := slices.Index(members, g.rank)
+	if at < 0 {
+		return -1, nil
+	}
+	return collectives.StarNeighbours(members, at)
+}
+
+// relay passes a standing on to this rank's neighbours, which may know it.
+func (g *Group) relay(slot int, t resync.Told) {
+	parent, to := g.neighbours()
+	if slot == g.rank || len(to) == 0 {
+		return
+	}
+	if parent >= 0 {
+		to = append(to, parent)
+	}
+	g.msgs.Relay(to, slot, noticeStanding, encodeTold(t))
+}
+
+// reach returns the members that an exchange needs links to, given those whose standings are
+// missing and how long this rank has waited for them.
+func (g *Group) reach(missing []int, waited time.Duration) []int {
+	if parent, _ := g.neighbours(); parent >= 0 && len(missing) > 0 && waited < relayed {
+		return []int{parent}
+	}
+	return missing
 }
 
 // departure bounds the time from a leaving rank's close of a group until it is out of the view.
@@ -399,6 +442,11 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 		return err
 	}
 	g.msgs.Notice(g.v.Active, noticeStanding, encodeTold(tell))
+	for _, slot := range g.v.Active { // those who were here first
+		if t, ok := g.sync.Heard(slot); ok && t.At == tell.At {
+			g.relay(slot, t)
+		}
+	}
 	g.job.log.Debug("entering a view", "group", g.id(), "epoch", tell.At.View, "attempt", tell.At.Attempt,
 		"over", mine.Over, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls,
 		"passive", passive, "missing", g.sync.Missing())

@@ -1,5 +1,28 @@
 package pg
 
+import (
+	"testing"
+
+	"tutti/pg/flight"
+)
+
+// Sent returns the number of bytes that this rank has sent to others.
+func (g *Group) Sent(t *testing.T) (n uint64) {
+	t.Helper()
+	text, err := g.job.status(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := flight.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range s.Links {
+		n += l.BytesSent
+	}
+	return n
+}
+
 // JobView returns the slots that are active in the job's view; the group may not have entered it.
 func (g *Group) JobView() []int {
 	g.job.proxy.Lock()

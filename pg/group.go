@@ -46,6 +46,7 @@ type Group struct {
 
 	// Under the proxy's lock, except shown.
 	line    line
+	devices devices
 	works   works
 	busy    bool                      // a call has the turn
 	seq     uint64                    // number of the latest operation
@@ -153,7 +154,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 // plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
-		Chosen: g.track.Chosen, Keep: g.track.Keep})
+		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
 }
@@ -268,7 +269,10 @@ func (g *Group) local() (rank, size int) {
 }
 
 // blocking runs a collective for its caller.
-func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
+func (g *Group) blocking(ctx context.Context, q *exec.Request) error { return g.operate(ctx, q, nil) }
+
+// operate is blocking for data that arrives by a visit; v may be nil.
+func (g *Group) operate(ctx context.Context, q *exec.Request, v *visit) error {
 	g.job.proxy.Lock()
 	if g.line.take() {
 		g.begun(ctx, g.job.timeout, false)
@@ -283,15 +287,12 @@ func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
 			return err
 		}
 	}
-	var err error
-	if g.rough {
+	err := g.bind(q)
+	if err == nil && g.rough {
 		err = g.ready()
 	}
 	if err == nil {
-		err = g.bind(q)
-	}
-	if err == nil {
-		_, err = g.collective()
+		_, err = g.across(v)
 	}
 	g.leave()
 	return err
@@ -354,14 +355,11 @@ func (g *Group) launch() error {
 	if g.err != nil {
 		return g.err
 	}
-	if err := g.wait.Err(); err != nil { // nothing was sent, but the other ranks count the operation
-		g.seq++
-		typed := g.fail(err)
-		g.rough = true
-		g.fails(typed)
-		return typed
+	if err := g.wait.Err(); err != nil {
+		return g.miss(err)
 	}
-	if g.run.Bound() == nil {
+	if b := g.run.Bound(); b == nil || !g.run.Current(b) {
+		g.run.Unbind()
 		if bad := g.fits(); bad != nil {
 			var root *RankError
 			if errors.As(bad, &root) { // the same at all ranks
@@ -373,6 +371,16 @@ func (g *Group) launch() error {
 	g.seq++
 	g.track.Begin(g.run, g.v.epoch, g.seq, g.v.ranks)
 	return nil
+}
+
+// miss ends an operation that does not begin because of err: nothing was sent, but the other ranks
+// count it.
+func (g *Group) miss(err error) error {
+	g.seq++
+	typed := g.fail(err)
+	g.rough = true
+	g.fails(typed)
+	return typed
 }
 
 // concluded ends the operation, whose steps have ended with err.
@@ -670,9 +678,10 @@ func (g *Group) Close() error {
 	p.Lock()
 	g.begun(g.ctx, g.job.timeout, true)
 	g.run.Free()
+	unused := g.devices.close()
 	delete(g.job.groups, g)
 	g.leave()
-	return g.job.release()
+	return errors.Join(unused, g.job.release())
 }
 
 // worldName is the name of the group of all ranks.
@@ -747,12 +756,14 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 // exchange returns what all members have sent, by slot; zeros for inactive slots. Its outcome is
 // uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
-	if err := g.enter(ctx, "split", func() {
-		g.expired(exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size})
-	}); err != nil {
+	call := func() exec.Call {
+		return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size}
+	}
+	if err := g.enter(ctx, "split", func() { g.expired(call()) }); err != nil {
 		return nil, err
 	}
 	defer g.leave()
+	g.run.Adopt(call())
 	if err := g.ready(); err != nil {
 		return nil, err
 	}

@@ -312,8 +312,8 @@ func (g *Group) meet(ctx context.Context) error {
 }
 
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
-// The caller runs a goroutine for each of the groups returned. Local uses Algorithm, Timeout and
-// Logger of cfg, and the default table of algorithms.
+// The caller runs a goroutine for each of the groups returned. Local uses Algorithm, Timeout,
+// Devices and Logger of cfg, and the default table of algorithms.
 func Local(n int, cfg Config) ([]*Group, error) {
 	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}

@@ -246,9 +246,9 @@ func (g *Group) pass() {
 // here as one whose time is up when it begins, and therefore at all ranks. c is the call without
 // its memory.
 func (g *Group) expired(c exec.Call) {
+	g.run.Adopt(c)
 	err := g.ready()
 	if err == nil {
-		g.run.Adopt(c)
 		_, err = g.collective()
 	}
 	g.job.log.Debug("an operation was given up before its turn", "call", c.Describe(), "err", err)

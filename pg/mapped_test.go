@@ -29,6 +29,9 @@ func alloc(t *testing.T, g *pg.Group, n int) []float64 {
 	return x
 }
 
+// plain returns memory that is not registered.
+func plain(_ *testing.T, _ *pg.Group, n int) []float64 { return make([]float64, n) }
+
 func fill(x []float64, v float64) {
 	for i := range x {
 		x[i] = v
@@ -65,14 +68,82 @@ func together(t *testing.T, g *pg.Group) {
 // A call on registered memory that was cancelled at any moment, at any rank, has the result or an
 // error, and leaves the memory alone from its return on.
 func TestCancelledCallsDoNotWriteRegisteredMemory(t *testing.T) {
-	const n, rounds = 3, 150
+	cancelled(t, 150, alloc)
+}
+
+// The same holds for plain memory that peers read from this process.
+func TestCancelledCallsDoNotWritePlainMemory(t *testing.T) {
+	cancelled(t, 150, plain, pgtest.Config(pg.Config{SingleCopy: "on"}))
+}
+
+// The same holds if a rank uses either memory, whatever the others do. The ranks exchange that only
+// in some of the calls, and after a cancelled one all do again.
+func TestCancelledCallsOnAnyMemory(t *testing.T) {
+	cancelled(t, 600, func(t *testing.T, g *pg.Group, n int) []float64 {
+		if rand.IntN(3) == 0 {
+			return alloc(t, g, n)
+		}
+		return plain(t, g, n)
+	}, pgtest.Config(pg.Config{SingleCopy: "off"}))
+}
+
+// Calls on plain memory do not keep those on registered memory that follow from loading it for
+// long.
+func TestRegisteredMemoryIsLoadedAfterPlain(t *testing.T) {
+	const count, least = 64 << 10, 64 << 10
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		memory := map[bool][]float64{false: plain(t, g, count), true: alloc(t, g, count)}
+		sent := func(registered bool) uint64 {
+			before := g.Sent(t)
+			fill(memory[registered], 1)
+			if err := pg.AllReduce(t.Context(), g, memory[registered], pg.Sum); err != nil {
+				t.Fatal(err)
+			}
+			if err := all(memory[registered], 2); err != nil {
+				t.Fatal(err)
+			}
+			return g.Sent(t) - before
+		}
+		for round := range 3 {
+			for range 300 {
+				if n := sent(false); n < least {
+					t.Fatalf("round %d: plain memory, %d bytes sent", round, n)
+				}
+			}
+			calls := 1
+			for ; sent(true) >= least; calls++ {
+			}
+			if calls > 64 {
+				t.Errorf("round %d: loaded in call %d", round, calls)
+			}
+			for range 10 {
+				if n := sent(true); n >= least {
+					t.Fatalf("round %d: registered memory, %d bytes sent", round, n)
+				}
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{SingleCopy: "off"}))
+}
+
+func cancelled(t *testing.T, rounds int, alloc func(t *testing.T, g *pg.Group, n int) []float64,
+	opts ...pgtest.Option) {
+	const n = 3
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		same, own := rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(2, uint64(g.Rank())))
 		failed := 0
 		for round := range rounds {
-			count := 1 << (13 + same.IntN(5))
+			count := 1 << (14 + same.IntN(3))
 			x := alloc(t, g, count)
+			for range same.IntN(5) { // of the same shape
+				fill(x, float64(g.Rank()))
+				if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
+					t.Fatalf("round %d: %v", round, err)
+				}
+				if bad := all(x, float64(n*(n-1)/2)); bad != nil {
+					t.Fatalf("round %d: %v", round, bad)
+				}
+			}
 			fill(x, float64(g.Rank()+round))
 			hasty, late := same.IntN(n), same.IntN(n)
 			cctx, cancel := ctx, context.CancelFunc(func() {})
@@ -112,13 +183,18 @@ func TestCancelledCallsDoNotWriteRegisteredMemory(t *testing.T) {
 			}
 		}
 		t.Logf("%d of %d rounds failed", failed, rounds)
-	}, pgtest.Transport("shm"))
+	}, append(opts, pgtest.Transport("shm"))...)
 }
 
 // A rank that dies at any moment, while the others map each other's memory for the first time,
 // costs the survivors at most one operation, and none where its inputs are intact; no result is
 // wrong.
-func TestDeathWhileMemoryIsMapped(t *testing.T) {
+func TestDeathWhileMemoryIsMapped(t *testing.T) { death(t, alloc, "auto") }
+
+// The same holds while others read its plain memory.
+func TestDeathWhileMemoryIsRead(t *testing.T) { death(t, plain, "on") }
+
+func death(t *testing.T, alloc func(t *testing.T, g *pg.Group, n int) []float64, singleCopy string) {
 	for _, how := range []pg.OnFailure{pg.Shrink, pg.Retry} {
 		for moment := range 8 {
 			if testing.Short() && moment%3 != 0 {
@@ -164,7 +240,8 @@ func TestDeathWhileMemoryIsMapped(t *testing.T) {
 							after++
 						}
 					}
-				}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: how}), pgtest.Expect(victim, 9))
+				}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: how, SingleCopy: singleCopy}),
+					pgtest.Expect(victim, 9))
 			})
 		}
 	}

@@ -65,7 +65,7 @@ func (g *Group) checkMessage(m *message) error {
 		return bad("the buffer", fmt.Sprintf("%d elements of %v", b.Count, b.DType), "a buffer that fits in memory")
 	case b.Location != "" && !b.Location.Host():
 		return bad("the buffer's location", string(b.Location),
-			"host memory: no transport of this group reaches any other")
+			"host memory: messages and windows are not in a device's")
 	}
 	return nil
 }

@@ -868,6 +868,7 @@ func TestAgreementsOfARankThatComesIn(t *testing.T) {
 						time.Sleep(time.Millisecond)
 					}
 				case 2:
+					pgtest.InjectFaults(t).Await(0, 4) // the barrier, two messages and the operation
 					pgtest.Kill(t)
 				}
 				if err := operate(); lostRank(err) < 0 {
@@ -902,7 +903,7 @@ func TestAgreementsOfARankThatComesIn(t *testing.T) {
 				if err := operate(); err != nil {
 					t.Fatal(err)
 				}
-			}, pgtest.Transport("shm"), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2),
+			}, pgtest.Transport("shm"), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2), pgtest.Faults(nil),
 				pgtest.Config(pg.Config{AutoAdmit: auto, Uniform: true, OnFailure: pg.Shrink,
 					Timeout: 30 * time.Second}))
 		})

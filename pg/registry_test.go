@@ -19,7 +19,7 @@ func (renamed) Name() string { return "renamed" }
 
 // A transport takes one package and one row: with them it is chosen, named in errors, and works.
 func TestCallersTransport(t *testing.T) {
-	defer registry.Add(registry.Kind{Name: "renamed", Reach: registry.Network, Works: func() bool { return true },
+	defer registry.Add(registry.Kind{Name: "renamed", Reach: registry.Network, Works: func() error { return nil },
 		New: func(o registry.Options) (p2p.Transport, error) {
 			return renamed{tcp.New(tcp.Config{Interfaces: o.Interfaces, Ports: o.Ports, Logger: o.Logger})}, nil
 		}})()
@@ -31,7 +31,7 @@ func TestCallersTransport(t *testing.T) {
 	}, pgtest.Transport("renamed"))
 	_, err := pg.Join(context.Background(), pg.Config{Size: 2, Transport: "none"})
 	var bad *pg.ArgumentError
-	if !errors.As(err, &bad) || bad.Want != "auto, or a list of renamed, shm or tcp" {
+	if !errors.As(err, &bad) || bad.Want != "auto, or a list of renamed, shm, rdma or tcp" {
 		t.Error(err)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"tutti/collectives"
 	"tutti/p2p"
 	"tutti/p2p/registry"
+	"tutti/pg/internal/exec"
 	"tutti/pg/internal/join"
 )
 
@@ -21,6 +22,7 @@ type settings struct {
 	Config
 	launch bootstrap.Launch
 	algo   collectives.Algo
+	single exec.Single
 	kinds  []registry.Kind // transports
 
 	meeting   *bootstrap.Meeting   // where ranks without a store meet; nil: the job has a store
@@ -74,6 +76,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	def(&s.Ports, l.Ports, "0")
 	def(&s.Algorithm, l.Algorithm, "auto")
 	def(&s.Tuning, l.Tuning, "")
+	def(&s.SingleCopy, l.SingleCopy, "auto")
 	def(&s.LogDir, l.LogDir, "")
 	def(&s.Metrics, l.Metrics, "")
 	if s.Secret == nil {
@@ -102,6 +105,10 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	}
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
 		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
+	}
+	if s.single, err = exec.ParseSingle(s.SingleCopy); err != nil {
+		return nil, &ArgumentError{Call: "join", Arg: "SingleCopy, or TUTTI_SINGLE_COPY,",
+			Got: fmt.Sprintf("%q", s.SingleCopy), Want: "auto, on or off"}
 	}
 	if s.kinds, err = registry.Find(s.Transport); err != nil {
 		return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",
@@ -200,12 +207,13 @@ func (s *settings) openStore(ctx context.Context) (bootstrap.Store, error) {
 func (s *settings) transports() ([]p2p.Transport, error) {
 	var all []p2p.Transport
 	for _, k := range s.kinds {
-		if len(s.kinds) > 1 && !k.Works() {
+		if len(s.kinds) > 1 && k.Works() != nil {
 			continue
 		}
 		// While an operation waits for a host, the proxy sends it heartbeats, and a host that is
 		// silent for a window counts as lost.
 		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
+			RDMADevices: s.launch.RDMADevices, RDMAGID: s.launch.RDMAGID,
 			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Dial: s.Dialer,
 			Logger: s.Logger})
 		if err != nil {

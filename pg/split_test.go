@@ -2,8 +2,10 @@ package pg
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -105,6 +107,38 @@ func TestSubgroupSurvivesManyViews(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestCallAfterALoss checks what a call says that begins after a rank was lost: that its arguments
+// are invalid, if they are, and otherwise its own name, not that of the call before.
+func TestCallAfterALoss(t *testing.T) {
+	each(t, 3, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
+		sub, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			return err
+		}
+		defer sub.Close()
+		if err := sub.Barrier(ctx); err != nil || g.Rank() == 2 {
+			return err
+		}
+		g.job.proxy.Lock()
+		v := membership.View{Epoch: g.job.initial.Epoch + 1, Slots: slices.Clone(g.job.initial.Slots)}
+		v.Slots[2] = membership.Slot{Left: v.Epoch}
+		g.job.initial = v
+		sub.viewChanged()
+		g.job.proxy.Unlock()
+		x := []int64{1}
+		var argument *ArgumentError
+		if err := Broadcast(ctx, sub, x, sub.Size()); !errors.As(err, &argument) {
+			return fmt.Errorf("a broadcast from rank %d of %d: %v, want an *ArgumentError", sub.Size(), sub.Size(), err)
+		}
+		var lost *RankError
+		err = sub.Start(ReduceOp{X: BufferOf(x), Root: 1, Op: Sum}).Wait(ctx)
+		if !errors.As(err, &lost) || lost.Rank != 2 || !strings.HasPrefix(lost.Call, "reduce ") {
+			return fmt.Errorf("a reduce without rank 2: %v, want an error that names both", err)
+		}
+		return nil
+	})
 }
 
 // TestCallsLikeInternalOnes makes calls of the shapes that Split and Admit agree with, which are

@@ -1,10 +1,13 @@
 package pg
 
 import (
+	"fmt"
 	"reflect"
 	"unsafe"
 
+	"tutti/device"
 	"tutti/kernels"
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
 )
@@ -81,10 +84,27 @@ type Location = p2p.Location
 // Buffer is typed memory of the caller: Count elements of DType at Ptr. Collectives use it until
 // they end, and keep no reference afterwards. The zero Buffer is empty.
 type Buffer struct {
-	Ptr      unsafe.Pointer
+	Ptr      unsafe.Pointer // in a device's memory, the address there
 	Count    int
 	DType    DType
-	Location Location // "" means host memory
+	Location Location // "" means host memory; else that of one of Config.Devices
+	// Stream is a stream of the device, for memory there. The operation sees the results of earlier
+	// work on the stream, and later work sees those of the operation; if it fails, later work finds
+	// anything in the destination. All buffers of an operation have the same Stream, and no other
+	// goroutine uses it during Do and Start. Without one, earlier work on the memory must have
+	// ended.
+	Stream device.Stream
+}
+
+// DeviceBuffer describes m, memory of a device, as elements of dt: see Buffer.Stream. It panics if
+// m is no whole number of elements.
+func DeviceBuffer(m mem.Memory, dt DType, s device.Stream) Buffer {
+	if m.Len()%dt.Size() != 0 {
+		panic(fmt.Sprintf("pg: %d bytes are no whole number of elements of %v", m.Len(), dt))
+	}
+	at := uintptr(m.Address())
+	return Buffer{Ptr: *(*unsafe.Pointer)(unsafe.Pointer(&at)), Count: m.Len() / dt.Size(), DType: dt,
+		Location: m.Loc(), Stream: s}
 }
 
 // BufferOf describes the elements of x.
@@ -93,7 +113,9 @@ func BufferOf[T Element](x []T) Buffer {
 }
 
 // bufferOf returns the exec.Buffer of x.
-func bufferOf[T Element](x []T) exec.Buffer { return exec.Buffer(BufferOf(x)) }
+func bufferOf[T Element](x []T) exec.Buffer {
+	return exec.Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: DTypeOf[T]()}
+}
 
 // DTypeOf returns the data type of T: by its name for the small floats, else by its kind (int and
 // uint are 64 bits).

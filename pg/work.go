@@ -29,6 +29,7 @@ type progress struct {
 	err   error
 	s     *started      // nil: it is over, or a message
 	msg   *message      // Send or Recv
+	visit *visit        // of an operation on a device's memory
 	done  chan struct{} // nil: Done was not called before it was over
 	then  func(error)   // nil: OnEnd was not called before it was over
 }
@@ -190,6 +191,9 @@ func (w *Work) end(local bool, err error) {
 		}
 		return
 	}
+	if was.visit != nil {
+		was.visit.open()
+	}
 	done, then := was.done, was.then
 	if err == nil && done == nil && was.msg == nil {
 		w.at.Store(nil)
@@ -240,6 +244,9 @@ func (g *Group) begin(op Operation, limit time.Duration) *Work {
 	}
 	var q exec.Request
 	ask(op, &q)
+	if q.Dst.Location != "" || q.Src.Location != "" {
+		return g.startOnDevice(op, q, limit)
+	}
 	g.job.proxy.Lock()
 	w := g.newWork()
 	g.start(w, &q, limit)
@@ -263,6 +270,9 @@ func (g *Group) start(w *Work, q *exec.Request, limit time.Duration) {
 	if g.works.parked.work != nil {
 		g.advance()
 	}
+	if w.at.Load() != nil {
+		b = nil // its data has to arrive: only the worker runs it
+	}
 	if b != nil && b.Bytes() <= shortTo && g.steady(b) && g.line.take() {
 		g.sprint(w, q, b, limit)
 		return
@@ -276,13 +286,16 @@ func (g *Group) start(w *Work, q *exec.Request, limit time.Duration) {
 			return
 		}
 		s.call = c
-		s.eager = c.Bytes(g.v.Size) >= eagerFrom
+		s.eager = c.Bytes(g.v.Size) >= eagerFrom || s.now.visit != nil
 	}
-	if g.line.join(&s.waiter); g.line.taken {
-		g.rouse()
-	} else {
+	if g.line.join(&s.waiter); !g.line.taken {
 		g.advance()
+		return
 	}
+	if g.steady(b) && g.job.settings.OnFailure == Report {
+		g.run.SendAhead(b, s.out, s.in, g.seq+uint64(g.line.calls)-1)
+	}
+	g.rouse()
 }
 
 // newWork returns a Work of a collective. Works are allocated several at a time.
@@ -306,7 +319,10 @@ func (g *Group) newStarted(w *Work, q *exec.Request, b *exec.Bound, limit time.D
 		s.work, s.now.g, s.now.s = s, g, s
 	}
 	// Nothing else of it changes: another goroutine may still look whether it is over.
-	s.now.done, s.now.then = nil, nil
+	s.now.done, s.now.then, s.now.visit = nil, nil, nil
+	if was := w.at.Load(); was != nil {
+		s.now.visit = was.visit
+	}
 	w.at.Store(&s.now)
 	s.w, s.at, s.n, s.limit = w, flight.Now(), g.works.started, limit
 	if s.bound = b; b != nil {
@@ -353,9 +369,13 @@ func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Durat
 // A short operation whose call is bound runs as soon as it has the turn, in the goroutine that
 // passed the turn on. It sends what it can, so that no peer waits for this rank's data, and is
 // parked where it has to wait. A goroutine that waits for it, or for a turn behind it, resumes it,
-// and parks it again when its own ctx ends. Every Start tries it once more. An operation that
-// cannot be parked runs in a waiting goroutine only if that goroutine's ctx cannot end, and
-// otherwise in the worker.
+// and parks it again when its own ctx ends. Every Start tries it once more, unless the link gathers
+// messages. An operation that cannot be parked runs in a waiting goroutine only if that goroutine's
+// ctx cannot end, and otherwise in the worker.
+//
+// What such an operation sends may leave before it has the turn: when all operations before it have
+// sent theirs, and it reads nothing that they write. That is done with OnFailure Report only. With
+// Retry or Shrink, a rank that fails would leave others with more results that it has not got.
 
 // works is a group's state of started operations.
 type works struct {
@@ -385,7 +405,7 @@ func (g *Group) idle() *started {
 
 // steady reports whether a call that is bound to b needs nothing but the steps of its plan.
 func (g *Group) steady(b *exec.Bound) bool {
-	return b != nil && g.run.Current(b) && !g.rough && !g.job.settings.Uniform
+	return b != nil && b.Steady() && g.run.Current(b) && !g.rough && !g.job.settings.Uniform
 }
 
 // advance runs short operations in their order until one has to wait for a peer. With the proxy's
@@ -477,12 +497,11 @@ func (g *Group) perform(w *started, lazy bool) {
 	}
 	g.line.takeNext()
 	g.begun(g.ctx, w.limit, lazy)
-	if g.rough {
+	if g.load(w); g.rough {
 		err = g.ready()
 	}
 	if err == nil {
-		g.load(w)
-		here, err = g.collective()
+		here, err = g.across(w.now.visit)
 	}
 	g.finish(w.w, here, err)
 }
@@ -620,6 +639,9 @@ func (g *Group) Do(ctx context.Context, op Operation) error {
 	}
 	var q exec.Request
 	ask(op, &q)
+	if q.Dst.Location != "" || q.Src.Location != "" {
+		return g.doOnDevice(ctx, op, q)
+	}
 	return g.blocking(ctx, &q)
 }
 

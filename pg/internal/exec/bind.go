@@ -14,10 +14,12 @@ type Bound struct {
 	key      boundKey
 	set      *planSet
 	prog     *program
+	express  *express  // how it runs if all goes well; nil: only by steps
 	tok      p2p.Token // without the sequence number
 	from, to int       // strides of in and out
 	size     int       // see Bytes
 	inPlace  bool      // its buffers may be identical
+	asks     bool      // the ranks decide in each call whether they load; prog is for buffers that are sent
 
 	// Record describes the call for the flight recorder in the view Epoch. Both belong to the
 	// owner.
@@ -45,14 +47,21 @@ func (r *Runner) Recall(q *Request) *Bound {
 		return nil
 	}
 	dst, src := &q.Dst, &q.Src
-	at := &r.set.latest[slot(q.Kind, q.Op, src.DType, q.Root, dst.Count)]
+	dtype := src.DType
+	if q.Kind == collectives.Barrier { // it has no buffers
+		dtype = kernels.Uint8
+	}
+	at := &r.set.latest[slot(q.Kind, q.Op, dtype, q.Root, dst.Count)]
 	b := *at
-	if b == nil || b.key.kind != q.Kind || b.key.op != q.Op || b.key.dtype != src.DType || b.key.root != q.Root ||
+	if b == nil || b.key.kind != q.Kind || b.key.op != q.Op || b.key.dtype != dtype || b.key.root != q.Root ||
 		b.key.dst != dst.Count || b.key.src != src.Count {
-		if b = r.set.bound[boundKey{q.Kind, q.Op, src.DType, q.Root, dst.Count, src.Count}]; b == nil {
+		if b = r.set.bound[boundKey{q.Kind, q.Op, dtype, q.Root, dst.Count, src.Count}]; b == nil {
 			return nil
 		}
 		*at = b
+	}
+	if q.Kind == collectives.Barrier {
+		return b
 	}
 	if dst.DType != src.DType || dst.Ptr == nil || src.Ptr == nil || dst.Location != "" || src.Location != "" ||
 		!(b.inPlace && dst.Ptr == src.Ptr) && clash(q.Kind, q.Root, r.rank, dst, src, nil) != "" {
@@ -61,20 +70,29 @@ func (r *Runner) Recall(q *Request) *Bound {
 	return b
 }
 
-// remember binds the call that has just run, for Recall, if it has one block, needs no agreement on
-// memory, and uses its buffers as they are given.
-func (r *Runner) remember(prog *program) {
+// remember binds the call that has just run, for Recall, if it has one block and uses its buffers
+// as they are given. asks is as in Bound.
+func (r *Runner) remember(prog *program, asks bool) {
 	c, n, l := r.cur, r.set.Size, r.cur.Kind.Layout()
 	if (l.InAtRoot || l.OutAtRoot) && (l.In.Parted() || l.Out.Parted()) || l.Out == collectives.Packed {
 		return // its buffers differ from rank to rank
 	}
+	if prog.Algo == collectives.LoadStore {
+		if prog = r.sends(); prog == nil {
+			return
+		}
+	}
 	dst, src := c.elements(l.Out, n), c.elements(l.In, n)
-	if c.In == nil || c.Out == nil || c.Count == 0 || r.bound != nil || r.widens(prog) {
+	if (c.In == nil || c.Out == nil || c.Count == 0) && c.Kind != collectives.Barrier || r.bound != nil ||
+		r.widens(prog) {
 		return
 	}
 	b := &Bound{Call: *c, key: boundKey{c.Kind, c.Op, c.DType, c.Root, dst, src}, set: r.set, prog: prog, tok: r.tok,
 		from: r.in.stride, to: r.out.stride, size: c.Bytes(n),
-		inPlace: l.In == collectives.One && l.Out == collectives.One}
+		inPlace: l.In == collectives.One && l.Out == collectives.One, asks: asks}
+	if !asks {
+		b.express = r.expressOf(b)
+	}
 	b.Forget()
 	b.Uniform = false // only the calls of Split and Admit are uniform by themselves
 	if len(r.set.bound) >= maxPlans {
@@ -84,6 +102,22 @@ func (r *Runner) remember(prog *program) {
 	r.set.bound[b.key] = b
 	r.set.latest[slot(c.Kind, c.Op, c.DType, c.Root, dst)] = b
 }
+
+// sends returns the program by which the current call is sent, nil if it has several blocks.
+func (r *Runner) sends() *program {
+	algo := r.choose(false)
+	if r.cur.Count > r.blockOf(algo, r.cur.DType.Size()) {
+		return nil
+	}
+	prog, err := r.program(r.cur.Kind, algo, r.cur.DType.Size(), r.cur.Count)
+	if err != nil {
+		return nil // the call that is sent returns it
+	}
+	return prog
+}
+
+// Steady reports whether the call always runs by the same plan, which can be suspended.
+func (b *Bound) Steady() bool { return !b.asks }
 
 // Bytes returns the length in bytes of the call's longest buffer.
 func (b *Bound) Bytes() int { return b.size }

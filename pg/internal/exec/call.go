@@ -85,6 +85,33 @@ func (c *Call) elements(e collectives.Extent, n int) (total int) {
 	return total
 }
 
+// Extents returns the lengths in bytes of the call's buffers at this rank, in a group of n slots,
+// and whether the call reads the source and writes the destination.
+func (c *Call) Extents(rank, n int) (in, out int, reads, writes bool) {
+	l, elem, atRoot := c.Kind.Layout(), c.DType.Size(), rank == c.Root
+	in, out = c.elements(l.In, n), c.elements(l.Out, n)
+	if l.In == collectives.Own {
+		in = c.Counts[rank]
+	}
+	if c.Kind == collectives.AllToAllV {
+		out = 0
+		for _, k := range c.RecvCounts {
+			out += k
+		}
+	}
+	if in *= elem; l.InAtRoot && !atRoot && l.In.Parted() {
+		in = 0
+	}
+	if out *= elem; l.OutAtRoot && !atRoot && l.Out.Parted() {
+		out = 0
+	}
+	reads, writes = in > 0 && (!l.InAtRoot || atRoot), out > 0 && (!l.OutAtRoot || atRoot)
+	if c.Kind == collectives.Broadcast && atRoot {
+		writes = false // its vector is there
+	}
+	return in, out, reads, writes
+}
+
 // Synchronizes reports whether every rank's result depends on every other's data.
 func (c *Call) Synchronizes() bool {
 	switch c.Kind {
@@ -167,7 +194,7 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 				"a buffer that fits in memory"}
 		case b.Location != "" && !b.Location.Host():
 			return c, &Refusal{b.name + "'s location", string(b.Location),
-				"host memory: no transport of this group reaches any other"}
+				"host memory, or the memory of one of Config.Devices"}
 		}
 	}
 	if q.Kind.Reduces() && !kernels.Supported(q.Op, c.DType) {

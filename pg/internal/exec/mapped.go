@@ -2,6 +2,7 @@ package exec
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"unsafe"
 
@@ -9,31 +10,54 @@ import (
 	"tutti/p2p"
 )
 
-// mapped is the state of a load-store plan: the peers' memory in this process, and the exposure of
-// this rank's. It belongs to the running operation from exchange to close.
+// mapped is the state of a load-store plan: the peers' memory, mapped or to be read from their
+// processes, and the exposure of this rank's. It belongs to the running operation from exchange to
+// close.
 type mapped struct {
-	exposure  *p2p.Exposure // nil: this rank's memory cannot be mapped
+	exposure  *p2p.Exposure // nil: peers cannot load this rank's memory
 	begun     bool          // whether the running operation has begun the exposure
 	peers     []peerMemory  // by slot
 	loads     []load        // of the plan that runs
 	mine, all []byte        // this rank's and all ranks' descriptors
 }
 
-// peerMemory holds the buffers of a peer in this process. in or out is nil if the plan does not
-// load it.
+// peerMemory holds the buffers of a peer. in or out is zero if the plan does not load it.
 type peerMemory struct {
-	in, out unsafe.Pointer
+	in, out source
 	ticket  p2p.Ticket
 	held    []*p2p.Mapping
+	reader  p2p.ProcessReader // of sources that are not mapped
+}
+
+// source is a buffer of a peer: mapped at ptr, or else at an address of the peer's process.
+type source struct {
+	ptr unsafe.Pointer
+	far uint64
 }
 
 // A descriptor tells the peers where this rank's buffers are, in descSize bytes, little-endian:
 //
-//	0 ok (1 byte): they can be mapped | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
-//	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it | 56 zero
+//	0 access (1 byte) | 1 reads (1) | 2 pause (1) | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
+//	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it
+//	56 sequence number of the last call that was timed (4) | 60 its time (4)
 //
-// A region is 0 if the peers do not need that buffer of this rank.
+// A region is 0 if the peers do not need that buffer of this rank; or if it is plain memory, and
+// then the offset is its address. The ranks load if all memory is mapped; or if none is closed, all
+// can read plain memory of all others, and the lowest of them would rather read it in this call.
 const descSize = 64
+
+// Access to the buffers of a rank.
+const (
+	accessNone = iota
+	accessMapped
+	accessRead // some are plain memory
+)
+
+// Bits of reads.
+const (
+	canRead = 1 << iota
+	rather
+)
 
 // loaded returns how many bytes of In and Out of slot its peers load in a load-store plan of c.
 func (c *Call) loaded(slot, elem int) (in, out int) {
@@ -49,36 +73,92 @@ func (c *Call) loaded(slot, elem int) (in, out int) {
 	return c.elements(l.In, c.Slots) * elem, out
 }
 
+// An outcome is what the last exchange about calls of one shape has shown. It is the same at all
+// ranks, but for pause.
+//
+// Most programs never register memory. If the buffers of a call were sent, those of the next calls
+// of the same shape are sent without an exchange: as many as the lowest rank has said, one, three,
+// seven and so on up to mostSent while no exchange has another outcome.
+type outcome struct {
+	until uint64 // calls before this operation are sent
+	pause byte   // what this rank would say
+	able  bool   // all ranks could read plain memory
+}
+
+// mostSent is the largest number of calls that are sent without an exchange. Memory that is
+// registered meanwhile is not loaded before they are over.
+const mostSent = 63
+
+type outcomes map[planKey]*outcome
+
+// loads reports whether the current call loads from the peers' memory, at every rank alike. If so,
+// the memory is there: see exchange.
+func (r *Runner) loads(elem int) (bool, error) {
+	key := planKey{kind: r.cur.Kind, root: r.cur.Root, elem: elem, count: r.cur.Count}
+	at := r.outcomes[key]
+	switch {
+	case at != nil && r.seq < at.until:
+		return false, nil
+	case at == nil:
+		if len(r.outcomes) >= maxPlans { // at all ranks in the same operation
+			clear(r.outcomes)
+		}
+		at = &outcome{}
+		r.outcomes[key] = at
+	}
+	return r.exchange(elem, at)
+}
+
 // exchange tells all ranks where this rank's buffers are, and maps the peers' buffers that its plan
 // loads. It maps no others, because a rank that no peer waits for may have ended the operation
 // before, and freed its memory. It returns false, at every rank alike, if any buffer that the plan
 // loads cannot be mapped. It also marks the begin of the operation: when it returns, every rank has
 // begun, and peers may load the buffers of the call until close.
-func (r *Runner) exchange(elem int) (bool, error) {
+func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	c, m, size := r.cur, &r.mapped, r.set.Size
 	if len(m.all) != descSize*size {
 		m.mine, m.all, m.peers = make([]byte, descSize), make([]byte, descSize*size), make([]peerMemory, size)
 	}
 	clear(m.mine)
+	m.mine[2] = at.pause
 	if m.exposure != nil {
 		in, out := c.loaded(r.rank, elem)
-		if r.describe(m.mine[24:40], c.In, in) && r.describe(m.mine[40:56], c.Out, out) {
+		access := max(r.describe(m.mine[24:40], c.In, in), r.describe(m.mine[40:56], c.Out, out))
+		if reads := r.reads(elem); reads != 0 || access == accessMapped {
 			board, off := m.exposure.Place()
-			m.mine[0] = 1
+			m.mine[0], m.mine[1] = access, reads
 			binary.LittleEndian.PutUint32(m.mine[4:], uint32(off))
 			binary.LittleEndian.PutUint64(m.mine[8:], board)
 			binary.LittleEndian.PutUint64(m.mine[16:], m.exposure.Begin())
 			m.begun = true
+			r.trials.report(m.mine[56:])
+			if at.able && r.trials.undecided() {
+				m.mine[2] = 0
+			}
 		}
 	}
 	if err := r.share(m.mine, m.all); err != nil {
 		return false, err
 	}
+	mapped, read := true, true
 	for _, slot := range r.set.Active {
-		if m.all[slot*descSize] == 0 {
-			return false, nil
-		}
+		d := m.all[slot*descSize:]
+		mapped = mapped && d[0] == accessMapped
+		read = read && (d[0] == accessMapped || d[0] == accessRead) && d[1]&canRead != 0
 	}
+	at.able = read
+	if !mapped && read {
+		r.trials.learn(m.all, r.set.Active)
+		read = m.all[r.set.Active[0]*descSize+1]&rather != 0
+		r.trials.begin(r.tok.Seq, read)
+	}
+	if !mapped && !read {
+		pause := m.all[r.set.Active[0]*descSize+2]
+		at.until, at.pause = r.seq+1+uint64(pause), min(2*at.pause+1, mostSent)
+		r.trials.skip(int(pause))
+		return false, nil
+	}
+	at.pause = 0
 	prog, err := r.program(c.Kind, collectives.LoadStore, elem, c.Count)
 	if err != nil {
 		return false, err
@@ -92,22 +172,50 @@ func (r *Runner) exchange(elem int) (bool, error) {
 	return true, nil
 }
 
-// describe writes the region that n bytes at ptr are in, and their offset in it. It returns false
-// if peers cannot map them.
-func (r *Runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
+// describe writes where n bytes at ptr are, and returns the access to them.
+func (r *Runner) describe(d []byte, ptr unsafe.Pointer, n int) (access byte) {
 	if n == 0 {
-		return true
+		return accessMapped
 	}
 	reg, off := r.cfg.Region(ptr, n)
 	if reg == nil {
-		return false
+		binary.LittleEndian.PutUint64(d[8:], uint64(uintptr(ptr)))
+		return accessRead
 	}
 	binary.LittleEndian.PutUint64(d, reg.ID)
 	binary.LittleEndian.PutUint64(d[8:], uint64(off))
-	return true
+	return accessMapped
 }
 
-// locate maps the buffers of a peer that the plan loads.
+// reads returns whether this rank can read plain memory of all others in the current call, and
+// would rather do so than have it sent.
+func (r *Runner) reads(elem int) (bits byte) {
+	c, n := r.cur, len(r.set.Active)
+	if c.Kind.Reduces() && !r.choose(false).OnePass() { // the result's bits would not be the same
+		return 0
+	}
+	size := c.Count * elem // what a rank reads from another
+	switch c.Kind {
+	case collectives.AllReduce:
+		size /= n
+	case collectives.AllGatherV:
+		size = c.elements(collectives.Packed, n) * elem / n
+	}
+	if !r.cfg.Single.reads(size) {
+		return 0
+	}
+	for _, slot := range r.set.Active {
+		if slot != r.rank && r.coll.ProcessReader(slot) == nil {
+			return 0
+		}
+	}
+	if r.trials.propose(c.Kind, size) || r.cfg.Single == SingleOn {
+		return canRead | rather
+	}
+	return canRead
+}
+
+// locate finds the buffers of a peer that the plan loads, and maps them unless they are plain.
 func (r *Runner) locate(l load, elem int) (err error) {
 	slot := l.slot
 	d, at := r.mapped.all[slot*descSize:(slot+1)*descSize], &r.mapped.peers[slot]
@@ -136,22 +244,131 @@ func (r *Runner) locate(l load, elem int) (err error) {
 	return nil
 }
 
-// load maps n bytes that the peer in slot described in d.
-func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer, error) {
+// load finds n bytes that the peer in slot described in d.
+func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (source, error) {
 	if n == 0 {
-		return nil, nil
+		return source{}, nil
 	}
-	m, err := r.peerRegion(slot, binary.LittleEndian.Uint64(d))
+	id, off := binary.LittleEndian.Uint64(d), binary.LittleEndian.Uint64(d[8:])
+	if id == 0 {
+		return r.plain(at, slot, off, n)
+	}
+	m, err := r.peerRegion(slot, id)
 	if err != nil {
-		return nil, err
+		return source{}, err
 	}
 	at.held = append(at.held, m)
-	off := binary.LittleEndian.Uint64(d[8:])
 	if size := uint64(len(m.Mem)); off > size || uint64(n) > size-off {
-		return nil, &p2p.PeerError{Rank: r.ranks[slot],
+		return source{}, &p2p.PeerError{Rank: r.ranks[slot],
 			Err: fmt.Errorf("%w: a buffer of %d bytes at offset %d of a region of %d", p2p.ErrProtocol, n, off, size)}
 	}
-	return unsafe.Pointer(&m.Mem[off]), nil
+	return source{ptr: unsafe.Pointer(&m.Mem[off])}, nil
+}
+
+// plain is load for n bytes at address addr of the peer's process.
+func (r *Runner) plain(at *peerMemory, slot int, addr uint64, n int) (source, error) {
+	if addr == 0 || addr+uint64(n) < addr || r.mapped.mine[1] == 0 { // this rank would not have agreed
+		return source{}, &p2p.PeerError{Rank: r.ranks[slot],
+			Err: fmt.Errorf("%w: plain memory of %d bytes at %#x", p2p.ErrProtocol, n, addr)}
+	}
+	if at.reader == nil {
+		at.reader = r.coll.ProcessReader(slot)
+	}
+	if at.reader == nil { // its link has failed since the exchange
+		r.sending = slot
+		return source{}, r.coll.WaitLeft(r.wait, slot, r.tok.Seq)
+	}
+	return source{far: addr}, nil
+}
+
+// far returns the address of ref in its peer's process, and what reads there; nil if ref is mapped,
+// or of this rank.
+func (r *Runner) far(ref *collectives.Ref) (addr uint64, reader p2p.ProcessReader) {
+	switch ref.Buf {
+	case collectives.PeerIn:
+		at := &r.mapped.peers[ref.Peer]
+		if addr = at.in.far; addr != 0 {
+			return addr + uint64(int(ref.Part)*r.in.stride+ref.Off), at.reader
+		}
+	case collectives.PeerOut:
+		at := &r.mapped.peers[ref.Peer]
+		if addr = at.out.far; addr != 0 {
+			return addr + uint64(int(ref.Part)*r.out.stride+ref.Off), at.reader
+		}
+	}
+	return 0, nil
+}
+
+// unread turns the error of a read from slot into the operation's. If the peer has left the
+// operation or ended, it waits until the cause is known. With the lock.
+func (r *Runner) unread(slot int, err error) error {
+	if !r.mapped.peers[slot].ticket.Valid() || errors.Is(err, p2p.ErrPeerGone) {
+		r.sending = slot
+		return r.coll.WaitLeft(r.wait, slot, r.tok.Seq)
+	}
+	return &p2p.PeerError{Rank: r.ranks[slot], Err: err}
+}
+
+// copyFar copies n bytes at address addr of the process of the peer in slot to dst.
+func (r *Runner) copyFar(dst unsafe.Pointer, slot int, addr uint64, reader p2p.ProcessReader, n int) error {
+	var refused error
+	r.proxy.Leave()
+	err := r.pieces(n, turnEvery, func(at, n int) {
+		if refused == nil {
+			refused = reader.ReadProcess(unsafe.Slice((*byte)(unsafe.Add(dst, at)), n), addr+uint64(at))
+		}
+	})
+	r.proxy.Return()
+	if refused != nil {
+		return r.unread(slot, refused)
+	}
+	return err
+}
+
+// foldFar runs ReduceInto step s, of which some sources are plain memory of peers. It reads a piece
+// of each into memory that stays in this processor's cache, and folds the pieces.
+func (r *Runner) foldFar(f fold, s *collectives.Step) (err error) {
+	apart := 0
+	for j := range s.Srcs {
+		if _, reader := r.far(&s.Srcs[j]); reader != nil {
+			apart++
+		}
+	}
+	piece := stagedBytes
+	for piece*apart > stagedBytes && piece > stagedLeast {
+		piece /= 2
+	}
+	if r.staged, err = r.control(r.staged, apart*piece); err != nil {
+		return err
+	}
+	var refused error
+	from := 0
+	r.proxy.Leave()
+	err = r.pieces(s.Dst.Len, piece, func(at, n int) {
+		room := r.staged.Bytes()
+		r.ptrs = r.ptrs[:0]
+		for j := range s.Srcs {
+			addr, reader := r.far(&s.Srcs[j])
+			switch {
+			case refused != nil:
+				return
+			case reader == nil:
+				r.ptrs = append(r.ptrs, unsafe.Add(r.at(&s.Srcs[j]), at))
+				continue
+			}
+			refused, from = reader.ReadProcess(room[:n], addr+uint64(at)), int(s.Srcs[j].Peer)
+			r.ptrs = append(r.ptrs, unsafe.Pointer(unsafe.SliceData(room)))
+			room = room[piece:]
+		}
+		if refused == nil {
+			f.do(r.ptrs, at, n)
+		}
+	})
+	r.proxy.Return()
+	if refused != nil {
+		return r.unread(from, refused)
+	}
+	return err
 }
 
 // verify checks that the peers whose memory was loaded had not left the operation before. If one

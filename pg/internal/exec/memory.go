@@ -37,6 +37,10 @@ const (
 	// more than cachedPiece bypasses the caches.
 	cachedCopy  = 4 << 20
 	cachedPiece = 256 << 10
+	// stagedBytes is the size of the memory for pieces of the peers' plain memory that a step
+	// folds. A piece has stagedLeast bytes or more.
+	stagedBytes = 256 << 10
+	stagedLeast = 32 << 10
 )
 
 // testHookUnlocked is called without the lock, before memory is moved.
@@ -135,6 +139,14 @@ func (r *Runner) reduce(prog *program, i int, s *collectives.Step, dtype kernels
 	}
 	if !r.holds(prog.lent[i]) {
 		return r.failed()
+	}
+	for j := range s.Srcs {
+		if len(prog.loads) == 0 {
+			break
+		}
+		if _, reader := r.far(&s.Srcs[j]); reader != nil {
+			return r.foldFar(f, s)
+		}
 	}
 	if n < unlockedFrom {
 		r.sources(prog, i, s, 0)

@@ -16,10 +16,11 @@ const (
 	// over all ranks) are processed in blocks, so that plans and scratch memory do not grow with
 	// the message.
 	vectorBlock = 8 << 20
-	// loadStoreMin is the size in bytes from which it pays to exchange whether all buffers are
-	// mapped.
-	loadStoreMin = 16 << 10
-	maxPlans     = 512 // cached a group
+	maxPlans    = 512 // cached a group
+	// A vector to or from a root is copied by one rank while another copies what came before, so it
+	// is cut into leastPieces pieces over shared memory, if these have leastChunk bytes.
+	leastPieces = 8
+	leastChunk  = 16 << 10
 	// wireChunk is the pipelining grain on links without shared memory. One system call moves a
 	// whole chunk.
 	wireChunk = 128 << 10
@@ -34,7 +35,9 @@ type Config struct {
 	// Region returns the region, mapped by peers on request, that holds n bytes at ptr, and the
 	// offset of ptr in it; nil if there is none.
 	Region func(ptr unsafe.Pointer, n int) (*p2p.Region, int)
-	// Chosen is called with the algorithm of a call that was not bound.
+	// Single says when to read plain memory straight from the peers' processes.
+	Single Single
+	// Chosen is called with the algorithm of a call that is not bound, or whose buffers decide it.
 	Chosen func(collectives.Algo)
 	// Keep is called with a call that has been bound.
 	Keep func(*Bound)
@@ -72,20 +75,27 @@ type Runner struct {
 	tmp   *p2p.Region
 	wide  *p2p.Region // float32 copies of small floats
 
+	staged *p2p.Region // pieces of the peers' plain memory
+
 	// The memories of the running plan.
-	in, out base
-	scratch unsafe.Pointer
-	sending int      // slot that a Send, or a mapping of its memory, waits for, -1: none
-	prog    *program // running; nil between operations
-	next    int      // the running or the next step
-	worked  int      // bytes that the running step has made with the lock
-	dirty   bool     // the operation works in place and has begun to write
-	mapped  mapped   // the peers' memory, in a load-store plan
+	in, out  base
+	scratch  unsafe.Pointer
+	ahead    int      // Send steps of the running plan that have been made out of turn: see express
+	looking  bool     // the running plan is suspended in receive
+	sent     sent     // Send steps that were made before their plan has run
+	sending  int      // slot that a Send, or a mapping of its memory, waits for, -1: none
+	prog     *program // running; nil between operations
+	next     int      // the running or the next step
+	worked   int      // bytes that the running step has made with the lock
+	dirty    bool     // the operation works in place and has begun to write
+	mapped   mapped   // the peers' memory, in a load-store plan
+	outcomes outcomes // of exchanges, since Open
+	trials   trials   // of single copies
 }
 
 // New makes a Runner. Open and Settle must be called before its first call.
 func New(cfg Config) *Runner {
-	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1}
+	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1, outcomes: outcomes{}}
 	r.cur = &r.unbound
 	r.single = runtime.GOMAXPROCS(0) == 1
 	return r
@@ -103,6 +113,7 @@ func (r *Runner) Open(c *p2p.Channel, ranks []int) {
 	r.coll, r.ranks = c, ranks
 	r.last, r.vary, r.prog = nil, nil, nil
 	r.sending = -1
+	clear(r.outcomes)
 }
 
 // Call returns the current call: the argument of the last Adopt or Use.
@@ -121,10 +132,14 @@ func (r *Runner) Adopt(c Call) {
 func (r *Runner) Use(b *Bound, dst, src unsafe.Pointer) {
 	b.In, b.Out = src, dst
 	r.cur, r.bound = &b.Call, b
+	r.prepare(b)
 }
 
-// Unbind makes the current call run again as one that is not bound.
+// Unbind makes the current call run as one that is not bound.
 func (r *Runner) Unbind() {
+	if r.bound == nil {
+		return
+	}
 	c := *r.cur
 	r.cur.Forget()
 	r.Adopt(c)
@@ -134,22 +149,63 @@ func (r *Runner) Unbind() {
 // grown. Errors are those of the proxy. After p2p.ErrSuspended, which only bound calls return,
 // Resume continues.
 func (r *Runner) Run(seq uint64, hint bool) error {
-	r.seq, r.dirty = seq, false
+	r.seq, r.dirty, r.ahead, r.looking = seq, false, 0, false
 	if b := r.bound; b != nil {
+		r.ahead = r.made(b)
 		r.tok = b.tok
 		r.tok.Seq = seq
 		r.history[seq%uint64(len(r.history))] = r.tok
 		r.in, r.out = base{ptr: b.In, stride: b.from}, base{ptr: b.Out, stride: b.to}
-		if err := r.coll.Begin(r.tok, hint); err != nil {
+		if err := r.coll.Begin(r.tok, hint && r.ahead == 0); err != nil { // what was sent ahead had no hint
 			return err
+		}
+		if b.asks {
+			return r.asked(b)
+		}
+		if b.express != nil {
+			if err := r.express(b); err == nil || err == p2p.ErrSuspended {
+				return err
+			}
 		}
 		return r.stepsFrom(0, b.prog, b.DType)
 	}
 	return r.first(hint)
 }
 
+// asked runs a bound call of which the buffers decide whether they are loaded.
+func (r *Runner) asked(b *Bound) error {
+	elem, in, out := b.DType.Size(), r.in, r.out
+	r.trials.current = nil
+	defer r.mapped.close()
+	load, err := r.loads(elem)
+	if err != nil {
+		return err
+	}
+	prog := b.prog
+	if load {
+		if prog, err = r.program(b.Kind, collectives.LoadStore, elem, b.Count); err != nil {
+			return err
+		}
+	}
+	r.cfg.Chosen(prog.Algo)
+	r.in, r.out = in, out
+	if err := r.steps(prog, b.DType); err != nil {
+		return err
+	}
+	r.trials.end()
+	return nil
+}
+
 // Resume continues a bound call that was suspended.
-func (r *Runner) Resume() error { return r.stepsFrom(r.next, r.bound.prog, r.bound.DType) }
+func (r *Runner) Resume() error {
+	if r.looking {
+		if err := r.receive(r.bound); err == nil || err == p2p.ErrSuspended {
+			return err
+		}
+		r.next = 0
+	}
+	return r.stepsFrom(r.next, r.bound.prog, r.bound.DType)
+}
 
 // Dirty reports whether the last operation worked in place, and had begun to write.
 func (r *Runner) Dirty() bool { return r.dirty }
@@ -315,6 +371,9 @@ func (r *Runner) shape(kind collectives.Kind, elem, count int) collectives.Shape
 	chunk := wireChunk
 	if t.Caps.SharedMemory {
 		chunk = collectives.DefaultChunk
+		if kind == collectives.Broadcast || kind == collectives.Reduce {
+			chunk = min(chunk, max(count*elem/leastPieces, leastChunk))
+		}
 	}
 	return collectives.Shape{Kind: kind, Size: t.Size, Active: t.Active, Rank: r.rank, Root: r.cur.Root, Elem: elem,
 		Count: count, Chunk: chunk, Counts: r.cur.Counts, RecvCounts: r.cur.RecvCounts, Hosts: t.Hosts}
@@ -376,24 +435,29 @@ func (r *Runner) first(hint bool) (err error) {
 	if err := r.coll.Begin(r.tok, hint); err != nil {
 		return err
 	}
-	mayLoad := r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= loadStoreMin
-	algo := r.choose(mayLoad)
-	if algo == collectives.LoadStore {
+	r.trials.current = nil
+	algo := r.choose(r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= collectives.LoadStoreMin(c.Kind))
+	asks := algo == collectives.LoadStore
+	if asks {
 		defer r.mapped.close()
-		ok, err := r.exchange(elem)
+		load, err := r.loads(elem)
 		if err != nil {
 			return err
 		}
-		if !ok {
+		if !load {
 			algo = r.choose(false)
 		}
 	}
 	r.cfg.Chosen(algo)
-	return r.blocks(algo, elem, mayLoad)
+	if err := r.blocks(algo, elem, asks); err != nil {
+		return err
+	}
+	r.trials.end()
+	return nil
 }
 
-// blocks runs the call, one plan per block. asks says that later calls like it have to exchange
-// again whether memory is mapped.
+// blocks runs the call, one plan per block. asks says that the buffers decide whether they are
+// loaded.
 func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 	c, l := r.cur, r.cur.Kind.Layout()
 	r.in, r.out = base{ptr: c.In}, base{ptr: c.Out}
@@ -406,14 +470,7 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 	if c.Kind == collectives.Broadcast || c.Kind == collectives.Reduce && r.rank != c.Root {
 		r.out.ptr = c.In // the root's result is already there; other ranks have none
 	}
-	block := c.Count
-	switch { // a LoadStore plan has the same number of steps for any length
-	case algo == collectives.LoadStore, l.Out == collectives.Packed, l.Out == collectives.None:
-	case l.In == collectives.One && l.Out == collectives.One:
-		block = max(1, vectorBlock/elem)
-	default:
-		block = max(1, max(vectorBlock/r.set.Size, 4<<10)/elem)
-	}
+	block := r.blockOf(algo, elem)
 	if c.Count <= block {
 		prog, err := r.program(c.Kind, algo, elem, c.Count)
 		if err != nil {
@@ -422,9 +479,7 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		if err := r.block(prog, elem, c.Count); err != nil {
 			return err
 		}
-		if !asks {
-			r.remember(prog)
-		}
+		r.remember(prog, asks)
 		return nil
 	}
 	in, out := r.in.ptr, r.out.ptr
@@ -445,6 +500,19 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		}
 	}
 	return nil
+}
+
+// blockOf returns the number of elements of the vector, or of a part, that one plan of the current
+// call covers.
+func (r *Runner) blockOf(algo collectives.Algo, elem int) int {
+	l := r.cur.Kind.Layout()
+	switch { // a LoadStore plan has the same number of steps for any length
+	case algo == collectives.LoadStore, l.Out == collectives.Packed, l.Out == collectives.None:
+		return r.cur.Count
+	case l.In == collectives.One && l.Out == collectives.One:
+		return max(1, vectorBlock/elem)
+	}
+	return max(1, max(vectorBlock/r.set.Size, 4<<10)/elem)
 }
 
 func offsets(counts []int, elem int) []int {
@@ -528,9 +596,9 @@ func (r *Runner) at(ref *collectives.Ref) unsafe.Pointer {
 	case collectives.Tmp:
 		p = r.scratch
 	case collectives.PeerIn:
-		p = unsafe.Add(r.mapped.peers[ref.Peer].in, int(ref.Part)*r.in.stride)
+		p = unsafe.Add(r.mapped.peers[ref.Peer].in.ptr, int(ref.Part)*r.in.stride)
 	case collectives.PeerOut:
-		p = unsafe.Add(r.mapped.peers[ref.Peer].out, int(ref.Part)*r.out.stride)
+		p = unsafe.Add(r.mapped.peers[ref.Peer].out.ptr, int(ref.Part)*r.out.stride)
 	}
 	return unsafe.Add(p, ref.Off)
 }
@@ -578,6 +646,10 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 			r.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), prog.lends[i])
 			continue
 		case collectives.Send:
+			if r.ahead > 0 {
+				r.ahead--
+				continue
+			}
 			if prog.sure[i] {
 				if err := r.verify(); err != nil {
 					return err
@@ -589,7 +661,13 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 			}
 			r.sending = -1
 		case collectives.Copy:
-			if err := r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len); err != nil {
+			var err error
+			if addr, reader := r.far(&s.Src); reader != nil {
+				err = r.copyFar(r.at(&s.Dst), int(s.Src.Peer), addr, reader, s.Dst.Len)
+			} else {
+				err = r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
+			}
+			if err != nil {
 				return err
 			}
 		case collectives.ReduceInto:
@@ -628,8 +706,9 @@ func (r *Runner) Awaits() (slots []int) {
 		return slots
 	}
 	for _, n := range r.prog.recvs {
-		if rc := &r.recvs[n]; rc.Posted() && !rc.Done() && !slices.Contains(slots, int(r.prog.Steps[n].Peer)) {
-			slots = append(slots, int(r.prog.Steps[n].Peer))
+		slot := int(r.prog.Steps[n].Peer)
+		if (r.looking || r.recvs[n].Posted() && !r.recvs[n].Done()) && !slices.Contains(slots, slot) {
+			slots = append(slots, slot)
 		}
 	}
 	return slots
@@ -733,7 +812,7 @@ func (r *Runner) Settle(now Topology) {
 }
 
 // Stop ends the operation after a failure.
-func (r *Runner) Stop() { r.prog, r.sending = nil, -1 }
+func (r *Runner) Stop() { r.prog, r.sending, r.ahead, r.looking = nil, -1, 0, false }
 
 // Confirm is a small exchange after an operation of a uniform group. When it returns nil, every
 // rank has the result.
@@ -744,5 +823,5 @@ func (r *Runner) Confirm() error {
 
 // Free releases the runner's memory and plans. No call may follow.
 func (r *Runner) Free() {
-	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil
+	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide, r.staged = nil, nil, nil, nil, nil, nil, nil
 }

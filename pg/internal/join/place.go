@@ -41,8 +41,8 @@ func DecodePlace(b []byte) Place {
 		Incarnation: binary.LittleEndian.Uint64(b[32:])}
 }
 
-// A CPUSet is a set of processors of a machine. Launchers bind each rank to its own cores or bind
-// none, so that different sets are taken to be disjoint.
+// A CPUSet is a set of processors of a machine. Launchers give each rank processors of its own, or
+// several ranks the same, so that different sets are taken to be disjoint.
 type CPUSet struct {
 	Machine, CPUs uint64
 }

@@ -98,6 +98,12 @@ func (m *Machine) Arrived(slot int) bool {
 	return ok && !t.At.Before(m.Next())
 }
 
+// Heard returns the latest standing that the rank in slot has told.
+func (m *Machine) Heard(slot int) (Told, bool) {
+	t, ok := m.heard[slot]
+	return t, ok
+}
+
 // Hear handles another rank's standing. It reports whether that completes the exchange.
 func (m *Machine) Hear(slot int, t Told) bool {
 	if slot == m.self {

@@ -1,0 +1,347 @@
+package pg
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"tutti/device"
+	"tutti/device/devicetest"
+	"tutti/mem"
+)
+
+// deviceCase is an operation of one rank, on buffers at dst and src of a number of elements each.
+type deviceCase struct {
+	name     string
+	dst, src int
+	within   int // elements from dst's beginning to src's, if src is in dst; else below 0
+	op       func(dst, src Buffer) Operation
+}
+
+// deviceCases returns every collective for a rank of a group of n.
+func deviceCases(rank, n, count, root int) (all []deviceCase) {
+	add := func(name string, dst, src, within int, op func(dst, src Buffer) Operation) {
+		all = append(all, deviceCase{name, dst, src, within, op})
+	}
+	at := func(has bool, n int) int {
+		if has {
+			return n
+		}
+		return 0
+	}
+	is := rank == root
+	var counts, sends, recvs []int
+	packed, sent, received, before := 0, 0, 0, 0
+	for r := range n {
+		counts = append(counts, count/(r+1))
+		sends, recvs = append(sends, rank+r), append(recvs, r+rank)
+		packed, sent, received = packed+counts[r], sent+sends[r], received+recvs[r]
+		if r < rank {
+			before += counts[r]
+		}
+	}
+	add("allreduce", count, count, -1, func(d, s Buffer) Operation { return AllReduceOp{Dst: d, Src: s, Op: Sum} })
+	add("allreduce in place", count, count, 0, func(d, _ Buffer) Operation { return AllReduceOp{Dst: d, Op: Avg} })
+	add("reducescatter", count, n*count, -1,
+		func(d, s Buffer) Operation { return ReduceScatterOp{Dst: d, Src: s, Op: Max} })
+	add("allgather", n*count, count, -1, func(d, s Buffer) Operation { return AllGatherOp{Dst: d, Src: s} })
+	add("allgather in place", n*count, count, rank*count,
+		func(d, s Buffer) Operation { return AllGatherOp{Dst: d, Src: s} })
+	add("allgatherv", packed, counts[rank], -1,
+		func(d, s Buffer) Operation { return AllGatherVOp{Dst: d, Src: s, Counts: counts} })
+	add("allgatherv in place", packed, counts[rank], before,
+		func(d, s Buffer) Operation { return AllGatherVOp{Dst: d, Src: s, Counts: counts} })
+	add("alltoall", n*count, n*count, -1, func(d, s Buffer) Operation { return AllToAllOp{Dst: d, Src: s} })
+	add("alltoallv", received, sent, -1,
+		func(d, s Buffer) Operation { return AllToAllVOp{Dst: d, Src: s, SendCounts: sends, RecvCounts: recvs} })
+	add("broadcast", count, 0, -1, func(d, _ Buffer) Operation { return BroadcastOp{X: d, Root: root} })
+	add("reduce", count, 0, -1, func(d, _ Buffer) Operation { return ReduceOp{X: d, Root: root, Op: Sum} })
+	add("gather", at(is, n*count), count, -1,
+		func(d, s Buffer) Operation { return GatherOp{Dst: d, Src: s, Root: root} })
+	add("scatter", count, at(is, n*count), -1,
+		func(d, s Buffer) Operation { return ScatterOp{Dst: d, Src: s, Root: root} })
+	return all
+}
+
+// bufferAt describes elements at m.
+func bufferAt(m mem.Memory, n int, s device.Stream) Buffer {
+	if n == 0 {
+		return Buffer{DType: Float32}
+	}
+	if m.Loc().Host() {
+		return Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(m.Bytes())), Count: n, DType: Float32}
+	}
+	return DeviceBuffer(m, Float32, s)
+}
+
+// Every collective on a device's memory does what it does on the host's: blocking and started, in
+// the order of a stream and without one. The order of streams holds, though nobody waits for them.
+func TestOperationsOnDevices(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 50*time.Microsecond)
+	operateOn(t, 3, func(int) device.Device { return d })
+	if blocks, host := d.Allocated(); blocks > 0 || host > 0 {
+		t.Errorf("%d allocations of the device's memory and %d of the host's are left", blocks, host)
+	}
+}
+
+// operateOn runs every collective on n ranks, each with its device, all at the same location.
+func operateOn(t *testing.T, n int, of func(rank int) device.Device) {
+	counts := []int{1, 1000, 20_000}
+	if !testing.Short() {
+		counts = append(counts, 300_000)
+	}
+	for _, count := range counts {
+		each(t, n, Config{Devices: []device.Device{of(0)}}, func(ctx context.Context, g *Group) error {
+			d := of(g.Rank())
+			s, err := d.Stream()
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			var kept []mem.Memory
+			alloc := func(n int) (mem.Memory, error) {
+				m, err := d.Alloc(4 * n)
+				kept = append(kept, m)
+				return m, err
+			}
+			defer func() {
+				for _, m := range kept {
+					d.Free(m)
+				}
+			}()
+			for i, c := range deviceCases(g.Rank(), n, count, count%n) {
+				for mode := range 3 { // Do, Do with a stream, Start with a stream
+					size := c.dst
+					if c.within < 0 {
+						size += c.src
+					}
+					from := c.dst // where the source is
+					if c.within >= 0 {
+						from = c.within
+					}
+					there, err := alloc(size)
+					if err != nil {
+						return err
+					}
+					rng := rand.New(rand.NewPCG(uint64(count), uint64(i*n+g.Rank())))
+					data := make([]float32, size)
+					for i := range data {
+						data[i] = float32(rng.IntN(1000))
+					}
+					raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(data))), 4*size)
+					here := mem.Host(raw, mem.Anywhere)
+					first := mem.Host(bytes.Clone(here.Bytes()), mem.Anywhere)
+					if err := g.Do(ctx, c.op(bufferAt(here.Slice(0, 4*c.dst), c.dst, nil),
+						bufferAt(here.Slice(4*from, 4*c.src), c.src, nil))); err != nil {
+						return fmt.Errorf("%s on the host: %w", c.name, err)
+					}
+					if err := s.Copy(there, first); err != nil {
+						return err
+					}
+					var on device.Stream
+					if mode > 0 {
+						on = s
+					} else if err := reach(ctx, s); err != nil {
+						return err
+					}
+					op := c.op(bufferAt(there.Slice(0, 4*c.dst), c.dst, on),
+						bufferAt(there.Slice(4*from, 4*c.src), c.src, on))
+					var w *Work
+					if mode < 2 {
+						if err := g.Do(ctx, op); err != nil {
+							return fmt.Errorf("%s: %w", c.name, err)
+						}
+					} else {
+						w = g.Start(op)
+					}
+					got := mem.Host(make([]byte, 4*size), mem.Anywhere)
+					if err := s.Copy(got, there); err != nil {
+						return err
+					}
+					if err := reach(ctx, s); err != nil {
+						return err
+					}
+					if w != nil {
+						if err := w.Wait(ctx); err != nil {
+							return fmt.Errorf("%s: %w", c.name, err)
+						}
+					}
+					if !bytes.Equal(got.Bytes(), here.Bytes()) {
+						return fmt.Errorf("%s of %d elements, mode %d: the result differs from that on the host",
+							c.name, count, mode)
+					}
+				}
+			}
+			return nil
+		})
+	}
+}
+
+// reach waits until a stream has done all its work.
+func reach(ctx context.Context, s device.Stream) error {
+	e, err := s.Record()
+	if err != nil {
+		return err
+	}
+	return e.Wait(ctx)
+}
+
+// streamWith returns a stream of d and n bytes of its memory; release ends both.
+func streamWith(d device.Device, n int) (s device.Stream, m mem.Memory, release func(), err error) {
+	if s, err = d.Stream(); err != nil {
+		return nil, m, nil, err
+	}
+	if m, err = d.Alloc(n); err != nil {
+		return nil, m, nil, errors.Join(err, s.Close())
+	}
+	return s, m, func() { d.Free(m); s.Close() }, nil
+}
+
+// An operation that fails lets the stream go on. One in place that has not begun leaves its buffer
+// as it was.
+func TestFailedOperationsReleaseStreams(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	each(t, 2, Config{Devices: []device.Device{d}, Timeout: 100 * time.Millisecond},
+		func(ctx context.Context, g *Group) error {
+			if g.Rank() == 1 { // it does not come
+				return nil
+			}
+			s, m, release, err := streamWith(d, 64)
+			if err != nil {
+				return err
+			}
+			defer release()
+			want := bytes.Repeat([]byte{5}, 64)
+			if err := s.Copy(m, mem.Host(want, mem.Anywhere)); err != nil {
+				return err
+			}
+			b := DeviceBuffer(m, Float32, s)
+			works := []*Work{g.Start(AllReduceOp{Dst: b, Op: Sum}), g.Start(AllReduceOp{Dst: b, Op: Max})}
+			got := mem.Host(make([]byte, 64), mem.Anywhere)
+			if err := s.Copy(got, m); err != nil {
+				return err
+			}
+			if err := reach(ctx, s); err != nil {
+				return err
+			}
+			for _, w := range works {
+				if err := w.Wait(ctx); err == nil {
+					return errors.New("an operation without its peer has ended well")
+				}
+			}
+			if !bytes.Equal(got.Bytes(), want) {
+				return errors.New("the failed operations have changed the buffer")
+			}
+			return nil
+		})
+}
+
+// A stream that does not come bounds its operation by its time, and Close by nothing.
+func TestStreamsThatDoNotCome(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	each(t, 2, Config{Devices: []device.Device{d}}, func(ctx context.Context, g *Group) error {
+		s, m, release, err := streamWith(d, 64)
+		if err != nil {
+			return err
+		}
+		defer release()
+		words, free, err := device.Words(d, 1)
+		if err != nil {
+			return err
+		}
+		defer free()
+		if g.Rank() == 0 {
+			if err := s.WaitValue(words[0], 1); err != nil {
+				return err
+			}
+		}
+		b := DeviceBuffer(m, Float32, s)
+		late := g.StartWithin(50*time.Millisecond, AllReduceOp{Dst: b, Op: Sum})
+		var timeout *TimeoutError
+		if err := late.Wait(ctx); !errors.As(err, &timeout) {
+			return fmt.Errorf("the operation of a stream that does not come: %v, want a *TimeoutError", err)
+		}
+		waiting := g.Start(AllReduceOp{Dst: b, Op: Sum})
+		if err := g.Close(); err != nil {
+			return err
+		}
+		if err := waiting.Wait(ctx); err == nil {
+			return errors.New("an operation of a closed group has ended well")
+		}
+		words[0].Word(0).Store(1)
+		return reach(ctx, s)
+	})
+}
+
+// Memory of unknown devices, of two places and of two streams is refused, and nothing waits.
+func TestDeviceArguments(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	other := devicetest.NewLate("cuda:1", 7, 0)
+	each(t, 1, Config{Devices: []device.Device{d}}, func(ctx context.Context, g *Group) error {
+		s, err := d.Stream()
+		if err != nil {
+			return err
+		}
+		defer s.Close()
+		s2, err := d.Stream()
+		if err != nil {
+			return err
+		}
+		defer s2.Close()
+		a, err := d.Alloc(64)
+		if err != nil {
+			return err
+		}
+		b, err := d.Alloc(64)
+		if err != nil {
+			return err
+		}
+		c, err := other.Alloc(64)
+		if err != nil {
+			return err
+		}
+		on := func(m mem.Memory, s device.Stream) Buffer { return DeviceBuffer(m, Float32, s) }
+		for want, op := range map[string]Operation{
+			"Config.Devices": AllReduceOp{Dst: on(c, nil), Op: Sum},
+			"one location":   AllReduceOp{Dst: on(a, s), Src: BufferOf(make([]float32, 16)), Op: Sum},
+			"one stream":     AllReduceOp{Dst: on(a, s), Src: on(b, s2), Op: Sum},
+			"overlapping":    AllToAllOp{Dst: on(a, s), Src: on(a, s)},
+			"host memory":    SendOp{X: on(a, s), To: 0},
+		} {
+			for _, err := range []error{g.Do(ctx, op), g.Start(op).Wait(ctx)} {
+				var bad *ArgumentError
+				if !errors.As(err, &bad) {
+					return fmt.Errorf("%s: %v, want an *ArgumentError", want, err)
+				}
+				if _, message := op.(SendOp); !message && !strings.Contains(err.Error(), want) {
+					return fmt.Errorf("%v does not say %q", err, want)
+				}
+			}
+		}
+		return reach(ctx, s)
+	})
+}
+
+// The end of a visit, which is told more than once, does not open or close the next one.
+func TestVisitsOpenOnlyThemselves(t *testing.T) {
+	words, _, err := device.Words(device.NewHost(), berthWords)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, second := visit{words: words, at: 1}, visit{words: words, at: 2}
+	for i, step := range []struct {
+		open *visit
+		want uint64
+	}{{&first, 1}, {&first, 1}, {&second, 2}, {&first, 2}} {
+		step.open.open()
+		if got := words[wordOver].Word(0).Load(); got != step.want {
+			t.Errorf("after step %d: %d, want %d", i, got, step.want)
+		}
+	}
+}
