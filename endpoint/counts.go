@@ -62,7 +62,9 @@ type counts struct {
 	served           [OpRecv + 1]stats.Count // OpRead and OpWrite
 	refused          [causes]uint64          // requests of the peer
 	sessions, broken uint64
-	sent, received   uint64 // on connections of sessions that have ended, or are about to
+	direct           [OpWrite + 1]stats.Count // of done, what went by RDMA
+	detours          uint64                   // paths that failed
+	sent, received   uint64                   // on connections of sessions that have ended, or are about to
 }
 
 // countLocked changes the peer's counts by f, or those of forgotten peers if it is one.
@@ -125,6 +127,10 @@ func (c *counts) add(o *counts) {
 		c.failed[i] += o.failed[i]
 		c.refused[i] += o.refused[i]
 	}
+	for i := range c.direct {
+		c.direct[i].N, c.direct[i].Bytes = c.direct[i].N+o.direct[i].N, c.direct[i].Bytes+o.direct[i].Bytes
+	}
+	c.detours += o.detours
 	c.sessions += o.sessions
 	c.broken += o.broken
 	c.sent += o.sent
@@ -147,6 +153,7 @@ func (p *Peer) sumLocked(s *stats.Endpoint, sum *counts) {
 	if x.up {
 		s.Connected++
 		s.Modes[x.modeLocked().String()]++
+		s.Paths[x.pathLocked().String()]++
 	}
 	for _, a := range x.arrivals {
 		switch {
@@ -191,7 +198,8 @@ func (s *session) tallyLocked() {
 func (e *Endpoint) Stats() stats.Endpoint {
 	s := stats.Endpoint{Name: e.info.Name, ID: idText(e.id), Done: map[string]stats.Count{},
 		Pending: map[string]int{}, Failed: map[string]uint64{}, Served: map[string]stats.Count{},
-		Refused: map[string]uint64{}, Strangers: e.strangers.Load(), Modes: map[string]int{}}
+		Refused: map[string]uint64{}, Strangers: e.strangers.Load(), Modes: map[string]int{},
+		Paths: map[string]int{}, Direct: map[string]stats.Count{}}
 	e.mu.Lock()
 	e.pastMu.Lock()
 	sum := e.past
@@ -219,6 +227,7 @@ func (e *Endpoint) Stats() stats.Endpoint {
 			s.Refused[why.String()] = n
 		}
 	}
+	sum.directTo(&s)
 	s.Sessions, s.Broken, s.Sent, s.Received = sum.sessions, sum.broken, sum.sent, sum.received
 	for _, r := range e.regions.all() {
 		s.Regions++

@@ -94,7 +94,7 @@ func gpuPair(t testing.TB, cfg Config) (a, b *Endpoint, pb, pa *Peer, ga, gb *gp
 	return a, b, pb, pa, ga, gb
 }
 
-func TestDeviceMemory(t *testing.T) {
+func TestMemoryOfDevices(t *testing.T) {
 	eachGuard(t, []int{1, 3}, func(t *testing.T, cfg Config) {
 		_, b, p, back, ga, gb := gpuPair(t, cfg)
 		data := gb.memory(make([]byte, 4<<20))
@@ -141,7 +141,7 @@ func TestDeviceMemory(t *testing.T) {
 
 // Operations with host and device memory at both ends, many at a time, some cancelled, while other
 // memory is registered and unregistered.
-func TestDeviceMemoryInACrowd(t *testing.T) {
+func TestMemoryOfDevicesInACrowd(t *testing.T) {
 	eachGuard(t, []int{2}, func(t *testing.T, cfg Config) {
 		_, b, p, _, ga, gb := gpuPair(t, cfg)
 		const lane = 600 << 10
@@ -217,7 +217,7 @@ func TestDeviceMemoryInACrowd(t *testing.T) {
 }
 
 // A device that fails ends the operations that need it, at either end, and nothing else.
-func TestDeviceFails(t *testing.T) {
+func TestFailingDevices(t *testing.T) {
 	eachGuard(t, []int{1}, func(t *testing.T, cfg Config) {
 		_, b, p, back, ga, gb := gpuPair(t, cfg)
 		for i, n := range []int{100, 20 << 10, 2 << 20} {

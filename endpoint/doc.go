@@ -26,6 +26,12 @@
 // 64 KiB go at once if the peer has room for them, in at most 4 MiB a peer; others wait at their
 // sender until they are received.
 //
+// # RDMA
+//
+// With Config.RDMA large reads and writes go from memory to memory by an RDMA device, if the peer
+// has one too. The API and what it promises stay the same. Connections are still needed: everything
+// else goes there, and what a device cannot do, or fails to do. [Peer.Path] says what is used.
+//
 // # Devices
 //
 // Regions and operations may use memory of the devices in ContextConfig.Devices. The goroutine that

@@ -16,6 +16,7 @@ import (
 	"syscall"
 	"time"
 
+	"tutti/endpoint/internal/card"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
 	"tutti/endpoint/stats"
@@ -64,6 +65,9 @@ type Config struct {
 	// Nothing that does not match gets into memory: the connection ends, and what was under way
 	// fails with ErrBroken.
 	Checksum bool
+	// RDMA is the device that large reads and writes use, if both ends have one and neither asks
+	// for Checksum or Seal. Default: none.
+	RDMA RDMA
 	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more,
 	// makes room for another one. Otherwise whoever connects is refused, and Connect fails with
 	// ErrBusy until the program closes a peer. Default 1024.
@@ -86,6 +90,7 @@ type Endpoint struct {
 	regions registry
 	watchers
 	info Info
+	card *card.Card      // nil: no RDMA
 	life context.Context // ends at Close
 	end  context.CancelFunc
 	gone chan struct{} // closed when Close has done its work
@@ -121,13 +126,20 @@ const (
 	codeSealed             // its connections are wire.Sealed
 )
 
-// extra is what the handshake's Hello says about a connection.
-func extra(m wire.Mode) uint64 { return protocol | uint64(m)<<8 }
+// extra is what the handshake's Hello says about a connection. With direct the dialler can use
+// RDMA, which nothing guards.
+func extra(m wire.Mode, direct bool) uint64 {
+	x := protocol | uint64(m)<<8
+	if direct && m == wire.Plain {
+		x |= 1 << 16
+	}
+	return x
+}
 
 // modeOf is the inverse of extra.
-func modeOf(x uint64) (m wire.Mode, ok bool) {
-	m = wire.Mode(x >> 8)
-	return m, m <= wire.Sealed && x == extra(m)
+func modeOf(x uint64) (m wire.Mode, direct, ok bool) {
+	m, direct = wire.Mode(x>>8), x>>16 == 1
+	return m, direct, m <= wire.Sealed && x == extra(m, direct)
 }
 
 // mode is what the endpoint wants its connections to have, at least.
@@ -168,9 +180,17 @@ func New(c *Context, cfg Config) (*Endpoint, error) {
 	if err := e.complete(); err != nil {
 		return nil, fmt.Errorf("endpoint: %w", err)
 	}
-	e.regions.changed = e.changed
+	e.regions.changed, e.regions.log = e.changed, e.log
 	if err := c.use(); err != nil {
 		return nil, fmt.Errorf("endpoint: %w", err)
+	}
+	if c := cfg.RDMA; c.Provider != nil {
+		var err error
+		e.card, err = card.Open(card.Config{Provider: c.Provider, Devices: c.Devices, GID: c.GID, Log: e.log})
+		if err != nil {
+			e.ctx.unuse()
+			return nil, fmt.Errorf("endpoint: %w", err)
+		}
 	}
 	e.life, e.end = context.WithCancel(context.Background())
 	e.info = Info{ID: e.id, Name: e.cfg.Name}
@@ -206,11 +226,16 @@ func (e *Endpoint) complete() error {
 	if c.MaxPeers == 0 {
 		c.MaxPeers = 1024
 	}
+	if c.RDMA.From == 0 {
+		c.RDMA.From = defaultFrom
+	}
 	switch {
 	case c.Conns < 1 || c.Conns > wire.MaxConns:
 		return fmt.Errorf("config: Conns is %d, want 1 to %d", c.Conns, wire.MaxConns)
 	case c.Timeout < 0 || c.DialTimeout < 0:
 		return fmt.Errorf("config: Timeout is %v and DialTimeout %v, want more than 0", c.Timeout, c.DialTimeout)
+	case c.RDMA.From < 0:
+		return fmt.Errorf("config: RDMA.From is %d, want 0 or more", c.RDMA.From)
 	case c.MaxPeers < 1:
 		return fmt.Errorf("config: MaxPeers is %d, want 1 or more", c.MaxPeers)
 	}
@@ -292,6 +317,9 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 		return nil, fmt.Errorf("endpoint: region %s: %w", name, err)
 	}
 	r := &Region{name: name, n: int64(m.Len()), cfg: cfg}
+	if m.Loc().Host() {
+		r.memory = m
+	}
 	e.ctx.open(&r.gate, m)
 	return e.register(r)
 }
@@ -488,6 +516,11 @@ func (e *Endpoint) Close() error {
 	}
 	e.serving.Wait()
 	e.ctx.unuse()
+	if e.card != nil {
+		if err := e.card.Close(); err != nil {
+			return fmt.Errorf("endpoint: an RDMA device was not closed: %w", err)
+		}
+	}
 	return nil
 }
 
@@ -499,7 +532,7 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 	case h.FromIncarnation == 0 || h.FromIncarnation == e.id:
 		return &trust.Refusal{Code: codeOther, Text: "invalid identity"}
 	}
-	mode, ok := modeOf(h.Extra)
+	mode, _, ok := modeOf(h.Extra)
 	if want := e.mode(); !ok {
 		return &trust.Refusal{Code: codeOther, Text: fmt.Sprintf("options %#x are not known here", h.Extra)}
 	} else if mode < want {
@@ -540,7 +573,7 @@ func wanted(err error) wire.Mode {
 
 // accepted takes over an accepted connection.
 func (e *Endpoint) accepted(c net.Conn, h trust.Hello, s *trust.Session) {
-	mode, _ := modeOf(h.Extra)
+	mode, direct, _ := modeOf(h.Extra)
 	guard, err := guardOf(mode, s, false)
 	if err != nil {
 		e.log.Warn("endpoint: a connection is refused", "from", c.RemoteAddr(), "err", err)
@@ -552,7 +585,7 @@ func (e *Endpoint) accepted(c net.Conn, h trust.Hello, s *trust.Session) {
 		e.log.Warn("endpoint: a connection is closed", "from", c.RemoteAddr(), "err", files.Explain(err))
 		return
 	}
-	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}}
+	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}, direct: direct && e.card != nil}
 	c2, err := e.ctx.loop().Add(fd, guard, g, func(c *link.Conn) {
 		g.conn = c
 		e.mu.Lock()
@@ -576,6 +609,8 @@ type greeter struct {
 	asked bool // who this is
 	h     wire.Header
 	g     wire.Greeting
+
+	direct bool // both ends can use RDMA
 }
 
 func (g *greeter) stop() {
@@ -615,7 +650,7 @@ func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
 			return fmt.Errorf("%w: %w", wire.ErrFrame, err)
 		}
 	}
-	p, s, err := g.ep.enter(g.from, name, g.h.Address, g.g)
+	p, s, err := g.ep.enter(g.from, name, g.h.Address, g.g, g.direct)
 	if errors.Is(err, errCrossed) {
 		c.Send(wire.Header{Op: wire.Bye}.Append(nil))
 	}
@@ -634,7 +669,8 @@ func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
 func (g *greeter) Broken(c *link.Conn, err error) { g.stop() }
 
 // enter returns the session that a peer's connection belongs to.
-func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting) (*Peer, *session, error) {
+func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, direct bool) (*Peer, *session,
+	error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
@@ -667,6 +703,9 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting) (
 		p.coming.breakLocked(fmt.Errorf("%w: the peer has connected anew", ErrBroken))
 	}
 	s := newSession(p, id, int(g.Count))
+	if direct {
+		s.path = newPath(s)
+	}
 	p.coming = s
 	s.limit = time.AfterFunc(greetTimeout, func() {
 		p.mu.Lock()
@@ -838,7 +877,7 @@ func (e *Endpoint) prove(ctx context.Context, address string, id uint64, mode wi
 		}
 		stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 		s, err = trust.Client(conn, e.key.Key, purpose, trust.Hello{Client: e.key.Client, FromIncarnation: e.id,
-			ToIncarnation: id, Extra: extra(mode)}, mode == wire.Sealed)
+			ToIncarnation: id, Extra: extra(mode, e.card != nil)}, mode == wire.Sealed)
 		if !stop() && err == nil {
 			err = ctx.Err()
 		}
@@ -934,6 +973,11 @@ func (e *Endpoint) dialAt(ctx context.Context, s *session, address string) error
 			return err
 		}
 		mode = l.mode
+		if i == 0 && mode == wire.Plain && e.card != nil {
+			s.peer.mu.Lock()
+			s.path = newPath(s)
+			s.peer.mu.Unlock()
+		}
 		c, err := e.ctx.loop().Add(l.fd, l.guard, &greeted{s}, func(c *link.Conn) {
 			s.peer.mu.Lock()
 			s.conns[i] = c

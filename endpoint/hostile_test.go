@@ -57,6 +57,12 @@ func dialRaw(t testing.TB, e *Endpoint, secret string, id uint64) *raw {
 
 func tryRaw(t testing.TB, e *Endpoint, secret string, id uint64) (*raw, error) {
 	t.Helper()
+	return tryExtra(t, e, secret, id, protocol)
+}
+
+// tryExtra is tryRaw with something else in the handshake's Extra.
+func tryExtra(t testing.TB, e *Endpoint, secret string, id, extra uint64) (*raw, error) {
+	t.Helper()
 	k := credential(t, secret)
 	var c net.Conn
 	err := trust.Redial(t.Context(), func() (err error) {
@@ -65,7 +71,7 @@ func tryRaw(t testing.TB, e *Endpoint, secret string, id uint64) (*raw, error) {
 		}
 		c.SetDeadline(time.Now().Add(patience))
 		_, err = trust.Client(c, k.Key, purpose, trust.Hello{Client: k.Client, FromIncarnation: id,
-			ToIncarnation: e.id, Extra: protocol}, false)
+			ToIncarnation: e.id, Extra: extra}, false)
 		if err != nil {
 			c.Close()
 		}
@@ -346,6 +352,13 @@ func TestMalformedFrames(t *testing.T) {
 		"message 0":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 0, nil, 1)} },
 		"message twice": func(wire.Entry) [][]byte { m := frame(wire.Message, 1, nil, 1); return [][]byte{m, m} },
 		"dropped 5":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Dropped, 5, nil)} },
+		"key":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Key, 1, words(0, 0))} },
+		"fence":         func(wire.Entry) [][]byte { return [][]byte{frame(wire.Fence, 1, nil)} },
+		"fenced":        func(wire.Entry) [][]byte { return [][]byte{frame(wire.Fenced, 1, nil)} },
+		"joined":        func(wire.Entry) [][]byte { return [][]byte{frame(wire.Joined, 1, nil)} },
+		"giant join":    func(wire.Entry) [][]byte { return [][]byte{giant(wire.Join, wire.MaxJoin+1)} },
+		"revoke":        func(wire.Entry) [][]byte { return [][]byte{frame(wire.Revoke, 1, words(1, 1))} },
+		"revoked":       func(wire.Entry) [][]byte { return [][]byte{frame(wire.Revoked, 1, nil)} },
 		"huge offer":    func(wire.Entry) [][]byte { return [][]byte{frame(wire.Offer, 1, words(wire.MaxSize+1))} },
 		"put beyond total": func(e wire.Entry) [][]byte {
 			return [][]byte{frame(wire.Put, 1, rangeOf(e, 0, 8), 0xa5, 0xa5, 0xa5, 0xa5),

@@ -65,8 +65,8 @@ func (s *session) restsLocked() bool {
 			return false
 		}
 	}
-	return len(s.backlog)+len(s.serving) == 0 && s.owed+s.owedNotes == 0 && len(s.untaken)+len(s.sendq) == 0 &&
-		len(s.peer.recvs)+len(s.peer.waiting) == 0
+	return s.path.restsLocked() && len(s.backlog)+len(s.serving) == 0 && s.owed+s.owedNotes == 0 &&
+		len(s.untaken)+len(s.sendq) == 0 && len(s.peer.recvs)+len(s.peer.waiting) == 0
 }
 
 // byeLocked answers that the peer has nothing to do, or ends a session that both ends have done
@@ -77,7 +77,7 @@ func (s *session) byeLocked(c *link.Conn) {
 		return
 	}
 	answer := wire.Stay
-	if s.idleLocked() {
+	if s.idleLocked() && !s.path.usedLocked(s.ep.cfg.IdleTimeout) {
 		answer = wire.Bye
 	}
 	c.Later(wire.Header{Op: answer}.Append(nil))

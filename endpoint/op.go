@@ -101,6 +101,10 @@ type task struct {
 	running int      // pieces that have not ended
 	seq     uint64   // of a message
 	letter  *arrival // of a recv that has a message
+
+	remote RemoteRegion // of a read or a write that was begun
+	key    *key         // of remote, if the path has taken it
+	flight *path        // whose device may access Local; nil: none
 }
 
 // stage says what a task waits for.

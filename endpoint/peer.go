@@ -203,7 +203,9 @@ func (p *Peer) endLocked(t *task) {
 	t.ended = true
 	p.endedLocked(t)
 	p.due.remove(t)
-	p.over = append(p.over, t)
+	if t.flight == nil { // else it is over when it lands
+		p.over = append(p.over, t)
+	}
 }
 
 // failLocked ends a task with an error, unless it has ended.
@@ -332,6 +334,9 @@ func (p *Peer) polled(f *Future) []*link.Conn {
 	s := p.session
 	if s == nil || !s.up {
 		return nil
+	}
+	if !slices.ContainsFunc(f.tasks, func(t *task) bool { return !t.ended && t.key == nil }) {
+		return nil // the path has all of them
 	}
 	if len(s.conns) > 1 {
 		for _, t := range f.tasks {

@@ -124,7 +124,7 @@ func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
 		asked := w.cfgs[i%len(w.cfgs)]
 		cfg.Seal, cfg.Checksum = asked.Seal, asked.Checksum
 	}
-	m.e, err = New(m.c, cfg)
+	m.e, err = New(m.c, overRDMA(cfg))
 	if err == nil {
 		m.region, err = m.e.Register("r", mem.Host(m.mem, mem.Anywhere), RegionConfig{Rights: Read | Write})
 	}
@@ -688,6 +688,7 @@ func TestRandom(t *testing.T) {
 			w := &world{t: t, seed: seedOf(t), n: 3, chaos: mode.chaos, closes: mode.closes, cfgs: mode.cfgs,
 				longest: longest, counts: map[string]int{}}
 			w.left.Store(mode.ops)
+			overRDMA(Config{}) // the fabric's goroutine stays
 			routines, files := runtime.NumGoroutine(), descriptors(t)
 			r := rand.New(rand.NewPCG(w.seed, 0))
 			var members []*member
@@ -703,8 +704,11 @@ func TestRandom(t *testing.T) {
 				m.infos = infos
 			}
 			w.program(members)
+			var direct, detours uint64
 			for _, m := range members {
 				m.region.Unregister()
+				s := m.e.Stats()
+				direct, detours = direct+s.Direct["read"].N+s.Direct["write"].N, detours+s.Detours
 			}
 			for _, m := range members {
 				for i := range w.n {
@@ -732,7 +736,10 @@ func TestRandom(t *testing.T) {
 			eventually(t, "no goroutine and no descriptor is left", func() bool {
 				return runtime.NumGoroutine() <= routines && descriptors(t) <= files
 			})
-			t.Log(w.counts)
+			t.Log(w.counts, "by RDMA:", direct, "paths that failed:", detours)
+			if (direct > 0) != (*allDirect && !mode.cfgs[0].Seal && !mode.cfgs[0].Checksum) {
+				t.Errorf("%d operations went by RDMA", direct)
+			}
 		})
 	}
 }

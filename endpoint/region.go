@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
+	"log/slog"
 	"os"
 	"slices"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"tutti/endpoint/internal/card"
 	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/wire"
 	"tutti/mem"
@@ -42,11 +44,16 @@ type Region struct {
 	n          int64
 	cfg        RegionConfig
 	gate       gate.Gate
-	file       *os.File // nil: memory
-	base       int64    // of the region in file
+	memory     mem.Memory // of the host; empty: a file, or memory of a device
+	file       *os.File   // nil: memory
+	base       int64      // of the region in file
 	reg        *registry
 	reads      atomic.Uint64 // bytes
 	writes     atomic.Uint64
+
+	gone   atomic.Bool // no key is given any more
+	keyMu  sync.Mutex
+	grants map[*card.Domain]*grant
 }
 
 // Name returns the region's name.
@@ -59,9 +66,11 @@ func (r *Region) Len() int64 { return r.n }
 func (r *Region) Traffic() (read, written uint64) { return r.reads.Load(), r.writes.Load() }
 
 // Unregister ends all access to the region, and waits for accesses under way, which take less than
-// a millisecond. Operations of peers that have not ended fail with ErrStale. Afterwards the memory
-// is the caller's again. Idempotent.
+// a millisecond; with RDMA it also waits until the device has deregistered the memory. Operations
+// of peers that have not ended fail with ErrStale. Afterwards the memory is the caller's again.
+// Idempotent.
 func (r *Region) Unregister() {
+	r.withdraw()
 	r.reg.remove(r)
 	r.gate.Close()
 }
@@ -100,6 +109,7 @@ type registry struct {
 	byID    map[uint64]*Region
 	last    uint64
 	changed func(r *Region, gone bool) // called without mu
+	log     *slog.Logger
 }
 
 // checkName checks the name of a region or an endpoint, which programs show to people: it must not

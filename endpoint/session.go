@@ -52,13 +52,17 @@ type session struct {
 
 	held int // operations in succession that holdLocked has held
 
+	path *path // nil: there is none
+
 	mailbox
 }
 
-// request is what was asked for: a piece, a query, or the ghost of one that was given up.
+// request is what was asked for: a piece, a query, a key, or the ghost of a piece that was given
+// up.
 type request struct {
 	piece *piece
 	query *query
+	key   *key
 	fence bool
 }
 
@@ -198,6 +202,9 @@ func (s *session) breakLocked(why error) {
 		s.endQueryLocked(q, why)
 	}
 	s.requests, s.backlog, s.asking = nil, nil, nil
+	if s.path != nil {
+		s.path.breakLocked(why)
+	}
 	for _, sv := range s.serving {
 		sv.Stop()
 		if sv.watch {
@@ -304,6 +311,14 @@ func (s *session) issueLocked(t *task, r RemoteRegion) {
 		s.peer.failLocked(t, err)
 		return
 	}
+	t.remote = r
+	if s.path == nil || !s.path.takeLocked(t, r) {
+		s.sendPiecesLocked(t, r)
+	}
+}
+
+// sendPiecesLocked has the connections carry a read or a write.
+func (s *session) sendPiecesLocked(t *task, r RemoteRegion) {
 	k, part := s.share(t.n)
 	t.stage = moving
 	t.running = int(k)
@@ -329,9 +344,15 @@ func (s *session) share(n int64) (k, part int64) {
 	return k, ((n+k-1)/k + 4095) &^ 4095
 }
 
+// fencedLocked reports whether nothing may begin, because a write that was given up may still
+// arrive on another way than the next one.
+func (s *session) fencedLocked() bool {
+	return s.fences > 0 && len(s.conns) > 1 || s.path != nil && s.path.state == fencing
+}
+
 // putLocked gives a piece to its connection, or to the backlog.
 func (s *session) putLocked(pc *piece) {
-	if s.fullLocked() || s.fences > 0 && len(s.conns) > 1 {
+	if s.fullLocked() || s.fencedLocked() {
 		pc.task.stage = queued
 		s.backlog = append(s.backlog, pc)
 		return
@@ -362,7 +383,7 @@ func (s *session) freedLocked() {
 			s.askLocked(q)
 		}
 	}
-	for len(s.backlog) > 0 && !s.fullLocked() && (s.fences == 0 || len(s.conns) == 1) {
+	for len(s.backlog) > 0 && !s.fullLocked() && !s.fencedLocked() {
 		pc := s.backlog[0]
 		s.backlog[0] = nil
 		s.backlog = s.backlog[1:]
@@ -378,6 +399,9 @@ func (s *session) withdrawLocked(t *task) {
 	if t.Kind == OpSend || t.Kind == OpRecv {
 		s.withdrawMailLocked(t)
 		return
+	}
+	if t.flight != nil {
+		t.flight.giveUpLocked()
 	}
 	for _, pc := range t.pieces {
 		r, open := s.requests[pc.id]
@@ -499,6 +523,20 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 		return link.Sink{}, s.watchLocked(c, h.Address)
 	case wire.Gone:
 		return link.Sink{Buf: c.Text(payload), Token: vanished{h.Address, wire.Word(ext, 0), wire.Word(ext, 1)}}, nil
+	case wire.Join, wire.Joined:
+		return link.Sink{Buf: make([]byte, payload), Token: agreement{h.Op, h.Address}}, nil
+	case wire.Claim:
+		return link.Sink{}, s.claimedLocked(c, h.Address, wire.Word(ext, 0), wire.Word(ext, 1))
+	case wire.Key:
+		return link.Sink{}, s.keyLocked(h.Address, wire.Word(ext, 0), wire.Word(ext, 1))
+	case wire.Revoke:
+		return link.Sink{}, s.revokedLocked(h.Address, wire.Word(ext, 0), wire.Word(ext, 1))
+	case wire.Revoked:
+		return link.Sink{}, s.releasedLocked(h.Address)
+	case wire.Fence:
+		return link.Sink{}, s.fenceLocked(h.Address)
+	case wire.Fenced:
+		return link.Sink{}, s.confirmedLocked(h.Address)
 	case wire.Message, wire.Offer, wire.Pull, wire.Piece, wire.Sent, wire.Credit,
 		wire.Dropped:
 		return s.mailFrameLocked(c, h, ext, payload)
@@ -569,6 +607,8 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 		return s.goneLocked(t, string(sink.Buf))
 	case inquiry:
 		return s.toldLocked(t.id, sink.Buf)
+	case agreement:
+		return s.agreedLocked(t, sink.Buf)
 	}
 	panic("endpoint: unknown token")
 }
@@ -592,7 +632,7 @@ func (s *session) Broken(c *link.Conn, err error) {
 // dataLocked places part of what a read asked for.
 func (s *session) dataLocked(c *link.Conn, id, off, n uint64) (link.Sink, error) {
 	r, ok := s.requests[id]
-	if !ok || r.query != nil || r.fence {
+	if !ok || r.query != nil || r.key != nil || r.fence {
 		return link.Sink{}, fmt.Errorf("%w: data for request %d, which is no read", wire.ErrFrame, id)
 	}
 	pc := r.piece
@@ -622,6 +662,8 @@ func (s *session) doneLocked(id uint64, o wire.Outcome, text string) error {
 		return fmt.Errorf("%w: the answer to a lookup has no region", wire.ErrFrame)
 	case q != nil && q.op == wire.Inquire:
 		return fmt.Errorf("%w: the answer to an inquiry has no state", wire.ErrFrame)
+	case r.key != nil:
+		return fmt.Errorf("%w: the answer to a Claim has no key", wire.ErrFrame)
 	case pc != nil && pc.task.Kind == OpRead && pc.got != pc.n:
 		return fmt.Errorf("%w: a read of %d bytes ended with %d", wire.ErrFrame, pc.n, pc.got)
 	}
@@ -632,6 +674,8 @@ func (s *session) doneLocked(id uint64, o wire.Outcome, text string) error {
 	switch {
 	case r.query != nil:
 		s.endQueryLocked(r.query, err)
+	case r.key != nil:
+		r.key.refused = true
 	case r.piece != nil:
 		s.pieceDoneLocked(r.piece, o.Code, err)
 	}
@@ -686,10 +730,15 @@ func (s *session) answerLocked(c *link.Conn, id uint64, code wire.Code, n uint64
 
 // answerWhyLocked is answerLocked with a text for the peer, which explains a failure.
 func (s *session) answerWhyLocked(c *link.Conn, id uint64, code wire.Code, n uint64, why string) {
-	s.owed--
 	if code != wire.OK {
 		s.peer.servedLocked(0, code, 0)
 	}
+	s.replyLocked(c, id, code, n, why)
+}
+
+// replyLocked is answerWhyLocked without a count, for requests that belong to no operation.
+func (s *session) replyLocked(c *link.Conn, id uint64, code wire.Code, n uint64, why string) {
+	s.owed--
 	c.Later(done(nil, id, code, n, why))
 	s.peer.touchLocked(c)
 }

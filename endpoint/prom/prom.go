@@ -81,10 +81,14 @@ func same(n uint64) float64       { return float64(n) }
 
 func done(s *stats.Endpoint) map[string]stats.Count   { return s.Done }
 func served(s *stats.Endpoint) map[string]stats.Count { return s.Served }
+func direct(s *stats.Endpoint) map[string]stats.Count { return s.Direct }
 
 var all = []metric{
 	counter("operations_total", "Operations of this end that ended well, by kind.", each(done, times), "kind"),
 	counter("operation_bytes_total", "Bytes of these.", each(done, bytes), "kind"),
+	counter("direct_total", "Of these, what went by RDMA, by kind.", each(direct, times), "kind"),
+	counter("direct_bytes_total", "Bytes of these.", each(direct, bytes), "kind"),
+	counter("detours_total", "RDMA paths that failed.", number(func(s *stats.Endpoint) uint64 { return s.Detours })),
 	counter("failures_total", "Operations of this end that failed, by reason.",
 		each(func(s *stats.Endpoint) map[string]uint64 { return s.Failed }, same), "reason"),
 	gauge("pending_operations", "Operations of this end that are under way, by kind.",

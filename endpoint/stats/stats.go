@@ -43,6 +43,11 @@ type Endpoint struct {
 	Received  uint64 `json:"received"`
 
 	Modes map[string]int `json:"modes,omitempty"` // connected peers: "plain", "checked" or "sealed"
+	// Connected peers, by what large reads and writes take: "tcp" or "rdma".
+	Paths map[string]int `json:"paths,omitempty"`
+
+	Direct  map[string]Count `json:"direct,omitempty"` // of Done, what went by RDMA
+	Detours uint64           `json:"detours"`          // RDMA paths that failed: what was under way went by TCP
 
 	Regions     int   `json:"regions"`
 	RegionBytes int64 `json:"region_bytes"`
@@ -111,7 +116,8 @@ func Parse(b []byte) (Endpoint, error) {
 		return Endpoint{}, errors.New("state of an endpoint with a negative number")
 	}
 	if err := cmp.Or(checkKeys(e.Done), checkKeys(e.Pending), checkKeys(e.Failed), checkKeys(e.Served),
-		checkKeys(e.Refused), checkKeys(e.Modes), checkCounts(e.Pending), checkCounts(e.Modes)); err != nil {
+		checkKeys(e.Refused), checkKeys(e.Modes), checkKeys(e.Paths), checkKeys(e.Direct), checkCounts(e.Pending),
+		checkCounts(e.Modes), checkCounts(e.Paths)); err != nil {
 		return Endpoint{}, err
 	}
 	return e, nil

@@ -64,12 +64,20 @@ const (
 	Dropped                      // the sender has given the message up
 	Inquire                      // the state of the endpoint: answered by State or Done
 	State                        // the state of the endpoint
+	Join                         // queue pairs of an RDMA device that are to be connected: answered by Joined
+	Joined                       // the queue pairs that they are connected with; empty: there will be none
+	Claim                        // the key of a region: answered by Key or Done
+	Key                          // what RDMA requests reach a region with
+	Revoke                       // a key is not valid any more: answered by Revoked
+	Revoked                      // the sender makes no more requests with the key
+	Fence                        // answered by Fenced
+	Fenced                       // no RDMA request from before the Fence has an effect any more
 	beyond
 )
 
 var names = [...]string{"Hello", "Ping", "Pong", "Bye", "Stay", "Get", "Put", "Data", "Done", "Cancel", "Lookup",
 	"List", "Watch", "Region", "Gone", "Message", "Offer", "Pull", "Piece", "Sent", "Taken", "Credit", "Dropped",
-	"Inquire", "State"}
+	"Inquire", "State", "Join", "Joined", "Claim", "Key", "Revoke", "Revoked", "Fence", "Fenced"}
 
 // String returns the name of the opcode.
 func (o Opcode) String() string {
@@ -107,6 +115,7 @@ const (
 	MaxText    = 512       // bytes of the text of Done
 	MaxMessage = 1 << 20   // bytes of the payload of Message: longer messages are offered
 	MaxState   = 16 << 10  // bytes of the payload of State
+	MaxJoin    = 1 << 10   // bytes of the payload of Join and Joined
 	MaxSize    = 1 << 62   // bytes of regions, requests and messages
 	MaxExt     = RangeSize // bytes of the largest extension
 )
@@ -136,6 +145,8 @@ var shapes = [beyond - First]shape{
 	Sent - First:  {},
 	Taken - First: {OutcomeSize, MaxText}, Credit - First: {}, Dropped - First: {},
 	Inquire - First: {}, State - First: {0, MaxState},
+	Join - First: {0, MaxJoin}, Joined - First: {0, MaxJoin}, Claim - First: {16, 0}, Key - First: {16, 0},
+	Revoke - First: {16, 0}, Revoked - First: {}, Fence - First: {}, Fenced - First: {},
 }
 
 // Check returns the size of the extension of a frame with header h, or an error that wraps
@@ -302,7 +313,7 @@ func DecodeEntry(ext []byte) (Entry, error) {
 const goneSize = 16
 
 // Words appends numbers: the extensions of Data and Piece (offset), Offer (total), Pull (offset,
-// length) and Gone (region, generation).
+// length), Gone, Claim and Revoke (region, generation) and Key (address, key).
 func Words(b []byte, vs ...uint64) []byte {
 	for _, v := range vs {
 		b = binary.LittleEndian.AppendUint64(b, v)

@@ -72,6 +72,16 @@ func examples() []example {
 		{"Inquire, request 7", frame(Inquire, 7, nil, "")},
 		{`State, request 7: {"name":"a"}`, frame(State, 7, nil, `{"name":"a"}`)},
 		{"Done, request 7: Denied, 0 bytes", frame(Done, 7, Outcome{Denied, 0}.Append(nil), "")},
+		{"Join 1: abc", frame(Join, 1, nil, "abc")},
+		{"Joined 1: there will be none", frame(Joined, 1, nil, "")},
+		{"Claim, request 8: region 2, generation 0x2122232425262729",
+			frame(Claim, 8, Words(nil, 2, exampleGeneration), "")},
+		{"Key, request 8: address 0x7f0000001000, key 0x1234", frame(Key, 8, Words(nil, 0x7f0000001000, 0x1234), "")},
+		{"Revoke 2: region 2, generation 0x2122232425262729",
+			frame(Revoke, 2, Words(nil, 2, exampleGeneration), "")},
+		{"Revoked 2", frame(Revoked, 2, nil, "")},
+		{"Fence 3", frame(Fence, 3, nil, "")},
+		{"Fenced 3", frame(Fenced, 3, nil, "")},
 	}
 }
 
@@ -109,6 +119,14 @@ var golden = []string{
 	"0000000000000000 0700000000000000 27",
 	"0c00000000000000 0700000000000000 28 7b226e616d65223a2261227d",
 	"0900000000000000 0700000000000000 18 08 0000000000000000",
+	"0300000000000000 0100000000000000 29 616263",
+	"0000000000000000 0100000000000000 2a",
+	"1000000000000000 0800000000000000 2b 0200000000000000 2927262524232221",
+	"1000000000000000 0800000000000000 2c 00100000007f0000 3412000000000000",
+	"1000000000000000 0200000000000000 2d 0200000000000000 2927262524232221",
+	"0000000000000000 0200000000000000 2e",
+	"0000000000000000 0300000000000000 2f",
+	"0000000000000000 0300000000000000 30",
 }
 
 func TestGoldenFrames(t *testing.T) {
@@ -157,7 +175,8 @@ var limits = []limit{
 	{Data, 8, 1 << 62}, {Done, 9, 512}, {Cancel, 0, 0}, {Lookup, 0, 255}, {List, 4, 255}, {Watch, 0, 0},
 	{Region, 25, 255}, {Gone, 16, 255}, {Message, 0, 1 << 20}, {Offer, 8, 0}, {Pull, 16, 0}, {Piece, 8, 1 << 62},
 	{Sent, 0, 0}, {Taken, 9, 512}, {Credit, 0, 0}, {Dropped, 0, 0}, {Inquire, 0, 0},
-	{State, 0, 16384},
+	{State, 0, 16384}, {Join, 0, 1024}, {Joined, 0, 1024}, {Claim, 16, 0}, {Key, 16, 0}, {Revoke, 16, 0},
+	{Revoked, 0, 0}, {Fence, 0, 0}, {Fenced, 0, 0},
 }
 
 func TestCheckAtTheLimits(t *testing.T) {

@@ -1,0 +1,228 @@
+package card
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"sync"
+	"syscall"
+	"unsafe"
+
+	"tutti/mem"
+	"tutti/rdma"
+)
+
+// Config says which port to use.
+type Config struct {
+	Provider rdma.Provider
+	Devices  string // as rdma.ParseDevices has it
+	GID      string // as rdma.ChooseGID has it
+	Log      *slog.Logger
+}
+
+// Card is a port of a device. Its methods may be called from any goroutine.
+type Card struct {
+	cfg     Config
+	at      rdma.DevicePort
+	address netip.Addr // of the port; invalid: the best one
+
+	mu      sync.Mutex
+	domains map[string]*Domain
+}
+
+// Open chooses the first port that is active and that cfg allows. Close follows.
+func Open(cfg Config) (*Card, error) {
+	filter, err := rdma.ParseDevices(cfg.Devices)
+	if err != nil {
+		return nil, err
+	}
+	names, err := cfg.Provider.Devices()
+	if err != nil {
+		return nil, err
+	}
+	var ports []rdma.DevicePort
+	var why error // not to use a port
+	for _, name := range names {
+		d, err := cfg.Provider.Open(name, nil)
+		if err != nil {
+			why = errors.Join(why, err)
+			continue
+		}
+		for p := range d.Attributes().Ports {
+			ports = append(ports, rdma.DevicePort{Device: name, Port: p + 1})
+		}
+		if err := d.Close(); err != nil {
+			return nil, err
+		}
+	}
+	if ports, err = filter.Choose(ports); err != nil {
+		return nil, errors.Join(err, why)
+	}
+	for _, at := range ports {
+		c := &Card{cfg: cfg, at: at, domains: map[string]*Domain{}}
+		if err := c.check(); err != nil {
+			why = errors.Join(why, err)
+			continue
+		}
+		if _, err := c.Domain(""); err != nil { // it stays open until Close
+			why = errors.Join(why, err)
+			continue
+		}
+		return c, nil
+	}
+	return nil, why
+}
+
+// check returns an error if the port cannot be used, and finds the address that was asked for.
+func (c *Card) check() error {
+	d, err := c.cfg.Provider.Open(c.at.Device, nil)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	port, err := d.Port(c.at.Port)
+	if err != nil {
+		return err
+	}
+	if port.State != rdma.PortActive {
+		return fmt.Errorf("rdma: port %v is %v: it cannot be used until it is active", c.at, port.State)
+	}
+	gids, err := d.GIDs(c.at.Port)
+	if err != nil {
+		return err
+	}
+	if !port.Ethernet && len(gids) == 0 && c.cfg.GID == "" {
+		return nil
+	}
+	e, err := rdma.ChooseGID(gids, c.cfg.GID)
+	if err != nil {
+		return fmt.Errorf("%v: %w", c.at, err)
+	}
+	if c.cfg.GID != "" {
+		c.address = e.GID.Addr()
+	}
+	return nil
+}
+
+// String names the port.
+func (c *Card) String() string { return c.at.String() }
+
+// Domain returns the protection domain of a principal, and opens it if there is none. Release
+// follows.
+func (c *Card) Domain(principal string) (*Domain, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	d := c.domains[principal]
+	if d == nil {
+		dev, err := c.cfg.Provider.Open(c.at.Device, nil)
+		if err != nil {
+			return nil, err
+		}
+		d = &Domain{card: c, principal: principal, dev: dev, withheld: map[uint32]int{}}
+		c.domains[principal] = d
+	}
+	d.refs++
+	return d, nil
+}
+
+// Close closes what Open has opened. All domains that others have got must have been released.
+func (c *Card) Close() error {
+	c.mu.Lock()
+	d := c.domains[""]
+	c.mu.Unlock()
+	return d.Release(nil)
+}
+
+// Domain is a protection domain.
+type Domain struct {
+	card      *Card
+	principal string
+	dev       rdma.Device
+	refs      int // with Card.mu
+	staging   staging
+
+	mu       sync.Mutex
+	withheld map[uint32]int // keys that so many peers may use although their memory was deregistered
+}
+
+// Release undoes Card.Domain. The last one calls last, unless it is nil, and closes the device:
+// last has to close the memory regions that are left.
+func (d *Domain) Release(last func()) error {
+	c := d.card
+	c.mu.Lock()
+	d.refs--
+	ends := d.refs == 0
+	if ends {
+		delete(c.domains, d.principal)
+	}
+	c.mu.Unlock()
+	if !ends {
+		return nil
+	}
+	if last != nil {
+		last()
+	}
+	return errors.Join(d.staging.close(), d.dev.Close())
+}
+
+// Access is what a peer may do with memory.
+const (
+	Read  = rdma.RemoteRead
+	Write = rdma.RemoteWrite
+)
+
+// Registration is registered memory.
+type Registration struct {
+	rdma.MR
+	Address uint64 // of its first byte
+}
+
+// Register registers host memory, exactly its bytes. access is what peers may do with it: Read,
+// Write, both or nothing. Local requests read it, and write it if writable is set, as Write does.
+// The memory must stay allocated until MR.Close.
+func (d *Domain) Register(m mem.Memory, access rdma.Access, writable bool) (Registration, error) {
+	if access&Write != 0 || writable {
+		access |= rdma.LocalWrite
+	}
+	var aside []rdma.MR // with keys that are withheld, so that the device gives others
+	var err error
+	defer func() {
+		for _, mr := range aside {
+			if err := mr.Close(); err != nil {
+				d.card.cfg.Log.Error("rdma: memory stays registered", "device", d.card.at.Device, "err", err)
+			}
+		}
+	}()
+	for range 16 {
+		var mr rdma.MR
+		if mr, err = d.dev.Register(m, access); err != nil {
+			return Registration{}, err
+		}
+		d.mu.Lock()
+		taken := d.withheld[mr.RemoteKey()] > 0
+		d.mu.Unlock()
+		if !taken {
+			return Registration{mr, uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.Bytes()))))}, nil
+		}
+		aside = append(aside, mr)
+	}
+	return Registration{}, fmt.Errorf("rdma: %s gives only keys that peers may still use for other memory: %w",
+		d.card.at.Device, syscall.EAGAIN)
+}
+
+// Withhold has Register not use a key, because a peer may. Permit follows for each call.
+func (d *Domain) Withhold(key uint32) {
+	d.mu.Lock()
+	d.withheld[key]++
+	d.mu.Unlock()
+}
+
+// Permit undoes Withhold.
+func (d *Domain) Permit(key uint32) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.withheld[key]--; d.withheld[key] == 0 {
+		delete(d.withheld, key)
+	}
+}

@@ -1,0 +1,139 @@
+//go:build cgo && linux
+
+package endpoint
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"testing"
+
+	"tutti/mem"
+	"tutti/rdma/rdmatest"
+	"tutti/rdma/verbs"
+)
+
+// TestDeviceRDMA: the tests of every provider over the device of the virtual machine of make
+// test-rdma, without which they are skipped.
+func TestDeviceRDMA(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	for _, c := range directTests {
+		t.Run(c.name, func(t *testing.T) { c.f(t, RDMA{Provider: p, From: 1}) })
+	}
+}
+
+// servingVariable is set for the other process of TestDeviceTwoProcesses.
+const servingVariable = "TUTTI_TEST_ENDPOINT_SERVES"
+
+// TestDeviceTwoProcesses: reads and writes of another process, which is killed while it serves.
+func TestDeviceTwoProcesses(t *testing.T) {
+	provider, _ := rdmatest.Devices(t, verbs.Load)
+	r := RDMA{Provider: provider, From: 1}
+	if os.Getenv(servingVariable) != "" {
+		b := newEndpoint(t, newContext(t), Config{Name: "child", RDMA: r})
+		if _, err := b.Register("data", mem.Host(make([]byte, 4<<20), mem.Anywhere),
+			RegionConfig{Rights: Read | Write}); err != nil {
+			t.Fatal(err)
+		}
+		fmt.Println(b.Info())
+		io.Copy(io.Discard, os.Stdin)
+		return
+	}
+	child := exec.Command(os.Args[0], "-test.run=^TestDeviceTwoProcesses$")
+	child.Env = append(os.Environ(), servingVariable+"=1")
+	child.Stderr = os.Stderr
+	in, err := child.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	out, err := child.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := child.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer child.Wait()
+	defer child.Process.Kill()
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatalf("the child says %q: %v", line, err)
+	}
+	info, err := ParseInfo(line[:len(line)-1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := newEndpoint(t, newContext(t), Config{Name: "parent", RDMA: r})
+	p, err := a.Connect(t.Context(), info)
+	if err != nil {
+		t.Fatal(err)
+	}
+	warm(t, p, "data")
+	before := directOf(p, OpWrite)
+	for i, n := range sizes[1:] {
+		src, off := pattern(n, uint64(i)), int64(i*13)
+		wait(t, p.Write(src, "data", off))
+		dst := make([]byte, n)
+		if wait(t, p.Read(dst, "data", off)); !bytes.Equal(src, dst) {
+			t.Fatalf("%d bytes differ", n)
+		}
+	}
+	if n := directOf(p, OpWrite) - before; n != uint64(len(sizes)-1) || a.Stats().Detours > 0 {
+		t.Errorf("%d writes by RDMA, state %+v", n, a.Stats())
+	}
+	var fs []*Future
+	for range 50 {
+		fs = append(fs, p.Write(make([]byte, 4<<20), "data", 0))
+	}
+	wait(t, fs[0])
+	if err := child.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range fs {
+		if err := f.Wait(t.Context()); err != nil && !errors.Is(err, ErrBroken) {
+			t.Fatal(err)
+		}
+	}
+	if fs[len(fs)-1].Err() == nil {
+		t.Error("the last write to a process that was killed has succeeded")
+	}
+}
+
+// BenchmarkDeviceRead compares reads by RDMA with reads by TCP, over the device of the virtual
+// machine.
+func BenchmarkDeviceRead(b *testing.B) {
+	provider, err := verbs.Load()
+	if err != nil {
+		b.Skip(err)
+	}
+	if names, err := provider.Devices(); err != nil || len(names) == 0 {
+		b.Skipf("devices %q, %v", names, err)
+	}
+	for _, n := range []int{64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20} {
+		for _, cfg := range []struct {
+			name string
+			r    RDMA
+		}{{"tcp", RDMA{}}, {"rdma", RDMA{Provider: provider, From: 1}}} {
+			b.Run(fmt.Sprint(cfg.name, " ", n), func(b *testing.B) {
+				data := shared(b, n)
+				_, e, p, _ := pair(b, Config{RDMA: cfg.r, Conns: 1})
+				if _, err := e.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{}); err != nil {
+					b.Fatal(err)
+				}
+				if cfg.r.Provider != nil {
+					warm(b, p, "data")
+				}
+				dst := make([]byte, n)
+				b.SetBytes(int64(n))
+				for b.Loop() {
+					wait(b, p.Read(dst, "data", 0))
+				}
+			})
+		}
+	}
+}
