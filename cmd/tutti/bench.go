@@ -61,7 +61,8 @@ do. The exit code is 1 if anything is wrong.
 
 --op p2p measures instead what package endpoint does, between two processes here: messages, reads,
 writes and batches of reads, beside the same bytes over a plain TCP connection of Go's package net.
-The contestants take turns, and medians over the rounds are compared.
+The contestants take turns, and medians over the rounds are compared. With --transport rdma reads
+and writes of 4 KiB or more go from memory to memory by an RDMA device.
 
 Operations: ` + strings.Join(bench.Ops(), " ") + `
 Types:      ` + joined(kernels.DTypes()) + `
@@ -80,7 +81,7 @@ Reductions: ` + joined(kernels.Ops()),
 			case f.faulty:
 				return f.faults(cmd)
 			case f.op == p2pOp && f.emit:
-				return p2pOther(cmd.Context())
+				return f.p2pOther(cmd)
 			case f.op == p2pOp:
 				return f.p2p(cmd)
 			}
@@ -100,7 +101,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.IntVar(&f.warmup, "warmup", 5, "calls before the first round")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts; of p2p, the median")
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "duration of a round")
-	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
+	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, rdma, tcp, or inproc (ranks are goroutines of one "+
+		"process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
 		"reads its result after it, off the clock; the median call counts")
@@ -109,7 +111,8 @@ Reductions: ` + joined(kernels.Ops()),
 			"costs; p2p: calls under way in the rows with several (default 16)")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
-	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
+	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core if there are enough, as mpirun does, else to its "+
+		"share of them")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
 	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
 	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to continue when one is killed, and "+
@@ -264,6 +267,18 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	return f.processes(cmd.Context(), p)
 }
 
+// bound returns how n ranks that are measured are bound, if they are: like mpirun's, to a core each
+// if there are enough.
+func bound(bind bool, n int) launch.Binding {
+	switch {
+	case !bind:
+		return launch.BindNone
+	case n <= runtime.NumCPU():
+		return launch.BindSingle
+	}
+	return launch.BindShare
+}
+
 // processes starts the ranks, which run this command again, and prints the reports of rank 0.
 func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	r, w, err := os.Pipe()
@@ -272,7 +287,7 @@ func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	}
 	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w,
 		Stderr:   os.Stderr,
-		NoPrefix: true, Bind: f.bind && f.n <= runtime.NumCPU(), Grace: time.Second, QuietCode: codeWrong,
+		NoPrefix: true, Bind: bound(f.bind, f.n), Grace: time.Second, QuietCode: codeWrong,
 		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err

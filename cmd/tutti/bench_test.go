@@ -142,7 +142,7 @@ func TestBenchP2P(t *testing.T) {
 	}
 	s.empty()
 
-	for _, flag := range []string{"--ranks=2", "--transport=tcp", "--dtype=float32", "--max=2G", "--queue=-1"} {
+	for _, flag := range []string{"--ranks=2", "--transport=shm", "--dtype=float32", "--max=2G", "--queue=-1"} {
 		s.command("bench", "--op", "p2p", flag).start().end(2)
 	}
 }

@@ -15,6 +15,9 @@ import (
 
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/cmd/tutti/internal/pair"
+	"tutti/endpoint"
+	"tutti/p2p/registry"
+	"tutti/rdma/verbs"
 )
 
 // p2pOp is the operation of bench that measures endpoints.
@@ -34,11 +37,13 @@ func (f *benchFlags) p2p(cmd *cobra.Command) error {
 	if s.Max > 1<<30 {
 		return usagef(cmd, "--max %s: expected no more than 1G", f.max)
 	}
-	for _, name := range []string{"ranks", "dtype", "redop", "root", "transport", "registered", "touch", "bind",
-		"timeout"} {
+	for _, name := range []string{"ranks", "dtype", "redop", "root", "registered", "touch", "bind", "timeout"} {
 		if cmd.Flags().Changed(name) {
 			return usagef(cmd, "--%s is not for --op p2p", name)
 		}
+	}
+	if s.RDMA, err = f.p2pDevice(cmd); err != nil {
+		return err
 	}
 	ctx, stop := context.WithCancel(cmd.Context())
 	defer stop()
@@ -46,7 +51,7 @@ func (f *benchFlags) p2p(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	other := exec.CommandContext(ctx, self, "bench", "--op", p2pOp, "--emit")
+	other := exec.CommandContext(ctx, self, "bench", "--op", p2pOp, "--transport", f.transport, "--emit")
 	other.Stderr = os.Stderr
 	other.WaitDelay = time.Second
 	in, err := other.StdoutPipe()
@@ -84,12 +89,33 @@ func (f *benchFlags) p2p(cmd *cobra.Command) error {
 
 // p2pOther is the other process. Its orders come through the Go runtime's poller: a read that
 // blocked would keep a processor of the runtime for some milliseconds.
-func p2pOther(ctx context.Context) error {
+func (f *benchFlags) p2pOther(cmd *cobra.Command) error {
 	const stdin = 0
+	rdma, err := f.p2pDevice(cmd)
+	if err != nil {
+		return err
+	}
 	if err := unix.SetNonblock(stdin, true); err != nil {
 		return err
 	}
-	return pair.Serve(ctx, os.NewFile(stdin, "orders"), os.Stdout)
+	return pair.Serve(cmd.Context(), os.NewFile(stdin, "orders"), os.Stdout, rdma)
+}
+
+// p2pDevice returns what endpoints use for --transport.
+func (f *benchFlags) p2pDevice(cmd *cobra.Command) (endpoint.RDMA, error) {
+	switch f.transport {
+	case registry.Auto, "tcp":
+		return endpoint.RDMA{}, nil
+	case "rdma":
+		p, err := verbs.Load()
+		if err != nil {
+			return endpoint.RDMA{}, err
+		}
+		return endpoint.RDMA{Provider: p, Devices: os.Getenv("TUTTI_RDMA_DEVICES"),
+			GID: os.Getenv("TUTTI_RDMA_GID")}, nil
+	}
+	return endpoint.RDMA{}, usagef(cmd, "--transport %s: endpoints use tcp, or rdma for large reads and writes",
+		f.transport)
 }
 
 // p2pPrinter prints rows as a table, or as JSON objects.
@@ -105,8 +131,8 @@ func (p *p2pPrinter) head(s *pair.Spec) {
 	fmt.Printf("# an endpoint (tutti) beside a plain TCP connection (raw), between two processes on %s (%d cores); "+
 		"one connection each; median of %d rounds\n", host, runtime.NumCPU(), s.Rounds)
 	fmt.Printf("# time of a call; depth: calls, or pieces of a batch, that are under way\n#\n")
-	fmt.Printf("#%9s %11s %6s %10s %10s %10s %8s %6s\n", "op", "size", "depth", "tutti", "raw", "raw/tutti", "tutti",
-		"#wrong")
+	fmt.Printf("#%9s %11s %6s %10s %10s %10s %8s %6s %4s\n", "op", "size", "depth", "tutti", "raw", "raw/tutti",
+		"tutti", "#wrong", "path")
 	fmt.Printf("#%9s %11s %6s %10s %10s %10s %8s %6s\n", "", "B", "", "us", "us", "", "GB/s", "")
 }
 
@@ -123,8 +149,8 @@ func (p *p2pPrinter) row(r pair.Row) {
 	case r.Wrong > 0 && p.colour:
 		wrong = "\x1b[1;31m" + wrong + "\x1b[0m"
 	}
-	fmt.Printf("%10s %11d %6d %10.2f %10.2f %10.2f %8.3f %s\n", r.Op, r.Bytes, r.Depth, r.Tutti, r.Raw, r.Ratio, r.GBs,
-		wrong)
+	fmt.Printf("%10s %11d %6d %10.2f %10.2f %10.2f %8.3f %s %4s\n", r.Op, r.Bytes, r.Depth, r.Tutti, r.Raw, r.Ratio,
+		r.GBs, wrong, r.Path)
 }
 
 // next shows on a terminal what is being measured; "" shows nothing any more.

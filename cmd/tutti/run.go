@@ -21,15 +21,16 @@ import (
 )
 
 type runFlags struct {
-	n, nodes, node         int
-	rdzv, store, job       string
-	secretFile, transport  string
-	timeout, grace         time.Duration
-	logDir, onFailure      string
-	bind                   string
-	restarts, standby      int
-	autoAdmit              bool
-	noPrefix, stdin, quiet bool
+	n, nodes, node        int
+	rdzv, store, job      string
+	secretFile, transport string
+	timeout, grace        time.Duration
+	logDir, onFailure     string
+	bind                  string
+	restarts, standby     int
+	autoAdmit             bool
+	noPrefix, stdin       bool
+	verbose, quiet        bool
 }
 
 func newRun() *cobra.Command {
@@ -45,6 +46,10 @@ to the ranks, which have --grace to end before they are killed; a second one kil
 --on-failure shrink or retry the others continue when a rank dies; the exit code is then 0 if a rank
 succeeds and so do all that are alive then.
 No process that a rank has started outlives the command, even if the command is killed.
+
+Each rank runs on an equal share of the processors that the command may run on, whole cores of one
+NUMA node where there are enough; ranks share processors only if there are more ranks than these.
+--verbose prints the shares; --bind none lets all ranks run on all processors.
 
 Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and,
 except from Open MPI on several hosts, the meeting point from them. The nodes need a secret that they
@@ -85,11 +90,12 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: random on one node, else TUTTI_JOB or \"default\")")
 	fl.StringVar(&f.secretFile, "secret-file", "",
 		"`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
-	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
+	fl.StringVar(&f.transport, "transport", "", "auto, "+registry.Names()+" (default: TUTTI_TRANSPORT, else auto)")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation, such as 90s (default: TUTTI_TIMEOUT, else 5m)")
 	fl.StringVar(&f.logDir, "log-dir", "", "also write the output of rank N to `directory`/rank-N.log, and flight "+
 		"records there")
-	fl.StringVar(&f.bind, "bind", "none", "none, or core: each rank to a core of its own, for programs of one thread")
+	fl.StringVar(&f.bind, "bind", "", "`how` to bind ranks to processors: share, each to its part of them; core, "+
+		"each to one, for programs of one thread; or none (default: TUTTI_BIND, else share)")
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
 	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the "+
 		"ranks have none)")
@@ -104,6 +110,7 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 		"with shrink or retry: let ranks in between any two operations, not at the program's Admit")
 	fl.DurationVar(&f.grace, "grace", 2*time.Second,
 		"time between SIGTERM, or your signal, and SIGKILL for the ranks that are ended")
+	fl.BoolVarP(&f.verbose, "verbose", "v", false, "print which processors each rank runs on")
 	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not print how the job ended; only the exit code tells")
 	return c
 }
@@ -136,7 +143,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		f.nodes = 1
 	}
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
-		Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
+		Grace: f.grace, Verbose: f.verbose, Quiet: f.quiet}
 	store, from := f.store, "--store"
 	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" &&
 		(strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
@@ -173,10 +180,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 			"with end no rank is left to join")
 	case f.transport != "" && !transports(f.transport):
 		return o, usagef(cmd, "--transport %s: expected auto, %s", f.transport, registry.Names())
-	case f.bind != "none" && f.bind != "core":
-		return o, usagef(cmd, "--bind %s: expected none or core", f.bind)
-	case f.bind == "core" && f.n > runtime.NumCPU():
-		return o, usagef(cmd, "--bind core: %d ranks need as many cores, there are %d", f.n, runtime.NumCPU())
+	case f.verbose && f.quiet:
+		return o, usagef(cmd, "--verbose and --quiet exclude each other")
 	case f.grace < 0:
 		return o, usagef(cmd, "--grace %v: expected 0 or more", f.grace)
 	case given("timeout") && f.timeout == 0:
@@ -211,6 +216,9 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 			"all nodes and fresh for each job")
 	}
 	var err error
+	if o.Bind, err = f.binding(getenv); err != nil {
+		return o, usagef(cmd, "%v", err)
+	}
 	if o.Secret, err = f.secret(getenv); err != nil {
 		return o, usagef(cmd, "%v", err)
 	}
@@ -242,6 +250,26 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		o.Env = append(o.Env, "TUTTI_LOG_DIR="+dir)
 	}
 	return o, nil
+}
+
+// binding reads --bind and TUTTI_BIND. Errors name which of them.
+func (f *runFlags) binding(getenv func(string) string) (launch.Binding, error) {
+	text, from := f.bind, "--bind "
+	if text == "" {
+		text, from = getenv("TUTTI_BIND"), "TUTTI_BIND="
+	}
+	switch text {
+	case "", "share":
+		return launch.BindShare, nil
+	case "none":
+		return launch.BindNone, nil
+	case "core":
+		if f.n > runtime.NumCPU() {
+			return 0, fmt.Errorf("%score: %d ranks need as many processors, there are %d", from, f.n, runtime.NumCPU())
+		}
+		return launch.BindSingle, nil
+	}
+	return 0, fmt.Errorf("%s%s: expected share, core or none", from, text)
 }
 
 // secret reads the job's secret; "" if there is none.

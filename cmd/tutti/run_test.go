@@ -635,12 +635,15 @@ func TestUsage(t *testing.T) {
 		{"run -n 2 --nnodes 2 --node-rank 1 --rdzv a:1 x", "several nodes need a secret"},
 		{"run -n 2 --rdzv a:1 x", "--rdzv is for several nodes"},
 		{"run -n 2 --secret-file /no/such/file x", "--secret-file: open /no/such/file: no such file"},
-		{"run -n 2 --transport rdma x", "--transport rdma: expected auto, shm or tcp"},
+		{"run -n 2 --transport udp x", "--transport udp: expected auto, shm, rdma or tcp"},
 		{"run -n 2 --on-failure ignore x", "--on-failure ignore: expected end, shrink or retry"},
 		{"run -n 2 --max-restarts 1 x", "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry"},
 		{"run -n 2 --grace soon x", `"soon" is no duration`},
 		{"run -n 2 --store redis://x y", "--store: store \"redis://x\": expected"},
 		{"run -n 2 --nnodes 2 --node-rank 0 --store etcd://x:1 y", "needs --job NAME"},
+		{"run -n 2 --bind socket x", "--bind socket: expected share, core or none"},
+		{"run -n 9000 --bind core x", "--bind core: 9000 ranks need as many processors, there are"},
+		{"run -n 2 -v -q x", "--verbose and --quiet exclude each other"},
 		{"run -n 2 --job a/b x", `job name "a/b"`},
 		{"bench --op allreduc", "--op allreduc: expected all, or some of allreduce,"},
 		{"bench --dtype float", "--dtype float: expected all, or some of int8,"},
@@ -711,7 +714,7 @@ func TestRunKeepsSurvivorsRunning(t *testing.T) {
 			j.stderr.await(t, "; the others go on")
 			all[0].do("print %q", "still here\n")
 			all[0].tell("%s", c.then)
-			all[0].gone()
+			all[0].noticed()
 			if c.then == "kill 9" {
 				j.stderr.await(t, "rank 0 was killed by signal 9 (SIGKILL); the others go on")
 			}

@@ -146,7 +146,7 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 		return err
 	}
 	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
-		NoPrefix: true, Bind: f.n <= runtime.NumCPU(), Grace: time.Second,
+		NoPrefix: true, Bind: bound(true, f.n), Grace: time.Second,
 		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err
@@ -193,7 +193,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 
 // rank runs a rank of the measurement.
 func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Launch) error {
-	g, err := pg.Join(ctx, pg.Config{Transport: f.transport, Tuning: tuning.Off, Algorithm: "auto"})
+	g, err := pg.Join(ctx, pg.Config{Transport: f.transport, Tuning: tuning.Off, Algorithm: "auto",
+		SingleCopy: "off"})
 	if err != nil {
 		return &launch.Error{Code: codeFailed, Err: err}
 	}

@@ -24,8 +24,8 @@ func TestTune(t *testing.T) {
 	}
 	path := filepath.Join(dir, "tutti", "tune.json")
 	for _, transport := range []string{"shm", "tcp"} {
-		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max", "64K",
-			"--factor", "16", "--rounds", "2", "--time", "5s")
+		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max",
+			"256K", "--factor", "16", "--rounds", "2", "--time", "5s")
 		j.start().end(0)
 		out := j.stdout.String()
 		for _, want := range []string{"allreduce ", "alltoallv ", "barrier ", path} {
@@ -65,7 +65,7 @@ func TestTune(t *testing.T) {
 		}
 	}
 	own := filepath.Join(dir, "own.json")
-	j := command("tune", "-n", "2", "--op", "allgather", "--max", "32K", "--factor", "8", "--rounds", "1", "--time",
+	j := command("tune", "-n", "2", "--op", "allgather", "--max", "256K", "--factor", "8", "--rounds", "1", "--time",
 		"50ms", "-o", own, "--json")
 	j.start().end(0)
 	n := 0
@@ -81,7 +81,7 @@ func TestTune(t *testing.T) {
 			t.Errorf("loadstore in plain memory: %s", line)
 		}
 	}
-	if n < 4+1 {
+	if n < 5+1 {
 		t.Errorf("%d points", n)
 	}
 	if _, err := tuning.Load(own, tuning.Here(2, "shm")); err != nil {
@@ -95,7 +95,7 @@ func TestTune(t *testing.T) {
 		want string
 	}{
 		{[]string{"-n", "1"}, "", "expected 2 to 64"},
-		{[]string{"--transport", "shm,tcp"}, "", "expected shm or tcp"},
+		{[]string{"--transport", "shm,tcp"}, "", "expected shm, rdma or tcp"},
 		{[]string{"--op", "allreduces"}, "", "expected all"},
 		{[]string{"--factor", "1"}, "", "expected 2 or more"},
 		{[]string{"--time", "0"}, "", "--time"},

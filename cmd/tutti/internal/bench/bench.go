@@ -405,8 +405,9 @@ func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 }
 
 // touch is a round in the way in which programs use collectives: before each call every rank writes
-// new inputs, and after it reads its result; all have written when the call begins. Only the calls
-// are measured. It returns the median over the calls of the slowest rank's time.
+// new inputs, and after it reads its result; all have written when the call begins, and the ranks
+// of a machine begin it together. Only the calls are measured. It returns the median over the calls
+// of the slowest rank's time.
 func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 	r.times = r.times[:0]
 	for range n {
@@ -415,6 +416,7 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 		if err := r.g.Barrier(ctx); err != nil {
 			return 0, err
 		}
+		machine.together()
 		began := time.Now()
 		if err := in.call(ctx); err != nil {
 			return 0, err

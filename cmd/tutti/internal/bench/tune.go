@@ -52,8 +52,6 @@ const (
 	// hopeless is the multiple of the fastest time that excludes an algorithm after its first
 	// round.
 	hopeless = 3
-	// loadStoreFrom is the size in bytes from which the library considers mapped memory.
-	loadStoreFrom = 16 << 10
 	// refinements is how often the gap between two sizes with different winners is halved (on a
 	// logarithmic scale).
 	refinements = 2
@@ -188,7 +186,8 @@ next:
 
 // maps reports whether mapped memory is considered for size bytes.
 func (t *tuner) maps(k collectives.Kind, size int) bool {
-	return t.Memory && size >= loadStoreFrom && slices.Contains(collectives.Algorithms(k), collectives.LoadStore)
+	return t.Memory && size >= collectives.LoadStoreMin(k) &&
+		slices.Contains(collectives.Algorithms(k), collectives.LoadStore)
 }
 
 // elapsed returns the same time at all ranks.

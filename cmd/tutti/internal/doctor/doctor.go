@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"tutti/device/cuda"
 	"tutti/p2p/registry"
 )
 
@@ -85,6 +86,7 @@ func broken(detail, advice string) outcome  { return outcome{Broken, detail, adv
 var checks = []check{
 	{"machine", "system", system},
 	{"machine", "cores", cores},
+	{"machine", "binding", binding},
 	{"machine", "simd", simd},
 	{"machine", "memory", memory},
 	{"machine", "huge pages", hugePages},
@@ -101,6 +103,7 @@ var checks = []check{
 	{"store", "embedded", embedded},
 	{"store", "TUTTI_STORE", configured},
 	{"devices", "NVIDIA GPUs", gpus},
+	{"devices", "CUDA", func(context.Context, *Host) outcome { return cudaDriver(cuda.Load()) }},
 	{"devices", "verbs", verbsLibrary},
 	{"devices", "GPUs' memory", gpuMemory},
 	{"job", "environment", environment},

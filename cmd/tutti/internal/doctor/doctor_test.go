@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"math"
 	"net"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/cmd/tutti/internal/cpus"
 	"tutti/p2p/registry"
 
 	"pgregory.net/rapid"
@@ -100,10 +102,26 @@ func TestCores(t *testing.T) {
 		!strings.Contains(o.detail, "2 NUMA nodes") {
 		t.Errorf("affinity: %+v", o)
 	}
-	for s, n := range map[string]int{"0": 1, "0-3": 4, "0-3,8,10-11": 7, "": 0, "x": 0, "3-1": 0} {
-		if got := cpuList(s); got != n {
-			t.Errorf("cpuList(%q) = %d, want %d", s, got, n)
-		}
+}
+
+func TestBinding(t *testing.T) {
+	h := machine(t, nil)
+	h.Getenv = func(string) string { return "" }
+	if o := binding(t.Context(), h); o.state != Found || !strings.Contains(o.detail, "cores of their own; two: ") {
+		t.Errorf("%+v", o)
+	}
+	h.Getenv = func(string) string { return "none" }
+	if o := binding(t.Context(), h); o.state != Missing || !strings.Contains(o.detail, "TUTTI_BIND=none") {
+		t.Errorf("off: %+v", o)
+	}
+	allowed, err := cpus.Allowed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	h = machine(t, map[string]string{"sys/devices/system/node/node0/cpulist": "x",
+		fmt.Sprintf("sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", allowed[0]): "x"})
+	if o := binding(t.Context(), h); o.state != Warning || !strings.Contains(o.detail, "node0/cpulist") {
+		t.Errorf("not to be read: %+v", o)
 	}
 }
 
@@ -175,23 +193,32 @@ func TestRDMADevice(t *testing.T) {
 		files          []map[string]string
 		state          State
 		detail, advice string
+		vars           []string
 	}{
 		"good": {[]map[string]string{gid("0", local, "IB/RoCE v1"), gid("1", v4, "RoCE v2")}, Found,
 			"port 1 active, Ethernet, 400 Gb/sec (4X NDR), address 10.0.0.1 (index 1, RoCE v2, eth0): routed, " +
-				"RoCE v2, IPv4", ""},
+				"RoCE v2, IPv4", "", nil},
 		"down": {[]map[string]string{gid("0", v4, "RoCE v2"), {port + "state": "1: DOWN\n"}}, Warning,
-			"port 1 down", "interface up"},
-		"no address": {nil, Warning, "no address", "give its network interface an IP address"},
-		"local":      {[]map[string]string{gid("0", local, "RoCE v2")}, Warning, "fe80::1", "not routed"},
-		"v1 only":    {[]map[string]string{gid("0", v4, "IB/RoCE v1")}, Warning, "RoCE v1", "RoCE v1 is not routed"},
+			"port 1 down", "interface up", nil},
+		"no address": {nil, Warning, "no address", "give its network interface an IP address", nil},
+		"local":      {[]map[string]string{gid("0", local, "RoCE v2")}, Warning, "fe80::1", "not routed", nil},
+		"v1 only": {[]map[string]string{gid("0", v4, "IB/RoCE v1")}, Warning, "RoCE v1", "RoCE v1 is not routed",
+			nil},
 		"InfiniBand": {[]map[string]string{gid("0", local, "IB/RoCE v1"), {port + "link_layer": "InfiniBand\n"}}, Found,
-			"index 0, InfiniBand", ""},
+			"index 0, InfiniBand", "", nil},
+		"chosen": {[]map[string]string{gid("0", local, "RoCE v2"), gid("1", v4, "RoCE v2")}, Warning,
+			"fe80::1 (index 0, RoCE v2, eth0): TUTTI_RDMA_GID=0", "not routed", []string{"TUTTI_RDMA_GID=0"}},
+		"not there": {[]map[string]string{gid("1", v4, "RoCE v2")}, Warning, "no address 10.9.0.0/16 (TUTTI_RDMA_GID)",
+			"IP address", []string{"TUTTI_RDMA_GID=10.9.0.0/16"}},
+		"excluded": {[]map[string]string{gid("1", v4, "RoCE v2")}, Missing, "excluded by TUTTI_RDMA_DEVICES=^mlx5",
+			"", []string{"TUTTI_RDMA_DEVICES=^mlx5"}},
+		"wrong list": {nil, Broken, "TUTTI_RDMA_DEVICES", "unset it", []string{"TUTTI_RDMA_DEVICES=^"}},
 	} {
 		files := maps.Clone(base)
 		for _, more := range c.files {
 			maps.Copy(files, more)
 		}
-		o := rdmaDevice("mlx5_0")(t.Context(), machine(t, files))
+		o := rdmaDevice("mlx5_0")(t.Context(), machine(t, files, c.vars...))
 		if o.state != c.state || !strings.Contains(o.detail, c.detail) || (o.advice == "") != (c.advice == "") ||
 			!strings.Contains(o.advice, c.advice) {
 			t.Errorf("%s: %+v; want %s, %q, %q", name, o, c.state, c.detail, c.advice)

@@ -14,7 +14,9 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/device/cuda"
 	"tutti/internal/ident"
+	gpukernels "tutti/kernels/cuda"
 	"tutti/nvlink"
 )
 
@@ -99,6 +101,41 @@ func gpus(context.Context, *Host) outcome {
 		parts = append(parts, p)
 	}
 	return found(fmt.Sprintf("driver %s, CUDA %s; %s", s.Driver, s.CUDA, strings.Join(parts, "; ")))
+}
+
+// cudaDriver examines what programs use GPUs with, which cuda.Load has returned. It makes no
+// context.
+func cudaDriver(d *cuda.Driver, err error) outcome {
+	switch _, failed := errors.AsType[*cuda.Error](err); {
+	case failed:
+		return warn(err.Error(), "look at nvidia-smi and dmesg")
+	case err != nil:
+		return missing(err.Error(), "")
+	}
+	major, minor := d.Version()
+	detail := fmt.Sprintf("the driver supports CUDA %d.%d", major, minor)
+	all, err := d.Devices()
+	switch {
+	case err != nil:
+		return warn(detail+", but "+err.Error(), "look at nvidia-smi and dmesg")
+	case len(all) == 0:
+		return missing(detail+", no GPU", "give the container a GPU, or look at CUDA_VISIBLE_DEVICES")
+	}
+	var old []string
+	for _, i := range all {
+		detail += fmt.Sprintf("; cuda:%d: %s, %s, compute capability %d.%d", i.Ordinal, i.Name, bytes(i.Memory),
+			i.Major, i.Minor)
+		if !i.MemoryOps {
+			detail += ", waits for words by kernels"
+		}
+		if _, err := gpukernels.Module(i.Major, i.Minor); err != nil {
+			old = append(old, fmt.Sprintf("cuda:%d", i.Ordinal))
+		}
+	}
+	if old != nil {
+		return warn(detail, strings.Join(old, ", ")+" cannot be used: the kernels need compute capability 7.0")
+	}
+	return found(detail)
 }
 
 // library searches a shared library in the directories of the dynamic linker.

@@ -23,12 +23,12 @@ import (
 
 // probe makes a link of a transport between two ends in this process, like two ranks.
 func probe(k registry.Kind) func(context.Context, *Host) outcome {
-	return func(ctx context.Context, _ *Host) outcome {
-		if !k.Works() {
-			return missing("this system does not have what it needs", "")
+	return func(ctx context.Context, h *Host) outcome {
+		if err := k.Works(); err != nil {
+			return missing(err.Error(), "")
 		}
 		began := time.Now()
-		if err := registry.Probe(ctx, k); err != nil {
+		if err := registry.Probe(ctx, k, rdmaOptions(h)); err != nil {
 			return broken(err.Error(), k.Advice)
 		}
 		return found(fmt.Sprintf("two ends in this process were linked and passed a frame in %v",

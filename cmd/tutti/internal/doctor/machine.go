@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/cmd/tutti/internal/cpus"
 	"tutti/internal/files"
 	"tutti/kernels"
 )
@@ -78,10 +79,14 @@ func (h *Host) cpuQuota() float64 {
 func cores(_ context.Context, h *Host) outcome {
 	usable, quota := runtime.NumCPU(), h.cpuQuota()
 	detail := count(usable, "core")
-	if online := cpuList(h.read("/sys/devices/system/cpu/online")); online > usable {
+	members := func(path string) int {
+		s, _ := cpus.Parse(h.read(path)) // without the file, or with another content, none
+		return len(s)
+	}
+	if online := members("/sys/devices/system/cpu/online"); online > usable {
 		detail = fmt.Sprintf("%d of %d cores (affinity)", usable, online)
 	}
-	if nodes := cpuList(h.read("/sys/devices/system/node/online")); nodes > 1 {
+	if nodes := members("/sys/devices/system/node/online"); nodes > 1 {
 		detail += fmt.Sprintf(" on %d NUMA nodes", nodes)
 	}
 	for line := range strings.Lines(h.read("/proc/cpuinfo")) {
@@ -100,22 +105,31 @@ func cores(_ context.Context, h *Host) outcome {
 	return found(detail)
 }
 
-// cpuList counts the members of a list such as "0-3,8".
-func cpuList(s string) int {
-	n := 0
-	for part := range strings.SplitSeq(s, ",") {
-		lo, hi, ranged := strings.Cut(part, "-")
-		a, err := strconv.Atoi(lo)
-		b := a
-		if ranged && err == nil {
-			b, err = strconv.Atoi(hi)
-		}
-		if err != nil || b < a {
-			return 0
-		}
-		n += b - a + 1
+// binding says what tutti run gives its ranks on this machine.
+func binding(_ context.Context, h *Host) outcome {
+	allowed, err := cpus.Allowed()
+	var machine []cpus.CPU
+	if err == nil {
+		machine, err = cpus.Read(os.DirFS(filepath.Join("/", h.Root, "sys/devices/system")), allowed)
 	}
-	return n
+	if err != nil {
+		return warn(err.Error(), "tutti run cannot bind ranks to processors: two may run on the same one")
+	}
+	own := map[int]bool{}
+	for _, c := range machine {
+		own[c.Core] = true
+	}
+	pair := cpus.Share(machine, 2)
+	detail := fmt.Sprintf("tutti run gives up to %s cores of their own; two: %v and %v", count(len(own), "rank"),
+		pair[0], pair[1])
+	switch mode := h.Getenv("TUTTI_BIND"); mode {
+	case "", "share":
+	case "none":
+		return missing("ranks of tutti run may run on all processors (TUTTI_BIND=none)", "")
+	default:
+		detail += fmt.Sprintf(" (TUTTI_BIND=%s)", mode)
+	}
+	return found(detail)
 }
 
 func simd(context.Context, *Host) outcome {

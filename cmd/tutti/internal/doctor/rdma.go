@@ -7,12 +7,18 @@ import (
 	"strconv"
 	"strings"
 
+	"tutti/p2p/registry"
 	"tutti/rdma"
 	"tutti/rdma/verbs"
 )
 
 // infiniband is the kernel's directory of RDMA devices.
 const infiniband = "/sys/class/infiniband"
+
+// rdmaOptions returns the settings of RDMA devices.
+func rdmaOptions(h *Host) registry.Options {
+	return registry.Options{RDMADevices: h.Getenv("TUTTI_RDMA_DEVICES"), RDMAGID: h.Getenv("TUTTI_RDMA_GID")}
+}
 
 // rdmaDevices returns the names of the RDMA devices that the kernel has.
 func (h *Host) rdmaDevices() []string { return h.list(infiniband) }
@@ -64,8 +70,13 @@ func verbsLibrary(_ context.Context, h *Host) outcome {
 // rdmaDevice examines the ports of a device: their states, and the address that peers are given.
 func rdmaDevice(name string) func(context.Context, *Host) outcome {
 	return func(_ context.Context, h *Host) outcome {
-		usable := 0
+		usable, excluded := 0, 0
 		var ports, advice []string
+		o := rdmaOptions(h)
+		filter, err := rdma.ParseDevices(o.RDMADevices)
+		if err != nil {
+			return broken("TUTTI_RDMA_DEVICES: "+err.Error(), "correct it or unset it")
+		}
 		for _, p := range h.list(filepath.Join(infiniband, name, "ports")) {
 			base := filepath.Join(infiniband, name, "ports", p)
 			_, state, _ := strings.Cut(h.read(base+"/state"), ": ")
@@ -76,8 +87,13 @@ func rdmaDevice(name string) func(context.Context, *Host) outcome {
 			if err != nil {
 				continue
 			}
+			if !filter.Allows(rdma.DevicePort{Device: name, Port: number}) {
+				ports = append(ports, text+", excluded by TUTTI_RDMA_DEVICES="+o.RDMADevices)
+				excluded++
+				continue
+			}
 			gids, _ := verbs.KernelGIDs(filepath.Join("/", h.Root, infiniband), name, number)
-			g, err := rdma.ChooseGID(gids, "")
+			g, err := rdma.ChooseGID(gids, o.RDMAGID)
 			switch {
 			case state != "ACTIVE":
 				advice = append(advice,
@@ -86,9 +102,12 @@ func rdmaDevice(name string) func(context.Context, *Host) outcome {
 			case err != nil:
 				text += ", no address"
 				advice = append(advice, fmt.Sprintf("port %s: give its network interface an IP address", p))
+				if o.RDMAGID != "" {
+					text += " " + o.RDMAGID + " (TUTTI_RDMA_GID)"
+				}
 			default:
 				usable++
-				text += fmt.Sprintf(", address %v: %s", g, whyGID(g))
+				text += fmt.Sprintf(", address %v: %s", g, cmpOr(chosenGID(o.RDMAGID), whyGID(g)))
 				if w := weakGID(g); w != "" {
 					advice = append(advice, fmt.Sprintf("port %s: %s", p, w))
 				}
@@ -97,6 +116,8 @@ func rdmaDevice(name string) func(context.Context, *Host) outcome {
 		}
 		detail := cmpOr(strings.Join(ports, "; "), "no port")
 		switch {
+		case excluded > 0 && len(ports) == excluded:
+			return missing(detail, "")
 		case usable == 0:
 			return warn(detail, cmpOr(strings.Join(advice, "; "), "look at the driver's messages: dmesg"))
 		case len(advice) > 0:
@@ -104,6 +125,14 @@ func rdmaDevice(name string) func(context.Context, *Host) outcome {
 		}
 		return found(detail)
 	}
+}
+
+// chosenGID says that an address is the best of its port because of TUTTI_RDMA_GID, if that is set.
+func chosenGID(want string) string {
+	if want == "" {
+		return ""
+	}
+	return "TUTTI_RDMA_GID=" + want
 }
 
 // whyGID says why an address is the best of its port.

@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/cmd/tutti/internal/cpus"
 	"tutti/internal/ident"
 )
 
@@ -35,7 +36,7 @@ type Command struct {
 	Args []string
 	Env  []string
 	Dir  string
-	CPU  int // 0: any; else the CPU-th processor that the guard itself may run on, from 1
+	CPUs cpus.Set // the processors that it may run on; empty: those of the guard
 
 	// Sweep kills the rest of the process group when the process fails: the job continues, and a
 	// restarted process would find the children of the old one in its way.
@@ -43,24 +44,26 @@ type Command struct {
 }
 
 // order is a message of the launcher to the guard: a directory to remove in the end, a process to
-// start, or a signal for one (or all, ID < 0).
+// start, processors to bind one to, or a signal for one (or all, ID < 0).
 type order struct {
 	Temp   string
 	Start  *Command
+	Bind   cpus.Set
 	ID     int
 	Signal syscall.Signal
 }
 
 // Event is a message of the guard about the process that was started as ID: it runs (PID), it could
-// not be started (Error), or it has ended (Exited and Status). Lost means that the guard itself has
-// ended, and the ranks with it.
+// not be started (Error), it runs unbound (Unbound says why), or it has ended (Exited and Status).
+// Lost means that the guard itself has ended, and the ranks with it.
 type Event struct {
-	ID     int
-	PID    int
-	Error  string
-	Exited bool
-	Status syscall.WaitStatus
-	Lost   bool
+	ID      int
+	PID     int
+	Error   string
+	Unbound string
+	Exited  bool
+	Status  syscall.WaitStatus
+	Lost    bool
 }
 
 // Guard is the launcher's handle of its guard process.
@@ -150,6 +153,9 @@ func (g *Guard) Temp() (string, error) {
 func (g *Guard) Start(id int, c Command, stdin, stdout, stderr *os.File) error {
 	return g.tell(order{Start: &c, ID: id}, int(stdin.Fd()), int(stdout.Fd()), int(stderr.Fd()))
 }
+
+// Bind restricts the process group of process id to the processors of s.
+func (g *Guard) Bind(id int, s cpus.Set) error { return g.tell(order{ID: id, Bind: s}) }
 
 // Signal sends sig to the process group of process id, or of every process if id < 0. Processes
 // that have ended are skipped.
@@ -325,7 +331,8 @@ func GuardMain() int {
 				temps = append(temps, d.Temp)
 			case d.Start != nil:
 				e := Event{ID: d.ID}
-				if e.PID, err = start(d.Start, d.files); err != nil {
+				var unbound error
+				if e.PID, unbound, err = start(d.Start, d.files); err != nil {
 					e.Error = err.Error()
 				} else {
 					running[e.PID] = d.ID
@@ -334,6 +341,18 @@ func GuardMain() int {
 					}
 				}
 				send(conn, e)
+				if err == nil && unbound != nil {
+					send(conn, Event{ID: d.ID, PID: e.PID, Unbound: unbound.Error()})
+				}
+			case len(d.Bind) > 0:
+				for pid, id := range running {
+					if id != d.ID {
+						continue
+					}
+					if err := cpus.BindGroup(pid, d.Bind); err != nil {
+						send(conn, Event{ID: id, PID: pid, Unbound: err.Error()})
+					}
+				}
 			default:
 				for pid, id := range running {
 					if d.ID < 0 || d.ID == id {
@@ -348,34 +367,22 @@ func GuardMain() int {
 	}
 }
 
-func start(c *Command, files []int) (int, error) {
+// start starts a process. It runs unbound if it cannot be bound: the error says why.
+func start(c *Command, files []int) (pid int, unbound, err error) {
 	if len(files) != 3 {
-		return 0, fmt.Errorf("guard got %d files, want 3", len(files))
+		return 0, nil, fmt.Errorf("guard got %d files, want 3", len(files))
 	}
-	if c.CPU > 0 { // a process inherits the CPU set of the thread that forks it
-		var all, one unix.CPUSet
-		if err := unix.SchedGetaffinity(0, &all); err != nil {
-			return 0, fmt.Errorf("bind to a core: %w", err)
+	if len(c.CPUs) > 0 { // a process inherits the processors of the thread that forks it
+		var all cpus.Set
+		if all, unbound = cpus.Allowed(); unbound == nil {
+			unbound = cpus.Bind(0, c.CPUs)
+			defer cpus.Bind(0, all)
 		}
-		nth := 0
-		for cpu := 0; cpu < len(all)*64 && nth < c.CPU; cpu++ {
-			if all.IsSet(cpu) {
-				if nth++; nth == c.CPU {
-					one.Set(cpu)
-				}
-			}
-		}
-		if nth < c.CPU {
-			return 0, fmt.Errorf("bind to a core: there are %d, not %d", nth, c.CPU)
-		}
-		if err := unix.SchedSetaffinity(0, &one); err != nil {
-			return 0, fmt.Errorf("bind to a core: %w", err)
-		}
-		defer unix.SchedSetaffinity(0, &all)
 	}
-	return syscall.ForkExec(c.Path, append([]string{c.Path}, c.Args...), &syscall.ProcAttr{
+	pid, err = syscall.ForkExec(c.Path, append([]string{c.Path}, c.Args...), &syscall.ProcAttr{
 		Dir: c.Dir, Env: c.Env, Files: []uintptr{uintptr(files[0]), uintptr(files[1]), uintptr(files[2])},
 		Sys: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}})
+	return pid, unbound, err
 }
 
 // reap waits for the children that have ended, and reports whether there are others.

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/cpus"
 	"tutti/internal/files"
 )
 
@@ -56,10 +57,8 @@ type Options struct {
 	Stdout, Stderr *os.File
 	NoPrefix       bool
 	LogDir         string
-	// Bind binds each rank to its own processor; N must not exceed the processors that this process
-	// may run on.
-	Bind  bool
-	Grace time.Duration // between SIGTERM, or the user's signal, and SIGKILL
+	Bind           Binding
+	Grace          time.Duration // between SIGTERM, or the user's signal, and SIGKILL
 
 	// GoOn keeps the other ranks running when one dies: Env tells them to "shrink" or "retry". The
 	// job begins to end with the first rank that succeeds. It has succeeded if all ranks that were
@@ -72,6 +71,7 @@ type Options struct {
 	// unused ones end with the job.
 	Standby int
 
+	Verbose   bool // report the processors of each rank
 	Quiet     bool // do not report how the ranks ended
 	QuietCode int  // nor if the first failure had this exit code; 0: none
 }
@@ -117,6 +117,7 @@ type launcher struct {
 	grace    <-chan time.Time
 
 	command Command
+	shares  []cpus.Set // by local rank: its processors; nil: the ranks are not bound
 	env     func(int) []string
 	failed  bool // the launcher ended the ranks: code is not their own result
 
@@ -238,6 +239,7 @@ func (l *launcher) run(ctx context.Context) error {
 	}
 	l.clearFlights()
 	l.command, l.env = cmd, env
+	l.divide()
 	for i := range l.ranks {
 		if err := l.start(i); err != nil {
 			return err
@@ -294,8 +296,8 @@ func (l *launcher) start(i int) error {
 			feed.Close()
 		}()
 	}
-	if l.Bind && i < l.N {
-		c.CPU = i + 1
+	if i < l.N && l.shares != nil {
+		c.CPUs = l.shares[i]
 	}
 	if err := l.guard.Start(i, c, in, w[0], w[1]); err != nil {
 		return err
@@ -385,6 +387,8 @@ func (l *launcher) event(e Event) error {
 		} else {
 			l.fail(CodeNoExec, fmt.Sprintf("%s could not be started: %s", l.who(e.ID), e.Error))
 		}
+	case e.Unbound != "":
+		l.tell("%s is not bound: %s", l.who(e.ID), e.Unbound)
 	case !e.Exited:
 		r.started, r.pid = true, e.PID
 	default:

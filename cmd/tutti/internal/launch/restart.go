@@ -133,6 +133,7 @@ func (l *launcher) enter(e entry) {
 	for i, r := range l.ranks {
 		if i >= l.N && r.started && !r.ended && r.pid == e.group {
 			l.tell("standby %d has taken the place of rank %d", l.Node*l.Standby+i-l.N, e.slot)
+			l.bindTo(i, e.slot)
 		}
 	}
 }

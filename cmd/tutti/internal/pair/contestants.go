@@ -3,6 +3,7 @@ package pair
 import (
 	"context"
 	"crypto/hmac"
+	"fmt"
 	"io"
 	"net"
 	"strconv"
@@ -31,51 +32,62 @@ type contestants struct {
 	region   *endpoint.Region // of the process that serves, during a turn
 	buf      []byte
 	back     []byte // what was echoed to the process that measures
+	least    int64  // bytes from which reads and writes go by RDMA; 0: they do not
 }
 
 // newContestants makes an endpoint without peers.
-func newContestants(h hello, interfaces string) (*contestants, error) {
+func newContestants(h hello, interfaces string, rdma endpoint.RDMA) (*contestants, error) {
+	if rdma.From == 0 {
+		rdma.From = directFrom
+	}
 	ctx, err := endpoint.NewContext(endpoint.ContextConfig{})
 	if err != nil {
 		return nil, err
 	}
 	c := &contestants{context: ctx, buf: make([]byte, h.Size), back: make([]byte, h.Size)}
 	c.endpoint, err = endpoint.New(ctx, endpoint.Config{Name: "bench", Secret: h.Secret, Interfaces: interfaces,
-		Conns: 1})
+		Conns: 1, RDMA: rdma})
 	if err != nil {
+		c.close()
+		return nil, err
+	}
+	if rdma.Provider != nil {
+		c.least = rdma.From
+	}
+	return c, nil
+}
+
+// connect makes the connections to the process that has answered a.
+func connect(ctx context.Context, h hello, a answer, rdma endpoint.RDMA) (*contestants, error) {
+	c, err := newContestants(h, "none", rdma)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.dial(ctx, h, a); err != nil {
 		c.close()
 		return nil, err
 	}
 	return c, nil
 }
 
-// connect makes the connections to the process that has answered a.
-func connect(ctx context.Context, h hello, a answer) (c *contestants, err error) {
-	if c, err = newContestants(h, "none"); err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			c.close()
-		}
-	}()
+func (c *contestants) dial(ctx context.Context, h hello, a answer) error {
 	info, err := endpoint.ParseInfo(a.Endpoint)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if c.peer, err = c.endpoint.Connect(ctx, info); err != nil {
-		return nil, err
+		return err
 	}
 	if c.raw, err = new(net.Dialer).DialContext(ctx, "tcp", a.Raw); err != nil {
-		return nil, err
+		return err
 	}
 	_, err = c.raw.Write([]byte(h.Secret))
-	return c, err
+	return err
 }
 
 // listen makes an endpoint and a listener to which another process connects; accept waits for it.
-func listen(h hello) (c *contestants, a answer, accept func(context.Context) error, err error) {
-	if c, err = newContestants(h, "127.0.0.1"); err != nil {
+func listen(h hello, rdma endpoint.RDMA) (c *contestants, a answer, accept func(context.Context) error, err error) {
+	if c, err = newContestants(h, "127.0.0.1", rdma); err != nil {
 		return nil, a, nil, err
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -134,6 +146,45 @@ func (c *contestants) unregister() {
 	if c.region != nil {
 		c.region.Unregister()
 		c.region = nil
+	}
+}
+
+// counts returns how many operations of a turn's kind the endpoint has done, and how many of these
+// by RDMA.
+func (c *contestants) counts(t turn) (direct, done uint64) {
+	if !t.remote() {
+		return 0, 0
+	}
+	kind, s := read, c.endpoint.Stats()
+	if t.Op == write {
+		kind = write
+	}
+	return s.Direct[kind].N, s.Done[kind].N
+}
+
+// warm reads the region of a turn until that goes by RDMA, if the turn's operations can: the first
+// ones of a region go by TCP, until the endpoint has its key.
+func (c *contestants) warm(ctx context.Context, t turn) error {
+	size := int64(t.N)
+	if t.Op == batch {
+		size = pieceSize
+	}
+	if c.least == 0 || !t.remote() || size < c.least {
+		return nil
+	}
+	spare := make([]byte, size)
+	probe := turn{Who: tutti, Op: read}
+	before, _ := c.counts(probe)
+	for late := time.Now().Add(setup); ; {
+		if err := c.peer.Read(spare, t.region(), 0).Wait(ctx); err != nil {
+			return err
+		}
+		if now, _ := c.counts(probe); now > before {
+			return nil
+		}
+		if time.Now().After(late) {
+			return fmt.Errorf("reads do not go by RDMA after %v: tutti doctor explains the devices", setup)
+		}
 	}
 }
 

@@ -20,4 +20,7 @@
 //	batch              all requests at once, and all pieces at once
 //
 // Requests and answers there are as long as those of an endpoint.
+//
+// With RDMA the endpoints have a device each, and large reads and writes go from memory to memory.
+// The contestant is the plain connection as before.
 package pair

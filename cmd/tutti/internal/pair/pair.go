@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/endpoint"
 )
 
 // Spec says what to measure.
@@ -22,6 +23,7 @@ type Spec struct {
 	Rounds    int // turns of each contestant in a row, of which the median counts
 	RoundTime time.Duration
 	Check     bool
+	RDMA      endpoint.RDMA // of the process that measures; the zero value: TCP
 }
 
 // Row is one measurement.
@@ -34,6 +36,7 @@ type Row struct {
 	// Ratio is Raw / Tutti: above 1 the endpoint is faster.
 	Ratio float64 `json:"ratio"`
 	GBs   float64 `json:"tutti_gbs"` // 10^9 bytes a second, one way
+	Path  string  `json:"path"`      // "tcp" or "rdma": what has carried the endpoint's data
 	Wrong int64   `json:"wrong"`     // bytes; -1: not checked
 }
 
@@ -50,6 +53,10 @@ const (
 	pieces    = 64
 	pieceSize = 4 << 10
 )
+
+// directFrom is the length in bytes from which reads and writes go by RDMA, unless Spec.RDMA says
+// another one.
+const directFrom = 4 << 10
 
 // Contestants.
 const (
@@ -119,7 +126,7 @@ func Run(ctx context.Context, s Spec, in io.Reader, out io.Writer, report func(R
 	if err != nil {
 		return 0, err
 	}
-	if m.contestants, err = connect(ctx, h, a); err != nil {
+	if m.contestants, err = connect(ctx, h, a, s.RDMA); err != nil {
 		return 0, err
 	}
 	defer m.close()
@@ -142,6 +149,8 @@ type measurer struct {
 	check bool
 	seed  uint64
 	wrong int64
+	// Operations of the endpoint that a row has measured, and those of them that went by RDMA.
+	done, direct uint64
 	*contestants
 }
 
@@ -173,6 +182,7 @@ func (m *measurer) row(s *Spec, r *Row) error {
 		}
 		count[w] = n
 	}
+	m.direct, m.done = 0, 0
 	for range s.Rounds {
 		for _, w := range who {
 			d, err := m.turn(turn{Who: w, Op: r.Op, N: r.Bytes, Depth: r.Depth, Count: count[w]})
@@ -191,6 +201,13 @@ func (m *measurer) row(s *Spec, r *Row) error {
 	r.GBs = float64(ways*r.Bytes) / r.Tutti / 1e3
 	if r.Wrong = m.wrong; !m.check {
 		r.Wrong = -1
+	}
+	switch r.Path = endpoint.PathTCP.String(); m.direct {
+	case 0:
+	case m.done:
+		r.Path = endpoint.PathDirect.String()
+	default:
+		return fmt.Errorf("only %d of %d operations went by RDMA: its path was lost meanwhile", m.direct, m.done)
 	}
 	return nil
 }
@@ -233,12 +250,18 @@ func (m *measurer) turn(t turn) (time.Duration, error) {
 			return 0, err
 		}
 	}
+	if err := m.warm(m.ctx, t); err != nil {
+		return 0, err
+	}
+	direct, done := m.counts(t)
 	start := time.Now()
 	err := m.do(m.ctx, t)
 	d := time.Since(start)
 	if err != nil {
 		return 0, fmt.Errorf("%s: %w", t.Who, err)
 	}
+	newDirect, newDone := m.counts(t)
+	m.direct, m.done = m.direct+newDirect-direct, m.done+newDone-done
 	a, err := m.order(order{Check: &t})
 	if err != nil || !m.check {
 		return d, err

@@ -6,20 +6,28 @@ import (
 	"io"
 	"testing"
 	"time"
+
+	"tutti/endpoint"
+	"tutti/rdma/soft"
 )
 
 // run measures with both ends in this process; spoil is called with the serving end's memory before
 // the result of a turn is compared.
 func run(t *testing.T, spoil func(turn, []byte)) (rows []Row, bad int64) {
+	return runOver(t, endpoint.RDMA{}, endpoint.RDMA{}, spoil)
+}
+
+// runOver is run with RDMA at each end.
+func runOver(t *testing.T, mine, theirs endpoint.RDMA, spoil func(turn, []byte)) (rows []Row, bad int64) {
 	orders, order := io.Pipe()
 	answers, answer := io.Pipe()
 	served := make(chan error, 1)
 	go func() {
-		served <- serve(t.Context(), orders, answer, spoil)
+		served <- serve(t.Context(), orders, answer, theirs, spoil)
 		answer.Close()
 	}()
 	s := Spec{Min: 1, Max: 5000, Factor: 70, Depth: 2, Iters: 3, Warmup: 1, Rounds: 1, RoundTime: time.Millisecond,
-		Check: true}
+		Check: true, RDMA: mine}
 	bad, err := Run(t.Context(), s, answers, order, func(r Row) { rows = append(rows, r) }, func(string) {})
 	order.Close()
 	if serr := <-served; err != nil || serr != nil {
@@ -47,6 +55,29 @@ func TestRunComparesEveryByte(t *testing.T) {
 			t.Errorf("%+v: expected %d wrong bytes", r, want)
 		}
 	}
+}
+
+// Reads and writes of at least RDMA.From bytes go by RDMA, and so do pieces of batches.
+func checkPaths(t *testing.T, mine, theirs endpoint.RDMA) {
+	rows, bad := runOver(t, mine, theirs, nil)
+	if bad != 0 || len(rows) != 3*2*3+2 {
+		t.Errorf("%d wrong bytes in %d rows", bad, len(rows))
+	}
+	for _, r := range rows {
+		want := "tcp"
+		if r.Op != sendrecv && r.Bytes >= directFrom {
+			want = "rdma"
+		}
+		if r.Path != want {
+			t.Errorf("%+v: want path %q", r, want)
+		}
+	}
+}
+
+func TestRDMA(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 4, Late: 3})
+	defer f.Close()
+	checkPaths(t, endpoint.RDMA{Provider: f, Devices: "soft0"}, endpoint.RDMA{Provider: f, Devices: "soft1"})
 }
 
 func TestDataDiffersBetweenTurnsAndPlaces(t *testing.T) {

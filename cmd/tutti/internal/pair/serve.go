@@ -6,13 +6,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
+
+	"tutti/endpoint"
 )
 
-// Serve is the process beside that of Run, whose orders it reads from in until they end.
-func Serve(ctx context.Context, in io.Reader, out io.Writer) error { return serve(ctx, in, out, nil) }
+// Serve is the process beside that of Run, whose orders it reads from in until they end. rdma is as
+// in Spec, for this process.
+func Serve(ctx context.Context, in io.Reader, out io.Writer, rdma endpoint.RDMA) error {
+	return serve(ctx, in, out, rdma, nil)
+}
 
 // serve is Serve; spoil, unless it is nil, is called with a turn's memory before it is compared.
-func serve(ctx context.Context, in io.Reader, out io.Writer, spoil func(turn, []byte)) error {
+func serve(ctx context.Context, in io.Reader, out io.Writer, rdma endpoint.RDMA, spoil func(turn, []byte)) error {
 	orders, answers := json.NewDecoder(in), json.NewEncoder(out)
 	var c *contestants
 	defer func() {
@@ -34,7 +39,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, spoil func(turn, []
 		switch {
 		case o.Begin != nil && c == nil:
 			var accept func(context.Context) error
-			if c, a, accept, failed = listen(*o.Begin); failed == nil {
+			if c, a, accept, failed = listen(*o.Begin, rdma); failed == nil {
 				work = func() error { return accept(ctx) }
 			}
 		case c == nil:

@@ -69,11 +69,14 @@ func endpointLine(e *stats.Endpoint, rate *Rate) []string {
 
 func endpointName(e *stats.Endpoint) string { return term.Shown(cmp.Or(e.Name, e.ID)) }
 
-// endpointMode names the modes of an endpoint's connections.
+// endpointMode names the modes of an endpoint's connections, and RDMA if that is used beside them.
 func endpointMode(e *stats.Endpoint) string {
 	var all []string
 	for _, m := range slices.Sorted(maps.Keys(e.Modes)) {
 		all = append(all, term.Shown(m))
+	}
+	if e.Paths["rdma"] > 0 {
+		all = append(all, "rdma")
 	}
 	return strings.Join(all, "+")
 }

@@ -1,0 +1,43 @@
+//go:build cgo && linux
+
+package doctor
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"tutti/device/cuda"
+	"tutti/device/cuda/fake"
+)
+
+func TestCUDA(t *testing.T) {
+	for name, c := range map[string]struct {
+		config fake.Config
+		fails  string
+		state  State
+		detail string
+	}{
+		"two GPUs": {fake.Config{}, "", Found,
+			"CUDA 12.9; cuda:0: fake GPU 0, 1 GiB, compute capability 9.0; cuda:1"},
+		"no GPU":          {fake.Config{None: true}, "", Missing, "CUDA 12.9, no GPU"},
+		"no operations":   {fake.Config{NoMemoryOps: true}, "", Found, "waits for words by kernels"},
+		"an old one":      {fake.Config{Devices: 1, Major: 6}, "", Warning, "compute capability 6.0"},
+		"a broken driver": {fake.Config{}, "cuInit", Warning, "CUDA_ERROR_NOT_SUPPORTED"},
+		"GPUs without a name": {fake.Config{}, "cuDeviceGetName", Warning,
+			"CUDA 12.9, but cuda: ask cuda:0 for its name"},
+	} {
+		f := fake.New(t, c.config)
+		if c.fails != "" {
+			f.Fail(c.fails, 1, fake.NotSupported)
+		}
+		o := cudaDriver(cuda.LoadLibrary(f.Path))
+		if o.state != c.state || !strings.Contains(o.detail, c.detail) || (o.advice != "") == (o.state == Found) {
+			t.Errorf("%s: %+v; want %s with %q", name, o, c.state, c.detail)
+		}
+	}
+	o := cudaDriver(nil, fmt.Errorf("%w: libcuda.so.1 is not there", cuda.ErrUnavailable))
+	if o.state != Missing || !strings.Contains(o.detail, "libcuda.so.1") {
+		t.Errorf("no driver: %+v", o)
+	}
+}
