@@ -5,6 +5,7 @@ import os
 import queue
 import sys
 import traceback
+import unittest
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,15 @@ def has(method):
     return hasattr(torch._C._distributed_c10d.Backend, method)
 
 
+# The program asks for the backend without the C++ module: make test-torch FALLBACK=1.
+FALLBACK = bool(os.environ.get("TUTTI_TORCH_CTYPES"))
+
 LIMIT = float(os.environ.get("TUTTI_TEST_LIMIT", "120"))  # seconds, for a function that hangs
+
+
+def needs_module(why):
+    """Skips a test without the C++ module."""
+    return unittest.skipIf(FALLBACK, f"without the C++ module {why}")
 
 
 def store(port):

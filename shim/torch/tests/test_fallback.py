@@ -1,128 +1,221 @@
-"""Without the C++ module, over ctypes: the same operations."""
+"""Without the C++ module, over ctypes: the same.
 
-import glob
+`make test-torch FALLBACK=1` runs all tests without the module. A part of them runs here, and what is
+particular to it.
+"""
+
+import ctypes
 import os
-import shutil
+import re
 import subprocess
 import sys
-import tempfile
 import unittest
 
 import harness
 import torch
+import torch.distributed as dist
+import tutti_torch
+from test_failures import raises
 
-PROGRAM = """
-import sys, warnings
-sys.path.insert(0, {package!r})
-sys.path.insert(1, {tests!r})
-import harness
-import test_fallback
+HERE = os.path.dirname(os.path.abspath(__file__))
+HEADER = os.path.join(HERE, "..", "..", "tutti.h")
 
-if __name__ == "__main__":
-    harness.run(test_fallback.{function}, 3)
-"""
+PART = [
+    "test_arguments.Arguments.test_wrong_arguments_raise",
+    "test_backend.Backend.test_hooks",
+    "test_backend.Backend.test_shrink",
+    "test_backend.Backend.test_split_and_merge",
+    "test_backend.Backend.test_suspend_and_resume",
+    "test_backend.Backend.test_timeouts",
+    "test_backend.Backend.test_windows",
+    "test_elastic.Elastic.test_store_of_the_job",
+    "test_elastic.Elastic.test_subgroups_go_on",
+    "test_failures.Failures.test_interrupt_ends_a_wait",
+    "test_failures.Failures.test_late_ranks_are_named",
+    "test_fallback.Alone",
+    "test_operations.Operations.test_lists_coalesced_messages_objects_and_sparse",
+    "test_operations.Operations.test_reductions_of_all_types",
+    "test_programs.Programs.test_distributed_data_parallel",
+    "test_reconfigure.Reconfigure.test_after_an_interrupt",
+]
 
 
-def operations(rank, size, port):
-    import test_operations
-
-    import tutti_torch
-
-    test_operations.compare(rank, size, port)
-    assert not hasattr(tutti_torch._implementation(), "Options"), "there is a C++ module"
+def python_has_backends():
+    """Reports whether the backends of this torch can be written in Python."""
+    return harness.has("new_window")
 
 
-def reductions(rank, size, port):
-    import torch.distributed as dist
-    from test_operations import BITS, FLOAT8, FLOATS, INTEGERS, OPS, same, values
+def mixed(rank, size, port):
+    """Ranks with the module and a rank without it make a group."""
+    if rank == 1:
+        os.environ["TUTTI_TORCH_CTYPES"] = "1"
+    harness.init(rank, size, port)
+    assert tutti_torch._load().__name__.endswith("_ctypes") == (rank == 1)
+    group = dist.group.WORLD
+    dist.all_reduce(x := torch.ones(5))
+    assert x[0] == size
+    dist.all_reduce_coalesced(xs := [torch.ones(3), torch.ones(300_000)])
+    assert xs[0][0] == xs[1][0] == size
+    dist.all_reduce(sparse := torch.sparse_coo_tensor([[rank]], [1.0], (size,)))
+    assert sparse.to_dense().tolist() == [1.0] * size
+    group.monitored_barrier()
+    window = group.new_window(torch.zeros(size))
+    window.signal((rank + 1) % size, False)
+    window.wait_signal((rank - 1) % size, False)
+    window.tensor_deregister()
+    dist.all_reduce(x, group=dist.new_group([0, 1])) if rank < 2 else dist.new_group([0, 1])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@unittest.skipUnless(python_has_backends(), "this torch has no backends in Python")
+@unittest.skipIf(harness.FALLBACK, "all tests run without the module")
+class Fallback(unittest.TestCase):
+    def test_part_of_the_tests(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "unittest", "-v", *PART],
+            cwd=HERE,
+            env={**os.environ, "TUTTI_TORCH_CTYPES": "1"},
+            capture_output=True,
+            text=True,
+            timeout=5 * harness.LIMIT,
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("works over ctypes, which is slower", done.stderr)
+
+    def test_ranks_with_and_without_the_module(self):
+        harness.run(mixed, 3)
+
+    def test_names_are_those_of_the_module(self):
+        from tutti_torch import _ctypes
+
+        module = tutti_torch._load()
+        self.assertTrue(module.__name__.split(".")[-1].startswith("_glue_"), "the module itself is not in use")
+        public = lambda of: {name for name in dir(of) if not name.startswith("_")}  # noqa: E731
+        self.assertLessEqual(public(module), public(_ctypes))
+        for name in ("Options", "ProcessGroupTutti", "JobStore"):
+            self.assertEqual(public(getattr(module, name)) - public(getattr(_ctypes, name)), set())
+        for name in public(module.Options):
+            if not callable(getattr(module.Options, name)):
+                self.assertEqual(getattr(_ctypes.Options(), name), getattr(module.Options(), name), name)
+
+
+def limits(rank, size, port):
+    """What torch does not let a backend in Python do raises errors, which say so."""
+    harness.init(rank, size, port)
+    assert tutti_torch._load().__name__ == "tutti_torch._ctypes"
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    raises(RuntimeError, "torch lets no backend in Python", lambda: backend.mem_allocator)
+    assert not dist.group.WORLD.supports_completion_hooks
+    store = harness.store(port)
+    store.set(f"handle/{rank}", dist._get_reconfigure_handle())
+    handles = [store.get(f"handle/{r}").decode() for r in range(size)]
+    for wrong in (handles[::-1], [handles[rank]]):
+        raises(dist.DistBackendError, "must keep its rank", dist._reconfigure, 1, wrong)
+    dist._reconfigure(1, handles)
+    work = dist.all_reduce(x := torch.ones(1), async_op=True)
+    assert work.get_future().wait()[0].item() == x.item() == size
+    # A future of Python has the text of an error, not its type.
+    work = dist.all_reduce(torch.ones(1 + rank), async_op=True)
+    raises(RuntimeError, f"{size} elements", work.get_future().wait)
+    raises(dist.DistBackendError, f"{size} elements", work.wait)
+    dist.destroy_process_group()
+
+
+def unharmed(rank, size, port):
+    """Works of other backends stay torch's own."""
+    harness.init(rank, size, port)
+    gloo = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(1))
+    work = dist.all_reduce(x := torch.ones(1), group=gloo, async_op=True)
+    work.wait()
+    assert x.item() == size and work.is_completed() and type(work) is not type(dist.barrier(async_op=True))
+    assert not gloo.supports_window and not gloo.supports_abort_hooks
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def releases(rank, size, port):
+    """Works, and the memory of their tensors, go without the collector of cycles."""
+    import gc
+    import weakref
 
     harness.init(rank, size, port)
-    for dtype in [*INTEGERS, *FLOATS, *FLOAT8, torch.bool, torch.complex64]:
-        sums = torch.stack([values((7,), torch.float32, r).to(dtype).to(torch.float32) for r in range(size)]).sum(0)
-        x = values((7,), dtype, rank)
-        dist.all_reduce(x)
-        same(x, sums.to(dtype), f"all_reduce of {dtype}")
-        if dtype.is_complex:
-            continue
-        for op in [*OPS, *(BITS if not dtype.is_floating_point else [])]:
-            dist.reduce(values((7,), dtype, rank), 1, op)
+    gc.collect()
+    gc.disable()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for fails in (False, True):
+        x = torch.ones(1000 + (rank if fails else 0))
+        work = dist.all_reduce(x, async_op=True) if fails else backend.allreduce([x])
+        gone = [weakref.ref(work), weakref.ref(x)]
+        try:
+            work.wait()
+        except dist.DistBackendError:
+            assert fails
+        del work, x
+        assert [ref() for ref in gone] == [None, None], f"kept after {'a failure' if fails else 'a success'}: {gone}"
     dist.destroy_process_group()
 
 
-def works(rank, size, port):
-    """Futures, coalesced operations, messages from any rank, objects, errors, and a training."""
-    from datetime import timedelta
+@unittest.skipUnless(harness.FALLBACK, "runs without the module: see test_part_of_the_tests")
+class Alone(unittest.TestCase):
+    def test_limits_are_errors(self):
+        harness.run(limits, 2)
 
-    import torch.distributed as dist
-    import tutti_torch
-    from test_failures import raises
-    from test_operations import same
-    from test_programs import data_parallel
+    def test_other_backends_are_as_they_were(self):
+        harness.run(unharmed, 2)
 
-    data_parallel(rank, size, port)
-    harness.init(rank, size, port, timeout=timedelta(seconds=20))
-    assert tutti_torch.active_ranks() == list(range(size))
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    same(work.get_future().wait()[0], torch.full((3,), float(size)), "future")
-    work.wait()
-    with dist._coalescing_manager(async_ops=True) as manager:
-        a, b = torch.ones(3), torch.full((5,), 2.0)
-        dist.all_reduce(a)
-        dist.all_reduce(b)
-    manager.wait()
-    same(b, torch.full((5,), 2.0 * size), "coalesced")
-    if rank == 0:
-        received = torch.zeros(2)
-        for _ in range(1, size):
-            x = torch.zeros(2)
-            dist.irecv(x, tag=9).wait()
-            received += x
-        assert torch.all(received == sum(range(size))), received
-    else:
-        dist.send(torch.full((2,), float(rank)), 0, tag=9)
-    objects = [None] * size
-    dist.all_gather_object(objects, {"rank": rank})
-    assert [o["rank"] for o in objects] == list(range(size)), objects
-    out = torch.zeros(size)
-    dist.all_to_all_single(out, torch.full((size,), float(rank)), [1] * size, [1] * size)
-    same(out, torch.arange(float(size)), "all_to_all_single")
-    raises(ValueError, "cannot use", dist.all_reduce, torch.ones(3), dist.ReduceOp.BAND)
-    raises(ValueError, "the root is 7", dist.group.WORLD.broadcast, torch.ones(3), 7)
-    text = raises(dist.DistBackendError, "", dist.all_reduce, torch.ones(3 if rank == 0 else 5))
-    assert "3 elements" in text and "5 elements" in text, text
-    dist.destroy_process_group()
+    def test_works_and_tensors_are_released(self):
+        harness.run(releases, 2)
 
 
-@unittest.skipUnless(harness.has("new_window"), "this torch has no backends in Python")
-class Fallback(unittest.TestCase):
-    def run_without_module(self, function):
-        tests = os.path.dirname(os.path.abspath(__file__))
-        source = os.path.join(tests, "..", "tutti_torch")
-        with tempfile.TemporaryDirectory() as directory:
-            package = os.path.join(directory, "tutti_torch")
-            os.mkdir(package)
-            for path in glob.glob(os.path.join(source, "*.py")):
-                shutil.copy(path, package)
-            program = os.path.join(directory, "program.py")
-            with open(program, "w") as f:
-                f.write(PROGRAM.format(package=directory, tests=tests, function=function))
-            library = os.environ.get("TUTTI_LIBRARY") or os.path.join(tests, "..", "..", "..", "bin", "libtutti.so")
-            environment = {**os.environ, "TUTTI_LIBRARY": library, "PYTHONPATH": directory}
-            done = subprocess.run(
-                [sys.executable, program], env=environment, capture_output=True, text=True, timeout=2 * harness.LIMIT
-            )
-            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-            self.assertIn("works over ctypes, which is slower", done.stderr)
-            self.assertIn("python -m tutti_torch.build", done.stderr)
+@unittest.skipUnless(python_has_backends(), "this torch has no backends in Python")
+class Header(unittest.TestCase):
+    """What api.py says of tutti.h is true."""
 
-    def test_operations(self):
-        self.run_without_module("operations")
+    def setUp(self):
+        from tutti_torch._ctypes import api
 
-    def test_reductions(self):
-        self.run_without_module("reductions")
+        self.api = api
+        with open(HEADER) as f:
+            self.text = re.sub(r"/\*.*?\*/", "", f.read(), flags=re.S)
 
-    def test_works_messages_and_training(self):
-        self.run_without_module("works")
+    def test_numbers(self):
+        numbers = dict(re.findall(r"\bTUTTI_(\w+) = (\d+)", self.text))
+        numbers |= dict(re.findall(r"#define TUTTI_(\w+) \(?(-?\d+)\)?$", self.text, re.M))
+        mine = {name: value for name, value in vars(self.api).items() if name.isupper() and isinstance(value, int)}
+        self.assertGreater(len(mine), 50)
+        self.assertEqual(mine, {name: int(numbers[name]) for name in mine})
+
+    def test_structures(self):
+        api = self.api
+        names = {
+            "error_info": api.ErrorInfo,
+            "kv_call": api.KVCall,
+            "kv": api.KV,
+            "config": api.Config,
+            "buffer": api.Buffer,
+            "op": api.Op,
+            "status": api.Status,
+        }
+        sizes = {"int32_t": 4, "uint32_t": 4, "int64_t": 8, "uint64_t": 8, "tutti_buffer": ctypes.sizeof(api.Buffer)}
+        for name, structure in names.items():
+            body = re.search(rf"typedef struct tutti_{name} {{(.*?)}} tutti_{name};", self.text, re.S).group(1)
+            fields = []
+            for declaration in filter(None, map(str.strip, body.split(";"))):
+                field = r"(.*?)\(?\*?(\w+)(?:\)\(.*\)|\[(\w+)\])?$"
+                kind, field, count = re.match(field, declaration, re.S).groups()
+                pointer = "*" in declaration
+                length = api.MAX_LISTED if count else 1
+                fields.append((field, 8 if pointer else length * sizes[kind.strip()]))
+            mine = [(field, ctypes.sizeof(kind)) for field, kind in structure._fields_]
+            self.assertEqual(mine, fields, name)
+
+    def test_functions(self):
+        prototypes = dict(re.findall(r"TUTTI_API [^;{]*?\b(tutti_\w+)\((.*?)\);", self.text, re.S))
+        for name, types in self.api.FUNCTIONS.items():
+            flat = re.sub(r"\([^()]*\)", "", prototypes[name])  # the arguments of arguments
+            self.assertEqual(len(types), flat.count(",") + 1, name)
 
 
 if __name__ == "__main__":

@@ -218,20 +218,27 @@ def options(rank, size, port):
     dist.destroy_process_group()
 
 
+keeps_place = harness.needs_module("a process keeps its rank and the size of the group")
+
+
 @unittest.skipUnless(hasattr(dist, "_reconfigure"), "this torch has no reconfigure")
 class Reconfigure(unittest.TestCase):
+    @keeps_place
     def test_handles_give_the_ranks(self):
         harness.run(forms, 3)
 
+    @keeps_place
     def test_usual_group_is_reconfigured(self):
         harness.run(from_a_group, 3)
 
     def test_reconfigured_group_is_divided(self):
         harness.run(divided, 3)
 
+    @keeps_place
     def test_wrong_arguments_leave_the_group_as_it_was(self):
         harness.run(reused, 3)
 
+    @keeps_place
     def test_disjoint_groups_form_at_once_and_merge(self):
         harness.run(disjoint, 3)
 
@@ -244,12 +251,15 @@ class Reconfigure(unittest.TestCase):
     def test_after_an_interrupt(self):
         harness.run(interrupted, 3)
 
+    @keeps_place
     def test_different_lists(self):
         harness.run(different, 3)
 
+    @keeps_place
     def test_without_a_common_store(self):
         harness.run(options, 3)
 
+    @keeps_place
     def test_after_a_death(self):
         server, processes, results = harness.start(dies, 3)
         for _ in range(2):

@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 _glue = None
-_fallback = None
 
 
 def _library():
@@ -42,55 +41,40 @@ def _library():
 
 
 def _load():
-    """Returns the C++ module that was compiled for the installed torch."""
+    """Returns the C++ module that was compiled for the installed torch, or the package with the same names
+    in Python if there is none. torch must be able to have backends in Python then."""
     global _glue
     if _glue is None:
         import atexit
 
         from . import _versions
 
-        _glue = _versions.load()
+        try:
+            found = _versions.load()
+        except _versions.Missing as e:
+            found = _without_module(e)
+        _glue = found
         _glue.set_library(_library())
         atexit.register(_glue.close_all)
     return _glue
 
 
-def _implementation():
-    """Returns the C++ module, or what does the same without it."""
-    global _fallback
-    from . import _versions
+def _without_module(why):
+    import warnings
 
-    try:
-        return _load()
-    except _versions.Missing as e:
-        if _fallback is not None:
-            return _fallback
-        import atexit
-        import warnings
+    from torch._C import _distributed_c10d
 
-        from torch._C import _distributed_c10d
+    if "new_window" not in vars(_distributed_c10d.Backend):  # it cannot be a base class in Python
+        raise why
+    warnings.warn(f"{why} Without it tutti works over ctypes, which is slower.", RuntimeWarning, stacklevel=4)
+    from . import _ctypes
 
-        if "new_window" not in vars(_distributed_c10d.Backend):  # it cannot be a base class in Python
-            raise
-        warnings.warn(f"{e} Until then tutti works over ctypes, which is slower.", RuntimeWarning, stacklevel=2)
-        from . import _over_ctypes
-
-        _fallback = _over_ctypes
-        atexit.register(_fallback.close_all)
-        return _fallback
+    return _ctypes
 
 
 def _create(backend_options, options=None):
     """Makes the group's backend, for torch.distributed.Backend.register_backend."""
-    glue = _implementation()
-    if glue is _fallback:
-        return glue.ProcessGroupTutti(
-            backend_options.store,
-            backend_options.group_rank,
-            backend_options.group_size,
-            backend_options.timeout,
-            _library(),
-        )
+    glue = _load()
     options = options.copy() if isinstance(options, glue.Options) else glue.Options()
     options._timeout = backend_options.timeout
     options.environment = _environments(options, backend_options)
@@ -138,7 +122,7 @@ def _backend(group=None):
     if group is None:
         raise ValueError("the default process group does not exist: call init_process_group")
     backend = group._get_backend(torch.device("cpu"))
-    if not isinstance(backend, _implementation().ProcessGroupTutti):
+    if not isinstance(backend, _load().ProcessGroupTutti):
         raise ValueError(f"the group's backend for CPU tensors is {backend.name()}, not tutti")
     return backend
 
@@ -153,7 +137,7 @@ def failed_ranks(work):
 
     work is what an operation with async_op=True returned. The operation must be over.
     """
-    return _implementation().failed_ranks(work)
+    return _load().failed_ranks(work)
 
 
 def empty(*size, dtype=None, group=None):

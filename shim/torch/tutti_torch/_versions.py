@@ -37,6 +37,8 @@ def load():
     """Imports the module for the installed torch."""
     import torch
 
+    if os.environ.get("TUTTI_TORCH_CTYPES"):
+        raise Missing("TUTTI_TORCH_CTYPES is set, so that the C++ module of tutti_torch is not used.")
     here = os.path.dirname(os.path.abspath(__file__))
     if not os.path.exists(os.path.join(here, file_name(torch.__version__))):
         versions = built(here)

@@ -1,0 +1,69 @@
+"""Membership of a group, and memory for its collectives."""
+
+import ctypes
+import weakref
+from datetime import timedelta
+
+import torch
+
+from . import api
+from .interrupt import blocking
+from .window import memory_of
+from .work import called, check, milliseconds
+
+
+def _bound_of(timeout):
+    return max(0, milliseconds(timeout)) * 1_000_000
+
+
+class Elastic:
+    """A part of Backend. A timeout of 0 is the group's."""
+
+    def view(self):
+        """Returns the number of the view, and its ranks."""
+        epoch, n, ranks = ctypes.c_uint64(), ctypes.c_uint32(), (ctypes.c_int32 * self._size)()
+        called(api.api().tutti_view(self._group, ctypes.byref(epoch), ranks, self._size, ctypes.byref(n)))
+        return epoch.value, list(ranks[: min(n.value, self._size)])
+
+    def recover(self, timeout=timedelta(0)):
+        check(*blocking(api.api().tutti_recover, self._group, _bound_of(timeout)))
+        self._running.recovered()
+
+    def admit(self, timeout=timedelta(0)):
+        """Returns how many ranks came in."""
+        admitted = ctypes.c_int32()
+        check(*blocking(api.api().tutti_admit, self._group, _bound_of(timeout), ctypes.byref(admitted)))
+        return admitted.value
+
+    def agree(self, yes, timeout=timedelta(0)):
+        every = ctypes.c_int32()
+        agree = api.api().tutti_agree
+        check(*blocking(agree, self._group, int(yes), _bound_of(timeout), ctypes.byref(every)))
+        return every.value != 0
+
+    def supports_tensor_alloc(self, device):
+        return True
+
+    def allocate_tensor(self, size, *, dtype, device):
+        """Returns memory on which collectives copy nothing, as a tensor of one dimension."""
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"tutti allocateTensor: the size is {size!r}, expected a number")
+        if size < 0:
+            raise ValueError(f"tutti allocateTensor: the size is {size}, expected 0 or more")
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"tutti allocateTensor: the device is {device}, expected cpu")
+        nbytes = size * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(size, dtype=dtype)
+        memory = ctypes.c_void_p()
+        called(api.api().tutti_alloc(self._group, nbytes, ctypes.byref(memory)))
+        tensor, life = memory_of(memory.value, nbytes, dtype, None)
+        weakref.finalize(life, api.api().tutti_free, memory).atexit = False  # a tensor may outlive the group
+        return tensor
+
+    @property
+    def mem_allocator(self):
+        raise RuntimeError(
+            "tutti mem_allocator: torch lets no backend in Python give an allocator: use allocate_tensor, or build the "
+            "C++ module with `python -m tutti_torch.build`"
+        )

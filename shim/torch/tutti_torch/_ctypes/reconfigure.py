@@ -1,0 +1,106 @@
+"""Groups whose members the program names: reconfigure of c10d."""
+
+import ctypes
+import os
+import secrets
+
+from . import api, groups
+from .groups import entry
+from .interrupt import blocking
+from .work import OpType, Task, Work, called, check, error_of, milliseconds
+
+# How long reconfigure waits for each operation of the old group, in seconds: the library bounds
+# their end itself.
+_CLOSE = 10
+
+# The key under which the processes that share a store agree on the secret of their members.
+_SECRET = "tutti/members/secret"
+
+
+class Reconfigure:
+    """A part of Backend."""
+
+    @property
+    def supports_reconfigure(self):
+        return True
+
+    def _own_member(self):
+        """Returns the member of this process; the first call makes it."""
+        with self._lock:
+            if self._closed:
+                raise error_of(api.ECLOSED, "tutti reconfigure: the process group was shut down")
+            if self._member:
+                return self._member
+        api.open_library()
+        config = self._config()
+        if not os.environ.get("TUTTI_SECRET") and not os.environ.get("TUTTI_SECRET_FILE"):
+            # The first one to come makes it.
+            secret = self._store.compare_set(_SECRET, "", secrets.token_hex(32))
+            config.secret, config.secret_len = secret, len(secret)
+        member = ctypes.c_uint64()
+        try:
+            check(*blocking(api.api().tutti_member_new, ctypes.byref(config), ctypes.byref(member)))
+        except BaseException:
+            api.api().tutti_member_close(member)  # a signal handler has raised meanwhile
+            raise
+        with self._lock:
+            if not self._member:
+                self._member, member = member.value, ctypes.c_uint64()
+        api.api().tutti_member_close(member)  # another thread was faster
+        return self._member
+
+    def get_reconfigure_handle(self):
+        own, length = self._own_member(), ctypes.c_uint64()
+        called(api.api().tutti_member_handle(own, None, 0, ctypes.byref(length)))
+        handle = ctypes.create_string_buffer(length.value + 1)
+        called(api.api().tutti_member_handle(own, handle, len(handle), ctypes.byref(length)))
+        return handle.value.decode()
+
+    def _check_place(self, handles):
+        """Refuses to become another rank, or a rank of another number of ranks."""
+        own = self.get_reconfigure_handle()
+        place = handles.index(own) if handles.count(own) == 1 else self._rank
+        if (place, len(handles)) != (self._rank, self._size) and handles.count(own) == 1:
+            raise error_of(
+                api.EUNSUPPORTED,
+                f"tutti reconfigure: this process, rank {self._rank} of {self._size}, would become rank {place} of "
+                f"{len(handles)}. Without the C++ module it must keep its rank and the size of the group, because "
+                "torch lets no backend in Python change them: build it with `python -m tutti_torch.build`",
+            )
+
+    @entry
+    def reconfigure(self, opts):
+        """The members whose handles are given become the group.
+
+        The new group is made before the old one ends, so that an error leaves that as it was.
+        """
+        own, uuid = self._own_member(), str(opts.uuid)
+        handles = sorted(opts.handles) if isinstance(opts.handles, (set, frozenset)) else list(opts.handles)
+        self._check_place(handles)
+        texts = (ctypes.c_char_p * len(handles))(*(handle.encode() for handle in handles))
+        timeout = self._options._timeout if opts.timeout is None else opts.timeout
+        limit, fresh = milliseconds(timeout) * 1_000_000, ctypes.c_uint64()
+        form = api.api().tutti_form
+        try:
+            code, text = blocking(form, own, uuid.encode(), texts, len(handles), limit, ctypes.byref(fresh))
+            check(code, "tutti reconfigure: " + text)
+        except BaseException:
+            api.api().tutti_close(fresh)  # a signal handler has raised meanwhile
+            raise
+        with self._lock:
+            old, closed = fresh.value, self._closed
+            if not closed:
+                old, self._group = self._group, fresh.value
+                self._joined = milliseconds(self._options._timeout)
+                self._prefix = f"tutti/members/{uuid}/"
+                self._seq = self._barriers = 0
+                self._formed, self._suspended = True, False
+        api.api().tutti_close(old)  # ends its operations
+        if closed:
+            raise error_of(api.ECLOSED, "tutti reconfigure: the process group was shut down")
+        for work in self._running.all():
+            work.await_(_CLOSE)
+        self._running.recovered()
+        work = Work(0, Task(OpType.UNKNOWN, "tutti:reconfigure"), self._ordered, self._running)
+        work.poll()  # it is over
+        return groups.made(work)
