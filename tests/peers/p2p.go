@@ -40,14 +40,13 @@ const (
 
 func parseP2P(args []string) (p2pOptions, error) {
 	o := p2pOptions{options: options{Reps: 1}}
-	cache, _ := os.UserCacheDir()
 	f := flag.NewFlagSet("peers p2p", flag.ContinueOnError)
 	sizes := f.String("sizes", "64,4K,64K,1M,16M", "bytes, with K, M or G")
 	f.IntVar(&o.Rounds, "rounds", 5, "rounds; the median counts")
 	f.IntVar(&o.depth, "depth", 16, "calls under way in rows with several")
 	f.DurationVar(&o.Budget, "budget", 50*time.Millisecond, "about the time of a contestant's turn in a row")
 	f.DurationVar(&o.Deadline, "deadline", 60*time.Second, "time after which a contestant's turn is ended")
-	f.StringVar(&o.nixl, "nixl", filepath.Join(cache, "tutti", "nixl"), "virtual environment with NIXL")
+	f.StringVar(&o.nixl, "nixl", cached("nixl"), "virtual environment with NIXL")
 	f.StringVar(&o.jsonPath, "json", "", "also write everything, with each round's figures, to this file")
 	f.StringVar(&o.tuttiPath, "tutti", "", "a tutti that is built already; default: build ./cmd/tutti")
 	if err := f.Parse(args); err != nil {

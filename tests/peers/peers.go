@@ -33,11 +33,16 @@ type contestant string
 const (
 	openMPI  contestant = "openmpi"
 	mpich    contestant = "mpich"
+	openMPI5 contestant = "openmpi5"
+	mpich5   contestant = "mpich5"
 	gloo     contestant = "gloo"
 	limit    contestant = "limit"
 	tutti    contestant = "tutti"
 	tuttiReg contestant = "tutti-reg"
 )
+
+// peerLibraries are the contestants that Tutti is compared with; the fastest counts.
+var peerLibraries = []contestant{openMPI, mpich, openMPI5, mpich5, gloo}
 
 func (c contestant) ours() bool { return c == tutti || c == tuttiReg }
 
@@ -58,7 +63,7 @@ func (c contestant) enters(h heat) bool {
 	case !c.ours() && h.dtype != "float32":
 		return false
 	case h.op == "put":
-		return c == tutti || c == openMPI || c == mpich
+		return c == tutti || c == openMPI || c == mpich || (c == openMPI5 || c == mpich5) && h.transport == "shm"
 	case c == gloo:
 		return h.transport == "tcp"
 	case c == limit:
@@ -70,7 +75,8 @@ func (c contestant) enters(h heat) bool {
 }
 
 // How each contestant is built: its source, its compiler with leading arguments, the arguments
-// after the source, the Debian packages of these, and the command that prints its version.
+// after the source, the Debian packages of these, and the command that prints its version. Commands
+// that begin with @ are in the folder of --mpi.
 var recipes = map[contestant]struct {
 	source         string
 	compiler, libs []string
@@ -78,14 +84,22 @@ var recipes = map[contestant]struct {
 	packages       string
 	version        []string
 }{
-	openMPI: {"mpi.c", []string{"mpicc.openmpi", "-std=gnu11"}, nil, []string{"mpirun.openmpi"},
-		"libopenmpi-dev openmpi-bin", []string{"mpirun.openmpi", "--version"}},
-	mpich: {"mpi.c", []string{"mpicc.mpich", "-std=gnu11"}, nil, []string{"mpiexec.mpich"}, "libmpich-dev mpich",
+	openMPI: {"mpi.c", mpicc("mpicc.openmpi"), nil, []string{"mpirun.openmpi"}, "libopenmpi-dev openmpi-bin",
+		[]string{"mpirun.openmpi", "--version"}},
+	mpich: {"mpi.c", mpicc("mpicc.mpich"), nil, []string{"mpiexec.mpich"}, "libmpich-dev mpich",
 		[]string{"mpichversion"}},
+	openMPI5: {"mpi.c", mpicc("@openmpi/bin/mpicc"), nil, []string{"@openmpi/bin/mpirun"}, "",
+		[]string{"@openmpi/bin/mpirun", "--version"}},
+	mpich5: {"mpi.c", mpicc("@mpich/bin/mpicc"), nil, []string{"@mpich/bin/mpiexec"}, "",
+		[]string{"@mpich/bin/mpichversion"}},
 	gloo: {"gloo.cc", []string{"g++", "-std=c++17", "-w"}, []string{"-lgloo", "-lpthread"}, nil, "libgloo-dev g++",
 		[]string{"dpkg-query", "-W", "libgloo-dev"}},
 	limit: {"limit.c", []string{"gcc", "-std=gnu11"}, nil, nil, "gcc", nil},
 }
+
+// mpicc is a compiler of MPI programs with its arguments. The libraries are to find functions of
+// mpi.c in the program.
+func mpicc(command string) []string { return []string{command, "-std=gnu11", "-rdynamic"} }
 
 // smallestLimit is the size from which the memory limit is shown.
 const smallestLimit = 64 << 10
@@ -100,6 +114,8 @@ type workshop struct {
 	versions     map[string]string
 	notes        []string
 	moduleFolder string
+	// Libraries whose large messages on shared memory do not count.
+	copiesTwice map[contestant]bool
 }
 
 func newWorkshop(o options) (*workshop, error) {
@@ -109,7 +125,7 @@ func newWorkshop(o options) (*workshop, error) {
 		return nil, errors.New("this is to be run inside the module, for it builds ./cmd/tutti and uses .build/")
 	}
 	w := &workshop{o: o, dir: filepath.Join(root, ".build", "peers"), tutti: o.tuttiPath, versions: map[string]string{},
-		moduleFolder: root}
+		moduleFolder: root, copiesTwice: map[contestant]bool{}}
 	if err := os.MkdirAll(w.dir, 0o755); err != nil {
 		return nil, err
 	}
@@ -166,11 +182,16 @@ func (w *workshop) build(ctx context.Context, name string) error {
 		return nil
 	}
 	r := recipes[c]
+	install := "on Debian: apt-get install " + r.packages
+	if r.packages == "" {
+		install = "make deps-peers installs it"
+	}
 	for _, tool := range append([]string{r.compiler[0]}, r.needs...) {
-		if _, err := exec.LookPath(tool); err != nil {
-			return fmt.Errorf("%s is missing; on Debian: apt-get install %s", tool, r.packages)
+		if _, err := exec.LookPath(w.tool(tool)); err != nil {
+			return fmt.Errorf("%s is missing; %s", w.tool(tool), install)
 		}
 	}
+	compiler := w.tool(r.compiler[0])
 	// The sources are embedded in this binary, so that they match its version, wherever it is run.
 	src := filepath.Join(w.tmp, "src")
 	if err := os.MkdirAll(src, 0o755); err != nil {
@@ -191,15 +212,43 @@ func (w *workshop) build(ctx context.Context, name string) error {
 	}
 	args := slices.Concat(r.compiler[1:], []string{"-O3", "-march=native", "-o", filepath.Join(w.dir, name),
 		filepath.Join(src, r.source)}, r.libs)
-	if out, err := exec.CommandContext(ctx, r.compiler[0], args...).CombinedOutput(); err != nil {
-		return fmt.Errorf("%s cannot compile %s (%w); on Debian: apt-get install %s: %s", r.compiler[0], r.source, err,
-			r.packages, tail(out))
+	if out, err := exec.CommandContext(ctx, compiler, args...).CombinedOutput(); err != nil {
+		return fmt.Errorf("%s cannot compile %s (%w); %s: %s", compiler, r.source, err, install, tail(out))
 	}
 	if r.version != nil {
-		if out, err := exec.CommandContext(ctx, r.version[0], r.version[1:]...).Output(); err == nil {
+		if out, err := exec.CommandContext(ctx, w.tool(r.version[0]), r.version[1:]...).Output(); err == nil {
 			line, _, _ := strings.Cut(string(out), "\n")
 			w.versions[name] = strings.Join(strings.Fields(line), " ")
 		}
+	}
+	return nil
+}
+
+// tool returns the path of a command of a recipe.
+func (w *workshop) tool(name string) string {
+	if inside, ok := strings.CutPrefix(name, "@"); ok {
+		return filepath.Join(w.o.mpi, inside)
+	}
+	return name
+}
+
+// tryCopies finds out whether the kernel copies a build's large messages from process to process.
+// Builds that are made for all machines may lack that. Then only their other rows count.
+func (w *workshop) tryCopies(ctx context.Context, c contestant) error {
+	if c != openMPI5 && c != mpich5 {
+		return nil
+	}
+	o := w.o
+	defer func() { w.o = o }()
+	w.o.Sizes, w.o.Reps, w.o.Budget = []int64{1 << 20}, 1, time.Millisecond
+	rows, err := w.turn(ctx, heat{c, "shm", "alltoall", "float32", 2})
+	if err != nil {
+		return err
+	}
+	if rows[0].SingleCopies == 0 {
+		w.copiesTwice[c] = true
+		w.note("%s has no single copy here: its messages of %s and more on shared memory do not count", c,
+			sizeString(largeMessage))
 	}
 	return nil
 }
@@ -269,32 +318,44 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 			l.argv = append(l.argv, append(slices.Clone(program), strconv.Itoa(r), n, dir, spin))
 		}
 		return []launch{l}, nil
-	case openMPI:
-		argv := []string{"mpirun.openmpi", "-n", n, "--mca", "pml", "ob1", "--mca", "btl_vader_backing_directory",
-			w.shm}
+	case openMPI, openMPI5:
+		mpirun, memory, oversubscribe := "mpirun.openmpi", "vader", []string{"--oversubscribe"}
+		if h.who == openMPI5 {
+			mpirun, memory, oversubscribe = w.tool("@openmpi/bin/mpirun"), "sm", []string{"--map-by", ":OVERSUBSCRIBE"}
+		}
+		argv := []string{mpirun, "-n", n, "--mca", "pml", "ob1", "--mca", "btl_" + memory + "_backing_directory", w.shm}
 		if h.transport == "shm" {
-			argv = append(argv, "--mca", "btl", "vader,self")
+			argv = append(argv, "--mca", "btl", memory+",self")
 		} else {
-			argv = append(argv, "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo",
-				"--mca", "osc", "pt2pt") // other components put through shared memory
+			argv = append(argv, "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo")
+			if h.who == openMPI {
+				argv = append(argv, "--mca", "osc", "pt2pt") // other components put through shared memory
+			}
 		}
 		if fits {
 			argv = append(argv, "--bind-to", "core")
 		} else {
-			argv = append(argv, "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
+			argv = append(append(argv, oversubscribe...), "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
 		}
 		if os.Geteuid() == 0 {
 			argv = append(argv, "--allow-run-as-root")
 		}
 		return []launch{{argv: [][]string{append(argv, program...)}}}, nil
-	case mpich:
+	case mpich, mpich5:
 		argv := []string{"mpiexec.mpich", "-n", n}
+		if h.who == mpich5 {
+			argv[0] = w.tool("@mpich/bin/mpiexec")
+		}
 		if fits {
 			argv = append(argv, "-bind-to", "core")
 		}
 		l := launch{argv: [][]string{append(argv, program...)}}
-		if h.transport == "tcp" {
+		switch {
+		case h.transport == "shm":
+		case h.who == mpich:
 			l.env = []string{"UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo", "MPIR_CVAR_NOLOCAL=1"}
+		default: // its UCX does not use the loopback device
+			l.env = []string{"MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=tcp", "FI_TCP_IFACE=lo", "MPIR_CVAR_NOLOCAL=1"}
 		}
 		return []launch{l}, nil
 	}
@@ -313,7 +374,11 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 	var rows []row
 	for _, l := range launches {
 		out, err := w.run(ctx, l)
-		rows = append(rows, parseRows(out, h, !w.o.Tight)...)
+		for _, r := range parseRows(out, h, !w.o.Tight) {
+			if r.Bytes < largeMessage || h.transport != "shm" || !w.copiesTwice[h.who] {
+				rows = append(rows, r)
+			}
+		}
 		switch {
 		case err != nil && !h.who.ours() && ctx.Err() == nil && complete(rows, w.o.Sizes):
 			return rows, fmt.Errorf("%w: %w", errEnding, err)

@@ -267,9 +267,9 @@ func TestReport(t *testing.T) {
 		table = append(table, strings.Fields(l))
 	}
 	for _, want := range []string{
-		"tcp allreduce float32 2 64 5.00 fail - 10.00 - 0.50 - - -",
-		"shm allreduce float32 2 64 2.00 3.00 - 1.00 0.50 2.00 4.00 - -",
-		"shm allreduce float32 2 1M - - - 30.00 24.00 - - 20.00 1.20",
+		"tcp allreduce float32 2 64 5.00 fail - - - 10.00 - 0.50 - - -",
+		"shm allreduce float32 2 64 2.00 3.00 - - - 1.00 0.50 2.00 4.00 - -",
+		"shm allreduce float32 2 1M - - - - - 30.00 24.00 - - 20.00 1.20",
 		"0.50 tcp float32",
 		"2 1M 20.0 209.7 40.0 104.9 40.0 104.9",
 	} {
@@ -369,7 +369,7 @@ func TestLaunches(t *testing.T) {
 
 func testWorkshop(t *testing.T) *workshop {
 	w, err := newWorkshop(options{Rounds: 1, Reps: 1, Budget: time.Millisecond, Deadline: time.Minute,
-		Sizes: []int64{64}})
+		Sizes: []int64{64}, mpi: cached("mpi")})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -434,6 +434,35 @@ func TestRunLeavesNothing(t *testing.T) {
 	}
 	if n := proctest.KillAll(); n != 0 {
 		t.Errorf("%d processes were left", n)
+	}
+}
+
+// Rows of a build for all machines count from 64 KiB on only if the kernel copies for it.
+func TestTryCopies(t *testing.T) {
+	for copies, want := range map[int]int{0: 1, 3: 2} {
+		w := testWorkshop(t)
+		w.o.mpi = t.TempDir()
+		w.o.Sizes = []int64{64, 256 << 10}
+		bin := filepath.Join(w.o.mpi, "mpich", "bin")
+		if err := os.MkdirAll(bin, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		launcher := fmt.Sprintf("#!/bin/sh\nfor size in 64 262144; do echo \"{\\\"op\\\":\\\"alltoall\\\","+
+			"\\\"bytes\\\":$size,\\\"time_us\\\":1,\\\"touch\\\":true,\\\"single_copies\\\":%d}\"; done\n", copies)
+		if err := os.WriteFile(filepath.Join(bin, "mpiexec"), []byte(launcher), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.tryCopies(t.Context(), mpich5); err != nil {
+			t.Fatal(err)
+		}
+		rows, err := w.turn(t.Context(), heat{mpich5, "shm", "alltoall", "float32", 2})
+		if err != nil || len(rows) != want || len(w.notes) != 2-want {
+			t.Errorf("%d copies: rows %+v, %v, notes %q", copies, rows, err, w.notes)
+		}
+		rows, err = w.turn(t.Context(), heat{mpich5, "tcp", "alltoall", "float32", 2})
+		if err != nil || len(rows) != 2 {
+			t.Errorf("tcp: rows %+v, %v", rows, err)
+		}
 	}
 }
 
@@ -515,7 +544,7 @@ func TestInstalledPeers(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts many processes; not with -short")
 	}
-	for _, c := range []contestant{openMPI, mpich, gloo, limit} {
+	for _, c := range []contestant{openMPI, mpich, openMPI5, mpich5, gloo, limit} {
 		t.Run(string(c), func(t *testing.T) {
 			w := testWorkshop(t)
 			w.o.Sizes = []int64{64, 128 << 10}

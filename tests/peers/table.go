@@ -27,6 +27,8 @@ type row struct {
 	Touch   bool    `json:"touch"`
 	Variant string  `json:"variant"`
 	Wrong   int64   `json:"wrong"` // elements; below 0: not checked
+	// Calls of process_vm_readv and process_vm_writev, by the rank that made most.
+	SingleCopies int64 `json:"single_copies"`
 
 	Transport string `json:"transport"`
 }
@@ -56,6 +58,9 @@ func parseRows(out []byte, h heat, touch bool) (rows []row) {
 	}
 	return rows
 }
+
+// largeMessage is the size from which builds for all machines count only with their single copy.
+const largeMessage = 64 << 10
 
 // A progression is the sizes min, min*factor, … up to max.
 type progression struct{ min, max, factor int64 }
@@ -225,7 +230,7 @@ func (s *results) report(o options) *report {
 	groups := map[string][]float64{}
 	for l, m := range lines {
 		var best float64
-		for _, p := range []contestant{openMPI, mpich, gloo} {
+		for _, p := range peerLibraries {
 			if v := m.Median[string(p)]; v > 0 && (best == 0 || v < best) {
 				best, m.BestPeer = v, string(p)
 			}
@@ -285,7 +290,10 @@ func (r *report) print(w io.Writer) error {
 		fmt.Fprintf(w, "%s: %s\n", name, r.Versions[name])
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	columns := []string{"openmpi", "mpich", "gloo", "tutti", "tutti-reg"}
+	var columns []string
+	for _, c := range append(slices.Clone(peerLibraries), tutti, tuttiReg) {
+		columns = append(columns, string(c))
+	}
 	fmt.Fprintf(t, "\ntransport\top\tdtype\tranks\tsize\t%s\tratio\treg\tlimit\tof limit\t\n",
 		strings.Join(columns, "\t"))
 	num := func(x float64) string {

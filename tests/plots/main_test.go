@@ -26,8 +26,8 @@ func synthetic() report {
 			for _, ranks := range []int{2, 4} {
 				for b := int64(64); b <= 16<<20; b *= 8 {
 					m := map[string]float64{}
-					for i, c := range []string{"openmpi", "mpich", "gloo", "tutti", "tutti-reg", "limit",
-						"limit-cold"} {
+					for i, c := range []string{"openmpi", "mpich", "openmpi5", "mpich5", "gloo", "tutti",
+						"tutti-reg", "limit", "limit-cold"} {
 						m[c] = float64(i+1)*0.2 + float64(b)/4e3
 					}
 					if transport == "tcp" {

@@ -13,26 +13,48 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 )
 
 // needsDevice names the tests that may be skipped without a device, each by the path of its
 // package, a space, and its whole name. Those of RDMA devices are run by `make test-rdma`, in a
-// virtual machine where none of them is skipped. There are none yet that need a GPU.
+// virtual machine where none of them is skipped, those of GPUs by tests/gpu/run.sh.
 var needsDevice = map[string]bool{
-	"tutti/rdma/endpoint TestDeviceSimultaneousOpens":     true,
-	"tutti/rdma/endpoint TestDeviceRestarts":              true,
-	"tutti/rdma/queue TestDeviceBatches":                  true,
-	"tutti/rdma/queue TestDeviceFailureAndReset":          true,
-	"tutti/rdma/verbs TestDeviceSuite":                    true,
-	"tutti/rdma/verbs TestDeviceNeedsNoForkInit":          true,
-	"tutti/rdma/verbs TestDeviceAddressesAreThoseOfSysfs": true,
-	"tutti/rdma/verbs TestDeviceCallsPerMessage":          true,
-	"tutti/rdma/verbs TestDeviceTrafficAllocatesNothing":  true,
-	"tutti/rdma/verbs TestDeviceReportsChangedAddresses":  true,
-	"tutti/rdma/verbs TestDeviceRefusesMemory":            true,
-	"tutti/rdma/verbs TestDeviceTwoProcesses":             true,
-	"tutti/rdma/verbs TestDeviceHoldsNoThreads":           true,
+	"tutti/cmd/tutti TestDeviceTransport":                                true,
+	"tutti/cmd/tutti/internal/pair TestDeviceRDMA":                       true,
+	"tutti/endpoint TestDeviceRDMA":                                      true,
+	"tutti/endpoint TestDeviceTwoProcesses":                              true,
+	"tutti/p2p/verbs TestDeviceConformance":                              true,
+	"tutti/p2p/verbs TestDeviceData":                                     true,
+	"tutti/p2p/verbs TestDeviceDataReturns":                              true,
+	"tutti/p2p/verbs TestDeviceKilledPeer":                               true,
+	"tutti/p2p/verbs TestDeviceKilledPutter":                             true,
+	"tutti/p2p/verbs TestDevicePrograms":                                 true,
+	"tutti/p2p/verbs TestDeviceReturns":                                  true,
+	"tutti/rdma/endpoint TestDeviceFailedQueuePairsAreReplacedUnderLoad": true,
+	"tutti/rdma/endpoint TestDeviceKilledProcesses":                      true,
+	"tutti/rdma/endpoint TestDeviceLinkDownAndUp":                        true,
+	"tutti/rdma/endpoint TestDeviceRemovedUnderLoad":                     true,
+	"tutti/rdma/endpoint TestDeviceRestarts":                             true,
+	"tutti/rdma/endpoint TestDeviceSimultaneousOpens":                    true,
+	"tutti/rdma/queue TestDeviceBatches":                                 true,
+	"tutti/rdma/queue TestDeviceFailureAndReset":                         true,
+	"tutti/rdma/queue TestDeviceReplacesWhatCannotBeReset":               true,
+	"tutti/rdma/verbs TestDeviceAddressesAreThoseOfSysfs":                true,
+	"tutti/rdma/verbs TestDeviceCallsPerMessage":                         true,
+	"tutti/rdma/verbs TestDeviceHoldsNoThreads":                          true,
+	"tutti/rdma/verbs TestDeviceNeedsNoForkInit":                         true,
+	"tutti/rdma/verbs TestDeviceRefusesMemory":                           true,
+	"tutti/rdma/verbs TestDeviceRegistrationsAndFork":                    true,
+	"tutti/rdma/verbs TestDeviceReportsChangedAddresses":                 true,
+	"tutti/rdma/verbs TestDeviceSuite":                                   true,
+	"tutti/rdma/verbs TestDeviceTrafficAllocatesNothing":                 true,
+	"tutti/rdma/verbs TestDeviceTwoProcesses":                            true,
+	"tutti/rdma/verbs TestDeviceWithoutReset":                            true,
+	"tutti/tests/gpu TestBandwidths/GPU":                                 true,
+	"tutti/tests/gpu TestReductions/GPU":                                 true,
+	"tutti/tests/gpu TestSuite/GPU":                                      true,
 }
 
 type event struct {
@@ -78,6 +100,7 @@ func (s *summary) add(e event) {
 		case e.Action == "skip" || strings.Contains(text, "[no test files]"):
 		case e.Action == "fail":
 			fmt.Fprintf(s.out, "FAIL  %s\n%s", e.Package, text)
+			s.unfinished(e.Package)
 		default:
 			fmt.Fprintf(s.out, "ok    %-32s %6.1fs\n", e.Package, e.Elapsed)
 		}
@@ -95,6 +118,21 @@ func (s *summary) add(e event) {
 			s.silent++
 		}
 		s.skips = append(s.skips, fmt.Sprintf("skip  %s %s: %s", e.Package, e.Test, reason(text)))
+	}
+}
+
+// unfinished prints the output of the tests that were running when the package's program ended.
+func (s *summary) unfinished(pkg string) {
+	var tests []string
+	for k := range s.text {
+		if k.pkg == pkg && k.test != "" {
+			tests = append(tests, k.test)
+		}
+	}
+	slices.Sort(tests)
+	for _, test := range tests {
+		fmt.Fprintf(s.out, "----- %s %s, which has not ended\n%s", pkg, test, s.text[key{pkg, test}])
+		delete(s.text, key{pkg, test})
 	}
 }
 

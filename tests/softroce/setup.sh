@@ -38,9 +38,9 @@ chmod 755 "$work"
 
 # The packages, with those that they need and that are not installed here. The kernel is unpacked
 # without its dependencies.
-programs=(qemu-system-x86 busybox-static ibverbs-providers iproute2)
+programs=(qemu-system-x86 busybox-static ibverbs-providers iproute2 perftest)
 modules=(net/ipv4/udp_tunnel net/ipv6/ip6_udp_tunnel crypto/crc32_generic drivers/infiniband/core/ib_core
-	drivers/infiniband/core/ib_uverbs drivers/infiniband/sw/rxe/rdma_rxe drivers/net/dummy)
+	drivers/infiniband/core/ib_uverbs drivers/infiniband/sw/rxe/rdma_rxe drivers/net/dummy drivers/net/veth)
 mkdir "$work/packages" "$work/root" "$work/kernel" "$work/initrd"
 fetch() {
 	image=$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-/ {print $2; exit}')
@@ -85,12 +85,13 @@ find_program() {
 	echo "softroce: no program $1" >&2
 	return 1
 }
-for p in ip rdma; do cp "$(find_program $p)" "bin/$p"; done
+benchmarks=(ib_write_bw ib_write_lat)
+for p in ip rdma "${benchmarks[@]}"; do cp "$(find_program $p)" "bin/$p"; done
 cp "$work/root/$lib"/libibverbs/librxe-rdmav*.so "$lib/libibverbs/"
 echo "driver rxe" >etc/libibverbs.d/rxe.driver
 libverbs=$(ldd "$lib"/libibverbs/librxe-*.so | awk '$1 == "libibverbs.so.1" {print $3}')
 libgcc=$(ldconfig -p | awk '$1 == "libgcc_s.so.1" {print $NF; exit}') # for threads that are cancelled
-for f in bin/ip bin/rdma "$lib"/libibverbs/*.so "$libverbs" "$libgcc"; do
+for f in bin/ip bin/rdma "${benchmarks[@]/#/bin/}" "$lib"/libibverbs/*.so "$libverbs" "$libgcc"; do
 	ldd "$f" | awk '$2 == "=>" {print $3} $1 ~ /^\// {print $1}'
 	case $f in /*) echo "$f" ;; esac
 done | sort -u | while read -r f; do

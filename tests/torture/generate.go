@@ -50,7 +50,7 @@ func (g *generator) job() Job {
 	j.Uniform, j.AutoAdmit = g.chance(0.2) && !g.avoids("uniform"), g.chance(0.2)
 	if g.chance(0.5) {
 		j.Algorithm = pick(g, "loadstore", "loadstore", "oneshot", "twoshot", "pairwise", "doubling", "halving", "ring",
-			"tree", "chain", "bruck", "dissemination", "hierarchical")
+			"tree", "chain", "bruck", "dissemination", "hierarchical", "star", "stars")
 	}
 	if g.chance(0.05) {
 		j.Pool = 40 << 20
@@ -156,11 +156,13 @@ func (m *making) count(dt pg.DType, parts int) int {
 		n = 1 + m.rnd.IntN(16)
 	case 4, 5, 6:
 		n = 1 + m.rnd.IntN(1000)
-	case 7, 8, 9, 10: // around the size from which memory is mapped
-		n = (16<<10)/size/parts + m.rnd.IntN(65) - 32
-	case 11, 12, 13:
+	case 7, 8: // often of the same shape, and as large as for mapped memory, or just less
+		n = (128<<10)/size/parts - m.rnd.IntN(2)
+	case 9, 10:
+		n = (64<<10)/size/parts + m.rnd.IntN(65) - 32
+	case 11, 12:
 		n = ((16 << 10) + m.rnd.IntN(64<<10)) / size / parts
-	case 14:
+	case 13, 14:
 		n = ((64 << 10) + m.rnd.IntN(256<<10)) / size / parts
 	default:
 		n = m.rnd.IntN(max(most, 1))

@@ -126,7 +126,7 @@ var mutants = []mutant{
 		what:      "a call is taken for one that is bound although its root is another",
 		transport: "shm",
 		edits: []edit{
-			{"pg/internal/exec", "Runner.Recall", "src.DType, q.Root, dst.Count)]", "src.DType, 0, dst.Count)]"},
+			{"pg/internal/exec", "Runner.Recall", "dtype, q.Root, dst.Count)]", "dtype, 0, dst.Count)]"},
 			{"pg/internal/exec", "Runner.Recall", "|| b.key.root != q.Root", ""},
 			{"pg/internal/exec", "Runner.remember", "c.DType, c.Root, dst)] = b", "c.DType, 0, dst)] = b"},
 		},
