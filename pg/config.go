@@ -67,11 +67,11 @@ type Config struct {
 	// the last bits of floating-point results; the same table gives the same bits. Default
 	// TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists.
 	Tuning string
-	// Devices are those whose memory the buffers of operations may be in, beside the host's. The
-	// caller opens them before Join and closes them after Close. Collectives on such buffers copy
-	// through host memory, of which each that is under way has its own. Messages and windows use
-	// host memory only.
-	Devices []device.Device
+	// Devices finds those whose memory the buffers of operations may be in, beside the host's: a
+	// device.List, or a cuda.Finder. The caller closes them after Close. Collectives on such buffers
+	// copy through host memory, of which each that is under way has its own. Messages and windows
+	// use host memory only. nil: there are none.
+	Devices device.Finder
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
 	// be faster, by trying both ways), "on" (from 128 KiB on) or "off". The results are

@@ -47,7 +47,7 @@ func TestOperationsOnGPUs(t *testing.T) {
 func TestManyStartedOperationsOnAGPU(t *testing.T) {
 	const n, many, count = 2, 400, 16
 	d := fakeGPU(t)
-	each(t, n, Config{Devices: []device.Device{d}}, func(ctx context.Context, g *Group) error {
+	each(t, n, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
 		s, m, release, err := streamWith(d, 4*count)
 		if err != nil {
 			return err

@@ -70,16 +70,6 @@ func (v *visit) open() {
 	}
 }
 
-// deviceAt returns the device of Config.Devices at loc, nil if there is none.
-func (s *settings) deviceAt(loc Location) device.Device {
-	for _, d := range s.Devices {
-		if d.Location() == loc {
-			return d
-		}
-	}
-	return nil
-}
-
 // berthUnit is the smallest size of a berth's memory. Sizes are powers of two.
 const berthUnit = 64 << 10
 
@@ -175,34 +165,43 @@ func buffers(op Operation) (dst, src Buffer) {
 	return Buffer{}, Buffer{}
 }
 
-// place returns the location and the stream of an operation's buffers, nil if they have none.
-func (g *Group) place(op Operation, q *exec.Request) (loc Location, s device.Stream, err error) {
+// place returns the device and the stream of an operation's buffers: nil if the buffers are empty,
+// or have no stream.
+func (g *Group) place(op Operation, q *exec.Request) (d device.Device, s device.Stream, err error) {
 	dst, src := buffers(op)
-	bad := func(arg, got, want string) error {
-		return &ArgumentError{Call: q.Kind.String(), Arg: arg, Got: got, Want: want}
+	bad := func(arg, got, want string) (device.Device, device.Stream, error) {
+		return nil, nil, &ArgumentError{Call: q.Kind.String(), Arg: arg, Got: got, Want: want}
 	}
+	var loc Location
 	used := false
 	for _, b := range []Buffer{dst, src} {
 		switch {
 		case b.Count == 0:
 			continue
 		case used && loc != b.Location || b.Location == "" || b.Location.Host():
-			return "", nil, bad("the buffers' locations", fmt.Sprintf("%q and %q", dst.Location, src.Location),
-				"one location")
-		case g.job.settings.deviceAt(b.Location) == nil:
-			return "", nil, bad("a buffer's location", string(b.Location),
-				"host memory, or the memory of one of Config.Devices")
+			return bad("the buffers' locations", fmt.Sprintf("%q and %q", dst.Location, src.Location), "one location")
 		case used && s != b.Stream:
-			return "", nil, bad("the buffers' streams", "two streams", "one stream")
+			return bad("the buffers' streams", "two streams", "one stream")
 		}
 		used, loc, s = true, b.Location, b.Stream
 	}
-	return loc, s, nil
+	if !used {
+		return nil, nil, nil
+	}
+	why := errors.New("there are none")
+	if f := g.job.settings.Devices; f != nil {
+		d, why = f.Find(loc)
+	}
+	if why != nil {
+		return bad("a buffer's location", string(loc),
+			fmt.Sprintf("host memory, or the memory of one of Config.Devices (%v)", why))
+	}
+	return d, s, nil
 }
 
 // visit begins the visit of the operation that q asks for, and makes q ask for it on host memory.
 func (g *Group) visit(op Operation, q *exec.Request) (*visit, error) {
-	loc, s, err := g.place(op, q)
+	d, s, err := g.place(op, q)
 	if err != nil {
 		return nil, err
 	}
@@ -217,9 +216,10 @@ func (g *Group) visit(op Operation, q *exec.Request) (*visit, error) {
 		return nil, err
 	case closed:
 		return nil, ErrClosed
-	case loc == "": // all are empty
+	case d == nil: // all are empty
 		return nil, nil
 	}
+	loc := d.Location()
 	in, out, reads, writes := c.Extents(g.rank, size)
 	first, at, total := layOut(uintptr(q.Src.Ptr), in, uintptr(q.Dst.Ptr), out)
 	x := &g.devices
@@ -231,7 +231,7 @@ func (g *Group) visit(op Operation, q *exec.Request) (*visit, error) {
 	fail := func(err error) error {
 		return fmt.Errorf("%s of %d bytes at %s: %w", q.Kind, in+out, loc, err)
 	}
-	b, s, err := x.berth(g.job.settings.deviceAt(loc), total, s)
+	b, s, err := x.berth(d, total, s)
 	if err != nil {
 		return nil, fail(err)
 	}

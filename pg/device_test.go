@@ -97,7 +97,7 @@ func operateOn(t *testing.T, n int, of func(rank int) device.Device) {
 		counts = append(counts, 300_000)
 	}
 	for _, count := range counts {
-		each(t, n, Config{Devices: []device.Device{of(0)}}, func(ctx context.Context, g *Group) error {
+		each(t, n, Config{Devices: device.List{of(0)}}, func(ctx context.Context, g *Group) error {
 			d := of(g.Rank())
 			s, err := d.Stream()
 			if err != nil {
@@ -207,7 +207,7 @@ func streamWith(d device.Device, n int) (s device.Stream, m mem.Memory, release 
 // as it was.
 func TestFailedOperationsReleaseStreams(t *testing.T) {
 	d := devicetest.NewLate("cuda:0", 7, 0)
-	each(t, 2, Config{Devices: []device.Device{d}, Timeout: 100 * time.Millisecond},
+	each(t, 2, Config{Devices: device.List{d}, Timeout: 100 * time.Millisecond},
 		func(ctx context.Context, g *Group) error {
 			if g.Rank() == 1 { // it does not come
 				return nil
@@ -245,7 +245,7 @@ func TestFailedOperationsReleaseStreams(t *testing.T) {
 // A stream that does not come bounds its operation by its time, and Close by nothing.
 func TestStreamsThatDoNotCome(t *testing.T) {
 	d := devicetest.NewLate("cuda:0", 7, 0)
-	each(t, 2, Config{Devices: []device.Device{d}}, func(ctx context.Context, g *Group) error {
+	each(t, 2, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
 		s, m, release, err := streamWith(d, 64)
 		if err != nil {
 			return err
@@ -283,7 +283,7 @@ func TestStreamsThatDoNotCome(t *testing.T) {
 func TestDeviceArguments(t *testing.T) {
 	d := devicetest.NewLate("cuda:0", 7, 0)
 	other := devicetest.NewLate("cuda:1", 7, 0)
-	each(t, 1, Config{Devices: []device.Device{d}}, func(ctx context.Context, g *Group) error {
+	each(t, 1, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
 		s, err := d.Stream()
 		if err != nil {
 			return err

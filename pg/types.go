@@ -87,7 +87,7 @@ type Buffer struct {
 	Ptr      unsafe.Pointer // in a device's memory, the address there
 	Count    int
 	DType    DType
-	Location Location // "" means host memory; else that of one of Config.Devices
+	Location Location // "" means host memory; else that of a device of Config.Devices
 	// Stream is a stream of the device, for memory there. The operation sees the results of earlier
 	// work on the stream, and later work sees those of the operation; if it fails, later work finds
 	// anything in the destination. All buffers of an operation have the same Stream, and no other

@@ -21,6 +21,7 @@ type Device struct {
 	loc       mem.Location
 	module    module
 	functions map[string]function // loaded, unless the device was opened lazily
+	outside   markers             // of borrowed streams
 
 	mu      sync.Mutex
 	closed  bool
@@ -176,6 +177,7 @@ func (v *Device) Close() error {
 		errs = append(errs, v.gpu.freeHost(c.at))
 	}
 	v.memory, v.host = nil, newHeap()
+	errs = append(errs, v.outside.free(v.gpu))
 	if v.module != nil {
 		errs = append(errs, v.gpu.unloadModule(v.module))
 	}

@@ -52,6 +52,7 @@ typedef uint64_t pointer; // CUdeviceptr
 // What newer ones have; NULL without it.
 #define OPTIONAL(X)                                                                                       \
 	X(func_load, "cuFuncLoad", (void *))                                                              \
+	X(stream_is_capturing, "cuStreamIsCapturing", (void *, int *))                                    \
 	X(stream_wait_value, "cuStreamWaitValue64_v2", (void *, pointer, uint64_t, unsigned))             \
 	X(stream_write_value, "cuStreamWriteValue64_v2", (void *, pointer, uint64_t, unsigned))
 
@@ -174,13 +175,21 @@ int tutti_cuda_host_address(tutti_cuda *l, void *context, void *at, uint64_t *de
 	IN(context, l->mem_host_get_device_pointer(device, at, 0));
 }
 
-int tutti_cuda_stream_create(tutti_cuda *l, void *context, void **stream)
+int tutti_cuda_stream_create(tutti_cuda *l, void *context, uintptr_t *stream)
 {
-	IN(context, l->stream_create(stream, 1)); // CU_STREAM_NON_BLOCKING
+	IN(context, l->stream_create((void **)stream, 1)); // CU_STREAM_NON_BLOCKING
 }
 
-int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, void *stream) { IN(context, l->stream_destroy(stream)); }
-int tutti_cuda_stream_query(tutti_cuda *l, void *context, void *stream) { IN(context, l->stream_query(stream)); }
+int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, uintptr_t stream) { IN(context, l->stream_destroy((void *)stream)); }
+int tutti_cuda_stream_query(tutti_cuda *l, void *context, uintptr_t stream) { IN(context, l->stream_query((void *)stream)); }
+
+int tutti_cuda_stream_captured(tutti_cuda *l, void *context, uintptr_t stream, int *status)
+{
+	*status = 0;
+	if (!l->stream_is_capturing)
+		return 0;
+	IN(context, l->stream_is_capturing((void *)stream, status));
+}
 
 int tutti_cuda_event_create(tutti_cuda *l, void *context, void **event)
 {
@@ -189,31 +198,31 @@ int tutti_cuda_event_create(tutti_cuda *l, void *context, void **event)
 
 int tutti_cuda_event_destroy(tutti_cuda *l, void *context, void *event) { IN(context, l->event_destroy(event)); }
 
-int tutti_cuda_event_record(tutti_cuda *l, void *context, void *event, void *stream)
+int tutti_cuda_event_record(tutti_cuda *l, void *context, void *event, uintptr_t stream)
 {
-	IN(context, l->event_record(event, stream));
+	IN(context, l->event_record(event, (void *)stream));
 }
 
 int tutti_cuda_event_query(tutti_cuda *l, void *context, void *event) { IN(context, l->event_query(event)); }
 
-int tutti_cuda_copy(tutti_cuda *l, void *context, void *stream, uint64_t dst, uint64_t src, size_t n)
+int tutti_cuda_copy(tutti_cuda *l, void *context, uintptr_t stream, uint64_t dst, uint64_t src, size_t n)
 {
-	IN(context, l->memcpy_async(dst, src, n, stream));
+	IN(context, l->memcpy_async(dst, src, n, (void *)stream));
 }
 
-int tutti_cuda_wait(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value)
+int tutti_cuda_wait(tutti_cuda *l, void *context, uintptr_t stream, uint64_t word, uint64_t value)
 {
-	IN(context, l->stream_wait_value(stream, word, value, 0)); // CU_STREAM_WAIT_VALUE_GEQ
+	IN(context, l->stream_wait_value((void *)stream, word, value, 0)); // CU_STREAM_WAIT_VALUE_GEQ
 }
 
-int tutti_cuda_write(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value)
+int tutti_cuda_write(tutti_cuda *l, void *context, uintptr_t stream, uint64_t word, uint64_t value)
 {
-	IN(context, l->stream_write_value(stream, word, value, 0)); // with a memory barrier before it
+	IN(context, l->stream_write_value((void *)stream, word, value, 0)); // with a memory barrier before it
 }
 
-int tutti_cuda_launch(tutti_cuda *l, void *context, void *stream, void *function, unsigned grid, unsigned block,
+int tutti_cuda_launch(tutti_cuda *l, void *context, uintptr_t stream, void *function, unsigned grid, unsigned block,
 		      unsigned shared, void *params)
 {
 	void *args[] = {params};
-	IN(context, l->launch_kernel(function, grid, 1, 1, block, 1, 1, shared, stream, args, NULL));
+	IN(context, l->launch_kernel(function, grid, 1, 1, block, 1, 1, shared, (void *)stream, args, NULL));
 }

@@ -141,7 +141,7 @@ type gpu struct {
 type (
 	module   = unsafe.Pointer
 	function = unsafe.Pointer
-	queue    = unsafe.Pointer // CUstream
+	queue    = C.uintptr_t    // CUstream
 	marker   = unsafe.Pointer // CUevent
 )
 
@@ -235,6 +235,16 @@ func (g *gpu) idle(q queue) (bool, error) {
 		return false, nil
 	}
 	return true, g.d.failure(r, "cuStreamQuery", "wait for the work of a stream on %s", g.name)
+}
+
+// captured reports whether the work of a queue goes into a graph. Drivers without the question
+// capture nothing.
+func (g *gpu) captured(q queue) (bool, error) {
+	var status C.int
+	if r := C.tutti_cuda_stream_captured(g.d.lib, g.ptr, q, &status); r != 0 {
+		return false, g.d.failure(r, "cuStreamIsCapturing", "use a stream of the caller on %s", g.name)
+	}
+	return status != 0, nil
 }
 
 func (g *gpu) newMarker() (m marker, err error) {

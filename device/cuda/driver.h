@@ -55,20 +55,22 @@ int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at);
 int tutti_cuda_free_host(tutti_cuda *l, void *context, void *at);
 int tutti_cuda_host_address(tutti_cuda *l, void *context, void *at, uint64_t *device);
 
-// Streams do not wait for the context's default stream. Events measure no time.
-int tutti_cuda_stream_create(tutti_cuda *l, void *context, void **stream);
-int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, void *stream);
-int tutti_cuda_stream_query(tutti_cuda *l, void *context, void *stream);
+// A stream is a CUstream as a number: 1 and 2 are streams, too. Those that are created do not wait for the context's default stream. Events measure no time.
+int tutti_cuda_stream_create(tutti_cuda *l, void *context, uintptr_t *stream);
+int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, uintptr_t stream);
+int tutti_cuda_stream_query(tutti_cuda *l, void *context, uintptr_t stream);
+// The status is not 0 if the stream's work goes into a graph.
+int tutti_cuda_stream_captured(tutti_cuda *l, void *context, uintptr_t stream, int *status);
 int tutti_cuda_event_create(tutti_cuda *l, void *context, void **event);
 int tutti_cuda_event_destroy(tutti_cuda *l, void *context, void *event);
-int tutti_cuda_event_record(tutti_cuda *l, void *context, void *event, void *stream);
+int tutti_cuda_event_record(tutti_cuda *l, void *context, void *event, uintptr_t stream);
 int tutti_cuda_event_query(tutti_cuda *l, void *context, void *event);
 
-int tutti_cuda_copy(tutti_cuda *l, void *context, void *stream, uint64_t dst, uint64_t src, size_t n);
-int tutti_cuda_wait(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value);
-int tutti_cuda_write(tutti_cuda *l, void *context, void *stream, uint64_t word, uint64_t value);
+int tutti_cuda_copy(tutti_cuda *l, void *context, uintptr_t stream, uint64_t dst, uint64_t src, size_t n);
+int tutti_cuda_wait(tutti_cuda *l, void *context, uintptr_t stream, uint64_t word, uint64_t value);
+int tutti_cuda_write(tutti_cuda *l, void *context, uintptr_t stream, uint64_t word, uint64_t value);
 // The function takes one parameter, a struct by value, which is copied before the call returns.
-int tutti_cuda_launch(tutti_cuda *l, void *context, void *stream, void *function, unsigned grid, unsigned block,
+int tutti_cuda_launch(tutti_cuda *l, void *context, uintptr_t stream, void *function, unsigned grid, unsigned block,
 		      unsigned shared, void *params);
 
 #pragma GCC visibility pop

@@ -37,5 +37,8 @@ func (*Driver) Open(int) (*Device, error) { return nil, errBuild }
 // Info returns the zero Info.
 func (*Device) Info() Info { return Info{} }
 
+// Borrow returns nil.
+func (*Device) Borrow(uintptr) device.Stream { return nil }
+
 // Close does nothing.
 func (*Device) Close() error { return nil }

@@ -167,24 +167,9 @@ func (s *stream) copyLocked(to, from uint64, n int) {
 
 // Reduce implements device.Stream.
 func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
-	if err := same(dst, srcs...); err != nil {
-		return err
-	}
-	if err := device.Reducible(op, dt, dst, srcs, divisor); err != nil {
-		return err
-	}
-	from := make([]uint64, len(srcs))
-	for i, m := range append([]mem.Memory{dst}, srcs...) {
-		if m.Loc() != s.v.loc {
-			return fmt.Errorf("cuda: %s: reducing memory at %q: %w", s.v.loc, m.Loc(), device.ErrMemory)
-		}
-		if i > 0 {
-			from[i-1] = m.Address()
-		}
-	}
-	launches, err := gpukernels.Reduce(op, dt, dst.Address(), from, uint64(dst.Len()), divisor, s.v.info.SMs)
+	launches, err := s.v.reduction(op, dt, dst, srcs, divisor)
 	if err != nil {
-		return fmt.Errorf("cuda: %s: %w", s.v.loc, err)
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -192,41 +177,66 @@ func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []
 		return err
 	}
 	for _, l := range launches {
-		s.giveLocked(func() error { return s.launch(l) })
+		s.giveLocked(func() error { return s.v.launch(s.queue, l) })
 	}
 	return s.refused
 }
 
-func (s *stream) launch(l gpukernels.Launch) error {
-	f := s.v.functions[l.Function]
-	if f == nil {
-		return fmt.Errorf("cuda: launch %s on %s: its kernels were loaded without it", l.Function, s.v.loc)
+// reduction returns the launches of a stream's Reduce.
+func (v *Device) reduction(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory,
+	divisor int) ([]gpukernels.Launch, error) {
+	if err := same(dst, srcs...); err != nil {
+		return nil, err
 	}
-	return s.v.gpu.launch(s.queue, f, l.Function, l.Grid, l.Block, l.Shared, l.Params)
+	if err := device.Reducible(op, dt, dst, srcs, divisor); err != nil {
+		return nil, err
+	}
+	from := make([]uint64, len(srcs))
+	for i, m := range append([]mem.Memory{dst}, srcs...) {
+		if m.Loc() != v.loc {
+			return nil, fmt.Errorf("cuda: %s: reducing memory at %q: %w", v.loc, m.Loc(), device.ErrMemory)
+		}
+		if i > 0 {
+			from[i-1] = m.Address()
+		}
+	}
+	launches, err := gpukernels.Reduce(op, dt, dst.Address(), from, uint64(dst.Len()), divisor, v.info.SMs)
+	if err != nil {
+		return nil, fmt.Errorf("cuda: %s: %w", v.loc, err)
+	}
+	return launches, nil
 }
 
-// word returns the address of a word on the device.
-func (s *stream) word(m mem.Memory, v uint64) (uint64, error) {
-	if !m.Loc().Host() || m.Len() != mem.WordSize {
-		return 0, fmt.Errorf("cuda: %s: %d bytes at %q are no word: %w", s.v.loc, m.Len(), m.Loc(), device.ErrMemory)
+func (v *Device) launch(q queue, l gpukernels.Launch) error {
+	f := v.functions[l.Function]
+	if f == nil {
+		return fmt.Errorf("cuda: launch %s on %s: its kernels were loaded without it", l.Function, v.loc)
 	}
-	at, ok, err := s.v.reach(m)
+	return v.gpu.launch(q, f, l.Function, l.Grid, l.Block, l.Shared, l.Params)
+}
+
+// word returns the address of a word on the device, for a value.
+func (v *Device) word(m mem.Memory, value uint64) (uint64, error) {
+	if !m.Loc().Host() || m.Len() != mem.WordSize {
+		return 0, fmt.Errorf("cuda: %s: %d bytes at %q are no word: %w", v.loc, m.Len(), m.Loc(), device.ErrMemory)
+	}
+	at, ok, err := v.reach(m)
 	if err != nil {
 		return 0, err
 	}
 	if !ok || at%mem.WordSize != 0 {
 		return 0, fmt.Errorf("cuda: %s cannot reach this word: take it from device.Words or its AllocHost: %w",
-			s.v.loc, device.ErrMemory)
+			v.loc, device.ErrMemory)
 	}
-	if int64(v) < 0 {
-		return 0, fmt.Errorf("cuda: %s: the value %#x of a word, want one below 1<<63", s.v.loc, v)
+	if int64(value) < 0 {
+		return 0, fmt.Errorf("cuda: %s: the value %#x of a word, want one below 1<<63", v.loc, value)
 	}
 	return at, nil
 }
 
 // WaitValue implements device.Stream.
 func (s *stream) WaitValue(word mem.Memory, v uint64) error {
-	at, err := s.word(word, v)
+	at, err := s.v.word(word, v)
 	if err != nil {
 		return err
 	}
@@ -248,7 +258,7 @@ func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64) {
 		if s.v.info.MemoryOps {
 			err = s.v.gpu.wait(s.queue, at, v)
 		} else {
-			err = s.launch(gpukernels.Wait(at, v))
+			err = s.v.launch(s.queue, gpukernels.Wait(at, v))
 		}
 		if err == nil {
 			s.pending = append(s.pending, point{word: word, v: v})
@@ -259,7 +269,7 @@ func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64) {
 
 // WriteValue implements device.Stream.
 func (s *stream) WriteValue(word mem.Memory, v uint64) error {
-	at, err := s.word(word, v)
+	at, err := s.v.word(word, v)
 	if err != nil {
 		return err
 	}
@@ -277,7 +287,7 @@ func (s *stream) writeLocked(at, v uint64) {
 		if s.v.info.MemoryOps {
 			return s.v.gpu.write(s.queue, at, v)
 		}
-		return s.launch(gpukernels.Write(at, v))
+		return s.v.launch(s.queue, gpukernels.Write(at, v))
 	})
 }
 

@@ -51,6 +51,7 @@ enum { // CUresult
 	NOT_READY = 600,
 	ILLEGAL_ADDRESS = 700,
 	LAUNCH_FAILED = 719,
+	CAPTURE_UNSUPPORTED = 900,
 	NOT_SUPPORTED = 801,
 };
 
@@ -72,6 +73,8 @@ static const struct {
 	{ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
 	{LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
 	{NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+	{CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+	 "operation not permitted when stream is capturing"},
 };
 
 struct tutti_host_kernel {
@@ -87,6 +90,7 @@ typedef struct context {
 	int resident, loading;	       // kernels that run; loads that wait for them
 	int working, busy;	       // work that streams have not done; of it, what they do now
 	int delayed;		       // copies that wait for a load
+	struct stream *standard;       // the default stream, from its first use
 } context;
 
 typedef struct block { // memory
@@ -141,7 +145,7 @@ typedef struct queue { // of the hardware: what is in it is done in order
 typedef struct stream {
 	context *context;
 	queue *queue;
-	int pending, destroyed;
+	int pending, destroyed, capturing;
 } stream;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -367,6 +371,8 @@ EXPORT int cuDeviceGetAttribute(int *v, int attribute, int device)
 	END;
 }
 
+static void leave(stream *s);
+
 EXPORT int cuDevicePrimaryCtxRetain(void **c, int device)
 {
 	BEGIN;
@@ -387,6 +393,10 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device)
 		contexts[device].references--;
 	if (contexts[device].references == 0) {
 		rest(&contexts[device]);
+		if (contexts[device].standard) {
+			contexts[device].standard->destroyed = 1;
+			leave(contexts[device].standard);
+		}
 		memset(&contexts[device], 0, sizeof contexts[device]);
 	}
 	END;
@@ -665,28 +675,52 @@ static void give(stream *s, work *w)
 	s->context->working++;
 }
 
+// new_stream makes a stream. With the lock.
+static stream *new_stream(context *c)
+{
+	queue *own = NULL, **q = queue_limit ? &shared[created % queue_limit] : &own;
+	created++;
+	if (!*q) {
+		*q = calloc(1, sizeof **q);
+		(*q)->last = &(*q)->first;
+		if (pthread_create(&(*q)->thread, NULL, run, *q))
+			abort();
+		pthread_detach((*q)->thread);
+		queues++;
+	}
+	stream *s = calloc(1, sizeof *s);
+	s->context = c;
+	s->queue = *q;
+	s->queue->streams++;
+	return s;
+}
+
+// stream_of returns the stream with a handle: 0 and 1 are the context's default stream. With the
+// lock.
+static stream *stream_of(context *c, void *handle)
+{
+	if ((uintptr_t)handle > 1)
+		return handle;
+	if (!c->standard)
+		c->standard = new_stream(c);
+	return c->standard;
+}
+
 EXPORT int cuStreamCreate(void **found, unsigned flags)
 {
 	BEGIN_IN;
 	if (!result && flags != 1) // NON_BLOCKING
 		result = INVALID_VALUE;
-	if (!result) {
-		queue *own = NULL, **q = queue_limit ? &shared[created % queue_limit] : &own;
-		created++;
-		if (!*q) {
-			*q = calloc(1, sizeof **q);
-			(*q)->last = &(*q)->first;
-			if (pthread_create(&(*q)->thread, NULL, run, *q))
-				abort();
-			pthread_detach((*q)->thread);
-			queues++;
-		}
-		stream *s = calloc(1, sizeof *s);
-		s->context = c;
-		s->queue = *q;
-		s->queue->streams++;
-		*found = s;
-	}
+	if (!result)
+		*found = new_stream(c);
+	END;
+}
+
+EXPORT int cuStreamIsCapturing(void *s, int *status)
+{
+	BEGIN_IN;
+	if (!result)
+		*status = stream_of(c, s)->capturing;
 	END;
 }
 
@@ -701,7 +735,7 @@ EXPORT int cuStreamDestroy_v2(void *s)
 EXPORT int cuStreamQuery(void *s)
 {
 	BEGIN_IN;
-	if (!result && ((stream *)s)->pending)
+	if (!result && stream_of(c, s)->pending)
 		result = NOT_READY;
 	END;
 }
@@ -731,11 +765,13 @@ EXPORT int cuEventDestroy_v2(void *e)
 EXPORT int cuEventRecord(void *e, void *s)
 {
 	BEGIN_IN;
+	if (!result && stream_of(c, s)->capturing)
+		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		work *w = new_work(EVENT, 0);
 		w->event = e;
 		((event *)e)->recorded++;
-		give(s, w);
+		give(stream_of(c, s), w);
 	}
 	END;
 }
@@ -752,6 +788,8 @@ EXPORT int cuEventQuery(void *e)
 EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 {
 	BEGIN_IN;
+	if (!result && stream_of(c, s)->capturing)
+		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		c->delayed++;
 		pthread_cond_broadcast(&changed);
@@ -764,7 +802,7 @@ EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 		else {
 			work *w = new_work(COPY, 0);
 			w->dst = to, w->src = from, w->n = n;
-			give(s, w);
+			give(stream_of(c, s), w);
 		}
 	}
 	END;
@@ -775,6 +813,8 @@ static int word_work(stream *s, enum kind kind, uint64_t at, uint64_t v, unsigne
 	uint64_t *word = contents(at, 8);
 	if (!memory_operations)
 		return NOT_SUPPORTED;
+	if (s->capturing)
+		return CAPTURE_UNSUPPORTED;
 	if (!word || at % 8 || flags)
 		return INVALID_VALUE;
 	work *w = new_work(kind, 0);
@@ -787,7 +827,7 @@ EXPORT int cuStreamWaitValue64_v2(void *s, uint64_t at, uint64_t v, unsigned fla
 {
 	BEGIN_IN;
 	if (!result)
-		result = word_work(s, WAIT, at, v, flags);
+		result = word_work(stream_of(c, s), WAIT, at, v, flags);
 	END;
 }
 
@@ -795,7 +835,7 @@ EXPORT int cuStreamWriteValue64_v2(void *s, uint64_t at, uint64_t v, unsigned fl
 {
 	BEGIN_IN;
 	if (!result)
-		result = word_work(s, WRITE, at, v, flags);
+		result = word_work(stream_of(c, s), WRITE, at, v, flags);
 	END;
 }
 
@@ -807,6 +847,8 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 	if (!result && (!x || y != 1 || z != 1 || !bx || bx > 1024 || by != 1 || bz != 1 || extra || shared > 48 << 10 ||
 			k->kernel->params > MAX_PARAMS))
 		result = INVALID_VALUE;
+	if (!result && stream_of(c, s)->capturing)
+		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		load(k);
 		work *w = new_work(KERNEL, k->kernel->params);
@@ -822,7 +864,7 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 				memcpy(w->params + i, &at, 8);
 			}
 		}
-		give(s, w);
+		give(stream_of(c, s), w);
 	}
 	END;
 }
@@ -864,6 +906,14 @@ EXPORT int fake_fail(const char *call, int k, int code)
 		}
 	pthread_mutex_unlock(&lock);
 	return left;
+}
+
+// fake_capture begins or ends that the work of a stream goes into a graph.
+EXPORT void fake_capture(uintptr_t s, int on)
+{
+	pthread_mutex_lock(&lock);
+	((stream *)s)->capturing = on;
+	pthread_mutex_unlock(&lock);
 }
 
 // fake_calls returns the i-th function that was called, and how often. NULL: there are no more.

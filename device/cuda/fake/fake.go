@@ -19,6 +19,7 @@ typedef struct {
 	const char *(*calls)(int, int *);
 	void *(*bytes)(uint64_t, size_t);
 	void (*count)(census *);
+	void (*capture)(uintptr_t, int);
 } functions;
 
 static const char *load(const char *path, functions *f)
@@ -32,7 +33,8 @@ static const char *load(const char *path, functions *f)
 	f->calls = dlsym(lib, "fake_calls");
 	f->bytes = dlsym(lib, "fake_bytes");
 	f->count = dlsym(lib, "fake_census");
-	return f->count ? NULL : dlerror();
+	f->capture = dlsym(lib, "fake_capture");
+	return f->capture ? NULL : dlerror();
 }
 
 static void configure(functions *f, int n, int operations, int major, int queues)
@@ -44,6 +46,7 @@ static int fail(functions *f, const char *call, int k, int code) { return f->fai
 static const char *calls(functions *f, int i, int *n) { return f->calls(i, n); }
 static void *bytes(functions *f, uint64_t at, size_t n) { return f->bytes(at, n); }
 static void count(functions *f, census *n) { f->count(n); }
+static void capture(functions *f, uintptr_t s, int on) { f->capture(s, on); }
 */
 import "C"
 
@@ -192,6 +195,15 @@ func (d *Driver) Census() Census {
 	C.count(&d.f, &n)
 	return Census{int(n.contexts), int(n.device_blocks), int(n.host_blocks), int(n.modules), int(n.streams),
 		int(n.events), int(n.resident), int(n.loading), int(n.delayed)}
+}
+
+// Capture begins or ends that the work of a stream goes into a graph.
+func (d *Driver) Capture(stream uintptr, on bool) {
+	v := C.int(0)
+	if on {
+		v = 1
+	}
+	C.capture(&d.f, C.uintptr_t(stream), v)
 }
 
 // Until waits until the census fulfils a condition. It fails the test, and returns false, if that

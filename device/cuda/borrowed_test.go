@@ -1,0 +1,179 @@
+//go:build cgo && linux
+
+package cuda
+
+import (
+	"bytes"
+	"errors"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda/fake"
+	"tutti/kernels"
+	"tutti/mem"
+)
+
+// foreign is a stream that is not of package device, as those of a program are: package cuda has
+// made it, but only its handle is used.
+func foreign(t *testing.T, v *Device) queue {
+	t.Helper()
+	q, err := v.gpu.newQueue()
+	must(t, err)
+	t.Cleanup(func() { must(t, v.gpu.destroyQueue(q)) })
+	return q
+}
+
+// Work of a borrowed stream is in the order of the stream, also of the default stream, and given to
+// the driver at once.
+func TestBorrowedStreams(t *testing.T) {
+	for _, config := range []fake.Config{{}, {NoMemoryOps: true}} {
+		f := fake.New(t, config)
+		driver, err := LoadLibrary(f.Path)
+		must(t, err)
+		v, err := driver.Open(0)
+		must(t, err)
+		t.Cleanup(func() { // after those of the streams and words
+			must(t, v.Close())
+			f.Empty(t)
+		})
+		for _, handle := range []uintptr{0, 1, uintptr(foreign(t, v))} {
+			s := v.Borrow(handle)
+			if s != v.Borrow(handle) {
+				t.Error("two streams of one handle are different")
+			}
+			const n = 1 << 10
+			pinned, err := v.AllocHost(n)
+			must(t, err)
+			back, err := v.AllocHost(n)
+			must(t, err)
+			for i := range pinned.Bytes() {
+				pinned.Bytes()[i] = byte(i)
+			}
+			a, b := alloc(t, v, n), alloc(t, v, n)
+			w := wordsOf(t, v, 2)
+			must(t, s.WaitValue(w[0], 1), s.Copy(a, pinned), v.gpu.copy(queue(handle), b.Address(), a.Address(), n),
+				s.Reduce(kernels.Sum, kernels.Uint8, a, []mem.Memory{a, b}, 0), s.Copy(back, a), s.WriteValue(w[1], 7))
+			e, err := s.Record()
+			must(t, err)
+			if e.Done() {
+				t.Error("the stream has passed a word that has not come")
+			}
+			w[0].Word(0).Store(1)
+			must(t, e.Wait(t.Context()))
+			want := make([]byte, n)
+			for i := range want {
+				want[i] = 2 * byte(i)
+			}
+			if !bytes.Equal(back.Bytes(), want) || w[1].Word(0).Load() != 7 {
+				t.Errorf("stream %#x: %x... and the word %d", handle, back.Bytes()[:8], w[1].Word(0).Load())
+			}
+			must(t, s.Close(), s.Copy(a, b)) // it is not the stream's end
+			if err := s.Copy(a, ordinary(t, n)); !errors.Is(err, device.ErrMemory) {
+				t.Errorf("memory that is not pinned: %v, want %v", err, device.ErrMemory)
+			}
+			must(t, v.FreeHost(pinned), v.FreeHost(back), v.Free(a), v.Free(b))
+		}
+	}
+}
+
+// Events that nobody asks are used again.
+func TestForgottenEvents(t *testing.T) {
+	f := fake.New(t, fake.Config{})
+	driver, err := LoadLibrary(f.Path)
+	must(t, err)
+	v, err := driver.Open(0)
+	must(t, err)
+	s := v.Borrow(0)
+	for range 10 {
+		_, err := s.Record()
+		must(t, err)
+	}
+	for until := time.Now().Add(30 * time.Second); ; runtime.Gosched() {
+		runtime.GC()
+		v.outside.mu.Lock()
+		spare := len(v.outside.spare)
+		v.outside.mu.Unlock()
+		if spare == 10 {
+			break
+		}
+		if time.Now().After(until) {
+			t.Fatalf("%d events of 10 came back", spare)
+		}
+	}
+	for range 10 {
+		e, err := s.Record()
+		must(t, err)
+		must(t, e.Wait(t.Context()))
+	}
+	if n := f.Census().Events; n != 10 {
+		t.Errorf("%d events, want 10", n)
+	}
+	must(t, v.Close())
+	f.Empty(t)
+}
+
+// A stream whose work goes into a graph takes none.
+func TestCapturedStreams(t *testing.T) {
+	f := fake.New(t, fake.Config{})
+	driver, err := LoadLibrary(f.Path)
+	must(t, err)
+	v, err := driver.Open(0)
+	must(t, err)
+	t.Cleanup(func() {
+		must(t, v.Close())
+		f.Empty(t)
+	})
+	w := wordsOf(t, v, 1)
+	m := alloc(t, v, 64)
+	q := foreign(t, v)
+	s := v.Borrow(uintptr(q))
+	f.Capture(uintptr(q), true)
+	_, err = s.Record()
+	for i, err := range []error{err, s.Copy(m, m), s.WaitValue(w[0], 1), s.WriteValue(w[0], 1)} {
+		if err == nil || !strings.Contains(err.Error(), "captured") {
+			t.Errorf("call %d on a stream that is captured: %v", i, err)
+		}
+	}
+	f.Capture(uintptr(q), false)
+	must(t, s.WriteValue(w[0], 1))
+	e, err := s.Record()
+	must(t, err)
+	must(t, e.Wait(t.Context()))
+}
+
+// GPUs are opened when they are asked for, once, and closed together.
+func TestFinder(t *testing.T) {
+	f := fake.New(t, fake.Config{})
+	fails := true
+	gpus := Finder{Driver: func() (*Driver, error) {
+		if fails {
+			return nil, ErrUnavailable
+		}
+		return LoadLibrary(f.Path)
+	}}
+	if _, err := gpus.Find("cuda:1"); !errors.Is(err, ErrUnavailable) {
+		t.Errorf("%v, want %v", err, ErrUnavailable)
+	}
+	fails = false
+	d, err := gpus.Find("cuda:1")
+	must(t, err)
+	if again, err := gpus.Find("cuda:1"); err != nil || again != d || d.Location() != "cuda:1" {
+		t.Errorf("%v at %q and %v, %v", d, d.Location(), again, err)
+	}
+	for _, loc := range []mem.Location{"cuda:2", "cuda:", "cuda:-1", "cuda:01", "rocm:0", "cpu:0"} {
+		if d, err := gpus.Find(loc); err == nil {
+			t.Errorf("%q is %v", loc, d)
+		}
+	}
+	if n := f.Census().Contexts; n != 1 {
+		t.Errorf("%d contexts, want 1", n)
+	}
+	must(t, gpus.Close(), gpus.Close())
+	if _, err := gpus.Find("cuda:1"); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("%v, want %v", err, device.ErrClosed)
+	}
+	f.Empty(t)
+}

@@ -1,0 +1,34 @@
+package device
+
+import (
+	"fmt"
+	"strings"
+
+	"tutti/mem"
+)
+
+// A Finder knows devices by the location of their memory. Its methods may be called by any
+// goroutine.
+type Finder interface {
+	// Find returns the device whose memory is at loc, always the same one. It may open the device.
+	// The error says which devices there are.
+	Find(loc mem.Location) (Device, error)
+}
+
+// List is a Finder of the devices in it.
+type List []Device
+
+// Find implements Finder.
+func (l List) Find(loc mem.Location) (Device, error) {
+	var known []string
+	for _, d := range l {
+		if d.Location() == loc {
+			return d, nil
+		}
+		known = append(known, string(d.Location()))
+	}
+	if known == nil {
+		return nil, fmt.Errorf("there is no device at %q: none was given", loc)
+	}
+	return nil, fmt.Errorf("there is no device at %q, only at %s", loc, strings.Join(known, ", "))
+}
