@@ -3,6 +3,7 @@
 // The public functions.
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -212,6 +213,19 @@ uint32_t tutti_abi_version(void)
 	return TUTTI_ABI_MAJOR << 16 | TUTTI_ABI_MINOR;
 }
 
+// has_driver reports whether the CUDA driver is installed. It does not initialize it.
+static int has_driver(void)
+{
+	static _Atomic int known; // 1: no, 2: yes
+	int answer = atomic_load(&known);
+
+	if (answer == 0) {
+		answer = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) != NULL ? 2 : 1;
+		atomic_store(&known, answer);
+	}
+	return answer == 2;
+}
+
 int tutti_has(const char *feature)
 {
 	static const char *const features[] = {"float8", "bfloat16", "windows", "elastic", "uniform", "shm", "tcp",
@@ -222,7 +236,7 @@ int tutti_has(const char *feature)
 		if (strcmp(feature, features[i]) == 0)
 			return 1;
 	}
-	return 0;
+	return feature != NULL && (strcmp(feature, "cuda") == 0 || strcmp(feature, "streams") == 0) && has_driver();
 }
 
 int tutti_set_interrupt(int (*check)(void *ctx), void *ctx)

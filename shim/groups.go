@@ -103,7 +103,7 @@ func config(c *C.tutti_config) (cfg pg.Config, err error) {
 		LeaseTTL:  time.Duration(c.lease_ttl_ns),
 		OnFailure: pg.OnFailure(c.on_failure), OnTimeout: pg.OnTimeout(c.on_timeout),
 		Uniform: c.uniform != 0, AutoAdmit: c.auto_admit != 0, Progress: c.progress != 0,
-		Getenv: getenv,
+		Getenv: getenv, Devices: &gpus,
 	}
 	if c.secret_len > 0 {
 		cfg.Secret = C.GoBytes(c.secret, C.int(c.secret_len))

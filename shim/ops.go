@@ -12,6 +12,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/device/cuda"
 	"tutti/pg"
 )
 
@@ -37,10 +38,10 @@ func (o *operation) read(in *C.tutti_op, f *C.struct_failure) C.int {
 	}
 	*o = operation{kind: int(in.kind), op: pg.Reduction(in.reduction), peer: int(in.peer), tag: int(in.tag)}
 	uses := buffers[in.kind]
-	if c := buffer(&in.dst, &o.dst, "dst", uses&dst != 0, f); c != C.TUTTI_OK {
+	if c := buffer(&in.dst, &o.dst, "dst", uses&dst != 0, in.stream, f); c != C.TUTTI_OK {
 		return c
 	}
-	if c := buffer(&in.src, &o.src, "src", uses&src != 0, f); c != C.TUTTI_OK {
+	if c := buffer(&in.src, &o.src, "src", uses&src != 0, in.stream, f); c != C.TUTTI_OK {
 		return c
 	}
 	if uses&counts == 0 {
@@ -80,16 +81,17 @@ var buffers = [...]int{
 	C.TUTTI_OP_RECV:           dst,
 }
 
-// buffer reads a buffer of the host.
-func buffer(in *C.tutti_buffer, b *pg.Buffer, name string, used bool, f *C.struct_failure) C.int {
+// gpus are the GPUs of the host's buffers. They stay open: the host may use them until it ends.
+var gpus cuda.Finder
+
+// buffer reads a buffer of the host, on a stream if it is a device's memory.
+func buffer(in *C.tutti_buffer, b *pg.Buffer, name string, used bool, stream unsafe.Pointer,
+	f *C.struct_failure) C.int {
 	if !used {
 		return C.TUTTI_OK
 	}
 	switch {
-	case in.device >= 0:
-		return failed(&coded{fmt.Sprintf("%s is memory of CUDA device %d: this library moves host memory only, so "+
-			"copy it to the host first (tutti_has(\"cuda\") is 0)", name, in.device), errUnsupported}, f)
-	case in.device != C.TUTTI_HOST:
+	case in.device < C.TUTTI_HOST:
 		return invalid(f, "%s.device is %d, want TUTTI_HOST or the number of a device", name, in.device)
 	case in.dtype < 0 || in.dtype > math.MaxUint8 || !pg.DType(in.dtype).Valid():
 		return invalid(f, "%s.dtype is %d, want one of TUTTI_INT8 to TUTTI_BOOL", name, in.dtype)
@@ -97,6 +99,15 @@ func buffer(in *C.tutti_buffer, b *pg.Buffer, name string, used bool, f *C.struc
 		return invalid(f, "%s.count is %d: no memory is that large", name, in.count)
 	}
 	*b = pg.Buffer{Ptr: in.data, Count: int(in.count), DType: pg.DType(in.dtype)}
+	if in.device == C.TUTTI_HOST || in.count == 0 {
+		return C.TUTTI_OK
+	}
+	d, err := gpus.Device(int(in.device))
+	if err != nil {
+		return failed(&coded{fmt.Sprintf("%s is memory of CUDA device %d: %v", name, in.device, err), errUnsupported},
+			f)
+	}
+	b.Location, b.Stream = d.Location(), d.Borrow(uintptr(stream))
 	return C.TUTTI_OK
 }
 

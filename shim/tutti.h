@@ -49,7 +49,7 @@ extern "C" {
 /* The version of this interface: the major number changes when programs have to be changed, the
  * minor one when something is added. */
 #define TUTTI_ABI_MAJOR 1
-#define TUTTI_ABI_MINOR 1
+#define TUTTI_ABI_MINOR 2
 
 #if defined(__GNUC__)
 #define TUTTI_API __attribute__((visibility("default")))
@@ -113,8 +113,8 @@ TUTTI_API const char *tutti_version(void);
 TUTTI_API uint32_t tutti_abi_version(void);
 
 /* Returns 1 if the library has a feature, else 0: "float8", "bfloat16", "windows", "elastic"
- * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "members", "cuda" (device buffers),
- * "streams". */
+ * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "members", "cuda" and "streams" (buffers in
+ * the memory of CUDA devices, in the order of streams: the CUDA driver is installed). */
 TUTTI_API int tutti_has(const char *feature);
 
 /* Sets a function that blocking calls of this thread call about every 50 ms while they wait;
@@ -347,7 +347,16 @@ enum { /* kinds of operations: see the functions below for their fields */
 #define TUTTI_ANY_RANK (-1)
 #define TUTTI_ANY_TAG (-1)
 
-/* Typed memory. */
+/* Typed memory.
+ *
+ * Memory of a CUDA device may be in the buffers of collectives, not of messages and windows. All
+ * buffers of an operation are in memory of one device, which is in its primary context, as that of
+ * the CUDA runtime. The operation runs in the order of tutti_op.stream: it sees the results of work
+ * that the stream was given before, and work that it is given later sees those of the operation. So
+ * neither needs a wait. tutti_do returns when the stream has the result, tutti_start at once; the
+ * buffers may be freed when the work has ended. After an error later work of the stream finds
+ * anything in dst. A stream that is being captured into a graph takes no operations
+ * (cudaStreamBeginCapture). TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
 typedef struct tutti_buffer {
 	void *data;
 	uint64_t count;  /* elements */
@@ -375,7 +384,8 @@ typedef struct tutti_op {
 	const int64_t *src_counts; /* elements by rank; counts_len of them. They are copied */
 	const int64_t *dst_counts;
 	uint64_t counts_len;
-	void *stream;      /* device buffers: the CUDA stream in whose order the operation runs */
+	void *stream;      /* device buffers: the CUDA stream in whose order the operation runs, NULL for the
+	                      default stream */
 	int64_t timeout_ns;
 	tutti_status *status; /* tutti_do of a receive: set to what was received; may be NULL */
 } tutti_op;
@@ -535,6 +545,14 @@ static inline tutti_buffer tutti_host_buffer(const void *data, uint64_t count, i
 	b.count = count;
 	b.dtype = dtype;
 	b.device = TUTTI_HOST;
+	return b;
+}
+
+/* Memory of a CUDA device, by the device's number for the driver: see tutti_op.stream. */
+static inline tutti_buffer tutti_device_buffer(const void *data, uint64_t count, int32_t dtype, int32_t device)
+{
+	tutti_buffer b = tutti_host_buffer(data, count, dtype);
+	b.device = device;
 	return b;
 }
 

@@ -40,7 +40,7 @@ func (b borrowed) accept() error {
 	captured, err := b.v.gpu.captured(b.queue)
 	if err == nil && captured {
 		err = fmt.Errorf("cuda: %s: the stream is being captured into a graph, which cannot hold this work: end the "+
-			"capture first", b.v.loc)
+			"capture first: %w", b.v.loc, errors.ErrUnsupported)
 	}
 	return err
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"syscall"
@@ -17,6 +18,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tutti/device/cuda/fake"
+	"tutti/kernels/cuda/cudatest"
 	"tutti/pg/pgtest"
 )
 
@@ -82,6 +85,8 @@ func compile(dir string) error {
 		"raii-asan":      {"g++", "-std=c++14", "-fsanitize=address", "examples/c/raii.cc"},
 		"check":          {"gcc", "-std=gnu11", "tests/shim/testdata/check.c"},
 		"check-asan":     {"gcc", "-std=gnu11", "-fsanitize=address", "tests/shim/testdata/check.c"},
+		"gpu":            {"gcc", "-std=gnu11", "tests/shim/testdata/gpu.c", "-ldl"},
+		"gpu-asan":       {"gcc", "-std=gnu11", "-fsanitize=address", "tests/shim/testdata/gpu.c", "-ldl"},
 		"guest":          {"gcc", "-std=gnu11", "tests/shim/testdata/guest.c", "-ldl", "-lpthread"},
 	} {
 		argv = append(append(argv, strict...), "-o", filepath.Join(dir, name))
@@ -160,6 +165,19 @@ func TestDeathOfARankWithForkedChildrenIsNoticedAtOnce(t *testing.T) {
 		t.Run(transport, func(t *testing.T) {
 			pgtest.Exec(t, 3, program(t, "check", "lost"), pgtest.Expect(1, syscall.SIGKILL),
 				pgtest.Env("TUTTI_TRANSPORT="+transport, "TUTTI_TIMEOUT=10s"))
+		})
+	}
+}
+
+// Two ranks have a GPU each. The driver is the fake one, which the linker finds first.
+func TestDeviceBuffersInTheOrderOfStreams(t *testing.T) {
+	driver := fake.New(t, fake.Config{})
+	environment := []string{"LD_LIBRARY_PATH=" + filepath.Dir(driver.Path), "KERNELS=" + cudatest.Build(t)}
+	for _, transport := range []string{"shm", "tcp"} {
+		t.Run(transport, func(t *testing.T) {
+			pgtest.Exec(t, 2, program(t, "gpu-asan"), sanitizer, pgtest.Env(environment...),
+				pgtest.Env("TUTTI_TRANSPORT="+transport))
+			pgtest.Exec(t, 3, program(t, "gpu"), pgtest.Env(environment...), pgtest.Env("TUTTI_TRANSPORT="+transport))
 		})
 	}
 }
@@ -294,7 +312,16 @@ func TestPkgConfigFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"prefix=/usr/local\n", "-ltutti\n", "Version: 1.0\n"} {
+	header, err := os.ReadFile(filepath.Join(root, "shim", "tutti.h"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	version := regexp.MustCompile(`(?s)TUTTI_ABI_MAJOR (\d+)\n#define TUTTI_ABI_MINOR (\d+)\n`).FindSubmatch(header)
+	if version == nil {
+		t.Fatal("tutti.h has no version")
+	}
+	for _, want := range []string{"prefix=/usr/local\n", "-ltutti\n",
+		fmt.Sprintf("Version: %s.%s\n", version[1], version[2])} {
 		if !strings.Contains(string(text), want) {
 			t.Errorf("tutti.pc has no %q:\n%s", want, text)
 		}

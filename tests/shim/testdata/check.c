@@ -512,10 +512,10 @@ static void bad(void)
 	op.dst.data = NULL;
 	CODE(TUTTI_EINVAL, tutti_do(g, &op));
 	op.dst.data = x;
-	op.dst.device = 0;
+	op.dst.device = 1 << 20;
 	CODE(TUTTI_EUNSUPPORTED, tutti_do(g, &op));
-	SAYS("CUDA device 0");
-	TRUE(tutti_has("cuda") == 0 && tutti_has("tcp") == 1 && tutti_has(NULL) == 0);
+	SAYS("CUDA device 1048576");
+	TRUE(tutti_has("tcp") == 1 && tutti_has("telepathy") == 0 && tutti_has(NULL) == 0);
 	CODE(TUTTI_EUNSUPPORTED, tutti_start(g, &op, &w));
 	op.dst.device = -7;
 	CODE(TUTTI_EINVAL, tutti_do(g, &op));
