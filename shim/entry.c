@@ -602,6 +602,28 @@ int tutti_start(tutti_group group, const tutti_op *op, tutti_work *work)
 	return GO(t, goStart(group, (tutti_op *)op, work, &t->last));
 }
 
+int tutti_run(tutti_group group, const tutti_op *op, int64_t wait_ns, tutti_work *work)
+{
+	tutti_op full;
+	int code;
+	ENTER(t)
+
+	if (work == NULL)
+		return fail(TUTTI_EINVAL, "work is NULL");
+	*work = 0;
+	op = whole(op, &full);
+	if (op == NULL)
+		return t->last.info.code;
+	if (t->check == NULL || (wait_ns >= 0 && wait_ns <= SLICE_NS))
+		return GO(t, goRun(group, (tutti_op *)op, wait_ns, work, &t->last));
+	code = GO(t, goRun(group, (tutti_op *)op, SLICE_NS, work, &t->last));
+	if (code != TUTTI_EBUSY || tutti_work_wait(*work, wait_ns < 0 ? -1 : wait_ns - SLICE_NS) != TUTTI_OK)
+		return code;
+	tutti_work_release(*work);
+	*work = 0;
+	return TUTTI_OK;
+}
+
 // ---- Works ----
 
 _Atomic(struct work *) tutti_chunks[WORK_CHUNKS];

@@ -408,6 +408,12 @@ TUTTI_API int tutti_do(tutti_group group, const tutti_op *op);
  * An error in the arguments either is returned, and *work is 0 then, or ends the work at once. */
 TUTTI_API int tutti_start(tutti_group group, const tutti_op *op, tutti_work *work);
 
+/* tutti_start, and a tutti_work_wait of at most wait_ns, in one call. TUTTI_OK: the operation has
+ * ended well, and *work is 0. TUTTI_EBUSY, which does not count as a failure: it runs on, or has
+ * failed; *work is its handle, which must be released. Any other code: an error in the arguments,
+ * and *work is 0. (Since 1.2.) */
+TUTTI_API int tutti_run(tutti_group group, const tutti_op *op, int64_t wait_ns, tutti_work *work);
+
 /* ---- Works ---- */
 
 /* Returns the work's completion word: 0 while the operation runs, then 1 + its code. Any thread
@@ -810,7 +816,7 @@ static inline int tutti_recv(tutti_group g, void *x, uint64_t count, int32_t dty
 	X(tutti_member_new) X(tutti_member_handle) X(tutti_form) X(tutti_member_close) \
 	X(tutti_split) X(tutti_close) X(tutti_rank) \
 	X(tutti_size) X(tutti_local_rank) X(tutti_view) X(tutti_topology) X(tutti_set_algorithm) X(tutti_do) \
-	X(tutti_start) X(tutti_work_word) X(tutti_work_test) X(tutti_work_wait) X(tutti_work_error) \
+	X(tutti_start) X(tutti_run) X(tutti_work_word) X(tutti_work_test) X(tutti_work_wait) X(tutti_work_error) \
 	X(tutti_work_error_text) X(tutti_work_status) X(tutti_work_result_here) X(tutti_work_release) X(tutti_abort) \
 	X(tutti_recover) X(tutti_admit) X(tutti_evict) X(tutti_rejoin) X(tutti_agree) X(tutti_alloc) X(tutti_free) \
 	X(tutti_window_new) X(tutti_window_bytes) X(tutti_window_map) X(tutti_window_put) X(tutti_window_put_signal) \

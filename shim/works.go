@@ -108,34 +108,76 @@ func (w *work) leave() {
 	works.free = append(works.free, w)
 }
 
+// unused undoes newWork.
+func (w *work) unused() {
+	atomic.StoreUint32(w.generation(), (atomic.LoadUint32(w.generation())+1)%(1<<generationBits))
+	works.mu.Lock()
+	defer works.mu.Unlock()
+	works.free = append(works.free, w)
+}
+
 // keep makes the operation's counts independent of the host's memory.
 func (w *work) keep(o *operation) {
 	w.ints = append(append(w.ints[:0], o.dsts...), o.srcs...)
 	o.dsts, o.srcs = w.ints[:len(o.dsts):len(o.dsts)], w.ints[len(o.dsts):]
 }
 
-//export goStart
-func goStart(h C.uint64_t, in *C.tutti_op, out *C.uint64_t, f *C.struct_failure) C.int {
+// start starts an operation for w, which is nil after a failure.
+func start(h C.uint64_t, in *C.tutti_op, f *C.struct_failure) (w *work, at *pg.Work, c C.int) {
 	g := findGroup(h, f)
 	if g == nil {
-		return C.TUTTI_EINVAL
+		return nil, nil, C.TUTTI_EINVAL
 	}
 	var o operation
 	if c := o.read(in, f); c != C.TUTTI_OK {
-		return c
+		return nil, nil, c
 	}
-	w := newWork()
-	if w == nil {
-		return failed(&coded{"no memory for another work", errNoMemory}, f)
+	if w = newWork(); w == nil {
+		return nil, nil, failed(&coded{"no memory for another work", errNoMemory}, f)
 	}
 	if w.keep(&o); o.kind == C.TUTTI_OP_ALLGATHERV {
 		o.srcs = nil
 	}
-	at := o.start(g.Group, time.Duration(in.timeout_ns))
+	return w, o.start(g.Group, time.Duration(in.timeout_ns)), C.TUTTI_OK
+}
+
+// give makes w the host's, with the operation at.
+func (w *work) give(at *pg.Work) C.uint64_t {
 	w.at.Store(at)
-	*out = C.uint64_t(w.handle())
+	h := w.handle()
 	at.OnEnd(w.ended)
-	return C.TUTTI_OK
+	return C.uint64_t(h)
+}
+
+//export goStart
+func goStart(h C.uint64_t, in *C.tutti_op, out *C.uint64_t, f *C.struct_failure) C.int {
+	w, at, c := start(h, in, f)
+	if w != nil {
+		*out = w.give(at)
+	}
+	return c
+}
+
+//export goRun
+func goRun(h C.uint64_t, in *C.tutti_op, wait C.int64_t, out *C.uint64_t, f *C.struct_failure) C.int {
+	w, at, c := start(h, in, f)
+	if w == nil {
+		return c
+	}
+	ended := false
+	if wait < 0 {
+		ended = at.Wait(context.Background()) == nil
+	} else if wait > 0 {
+		l := within(time.Duration(wait))
+		ended = at.Wait(l) == nil
+		l.release()
+	}
+	if ended {
+		w.unused()
+		return C.TUTTI_OK
+	}
+	*out = w.give(at)
+	return C.TUTTI_EBUSY
 }
 
 // outcome describes the outcome of at in f.

@@ -29,6 +29,20 @@ constexpr int64_t kFlatten = 1 << 20;
 // What the description of a rank's sparse tensor begins with if there is no such rank.
 constexpr int64_t kEmptySlot = -1;
 
+// How long an operation that the program waits for may take in the call that starts it, with the
+// group's lock held. Longer ones are waited for without.
+constexpr nanoseconds kAtOnce = std::chrono::microseconds(100);
+
+// Returns asyncOp of options, true of those of a version without it.
+template <class Given>
+auto asynchronous(const Given& opts, int) -> decltype(opts.asyncOp) {
+  return opts.asyncOp;
+}
+template <class Given>
+bool asynchronous(const Given&, long) {
+  return true;
+}
+
 // How long close waits for each operation: the library bounds their end itself.
 constexpr milliseconds kClose{10000};
 
@@ -360,6 +374,12 @@ milliseconds Backend::timeout_of(milliseconds timeout) const {
   return timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
 }
 
+template <class Given>
+void Backend::bound(Task& task, const Given& opts) const {
+  set_timeout(task, opts.timeout);
+  task.waits = !asynchronous(opts, 0);
+}
+
 void Backend::set_timeout(Task& task, milliseconds timeout) const {
   task.limit = timeout_of(timeout);
   task.timeout = task.limit == joined_ ? milliseconds(0) : task.limit;
@@ -444,10 +464,14 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex) {
 // ---- Starting operations ----
 
 c10::intrusive_ptr<Work> Backend::begin(Task task) {
-  const bool message = task.type == OpType::SEND || task.type == OpType::RECV || task.type == OpType::RECVANYSOURCE;
   running_->reap();
-  c10::intrusive_ptr<Work> work;
   std::lock_guard<std::mutex> guard(mutex_); // collectives start in the order of their numbers
+  number(task);
+  return start(std::move(task), 0);
+}
+
+// Gives a task the next number, and its operations their time. With mutex_ held.
+void Backend::number(Task& task) {
   if (closed_) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group was shut down");
   }
@@ -457,12 +481,21 @@ c10::intrusive_ptr<Work> Backend::begin(Task task) {
   if (group_ == 0) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group has no members yet: call reconfigure");
   }
-  if (!message) {
+  if (!task.message()) {
     seq_++;
   }
   extend(task);
-  work = c10::make_intrusive<Work>(rank_, seq_, std::move(task), message ? unordered_ : ordered_, running_);
-  work->start(group_);
+  for (tutti_op& op : task.ops) {
+    op.timeout_ns = task.timeout.count() <= 0 ? 0 : nanoseconds(task.timeout).count();
+  }
+}
+
+// Makes the work of a task that has a number, and starts its operations, unless there is one that
+// runs already, as handle. With mutex_ held.
+c10::intrusive_ptr<Work> Backend::start(Task task, tutti_work handle) {
+  const auto& completer = task.message() ? unordered_ : ordered_;
+  auto work = c10::make_intrusive<Work>(rank_, seq_, std::move(task), completer, running_);
+  work->start(group_, handle);
   for (Extension& extension : extensions_) {
     if (!extension.first) {
       extension.first = work;
@@ -474,9 +507,29 @@ c10::intrusive_ptr<Work> Backend::begin(Task task) {
   return work;
 }
 
+// Returns the work of an operation, or null if the program waits for it and it has ended already.
 WorkPtr Backend::launch(Task task) {
   WithoutGil released;
-  return begin(std::move(task));
+  if (!task.waits || !task.brief() || at::hasCallbacks() || running_->hooks.watches()) {
+    return begin(std::move(task));
+  }
+  running_->reap();
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    number(task);
+    tutti_work handle = 0;
+    if (!coalescing_ && extensions_.empty()) {
+      const int code = api().tutti_run(group_, task.ops.data(), kAtOnce.count(), &handle);
+      if (code != TUTTI_OK && code != TUTTI_EBUSY) {
+        raise(code, api().tutti_last_error());
+      }
+    }
+    if (coalescing_ || !extensions_.empty() || handle != 0) {
+      return start(std::move(task), handle);
+    }
+  }
+  task.end();
+  return nullptr;
 }
 
 void Backend::startCoalescing() {
@@ -508,7 +561,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
   task.inputs = tensors;
   task.keep = {staged.memory()};
   task.outputs = {tensors};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   if (!root) {
     restore_after(task, staged);
   }
@@ -541,7 +594,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   task.inputs = tensors;
   task.keep = {staged.memory()};
   task.outputs = {tensors};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   restore_after(task, staged);
   return launch(std::move(task));
 }
@@ -571,7 +624,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
   }
   task.inputs = tensors;
   task.outputs = {tensors};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -592,7 +645,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   task.inputs = tensors;
   task.keep = {staged.memory()};
   task.outputs = {tensors};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   if (root) {
     restore_after(task, staged);
   }
@@ -629,7 +682,7 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
   task.inputs = inputs;
   task.keep = {source.memory(), target.memory()};
   task.outputs = outputs;
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   restore_after(task, target);
   return launch(std::move(task));
 }
@@ -665,7 +718,7 @@ WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c1
   gather_into(task, "all_gather_into_tensor", output, input, rank_, size_, gathered());
   task.inputs = {input};
   task.outputs = {{output}};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -681,7 +734,7 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
   }
   task.inputs = inputs;
   task.outputs = {outputs};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -725,7 +778,7 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
   }
   task.inputs = inputs;
   task.outputs = outputs;
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -759,7 +812,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   task.ops = {op};
   task.inputs = inputs;
   task.outputs = outputs;
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -810,7 +863,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c
   }
   task.ops = {op};
   task.outputs = {outputs};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   restore_after(task, target);
   return launch(std::move(task));
 }
@@ -844,7 +897,7 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   scatter_into(task, how, outputs[0], Staged(inputs[0], Staged::kRead, how.as));
   task.inputs = inputs[0];
   task.outputs = {outputs};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -865,7 +918,7 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, con
   scatter_into(task, how, output, Staged(input, Staged::kRead, how.as));
   task.inputs = {input};
   task.outputs = {{output}};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -884,7 +937,7 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   }
   task.inputs = inputs;
   task.outputs = {outputs};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -953,7 +1006,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
   exchange(task, Staged(output, gathered()), Staged(input, Staged::kRead), wire_of(input.scalar_type()), to, from);
   task.inputs = {input};
   task.outputs = {{output}};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task)); // copies the counts
 }
 
@@ -976,7 +1029,7 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
            from);
   task.inputs = inputs;
   task.outputs = {outputs};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task)); // copies the counts
 }
 
@@ -1019,7 +1072,7 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   Task task(OpType::BARRIER, "tutti:barrier");
   task.ops = {op_of(TUTTI_OP_BARRIER)};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   return launch(std::move(task));
 }
 
@@ -1027,7 +1080,9 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
 // group that replacements come into does not use the store.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   if (prefix_.empty()) {
-    barrier(opts)->wait();
+    if (WorkPtr work = barrier(opts)) {
+      work->wait();
+    }
     return;
   }
   WithoutGil released;
@@ -1107,7 +1162,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   const at::Tensor all = at::full({size_, static_cast<int64_t>(shape.size())}, kEmptySlot, at::kLong);
   Task meta(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");
   gather_into(meta, what, all, mine, rank_, size_, gathered());
-  set_timeout(meta, opts.timeout);
+  bound(meta, opts);
   begin(std::move(meta))->wait();
   std::vector<int64_t> index_counts, value_counts;
   int64_t width = 1;
@@ -1152,7 +1207,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   gather(all_indices, indices, {TUTTI_INT64, 1}, index_counts);
   gather(all_values, values, wire, value_wires);
   task.outputs = {tensors};
-  set_timeout(task, opts.timeout);
+  bound(task, opts);
   task.after = [tensor, own, all_indices, all_values, index_counts, value_counts] {
     at::Tensor sum;
     int64_t index = 0, value = 0;

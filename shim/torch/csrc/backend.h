@@ -178,6 +178,10 @@ class Backend final : public c10d::Backend {
  private:
   c10::intrusive_ptr<c10d::Work> launch(Task task);
   c10::intrusive_ptr<Work> begin(Task task);
+  c10::intrusive_ptr<Work> start(Task task, tutti_work handle);
+  void number(Task& task);
+  template <class Given>
+  void bound(Task& task, const Given& opts) const; // by the options of c10d
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
   void set_timeout(Task& task, std::chrono::milliseconds timeout) const;
   tutti_config config() const;

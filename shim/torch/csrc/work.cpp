@@ -20,6 +20,9 @@ using std::chrono::nanoseconds;
 // How long a wait goes without a look at signals.
 constexpr nanoseconds kSlice = milliseconds(50);
 
+// The most bytes of a task that the call that starts it waits for.
+constexpr size_t kBrief = 64 << 10;
+
 // How long a Completer waits for one work before it looks at the others.
 constexpr nanoseconds kOrdered = milliseconds(100);
 constexpr nanoseconds kUnordered = milliseconds(1);
@@ -66,12 +69,30 @@ Work::~Work() {
   }
 }
 
-void Work::start(tutti_group group) {
+bool Task::brief() const {
+  size_t bytes = 0;
+  for (const at::Tensor& tensor : keep) {
+    bytes += tensor.nbytes();
+  }
+  return ops.size() == 1 && bytes <= kBrief;
+}
+
+void Task::end() {
+  if (after) {
+    at::AutoDispatchBelowADInplaceOrView raw; // results are written like those of Gloo: unseen by autograd
+    after();
+  }
+}
+
+void Work::start(tutti_group group, tutti_work handle) {
   const Api& tutti = api();
   handles_.reserve(task_.ops.size());
-  for (tutti_op& op : task_.ops) {
-    op.timeout_ns = task_.timeout.count() <= 0 ? 0 : nanoseconds(task_.timeout).count();
-    tutti_work handle = 0;
+  if (handle != 0) {
+    handles_.push_back(handle);
+    task_.ops.clear();
+  }
+  for (const tutti_op& op : task_.ops) {
+    handle = 0;
     if (int code = tutti.tutti_start(group, &op, &handle); code != TUTTI_OK) {
       std::string text = tutti.tutti_last_error();
       while (!await(kOrdered)) { // those that were started use the memory
@@ -118,8 +139,8 @@ bool Work::await(nanoseconds time) noexcept {
 }
 
 bool Work::wait(milliseconds timeout) {
-  WithoutGil released;
   if (!over_.load(std::memory_order_acquire)) {
+    WithoutGil released;
     const Clock::time_point end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
     nanoseconds slice = kSlice;
     for (;;) {
@@ -170,10 +191,9 @@ void Work::conclude() noexcept {
       source_ = status.from;
     }
   }
-  if (code_ == TUTTI_OK && task_.after) {
+  if (code_ == TUTTI_OK) {
     try {
-      at::AutoDispatchBelowADInplaceOrView raw; // results are written like those of Gloo: unseen by autograd
-      task_.after();
+      task_.end();
     } catch (...) {
       code_ = TUTTI_EINTERNAL;
       error_ = std::current_exception();

@@ -39,6 +39,17 @@ struct Task {
   std::vector<std::vector<at::Tensor>> outputs; // what the future gives
   std::chrono::milliseconds limit{0};           // how long the operation may run
   std::chrono::milliseconds timeout{0};         // the same, 0 if it is the group's
+  bool waits = false;                           // the program waits for the end before it goes on
+
+  bool message() const {
+    return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
+  }
+
+  // Reports whether the task is one small operation.
+  bool brief() const;
+
+  // Puts results into outputs. What it throws is the outcome.
+  void end();
 };
 
 // A Work is one Task under way. It may be used by several threads.
@@ -48,9 +59,9 @@ class Work final : public c10d::Work {
   Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running);
   ~Work() override;
 
-  // Starts the operations, and adds the work to running. If one of them cannot be started, it
-  // throws.
-  void start(tutti_group group);
+  // Starts the operations, unless handle is the only one, and adds the work to running. If one of
+  // them cannot be started, it throws.
+  void start(tutti_group group, tutti_work handle);
 
   bool isCompleted() override;
   bool isSuccess() const override;

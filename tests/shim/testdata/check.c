@@ -29,7 +29,7 @@ static int32_t element(int r, int i)
 	return r * 1000 + i;
 }
 
-/* run runs an operation: it blocks, or is started and waited for. */
+/* run runs an operation: it blocks, is started and waited for, or both in one call. */
 static void run(tutti_op op, int how)
 {
 	tutti_work work;
@@ -39,7 +39,18 @@ static void run(tutti_op op, int how)
 		OK(tutti_do(g, &op));
 		return;
 	}
-	OK(tutti_start(g, &op, &work));
+	if (how >= 4) { /* the operation may or may not end in the call */
+		static const int64_t waits[] = {-1, 0, 1000, 200000000};
+		int code = tutti_run(g, &op, waits[how - 4], &work);
+
+		TRUE(code == TUTTI_OK || (how > 4 && code == TUTTI_EBUSY));
+		TRUE((code == TUTTI_OK) == (work == 0));
+		if (code == TUTTI_OK)
+			return;
+		how = 1;
+	} else {
+		OK(tutti_start(g, &op, &work));
+	}
 	word = tutti_work_word(work);
 	TRUE(word != NULL);
 	if (how == 1) {
@@ -341,7 +352,7 @@ static void ops(void)
 	int how, i;
 
 	join(NULL);
-	for (how = 0; how < 4; how++)
+	for (how = 0; how < 8; how++)
 		for (i = 0; i < 3; i++)
 			collectives(counts[i] < size ? size : counts[i], how);
 	for (i = 0; i < 100; i++) /* bound calls */
@@ -431,6 +442,7 @@ static void bad(void)
 		CODE(TUTTI_EINVAL, tutti_barrier(h));
 		TRUE(strlen(tutti_last_error()) > 10);
 		op = tutti_op_barrier();
+		CODE(TUTTI_EINVAL, tutti_run(h, &op, -1, &w));
 		CODE(TUTTI_EINVAL, tutti_start(h, &op, &w));
 		TRUE(w == 0 && tutti_work_word(h) == NULL);
 		CODE(TUTTI_EINVAL, tutti_work_test(h));
@@ -548,6 +560,9 @@ static void bad(void)
 	TRUE(n == 0);
 	OK(tutti_work_release(w));
 	CODE(TUTTI_EINVAL, tutti_work_release(w));
+	CODE(TUTTI_EBUSY, tutti_run(g, &op, -1, &w));
+	CODE(TUTTI_EINVAL, tutti_work_test(w));
+	OK(tutti_work_release(w));
 	OK(tutti_close(g));
 	CODE(TUTTI_EINVAL, tutti_close(g));
 	CODE(TUTTI_EINVAL, tutti_barrier(g));

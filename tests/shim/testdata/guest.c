@@ -113,6 +113,7 @@ static void forked(void)
 	TRUE(info.code == TUTTI_EFORKED);
 	TRUE(api.tutti_has("tcp") == 1 && strlen(api.tutti_version()) > 0 && api.tutti_abi_version() > 0);
 	NO(tutti_start(g, &op, &started));
+	NO(tutti_run(g, &op, 0, &started));
 	NO(tutti_set_interrupt(NULL, NULL));
 	NO(tutti_join(&config, &out));
 	NO(tutti_join(NULL, NULL));

@@ -6,7 +6,7 @@ import threading
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 # What follows is that of tutti.h: the tests compare it.
-ABI_MAJOR, ABI_MINOR = 1, 1
+ABI_MAJOR, ABI_MINOR = 1, 2
 
 OK, EINVAL, ERANK, ETIMEOUT, EMISMATCH, ECLOSED, EABORTED = range(7)
 EFORKED, EUNSUPPORTED, EINTERNAL, EBUSY, ECANCELED = 9, 10, 12, 13, 14
