@@ -113,8 +113,8 @@ TUTTI_API const char *tutti_version(void);
 TUTTI_API uint32_t tutti_abi_version(void);
 
 /* Returns 1 if the library has a feature, else 0: "float8", "bfloat16", "windows", "elastic"
- * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "members", "cuda" and "streams" (buffers in
- * the memory of CUDA devices, in the order of streams: the CUDA driver is installed). */
+ * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "members", "cuda" and "streams" (buffers
+ * in the memory of CUDA devices, in the order of streams: the CUDA driver is installed). */
 TUTTI_API int tutti_has(const char *feature);
 
 /* Sets a function that blocking calls of this thread call about every 50 ms while they wait;
@@ -355,8 +355,8 @@ enum { /* kinds of operations: see the functions below for their fields */
  * that the stream was given before, and work that it is given later sees those of the operation. So
  * neither needs a wait. tutti_do returns when the stream has the result, tutti_start at once; the
  * buffers may be freed when the work has ended. After an error later work of the stream finds
- * anything in dst. A stream that is being captured into a graph takes no operations
- * (cudaStreamBeginCapture). TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
+ * anything in dst. A stream that is being captured into a graph (cudaStreamBeginCapture) takes no
+ * operations. TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
 typedef struct tutti_buffer {
 	void *data;
 	uint64_t count;  /* elements */

@@ -180,8 +180,15 @@ int tutti_cuda_stream_create(tutti_cuda *l, void *context, uintptr_t *stream)
 	IN(context, l->stream_create((void **)stream, 1)); // CU_STREAM_NON_BLOCKING
 }
 
-int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, uintptr_t stream) { IN(context, l->stream_destroy((void *)stream)); }
-int tutti_cuda_stream_query(tutti_cuda *l, void *context, uintptr_t stream) { IN(context, l->stream_query((void *)stream)); }
+int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, uintptr_t stream)
+{
+	IN(context, l->stream_destroy((void *)stream));
+}
+
+int tutti_cuda_stream_query(tutti_cuda *l, void *context, uintptr_t stream)
+{
+	IN(context, l->stream_query((void *)stream));
+}
 
 int tutti_cuda_stream_captured(tutti_cuda *l, void *context, uintptr_t stream, int *status)
 {

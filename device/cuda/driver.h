@@ -55,7 +55,8 @@ int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at);
 int tutti_cuda_free_host(tutti_cuda *l, void *context, void *at);
 int tutti_cuda_host_address(tutti_cuda *l, void *context, void *at, uint64_t *device);
 
-// A stream is a CUstream as a number: 1 and 2 are streams, too. Those that are created do not wait for the context's default stream. Events measure no time.
+// A stream is a CUstream as a number: 1 and 2 are streams, too. Those that are created do not wait
+// for the context's default stream. Events measure no time.
 int tutti_cuda_stream_create(tutti_cuda *l, void *context, uintptr_t *stream);
 int tutti_cuda_stream_destroy(tutti_cuda *l, void *context, uintptr_t stream);
 int tutti_cuda_stream_query(tutti_cuda *l, void *context, uintptr_t stream);
