@@ -71,7 +71,7 @@ type Config struct {
 	// least 32 KiB. Default 64 KiB.
 	BufferSize int
 	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the
-	// kernel sizes them by the traffic, which is nearly always better.
+	// kernel sizes them by the traffic, but for the receive buffers of connections within a host.
 	SocketBuffer int
 	// PeerTimeout is the time after which a peer's host that answers nothing counts as gone. A host
 	// that answers while its process does not read is not gone; deadlines of operations handle
@@ -547,9 +547,13 @@ func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
 // adopt returns the socket of c, which it closes, as a descriptor that the Go runtime's poller does
 // not watch.
 func (t *Transport) adopt(c net.Conn) (int, error) {
+	local := oneHost(c)
 	fd, err := t.duplicate(c)
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
+	}
+	if local && t.cfg.SocketBuffer == 0 {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer)
 	}
 	// Several probes of an idle connection have to fail within IdleTimeout before it counts as
 	// dead.
@@ -577,6 +581,18 @@ func (t *Transport) duplicate(c net.Conn) (fd int, err error) {
 	t.adopting.Lock()
 	defer t.adopting.Unlock()
 	return socket.Detach(c)
+}
+
+// hostBuffer is the size of the receive buffer of a connection within this host. Otherwise the
+// kernel lets it grow with what arrives in a round trip, which says nothing there: 2 MiB then take
+// half as long again.
+const hostBuffer = 512 << 10
+
+// oneHost reports whether both ends of c have the same address.
+func oneHost(c net.Conn) bool {
+	a, ok := c.LocalAddr().(*net.TCPAddr)
+	b, too := c.RemoteAddr().(*net.TCPAddr)
+	return ok && too && a.IP.Equal(b.IP)
 }
 
 func setBuffers(fd, size int) {

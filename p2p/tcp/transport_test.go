@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +15,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"tutti/internal/trust"
 	"tutti/p2p"
@@ -367,6 +370,29 @@ func TestNegotiation(t *testing.T) {
 				t.Errorf("%+v and %+v: %d connections, frames of %d", c.a, c.b, n, l.MaxFrame())
 			}
 			l.Close()
+		}
+	}
+}
+
+// The receive buffers of connections within a host are fixed, at both ends.
+func TestReceiveBuffersWithinAHost(t *testing.T) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	for _, size := range []int{0, 64 << 10} {
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, cmp.Or(size, hostBuffer)); err != nil {
+			t.Fatal(err)
+		}
+		want := must(unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF)) // the kernel's account and limit
+		a, b, _, _ := pair(t, Config{Conns: 2, SocketBuffer: size})
+		for _, l := range []p2p.Link{a, b} {
+			for i := range wire(l).streams {
+				if got := must(unix.GetsockoptInt(wire(l).streams[i].fd, unix.SOL_SOCKET, unix.SO_RCVBUF)); got != want {
+					t.Errorf("SocketBuffer %d: a receive buffer of %d bytes, want %d", size, got, want)
+				}
+			}
 		}
 	}
 }
