@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -14,6 +15,11 @@ type DevicePort struct {
 }
 
 func (p DevicePort) String() string { return fmt.Sprintf("%s:%d", p.Device, p.Port) }
+
+// Compare orders ports by the name of the device, then by number.
+func (p DevicePort) Compare(o DevicePort) int {
+	return cmp.Or(strings.Compare(p.Device, o.Device), cmp.Compare(p.Port, o.Port))
+}
 
 // DeviceFilter says which ports a program may use. The zero filter allows all.
 type DeviceFilter struct {
@@ -119,4 +125,28 @@ func (i filterItem) String() string {
 		s += fmt.Sprintf(":%d", i.port)
 	}
 	return s
+}
+
+// Place is a port, and the NUMA node of its device, -1 if that is unknown.
+type Place struct {
+	DevicePort
+	Node int
+}
+
+// Nearest sorts ports by their distance from a process that runs on NUMA nodes: first those of its
+// nodes, then those whose node is not known, then all others. Ports of the same distance are
+// sorted by name and number. Without nodes, all have the same distance.
+func Nearest(ports []Place, nodes []int) {
+	distance := func(p Place) int {
+		switch {
+		case p.Node < 0 || len(nodes) == 0:
+			return 1
+		case slices.Contains(nodes, p.Node):
+			return 0
+		}
+		return 2
+	}
+	slices.SortFunc(ports, func(a, b Place) int {
+		return cmp.Or(cmp.Compare(distance(a), distance(b)), a.Compare(b.DevicePort))
+	})
 }

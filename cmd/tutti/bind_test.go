@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tutti/cmd/tutti/internal/cpus"
+	"tutti/internal/cpus"
 	"tutti/cmd/tutti/internal/launch"
 )
 

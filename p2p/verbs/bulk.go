@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -17,35 +18,31 @@ import (
 const (
 	leastMove  = 32 << 10        // bytes of a put or get that is moved; shorter ones are frames
 	pieceBytes = 256 << 10       // of a request
-	bulkDepth  = 16              // requests under way, of all moves in turn
+	railDepth  = 16              // requests under way on a rail, of all moves in turn
 	maxReads   = 16              // of these, reads at a time
 	lateMove   = 3 * time.Second // without a completion: some devices never repeat a lost packet
 	maxKeys    = 1024            // that a lane keeps; it moves nothing to and from other memory
 )
 
-// bulk is the part of a lane that moves the data of puts and gets: a queue pair of its own, so that
-// frames do not wait behind data, and what peers may do to memory is separate from the ring.
+// bulk is the part of a lane that moves the data of puts and gets. It has queue pairs of its own, so
+// that frames do not wait behind data, and what peers may do to memory is separate from the ring.
 // It is used with the link's lock.
 type bulk struct {
 	lane   *lane
-	cq     rdma.CQ
-	qp     rdma.QP
-	reads  int             // at a time, of this end
+	rails  []*rail         // by number, which is the same at both ends
+	left   []error         // why rails are not used, that nobody was told of yet
+	dead   int             // rails that could not be made, or have failed before they worked
 	keys   map[uint64]*key // of the peer's memory, by generation
 	asking int             // of these, those that the peer has yet to give
 	moves  []*move         // that have not ended
 	queue  []*move         // of these, those with data to be requested, in turn
 	ended  []*rma.Move     // not returned by Moved yet
-	pieces [bulkDepth]piece
 	spare  []*move
-	under  int           // pieces under way
-	since  time.Time     // of these, one has ended, or the first one was posted
 	late   time.Duration // see lateMove
-	armed  bool          // by the latest arm
 	alarm  *time.Timer   // wakes an end that sleeps, so that it sees what is late
 	wake   func()
 
-	polled  [bulkDepth]rdma.Completion
+	polled  [railDepth]rdma.Completion
 	chain   [1]rdma.SendRequest
 	segment [1]rdma.Segment
 
@@ -61,9 +58,9 @@ type key struct {
 	revoked bool       // nothing new is requested
 	rights  mem.Rights // none: it was refused
 	address uint64
-	n       uint64 // bytes
-	value   uint32
-	under   int // pieces under way
+	n       uint64   // bytes
+	values  []uint32 // of the peer's device of each rail
+	under   int      // pieces under way
 }
 
 // allows reports whether the peer's device would do what m needs.
@@ -87,34 +84,112 @@ type move struct {
 	abandoned bool
 }
 
-// piece is a request under way. Its part of the local memory is registered for the time.
-type piece struct {
-	move *move // nil: none
-	mr   rdma.MR
-}
-
-// open makes the objects of the lane's bulk part. The queue pair is in the state Init.
-func (b *bulk) open(n *lane, rung func()) error {
+// open makes the rails of the lane, and returns what the peer is told. The queue pairs are in the
+// state Init. A rail that cannot be made is left out; the error says that none can.
+func (b *bulk) open(n *lane, ports []port, psn uint32, rung func()) ([]path, error) {
 	b.lane, b.keys, b.late, b.wake = n, map[uint64]*key{}, lateMove, rung
-	b.reads = min(max(n.device.Attributes().MaxReads, 1), maxReads)
-	var err error
-	if b.cq, err = n.device.NewCQ(bulkDepth, rung); err != nil {
-		return err
+	paths := make([]path, len(ports))
+	made, tried := 0, 0
+	for i, p := range ports {
+		r := &rail{port: p, number: i}
+		b.rails = append(b.rails, r)
+		if p.device == nil {
+			continue
+		}
+		tried++
+		if err := r.open(n, rung); err != nil {
+			b.left = append(b.left, errors.Join(err, r.halt(), r.close()))
+			r.qp, r.cq = nil, nil
+			b.dead++
+			continue
+		}
+		r.state = unproven
+		r.path.qp, r.path.psn = r.qp.Number(), (psn+1+uint32(i))&(1<<24-1)
+		paths[i] = r.path
+		made++
 	}
-	cfg := rdma.QPConfig{Send: b.cq, Recv: n.cq, SendDepth: bulkDepth, RecvDepth: 1}
-	if b.qp, err = n.device.NewQP(cfg); err != nil {
-		return err
+	if made == 0 && tried > 0 {
+		return nil, errors.Join(b.left...)
 	}
-	if err := b.qp.Init(n.device.port, rdma.LocalWrite|rdma.RemoteWrite|rdma.RemoteRead); err != nil {
-		return err
-	}
-	// Nothing is received: this receive is flushed when the queue pair fails, also because of the
-	// peer's requests.
-	_, err = b.qp.PostRecv(n.blank[:1])
-	return err
+	return paths, nil
 }
 
-// halt closes the queue pair. When it returns nil, no request of this end uses memory any more, and
+// connect connects the rails that both ends have.
+func (b *bulk) connect() error {
+	for i, r := range b.rails {
+		if theirs := &b.lane.theirs.rails[i]; r.state != unproven || theirs.qp == 0 {
+			r.state = unused
+		} else if err := r.connect(r.qp, &r.path, theirs); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// probe has each rail show that data passes.
+func (b *bulk) probe() {
+	for _, r := range b.rails {
+		if r.state == unproven {
+			if err := r.probe(&b.chain); err != nil {
+				b.broken(r, err)
+			}
+		}
+	}
+}
+
+// usable reports whether a rail works, or may yet.
+func (b *bulk) usable() bool {
+	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.state != unused })
+}
+
+// names returns the ports of the rails that work, or may yet.
+func (b *bulk) names() (list []rdma.DevicePort) {
+	for _, r := range b.rails {
+		if r.state != unused {
+			list = append(list, r.at)
+		}
+	}
+	return list
+}
+
+// under returns the number of requests under way.
+func (b *bulk) under() (n int) {
+	for _, r := range b.rails {
+		n += r.under
+	}
+	return n
+}
+
+// fails takes a completion with an error of a rail's receive.
+func (b *bulk) fails(c *rdma.Completion) {
+	i := slices.IndexFunc(b.rails, func(r *rail) bool { return c.ID == r.receive() })
+	if i < 0 {
+		b.lane.fail(fmt.Errorf("%w: a completion of request %d", p2p.ErrProtocol, c.ID))
+		return
+	}
+	r := b.rails[i]
+	b.broken(r, &rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: r.Name(), QP: c.QP, Vendor: c.Vendor})
+}
+
+// broken says that a rail has failed. If it has ever worked, so has the lane: what was requested may
+// still change memory until the queue pairs of both ends are closed. Otherwise it is not used.
+func (b *bulk) broken(r *rail, err error) {
+	switch r.state {
+	case working:
+		b.lane.fail(err)
+	case unproven:
+		r.state, r.under = unused, 0
+		b.dead++
+		b.left = append(b.left, err)
+		if !b.usable() {
+			for _, v := range slices.Clone(b.queue) {
+				b.abandon(v)
+			}
+		}
+	}
+}
+
+// halt closes the queue pairs. When it returns nil, no request of this end uses memory any more, and
 // none of the peer's. It may be called without the link's lock when the lane is not in use any
 // more.
 func (b *bulk) halt() error {
@@ -127,13 +202,8 @@ func (b *bulk) halt() error {
 	if b.alarm != nil {
 		b.alarm.Stop()
 	}
-	if b.qp != nil {
-		b.err = b.qp.Close()
-	}
-	for i := range b.pieces {
-		if mr := b.pieces[i].mr; mr != nil {
-			b.err = errors.Join(b.err, mr.Close())
-		}
+	for _, r := range b.rails {
+		b.err = errors.Join(b.err, r.halt())
 	}
 	return b.err
 }
@@ -141,8 +211,8 @@ func (b *bulk) halt() error {
 // close closes all objects.
 func (b *bulk) close() error {
 	err := b.halt()
-	if b.cq != nil {
-		err = errors.Join(err, b.cq.Close())
+	for _, r := range b.rails {
+		err = errors.Join(err, r.close())
 	}
 	return err
 }
@@ -154,7 +224,7 @@ func (b *bulk) begin(m *rma.Move) (ask, ok bool) {
 		maps.DeleteFunc(b.keys, func(_ uint64, k *key) bool { return k.given && k.rights == 0 })
 	}
 	switch {
-	case k == nil && (len(b.keys) >= maxKeys || b.asking >= p2p.MaxOutstanding):
+	case k == nil && (len(b.keys) >= maxKeys || b.asking >= p2p.MaxOutstanding) || !b.usable():
 		return false, false
 	case k == nil:
 		k, ask = &key{region: m.Region}, true
@@ -176,8 +246,9 @@ func (b *bulk) begin(m *rma.Move) (ask, ok bool) {
 	return ask, true
 }
 
-// give takes the peer's answer to the question for a key. No rights: it gives none.
-func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, value uint32) error {
+// give takes the peer's answer to the question for a key, with its value for each rail. No rights: it
+// gives none.
+func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, values []uint32) error {
 	k := b.keys[gen]
 	if k == nil || k.given {
 		return fmt.Errorf("a key for generation %d, for which it was not asked", gen)
@@ -185,12 +256,15 @@ func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, value uint
 	if rights&^(mem.Read|mem.Write) != 0 || address+n < address {
 		return fmt.Errorf("a key with rights %v for %d bytes at %#x", rights, n, address)
 	}
+	if want := len(b.rails); rights == 0 && len(values) > 0 || rights != 0 && len(values) != want {
+		return fmt.Errorf("a key with %d values for %d queue pairs", len(values), want)
+	}
 	b.asking--
-	k.given, k.rights, k.address, k.n, k.value = true, rights, address, n, value
+	k.given, k.rights, k.address, k.n, k.values = true, rights, address, n, values
 	for _, v := range slices.Clone(b.moves) {
 		switch {
 		case v.key != k:
-		case k.allows(v.m):
+		case k.allows(v.m) && b.usable():
 			b.queue = append(b.queue, v)
 		default:
 			b.end(v, false)
@@ -251,34 +325,63 @@ func (b *bulk) remove(v *move) {
 }
 
 // arm requests a call of wake for the next completion of a request under way, and when it is late.
-func (b *bulk) arm() error {
-	if b.armed = b.under > 0; !b.armed {
-		return nil
+func (b *bulk) arm() {
+	for _, r := range b.rails {
+		r.armed = r.polled()
+		if !r.armed {
+			continue
+		}
+		if err := r.cq.Arm(); err != nil {
+			b.broken(r, err)
+		}
 	}
-	if b.alarm == nil {
+	switch {
+	case b.under() == 0:
+	case b.alarm == nil:
 		b.alarm = time.AfterFunc(b.late, b.wake)
-	} else {
+	default:
 		b.alarm.Reset(b.late)
 	}
-	return b.cq.Arm()
+}
+
+// unheard reports whether there are requests whose completions wake nobody, since they were posted
+// after arm.
+func (b *bulk) unheard() bool {
+	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.under > 0 && !r.armed })
+}
+
+// choose returns the rail for the next piece: of those with room the one with the fewest bytes under
+// way, and of these the one that has moved the fewest; nil: there is none.
+func (b *bulk) choose() (best *rail) {
+	for _, r := range b.rails {
+		if r.state == working && r.under < railDepth && (best == nil ||
+			cmp.Or(cmp.Compare(r.bytes, best.bytes), cmp.Compare(r.total, best.total)) < 0) {
+			best = r
+		}
+	}
+	return best
 }
 
 // post posts requests as long as there is room, a piece of each move in turn.
 func (b *bulk) post() {
 	n := b.lane
-	for n.err == nil && b.under < bulkDepth && len(b.queue) > 0 {
+	for n.err == nil && len(b.queue) > 0 {
+		r := b.choose()
+		if r == nil {
+			return
+		}
 		v := b.queue[0]
 		local := mem.Host(v.m.Local[v.at:][:min(pieceBytes, len(v.m.Local)-v.at)], mem.Anywhere)
 		access := rdma.Access(0)
 		if v.m.Read {
 			access = rdma.LocalWrite
 		}
-		mr, err := n.device.Register(local, access)
+		mr, err := r.Register(local, access)
 		if err != nil { // too much memory is registered, for example
 			b.abandon(v)
 			continue
 		}
-		if err := b.request(v, local, mr); err != nil {
+		if err := b.request(r, v, local, mr); err != nil {
 			n.fail(err)
 			return
 		}
@@ -290,78 +393,102 @@ func (b *bulk) post() {
 }
 
 // request posts a request for the next bytes of v, which are registered.
-func (b *bulk) request(v *move, local mem.Memory, mr rdma.MR) error {
+func (b *bulk) request(r *rail, v *move, local mem.Memory, mr rdma.MR) error {
 	op := rdma.Write
 	if v.m.Read {
 		op = rdma.Read
 	}
-	i := slices.IndexFunc(b.pieces[:], func(p piece) bool { return p.move == nil })
+	i := slices.IndexFunc(r.pieces[:], func(p piece) bool { return p.move == nil })
 	b.segment[0] = rdma.Segment{Address: addressOf(local.Bytes()), Key: mr.LocalKey(), Len: uint32(local.Len())}
 	b.chain[0] = rdma.SendRequest{ID: uint64(i), Op: op, Segments: b.segment[:], Signaled: true,
-		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at), RemoteKey: v.key.value}
-	if _, err := b.qp.Post(b.chain[:]); err != nil {
+		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at), RemoteKey: v.key.values[r.number]}
+	if _, err := r.qp.Post(b.chain[:]); err != nil {
 		return errors.Join(err, mr.Close())
 	}
-	if b.pieces[i] = (piece{v, mr}); b.under == 0 {
-		b.since = time.Now()
+	if r.under == 0 {
+		r.since = time.Now()
 	}
+	r.pieces[i] = piece{v, mr, local.Len()}
+	r.under++
+	r.bytes += local.Len()
 	v.at += local.Len()
 	v.under++
 	v.key.under++
-	b.under++
 	return nil
 }
 
 // reap takes completions, and posts more. It calls revoked with the generation of each key that was
 // revoked and is not in use any more.
 func (b *bulk) reap(revoked func(gen uint64)) {
-	n := b.lane
-	for n.err == nil && b.under > 0 {
-		k, err := b.cq.Poll(b.polled[:])
+	for _, r := range b.rails {
+		if r.polled() {
+			b.reapRail(r, revoked)
+		}
+	}
+}
+
+func (b *bulk) reapRail(r *rail, revoked func(gen uint64)) {
+	for n := b.lane; n.err == nil && r.polled(); {
+		k, err := r.cq.Poll(b.polled[:])
 		if err != nil {
-			n.fail(err)
+			b.broken(r, err)
 			return
 		}
 		for i := range b.polled[:k] {
-			c := &b.polled[i]
-			p := &b.pieces[c.ID%bulkDepth]
-			if c.Status != rdma.Success || p.move == nil {
-				op := rdma.Write
-				if p.move != nil && p.move.m.Read {
-					op = rdma.Read
-				}
-				n.fail(&rdma.StatusError{Status: c.Status, Op: op, Device: n.device.Name(), QP: c.QP, Vendor: c.Vendor})
+			if err := b.complete(r, &b.polled[i], revoked); err != nil {
+				b.broken(r, err)
 				return
-			}
-			if err := p.mr.Close(); err != nil {
-				n.fail(err)
-				return
-			}
-			v := p.move
-			*p = piece{}
-			b.under--
-			v.under--
-			v.key.under--
-			if b.forget(v.gen, v.key) {
-				revoked(v.gen)
-			}
-			switch {
-			case v.under > 0:
-			case v.at == len(v.m.Local):
-				b.end(v, true)
-			case v.abandoned:
-				b.end(v, false)
 			}
 		}
 		b.post()
 		switch {
 		case k > 0:
-			b.since = time.Now()
-		case time.Since(b.since) >= b.late:
-			n.fail(fmt.Errorf("%d requests of puts and gets have not moved for %v", b.under, b.late))
+			r.since = time.Now()
+		case r.under > 0 && time.Since(r.since) >= b.late:
+			b.broken(r, fmt.Errorf("%d requests on queue pair %d of %s have not moved for %v", r.under, r.qp.Number(),
+				r.at, b.late))
 		}
 		if k < len(b.polled) {
 			return
 		}
 	}
+}
+
+// complete takes a completion of a rail. The error says that the rail has failed.
+func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) error {
+	p := &r.pieces[c.ID%railDepth]
+	switch {
+	case c.Status != rdma.Success || c.ID < railDepth && p.move == nil:
+		op := rdma.Write
+		if c.ID < railDepth && p.move != nil && p.move.m.Read {
+			op = rdma.Read
+		}
+		return &rdma.StatusError{Status: c.Status, Op: op, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
+	case c.ID >= railDepth: // the probe
+		r.state = working
+		r.under--
+		return nil
+	}
+	if err := p.mr.Close(); err != nil {
+		return err
+	}
+	v, size := p.move, p.bytes
+	*p = piece{}
+	r.under--
+	r.bytes -= size
+	r.total += uint64(size)
+	r.moved.Add(uint64(size))
+	v.under--
+	v.key.under--
+	if b.forget(v.gen, v.key) {
+		revoked(v.gen)
+	}
+	switch {
+	case v.under > 0:
+	case v.at == len(v.m.Local):
+		b.end(v, true)
+	case v.abandoned:
+		b.end(v, false)
+	}
+	return nil
 }

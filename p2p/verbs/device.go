@@ -3,6 +3,7 @@ package verbs
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -12,16 +13,16 @@ import (
 	"tutti/rdma"
 )
 
-// device is the port of an open device that a transport uses. It is open as long as the transport
-// or a lane uses it.
+// device is an open device, for one of its ports. It is open as long as the transport, a lane or an
+// exposure uses it.
 type device struct {
 	rdma.Device
-	at   rdma.DevicePort
-	port int
-	want string // the address, see rdma.ChooseGID
-	refs atomic.Int64
-	down atomic.Bool // the port is
-	gone atomic.Bool // the device was removed
+	at    rdma.DevicePort
+	want  string // the address, see rdma.ChooseGID
+	refs  atomic.Int64
+	down  atomic.Bool   // the port is
+	gone  atomic.Bool   // the device was removed
+	moved atomic.Uint64 // bytes of puts and gets of this rank
 
 	mu       sync.Mutex
 	withheld map[uint32]int // keys of deregistered memory that so many lanes may use yet
@@ -74,16 +75,18 @@ func (d *device) permit(key uint32) {
 // Check reports whether Listen of a transport with cfg would succeed, and whether the objects of a
 // link can be made, which it releases again.
 func Check(cfg Config) error {
-	d, err := open(&cfg, func(rdma.Event) {})
-	if err != nil {
-		return err
+	t := New(cfg)
+	var err error
+	if t.devices, err = openAll(&t.cfg, func(rdma.Event) {}); err == nil {
+		n := lane{peer: p2p.Identity{}}
+		err = errors.Join(t.make(&n, t.cfg.RingBytes, nil, 0, func() {}), n.close())
 	}
-	n := lane{peer: p2p.Identity{}}
-	return errors.Join(n.open(d, ringBytes(cfg.RingBytes), 0, func() {}), n.close())
+	return errors.Join(err, t.Close())
 }
 
-// open opens the first device with an active port that cfg allows. Events are passed to notify.
-func open(cfg *Config, notify func(rdma.Event)) (*device, error) {
+// openAll opens the ports that cfg allows, the nearest first. Those that are not active are opened
+// as well, because their events say when they are. It fails if none is.
+func openAll(cfg *Config, notify func(rdma.Event)) (all []*device, err error) {
 	filter, err := rdma.ParseDevices(cfg.Devices)
 	if err != nil {
 		return nil, err
@@ -93,11 +96,15 @@ func open(cfg *Config, notify func(rdma.Event)) (*device, error) {
 		return nil, err
 	}
 	var ports []rdma.DevicePort
+	nodes := map[string]int{}
+	var why error // the others are not used
 	for _, name := range names {
 		d, err := cfg.Provider.Open(name, nil)
 		if err != nil {
-			return nil, err
+			why = errors.Join(why, err)
+			continue
 		}
+		nodes[name] = d.Attributes().NUMANode
 		for p := range d.Attributes().Ports {
 			ports = append(ports, rdma.DevicePort{Device: name, Port: p + 1})
 		}
@@ -106,29 +113,47 @@ func open(cfg *Config, notify func(rdma.Event)) (*device, error) {
 		}
 	}
 	if ports, err = filter.Choose(ports); err != nil {
-		return nil, err
+		return nil, errors.Join(err, why)
 	}
-	var why error
-	for _, at := range ports {
-		d, err := openPort(cfg, at, notify)
-		if err == nil {
-			return d, nil
+	places := make([]rdma.Place, len(ports))
+	for i, p := range ports {
+		places[i] = rdma.Place{DevicePort: p, Node: nodes[p.Device]}
+	}
+	rdma.Nearest(places, cfg.Nodes)
+	usable := false
+	for _, p := range places {
+		d, err := openPort(cfg, p.DevicePort, notify)
+		if err != nil {
+			why = errors.Join(why, err)
+			continue
 		}
-		why = errors.Join(why, err)
+		all = append(all, d)
+		if _, err := d.address(); err != nil {
+			why = errors.Join(why, err)
+		} else {
+			usable = true
+		}
+	}
+	if usable {
+		return all, nil
+	}
+	for _, d := range all {
+		why = errors.Join(why, d.release())
 	}
 	return nil, why
 }
 
 func openPort(cfg *Config, at rdma.DevicePort, notify func(rdma.Event)) (*device, error) {
-	d := &device{at: at, port: at.Port, want: cfg.GID}
+	d := &device{at: at, want: cfg.GID}
+	d.down.Store(true)
 	var err error
 	d.Device, err = cfg.Provider.Open(at.Device, func(e rdma.Event) {
 		switch {
 		case e.Kind == rdma.DeviceRemoved:
 			d.gone.Store(true)
-		case e.Kind == rdma.PortLost && e.Port == d.port:
+		case e.Kind == rdma.PortLost && e.Port == d.at.Port:
 			d.down.Store(true)
-		case e.Kind == rdma.PortUp && e.Port == d.port:
+		case e.Kind == rdma.PortUp && e.Port == d.at.Port:
 			d.down.Store(false)
 		}
 		notify(e)
@@ -137,39 +162,50 @@ func openPort(cfg *Config, at rdma.DevicePort, notify func(rdma.Event)) (*device
 		return nil, err
 	}
 	d.retain()
-	if _, _, err := d.address(); err != nil {
-		return nil, errors.Join(err, d.release())
+	// An event of this time says the same, or is followed by another one.
+	if p, err := d.Port(at.Port); err == nil && p.State == rdma.PortActive {
+		d.down.Store(false)
 	}
 	return d, nil
 }
 
-// address finds out how peers reach the port now: what they are told, and its index.
-func (d *device) address() (setup, int, error) {
-	port, err := d.Port(d.port)
+// port is a port in use: a device, and its address at the time.
+type port struct {
+	*device
+	path path
+	gid  int // index of the address
+}
+
+// address finds out how peers reach the port now. The port is not retained.
+func (d *device) address() (port, error) {
+	p, err := d.Port(d.at.Port)
 	if err != nil {
-		return setup{}, 0, err
+		return port{}, err
 	}
-	if port.State != rdma.PortActive {
-		return setup{}, 0, fmt.Errorf("rdma: port %v is %v: it cannot be used until it is active", d.at, port.State)
+	if p.State != rdma.PortActive {
+		return port{}, fmt.Errorf("rdma: port %v is %v: it cannot be used until it is active", d.at, p.State)
 	}
-	gids, err := d.GIDs(d.port)
+	gids, err := d.GIDs(d.at.Port)
 	if err != nil {
-		return setup{}, 0, err
+		return port{}, err
 	}
-	s := setup{link: rdma.InfiniBand, mtu: port.MTU, lid: port.LID}
-	if !port.Ethernet && len(gids) == 0 && d.want == "" {
-		return s, 0, nil
+	a := path{link: rdma.InfiniBand, mtu: p.MTU, lid: p.LID}
+	if !p.Ethernet && len(gids) == 0 && d.want == "" {
+		return port{d, a, 0}, nil
 	}
 	e, err := rdma.ChooseGID(gids, d.want)
 	if err != nil {
-		return setup{}, 0, fmt.Errorf("%v: %w", d.at, err)
+		return port{}, fmt.Errorf("%v: %w", d.at, err)
 	}
-	s.gid, s.link = e.GID, e.Type
-	return s, e.Index, nil
+	a.gid, a.link = e.GID, e.Type
+	return port{d, a, e.Index}, nil
 }
 
 // lost reports whether nothing passes the port.
 func (d *device) lost() bool { return d.down.Load() || d.gone.Load() }
+
+// removed reports whether the device was. It does not come back as this one.
+func (d *device) removed() bool { return d.gone.Load() }
 
 func (d *device) retain() { d.refs.Add(1) }
 
@@ -179,4 +215,66 @@ func (d *device) release() error {
 		return nil
 	}
 	return d.Close()
+}
+
+// propose chooses the ports of a lane of this end, which has some, the nearest first: that of the
+// frames' queue pair, the attempt-th, and that of each rail, per queue pairs for each port. Rails
+// are in the order of the ports' names, which is the same for all processes of a machine, and for
+// machines that are alike.
+func propose(near []port, per, attempt int) (frames port, rails []port) {
+	near = near[:min(len(near), maxRails)]
+	frames = near[attempt%len(near)]
+	byName := slices.SortedFunc(slices.Values(near), func(a, b port) int { return a.at.Compare(b.at) })
+	of := map[rdma.GIDType]int{} // ports with a protocol
+	for i := range byName {
+		p := &byName[i]
+		p.path.pair = of[p.path.link]
+		of[p.path.link]++
+		if p.at == frames.at {
+			frames.path.pair = p.path.pair
+		}
+	}
+	for range per {
+		for i := range byName {
+			if len(rails) == maxRails {
+				return frames, rails
+			}
+			rails = append(rails, byName[i])
+			byName[i].path.pair += of[byName[i].path.link]
+		}
+	}
+	return frames, rails
+}
+
+// accept chooses the ports of this end for the queue pairs of theirs. A rail has no port if this
+// end has none with its protocol.
+func accept(near []port, theirs *setup) (frames port, rails []port, err error) {
+	byName := slices.SortedFunc(slices.Values(near), func(a, b port) int { return a.at.Compare(b.at) })
+	pair := func(p path) (port, bool) {
+		fit := slices.DeleteFunc(slices.Clone(byName), func(o port) bool { return o.path.link != p.link })
+		if p.qp == 0 || len(fit) == 0 {
+			return port{}, false
+		}
+		mine := fit[p.pair%len(fit)]
+		mine.path.pair = p.pair
+		return mine, true
+	}
+	frames, ok := pair(theirs.frames)
+	if !ok {
+		return port{}, nil, fmt.Errorf("the peer's port is %v, and %v are others: they cannot be connected",
+			theirs.frames.link, names(near))
+	}
+	for _, p := range theirs.rails {
+		mine, _ := pair(p)
+		rails = append(rails, mine)
+	}
+	return frames, rails, nil
+}
+
+// names returns the names of ports.
+func names(ports []port) (list []rdma.DevicePort) {
+	for _, p := range ports {
+		list = append(list, p.at)
+	}
+	return list
 }

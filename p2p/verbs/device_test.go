@@ -230,7 +230,7 @@ func TestDeviceDataReturns(t *testing.T) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		if n := l.lane; n != nil && l.stage >= probing {
-			if err := n.bulk.qp.Fail(); err != nil {
+			if err := n.bulk.rails[i%len(n.bulk.rails)].qp.Fail(); err != nil {
 				t.Error(err)
 			}
 		}
@@ -254,7 +254,7 @@ func TestDevicePrograms(t *testing.T) {
 		defer l.mu.Unlock()
 		l.pause = minPause
 		if n := l.lane; n != nil && l.stage >= probing {
-			if err := []rdma.QP{n.qp, n.bulk.qp}[p.r.IntN(2)].Fail(); err != nil {
+			if err := []rdma.QP{n.qp, n.bulk.rails[0].qp}[p.r.IntN(2)].Fail(); err != nil {
 				t.Error(err)
 			}
 		}

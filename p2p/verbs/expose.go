@@ -1,16 +1,18 @@
 package verbs
 
 import (
+	"errors"
 	"sync"
 
 	"tutti/mem"
 	"tutti/rdma"
 )
 
-// exposure is exposed memory of this rank, which peers may ask a key for. It is registered, exactly
-// its bytes with exactly the rights, when a peer asks first. Withdraw deregisters it. A request
-// with the key fails then, and the lane that it was on. So each peer that has the key is told,
-// and the key stands for no other memory until the peer has given it up, or its lane has ended.
+// exposure is exposed memory of this rank, which peers may ask keys for. It is registered, exactly
+// its bytes with exactly the rights, with each device of a lane whose peer asks, when the first
+// one does. Withdraw deregisters it. A request with a key fails then, and the lane that it was on.
+// So each peer that has keys is told, and they stand for no other memory until the peer has given
+// them up, or its lane has ended.
 type exposure struct {
 	generation uint64
 	mem        mem.Memory
@@ -19,9 +21,14 @@ type exposure struct {
 
 	mu      sync.Mutex // held while the memory is registered and deregistered; before link.mu
 	over    bool
-	device  *device // retained while mr is open
-	mr      rdma.MR
-	holders map[*lane]*link // that have the key
+	mrs     map[*device]rdma.MR // the device is retained while its region is open
+	holders map[*lane]*link     // that have the keys of their devices
+}
+
+// held is a key that a peer may use.
+type held struct {
+	device *device
+	key    uint32
 }
 
 // exposures are the exposures of a transport. mu is a leaf.
@@ -83,12 +90,12 @@ func access(r mem.Rights) (a rdma.Access) {
 	return a
 }
 
-// grant answers the peer of lane n, which has asked for the key. The memory is registered first if
-// it is not yet, which may take long.
+// grant answers the peer of lane n, which has asked for the keys. The memory is registered first
+// where it is not yet, which may take long.
 func (e *exposure) grant(l *link, n *lane) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	err := e.register(n.device)
+	ok, err := e.register(n.devices)
 	if err != nil {
 		l.t.log.Warn("rdma: puts and gets go in frames: memory cannot be registered", "bytes", e.mem.Len(),
 			"reason", err)
@@ -97,49 +104,74 @@ func (e *exposure) grant(l *link, n *lane) {
 	defer l.mu.Unlock()
 	switch {
 	case l.lane != n:
-	case e.mr == nil:
+	case !ok:
 		l.answerLocked(n, e.generation, nil)
 	default:
+		if e.holders == nil {
+			e.holders = map[*lane]*link{}
+		}
 		e.holders[n], n.granted[e.generation] = l, e
 		l.answerLocked(n, e.generation, e)
 	}
 }
 
-// register registers the memory with d, unless it is, or was withdrawn. With mu.
-func (e *exposure) register(d *device) error {
-	if e.mr != nil && e.device != d { // which was removed
-		if err := e.deregister(); err != nil {
-			return err
+// register registers the memory with devices, where it is not yet. False: they have it not, because
+// it was withdrawn, or nothing may be done with it. With mu.
+func (e *exposure) register(devices []*device) (bool, error) {
+	for d := range e.mrs {
+		if d.gone.Load() { // it does not come back as this one
+			if err := e.deregister(d); err != nil {
+				return false, err
+			}
 		}
 	}
 	rights := access(e.rights)
-	if e.over || e.mr != nil || rights == 0 || e.mem.Len() == 0 {
-		return nil
+	if e.over || rights == 0 || e.mem.Len() == 0 {
+		return false, nil
 	}
-	mr, err := d.register(e.mem, rights)
-	if err != nil {
-		return err
+	for _, d := range devices {
+		if e.mrs[d] != nil {
+			continue
+		}
+		mr, err := d.register(e.mem, rights)
+		if err != nil {
+			return false, err
+		}
+		d.retain()
+		if e.mrs == nil {
+			e.mrs = map[*device]rdma.MR{}
+		}
+		e.mrs[d] = mr
 	}
-	d.retain()
-	e.device, e.mr, e.holders = d, mr, map[*lane]*link{}
-	return nil
+	return true, nil
 }
 
-// deregister ends all access by keys. With mu.
-func (e *exposure) deregister() error {
-	if e.mr == nil {
-		return nil
-	}
-	key := e.mr.RemoteKey()
-	for n, l := range e.holders {
-		l.revoke(n, e.generation, key)
-	}
-	clear(e.holders)
-	if err := e.mr.Close(); err != nil && !e.device.gone.Load() {
+// deregister ends all access by the key of d. With mu.
+func (e *exposure) deregister(d *device) error {
+	if err := e.mrs[d].Close(); err != nil && !d.gone.Load() {
 		return err
 	}
-	e.mr = nil
-	return e.device.release()
+	delete(e.mrs, d)
+	return d.release()
+}
+
+// revoke ends all access by keys. With mu.
+func (e *exposure) revoke() error {
+	for n, l := range e.holders {
+		var keys []held
+		for _, d := range n.devices {
+			if mr := e.mrs[d]; mr != nil {
+				keys = append(keys, held{d, mr.RemoteKey()})
+			}
+		}
+		l.revoke(n, e.generation, keys)
+	}
+	clear(e.holders)
+	var err error
+	for d := range e.mrs {
+		err = errors.Join(err, e.deregister(d))
+	}
+	return err
 }
 
 // end withdraws the memory. After an error a peer may still access it, and end may be called again.
@@ -147,7 +179,7 @@ func (e *exposure) end() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.over = true
-	return e.deregister()
+	return e.revoke()
 }
 
 // leave says that lane n has ended.

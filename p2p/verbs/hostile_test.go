@@ -30,8 +30,9 @@ func frame(kind uint8, gen uint64, payload []byte) control {
 
 // with returns an encoded setup, of a queue pair that is not there, with one byte changed.
 func with(at int, b byte) []byte {
-	s := setup{link: rdma.RoCEv2, mtu: 1024, qp: 1 << 20, psn: 5, ring: ringBytes(0), address: 1 << 20, key: 9,
-		reads: 1, bulk: 1<<20 + 1}
+	s := setup{ring: ringBytes(0), address: 1 << 20, key: 9,
+		frames: path{link: rdma.RoCEv2, mtu: 1024, qp: 1 << 20, psn: 5, reads: 1},
+		rails:  []path{{link: rdma.RoCEv2, mtu: 1024, qp: 1<<20 + 1, psn: 5, reads: 1}, {}}}
 	e := s.encode()
 	e[at] = b
 	return e
@@ -39,6 +40,9 @@ func with(at int, b byte) []byte {
 
 // good is with without a change.
 func good() []byte { return with(0, wireVersion) }
+
+// fewer is good with one rail of two.
+func fewer() []byte { return with(2, 1)[:setupHead+2*pathSize] }
 
 // still fails the test unless frames pass both ways between a link and a stranger.
 func still(t *testing.T, x, e *linktest.End) {
@@ -82,6 +86,7 @@ func TestHostileDialler(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	const rail = setupHead + pathSize // where the first one is in a setup
 	proposal := func(b []byte) []control { return []control{frame(frameProposal, 1, b)} }
 	for name, c := range map[string]struct {
 		frames []control
@@ -91,24 +96,33 @@ func TestHostileDialler(t *testing.T) {
 		"unknown kind":     {append(proposal(good()), frame(200, 1, nil)), "kind 200"},
 		"unknown lane":     {[]control{frame(frameReady, 9, nil)}, "lane 9 after 0"},
 		"lane 0":           {[]control{frame(frameProposal, 0, good())}, "lane 0 after 0"},
-		"empty":            {proposal(nil), "want 48"},
-		"short":            {proposal(good()[:setupSize-1]), "want 48"},
-		"long":             {proposal(make([]byte, maxText+1)), "at most 512"},
+		"empty":            {proposal(nil), "at least 16"},
+		"short":            {proposal(good()[:len(good())-1]), "2 rails"},
+		"more rails":       {proposal(with(2, 3)), "3 rails"},
+		"too many rails":   {proposal(with(2, maxRails+1)), "at most 16"},
+		"no rails":         {proposal(with(2, 0)[:setupHead+pathSize]), "0 rails"},
+		"long":             {proposal(make([]byte, maxText+1)), "at most 1024"},
 		"another version":  {proposal(with(0, 9)), "format 9"},
-		"protocol":         {proposal(with(1, 77)), "protocol 77"},
-		"MTU":              {proposal(with(2, 255)), "MTU code 255"},
-		"huge ring":        {proposal(with(3, 31)), "a ring of"},
-		"tiny ring":        {proposal(with(3, 0)), "a ring of"},
-		"queue pair":       {proposal(with(7, 0xff)), "queue pair"},
-		"other queue pair": {proposal(with(47, 0xff)), "queue pair"},
-		"no reads":         {proposal(with(42, 0)), "0 reads"},
+		"reserved":         {proposal(with(3, 1)), "rails"},
+		"protocol":         {proposal(with(setupHead, 77)), "protocol 77"},
+		"MTU":              {proposal(with(setupHead+1, 255)), "MTU code 255"},
+		"no reads":         {proposal(with(setupHead+2, 0)), "0 reads"},
+		"huge ring":        {proposal(with(1, 31)), "a ring of"},
+		"tiny ring":        {proposal(with(1, 0)), "a ring of"},
+		"ring code":        {proposal(with(1, 200)), "ring code 200"},
+		"queue pair":       {proposal(with(setupHead+7, 0xff)), "path of frames: queue pair"},
+		"other queue pair": {proposal(with(rail+7, 0xff)), "rail 0: queue pair"},
+		"rail":             {proposal(with(rail+14, 1)), "rail 0"},
+		"unused rail":      {proposal(with(rail+pathSize+16, 1)), "rail 1"},
 		"memory too soon":  {append(proposal(good()), frame(frameClaim, 1, nil)), "about lane 1 in stage"},
 		"no lane's memory": {[]control{frame(frameClaim, 1, nil)}, "lane 1 after 0"},
-		"address":          {proposal(with(16, 1)), "address"},
+		"address":          {proposal(with(8, 1)), "address"},
 		"two at once":      {append(proposal(good()), frame(frameProposal, 2, good())), "lane 2 after 1"},
 		"ready too soon":   {append(proposal(good()), frame(frameReady, 1, nil)), "ready in stage"},
-		"another ring":     {proposal(with(3, 16)), ""},
-		"InfiniBand":       {proposal(with(1, byte(rdma.InfiniBand))), ""},
+		"another ring":     {proposal(with(1, 16)), ""},
+		"InfiniBand":       {proposal(with(setupHead, byte(rdma.InfiniBand))), ""},
+		"InfiniBand data":  {proposal(with(rail, byte(rdma.InfiniBand))), ""},
+		"any port":         {proposal(with(rail+3, 255)), ""},
 		"given up at once": {append(proposal(good()), frame(frameDown, 1, nil)), ""},
 		"no queue pair":    {proposal(good()), ""},
 	} {
@@ -188,12 +202,13 @@ func TestHostileAcceptor(t *testing.T) {
 		want   string // the text of the violation, "" if the link goes on
 	}{
 		"wrong end":      {[]control{frame(frameProposal, 2, good())}, "wrong end"},
-		"empty":          {[]control{frame(frameAcceptance, 1, nil)}, "want 48"},
+		"empty":          {[]control{frame(frameAcceptance, 1, nil)}, "at least 16"},
 		"another lane":   {[]control{frame(frameAcceptance, 1<<40, good())}, "about lane"},
 		"ready":          {[]control{frame(frameReady, 1, nil)}, "ready in stage"},
-		"long text":      {[]control{frame(frameRefusal, 1, make([]byte, maxText+1))}, "at most 512"},
-		"another ring":   {[]control{frame(frameAcceptance, 1, with(3, 16))}, ""},
-		"other protocol": {[]control{frame(frameAcceptance, 1, with(1, byte(rdma.InfiniBand)))}, ""},
+		"long text":      {[]control{frame(frameRefusal, 1, make([]byte, maxText+1))}, "at most 1024"},
+		"another ring":   {[]control{frame(frameAcceptance, 1, with(1, 16))}, ""},
+		"other protocol": {[]control{frame(frameAcceptance, 1, with(setupHead, byte(rdma.InfiniBand)))}, ""},
+		"fewer rails":    {[]control{frame(frameAcceptance, 1, fewer())}, ""},
 		"refusal":        {[]control{frame(frameRefusal, 1, []byte("\x00no\n"))}, ""},
 		"given up":       {[]control{frame(frameDown, 1, nil)}, ""},
 		"given up twice": {[]control{frame(frameDown, 1, nil), frame(frameDown, 1, nil)}, ""},
@@ -203,7 +218,7 @@ func TestHostileAcceptor(t *testing.T) {
 			x := stranger(t, 1)
 			ctx, cancel := context.WithTimeout(t.Context(), linktest.Patience)
 			defer cancel()
-			l, err := n.T.Dial(ctx, x.ID, endpoint{rdma.RoCEv2, x.Endpoint}.encode())
+			l, err := n.T.Dial(ctx, x.ID, endpoint{1 << rdma.RoCEv2, x.Endpoint}.encode())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -219,7 +234,7 @@ func TestHostileAcceptor(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if asked = ok; ok && (h.Kind != frameProposal || h.Seq != 1 || len(b) != setupSize) {
+				if asked = ok; ok && (h.Kind != frameProposal || h.Seq != 1 || len(b) != len(good())) {
 					t.Fatal(h, b)
 				}
 				runtime.Gosched()
@@ -313,7 +328,7 @@ func FuzzRing(f *testing.F) {
 
 // FuzzEndpoint: what is accepted is what encode writes.
 func FuzzEndpoint(f *testing.F) {
-	f.Add(endpoint{rdma.RoCEv2, []byte("tcp")}.encode())
+	f.Add(endpoint{1<<rdma.RoCEv2 | 1<<rdma.InfiniBand, []byte("tcp")}.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if e, err := decodeEndpoint(b); err == nil && string(e.encode()) != string(b) {

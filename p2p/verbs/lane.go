@@ -3,6 +3,7 @@ package verbs
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"syscall"
 	"unsafe"
 
@@ -32,17 +33,18 @@ func positionImm(pos uint64) uint32 { return uint32(pos/unit)<<1 | immPosition }
 // receives returns the number of receives for a ring of n bytes.
 func receives(n int) int { return n/unit + spare }
 
-// lane is one connection of queue pairs, and its rings. A link has one at a time. The consumer is
-// used under the rules of p2p.Link, everything else with the link's lock.
+// lane is a connection of queue pairs for frames, its rings, and rails for data. A link has one at a
+// time. The consumer is used under the rules of p2p.Link, everything else with the link's lock.
 type lane struct {
-	gen    uint64
-	peer   p2p.Identity
-	device *device
-	setup  setup // what the peer is told
-	gid    int   // index of the address
-	theirs setup
-	told   bool  // the peer knows of it
-	err    error // why it has failed, nil while it works
+	gen     uint64
+	peer    p2p.Identity
+	ups     uint64    // Transport.ups before its ports were chosen
+	port    port      // of the frames' queue pair
+	devices []*device // of all queue pairs, retained; since open
+	setup   setup     // what the peer is told
+	theirs  setup
+	told    bool  // the peer knows of it
+	err     error // why it has failed, nil while it works
 
 	in   consumer
 	out  producer
@@ -70,7 +72,7 @@ type lane struct {
 
 	// Keys of this end's memory: see exposure.
 	granted  map[uint64]*exposure // that the peer has, by generation
-	revoking map[uint64]uint32    // that it has yet to give up
+	revoking map[uint64][]held    // that it has yet to give up
 	claims   int                  // of the peer, that were not answered yet
 	closed   bool                 // its queue pairs are
 	fenced   bool                 // the peer's are
@@ -83,22 +85,25 @@ type mark struct {
 	tail   uint64
 }
 
-// open makes the objects of a lane with rings of n bytes. Its queue pair is in the state Init and
-// has its receives. The caller closes the lane, also after an error. The lane owns d.
-func (l *lane) open(d *device, n int, psn uint32, wake func()) error {
-	l.device, l.woken = d, make(chan struct{}, 1)
-	l.granted, l.revoking = map[uint64]*exposure{}, map[uint64]uint32{}
+// open makes the objects of a lane with rings of n bytes, with its queue pair for frames on a port
+// and rails on others. The queue pairs are in the state Init and have their receives. The caller
+// closes the lane, also after an error.
+func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) error {
+	l.port, l.woken = frames, make(chan struct{}, 1)
+	for _, p := range append([]port{frames}, rails...) {
+		if p.device != nil && !slices.Contains(l.devices, p.device) {
+			p.retain()
+			l.devices = append(l.devices, p.device)
+		}
+	}
+	l.granted, l.revoking = map[uint64]*exposure{}, map[uint64][]held{}
 	l.marks, l.mine, l.staged = make([]mark, 0, sendDepth), make([]byte, n), make([]byte, n+wordLen)
 	l.in, l.out = consumer{data: l.mine, seq: 1}, producer{data: l.staged[:n]}
-	var err error
-	if l.setup, l.gid, err = d.address(); err != nil {
-		return err
-	}
 	for _, m := range []struct {
 		b      []byte
 		access rdma.Access
 	}{{l.mine, rdma.LocalWrite | rdma.RemoteWrite}, {l.staged, 0}} {
-		r, err := d.register(mem.Host(m.b, mem.Anywhere), m.access)
+		r, err := frames.register(mem.Host(m.b, mem.Anywhere), m.access)
 		if err != nil {
 			return err
 		}
@@ -111,28 +116,28 @@ func (l *lane) open(d *device, n int, psn uint32, wake func()) error {
 		}
 		wake()
 	}
-	if l.cq, err = d.NewCQ(sendDepth+receives(n)+1, rung); err != nil {
+	var err error
+	if l.cq, err = frames.NewCQ(sendDepth+receives(n)+len(rails), rung); err != nil {
 		return err
 	}
 	cfg := rdma.QPConfig{Send: l.cq, Recv: l.cq, SendDepth: sendDepth, RecvDepth: receives(n), Segments: 2,
 		Inline: inline}
-	if l.qp, err = d.NewQP(cfg); errors.Is(err, syscall.EINVAL) { // the device has not so many
+	if l.qp, err = frames.NewQP(cfg); errors.Is(err, syscall.EINVAL) { // the device has not so many
 		cfg.Inline = 0
-		l.qp, err = d.NewQP(cfg)
+		l.qp, err = frames.NewQP(cfg)
 	}
 	if err != nil {
 		return err
 	}
 	l.inline = l.qp.Limits().Inline
-	if err := l.qp.Init(d.port, rdma.RemoteWrite|rdma.LocalWrite); err != nil {
+	if err := l.qp.Init(frames.at.Port, rdma.RemoteWrite|rdma.LocalWrite); err != nil {
 		return err
 	}
-	if err := l.bulk.open(l, rung); err != nil {
+	l.setup = setup{ring: n, key: l.mrs[0].RemoteKey(), address: addressOf(l.mine), frames: frames.path}
+	l.setup.frames.qp, l.setup.frames.psn, l.setup.frames.reads = l.qp.Number(), psn, 1
+	if l.setup.rails, err = l.bulk.open(l, rails, psn, rung); err != nil {
 		return err
 	}
-	l.setup.ring, l.setup.qp, l.setup.psn, l.setup.key = n, l.qp.Number(), psn, l.mrs[0].RemoteKey()
-	l.setup.address = addressOf(l.mine)
-	l.setup.bulk, l.setup.reads = l.bulk.qp.Number(), l.bulk.reads
 	return l.postReceives(receives(n))
 }
 
@@ -140,25 +145,30 @@ func addressOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.Sl
 
 // connect connects the queue pairs with the peer's.
 func (l *lane) connect(theirs setup) error {
-	mine := &l.setup
 	switch {
-	case theirs.link != mine.link:
-		return fmt.Errorf("the peer's port is %v, and %s is %v: they cannot be connected", theirs.link, l.device.at,
-			mine.link)
-	case theirs.ring != mine.ring:
-		return fmt.Errorf("%w: a ring of %d bytes, want %d", p2p.ErrProtocol, theirs.ring, mine.ring)
+	case theirs.ring != l.setup.ring:
+		return fmt.Errorf("%w: a ring of %d bytes, want %d", p2p.ErrProtocol, theirs.ring, l.setup.ring)
+	case len(theirs.rails) != len(l.setup.rails):
+		return fmt.Errorf("%w: %d queue pairs for data, want %d", p2p.ErrProtocol, len(theirs.rails),
+			len(l.setup.rails))
 	}
 	l.theirs = theirs
-	route := rdma.Route{Port: l.device.port, GIDIndex: l.gid,
+	if err := l.port.connect(l.qp, &l.setup.frames, &theirs.frames); err != nil {
+		return err
+	}
+	return l.bulk.connect()
+}
+
+// connect connects a queue pair of the port with the peer's.
+func (p *port) connect(qp rdma.QP, mine, theirs *path) error {
+	if theirs.link != mine.link {
+		return fmt.Errorf("the peer's port is %v, and %s is %v: they cannot be connected", theirs.link, p.at, mine.link)
+	}
+	return qp.Connect(&rdma.Route{Port: p.at.Port, GIDIndex: p.gid,
 		// Within a subnet InfiniBand needs no address.
 		Global: mine.link != rdma.InfiniBand || [8]byte(mine.gid[:8]) != [8]byte(theirs.gid[:8]),
 		MTU:    min(mine.mtu, theirs.mtu), PSN: mine.psn, Remote: theirs.qp, RemotePSN: theirs.psn, LID: theirs.lid,
-		GID: theirs.gid, Reads: 1, Timeout: timeout, Retries: 7, RNRRetries: 7}
-	if err := l.qp.Connect(&route); err != nil {
-		return err
-	}
-	route.Remote, route.Reads = theirs.bulk, min(mine.reads, theirs.reads)
-	return l.bulk.qp.Connect(&route)
+		GID: theirs.gid, Reads: min(mine.reads, theirs.reads), Timeout: timeout, Retries: 7, RNRRetries: 7})
 }
 
 // close closes all objects. The memory stays, because a caller may be reading it.
@@ -173,10 +183,20 @@ func (l *lane) close() error {
 	for _, r := range l.mrs {
 		err = errors.Join(err, r.Close())
 	}
-	if l.device != nil {
-		err = errors.Join(err, l.device.release())
+	for _, d := range l.devices {
+		err = errors.Join(err, d.release())
 	}
 	return err
+}
+
+// lost reports whether nothing passes a port that the lane uses.
+func (l *lane) lost() bool {
+	return l.port.lost() || slices.ContainsFunc(l.bulk.rails, func(r *rail) bool { return r.state == working && r.lost() })
+}
+
+// gone reports whether one of its devices was removed.
+func (l *lane) gone() bool {
+	return slices.ContainsFunc(l.devices, func(d *device) bool { return d.gone.Load() })
 }
 
 // fail says why the lane does not work any more. The first err stays.
@@ -277,6 +297,12 @@ func (l *lane) turn() {
 // due reports whether the peer is to be told what is free.
 func (l *lane) due() bool { return l.in.untold >= uint64(len(l.in.data)/4) }
 
+// probe has each queue pair show that data passes. It returns what ask does.
+func (l *lane) probe() int {
+	l.bulk.probe()
+	return l.ask()
+}
+
 // ask posts a request that completes when everything before it has arrived, and returns the number
 // that finished will have reached then.
 func (l *lane) ask() int {
@@ -295,9 +321,7 @@ func (l *lane) position() {
 
 // arm requests a call of wake for the next completion.
 func (l *lane) arm() error {
-	if err := l.bulk.arm(); err != nil {
-		return err
-	}
+	l.bulk.arm()
 	return l.cq.Arm()
 }
 
@@ -312,8 +336,10 @@ func (l *lane) reap() {
 		used := 0
 		for i := range l.polled[:n] {
 			switch c := &l.polled[i]; {
+			case c.Status != rdma.Success && c.ID > 0: // the receive of a rail
+				l.bulk.fails(c)
 			case c.Status != rdma.Success:
-				l.fail(&rdma.StatusError{Status: c.Status, Op: rdma.Write, Device: l.device.Name(), QP: c.QP,
+				l.fail(&rdma.StatusError{Status: c.Status, Op: rdma.Write, Device: l.port.Name(), QP: c.QP,
 					Vendor: c.Vendor})
 			case c.Op == rdma.Write && len(l.marks) > 0:
 				l.finished, l.out.done = l.marks[0].posted, l.marks[0].tail

@@ -62,7 +62,10 @@ type link struct {
 	probe int    // requests that must have finished before frames are sent over the lane
 	gen   uint64 // of the newest lane
 	pause time.Duration
-	since time.Time   // the lane is up
+	vain  int       // lanes that have not come up since the ports have changed
+	ups   uint64    // when they have: see Transport.ups
+	since time.Time // the lane is up
+	mend  time.Duration
 	tx    *lane       // frames are sent over its ring; nil: over base
 	limbo []*lane     // given up, with moves or ghosts that may still change memory
 	moved []*rma.Move // that have ended
@@ -89,7 +92,7 @@ type control struct {
 // newLink makes a link over base, which it owns. The dialler's end begins to make a lane.
 func (t *Transport) newLink(peer p2p.Identity, base p2p.Link, dialler bool) *link {
 	l := &link{t: t, peer: peer, dialler: dialler, base: base, linger: lingerTime, least: leastMove,
-		ring: ringOf(base.MaxFrame()), heard: ^uint64(0), refused: -1, part: make([]byte, 0, maxText), pause: minPause}
+		ring: ringOf(base.MaxFrame()), heard: ^uint64(0), refused: -1, part: make([]byte, 0, maxText), pause: minPause, mend: minMend}
 	l.max = maxFrame(l.ring)
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	if dialler {
@@ -189,9 +192,10 @@ func (l *link) turnLocked() {
 	if n := l.lane; n != nil && l.stage >= probing {
 		n.turn()
 		l.reapLocked()
-		if n.err == nil && n.device.lost() {
-			n.fail(errors.New("the port is down"))
+		if n.err == nil && n.lost() {
+			n.fail(errors.New("a port is down"))
 		}
+		l.betterLocked(n)
 		l.checkLocked()
 	}
 	for news := l.t.news.Load(); news != l.heard && l.state.Load() == live; news = l.t.news.Load() {
@@ -199,6 +203,26 @@ func (l *link) turnLocked() {
 		l.listenLocked()
 	}
 	l.pumpLocked()
+}
+
+// betterLocked gives up a lane in use if another one may use more ports or rails.
+func (l *link) betterLocked(n *lane) {
+	if n.err != nil || l.stage != up {
+		return
+	}
+	if ups := l.t.ups.Load(); n.ups != ups {
+		n.ups = ups
+		// An acceptor with a port for each rail of its peer cannot use more of them.
+		if n.bulk.dead > 0 || (l.dialler || len(n.bulk.rails) > len(n.devices)) && l.t.missing(n) {
+			l.pause = minPause
+			n.fail(errors.New("ports have come back or changed"))
+			return
+		}
+	}
+	if l.dialler && n.bulk.dead > 0 && time.Since(l.since) > l.mend {
+		l.mend = min(2*l.mend, maxMend)
+		n.fail(fmt.Errorf("%d queue pairs for data do not work", n.bulk.dead))
+	}
 }
 
 // checkLocked drops the lane if it has failed.
@@ -266,6 +290,8 @@ func (l *link) pumpLocked() {
 	if n := l.lane; n != nil && l.stage == probing && n.finished >= l.probe && l.lost == nil &&
 		(l.dialler || l.rx == n) && l.sendLocked(&p2p.Header{Kind: frameReady, Service: service, Seq: n.gen}, nil) {
 		l.stage, l.tx, l.since = up, n, time.Now()
+		l.t.log.Info("rdma: frames and data go over devices", "peer", l.peer, "lane", n.gen, "frames", n.port.at,
+			"data", n.bulk.names())
 	}
 }
 
@@ -448,7 +474,7 @@ func (l *link) Arm() bool {
 	switch {
 	case l.state.Load() != live || l.rx != nil && l.rx.in.arrived() || len(l.moved) > 0:
 		return true
-	case l.lane != nil && l.lane.bulk.under > 0 && !l.lane.bulk.armed: // it was given a key just now
+	case l.lane != nil && l.lane.bulk.unheard(): // it was given a key just now
 		return true
 	case l.refused >= 0 && (l.tx != tx || l.tx != nil && l.tx.fits(l.tx.out.needs(uint64(l.refused)))):
 		return true

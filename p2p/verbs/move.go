@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -77,7 +78,7 @@ func (l *link) Drop(m *rma.Move) {
 			if l.lane == n && l.state.Load() == live {
 				l.dropLocked(errors.New("a put or a get under way was cancelled"))
 			}
-			if err := n.bulk.halt(); err != nil && !n.device.gone.Load() {
+			if err := n.bulk.halt(); err != nil && !n.gone() {
 				l.t.log.Error("rdma: memory may still be used: a queue pair cannot be closed", "reason", err)
 			}
 			n.fail(errors.New("its queue pair for data is closed")) // if it is still the link's
@@ -92,12 +93,15 @@ func (l *link) Drop(m *rma.Move) {
 // reapLocked takes what the device has completed of moves.
 func (l *link) reapLocked() {
 	n := l.lane
-	if n == nil || l.stage < up {
+	if n == nil || l.stage < probing {
 		return
 	}
-	b := &n.bulk
-	b.reap(func(generation uint64) { l.tellMemoryLocked(n, frameRevoked, generation) })
+	n.bulk.reap(func(generation uint64) { l.tellMemoryLocked(n, frameRevoked, generation) })
 	l.endedLocked(n)
+	for _, err := range n.bulk.left {
+		l.t.log.Info("rdma: a queue pair for data is left out", "peer", l.peer, "lane", n.gen, "reason", err)
+	}
+	n.bulk.left = nil
 }
 
 // tellMemoryLocked queues a frame about memory.
@@ -166,9 +170,8 @@ func (l *link) gone(n *lane) map[uint64]*exposure {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	n.closed = true
-	for generation, key := range n.revoking {
-		n.device.permit(key)
-		delete(n.revoking, generation)
+	for generation := range n.revoking {
+		n.permit(generation)
 	}
 	if n.told && !l.closed {
 		l.tellMemoryLocked(n, frameFenced, 0)
@@ -177,16 +180,26 @@ func (l *link) gone(n *lane) map[uint64]*exposure {
 	return n.granted
 }
 
-// revoke tells the peer of lane n that its key for memory ends now. The key is withheld until the
-// peer has given it up.
-func (l *link) revoke(n *lane, generation uint64, key uint32) {
+// permit undoes the withholding of keys for a generation.
+func (n *lane) permit(generation uint64) {
+	for _, h := range n.revoking[generation] {
+		h.device.permit(h.key)
+	}
+	delete(n.revoking, generation)
+}
+
+// revoke tells the peer of lane n that its keys for memory end now. They are withheld until the peer
+// has given them up.
+func (l *link) revoke(n *lane, generation uint64, keys []held) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if n.closed {
 		return
 	}
-	n.device.withhold(key)
-	n.revoking[generation] = key
+	for _, h := range keys {
+		h.device.withhold(h.key)
+	}
+	n.revoking[generation] = keys
 	delete(n.granted, generation)
 	if len(n.revoking) > maxKeys {
 		n.fail(fmt.Errorf("the peer has not given up %d keys that it was asked to", len(n.revoking)))
@@ -196,19 +209,26 @@ func (l *link) revoke(n *lane, generation uint64, key uint32) {
 	}
 }
 
-// answerLocked answers the peer's question for a key; a nil e refuses it.
+// answerLocked answers the peer's question for a key; a nil e refuses it. With e.mu.
 func (l *link) answerLocked(n *lane, generation uint64, e *exposure) {
 	l.tellMemoryLocked(n, frameKey, generation)
 	if e == nil {
 		return
 	}
-	h := &l.out[len(l.out)-1].h
-	h.Flags, h.Chan = uint8(e.rights&(mem.Read|mem.Write)), e.mr.RemoteKey()
-	h.Off, h.Count = addressOf(e.mem.Bytes()), uint64(e.mem.Len())
+	c := &l.out[len(l.out)-1]
+	for _, r := range n.bulk.rails {
+		key := uint32(0)
+		if r.device != nil {
+			key = e.mrs[r.device].RemoteKey()
+		}
+		c.payload = binary.LittleEndian.AppendUint32(c.payload, key)
+	}
+	c.h.Len, c.h.Flags = uint32(len(c.payload)), uint8(e.rights&(mem.Read|mem.Write))
+	c.h.Off, c.h.Count = addressOf(e.mem.Bytes()), uint64(e.mem.Len())
 }
 
 // memoryLocked handles a frame about memory. The error is a violation of the protocol.
-func (l *link) memoryLocked(h *p2p.Header) error {
+func (l *link) memoryLocked(h *p2p.Header, payload []byte) error {
 	n := l.lane
 	current := n != nil && n.gen == h.Seq
 	switch {
@@ -233,16 +253,25 @@ func (l *link) memoryLocked(h *p2p.Header) error {
 			l.answerLocked(n, h.Call, nil)
 			return nil
 		}
-		n.device.retain()
+		for _, d := range n.devices {
+			d.retain()
+		}
 		l.wg.Go(func() {
 			e.grant(l, n)
-			if err := n.device.release(); err != nil {
-				l.t.log.Warn("rdma: cannot close a device", "device", n.device.at, "reason", err)
+			for _, d := range n.devices {
+				l.t.releases(d)
 			}
 			l.t.tell()
 		})
 	case frameKey:
-		if err := n.bulk.give(h.Call, mem.Rights(h.Flags), h.Off, h.Count, h.Chan); err != nil {
+		var values []uint32
+		for ; len(payload) >= 4; payload = payload[4:] {
+			values = append(values, binary.LittleEndian.Uint32(payload))
+		}
+		if len(payload) > 0 {
+			return fmt.Errorf("a key with %d bytes too many", len(payload))
+		}
+		if err := n.bulk.give(h.Call, mem.Rights(h.Flags), h.Off, h.Count, values); err != nil {
 			return err
 		}
 		l.endedLocked(n)
@@ -258,12 +287,10 @@ func (l *link) memoryLocked(h *p2p.Header) error {
 			l.dropLocked(errors.New("the peer has withdrawn memory of a put or get under way"))
 		}
 	case frameRevoked:
-		key, ok := n.revoking[h.Call]
-		if !ok {
+		if _, ok := n.revoking[h.Call]; !ok {
 			return fmt.Errorf("a key for generation %d given up that it was not asked to", h.Call)
 		}
-		n.device.permit(key)
-		delete(n.revoking, h.Call)
+		n.permit(h.Call)
 	}
 	return nil
 }

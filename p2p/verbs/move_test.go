@@ -142,11 +142,12 @@ func TestDataSurvivesDevices(t *testing.T) {
 		faults func(now *atomic.Bool) soft.Faults // one, when it is set
 		fault  func(f *soft.Fabric, l *link, i int)
 	}{
-		"failed queue pairs": {fault: func(f *soft.Fabric, l *link, _ int) {
+		"failed queue pairs": {fault: func(f *soft.Fabric, l *link, i int) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
 			if n := l.lane; n != nil && l.stage >= probing {
-				f.Break(n.device.Name(), n.bulk.qp.Number())
+				r := n.bulk.rails[i%len(n.bulk.rails)]
+				f.Break(r.Name(), r.qp.Number())
 			}
 		}},
 		"port down": {fault: func(f *soft.Fabric, _ *link, i int) { f.SetPort("soft0", 1, i%2 == 1) }},
@@ -292,7 +293,8 @@ func TestFence(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f.Break(l.lane.device.Name(), l.lane.bulk.qp.Number())
+	r0 := l.lane.bulk.rails[0]
+	f.Break(r0.Name(), r0.qp.Number())
 	limbo := func() (n *lane, closed bool) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
@@ -344,8 +346,8 @@ func TestCancelledPutIsFenced(t *testing.T) {
 		n := l.lane
 		first := pattern(r.Len(), round)
 		id, err := x.PutTo(first, to, 0, p2p.Signal{})
-		if err != nil || n.bulk.under == 0 {
-			t.Fatalf("%d requests under way: %v", n.bulk.under, err)
+		if err != nil || n.bulk.under() == 0 {
+			t.Fatalf("%d requests under way: %v", n.bulk.under(), err)
 		}
 		theirs := inner(y.End).lane
 		theirs.bulk.halting.Lock()
@@ -402,7 +404,7 @@ func TestKeysOfWithdrawnMemory(t *testing.T) {
 	to := y.Expose(t, r, 0, n, mem.Write)
 	place(t, x, make([]byte, n), to)
 	l := inner(x.End)
-	key := l.lane.bulk.keys[to.Generation].value
+	key := l.lane.bulk.keys[to.Generation].values[0]
 	if err := y.Withdraw(to); err != nil {
 		t.Fatal(err)
 	}
@@ -410,7 +412,7 @@ func TestKeysOfWithdrawnMemory(t *testing.T) {
 	// first.
 	given := func(n int) bool {
 		t.Helper()
-		d := inner(y.End).lane.device
+		d := inner(y.End).lane.port.device
 		for range n {
 			mr, err := d.register(r.Memory, rdma.LocalWrite|rdma.RemoteWrite)
 			if err != nil {
@@ -510,10 +512,10 @@ func TestKeyBeforeSleep(t *testing.T) {
 		}
 	}
 	look := x.Arm()
-	if mine.lane.bulk.under == 0 {
+	if mine.lane.bulk.under() == 0 {
 		t.Fatal("the key did not begin a request")
 	}
-	if !look && !mine.lane.bulk.armed {
+	if !look && mine.lane.bulk.unheard() {
 		t.Error("it would sleep, and no completion would wake it")
 	}
 	x.Disarm()
@@ -539,7 +541,10 @@ func TestLateMoveWakes(t *testing.T) {
 	place(t, x, make([]byte, leastMove), to)
 	l := inner(x.End)
 	bulk := &l.lane.bulk
-	bulk.cq, bulk.late = silent{bulk.cq}, 20*time.Millisecond
+	bulk.late = 20 * time.Millisecond
+	for _, r := range bulk.rails {
+		r.cq = silent{r.cq}
+	}
 	b := pattern(n, 1)
 	id, err := x.PutTo(b, to, 0, p2p.Signal{})
 	if err != nil {
@@ -569,12 +574,12 @@ func TestKeysThatAreNotGivenUp(t *testing.T) {
 	l := inner(y.End)
 	n := l.lane
 	for i := range uint64(2 * maxKeys) {
-		l.revoke(n, i, uint32(1<<20+i)) // x is not told of it: y does nothing
+		l.revoke(n, i, []held{{n.port.device, uint32(1<<20 + i)}}) // x is not told of it: y does nothing
 		if failed := n.err != nil; failed != (i >= maxKeys) {
 			t.Fatalf("after %d keys: %v", i+1, n.err)
 		}
 	}
-	device := n.device
+	device := n.port.device
 	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
 		l.mu.Lock()
 		l.out = slices.DeleteFunc(l.out, func(c control) bool { return c.h.Kind == frameRevoke })
@@ -598,21 +603,26 @@ func TestKeysThatAreNotGivenUp(t *testing.T) {
 // What a peer says about keys without reason ends the link.
 func TestHostileKeys(t *testing.T) {
 	for name, c := range map[string]struct {
-		h    p2p.Header
-		n    int
-		want string
+		h       p2p.Header
+		payload string
+		n       int
+		want    string
 	}{
-		"a key that was not asked for": {p2p.Header{Kind: frameKey, Call: 7, Flags: 1}, 1, "not asked"},
-		"a second key":                 {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Count: 8}, 2, "not asked"},
-		"rights":                       {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 0x80}, 1, "rights"},
+		"a key that was not asked for": {p2p.Header{Kind: frameKey, Call: 7, Flags: 1}, "1234", 1, "not asked"},
+		"a second key":                 {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Count: 8}, "1234", 2, "not asked"},
+		"rights":                       {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 0x80}, "1234", 1, "rights"},
 		"memory beyond all addresses": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Off: math.MaxUint64,
-			Count: 2}, 1, "2 bytes at 0xffffffffffffffff"},
-		"a key that was not given taken back": {p2p.Header{Kind: frameRevoke, Call: 7}, 1, "not given"},
-		"a key that was asked for taken back": {p2p.Header{Kind: frameRevoke, Call: 1 << 50}, 1, "not given"},
-		"a key that was not taken back given up": {p2p.Header{Kind: frameRevoked, Call: 7}, 1,
+			Count: 2}, "1234", 1, "2 bytes at 0xffffffffffffffff"},
+		"no key":                              {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, "", 1, "0 values for 1 queue pairs"},
+		"keys of other rails":                 {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, "12345678", 1, "2 values for 1"},
+		"a part of a key":                     {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, "12345", 1, "1 bytes too many"},
+		"a refusal with a key":                {p2p.Header{Kind: frameKey, Call: 1 << 50}, "1234", 1, "1 values for 1"},
+		"a key that was not given taken back": {p2p.Header{Kind: frameRevoke, Call: 7}, "", 1, "not given"},
+		"a key that was asked for taken back": {p2p.Header{Kind: frameRevoke, Call: 1 << 50}, "", 1, "not given"},
+		"a key that was not taken back given up": {p2p.Header{Kind: frameRevoked, Call: 7}, "", 1,
 			"was not asked to"},
-		"a fence of a lane in use": {p2p.Header{Kind: frameFenced}, 1, "about lane 1"},
-		"questions without end":    {p2p.Header{Kind: frameClaim, Call: 3}, 1 << 12, "questions"},
+		"a fence of a lane in use": {p2p.Header{Kind: frameFenced}, "", 1, "about lane 1"},
+		"questions without end":    {p2p.Header{Kind: frameClaim, Call: 3}, "", 1 << 12, "questions"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := soft.New(soft.Config{Seed: 27})
@@ -629,7 +639,8 @@ func TestHostileKeys(t *testing.T) {
 			for range c.n {
 				h := c.h
 				h.Service, h.Seq = service, l.gen
-				l.out = append(l.out, control{h: h})
+				h.Len = uint32(len(c.payload))
+				l.out = append(l.out, control{h, []byte(c.payload)})
 			}
 			l.pumpLocked()
 			l.mu.Unlock()
@@ -672,16 +683,19 @@ func FuzzMemoryFrames(f *testing.F) {
 	f.Cleanup(fabric.Close)
 	cfg := over(fabric, minRing)
 	f.Fuzz(func(t *testing.T, b []byte) {
-		d, err := open(&cfg, func(rdma.Event) {})
+		all, err := openAll(&cfg, func(rdma.Event) {})
 		if err != nil {
 			t.Fatal(err)
 		}
+		tr := New(cfg)
+		tr.devices = all
+		defer tr.Close()
 		n := &lane{gen: 1}
 		defer n.close()
-		if err := n.open(d, minRing, 1, func() {}); err != nil {
+		if err := tr.make(n, minRing, nil, 0, func() {}); err != nil {
 			t.Fatal(err)
 		}
-		l := &link{t: New(cfg), lane: n, stage: up, tx: n, least: 8}
+		l := &link{t: tr, lane: n, stage: up, tx: n, least: 8}
 		l.base = failing{}
 		defer l.wg.Wait()
 		for i := range 3 {
@@ -691,7 +705,7 @@ func FuzzMemoryFrames(f *testing.F) {
 			h := p2p.Header{Kind: kinds[int(b[0])%len(kinds)], Seq: uint64(b[1]), Call: uint64(b[2]), Flags: b[3],
 				Off: binary.LittleEndian.Uint64(b[4:]), Count: binary.LittleEndian.Uint64(b[12:])}
 			l.mu.Lock()
-			err := l.memoryLocked(&h)
+			err := l.memoryLocked(&h, b[20:20+min(len(b)-20, int(h.Flags>>4))])
 			l.mu.Unlock()
 			if err != nil {
 				break
@@ -712,7 +726,7 @@ func (failing) Send(*p2p.Header, []byte) (bool, error) { return false, nil }
 // A key that allows nothing at the peer's device costs the lane, not the operation.
 func TestWrongKeys(t *testing.T) {
 	for name, change := range map[string]func(k *key){
-		"key":     func(k *key) { k.value ^= 1 << 20 },
+		"key":     func(k *key) { k.values[0] ^= 1 << 20 },
 		"address": func(k *key) { k.address += 1 << 40 },
 		"length":  func(k *key) { k.address += 4096; k.n += 4096 },
 	} {

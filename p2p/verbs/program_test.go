@@ -328,11 +328,12 @@ func TestPrograms(t *testing.T) {
 				switch p.r.IntN(5) {
 				case 0:
 					if up {
-						f.Break(n.device.Name(), n.bulk.qp.Number())
+						r := n.bulk.rails[p.r.IntN(len(n.bulk.rails))]
+						f.Break(r.Name(), r.qp.Number())
 					}
 				case 1:
 					if up {
-						f.Break(n.device.Name(), n.qp.Number())
+						f.Break(n.port.Name(), n.qp.Number())
 					}
 				case 2:
 					f.SetPort("soft0", 1, false)

@@ -31,6 +31,13 @@ const (
 	lasting  = 5 * time.Second
 )
 
+// Times after which a lane with rails that never worked is made again. They grow twofold while that
+// changes nothing.
+const (
+	minMend = 10 * time.Second
+	maxMend = 10 * time.Minute
+)
+
 // maxTasks bounds the tasks that a peer can cause.
 const maxTasks = 16
 
@@ -41,7 +48,7 @@ func (l *link) makeLocked(pause time.Duration) {
 	l.lane, l.stage = n, making
 	l.taskLocked(n, func() error {
 		l.wait(pause)
-		return l.open(n)
+		return l.open(n, nil)
 	}, func() {
 		l.stage, n.told = proposed, true
 		l.tellLocked(frameProposal, n.gen, n.setup.encode())
@@ -67,16 +74,23 @@ func (l *link) wait(pause time.Duration) {
 	}
 }
 
-// open makes the objects of n.
-func (l *link) open(n *lane) error {
+// open makes the objects of n, of the acceptor's end for a proposal.
+func (l *link) open(n *lane, theirs *setup) error {
 	if err := l.ctx.Err(); err != nil {
 		return err
 	}
-	d, err := l.t.acquire()
-	if err != nil {
-		return err
+	return l.t.make(n, l.ring, theirs, l.attempt(), l.t.host.Wake)
+}
+
+// attempt returns which port the frames' queue pair of the next lane is on: the nearest one, unless
+// lanes have never come up since the ports have last changed.
+func (l *link) attempt() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if ups := l.t.ups.Load(); ups != l.ups {
+		l.ups, l.vain, l.mend = ups, 0, minMend
 	}
-	return n.open(d, l.ring, rand.Uint32N(1<<24), l.t.host.Wake)
+	return l.vain
 }
 
 // taskLocked runs work on n in a goroutine, and then next with the lock, unless work has failed or
@@ -118,14 +132,14 @@ func (l *link) connectLocked(n *lane, theirs setup) {
 	l.stage = connecting
 	l.taskLocked(n, func() error {
 		if !l.dialler {
-			if err := l.open(n); err != nil {
+			if err := l.open(n, &theirs); err != nil {
 				return err
 			}
 		}
 		return n.connect(theirs)
 	}, func() {
 		if l.dialler {
-			l.stage, l.probe = probing, n.ask()
+			l.stage, l.probe = probing, n.probe()
 		} else {
 			l.stage = accepted
 			l.tellLocked(frameAcceptance, n.gen, n.setup.encode())
@@ -138,6 +152,9 @@ func (l *link) connectLocked(n *lane, theirs setup) {
 func (l *link) dropLocked(reason error) {
 	n := l.lane
 	lasted := l.stage == up && time.Since(l.since) > lasting
+	if l.stage < up {
+		l.vain++
+	}
 	l.t.log.Info("rdma: frames go over TCP", "peer", l.peer, "lane", n.gen, "reason", reason)
 	down := p2p.Header{Kind: frameDown, Service: service, Seq: n.gen, Count: 1}
 	if l.rx == n {
@@ -230,13 +247,13 @@ func (l *link) controlLocked(head *p2p.Header, payload []byte) bool {
 			l.rx = n
 			l.lookLocked()
 		case !l.dialler && l.stage == accepted:
-			l.rx, l.stage, l.probe = n, probing, n.ask()
+			l.rx, l.stage, l.probe = n, probing, n.probe()
 			l.lookLocked()
 		default:
 			l.violated("lane %d is ready in stage %d", n.gen, l.stage)
 		}
 	case frameFenced, frameClaim, frameKey, frameRevoke, frameRevoked:
-		if err := l.memoryLocked(&h); err != nil {
+		if err := l.memoryLocked(&h, b); err != nil {
 			l.violated("%v", err)
 		}
 	case frameDown:

@@ -90,7 +90,7 @@ func TestFramesSurviveDevices(t *testing.T) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		if n := l.lane; n != nil && l.stage >= probing {
-			f.Break(n.device.Name(), n.qp.Number())
+			f.Break(n.port.Name(), n.qp.Number())
 		}
 	}
 	for name, fault := range map[string]func(f *soft.Fabric, l *link, i int){
@@ -186,7 +186,7 @@ func TestFramesOfLostRing(t *testing.T) {
 			}
 		}
 		n := inner([]*linktest.End{a, b}[r.IntN(2)]).lane
-		f.Break(n.device.Name(), n.qp.Number())
+		f.Break(n.port.Name(), n.qp.Number())
 		over := func(e *linktest.End) bool { // the end has noticed, so that the next round has another lane
 			l := inner(e)
 			l.mu.Lock()

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/bits"
+	"strings"
 
 	"tutti/p2p"
 	"tutti/rdma"
@@ -22,10 +23,12 @@ const (
 	// The sender reads nothing more of the ring. It has taken what is before position Off, where
 	// frame or skip mark Count begins. The frames behind it follow over the TCP connection.
 	frameDown
-	// Frames about the memory of puts and gets: see bulk and exposure. Call is the generation.
+	// Frames about the memory of puts and gets: see bulk and exposure. Call is the generation. The
+	// payload of frameKey, unless it is a refusal, is a key for each rail, four bytes: that of the
+	// sender's device of the rail, and 0 for one without.
 	frameFenced  // the sender's queue pairs of the lane are closed
 	frameClaim   // asks for a key of region Off
-	frameKey     // the key Chan for Count bytes at address Off, with the rights Flags; without rights: refused
+	frameKey     // for Count bytes at address Off, with the rights Flags; without rights: refused; payload: keys
 	frameRevoke  // requests with the key fail from now on
 	frameRevoked // no request with it is under way, nor will be
 )
@@ -34,46 +37,75 @@ const (
 const (
 	minRing     = 32 << 10
 	maxRing     = 16 << 20
-	setupSize   = 48
-	maxText     = 512
-	wireVersion = 2
+	maxRails    = 16 // of a lane
+	setupHead   = 16
+	pathSize    = 32
+	maxText     = 1 << 10
+	wireVersion = 3
 )
 
 // setup is what one end tells the other to connect with.
 type setup struct {
-	link    rdma.GIDType
-	mtu     int // bytes
-	gid     rdma.GID
-	lid     uint16
-	qp      uint32
-	psn     uint32
 	ring    int    // bytes, a power of two: of both ends' the smaller one
-	address uint64 // of the ring
-	key     uint32
-	reads   int    // that its queue pair for data serves at a time
-	bulk    uint32 // queue pair for data, with the same first packet number
+	key     uint32 // of the ring
+	address uint64
+	frames  path
+	rails   []path // of the acceptor as many as of the dialler
 }
 
-// encode returns the setup as bytes, little-endian:
+// path is a queue pair of a lane, and how it is reached. The zero path stands for a rail that one
+// end leaves out.
+type path struct {
+	link  rdma.GIDType
+	mtu   int // bytes
+	gid   rdma.GID
+	lid   uint16
+	qp    uint32
+	psn   uint32
+	reads int // that it serves at a time
+	// pair is the number of the port of the other end: of those with the protocol, in the order of
+	// their names, counted from 0 and again after the last one. Of the acceptor that of the dialler.
+	pair int
+}
+
+// encode returns the setup as bytes, little-endian: a head, the path of frames, and the rails.
 //
-//	0   format, 2
-//	1   protocol of the address
-//	2   MTU, 256 << n
-//	3   bytes of the ring, 1 << n
+//	0   format, 3
+//	1   bytes of the ring, 1 << n
+//	2   number of rails
+//	3   0
+//	4   key
+//	8   address of the ring
+//
+// A path is:
+//
+//	0   protocol of the address
+//	1   MTU, 256 << n
+//	2   reads at a time
+//	3   number of the port to be paired with
 //	4   queue pair, first packet number
-//	12  key
-//	16  address of the ring
-//	24  address of the port
-//	40  local identifier
-//	42  reads at a time
-//	43  0
-//	44  queue pair for data
+//	12  local identifier
+//	14  0, 0
+//	16  address of the port
 func (s *setup) encode() []byte {
 	le := binary.LittleEndian
-	b := []byte{wireVersion, byte(s.link), byte(bits.Len(uint(s.mtu)) - 9), byte(bits.Len(uint(s.ring)) - 1)}
-	b = le.AppendUint32(le.AppendUint32(le.AppendUint32(b, s.qp), s.psn), s.key)
-	b = append(le.AppendUint64(b, s.address), s.gid[:]...)
-	return le.AppendUint32(append(le.AppendUint16(b, s.lid), byte(s.reads), 0), s.bulk)
+	b := []byte{wireVersion, byte(bits.Len(uint(s.ring)) - 1), byte(len(s.rails)), 0}
+	b = le.AppendUint64(le.AppendUint32(b, s.key), s.address)
+	b = s.frames.append(b)
+	for i := range s.rails {
+		b = s.rails[i].append(b)
+	}
+	return b
+}
+
+func (p *path) append(b []byte) []byte {
+	if p.qp == 0 {
+		return append(b, make([]byte, pathSize)...)
+	}
+	le := binary.LittleEndian
+	b = append(b, byte(p.link), byte(bits.Len(uint(p.mtu))-9), byte(p.reads), byte(p.pair))
+	b = le.AppendUint32(le.AppendUint32(b, p.qp), p.psn)
+	return append(append(le.AppendUint16(b, p.lid), 0, 0), p.gid[:]...)
 }
 
 // decodeSetup accepts exactly the results of encode. The error wraps p2p.ErrProtocol.
@@ -84,39 +116,75 @@ func decodeSetup(b []byte) (s setup, err error) {
 	switch {
 	case len(b) > 0 && b[0] != wireVersion:
 		return bad("format %d, this build speaks %d: run the same version on all ranks", b[0], wireVersion)
-	case len(b) != setupSize:
-		return bad("want %d", setupSize)
-	case rdma.GIDType(b[1]) > rdma.RoCEv2 || b[2] > 4 || b[3] > 31 || b[42] == 0 || b[43] != 0:
-		return bad("protocol %d, MTU code %d, ring code %d, %d reads", b[1], b[2], b[3], b[42])
+	case len(b) < setupHead:
+		return bad("want at least %d", setupHead)
+	case b[2] == 0 || b[2] > maxRails || b[3] != 0 || len(b) != setupHead+pathSize*(1+int(b[2])):
+		return bad("%d rails of at most %d", b[2], maxRails)
+	case b[1] > 31:
+		return bad("ring code %d", b[1])
 	}
 	le := binary.LittleEndian
-	s = setup{link: rdma.GIDType(b[1]), mtu: 256 << b[2], ring: 1 << b[3], qp: le.Uint32(b[4:]), psn: le.Uint32(b[8:]),
-		key: le.Uint32(b[12:]), address: le.Uint64(b[16:]), gid: rdma.GID(b[24:40]), lid: le.Uint16(b[40:]),
-		reads: int(b[42]), bulk: le.Uint32(b[44:])}
+	s = setup{ring: 1 << b[1], key: le.Uint32(b[4:]), address: le.Uint64(b[8:]), rails: make([]path, b[2])}
 	switch {
 	case s.ring < minRing || s.ring > maxRing:
 		return bad("a ring of %d bytes, want %d to %d", s.ring, minRing, maxRing)
-	case s.qp == 0 || s.qp >= 1<<24 || s.psn >= 1<<24 || s.bulk == 0 || s.bulk >= 1<<24:
-		return bad("queue pairs %d and %d, packet number %d", s.qp, s.bulk, s.psn)
 	case s.address%unit != 0 || s.address+uint64(s.ring) < s.address:
 		return bad("memory at %#x, want an address aligned to %d", s.address, unit)
+	}
+	if s.frames, err = decodePath(b[setupHead:][:pathSize]); err != nil {
+		return bad("path of frames: %v", err)
+	}
+	for i := range s.rails {
+		one := b[setupHead+pathSize*(1+i):][:pathSize]
+		if [pathSize]byte(one) == [pathSize]byte{} {
+			continue
+		}
+		if s.rails[i], err = decodePath(one); err != nil {
+			return bad("rail %d: %v", i, err)
+		}
 	}
 	return s, nil
 }
 
-// endpoint is what a transport publishes: the format, the protocol of its port, and the endpoint of
-// its TCP listener.
-type endpoint struct {
-	link rdma.GIDType
-	tcp  []byte
+func decodePath(b []byte) (path, error) {
+	if rdma.GIDType(b[0]) > rdma.RoCEv2 || b[1] > 4 || b[2] == 0 || b[14] != 0 || b[15] != 0 {
+		return path{}, fmt.Errorf("protocol %d, MTU code %d, %d reads", b[0], b[1], b[2])
+	}
+	le := binary.LittleEndian
+	p := path{link: rdma.GIDType(b[0]), mtu: 256 << b[1], reads: int(b[2]), pair: int(b[3]), qp: le.Uint32(b[4:]),
+		psn: le.Uint32(b[8:]), lid: le.Uint16(b[12:]), gid: rdma.GID(b[16:])}
+	if p.qp == 0 || p.qp >= 1<<24 || p.psn >= 1<<24 {
+		return path{}, fmt.Errorf("queue pair %d, packet number %d", p.qp, p.psn)
+	}
+	return p, nil
 }
 
-func (e endpoint) encode() []byte { return append([]byte{wireVersion, byte(e.link)}, e.tcp...) }
+// endpoint is what a transport publishes: the format, the protocols of its ports, and the endpoint
+// of its TCP listener.
+type endpoint struct {
+	links links
+	tcp   []byte
+}
+
+// links is a set of protocols, 1<<rdma.GIDType each.
+type links uint8
+
+func (l links) String() string {
+	var names []string
+	for t := range rdma.RoCEv2 + 1 {
+		if l&(1<<t) != 0 {
+			names = append(names, t.String())
+		}
+	}
+	return strings.Join(names, ", ")
+}
+
+func (e endpoint) encode() []byte { return append([]byte{wireVersion, byte(e.links)}, e.tcp...) }
 
 func decodeEndpoint(b []byte) (endpoint, error) {
-	if len(b) < 3 || len(b) > p2p.MaxEndpoint || b[0] != wireVersion || rdma.GIDType(b[1]) > rdma.RoCEv2 {
+	if len(b) < 3 || len(b) > p2p.MaxEndpoint || b[0] != wireVersion || b[1] == 0 || b[1] >= 2<<rdma.RoCEv2 {
 		return endpoint{}, fmt.Errorf("rdma: %d bytes are no endpoint of format %d: run the same version on all ranks",
 			len(b), wireVersion)
 	}
-	return endpoint{link: rdma.GIDType(b[1]), tcp: b[2:]}, nil
+	return endpoint{links: links(b[1]), tcp: b[2:]}, nil
 }

@@ -6,8 +6,11 @@ import (
 	"fmt"
 	"log/slog"
 	"math/bits"
+	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"tutti/mem"
 	"tutti/p2p"
@@ -22,9 +25,15 @@ const Name = "rdma"
 // Config configures a Transport.
 type Config struct {
 	Provider rdma.Provider
-	// Devices says which ports may be used, in the form of rdma.ParseDevices. The first one of
-	// these that is active is used.
+	// Devices says which ports may be used, in the form of rdma.ParseDevices. All of these that are
+	// active are used.
 	Devices string
+	// Nodes are the NUMA nodes of this process's processors, if they are known. The ports of devices
+	// on other nodes come after all others.
+	Nodes []int
+	// QueuePairs is the number of queue pairs for data on each port and link. Default 1. A link has at
+	// most 16, and uses no more ports.
+	QueuePairs int
 	// GID says which address of the port is used: see rdma.ChooseGID.
 	GID string
 	// RingBytes is the size of a link's ring, rounded up to a power of two; the smaller one of both
@@ -43,27 +52,28 @@ type Transport struct {
 	tcp   *tcp.Transport
 	log   *slog.Logger
 	host  p2p.Host // set by Listen
-	link  rdma.GIDType
+	links links
 
-	// Bytes of puts and gets of this rank that its device has moved.
+	// Bytes of puts and gets of this rank that its devices have moved.
 	put, got atomic.Uint64
 
-	news atomic.Uint64 // what has happened to TCP connections, lanes and the device
-	ups  atomic.Uint64 // ports that came back
+	news atomic.Uint64 // what has happened to TCP connections, lanes and devices
+	ups  atomic.Uint64 // of these, ports that came back, or have other addresses
 
 	mu      sync.Mutex
-	device  *device
+	devices []*device // the nearest first; those that were removed stay until they are back
+	seeking bool      // seek runs
 	closed  bool
+	done    chan struct{} // closed by Close
 	waiting chan struct{} // closed at the next news; nil: nobody waits
-
-	opening sync.Mutex // held while a device is opened; before mu
+	wg      sync.WaitGroup
 }
 
 // New returns an idle transport. Listen returns errors of cfg.
 func New(cfg Config) *Transport {
-	cfg.RingBytes = ringBytes(cfg.RingBytes)
+	cfg.RingBytes, cfg.QueuePairs = ringBytes(cfg.RingBytes), max(cfg.QueuePairs, 1)
 	cfg.TCP.Conns, cfg.TCP.MaxFrame, cfg.TCP.Plain = 1, cfg.RingBytes/4, true
-	t := &Transport{cfg: cfg, log: cfg.TCP.Logger}
+	t := &Transport{cfg: cfg, log: cfg.TCP.Logger, done: make(chan struct{})}
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
 	}
@@ -87,76 +97,170 @@ func (t *Transport) Name() string { return Name }
 
 // Listen implements p2p.Transport.
 func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
-	d, err := open(&t.cfg, t.event)
+	all, err := openAll(&t.cfg, t.event)
 	if err != nil {
 		return nil, err
 	}
-	s, _, err := d.address()
+	t.mu.Lock()
+	again := t.closed || t.devices != nil
+	if !again {
+		t.host, t.devices = h, all
+	}
+	t.mu.Unlock()
+	if again {
+		for _, d := range all {
+			t.releases(d)
+		}
+		return nil, fmt.Errorf("rdma: Listen: %w or already listening", p2p.ErrClosed)
+	}
+	active, err := t.active()
 	if err != nil {
-		return nil, errors.Join(err, d.release())
+		return nil, errors.Join(err, t.Close())
+	}
+	var links links
+	for _, p := range active {
+		links |= 1 << p.path.link
+		t.releases(p.device)
 	}
 	t.mu.Lock()
-	if t.closed || t.device != nil {
-		t.mu.Unlock()
-		return nil, errors.Join(fmt.Errorf("rdma: Listen: %w or already listening", p2p.ErrClosed), d.release())
-	}
-	t.host, t.device, t.link = h, d, s.link
+	t.links = links
 	t.mu.Unlock()
 	at, err := t.tcp.Listen(ctx, &listener{h, t})
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("rdma: %w", err), t.Close())
 	}
-	t.log.Debug("rdma: listening", "device", d.at, "address", s.gid)
-	return endpoint{s.link, at}.encode(), nil
+	t.log.Info("rdma: listening", "ports", names(active))
+	t.event(rdma.Event{}) // a device may be gone already
+	return endpoint{links, at}.encode(), nil
 }
 
-// acquire returns the device, which the caller releases. One that was removed is opened again, or
-// another one that may be used.
-func (t *Transport) acquire() (*device, error) {
-	t.opening.Lock()
-	defer t.opening.Unlock()
-	if d, err := t.present(); d != nil || err != nil {
-		return d, err
-	}
-	d, err := open(&t.cfg, t.event)
-	if err != nil {
-		return nil, err
-	}
+// active returns the ports that can be used now, the nearest first, with their devices retained. It
+// fails if there is none.
+func (t *Transport) active() (ports []port, why error) {
 	t.mu.Lock()
 	if t.closed {
 		t.mu.Unlock()
-		return nil, errors.Join(p2p.ErrClosed, d.release())
+		return nil, p2p.ErrClosed
 	}
-	old := t.device
-	t.device = d
-	d.retain()
+	all := slices.Clone(t.devices)
+	for _, d := range all {
+		d.retain()
+	}
 	t.mu.Unlock()
-	if err := old.release(); err != nil {
-		t.log.Warn("rdma: cannot close a device that was removed", "device", old.at, "reason", err)
+	for _, d := range all {
+		p, err := d.address()
+		if err == nil && d.lost() {
+			err = fmt.Errorf("rdma: port %v was down just now", d.at)
+		}
+		if err != nil {
+			why = errors.Join(why, err)
+			t.releases(d)
+			continue
+		}
+		ports = append(ports, p)
 	}
-	return d, nil
+	if len(ports) > 0 {
+		why = nil
+	}
+	return ports, why
 }
 
-// present returns the device, retained, or nil if it was removed.
-func (t *Transport) present() (*device, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	switch {
-	case t.closed:
-		return nil, p2p.ErrClosed
-	case t.device.gone.Load():
-		return nil, nil
+// make makes the objects of a lane with rings of so many bytes, at the acceptor for a proposal: see
+// propose and accept.
+func (t *Transport) make(n *lane, ring int, theirs *setup, attempt int, wake func()) error {
+	n.ups = t.ups.Load()
+	active, err := t.active()
+	if err != nil {
+		return err
 	}
-	t.device.retain()
-	return t.device, nil
+	defer func() {
+		for _, p := range active {
+			t.releases(p.device)
+		}
+	}()
+	var frames port
+	var rails []port
+	if theirs == nil {
+		frames, rails = propose(active, t.cfg.QueuePairs, attempt)
+	} else if frames, rails, err = accept(active, theirs); err != nil {
+		return err
+	}
+	return n.open(frames, rails, ring, rand.Uint32N(1<<24), wake)
+}
+
+// missing reports whether there is a port that can be used, and a lane does not use.
+func (t *Transport) missing(n *lane) (found bool) {
+	active, _ := t.active() // without any there is none
+	for _, p := range active {
+		found = found || !slices.Contains(n.devices, p.device)
+		t.releases(p.device)
+	}
+	return found
+}
+
+// releases releases a device.
+func (t *Transport) releases(d *device) {
+	if err := d.release(); err != nil {
+		t.log.Warn("rdma: cannot close a device", "device", d.at, "reason", err)
+	}
 }
 
 // event is called with the events of devices.
 func (t *Transport) event(e rdma.Event) {
-	if e.Kind == rdma.PortUp {
+	if e.Kind == rdma.PortUp || e.Kind == rdma.GIDsChanged {
 		t.ups.Add(1)
 	}
+	t.mu.Lock()
+	if !t.seeking && !t.closed && slices.ContainsFunc(t.devices, (*device).removed) {
+		t.seeking = true
+		t.wg.Go(t.seek)
+	}
+	t.mu.Unlock()
 	t.tell()
+}
+
+// seek opens devices again that were removed, until all are back. No event says that one is.
+func (t *Transport) seek() {
+	timer := time.NewTimer(minPause)
+	defer timer.Stop()
+	for pause := minPause; ; pause = min(2*pause, maxPause) {
+		select {
+		case <-timer.C:
+		case <-t.done:
+			return
+		}
+		t.mu.Lock()
+		all := slices.Clone(t.devices)
+		t.mu.Unlock()
+		for i, d := range all {
+			if !d.removed() {
+				continue
+			}
+			again, err := openPort(&t.cfg, d.at, t.event)
+			if err != nil {
+				continue // not yet
+			}
+			again.moved.Store(d.moved.Load())
+			t.mu.Lock()
+			if t.closed {
+				d = again
+			} else {
+				t.devices[i] = again
+			}
+			t.mu.Unlock()
+			t.releases(d)
+			t.ups.Add(1)
+			t.tell()
+		}
+		t.mu.Lock()
+		t.seeking = slices.ContainsFunc(t.devices, (*device).removed)
+		more := t.seeking
+		t.mu.Unlock()
+		if !more {
+			return
+		}
+		timer.Reset(pause)
+	}
 }
 
 // tell says that there is news, and wakes the host.
@@ -207,10 +311,10 @@ func (t *Transport) Reaches(b []byte) error {
 		return err
 	}
 	t.mu.Lock()
-	d, kind := t.device, t.link
+	mine := t.links
 	t.mu.Unlock()
-	if d != nil && kind != e.link {
-		return fmt.Errorf("rdma: the peer's port is %v, and %s is %v: they cannot be connected", e.link, d.at, kind)
+	if mine != 0 && mine&e.links == 0 {
+		return fmt.Errorf("rdma: the peer's ports are %v, and those here %v: they cannot be connected", e.links, mine)
 	}
 	return t.tcp.Reaches(e.tcp)
 }
@@ -265,16 +369,26 @@ func (t *Transport) Close() error {
 	t.mu.Lock()
 	first := !t.closed
 	t.closed = true
-	d := t.device
+	if first {
+		close(t.done)
+	}
 	t.mu.Unlock()
 	err := t.tcp.Close()
+	t.wg.Wait()
 	for _, e := range t.keys.all() {
 		err = errors.Join(err, e.end())
 	}
-	if put, got := t.put.Load(), t.got.Load(); first && put+got > 0 {
-		t.log.Info("rdma: the device has moved", "put", put, "got", got)
+	if !first {
+		return err
 	}
-	if first && d != nil {
+	if put, got := t.put.Load(), t.got.Load(); put+got > 0 {
+		var ports []string
+		for _, d := range t.devices {
+			ports = append(ports, fmt.Sprintf("%v: %d", d.at, d.moved.Load()))
+		}
+		t.log.Info("rdma: the device has moved", "put", put, "got", got, "ports", ports)
+	}
+	for _, d := range t.devices { // which nothing changes any more
 		err = errors.Join(err, d.release())
 	}
 	return err

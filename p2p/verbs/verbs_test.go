@@ -237,13 +237,35 @@ func TestRing(t *testing.T) {
 	}
 }
 
+// example returns a setup whose bytes are in TestSetupBytes.
+func example() setup {
+	p := path{link: rdma.RoCEv2, mtu: 1024, gid: rdma.GID{10: 0xff, 11: 0xff, 12: 10, 15: 1}, qp: 17, psn: 5, reads: 1}
+	q := p
+	q.qp, q.psn, q.reads, q.pair, q.lid = 18, 6, 16, 1, 0x102
+	return setup{ring: minRing, key: 9, address: 1 << 20, frames: p, rails: []path{q, {}}}
+}
+
+// TestSetupBytes: the format has not changed.
+func TestSetupBytes(t *testing.T) {
+	want := "030f0200" + "09000000" + "0000100000000000" +
+		"02020100" + "11000000" + "05000000" + "00000000" + "00000000000000000000ffff0a000001" +
+		"02021001" + "12000000" + "06000000" + "02010000" + "00000000000000000000ffff0a000001" +
+		strings.Repeat("00", 32)
+	s := example()
+	if got := fmt.Sprintf("%x", s.encode()); got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	if got, err := decodeSetup(s.encode()); err != nil || !reflect.DeepEqual(got, s) {
+		t.Errorf("%+v, %v, want %+v", got, err, s)
+	}
+}
+
 // FuzzSetup: what is accepted is what encode writes.
 func FuzzSetup(f *testing.F) {
-	good := setup{link: rdma.RoCEv2, mtu: 1024, qp: 17, psn: 5, ring: minRing, address: 1 << 20, key: 9, reads: 16,
-		bulk: 18}
+	good := example()
 	f.Add(good.encode())
 	f.Add([]byte{})
-	f.Add(make([]byte, setupSize))
+	f.Add(make([]byte, setupHead+2*pathSize))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s, err := decodeSetup(b)
 		if err != nil {

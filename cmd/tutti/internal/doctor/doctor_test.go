@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"tutti/cmd/tutti/internal/cpus"
+	"tutti/internal/cpus"
 	"tutti/p2p/registry"
 
 	"pgregory.net/rapid"

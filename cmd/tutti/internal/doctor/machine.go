@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tutti/cmd/tutti/internal/cpus"
+	"tutti/internal/cpus"
 	"tutti/internal/files"
 	"tutti/kernels"
 )

@@ -3,7 +3,7 @@ package launch
 import (
 	"os"
 
-	"tutti/cmd/tutti/internal/cpus"
+	"tutti/internal/cpus"
 )
 
 // Binding says which processors a rank may run on, of those that the launcher itself may run on: a

@@ -18,7 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tutti/cmd/tutti/internal/cpus"
+	"tutti/internal/cpus"
 	"tutti/internal/ident"
 )
 

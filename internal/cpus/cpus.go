@@ -1,5 +1,5 @@
-// Package cpus divides the processors of a machine among the ranks that start on it. Read says
-// which processors there are; all else is pure.
+// Package cpus divides the processors of a machine among the ranks that start on it. Allowed and
+// Read say which processors there are; all else is pure.
 package cpus
 
 import (
@@ -109,6 +109,16 @@ func Read(sys fs.FS, allowed Set) ([]CPU, error) {
 		all[i] = CPU{ID: id, Core: core, Node: nodes[id]}
 	}
 	return all, nil
+}
+
+// Nodes returns the NUMA nodes that have one of the processors, in ascending order.
+func Nodes(machine []CPU) []int {
+	var nodes []int
+	for _, c := range machine {
+		nodes = append(nodes, c.Node)
+	}
+	slices.Sort(nodes)
+	return slices.Compact(nodes)
 }
 
 // readSet reads a file of a Set. A file that does not exist is the empty one.
