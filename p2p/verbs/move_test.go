@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"runtime"
@@ -26,15 +25,26 @@ import (
 // sides returns the ends of a link over f, for tests of remote memory. Its ring is up.
 func sides(t *testing.T, f *soft.Fabric) (x, y *linktest.Side) {
 	t.Helper()
-	n := 0
-	x, y = linktest.Sides(t, func(testing.TB) p2p.Transport {
-		n++
-		cfg := over(f, minRing)
-		cfg.Devices = fmt.Sprintf("=soft%d", n%2)
-		return New(cfg)
-	})
+	return sidesOf(t, f, ports{})
+}
+
+// sidesOf returns the ends of a link over certain ports.
+func sidesOf(t *testing.T, f *soft.Fabric, p ports) (x, y *linktest.Side) {
+	t.Helper()
+	x, y = linktest.Sides(t, p.open(f, minRing))
 	raised(t, x.End, y.End)
 	return x, y
+}
+
+// wide are ports with several rails, for tests of what is to hold with one and with several.
+var wide = map[string]ports{"one rail": {}, "two queue pairs": {queuePairs: 2},
+	"two devices": twoEach, "four rails": {twoEach.devices, 2}}
+
+// overRails runs a test over all of wide.
+func overRails(t *testing.T, test func(t *testing.T, p ports)) {
+	for name, p := range wide {
+		t.Run(name, func(t *testing.T) { test(t, p) })
+	}
 }
 
 // bytesMoved returns how much the device of a side has put and got for it.
@@ -138,6 +148,12 @@ func TestShortDataInFrames(t *testing.T) {
 // not change after its end, although frames may have repeated it: the target uses the memory for
 // something else at once.
 func TestDataSurvivesDevices(t *testing.T) {
+	for _, name := range []string{"one rail", "four rails"} {
+		t.Run(name, func(t *testing.T) { testDataSurvivesDevices(t, wide[name]) })
+	}
+}
+
+func testDataSurvivesDevices(t *testing.T, p ports) {
 	for name, c := range map[string]struct {
 		faults func(now *atomic.Bool) soft.Faults // one, when it is set
 		fault  func(f *soft.Fabric, l *link, i int)
@@ -185,13 +201,13 @@ func TestDataSurvivesDevices(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var now atomic.Bool
-			cfg := soft.Config{Seed: 23, Late: 4, ReuseKeys: true, ReuseNumbers: true}
+			cfg := soft.Config{Seed: 23, Devices: 4, Late: 4, ReuseKeys: true, ReuseNumbers: true}
 			if c.faults != nil {
 				cfg.Faults = c.faults(&now)
 			}
 			f := soft.New(cfg)
 			t.Cleanup(f.Close)
-			x, y := sides(t, f)
+			x, y := sidesOf(t, f, p)
 			survive(t, x, y, 60, 6, 600_000, func(i int) {
 				if now.Store(true); c.fault != nil {
 					c.fault(f, inner([]*linktest.Side{x, y}[i%2].End), i)
@@ -279,10 +295,12 @@ func place(t *testing.T, x *linktest.Side, b []byte, to *mem.Remote) {
 }
 
 // An operation whose lane has failed waits until the queue pairs of both ends are closed.
-func TestFence(t *testing.T) {
-	f := soft.New(soft.Config{Seed: 24})
+func TestFence(t *testing.T) { overRails(t, testFence) }
+
+func testFence(t *testing.T, p ports) {
+	f := soft.New(soft.Config{Seed: 24, Devices: 4})
 	t.Cleanup(f.Close)
-	x, y := sides(t, f)
+	x, y := sidesOf(t, f, p)
 	const n = 8 << 20
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 0, n, mem.Write)
@@ -332,10 +350,12 @@ func TestFence(t *testing.T) {
 }
 
 // What a cancelled put has in the network cannot be placed over the data of a later one.
-func TestCancelledPutIsFenced(t *testing.T) {
-	f := soft.New(soft.Config{Seed: 34, Late: 8})
+func TestCancelledPutIsFenced(t *testing.T) { overRails(t, testCancelledPutIsFenced) }
+
+func testCancelledPutIsFenced(t *testing.T, p ports) {
+	f := soft.New(soft.Config{Seed: 34, Devices: 4, Late: 8})
 	t.Cleanup(f.Close)
-	x, y := sides(t, f)
+	x, y := sidesOf(t, f, p)
 	const n = 8 << 20
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 0, n, mem.Write)
@@ -395,37 +415,40 @@ func TestFenceNeedsBothEnds(t *testing.T) {
 }
 
 // A key stands for no other memory while a peer may use it.
-func TestKeysOfWithdrawnMemory(t *testing.T) {
-	f := soft.New(soft.Config{Seed: 25, ReuseKeys: true})
+func TestKeysOfWithdrawnMemory(t *testing.T) { overRails(t, testKeysOfWithdrawnMemory) }
+
+func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
+	f := soft.New(soft.Config{Seed: 25, Devices: 4, ReuseKeys: true})
 	t.Cleanup(f.Close)
-	x, y := sides(t, f)
+	x, y := sidesOf(t, f, p)
 	const n = leastMove
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 0, n, mem.Write)
 	place(t, x, make([]byte, n), to)
 	l := inner(x.End)
-	key := l.lane.bulk.keys[to.Generation].values[0]
+	keys := l.lane.bulk.keys[to.Generation].values
 	if err := y.Withdraw(to); err != nil {
 		t.Fatal(err)
 	}
-	// given reports whether one of n more memory regions has the key. The fabric gives the latest
-	// first.
+	// given reports whether one of n more memory regions of a device has its key. The fabric
+	// gives the latest ones first.
 	given := func(n int) bool {
 		t.Helper()
-		d := inner(y.End).lane.port.device
-		for range n {
-			mr, err := d.register(r.Memory, rdma.LocalWrite|rdma.RemoteWrite)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer mr.Close()
-			if mr.RemoteKey() == key {
-				return true
+		for i, rail := range inner(y.End).lane.bulk.rails {
+			for range n {
+				mr, err := rail.register(r.Memory, rdma.LocalWrite|rdma.RemoteWrite)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer mr.Close()
+				if mr.RemoteKey() == keys[i] {
+					return true
+				}
 			}
 		}
 		return false
 	}
-	if given(1) {
+	if given(2) {
 		t.Error("a key that the peer has stands for memory again")
 	}
 	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
@@ -446,16 +469,18 @@ func TestKeysOfWithdrawnMemory(t *testing.T) {
 	if len(l.lane.bulk.keys) > 0 || l.gen != 1 {
 		t.Errorf("%d keys are left, lane %d", len(l.lane.bulk.keys), l.gen)
 	}
-	if !given(4) {
+	if !given(32) {
 		t.Error("the key is withheld although the peer has given it up")
 	}
 }
 
 // An access that meets a Withdraw fails its lane, and then has the reason; the link goes on.
-func TestWithdrawUnderAccess(t *testing.T) {
-	f := soft.New(soft.Config{Seed: 26, Late: 6, ReuseKeys: true})
+func TestWithdrawUnderAccess(t *testing.T) { overRails(t, testWithdrawUnderAccess) }
+
+func testWithdrawUnderAccess(t *testing.T, p ports) {
+	f := soft.New(soft.Config{Seed: 26, Devices: 4, Late: 6, ReuseKeys: true})
 	t.Cleanup(f.Close)
-	x, y := sides(t, f)
+	x, y := sidesOf(t, f, p)
 	const n = 2 << 20
 	r := y.Alloc(t, n)
 	for round := range 20 {
@@ -485,10 +510,12 @@ func TestWithdrawUnderAccess(t *testing.T) {
 }
 
 // A key that comes while an end is about to sleep begins a request, whose completion wakes it.
-func TestKeyBeforeSleep(t *testing.T) {
-	f := soft.New(soft.Config{Seed: 31, Late: 8})
+func TestKeyBeforeSleep(t *testing.T) { overRails(t, testKeyBeforeSleep) }
+
+func testKeyBeforeSleep(t *testing.T, p ports) {
+	f := soft.New(soft.Config{Seed: 31, Devices: 4, Late: 8})
 	t.Cleanup(f.Close)
-	x, y := sides(t, f)
+	x, y := sidesOf(t, f, p)
 	const n = 1 << 20
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 0, n, mem.Write)
@@ -531,10 +558,12 @@ func (silent) Poll([]rdma.Completion) (int, error) { return 0, nil }
 func (silent) Arm() error                          { return nil }
 
 // An end that sleeps while its device forgets a request wakes, and gives up the lane.
-func TestLateMoveWakes(t *testing.T) {
-	f := soft.New(soft.Config{Seed: 32})
+func TestLateMoveWakes(t *testing.T) { overRails(t, testLateMoveWakes) }
+
+func testLateMoveWakes(t *testing.T, p ports) {
+	f := soft.New(soft.Config{Seed: 32, Devices: 4})
 	t.Cleanup(f.Close)
-	x, y := sides(t, f)
+	x, y := sidesOf(t, f, p)
 	const n = 1 << 20
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 0, n, mem.Write)
@@ -724,16 +753,18 @@ type failing struct{ p2p.Link }
 func (failing) Send(*p2p.Header, []byte) (bool, error) { return false, nil }
 
 // A key that allows nothing at the peer's device costs the lane, not the operation.
-func TestWrongKeys(t *testing.T) {
+func TestWrongKeys(t *testing.T) { overRails(t, testWrongKeys) }
+
+func testWrongKeys(t *testing.T, p ports) {
 	for name, change := range map[string]func(k *key){
 		"key":     func(k *key) { k.values[0] ^= 1 << 20 },
 		"address": func(k *key) { k.address += 1 << 40 },
 		"length":  func(k *key) { k.address += 4096; k.n += 4096 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := soft.New(soft.Config{Seed: 28})
+			f := soft.New(soft.Config{Seed: 28, Devices: 4})
 			t.Cleanup(f.Close)
-			x, y := sides(t, f)
+			x, y := sidesOf(t, f, p)
 			const n = 1 << 20
 			r := y.Alloc(t, n)
 			to := y.Expose(t, r, 0, n, mem.Read|mem.Write)

@@ -297,10 +297,12 @@ func (p *program) ended(o *testOp, err error) {
 
 // Random programs have the results that they have on memory of their own, whatever fails.
 func TestPrograms(t *testing.T) {
-	for seed := range uint64(6) {
+	for seed := range uint64(9) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			var refuse atomic.Bool
-			f := soft.New(soft.Config{Seed: seed, Late: int(seed) % 5, ReuseKeys: true, ReuseNumbers: true,
+			ends := []ports{{}, twoEach, {twoEach.devices, 2}}[seed%3]
+			devices := []string{"soft0", "soft1", "soft2", "soft3"}
+			f := soft.New(soft.Config{Seed: seed, Devices: len(devices), Late: int(seed) % 5, ReuseKeys: true, ReuseNumbers: true,
 				Faults: soft.Faults{Call: func(_, call string) syscall.Errno {
 					if strings.HasPrefix(call, "register") && refuse.CompareAndSwap(true, false) {
 						return syscall.ENOMEM
@@ -308,10 +310,13 @@ func TestPrograms(t *testing.T) {
 					return 0
 				}}})
 			t.Cleanup(f.Close)
-			x, y := sides(t, f)
+			x, y := sidesOf(t, f, ends)
 			p := &program{t: t, r: rand.New(rand.NewPCG(seed, 7)), sides: [2]*linktest.Side{x, y}}
 			p.run(3000, 100, func() {
-				f.SetPort("soft0", 1, true)
+				for _, d := range devices {
+					f.SetPort(d, 1, true)
+				}
+				device := devices[p.r.IntN(len(devices))]
 				raised(t, x.End, y.End)
 				side := p.r.IntN(2)
 				l := inner(p.sides[side].End)
@@ -336,12 +341,12 @@ func TestPrograms(t *testing.T) {
 						f.Break(n.port.Name(), n.qp.Number())
 					}
 				case 2:
-					f.SetPort("soft0", 1, false)
+					f.SetPort(device, 1, false)
 				case 3:
 					refuse.Store(true)
 				case 4:
-					f.Remove("soft1")
-					f.Restore("soft1")
+					f.Remove(device)
+					f.Restore(device)
 				}
 			})
 			p.moved()

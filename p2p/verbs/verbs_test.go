@@ -29,35 +29,49 @@ func TestConformance(t *testing.T) {
 		name string
 		soft soft.Config
 		ring int
+		ports
 	}{
-		{"default", soft.Config{Seed: 1}, 0},
-		{"small ring, late completions", soft.Config{Seed: 2, Late: 8}, minRing},
-		{"no inline data", soft.Config{Seed: 3, Inline: 1}, 64 << 10},
+		{"default", soft.Config{Seed: 1}, 0, ports{}},
+		{"small ring, late completions", soft.Config{Seed: 2, Late: 8}, minRing, ports{}},
+		{"no inline data", soft.Config{Seed: 3, Inline: 1}, 64 << 10, ports{}},
+		{"two devices", soft.Config{Seed: 5, Devices: 4, Late: 3}, minRing, twoEach},
+		{"two devices, two queue pairs", soft.Config{Seed: 6, Devices: 4}, 0, ports{twoEach.devices, 2}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := soft.New(c.soft)
 			t.Cleanup(f.Close)
-			n := 0
-			linktest.RunExcept(t, func(testing.TB) p2p.Transport {
-				n++ // the ends of a link are on different devices
-				cfg := over(f, c.ring)
-				cfg.Devices = fmt.Sprintf("=soft%d", n%2)
-				return New(cfg)
-			}, "Allocations")
+			linktest.RunExcept(t, c.ports.open(f, c.ring), "Allocations")
 		})
+	}
+}
+
+// ports are what the ends of a link use.
+type ports struct {
+	devices    [2]string // in the form of rdma.ParseDevices; "": of one soft1, of the other soft0
+	queuePairs int       // on each port
+}
+
+// twoEach are two devices at each end.
+var twoEach = ports{devices: [2]string{"=soft1,soft3", "=soft0,soft2"}}
+
+// open returns a function that makes a transport of one end and of the other in turn.
+func (p ports) open(f rdma.Provider, ring int) func(testing.TB) p2p.Transport {
+	if p.devices[0] == "" {
+		p.devices = [2]string{"=soft1", "=soft0"}
+	}
+	n := 0
+	return func(testing.TB) p2p.Transport {
+		cfg := over(f, ring)
+		cfg.Devices, cfg.QueuePairs = p.devices[n%2], p.queuePairs
+		n++
+		return New(cfg)
 	}
 }
 
 // pair returns the ends of a link over f.
 func pair(t *testing.T, f *soft.Fabric) (a, b *linktest.End) {
 	t.Helper()
-	n := 0
-	return linktest.Pair(t, func(testing.TB) p2p.Transport {
-		n++
-		cfg := over(f, minRing)
-		cfg.Devices = fmt.Sprintf("=soft%d", n%2)
-		return New(cfg)
-	})
+	return linktest.Pair(t, ports{}.open(f, minRing))
 }
 
 // inner returns the link behind an end.
