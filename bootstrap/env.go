@@ -45,6 +45,7 @@ type Launch struct {
 	SingleCopy           string        // as written
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
 	RDMADevices, RDMAGID string        // as written, checked: see rdma.ParseDevices and rdma.ChooseGID
+	RDMAPairs            int           // queue pairs for data on each RDMA port and link, 0: not set
 	LogLevel             string        // "debug", "info", "warn", "error", "off" or ""
 	LogDir               string        // directory of flight records, as written
 	Metrics              string        // address to serve metrics at, checked: see ports.ParseAddr
@@ -100,6 +101,7 @@ func Variables() []Variable {
 			"all that begin so; = before the list: exactly these; ^: all others", "all"},
 		{"TUTTI_RDMA_GID", "address of an RDMA port that peers are given: an index of its table, an address, or a " +
 			"network (10.0.0.0/8)", "the best: RoCE v2, routed, IPv4"},
+		{"TUTTI_RDMA_QPS", "queue pairs for data on each RDMA port and link, 1 to 16", "1"},
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
 		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same " +
@@ -540,6 +542,13 @@ func (e env) settings(l *Launch) error {
 	}
 	if err := rdma.CheckGID(l.RDMAGID); err != nil {
 		return fmt.Errorf("environment: TUTTI_RDMA_GID: %w", err)
+	}
+	if v := str("TUTTI_RDMA_QPS"); v != "" {
+		n, err := strconv.Atoi(v)
+		if err != nil || n < 1 || n > 16 {
+			return fmt.Errorf("environment: TUTTI_RDMA_QPS=%q: expected a number from 1 to 16", clip(v))
+		}
+		l.RDMAPairs = n
 	}
 	if l.Metrics != "" {
 		if _, _, err := ports.ParseAddr(l.Metrics); err != nil {

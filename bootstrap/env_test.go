@@ -245,6 +245,8 @@ func TestContradictions(t *testing.T) {
 		"TUTTI_PORT=9-8":                                     "TUTTI_PORT 9-8",
 		"TUTTI_RDMA_DEVICES=a,":                              "TUTTI_RDMA_DEVICES name",
 		"TUTTI_RDMA_GID=eth0":                                "TUTTI_RDMA_GID eth0",
+		"TUTTI_RDMA_QPS=17":                                  "TUTTI_RDMA_QPS 17 1 16",
+		"TUTTI_RDMA_QPS=x":                                   "TUTTI_RDMA_QPS x",
 		"TUTTI_TIMEOUT=soon":                                 "TUTTI_TIMEOUT soon",
 		"TUTTI_TIMEOUT=0":                                    "TUTTI_TIMEOUT",
 		"TUTTI_LEASE=1500ms":                                 "TUTTI_LEASE 1.5s",
@@ -271,13 +273,13 @@ func TestSettings(t *testing.T) {
 		t.Fatal(err)
 	}
 	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 " +
-		"TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG TUTTI_RDMA_DEVICES==a:1 TUTTI_RDMA_GID=3 " +
+		"TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG TUTTI_RDMA_DEVICES==a:1 TUTTI_RDMA_GID=3 TUTTI_RDMA_QPS=2 " +
 		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca " +
 		"TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
 	want := Launch{Size: 1, LocalRank: -1, Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16),
 		Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
 		Interfaces: "eth0", Ports: "5-9",
-		RDMADevices: "=a:1", RDMAGID: "3", LogLevel: "debug", Timeout: 1500 * time.Millisecond,
+		RDMADevices: "=a:1", RDMAGID: "3", RDMAPairs: 2, LogLevel: "debug", Timeout: 1500 * time.Millisecond,
 		LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
 	if err != nil || !reflect.DeepEqual(l, want) {
 		t.Errorf("%+v, %v\nwant %+v", l, err, want)

@@ -213,7 +213,7 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 		// While an operation waits for a host, the proxy sends it heartbeats, and a host that is
 		// silent for a window counts as lost.
 		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
-			RDMADevices: s.launch.RDMADevices, RDMAGID: s.launch.RDMAGID,
+			RDMADevices: s.launch.RDMADevices, RDMAGID: s.launch.RDMAGID, RDMAPairs: s.launch.RDMAPairs,
 			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Dial: s.Dialer,
 			Logger: s.Logger})
 		if err != nil {

@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -53,6 +54,32 @@ func TestDevicesAreChosenAsWithNCCL(t *testing.T) {
 		"mlx5,^rxe", "=mlx5,=rxe", "ml x", "a/b", "=^mlx5"} {
 		if f, err := ParseDevices(list); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%q", list)) {
 			t.Errorf("%q: %+v, %v; want an error that shows the list", list, f, err)
+		}
+	}
+}
+
+// TestNearest: the ports of the process's nodes come first, those of other nodes last.
+func TestNearest(t *testing.T) {
+	at := func(name string, port, node int) Place { return Place{DevicePort{name, port}, node} }
+	all := []Place{at("d", 2, 0), at("d", 1, 0), at("c", 1, -1), at("b", 1, 1), at("a", 1, 2), at("e", 1, 1)}
+	for _, c := range []struct {
+		nodes []int
+		want  string
+	}{
+		{nil, "a:1 b:1 c:1 d:1 d:2 e:1"},
+		{[]int{0}, "d:1 d:2 c:1 a:1 b:1 e:1"},
+		{[]int{1}, "b:1 e:1 c:1 a:1 d:1 d:2"},
+		{[]int{0, 1, 2}, "a:1 b:1 d:1 d:2 e:1 c:1"},
+		{[]int{7}, "c:1 a:1 b:1 d:1 d:2 e:1"},
+	} {
+		ports := slices.Clone(all)
+		Nearest(ports, c.nodes)
+		var names []string
+		for _, p := range ports {
+			names = append(names, p.String())
+		}
+		if got := strings.Join(names, " "); got != c.want {
+			t.Errorf("from nodes %v: %s, want %s", c.nodes, got, c.want)
 		}
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"tutti/internal/cpus"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/internal/cpus"
 )
 
 // processors returns the processors that the threads of a process may run on, "" while not all may

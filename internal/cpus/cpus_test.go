@@ -208,6 +208,13 @@ func TestParse(t *testing.T) {
 	}
 }
 
+func TestNodes(t *testing.T) {
+	got := Nodes([]CPU{{ID: 0, Node: 2}, {ID: 1}, {ID: 2, Node: 2}})
+	if want := []int{0, 2}; !slices.Equal(got, want) || Nodes(nil) != nil {
+		t.Errorf("%v, want %v", got, want)
+	}
+}
+
 func TestReadNamesTheFileThatIsWrong(t *testing.T) {
 	machine := sys("0-1", "0-1")
 	machine["node/node0/cpulist"] = &fstest.MapFile{Data: []byte("none\n")}

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"tutti/internal/cpus"
 	"tutti/internal/dial"
 	"tutti/internal/ports"
 	"tutti/p2p"
@@ -29,6 +30,7 @@ type Options struct {
 	Interfaces  string        // that may be used, see tcp.Config
 	RDMADevices string        // that may be used, see rdma.ParseDevices
 	RDMAGID     string        // address of an RDMA port that peers are given, see rdma.ChooseGID
+	RDMAPairs   int           // queue pairs for data on each port and link; 0: the default
 	Ports       string        // "0", "29500" or "29500-29600"
 	PeerTimeout time.Duration // bounds the silence of a host that an operation waits for
 	IdleTimeout time.Duration // bounds it otherwise
@@ -79,7 +81,8 @@ var (
 				if err != nil {
 					return nil, err
 				}
-				return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID, TCP: t}), nil
+				return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID,
+					QueuePairs: o.RDMAPairs, Nodes: nodes(), TCP: t}), nil
 			}},
 		{Name: "tcp", Reach: Network, Works: func() error { return nil },
 			Advice: "a firewall may drop connections of this machine with itself",
@@ -101,6 +104,19 @@ func tcpConfig(o Options) (tcp.Config, error) {
 	}
 	return tcp.Config{Interfaces: o.Interfaces, Ports: spec.Next().String(), Logger: o.Logger, Dial: o.Dial,
 		PeerTimeout: o.PeerTimeout, IdleTimeout: o.IdleTimeout}, nil
+}
+
+// nodes returns the NUMA nodes of this process's processors, none if they are not known.
+func nodes() []int {
+	allowed, err := cpus.Allowed()
+	if err != nil {
+		return nil
+	}
+	machine, err := cpus.Read(os.DirFS("/sys/devices/system"), allowed)
+	if err != nil {
+		return nil
+	}
+	return cpus.Nodes(machine)
 }
 
 func linux() error {

@@ -214,6 +214,117 @@ func deviceSides(tb testing.TB) (x, y *linktest.Side) {
 	return x, y
 }
 
+// command runs a command of the virtual machine.
+func command(tb testing.TB, name string, args ...string) {
+	tb.Helper()
+	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
+		tb.Fatalf("%s %q: %v: %s", name, args, err, out)
+	}
+}
+
+// secondDevice makes the device rxe1 on the network device d1, until the end of the test. It returns
+// ports of both devices, with so many queue pairs each.
+func secondDevice(tb testing.TB, p *verbs.Provider, queuePairs int) ports {
+	tb.Helper()
+	command(tb, "ip", "link", "add", "d1", "type", "dummy")
+	tb.Cleanup(func() { command(tb, "ip", "link", "delete", "d1") })
+	command(tb, "ip", "link", "set", "d1", "mtu", "4500", "up")
+	command(tb, "ip", "addr", "add", "10.97.0.1/24", "dev", "d1")
+	command(tb, "rdma", "link", "add", "rxe1", "type", "rxe", "netdev", "d1")
+	tb.Cleanup(func() { command(tb, "rdma", "link", "delete", "rxe1") })
+	return ports{[2]string{"=rxe0,rxe1", "=rxe0,rxe1"}, queuePairs}
+}
+
+// TestDeviceRails: data goes over two devices, with two queue pairs each. When queue pairs fail, or
+// a network device goes down, puts and gets have their results, over the other device if need be.
+// When it is back both are used again.
+func TestDeviceRails(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	x, y := linktest.Sides(t, secondDevice(t, p, 2).open(p, 0))
+	proven(t, 4, x.End, y.End)
+	const size = 4 << 20
+	to := y.Expose(t, y.Alloc(t, size), 0, size, mem.Write)
+	shares(t, x, to, size, "rxe0", "rxe1")
+	moveBothWays(t, x, y)
+	survive(t, x, y, 8, 2, 300_000, func(i int) {
+		l := inner([]*linktest.Side{x, y}[i%2].End)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if n := l.lane; n != nil && l.stage >= probing {
+			if err := n.bulk.rails[i].qp.Fail(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	for i, network := range []string{"d0", "d1"} { // frames go over rxe0
+		put, _ := bytesMoved(x)
+		command(t, "ip", "link", "set", network, "down")
+		down := time.Now()
+		for {
+			place(t, x, pattern(size, i), to)
+			now, _ := bytesMoved(x)
+			if now == put+size {
+				break
+			}
+			put = now
+		}
+		moved := time.Since(down)
+		shares(t, x, to, size, []string{"rxe1", "rxe0"}[i])
+		command(t, "ip", "link", "set", network, "up")
+		up := time.Now()
+		proven(t, 4, x.End, y.End)
+		t.Logf("%s: a put of %d MiB had gone over the other device %v after it was down; both were used %v after it "+
+			"was up", network, size>>20, moved.Round(time.Millisecond), time.Since(up).Round(time.Millisecond))
+		shares(t, x, to, size, "rxe0", "rxe1")
+	}
+	survive(t, x, y, 12, 3, 300_000, func(i int) {
+		command(t, "ip", "link", "set", "d1", []string{"down", "up"}[i%2])
+	})
+	proven(t, 4, x.End, y.End)
+}
+
+// BenchmarkDeviceRails measures puts of 1 MiB, 8 at a time, over one and two devices with one and
+// two queue pairs each.
+func BenchmarkDeviceRails(b *testing.B) {
+	p, _ := rdmatest.Devices(b, verbs.Load)
+	both := secondDevice(b, p, 1)
+	const size = 1 << 20
+	for i := range 4 {
+		c := both
+		if c.queuePairs = 1 + i%2; i < 2 {
+			c.devices = [2]string{"=rxe0", "=rxe0"}
+		}
+		b.Run(fmt.Sprintf("%d devices/%d queue pairs", 1+i/2, c.queuePairs), func(b *testing.B) {
+			x, y := linktest.Sides(b, c.open(p, 0))
+			proven(b, (1+i/2)*c.queuePairs, x.End, y.End)
+			to := y.Expose(b, y.Alloc(b, size), 0, size, mem.Write)
+			local := make([]byte, size)
+			b.SetBytes(8 * size)
+			var times []time.Duration
+			for b.Loop() {
+				began := time.Now()
+				clear(x.Ended)
+				var ids [8]uint64
+				for k := range ids {
+					id, err := x.PutTo(local, to, 0, p2p.Signal{})
+					if err != nil {
+						b.Fatal(err)
+					}
+					ids[k] = id
+				}
+				for _, id := range ids {
+					if err := x.Await(id, nil); err != nil {
+						b.Fatal(err)
+					}
+				}
+				times = append(times, time.Since(began))
+			}
+			slices.Sort(times)
+			b.ReportMetric(8*size/times[len(times)/2].Seconds()/1e6, "median-MB/s")
+		})
+	}
+}
+
 // TestDeviceData: long puts and gets go by RDMA, without frames and without the target's help.
 func TestDeviceData(t *testing.T) {
 	x, y := deviceSides(t)

@@ -225,7 +225,7 @@ func (d *device) identify() error {
 		MaxMRBytes: uint64(a.max_mr_size),
 		MaxReads:   int(a.max_reads), Vendor: uint32(a.vendor), Part: uint32(a.part),
 		Firmware: C.GoString(&a.firmware[0]),
-		GUID:     uint64(a.guid), NUMANode: numaNode(sysfs, d.name),
+		GUID:     uint64(a.guid), NUMANode: KernelNUMANode(sysfs, d.name),
 		Quirks: quirksOf(driverOf(sysfs, d.name), uint32(a.vendor))}
 	return nil
 }

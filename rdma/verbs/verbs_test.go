@@ -85,10 +85,10 @@ func TestAddressesFromSysfs(t *testing.T) {
 			t.Errorf("entry %d: %+v", i, e)
 		}
 	}
-	if n := numaNode(root, "mlx5_0"); n != 1 {
+	if n := KernelNUMANode(root, "mlx5_0"); n != 1 {
 		t.Errorf("NUMA node %d, want 1", n)
 	}
-	if n := numaNode(root, "rxe0"); n != -1 {
+	if n := KernelNUMANode(root, "rxe0"); n != -1 {
 		t.Errorf("NUMA node %d, want -1", n)
 	}
 	infiniband := maps.Clone(files)

@@ -31,6 +31,7 @@ var needsDevice = map[string]bool{
 	"tutti/p2p/verbs TestDeviceKilledPeer":                               true,
 	"tutti/p2p/verbs TestDeviceKilledPutter":                             true,
 	"tutti/p2p/verbs TestDevicePrograms":                                 true,
+	"tutti/p2p/verbs TestDeviceRails":                                    true,
 	"tutti/p2p/verbs TestDeviceReturns":                                  true,
 	"tutti/rdma/endpoint TestDeviceFailedQueuePairsAreReplacedUnderLoad": true,
 	"tutti/rdma/endpoint TestDeviceKilledProcesses":                      true,

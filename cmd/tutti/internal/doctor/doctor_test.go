@@ -169,6 +169,24 @@ func TestVerbs(t *testing.T) {
 		o.detail != "mlx5_0, /usr/lib64/libibverbs.so.1" {
 		t.Errorf("card: %+v", o)
 	}
+	// This process is on node 1 there.
+	files["sys/devices/system/node/node1/cpulist"] = "0-8191\n"
+	for name, node := range map[string]string{"mlx5_0": "0", "mlx5_1": "1", "mlx5_2": "1", "mlx5_3": "-1"} {
+		port := "sys/class/infiniband/" + name + "/ports/1/"
+		files["sys/class/infiniband/"+name+"/device/numa_node"] = node + "\n"
+		files[port+"state"] = "4: ACTIVE\n"
+		files[port+"gids/0"] = "0000:0000:0000:0000:0000:ffff:0a00:0001\n"
+		files[port+"gid_attrs/types/0"] = "RoCE v2\n"
+	}
+	files["sys/class/infiniband/mlx5_2/ports/1/state"] = "1: DOWN\n"
+	if o := verbsLibrary(t.Context(), machine(t, files)); !strings.HasSuffix(o.detail,
+		"; links use mlx5_1:1 (NUMA node 1), mlx5_3:1, mlx5_0:1 (NUMA node 0)") {
+		t.Errorf("several cards: %+v", o)
+	}
+	if o := verbsLibrary(t.Context(), machine(t, files, "TUTTI_RDMA_DEVICES=^mlx5_3")); !strings.HasSuffix(o.detail,
+		"; links use mlx5_1:1 (NUMA node 1), mlx5_0:1 (NUMA node 0)") {
+		t.Errorf("several cards, one of them excluded: %+v", o)
+	}
 	if o := verbsLibrary(t.Context(), machine(t, nil)); o.state != Missing {
 		t.Errorf("nothing: %+v", o)
 	}

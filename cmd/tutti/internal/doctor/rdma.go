@@ -3,10 +3,12 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 
+	"tutti/internal/cpus"
 	"tutti/p2p/registry"
 	"tutti/rdma"
 	"tutti/rdma/verbs"
@@ -43,7 +45,7 @@ func verbsLibrary(_ context.Context, h *Host) outcome {
 	case !h.exists("/dev/infiniband/uverbs0"):
 		return warn(devices+", but no /dev/infiniband/uverbs0", "modprobe ib_uverbs, or give the container the device")
 	case h.Root != "":
-		return found(devices + ", " + lib)
+		return found(devices + ", " + lib + h.rdmaOrder())
 	}
 	p, err := verbs.Load()
 	if err != nil {
@@ -64,7 +66,50 @@ func verbsLibrary(_ context.Context, h *Host) outcome {
 		return warn(devices+", but libibverbs has no driver for them",
 			"install ibverbs-providers, or the vendor's package")
 	}
-	return found(fmt.Sprintf("%s, %s; in a fork %s", strings.Join(usable, ", "), lib, p.ForkSupport()))
+	return found(fmt.Sprintf("%s, %s%s; in a fork %s", strings.Join(usable, ", "), lib, h.rdmaOrder(), p.ForkSupport()))
+}
+
+// rdmaOrder says which ports the links of a rank use, the nearest first, "" if there is none.
+func (h *Host) rdmaOrder() string {
+	o, root := rdmaOptions(h), filepath.Join("/", h.Root, infiniband)
+	filter, err := rdma.ParseDevices(o.RDMADevices)
+	if err != nil {
+		return "" // rdmaDevice says it
+	}
+	var ports []rdma.Place
+	for _, d := range h.rdmaDevices() {
+		for _, p := range h.list(filepath.Join(infiniband, d, "ports")) {
+			number, err := strconv.Atoi(p)
+			at := rdma.DevicePort{Device: d, Port: number}
+			if err != nil || !filter.Allows(at) || !strings.HasSuffix(h.read(filepath.Join(infiniband, d, "ports", p,
+				"state")), "ACTIVE") {
+				continue
+			}
+			gids, _ := verbs.KernelGIDs(root, d, number)
+			if _, err := rdma.ChooseGID(gids, o.RDMAGID); err == nil {
+				ports = append(ports, rdma.Place{DevicePort: at, Node: verbs.KernelNUMANode(root, d)})
+			}
+		}
+	}
+	if len(ports) == 0 {
+		return ""
+	}
+	var nodes []int // of this process, none if they are not known
+	if allowed, err := cpus.Allowed(); err == nil {
+		if machine, err := cpus.Read(os.DirFS(filepath.Join("/", h.Root, "sys/devices/system")), allowed); err == nil {
+			nodes = cpus.Nodes(machine)
+		}
+	}
+	rdma.Nearest(ports, nodes)
+	var names []string
+	for _, p := range ports {
+		name := p.String()
+		if p.Node >= 0 {
+			name += fmt.Sprintf(" (NUMA node %d)", p.Node)
+		}
+		names = append(names, name)
+	}
+	return "; links use " + strings.Join(names, ", ")
 }
 
 // rdmaDevice examines the ports of a device: their states, and the address that peers are given.
