@@ -24,9 +24,9 @@ const (
 	maxKeys    = 1024            // that a lane keeps; it moves nothing to and from other memory
 )
 
-// bulk is the part of a lane that moves the data of puts and gets. It has queue pairs of its own, so
-// that frames do not wait behind data, and what peers may do to memory is separate from the ring.
-// It is used with the link's lock.
+// bulk is the part of a lane that moves the data of puts and gets. It has queue pairs of its own,
+// so that frames do not wait behind data, and what peers may do to memory is separate from the
+// ring. It is used with the link's lock.
 type bulk struct {
 	lane   *lane
 	rails  []*rail         // by number, which is the same at both ends
@@ -171,8 +171,8 @@ func (b *bulk) fails(c *rdma.Completion) {
 	b.broken(r, &rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: r.Name(), QP: c.QP, Vendor: c.Vendor})
 }
 
-// broken says that a rail has failed. If it has ever worked, so has the lane: what was requested may
-// still change memory until the queue pairs of both ends are closed. Otherwise it is not used.
+// broken says that a rail has failed. If it has ever worked, so has the lane: what was requested
+// may still change memory until the queue pairs of both ends are closed. Otherwise it is not used.
 func (b *bulk) broken(r *rail, err error) {
 	switch r.state {
 	case working:
@@ -189,8 +189,8 @@ func (b *bulk) broken(r *rail, err error) {
 	}
 }
 
-// halt closes the queue pairs. When it returns nil, no request of this end uses memory any more, and
-// none of the peer's. It may be called without the link's lock when the lane is not in use any
+// halt closes the queue pairs. When it returns nil, no request of this end uses memory any more,
+// and none of the peer's. It may be called without the link's lock when the lane is not in use any
 // more.
 func (b *bulk) halt() error {
 	b.halting.Lock()
@@ -246,8 +246,8 @@ func (b *bulk) begin(m *rma.Move) (ask, ok bool) {
 	return ask, true
 }
 
-// give takes the peer's answer to the question for a key, with its value for each rail. No rights: it
-// gives none.
+// give takes the peer's answer to the question for a key, with its value for each rail. No rights:
+// it gives none.
 func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, values []uint32) error {
 	k := b.keys[gen]
 	if k == nil || k.given {
@@ -350,8 +350,8 @@ func (b *bulk) unheard() bool {
 	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.under > 0 && !r.armed })
 }
 
-// choose returns the rail for the next piece: of those with room the one with the fewest bytes under
-// way, and of these the one that has moved the fewest; nil: there is none.
+// choose returns the rail for the next piece: of those with room the one with the fewest bytes
+// under way, and of these the one that has moved the fewest; nil: there is none.
 func (b *bulk) choose() (best *rail) {
 	for _, r := range b.rails {
 		if r.state == working && r.under < railDepth && (best == nil ||

@@ -222,8 +222,8 @@ func command(tb testing.TB, name string, args ...string) {
 	}
 }
 
-// secondDevice makes the device rxe1 on the network device d1, until the end of the test. It returns
-// ports of both devices, with so many queue pairs each.
+// secondDevice makes the device rxe1 on the network device d1, until the end of the test. It
+// returns ports of both devices, with so many queue pairs each.
 func secondDevice(tb testing.TB, p *verbs.Provider, queuePairs int) ports {
 	tb.Helper()
 	command(tb, "ip", "link", "add", "d1", "type", "dummy")

@@ -4,9 +4,23 @@
 //
 // A link is made, authenticated and ended by a TCP connection, a link of p2p/tcp. Frames go over it
 // at first, and whenever the devices do not carry them. Beside it the link has one lane at a time:
-// two reliable connections of queue pairs, one for frames and one for data of puts and gets, and a
-// ring at each end. The TCP connection ends with the peer's process, and p2p/tcp notices hosts
-// that fall silent.
+// a reliable connection of queue pairs for frames, with a ring at each end, and others for the data
+// of puts and gets, its rails. The TCP connection ends with the peer's process, and p2p/tcp notices
+// hosts that fall silent.
+//
+// # Ports
+//
+// The transport opens all ports that it may use, those of devices near to the process's processors
+// first (rdma.Nearest). A lane uses all that are active when it is made: its frames go over the
+// nearest one, and it has Config.QueuePairs rails on each, at most 16 in all. The acceptor finds a
+// port for each queue pair of the dialler (propose and accept in device.go): ports are paired in
+// the order of their names, which machines that are alike have in common, so that two ends with as
+// many ports use disjoint pairs. A rail that one end cannot make is left out.
+//
+// When a port comes back, or its addresses change, or a device that was removed can be opened
+// again, lanes that could use more ports than they do are given up, and made anew. The frames'
+// queue pair returns to the nearest port then. While lanes do not come up, it goes from port to
+// port.
 //
 // # Lanes
 //
@@ -14,17 +28,20 @@
 // a lane and proposes it; the acceptor makes and connects its own, and accepts; the dialler
 // connects. Each end sends a request over the lane, and frames only when that has completed: a path
 // that loses everything is never used. frameReady then says that the frames behind it are in the
-// ring. Objects are made, connected and closed by tasks in goroutines, because these calls take
-// long. All else happens in the calls of the link's user.
+// ring. Each rail has such a request of its own, and data only after it: one that fails before is
+// not used, and the lane is made again after a while. Objects are made, connected and closed by
+// tasks in goroutines, because these calls take long. All else happens in the calls of the link's
+// user.
 //
-// A lane is given up when a request fails, the port goes down, the device is removed, or the peer
-// gives it up. Each end says by frameDown what it has taken from its ring, and reads no more of it.
-// The other end sends the rest again over TCP: the copy of the ring still has all frames that the
-// consumer has not freed. So every frame arrives once and in order. The dialler then makes the next
-// lane, after a pause that grows while lanes do not last, and at once when a port comes back. It
-// never gives up while the link lives. A failed request says nothing against the peer: it writes
-// only to memory of the lane itself, or to memory that the peer may have withdrawn meanwhile. Only
-// a violation of the protocol ends the link, and the end of the TCP connection.
+// A lane is given up when a request fails, a port goes down that it uses, a device is removed, or
+// the peer gives it up. This is so for its rails, too: one that fails takes the lane with it. Each
+// end says by frameDown what it has taken from its ring, and reads no more of it. The other end
+// sends the rest again over TCP: the copy of the ring still has all frames that the consumer has
+// not freed. So every frame arrives once and in order. The dialler then makes the next lane, after
+// a pause that grows while lanes do not last, and at once when a port comes back. It never gives up
+// while the link lives. A failed request says nothing against the peer: it writes only to memory of
+// the lane itself, or to memory that the peer may have withdrawn meanwhile. Only a violation of the
+// protocol ends the link, and the end of the TCP connection.
 //
 // # Frames
 //
@@ -52,22 +69,24 @@
 //
 // Puts, gets and signals are operations of rma.Frames. It offers the data of each to the link
 // (rma.Mover), which moves data of leastMove bytes and more by RDMA (bulk.go): writes directly into
-// the peer's exposed memory, reads directly from it, in pieces, of all operations in turn. A put
-// has ended when the peer's device has acknowledged its last piece. Signals are frames, which are
-// sent after that. Shorter data is frames, too.
+// the peer's exposed memory, reads directly from it, in pieces, of all operations in turn. Each
+// piece goes over the rail with the fewest bytes under way. A put has ended when the peer's devices
+// have acknowledged all its pieces. Signals are frames, which are sent after that. Shorter data is
+// frames, too.
 //
-// A request needs a key. The first operation on exposed memory asks for it (frameClaim). The peer
-// registers the memory, exactly its bytes with exactly its rights, and answers (frameKey); every
-// lane keeps its keys (expose.go). Whatever a key does not allow goes in frames, which end with the
-// reason. Withdraw deregisters the memory, so that no peer reaches it any more, and tells those who
-// have it (frameRevoke). They answer when no request with it is under way (frameRevoked). Until
-// then, or until the lane's queue pairs are closed, the device gives the key to no other memory.
-// A request that comes too late fails its lane.
+// A request needs a key of the device that it reaches. The first operation on exposed memory asks
+// for the keys (frameClaim). The peer registers the memory with each device of the lane, exactly
+// its bytes with exactly its rights, and answers with the key of each rail (frameKey); every lane
+// keeps its keys (expose.go). Whatever they do not allow goes in frames, which end with the reason.
+// Withdraw deregisters the memory everywhere, so that no peer reaches it any more, and tells those
+// who have keys (frameRevoke). They answer when no request with any of them is under way
+// (frameRevoked). Until then, or until the lane's queue pairs are closed, no device gives its key
+// to other memory. A request that comes too late fails its lane.
 //
 // An operation with requests under way on a lane that is given up may still change memory. It waits
-// until the queue pairs of both ends are closed, which each end says (frameFenced), and is repeated
+// until all queue pairs of both ends are closed, which each end says (frameFenced), and is repeated
 // in frames then. A request cannot be taken back: to cancel an operation with requests under way
-// closes the queue pair. Later puts wait until the peer's is closed, too: what the network has of
+// closes the queue pairs. Later puts wait until the peer's are closed, too: what the network has of
 // the cancelled one could be placed over their data.
 //
 // # Sleeping

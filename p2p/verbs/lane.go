@@ -33,8 +33,8 @@ func positionImm(pos uint64) uint32 { return uint32(pos/unit)<<1 | immPosition }
 // receives returns the number of receives for a ring of n bytes.
 func receives(n int) int { return n/unit + spare }
 
-// lane is a connection of queue pairs for frames, its rings, and rails for data. A link has one at a
-// time. The consumer is used under the rules of p2p.Link, everything else with the link's lock.
+// lane is a connection of queue pairs for frames, its rings, and rails for data. A link has one at
+// a time. The consumer is used under the rules of p2p.Link, everything else with the link's lock.
 type lane struct {
 	gen     uint64
 	peer    p2p.Identity
@@ -191,7 +191,8 @@ func (l *lane) close() error {
 
 // lost reports whether nothing passes a port that the lane uses.
 func (l *lane) lost() bool {
-	return l.port.lost() || slices.ContainsFunc(l.bulk.rails, func(r *rail) bool { return r.state == working && r.lost() })
+	used := func(r *rail) bool { return r.state == working && r.lost() }
+	return l.port.lost() || slices.ContainsFunc(l.bulk.rails, used)
 }
 
 // gone reports whether one of its devices was removed.

@@ -92,7 +92,8 @@ type control struct {
 // newLink makes a link over base, which it owns. The dialler's end begins to make a lane.
 func (t *Transport) newLink(peer p2p.Identity, base p2p.Link, dialler bool) *link {
 	l := &link{t: t, peer: peer, dialler: dialler, base: base, linger: lingerTime, least: leastMove,
-		ring: ringOf(base.MaxFrame()), heard: ^uint64(0), refused: -1, part: make([]byte, 0, maxText), pause: minPause, mend: minMend}
+		ring: ringOf(base.MaxFrame()), heard: ^uint64(0), refused: -1, part: make([]byte, 0, maxText),
+		pause: minPause, mend: minMend}
 	l.max = maxFrame(l.ring)
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	if dialler {
@@ -474,7 +475,7 @@ func (l *link) Arm() bool {
 	switch {
 	case l.state.Load() != live || l.rx != nil && l.rx.in.arrived() || len(l.moved) > 0:
 		return true
-	case l.lane != nil && l.lane.bulk.unheard(): // it was given a key just now
+	case l.lane != nil && l.stage >= probing && l.lane.bulk.unheard(): // it was given a key just now
 		return true
 	case l.refused >= 0 && (l.tx != tx || l.tx != nil && l.tx.fits(l.tx.out.needs(uint64(l.refused)))):
 		return true

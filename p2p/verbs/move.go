@@ -188,8 +188,8 @@ func (n *lane) permit(generation uint64) {
 	delete(n.revoking, generation)
 }
 
-// revoke tells the peer of lane n that its keys for memory end now. They are withheld until the peer
-// has given them up.
+// revoke tells the peer of lane n that its keys for memory end now. They are withheld until the
+// peer has given them up.
 func (l *link) revoke(n *lane, generation uint64, keys []held) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

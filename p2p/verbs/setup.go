@@ -64,7 +64,8 @@ type path struct {
 	psn   uint32
 	reads int // that it serves at a time
 	// pair is the number of the port of the other end: of those with the protocol, in the order of
-	// their names, counted from 0 and again after the last one. Of the acceptor that of the dialler.
+	// their names, counted from 0 and again after the last one. Of the acceptor that of the
+	// dialler.
 	pair int
 }
 

@@ -28,11 +28,11 @@ type Config struct {
 	// Devices says which ports may be used, in the form of rdma.ParseDevices. All of these that are
 	// active are used.
 	Devices string
-	// Nodes are the NUMA nodes of this process's processors, if they are known. The ports of devices
-	// on other nodes come after all others.
+	// Nodes are the NUMA nodes of this process's processors, if they are known. The ports of
+	// devices on other nodes come after all others.
 	Nodes []int
-	// QueuePairs is the number of queue pairs for data on each port and link. Default 1. A link has at
-	// most 16, and uses no more ports.
+	// QueuePairs is the number of queue pairs for data on each port and link. Default 1. A link has
+	// at most 16, and uses no more ports.
 	QueuePairs int
 	// GID says which address of the port is used: see rdma.ChooseGID.
 	GID string
@@ -113,7 +113,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 		}
 		return nil, fmt.Errorf("rdma: Listen: %w or already listening", p2p.ErrClosed)
 	}
-	active, err := t.active()
+	active, err := t.active(nil)
 	if err != nil {
 		return nil, errors.Join(err, t.Close())
 	}
@@ -134,15 +134,15 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	return endpoint{links, at}.encode(), nil
 }
 
-// active returns the ports that can be used now, the nearest first, with their devices retained. It
-// fails if there is none.
-func (t *Transport) active() (ports []port, why error) {
+// active returns the ports that can be used now, but those of some devices, the nearest first, with
+// their devices retained. It fails if there is none.
+func (t *Transport) active(but []*device) (ports []port, why error) {
 	t.mu.Lock()
 	if t.closed {
 		t.mu.Unlock()
 		return nil, p2p.ErrClosed
 	}
-	all := slices.Clone(t.devices)
+	all := slices.DeleteFunc(slices.Clone(t.devices), func(d *device) bool { return slices.Contains(but, d) })
 	for _, d := range all {
 		d.retain()
 	}
@@ -169,7 +169,7 @@ func (t *Transport) active() (ports []port, why error) {
 // propose and accept.
 func (t *Transport) make(n *lane, ring int, theirs *setup, attempt int, wake func()) error {
 	n.ups = t.ups.Load()
-	active, err := t.active()
+	active, err := t.active(nil)
 	if err != nil {
 		return err
 	}
@@ -189,13 +189,12 @@ func (t *Transport) make(n *lane, ring int, theirs *setup, attempt int, wake fun
 }
 
 // missing reports whether there is a port that can be used, and a lane does not use.
-func (t *Transport) missing(n *lane) (found bool) {
-	active, _ := t.active() // without any there is none
-	for _, p := range active {
-		found = found || !slices.Contains(n.devices, p.device)
+func (t *Transport) missing(n *lane) bool {
+	others, _ := t.active(n.devices) // the error is that there are none
+	for _, p := range others {
 		t.releases(p.device)
 	}
-	return found
+	return len(others) > 0
 }
 
 // releases releases a device.

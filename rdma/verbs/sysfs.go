@@ -21,8 +21,8 @@ func readLine(path string) string {
 	return strings.TrimSpace(string(b))
 }
 
-// KernelNUMANode returns the NUMA node of a device, -1 if it is unknown, as the kernel shows it below
-// root, a directory such as /sys/class/infiniband.
+// KernelNUMANode returns the NUMA node of a device, -1 if it is unknown, as the kernel shows it
+// below root, a directory such as /sys/class/infiniband.
 func KernelNUMANode(root, device string) int {
 	n, err := strconv.Atoi(readLine(filepath.Join(root, device, "device/numa_node")))
 	if err != nil || n < 0 {
