@@ -203,7 +203,9 @@ func (b *bulk) halt() error {
 		b.alarm.Stop()
 	}
 	for _, r := range b.rails {
-		b.err = errors.Join(b.err, r.halt())
+		if err := r.halt(); err != nil && !r.removed() { // what was removed uses nothing
+			b.err = errors.Join(b.err, err)
+		}
 	}
 	return b.err
 }

@@ -202,7 +202,7 @@ func (d *device) address() (port, error) {
 }
 
 // lost reports whether nothing passes the port.
-func (d *device) lost() bool { return d.down.Load() || d.gone.Load() }
+func (d *device) lost() bool { return d.down.Load() || d.removed() }
 
 // removed reports whether the device was. It does not come back as this one.
 func (d *device) removed() bool { return d.gone.Load() }

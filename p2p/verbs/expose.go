@@ -119,7 +119,7 @@ func (e *exposure) grant(l *link, n *lane) {
 // it was withdrawn, or nothing may be done with it. With mu.
 func (e *exposure) register(devices []*device) (bool, error) {
 	for d := range e.mrs {
-		if d.gone.Load() { // it does not come back as this one
+		if d.removed() { // it does not come back as this one
 			if err := e.deregister(d); err != nil {
 				return false, err
 			}
@@ -148,7 +148,7 @@ func (e *exposure) register(devices []*device) (bool, error) {
 
 // deregister ends all access by the key of d. With mu.
 func (e *exposure) deregister(d *device) error {
-	if err := e.mrs[d].Close(); err != nil && !d.gone.Load() {
+	if err := e.mrs[d].Close(); err != nil && !d.removed() {
 		return err
 	}
 	delete(e.mrs, d)

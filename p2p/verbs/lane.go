@@ -195,11 +195,6 @@ func (l *lane) lost() bool {
 	return l.port.lost() || slices.ContainsFunc(l.bulk.rails, used)
 }
 
-// gone reports whether one of its devices was removed.
-func (l *lane) gone() bool {
-	return slices.ContainsFunc(l.devices, func(d *device) bool { return d.gone.Load() })
-}
-
 // fail says why the lane does not work any more. The first err stays.
 func (l *lane) fail(err error) {
 	if l.err == nil {

@@ -65,7 +65,7 @@ type link struct {
 	vain  int       // lanes that have not come up since the ports have changed
 	ups   uint64    // when they have: see Transport.ups
 	since time.Time // the lane is up
-	mend  time.Duration
+	mend  time.Duration // see minMend
 	tx    *lane       // frames are sent over its ring; nil: over base
 	limbo []*lane     // given up, with moves or ghosts that may still change memory
 	moved []*rma.Move // that have ended

@@ -78,7 +78,7 @@ func (l *link) Drop(m *rma.Move) {
 			if l.lane == n && l.state.Load() == live {
 				l.dropLocked(errors.New("a put or a get under way was cancelled"))
 			}
-			if err := n.bulk.halt(); err != nil && !n.gone() {
+			if err := n.bulk.halt(); err != nil {
 				l.t.log.Error("rdma: memory may still be used: a queue pair cannot be closed", "reason", err)
 			}
 			n.fail(errors.New("its queue pair for data is closed")) // if it is still the link's

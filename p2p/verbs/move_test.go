@@ -56,10 +56,7 @@ func bytesMoved(s *linktest.Side) (put, got uint64) {
 // pattern returns n bytes that differ between rounds.
 func pattern(n, round int) []byte {
 	b := make([]byte, n)
-	r := rand.New(rand.NewPCG(uint64(round), 5))
-	for i := range b {
-		b[i] = byte(r.Uint32())
-	}
+	rand.NewChaCha8([32]byte{byte(round), byte(round >> 8), 5}).Read(b)
 	return b
 }
 

@@ -285,6 +285,57 @@ func TestPortsReturn(t *testing.T) {
 func portDown(f *soft.Fabric, device string) { f.SetPort(device, 1, false) }
 func portUp(f *soft.Fabric, device string)   { f.SetPort(device, 1, true) }
 
+// A port that is down when the transport begins to listen is used when it is up.
+func TestPortsThatComeLate(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 49, Devices: 4})
+	t.Cleanup(f.Close)
+	portDown(f, "soft1") // where frames go here
+	portDown(f, "soft2")
+	x, y := sidesOf(t, f, twoEach)
+	proven(t, 1, x.End, y.End)
+	portUp(f, "soft2")
+	portUp(f, "soft1")
+	proven(t, 2, x.End, y.End)
+	const size = 8 << 20
+	to := y.Expose(t, y.Alloc(t, size), 0, size, mem.Write)
+	shares(t, x, to, size, "soft1", "soft3")
+	if at := inner(x.End).lane.port.at.Device; at != "soft1" {
+		t.Errorf("frames go over %s", at)
+	}
+}
+
+// Ports that change give up no lane that cannot use them.
+func TestPortsThatDoNotMatter(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 50, Devices: 3})
+	t.Cleanup(f.Close)
+	x, y := sidesOf(t, f, ports{devices: [2]string{"=soft0", "=soft1,soft2"}})
+	proven(t, 1, x.End, y.End)
+	for _, d := range []string{"soft0", "soft1", "soft2"} {
+		f.MoveGIDs(d, 1, 0)
+	}
+	for late := time.Now().Add(linktest.Patience); ; {
+		raised(t, x.End, y.End)
+		noticed := 0
+		for e, changes := range map[*linktest.End]uint64{x.End: 1, y.End: 2} {
+			l := inner(e)
+			l.mu.Lock()
+			if l.lane != nil && l.lane.ups == changes {
+				noticed++
+			}
+			l.mu.Unlock()
+		}
+		if noticed == 2 {
+			break
+		}
+		if time.Now().After(late) {
+			t.Fatal("the changes go unnoticed")
+		}
+	}
+	if gen := inner(x.End).gen; gen != 1 {
+		t.Errorf("lane %d", gen)
+	}
+}
+
 // A rail over which nothing passes is left out, and does no harm. It is tried again when ports
 // change.
 func TestRailsThatNeverWork(t *testing.T) {
