@@ -62,18 +62,18 @@ type link struct {
 	probe int    // requests that must have finished before frames are sent over the lane
 	gen   uint64 // of the newest lane
 	pause time.Duration
-	vain  int       // lanes that have not come up since the ports have changed
-	ups   uint64    // when they have: see Transport.ups
-	since time.Time // the lane is up
+	vain  int           // lanes that have not come up since the ports have changed
+	ups   uint64        // when they have: see Transport.ups
+	since time.Time     // the lane is up
 	mend  time.Duration // see minMend
-	tx    *lane       // frames are sent over its ring; nil: over base
-	limbo []*lane     // given up, with moves or ghosts that may still change memory
-	moved []*rma.Move // that have ended
-	later []*rma.Move // puts that wait until no ghosts are in limbo
-	lost  *lane       // frames that were sent over it wait for frameDown
-	rest  *consumer   // of these, those to be sent again over base, which are all in its ring's copy
-	until uint64      // the position behind them
-	out   []control   // to be sent over base, oldest first
+	tx    *lane         // frames are sent over its ring; nil: over base
+	limbo []*lane       // given up, with moves or ghosts that may still change memory
+	moved []*rma.Move   // that have ended
+	later []*rma.Move   // puts that wait until no ghosts are in limbo
+	lost  *lane         // frames that were sent over it wait for frameDown
+	rest  *consumer     // of these, those to be sent again over base, which are all in its ring's copy
+	until uint64        // the position behind them
+	out   []control     // to be sent over base, oldest first
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
