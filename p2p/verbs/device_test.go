@@ -266,7 +266,9 @@ func TestDeviceRails(t *testing.T) {
 			if now == put+size {
 				break
 			}
-			put = now
+			if put = now; time.Since(down) > linktest.Patience {
+				t.Fatalf("%s is down, and the other device is not used", network)
+			}
 		}
 		moved := time.Since(down)
 		shares(t, x, to, size, []string{"rxe1", "rxe0"}[i])
