@@ -389,7 +389,8 @@ func TestReceiveBuffersWithinAHost(t *testing.T) {
 		a, b, _, _ := pair(t, Config{Conns: 2, SocketBuffer: size})
 		for _, l := range []p2p.Link{a, b} {
 			for i := range wire(l).streams {
-				if got := must(unix.GetsockoptInt(wire(l).streams[i].fd, unix.SOL_SOCKET, unix.SO_RCVBUF)); got != want {
+				got := must(unix.GetsockoptInt(wire(l).streams[i].fd, unix.SOL_SOCKET, unix.SO_RCVBUF))
+				if got != want {
 					t.Errorf("SocketBuffer %d: a receive buffer of %d bytes, want %d", size, got, want)
 				}
 			}
