@@ -268,6 +268,10 @@ func (l *Loop) look(c *Conn, at int64) pause {
 		c.vain++
 	}
 	c.listed.Store(false)
+	if c.waiters.Load() > 0 { // it has come meanwhile, and may have seen that the loop looks after c
+		c.listed.Store(true)
+		return watch
+	}
 	// Whoever leaves work to the loop from here on sees that it does not look after c.
 	c.Flush()
 	if err := c.arm(); err != nil {
