@@ -62,9 +62,9 @@ type counts struct {
 	served           [OpRecv + 1]stats.Count // OpRead and OpWrite
 	refused          [causes]uint64          // requests of the peer
 	sessions, broken uint64
-	direct           [OpWrite + 1]stats.Count // of done, what went by RDMA
-	detours          uint64                   // paths that failed
-	sent, received   uint64                   // on connections of sessions that have ended, or are about to
+	direct           [OpRecv + 1]stats.Count // of done, what went by RDMA
+	detours          uint64                  // paths that failed
+	sent, received   uint64                  // on connections of sessions that have ended, or are about to
 }
 
 // countLocked changes the peer's counts by f, or those of forgotten peers if it is one.

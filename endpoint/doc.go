@@ -28,9 +28,11 @@
 //
 // # RDMA
 //
-// With Config.RDMA large reads and writes go from memory to memory by an RDMA device, if the peer
-// has one too. The API and what it promises stay the same. Connections are still needed: everything
-// else goes there, and what a device cannot do, or fails to do. [Peer.Path] says what is used.
+// With Config.RDMA large reads, writes and messages go from memory to memory by an RDMA device, if
+// the peer has one too. The API and what it promises stay the same. Connections are still needed:
+// everything else goes there, and what a device cannot do, or fails to do. [Peer.Path] says what is
+// used. Memory that is sent from often is best registered as a region which the peer may read: the
+// device then knows it, and need not be told for each message.
 //
 // # Devices
 //

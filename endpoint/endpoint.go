@@ -65,8 +65,8 @@ type Config struct {
 	// Nothing that does not match gets into memory: the connection ends, and what was under way
 	// fails with ErrBroken.
 	Checksum bool
-	// RDMA is the device that large reads and writes use, if both ends have one and neither asks
-	// for Checksum or Seal. Default: none.
+	// RDMA is the device that large operations use, if both ends have one and neither asks for
+	// Checksum or Seal. Default: none.
 	RDMA RDMA
 	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more,
 	// makes room for another one. Otherwise whoever connects is refused, and Connect fails with

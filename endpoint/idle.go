@@ -66,7 +66,7 @@ func (s *session) restsLocked() bool {
 		}
 	}
 	return s.path.restsLocked() && len(s.backlog)+len(s.serving) == 0 && s.owed+s.owedNotes == 0 &&
-		len(s.untaken)+len(s.sendq) == 0 && len(s.peer.recvs)+len(s.peer.waiting) == 0
+		len(s.untaken)+len(s.sendq) == 0 && s.lending == nil && len(s.peer.recvs)+len(s.peer.waiting) == 0
 }
 
 // byeLocked answers that the peer has nothing to do, or ends a session that both ends have done

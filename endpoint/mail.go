@@ -14,7 +14,8 @@ import (
 // receive has bounded memory in use, and its sender waits.
 type mailbox struct {
 	// Sending.
-	sendq    []*task // not sent, because too many are not taken
+	sendq    []*task // not sent, because too many are not taken, or behind lending
+	lending  *task   // whose memory is being registered; nil: none
 	untaken  map[uint64]*post
 	lastSeq  uint64
 	sent     uint64 // bytes of messages that went at once
@@ -35,6 +36,7 @@ type mailbox struct {
 type post struct {
 	task   *task                 // nil: given up
 	letter *letter               // of a message that goes at once
+	loan   *loan                 // of a message that the peer may read; nil: it may not
 	pulled int64                 // bytes that the peer has asked for
 	pulls  int                   // in so many requests
 	cause  atomic.Pointer[error] // why the message could not be read
@@ -50,46 +52,64 @@ type arrival struct {
 	whole   bool   // it is complete
 	offered bool
 	dropped bool // the sender has given it up
+	lent    *borrowed
 
-	// Of an offered message that is pulled:
-	want  int64 // bytes
-	got   int64 // of which have arrived, or are arriving
-	pulls int   // requests for it that have not ended
+	// Of an offered message that is pulled, or read by RDMA:
+	borrowed bool  // it is read
+	want     int64 // bytes
+	got      int64 // of which have arrived, or are arriving
+	pulls    int   // requests for it that have not ended
 }
 
 // sendLocked sends a message, or puts it behind those that wait.
 func (s *session) sendLocked(t *task) {
-	if len(s.sendq) > 0 || len(s.untaken) >= int(min(s.theirs.Requests, maxRequests)) {
+	if len(s.sendq) > 0 || !s.sendNowLocked(t) {
 		t.stage = queued
 		s.sendq = append(s.sendq, t)
-		return
 	}
-	s.postLocked(t)
 }
 
 func (s *session) sendMoreLocked() {
-	for len(s.sendq) > 0 && len(s.untaken) < int(min(s.theirs.Requests, maxRequests)) {
-		t := s.sendq[0]
+	for len(s.sendq) > 0 {
+		if t := s.sendq[0]; !t.ended && !s.sendNowLocked(t) {
+			return
+		}
 		s.sendq[0] = nil
 		s.sendq = s.sendq[1:]
-		if !t.ended {
-			s.postLocked(t)
-		}
 	}
 }
 
-func (s *session) postLocked(t *task) {
+// sendNowLocked sends the next message, after its memory was registered if the peer is to read it;
+// false: it has to wait.
+func (s *session) sendNowLocked(t *task) bool {
+	if s.lending != nil || len(s.untaken) >= int(min(s.theirs.Requests, maxRequests)) {
+		return false
+	}
+	if s.path.lendsLocked(t) {
+		return len(s.path.loans) < maxLoans && s.path.lendLocked(t)
+	}
+	s.postLocked(t, nil)
+	return true
+}
+
+// longestLocked is the length of the longest message that goes at once.
+func (s *session) longestLocked() int64 { return min(int64(s.theirs.Message), link.Chunk) }
+
+// postLocked announces a message, with the loan that the peer can read it with if that is not nil.
+func (s *session) postLocked(t *task, loan *loan) {
 	t.stage = moving
 	s.lastSeq++
 	t.seq = s.lastSeq
 	l := &letter{seq: t.seq, op: wire.Message}
 	l.Gate, l.N, l.Whole = &t.gate, t.n, true
-	x := &post{task: t, letter: l}
+	x := &post{task: t, letter: l, loan: loan}
 	l.of = x
-	if t.n > min(int64(s.theirs.Message), link.Chunk) ||
-		s.sent-s.credited+wire.Cost(uint64(t.n)) > uint64(s.theirs.Window) {
+	switch {
+	case loan != nil:
+		l.op, l.off, l.N = wire.Lend, t.n, 0
+	case t.n > s.longestLocked() || s.sent-s.credited+wire.Cost(uint64(t.n)) > uint64(s.theirs.Window):
 		l.op, l.off, l.N = wire.Offer, t.n, 0
-	} else {
+	default:
 		s.sent += wire.Cost(uint64(l.N))
 	}
 	s.untaken[t.seq] = x
@@ -108,7 +128,9 @@ func (s *session) mailFrameLocked(c *link.Conn, h wire.Header, ext []byte, n uin
 	case wire.Message:
 		return s.messageLocked(c, h.Address, int64(n))
 	case wire.Offer:
-		return link.Sink{}, s.offeredLocked(c, h.Address, wire.Word(ext, 0))
+		return link.Sink{}, s.offeredLocked(c, h.Address, wire.Word(ext, 0), nil)
+	case wire.Lend:
+		return link.Sink{}, s.lentLocked(c, h.Address, wire.Word(ext, 0), wire.Word(ext, 1), wire.Word(ext, 2))
 	case wire.Pull:
 		return link.Sink{}, s.pulledLocked(c, h.Address, wire.Word(ext, 0), wire.Word(ext, 1))
 	case wire.Piece:
@@ -301,18 +323,21 @@ func (p *Peer) matchLocked() {
 	}
 }
 
-// offeredLocked notes a message that waits at its sender.
-func (s *session) offeredLocked(c *link.Conn, seq, total uint64) error {
+// offeredLocked notes a message that waits at its sender, and how it can be read there.
+func (s *session) offeredLocked(c *link.Conn, seq, total uint64, lent *borrowed) error {
 	a, err := s.newArrivalLocked(c, seq, total)
 	if err != nil {
 		return err
 	}
-	a.offered = true
+	a.offered, a.lent = true, lent
+	if s.path != nil {
+		s.path.wantLocked(a.total)
+	}
 	s.peer.matchLocked()
 	return nil
 }
 
-// pullLocked asks for a message that its recv waits for.
+// pullLocked gets a message that its recv waits for.
 func (s *session) pullLocked(a *arrival) {
 	t := a.task
 	a.want = min(a.total, t.n)
@@ -325,6 +350,14 @@ func (s *session) pullLocked(a *arrival) {
 		s.peer.receivedLocked(t, 0, a.total)
 		return
 	}
+	if !s.path.borrowLocked(a) {
+		s.pullPartsLocked(a)
+	}
+}
+
+// pullPartsLocked has the connections carry a message.
+func (s *session) pullPartsLocked(a *arrival) {
+	a.borrowed, a.task.key = false, nil
 	k, part := s.share(a.want)
 	a.pulls = int(k)
 	for i := range k {
@@ -341,7 +374,7 @@ func (s *session) pulledLocked(c *link.Conn, seq, off, n uint64) error {
 	if x == nil && seq != 0 && seq <= s.lastSeq || x != nil && x.task == nil {
 		return nil // given up: the receiver knows, or will hear of it
 	}
-	if x == nil || x.letter.op != wire.Offer || n == 0 || n > uint64(x.task.n) || off > uint64(x.task.n)-n ||
+	if x == nil || x.letter.op == wire.Message || n == 0 || n > uint64(x.task.n) || off > uint64(x.task.n)-n ||
 		x.pulled+int64(n) > x.task.n || x.pulls == wire.MaxConns {
 		return fmt.Errorf("%w: %d bytes at %d of message %d, which was not offered so", wire.ErrFrame, n, off, seq)
 	}
@@ -403,6 +436,9 @@ func (s *session) takenLocked(seq uint64, o wire.Outcome, text string) error {
 		return fmt.Errorf("%w: message %d was taken, which was not sent", wire.ErrFrame, seq)
 	}
 	delete(s.untaken, seq)
+	if x.loan != nil {
+		x.loan.takenLocked()
+	}
 	if o.Code == wire.Cancelled && x.letter.op == wire.Message && x.letter.unsent.Load() {
 		s.sent -= wire.Cost(uint64(x.letter.N))
 	}
@@ -413,6 +449,9 @@ func (s *session) takenLocked(seq uint64, o wire.Outcome, text string) error {
 			s.peer.failLocked(t, fmt.Errorf("the peer's recv ended: %w", err))
 		} else {
 			t.result.N, t.result.Total = t.n, t.n
+			if x.loan != nil && x.pulls == 0 && o.Bytes > 0 {
+				s.peer.countLocked(func(c *counts) { c.direct[OpSend].Add(uint64(t.n)) })
+			}
 			s.peer.endLocked(t)
 		}
 	}
@@ -442,10 +481,8 @@ func (s *session) droppedLocked(c *link.Conn, seq uint64) error {
 	}
 	a.dropped = true
 	s.peer.touchLocked(c)
-	if t := a.task; t != nil { // being pulled
-		delete(s.arrivals, seq)
-		s.takeNoteLocked(c, seq, wire.Cancelled, 0)
-		s.peer.failLocked(t, fmt.Errorf("the peer's send was %w", ErrCancelled))
+	if t := a.task; t != nil && t.flight == nil { // being pulled; else it lands first
+		s.droppedRecvLocked(a)
 	}
 	s.skipLocked()
 	s.peer.matchLocked()
@@ -464,7 +501,14 @@ func (s *session) skipLocked() {
 // withdrawMailLocked takes back a send or a recv that is given up.
 func (s *session) withdrawMailLocked(t *task) {
 	if t.Kind == OpRecv {
-		return // what arrives for it is dropped, because its gate is closed
+		switch a := t.letter; {
+		case a == nil || !a.borrowed: // what arrives for it is dropped, because its gate is closed
+		case t.flight != nil:
+			t.flight.giveUpLocked()
+		default:
+			s.refuseLocked(a)
+		}
+		return
 	}
 	x := s.untaken[t.seq]
 	if x == nil || x.task != t {
@@ -472,8 +516,11 @@ func (s *session) withdrawMailLocked(t *task) {
 	}
 	x.task = nil // until the peer says what has become of it
 	x.letter.Stop()
-	if x.letter.op == wire.Offer {
+	if x.letter.op != wire.Message {
 		s.queueLocked(s.conns[0], &letter{seq: t.seq, op: wire.Dropped})
+	}
+	if x.loan != nil {
+		x.loan.recallLocked()
 	}
 }
 
@@ -488,6 +535,9 @@ func (s *session) closeMailLocked(why error) {
 	}
 	for _, t := range s.sendq {
 		p.failLocked(t, why)
+	}
+	if s.lending != nil {
+		p.failLocked(s.lending, why)
 	}
 	var whole []*arrival
 	for _, a := range s.arrivals {

@@ -103,20 +103,21 @@ type task struct {
 	letter  *arrival // of a recv that has a message
 
 	remote RemoteRegion // of a read or a write that was begun
-	key    *key         // of remote, if the path has taken it
-	flight *path        // whose device may access Local; nil: none
+	key    *key         // of what it reads or writes, if the path has taken it
+	flight *path        // whose device, or that of the peer, may access Local; nil: none
 }
 
 // stage says what a task waits for.
 type stage string
 
 const (
-	connecting stage = "waiting for a connection"
-	resolving  stage = "waiting for the description of the region"
-	queued     stage = "waiting for earlier operations"
-	moving     stage = "waiting for the peer"
-	receiving  stage = "waiting for a message"
-	arriving   stage = "receiving a message"
+	connecting  stage = "waiting for a connection"
+	resolving   stage = "waiting for the description of the region"
+	queued      stage = "waiting for earlier operations"
+	moving      stage = "waiting for the peer"
+	registering stage = "registering memory with the RDMA device"
+	receiving   stage = "waiting for a message"
+	arriving    stage = "receiving a message"
 )
 
 // piece is the part of a read or a write that one connection carries.
@@ -154,14 +155,14 @@ func (p *piece) Tail(b []byte, ok bool) []byte {
 	return wire.Header{Address: p.id, Op: wire.Cancel}.Append(b)
 }
 
-// letter is what is sent of a message: the whole of it (Message), that there is one (Offer), part
-// of one (Piece), or that it was given up (Dropped).
+// letter is what is sent of a message: the whole of it (Message), that there is one (Offer or
+// Lend), part of one (Piece), or that it was given up (Dropped).
 type letter struct {
 	link.Out
 	op  wire.Opcode
 	seq uint64
-	off int64 // of a Piece: in the message; of an Offer: the length of the message
-	of  *post // of a Message or a Piece
+	off int64 // of a Piece: in the message; of an Offer or a Lend: the length of the message
+	of  *post // not of a Dropped
 	// unsent says that nothing of a Message was sent, or will be.
 	unsent atomic.Bool
 }
@@ -176,6 +177,9 @@ func (l *letter) Head(b []byte, at, n int64) []byte {
 	case wire.Offer:
 		h.Size = 8
 		return wire.Words(h.Append(b), uint64(l.off))
+	case wire.Lend:
+		h.Size = 24
+		return wire.Words(h.Append(b), uint64(l.off), l.of.loan.address, uint64(l.of.loan.key))
 	}
 	return h.Append(b)
 }

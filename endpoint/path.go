@@ -21,8 +21,11 @@ import (
 //
 // Large reads and writes of a peer that has a device, too, then go from memory to memory without
 // the peer's processor, once the two ends have connected queue pairs and this one knows the key of
-// the region: until then, and whenever that fails, they go by TCP. Memory of devices, files,
-// messages, and connections with Checksum or Seal always do.
+// the region: until then, and whenever that fails, they go by TCP. Memory of devices, files, and
+// connections with Checksum or Seal always do.
+//
+// A message of more than 64 KiB waits at its sender, whose device knows its memory. The receiver
+// reads it there when it is received. Shorter ones go by TCP at once, as far as there is room.
 //
 // A write has ended when the peer's device has acknowledged it. Region.Traffic and the counters of
 // the peer do not have what went without its processor.
@@ -35,11 +38,12 @@ type RDMA struct {
 	// GID selects an address of the port: an index, an address or a network; see rdma.ChooseGID.
 	// Default: the best one.
 	GID string
-	// From is the length in bytes from which reads and writes go by RDMA. Default 4 KiB.
+	// From is the length in bytes from which operations go by RDMA, messages only if they have more
+	// than 64 KiB, too. Default 4 KiB.
 	From int64
 }
 
-// Path says what carries large reads and writes.
+// Path says what carries large reads, writes and messages.
 type Path uint8
 
 // Paths.
@@ -58,7 +62,7 @@ func (p Path) String() string {
 }
 
 // Path returns what would carry a large read or write that starts now, of a region that was used
-// before.
+// before. Messages go by RDMA when it is PathDirect at both ends, but for the first ones.
 func (p *Peer) Path() Path {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -110,9 +114,12 @@ type path struct {
 	next     time.Time     // when a path that has failed is tried again
 	pause    time.Duration // until then, after the next failure
 	warned   bool          // that memory cannot be registered
+	wants    bool          // the peer was told that this end reads messages
 
 	// Of the peer.
-	joins, fences int // that were not answered
+	joins, fences int  // that were not answered
+	reads         bool // it reads messages
+	loans         map[*loan]struct{}
 	holds         map[*Region]struct{}
 	revoking      map[uint64]withheld // keys that the peer may still use, by number of the Revoke
 	lastRevoke    uint64
@@ -154,7 +161,7 @@ type withheld struct {
 // newPath returns the path of a session whose ends both can use one.
 func newPath(s *session) *path {
 	return &path{s: s, aboard: map[*task]struct{}{}, keys: map[uint64]*key{}, calls: map[uint64]chan []byte{},
-		pause: firstPause, holds: map[*Region]struct{}{}, revoking: map[uint64]withheld{}}
+		pause: firstPause, loans: map[*loan]struct{}{}, holds: map[*Region]struct{}{}, revoking: map[uint64]withheld{}}
 }
 
 // takeLocked reports whether the path takes an operation of a region, which was checked. If it
@@ -164,14 +171,7 @@ func (p *path) takeLocked(t *task, r RemoteRegion) bool {
 	if t.File != nil || t.gate.Device() != nil || t.n == 0 || t.n < s.ep.cfg.RDMA.From || s.fences > 0 {
 		return false
 	}
-	switch p.state {
-	case apart:
-		if !time.Now().Before(p.next) {
-			p.joinLocked()
-		}
-		return false
-	case direct:
-	default:
+	if p.joinSoonLocked(); p.state != direct {
 		return false
 	}
 	k := p.keys[r.id]
@@ -206,11 +206,24 @@ func (p *path) claimLocked(r RemoteRegion) {
 	}
 	k := &key{region: r.id, generation: r.generation}
 	p.keys[r.id] = k
+	s.claimKeyLocked(k)
+}
+
+// claimKeyLocked sends a Claim.
+func (s *session) claimKeyLocked(k *key) {
 	s.last++
 	s.requests[s.last] = request{key: k}
 	b := wire.Header{Size: 16, Address: s.last, Op: wire.Claim}.Append(nil)
-	s.conns[0].Later(wire.Words(b, r.id, r.generation))
+	s.conns[0].Later(wire.Words(b, k.region, k.generation))
 	s.peer.touchLocked(s.conns[0])
+}
+
+// giveKeyLocked answers a Claim of the peer.
+func (s *session) giveKeyLocked(c *link.Conn, id, address uint64, remote uint32) {
+	s.owed--
+	b := wire.Header{Size: 16, Address: id, Op: wire.Key}.Append(nil)
+	c.Later(wire.Words(b, address, uint64(remote)))
+	s.peer.touchLocked(c)
 }
 
 // keyLocked handles the answer to a Claim.
@@ -259,7 +272,8 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 	bytes := int64(0)
 	for len(p.queue) > 0 && len(group) < maxGrouped {
 		t := p.queue[0]
-		if !t.ended && len(group) > 0 && bytes+t.n > maxGroup {
+		local := t.localOf()
+		if !t.ended && len(group) > 0 && bytes+int64(local.Len()) > maxGroup {
 			break
 		}
 		p.queue[0] = nil
@@ -267,12 +281,12 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 		if t.ended {
 			continue
 		}
-		bytes += t.n
+		bytes += int64(local.Len())
 		t.flight = p
 		p.aboard[t] = struct{}{}
 		t.key.users++
 		group = append(group, t)
-		requests = append(requests, card.Request{Write: t.Kind == OpWrite, Local: t.Local,
+		requests = append(requests, card.Request{Write: t.Kind == OpWrite, Local: local,
 			Remote: t.key.address + uint64(t.Offset), Key: t.key.remote})
 	}
 	if len(p.queue) > 0 {
@@ -289,6 +303,8 @@ func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 		delete(p.aboard, t)
 		p.unuseLocked(t.key)
 		switch {
+		case t.Kind == OpRecv:
+			s.borrowedLocked(t, err)
 		case t.ended: // given up meanwhile
 			s.peer.over = append(s.peer.over, t)
 		case err == nil:
@@ -307,13 +323,18 @@ func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 	case err == nil:
 		p.pause = firstPause
 	case errors.As(err, new(*card.MemoryError)):
-		if p.warned {
-			break
-		}
-		p.warned = true
-		s.ep.log.Warn("endpoint: memory cannot be registered for RDMA, it is moved by TCP", "peer", s.peer, "err", err)
+		p.warnLocked(err)
 	default:
 		p.downLocked(conn, err)
+	}
+}
+
+// warnLocked logs once why memory cannot be registered.
+func (p *path) warnLocked(err error) {
+	if !p.warned {
+		p.warned = true
+		p.s.ep.log.Warn("endpoint: memory cannot be registered for RDMA, it is moved by TCP", "peer", p.s.peer,
+			"err", err)
 	}
 }
 
@@ -383,7 +404,11 @@ func (p *path) settleLocked() {
 	stranded := p.stranded
 	p.stranded = nil
 	for _, t := range stranded {
-		if !t.ended {
+		switch {
+		case t.ended:
+		case t.Kind == OpRecv:
+			p.s.pullPartsLocked(t.letter)
+		default:
 			p.s.sendPiecesLocked(t, t.remote)
 		}
 	}
@@ -414,9 +439,9 @@ func (p *path) restsLocked() bool {
 // usedLocked reports whether the path was used within d, which the peer cannot see.
 func (p *path) usedLocked(d time.Duration) bool { return p != nil && time.Since(p.used) < d }
 
-// joinLocked connects the path.
-func (p *path) joinLocked() {
-	if p.s.ep.goes(p.join) {
+// joinSoonLocked connects the path, if it is not connected, and none has failed just now.
+func (p *path) joinSoonLocked() {
+	if p.state == apart && !time.Now().Before(p.next) && p.s.ep.goes(p.join) {
 		p.state = joining
 	}
 }
@@ -496,7 +521,21 @@ func (p *path) close() {
 	p.closed = true
 	held, revoking := p.holds, p.revoking
 	p.holds, p.revoking = nil, nil
+	var loans []*loan
+	for l := range p.loans {
+		if !l.taken {
+			l.domain.Permit(l.key)
+		}
+		if !l.ending {
+			l.ending = true
+			loans = append(loans, l)
+		}
+	}
+	p.loans = nil
 	peer.mu.Unlock()
+	for _, l := range loans {
+		l.end(false)
+	}
 	for r := range held {
 		r.forget(p.s)
 	}
@@ -615,6 +654,9 @@ func (s *session) claimedLocked(c *link.Conn, id, region, generation uint64) err
 	r, code := s.ep.regions.find(wire.Range{Region: region, Generation: generation})
 	p := s.path
 	switch {
+	case region == 0 && generation == 0 && p != nil:
+		p.wantedLocked(c, id)
+		return nil
 	case code != wire.OK:
 	case r.rightsOf(s.peer.client) == 0:
 		code = wire.NoRegion
@@ -652,10 +694,7 @@ func (p *path) grant(c *link.Conn, id uint64, r *Region) {
 			"err", err)
 		s.replyLocked(c, id, wire.Denied, 0, "")
 	default:
-		s.owed--
-		b := wire.Header{Size: 16, Address: id, Op: wire.Key}.Append(nil)
-		c.Later(wire.Words(b, g.Address, uint64(g.RemoteKey())))
-		s.peer.touchLocked(c)
+		s.giveKeyLocked(c, id, g.Address, g.RemoteKey())
 	}
 	s.peer.unlock()
 	if gone {
@@ -741,7 +780,7 @@ func (s *session) confirmedLocked(id uint64) error {
 
 // directTo gives the counts of paths to the endpoint's state.
 func (c *counts) directTo(s *stats.Endpoint) {
-	for kind := OpRead; kind <= OpWrite; kind++ {
+	for kind := OpRead; kind <= OpRecv; kind++ {
 		if n := c.direct[kind]; n.N > 0 {
 			s.Direct[kind.String()] = n
 		}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"testing"
 
 	"tutti/endpoint/internal/card"
@@ -90,11 +91,10 @@ func TestClaimsNeedRights(t *testing.T) {
 	}
 }
 
-// After a failure nothing begins before the peer has confirmed that nothing can come late, and what
-// was under way is asked for again then.
-func TestNothingBeginsBeforeFenced(t *testing.T) {
-	_, r := newFabric(t, soft.Config{})
-	port, err := card.Open(card.Config{Provider: r.Provider})
+// rawLine makes a line of an end that a test plays, with the call to the other end.
+func rawLine(t testing.TB, r RDMA, call func(context.Context, []byte) ([]byte, error)) (*card.Domain, *card.Line) {
+	t.Helper()
+	port, err := card.Open(card.Config{Provider: r.Provider, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -102,9 +102,7 @@ func TestNothingBeginsBeforeFenced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	line, err := domain.NewLine(card.LineConfig{Call: func(context.Context, []byte) ([]byte, error) {
-		return nil, errors.New("the other end connects")
-	}, Lost: func(*card.Conn, error) {}})
+	line, err := domain.NewLine(card.LineConfig{Call: call, Lost: func(*card.Conn, error) {}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,6 +112,16 @@ func TestNothingBeginsBeforeFenced(t *testing.T) {
 				t.Error(err)
 			}
 		}
+	})
+	return domain, line
+}
+
+// After a failure nothing begins before the peer has confirmed that nothing can come late, and what
+// was under way is asked for again then.
+func TestNothingBeginsBeforeFenced(t *testing.T) {
+	_, r := newFabric(t, soft.Config{})
+	_, line := rawLine(t, r, func(context.Context, []byte) ([]byte, error) {
+		return nil, errors.New("the other end connects")
 	})
 	const size = 100
 	fenced, begun := make(chan struct{}), make(chan struct{})

@@ -114,7 +114,10 @@ var directTests = []struct {
 	name string
 	f    func(t *testing.T, r RDMA)
 }{{"reads and writes", readsAndWritesAreDirect}, {"batches", batchesAreDirect}, {"unregister", unregisterEndsKeys},
-	{"revoked keys", revokedKeysCostNothing}, {"rights", keysHaveTheRightsOfTheClient}}
+	{"revoked keys", revokedKeysCostNothing}, {"rights", keysHaveTheRightsOfTheClient},
+	{"messages", messagesAreDirect}, {"order of messages", messagesKeepTheirOrder},
+	{"truncated messages", messagesByRDMAAreTruncatedOrExact}, {"messages from regions", messagesFromRegions},
+	{"messages that are given up", messagesByRDMAAreGivenUp}}
 
 func TestRDMA(t *testing.T) {
 	for _, c := range directTests {

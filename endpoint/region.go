@@ -1,6 +1,7 @@
 package endpoint
 
 import (
+	"cmp"
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"sync/atomic"
 	"unicode"
 	"unicode/utf8"
+	"unsafe"
 
 	"tutti/endpoint/internal/card"
 	"tutti/endpoint/internal/gate"
@@ -105,6 +107,7 @@ type registry struct {
 	order   sync.Mutex // held until all have heard of a change, so that they do so in the order of changes
 	mu      sync.RWMutex
 	names   []string // sorted
+	spans   []placed // of regions in host memory, in the order of their first bytes
 	byName  map[string]*Region
 	byID    map[uint64]*Region
 	last    uint64
@@ -163,6 +166,11 @@ func (g *registry) add(r *Region) error {
 	r.id = g.last
 	g.names = slices.Insert(g.names, i, r.name)
 	g.byName[r.name], g.byID[r.id] = r, r
+	if r.memory.Len() > 0 {
+		x := placed{spanOf(r.memory.Bytes()), r}
+		i, _ := slices.BinarySearchFunc(g.spans, x, placed.compare)
+		g.spans = slices.Insert(g.spans, i, x)
+	}
 	g.mu.Unlock()
 	g.changed(r, false)
 	return nil
@@ -180,8 +188,46 @@ func (g *registry) remove(r *Region) {
 	g.names = slices.Delete(g.names, i, i+1)
 	delete(g.byName, r.name)
 	delete(g.byID, r.id)
+	if r.memory.Len() > 0 {
+		i, _ := slices.BinarySearchFunc(g.spans, placed{spanOf(r.memory.Bytes()), r}, placed.compare)
+		g.spans = slices.Delete(g.spans, i, i+1)
+	}
 	g.mu.Unlock()
 	g.changed(r, true)
+}
+
+// span is the addresses of memory.
+type span struct{ first, beyond uint64 }
+
+func spanOf(b []byte) span {
+	first := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b))))
+	return span{first, first + uint64(len(b))}
+}
+
+// placed is a region and where its memory lies.
+type placed struct {
+	span
+	r *Region
+}
+
+// compare orders regions by their first bytes, and those with the same one by their numbers.
+func (x placed) compare(y placed) int {
+	return cmp.Or(cmp.Compare(x.first, y.first), cmp.Compare(x.r.id, y.r.id))
+}
+
+// around returns a region that has all of b, or nil. It looks at the last one that begins before b:
+// where regions overlap there may be another one.
+func (g *registry) around(b []byte) *Region {
+	x := spanOf(b)
+	g.mu.RLock()
+	defer g.mu.RUnlock()
+	i, _ := slices.BinarySearchFunc(g.spans, x.first, func(y placed, first uint64) int {
+		return cmp.Or(cmp.Compare(y.first, first), -1) // behind all that begin there
+	})
+	if i == 0 || g.spans[i-1].beyond < x.beyond {
+		return nil
+	}
+	return g.spans[i-1].r
 }
 
 // find returns the region that a range names.

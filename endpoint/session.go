@@ -537,7 +537,7 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 		return link.Sink{}, s.fenceLocked(h.Address)
 	case wire.Fenced:
 		return link.Sink{}, s.confirmedLocked(h.Address)
-	case wire.Message, wire.Offer, wire.Pull, wire.Piece, wire.Sent, wire.Credit,
+	case wire.Message, wire.Offer, wire.Lend, wire.Pull, wire.Piece, wire.Sent, wire.Credit,
 		wire.Dropped:
 		return s.mailFrameLocked(c, h, ext, payload)
 	}

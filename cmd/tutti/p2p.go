@@ -114,7 +114,7 @@ func (f *benchFlags) p2pDevice(cmd *cobra.Command) (endpoint.RDMA, error) {
 		return endpoint.RDMA{Provider: p, Devices: os.Getenv("TUTTI_RDMA_DEVICES"),
 			GID: os.Getenv("TUTTI_RDMA_GID")}, nil
 	}
-	return endpoint.RDMA{}, usagef(cmd, "--transport %s: endpoints use tcp, or rdma for large reads and writes",
+	return endpoint.RDMA{}, usagef(cmd, "--transport %s: endpoints use tcp, or rdma for large operations",
 		f.transport)
 }
 

@@ -43,7 +43,7 @@ type Endpoint struct {
 	Received  uint64 `json:"received"`
 
 	Modes map[string]int `json:"modes,omitempty"` // connected peers: "plain", "checked" or "sealed"
-	// Connected peers, by what large reads and writes take: "tcp" or "rdma".
+	// Connected peers, by what large operations take: "tcp" or "rdma".
 	Paths map[string]int `json:"paths,omitempty"`
 
 	Direct  map[string]Count `json:"direct,omitempty"` // of Done, what went by RDMA

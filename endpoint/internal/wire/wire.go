@@ -37,7 +37,8 @@ const (
 const First = Hello
 
 // Opcodes of Tutti. The address of a request is its number, which the requester chooses; an answer
-// has the address of its request. The address of Message to Dropped is the number of a message.
+// has the address of its request. The address of Message to Dropped, and of Lend, is the number of
+// a message.
 const (
 	Hello   Opcode = 0x10 + iota // the first frame of both ends; address: the session
 	Ping                         // answered by Pong
@@ -72,12 +73,14 @@ const (
 	Revoked                      // the sender makes no more requests with the key
 	Fence                        // answered by Fenced
 	Fenced                       // no RDMA request from before the Fence has an effect any more
+	Lend                         // a message that waits at its sender, where RDMA requests reach it
 	beyond
 )
 
 var names = [...]string{"Hello", "Ping", "Pong", "Bye", "Stay", "Get", "Put", "Data", "Done", "Cancel", "Lookup",
 	"List", "Watch", "Region", "Gone", "Message", "Offer", "Pull", "Piece", "Sent", "Taken", "Credit", "Dropped",
-	"Inquire", "State", "Join", "Joined", "Claim", "Key", "Revoke", "Revoked", "Fence", "Fenced"}
+	"Inquire", "State", "Join", "Joined", "Claim", "Key", "Revoke", "Revoked", "Fence", "Fenced",
+	"Lend"}
 
 // String returns the name of the opcode.
 func (o Opcode) String() string {
@@ -146,7 +149,7 @@ var shapes = [beyond - First]shape{
 	Taken - First: {OutcomeSize, MaxText}, Credit - First: {}, Dropped - First: {},
 	Inquire - First: {}, State - First: {0, MaxState},
 	Join - First: {0, MaxJoin}, Joined - First: {0, MaxJoin}, Claim - First: {16, 0}, Key - First: {16, 0},
-	Revoke - First: {16, 0}, Revoked - First: {}, Fence - First: {}, Fenced - First: {},
+	Revoke - First: {16, 0}, Revoked - First: {}, Fence - First: {}, Fenced - First: {}, Lend - First: {24, 0},
 }
 
 // Check returns the size of the extension of a frame with header h, or an error that wraps
@@ -313,7 +316,8 @@ func DecodeEntry(ext []byte) (Entry, error) {
 const goneSize = 16
 
 // Words appends numbers: the extensions of Data and Piece (offset), Offer (total), Pull (offset,
-// length), Gone, Claim and Revoke (region, generation) and Key (address, key).
+// length), Gone, Claim and Revoke (region, generation), Key (address, key) and Lend (total,
+// address, key).
 func Words(b []byte, vs ...uint64) []byte {
 	for _, v := range vs {
 		b = binary.LittleEndian.AppendUint64(b, v)

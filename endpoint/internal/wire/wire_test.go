@@ -82,6 +82,8 @@ func examples() []example {
 		{"Revoked 2", frame(Revoked, 2, nil, "")},
 		{"Fence 3", frame(Fence, 3, nil, "")},
 		{"Fenced 3", frame(Fenced, 3, nil, "")},
+		{"Lend 4: 3145728 bytes, address 0x7f0000001000, key 0x1234",
+			frame(Lend, 4, Words(nil, 3<<20, 0x7f0000001000, 0x1234), "")},
 	}
 }
 
@@ -127,6 +129,7 @@ var golden = []string{
 	"0000000000000000 0200000000000000 2e",
 	"0000000000000000 0300000000000000 2f",
 	"0000000000000000 0300000000000000 30",
+	"1800000000000000 0400000000000000 31 0000300000000000 00100000007f0000 3412000000000000",
 }
 
 func TestGoldenFrames(t *testing.T) {

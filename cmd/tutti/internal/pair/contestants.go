@@ -32,7 +32,7 @@ type contestants struct {
 	region   *endpoint.Region // of the process that serves, during a turn
 	buf      []byte
 	back     []byte // what was echoed to the process that measures
-	least    int64  // bytes from which reads and writes go by RDMA; 0: they do not
+	least    int64  // bytes from which operations go by RDMA, but see lentFrom; 0: they do not
 }
 
 // newContestants makes an endpoint without peers.
@@ -152,14 +152,20 @@ func (c *contestants) unregister() {
 // counts returns how many operations of a turn's kind the endpoint has done, and how many of these
 // by RDMA.
 func (c *contestants) counts(t turn) (direct, done uint64) {
-	if !t.remote() {
+	kinds := []string{read}
+	switch {
+	case t.Who == raw:
 		return 0, 0
+	case t.Op == sendrecv:
+		kinds = []string{"send", "recv"}
+	case t.Op == write:
+		kinds = []string{write}
 	}
-	kind, s := read, c.endpoint.Stats()
-	if t.Op == write {
-		kind = write
+	s := c.endpoint.Stats()
+	for _, k := range kinds {
+		direct, done = direct+s.Direct[k].N, done+s.Done[k].N
 	}
-	return s.Direct[kind].N, s.Done[kind].N
+	return direct, done
 }
 
 // warm reads the region of a turn until that goes by RDMA, if the turn's operations can: the first

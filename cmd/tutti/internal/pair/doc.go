@@ -21,6 +21,7 @@
 //
 // Requests and answers there are as long as those of an endpoint.
 //
-// With RDMA the endpoints have a device each, and large reads and writes go from memory to memory.
+// With RDMA the endpoints have a device each, and large reads, writes and messages go from memory
+// to memory.
 // The contestant is the plain connection as before.
 package pair

@@ -58,6 +58,9 @@ const (
 // another one.
 const directFrom = 4 << 10
 
+// lentFrom is that of messages: shorter ones are sent before they are received.
+const lentFrom = 64<<10 + 1
+
 // Contestants.
 const (
 	tutti = "tutti"
@@ -214,6 +217,9 @@ func (m *measurer) row(s *Spec, r *Row) error {
 
 // calibrate warms up, and returns how many calls make a turn.
 func (m *measurer) calibrate(s *Spec, t turn) (int, error) {
+	if err := m.warmMessages(t); err != nil {
+		return 0, err
+	}
 	t.Count = max(s.Warmup, 1)
 	for {
 		d, err := m.turn(t)
@@ -226,6 +232,23 @@ func (m *measurer) calibrate(s *Spec, t turn) (int, error) {
 			return max(1, int(float64(t.Count)*float64(s.RoundTime)/float64(d))), nil
 		}
 		t.Count *= 4
+	}
+}
+
+// warmMessages sends the messages of a turn until they go by RDMA, if they can.
+func (m *measurer) warmMessages(t turn) error {
+	if m.least == 0 || t.Who != tutti || t.Op != sendrecv || int64(t.N) < max(m.least, lentFrom) {
+		return nil
+	}
+	t.Count = 1
+	for late := time.Now().Add(setup); ; {
+		m.direct, m.done = 0, 0
+		if _, err := m.turn(t); err != nil || m.direct == m.done {
+			return err
+		}
+		if time.Now().After(late) {
+			return fmt.Errorf("messages do not go by RDMA after %v: tutti doctor explains the devices", setup)
+		}
 	}
 }
 

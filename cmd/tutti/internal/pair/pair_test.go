@@ -26,7 +26,7 @@ func runOver(t *testing.T, mine, theirs endpoint.RDMA, spoil func(turn, []byte))
 		served <- serve(t.Context(), orders, answer, theirs, spoil)
 		answer.Close()
 	}()
-	s := Spec{Min: 1, Max: 5000, Factor: 70, Depth: 2, Iters: 3, Warmup: 1, Rounds: 1, RoundTime: time.Millisecond,
+	s := Spec{Min: 1, Max: 400_000, Factor: 70, Depth: 2, Iters: 3, Warmup: 1, Rounds: 1, RoundTime: time.Millisecond,
 		Check: true, RDMA: mine}
 	bad, err := Run(t.Context(), s, answers, order, func(r Row) { rows = append(rows, r) }, func(string) {})
 	order.Close()
@@ -37,7 +37,7 @@ func runOver(t *testing.T, mine, theirs endpoint.RDMA, spoil func(turn, []byte))
 }
 
 func TestRunComparesEveryByte(t *testing.T) {
-	if rows, bad := run(t, nil); bad != 0 || len(rows) != 3*2*3+2 {
+	if rows, bad := run(t, nil); bad != 0 || len(rows) != 3*2*4+2 {
 		t.Errorf("%d wrong bytes in %d rows", bad, len(rows))
 	}
 	// A byte that is wrong at the end of a message or of a write is found in each turn.
@@ -57,15 +57,16 @@ func TestRunComparesEveryByte(t *testing.T) {
 	}
 }
 
-// Reads and writes of at least RDMA.From bytes go by RDMA, and so do pieces of batches.
+// Reads and writes of at least RDMA.From bytes go by RDMA, and so do pieces of batches and long
+// messages.
 func checkPaths(t *testing.T, mine, theirs endpoint.RDMA) {
 	rows, bad := runOver(t, mine, theirs, nil)
-	if bad != 0 || len(rows) != 3*2*3+2 {
+	if bad != 0 || len(rows) != 3*2*4+2 {
 		t.Errorf("%d wrong bytes in %d rows", bad, len(rows))
 	}
 	for _, r := range rows {
 		want := "tcp"
-		if r.Op != sendrecv && r.Bytes >= directFrom {
+		if r.Op != sendrecv && r.Bytes >= directFrom || r.Bytes >= lentFrom {
 			want = "rdma"
 		}
 		if r.Path != want {
