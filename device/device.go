@@ -47,6 +47,23 @@ type HostAllocator interface {
 	FreeHost(m mem.Memory) error
 }
 
+// Exporter is a Device whose memory other devices of the machine access by themselves, such as
+// network cards (in terms of CUDA, GPUDirect RDMA). Neither waits for the other: memory is given to
+// another device when an event says that the work which has written it is done, and work is given
+// memory that another device has written when the host knows that it has, and Flush was called
+// unless Ordered is true.
+type Exporter interface {
+	// Export returns the descriptor of a DMA buffer in which m, memory of the device, begins at
+	// offset. The caller closes it. m must stay allocated until no other device uses the buffer.
+	// The error wraps errors.ErrUnsupported if the device, or its driver, has no DMA buffers.
+	Export(m mem.Memory) (fd int, offset uint64, err error)
+	// Ordered reports whether work that begins after another device has written memory sees what it
+	// has written.
+	Ordered() bool
+	// Flush has work that begins after it returned see what other devices have written before.
+	Flush() error
+}
+
 // A Stream executes work in order. Methods are called by one goroutine at a time and do not wait
 // for the work. An error says that the stream did not accept it, and wraps ErrMemory, ErrClosed or
 // the failure of earlier work.

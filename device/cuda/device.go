@@ -14,7 +14,7 @@ import (
 	"tutti/mem"
 )
 
-// Device is a GPU. It implements device.Device and device.HostAllocator.
+// Device is a GPU. It implements device.Device, device.HostAllocator and device.Exporter.
 type Device struct {
 	gpu       *gpu
 	info      Info
@@ -136,6 +136,36 @@ func (v *Device) Free(m mem.Memory) error {
 	delete(v.memory, m.Address())
 	v.mu.Unlock()
 	return v.gpu.free(m.Address())
+}
+
+// Export implements device.Exporter. The memory need not be of Alloc: it is that of any allocation
+// in the GPU's primary context.
+func (v *Device) Export(m mem.Memory) (fd int, offset uint64, err error) {
+	switch {
+	case m.Loc() != v.loc || m.Len() == 0:
+		return -1, 0, fmt.Errorf("cuda: exporting %d bytes at %q of %s: %w", m.Len(), m.Loc(), v.loc, device.ErrMemory)
+	case !v.info.DMABuf:
+		return -1, 0, fmt.Errorf("cuda: %s has no DMA buffers that other devices can write to: %w", v.loc,
+			errors.ErrUnsupported)
+	}
+	if err := v.open(); err != nil {
+		return -1, 0, err
+	}
+	return v.gpu.export(m.Address())
+}
+
+// Ordered implements device.Exporter.
+func (v *Device) Ordered() bool { return v.info.Ordered }
+
+// Flush implements device.Exporter.
+func (v *Device) Flush() error {
+	if v.info.Ordered {
+		return nil
+	}
+	if err := v.open(); err != nil {
+		return err
+	}
+	return v.gpu.flush()
 }
 
 // Stream implements device.Device.

@@ -51,6 +51,14 @@
 // when the stream has come to the copy: the driver itself would make the caller wait for the
 // stream.
 //
+// # Other devices
+//
+// A [Device] is a device.Exporter: network cards access its memory by DMA buffers, if the driver
+// has them (CUDA 11.7, the open kernel modules and Linux 5.12) and the GPU can order what is
+// written so. A buffer has whole pages, and those of the whole allocation: whoever registers it
+// with a card names the bytes. Work sees what a card has written if it begins after the card's
+// completion was polled and, on GPUs without Info.Ordered, Flush was called.
+//
 // # Failures and the end
 //
 // The first error of a stream is kept: all later calls and all events that had not been reached
@@ -128,4 +136,6 @@ type Info struct {
 	Major, Minor int    // compute capability
 	SMs          int    // multiprocessors
 	MemoryOps    bool   // streams can wait for words without a kernel
+	DMABuf       bool   // other devices can access its memory: see Device.Export
+	Ordered      bool   // what they write there needs no Flush
 }

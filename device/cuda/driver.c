@@ -51,6 +51,10 @@ typedef uint64_t pointer; // CUdeviceptr
 					    unsigned, unsigned, void *, void **, void **))
 // What newer ones have; NULL without it.
 #define OPTIONAL(X)                                                                                       \
+	X(mem_get_address_range, "cuMemGetAddressRange_v2", (pointer *, size_t *, pointer))               \
+	X(mem_get_handle, "cuMemGetHandleForAddressRange",                                                \
+	  (void *, pointer, size_t, int, unsigned long long))                                             \
+	X(flush_writes, "cuFlushGPUDirectRDMAWrites", (int, int))                                         \
 	X(func_load, "cuFuncLoad", (void *))                                                              \
 	X(stream_is_capturing, "cuStreamIsCapturing", (void *, int *))                                    \
 	X(stream_wait_value, "cuStreamWaitValue64_v2", (void *, pointer, uint64_t, unsigned))             \
@@ -162,6 +166,34 @@ int tutti_cuda_function_load(tutti_cuda *l, void *context, void *function) { IN(
 
 int tutti_cuda_alloc(tutti_cuda *l, void *context, size_t n, uint64_t *at) { IN(context, l->mem_alloc(at, n)); }
 int tutti_cuda_free(tutti_cuda *l, void *context, uint64_t at) { IN(context, l->mem_free(at)); }
+
+int tutti_cuda_has_export(tutti_cuda *l) { return l->mem_get_address_range && l->mem_get_handle; }
+int tutti_cuda_has_flush(tutti_cuda *l) { return l->flush_writes != NULL; }
+
+// The driver wants whole pages of the host. An allocation that ends within one has all of it: the
+// GPU's pages are larger.
+static int export(tutti_cuda *l, uint64_t at, uint64_t page, int *fd, uint64_t *offset)
+{
+	pointer base;
+	size_t n;
+	int result = l->mem_get_address_range(&base, &n, at);
+	if (result)
+		return result;
+	pointer first = base & ~(page - 1), beyond = (base + n + page - 1) & ~(page - 1);
+	*offset = at - first;
+	return l->mem_get_handle(fd, first, beyond - first, 1, 0); // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+}
+
+int tutti_cuda_export(tutti_cuda *l, void *context, uint64_t at, uint64_t page, int *fd, uint64_t *offset)
+{
+	IN(context, export(l, at, page, fd, offset));
+}
+
+int tutti_cuda_flush(tutti_cuda *l, void *context)
+{
+	// CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+	IN(context, l->flush_writes(0, 100));
+}
 
 int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at)
 {

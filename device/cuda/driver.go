@@ -12,6 +12,7 @@ import "C"
 import (
 	"bytes"
 	"fmt"
+	"os"
 	"sync"
 	"unsafe"
 )
@@ -93,7 +94,10 @@ const (
 	attributeSMs       = 16
 	attributeMajor     = 75
 	attributeMinor     = 76
+	attributeFlush     = 117 // how writes of other devices are flushed: 1 is by a call of the host
+	attributeOrdering  = 118 // of these writes: 100 or more, the GPU sees them in any case
 	attributeMemoryOps = 122 // of 64 bits, second version
+	attributeDMABuf    = 124
 )
 
 func (d *Driver) info(ordinal int) (Info, C.int, error) {
@@ -112,19 +116,23 @@ func (d *Driver) info(ordinal int) (Info, C.int, error) {
 		return i, 0, d.failure(r, "cuDeviceTotalMem", "ask cuda:%d for its memory", ordinal)
 	}
 	i.Memory = uint64(total)
-	var ops int
+	var ops, flush, ordering, dmaBuf int
 	for _, a := range []struct {
 		number C.int
 		to     *int
-	}{{attributeSMs, &i.SMs}, {attributeMajor, &i.Major}, {attributeMinor, &i.Minor}, {attributeMemoryOps, &ops}} {
+	}{{attributeSMs, &i.SMs}, {attributeMajor, &i.Major}, {attributeMinor, &i.Minor}, {attributeMemoryOps, &ops},
+		{attributeFlush, &flush}, {attributeOrdering, &ordering}, {attributeDMABuf, &dmaBuf}} {
 		var v C.int
 		r := C.tutti_cuda_attribute(d.lib, device, a.number, &v)
-		if r != 0 && a.number != attributeMemoryOps { // older drivers do not know it
+		if r != 0 && a.number < attributeFlush { // older drivers do not know the others
 			return i, 0, d.failure(r, "cuDeviceGetAttribute", "ask cuda:%d for attribute %d", ordinal, int(a.number))
 		}
 		*a.to = int(v)
 	}
 	i.MemoryOps = ops != 0 && C.tutti_cuda_has_memory_operations(d.lib) != 0
+	i.Ordered = ordering >= 100
+	i.DMABuf = dmaBuf != 0 && C.tutti_cuda_has_export(d.lib) != 0 &&
+		(i.Ordered || flush&1 != 0 && C.tutti_cuda_has_flush(d.lib) != 0)
 	return i, device, nil
 }
 
@@ -199,6 +207,22 @@ func (g *gpu) alloc(n int) (uint64, error) {
 
 func (g *gpu) free(at uint64) error {
 	return g.d.failure(C.tutti_cuda_free(g.d.lib, g.ptr, C.uint64_t(at)), "cuMemFree", "free memory of %s", g.name)
+}
+
+// export returns a DMA buffer that has the byte at an address, and where.
+func (g *gpu) export(at uint64) (fd int, offset uint64, err error) {
+	var f C.int
+	var o C.uint64_t
+	r := C.tutti_cuda_export(g.d.lib, g.ptr, C.uint64_t(at), C.uint64_t(os.Getpagesize()), &f, &o)
+	if r != 0 {
+		return -1, 0, g.d.failure(r, "cuMemGetHandleForAddressRange", "export memory of %s as a DMA buffer", g.name)
+	}
+	return int(f), uint64(o), nil
+}
+
+func (g *gpu) flush() error {
+	return g.d.failure(C.tutti_cuda_flush(g.d.lib, g.ptr), "cuFlushGPUDirectRDMAWrites",
+		"flush what other devices have written to %s", g.name)
 }
 
 // allocHost returns pinned memory, which is not Go's, and its address on the device.

@@ -50,6 +50,14 @@ int tutti_cuda_function_load(tutti_cuda *l, void *context, void *function);
 
 int tutti_cuda_alloc(tutti_cuda *l, void *context, size_t n, uint64_t *at);
 int tutti_cuda_free(tutti_cuda *l, void *context, uint64_t at);
+// Makes a DMA buffer of the pages that have the allocation of the byte at an address, and says
+// where that byte is in it.
+int tutti_cuda_export(tutti_cuda *l, void *context, uint64_t at, uint64_t page, int *fd, uint64_t *offset);
+// Has later work of the context see what other devices have written.
+int tutti_cuda_flush(tutti_cuda *l, void *context);
+// Whether the library has the functions for these two.
+int tutti_cuda_has_export(tutti_cuda *l);
+int tutti_cuda_has_flush(tutti_cuda *l);
 // Pinned memory that every device of the process can use.
 int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at);
 int tutti_cuda_free_host(tutti_cuda *l, void *context, void *at);

@@ -15,6 +15,7 @@ type Driver struct{}
 type Device struct {
 	device.Device
 	device.HostAllocator
+	device.Exporter
 }
 
 var errBuild = fmt.Errorf("%w: this program was built without cgo (CGO_ENABLED=1 is needed, on Linux)", ErrUnavailable)

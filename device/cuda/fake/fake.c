@@ -4,7 +4,8 @@
 // properties of the real library:
 //
 //   - Addresses of device memory cannot be accessed by the host: a load or a store is a
-//     segmentation fault. The contents are elsewhere (fake_bytes).
+//     segmentation fault. The contents are elsewhere (fake_bytes), in a file that takes the place
+//     of a DMA buffer, if the test says that there are such buffers.
 //   - Streams do their work in order, each in a thread, or in one of a limited number of threads:
 //     then a stream that waits holds up others, as in the queues of the hardware. Events, waits for
 //     words and writes of words are work of streams.
@@ -26,6 +27,7 @@
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
@@ -34,6 +36,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -99,6 +102,7 @@ typedef struct block { // memory
 	uintptr_t at;
 	size_t n, mapped;
 	unsigned char *contents; // == at for pinned memory
+	int file;		 // of the contents; -1 for pinned memory
 } block;
 
 typedef struct module {
@@ -151,7 +155,7 @@ typedef struct stream {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed; // anything
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static int initialized, devices = 2, memory_operations = 1, capability = 9, queue_limit;
+static int initialized, devices = 2, memory_operations = 1, capability = 9, queue_limit, dma_buffers, ordering = 100;
 static queue *shared[64]; // with a limit
 static int created; // streams
 static context contexts[MAX_DEVICES];
@@ -234,7 +238,15 @@ static block *add(context *c, size_t n, int host)
 {
 	block *b = calloc(1, sizeof *b);
 	b->mapped = (n + 8191) & ~(size_t)4095; // a page more, between allocations
-	b->contents = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	b->file = host ? -1 : memfd_create("device memory", MFD_CLOEXEC);
+	if (!host && (b->file < 0 || ftruncate(b->file, b->mapped))) {
+		if (b->file >= 0)
+			close(b->file);
+		free(b);
+		return NULL;
+	}
+	b->contents = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE,
+			   host ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, b->file, 0);
 	void *at = b->contents;
 	if (!host && at != MAP_FAILED) {
 		at = mmap(NULL, b->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -242,6 +254,8 @@ static block *add(context *c, size_t n, int host)
 			munmap(b->contents, b->mapped);
 	}
 	if (at == MAP_FAILED) {
+		if (!host)
+			close(b->file);
 		free(b);
 		return NULL;
 	}
@@ -258,8 +272,10 @@ static int discard(uintptr_t at, context *c, int host)
 			continue;
 		*p = b->next;
 		munmap(b->contents, b->mapped);
-		if (!host)
+		if (!host) {
 			munmap((void *)b->at, b->mapped);
+			close(b->file);
+		}
 		free(b);
 		return OK;
 	}
@@ -362,8 +378,17 @@ EXPORT int cuDeviceGetAttribute(int *v, int attribute, int device)
 		case 76: // COMPUTE_CAPABILITY_MINOR
 			*v = 0;
 			break;
+		case 117: // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+			*v = 1;
+			break;
+		case 118: // GPU_DIRECT_RDMA_WRITES_ORDERING
+			*v = ordering;
+			break;
 		case 122: // CAN_USE_64_BIT_STREAM_MEM_OPS
 			*v = memory_operations;
+			break;
+		case 124: // DMA_BUF_SUPPORTED
+			*v = dma_buffers;
 			break;
 		default:
 			result = INVALID_VALUE;
@@ -538,6 +563,39 @@ EXPORT int cuMemFree_v2(uint64_t at)
 		int r = discard(at, c, 0);
 		result = result ? result : r;
 	}
+	END;
+}
+
+EXPORT int cuMemGetAddressRange_v2(uint64_t *base, size_t *n, uint64_t at)
+{
+	BEGIN_IN;
+	block *b = find(at, 1);
+	if (!result && (!b || b->file < 0))
+		result = INVALID_VALUE;
+	if (!result)
+		*base = b->at, *n = b->n;
+	END;
+}
+
+EXPORT int cuMemGetHandleForAddressRange(void *handle, uint64_t at, size_t n, int type, unsigned long long flags)
+{
+	BEGIN_IN;
+	block *b = find(at, 1);
+	if (!result && (!dma_buffers || type != 1)) // DMA_BUF_FD
+		result = NOT_SUPPORTED;
+	// A descriptor of the file of the contents is one of the whole of them.
+	if (!result && (!b || b->file < 0 || at != b->at || n % 4096 || n > b->mapped - 4096 || flags))
+		result = INVALID_VALUE;
+	if (!result && (*(int *)handle = fcntl(b->file, F_DUPFD_CLOEXEC, 0)) < 0)
+		result = OUT_OF_MEMORY;
+	END;
+}
+
+EXPORT int cuFlushGPUDirectRDMAWrites(int target, int scope)
+{
+	BEGIN_IN;
+	if (!result && (target != 0 || scope != 100)) // CURRENT_CTX, TO_OWNER
+		result = INVALID_VALUE;
 	END;
 }
 
@@ -870,8 +928,10 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 }
 
 // fake_configure sets what the machine has. Before cuInit.
-EXPORT void fake_configure(int n, int operations, int major, int limit)
+EXPORT void fake_configure(int n, int operations, int major, int limit, int buffers, int order)
 {
+	dma_buffers = buffers;
+	ordering = order;
 	queue_limit = limit;
 	devices = n;
 	capability = major;

@@ -13,7 +13,7 @@ typedef struct {
 } census;
 
 typedef struct {
-	void (*configure)(int, int, int, int);
+	void (*configure)(int, int, int, int, int, int);
 	const char *(*kernels)(const char *);
 	int (*fail)(const char *, int, int);
 	const char *(*calls)(int, int *);
@@ -37,9 +37,10 @@ static const char *load(const char *path, functions *f)
 	return f->capture ? NULL : dlerror();
 }
 
-static void configure(functions *f, int n, int operations, int major, int queues)
+static void configure(functions *f, int n, int operations, int major, int queues, int buffers,
+		      int ordering)
 {
-	f->configure(n, operations, major, queues);
+	f->configure(n, operations, major, queues, buffers, ordering);
 }
 static const char *kernels(functions *f, const char *path) { return f->kernels(path); }
 static int fail(functions *f, const char *call, int k, int code) { return f->fail(call, k, code); }
@@ -81,6 +82,8 @@ type Config struct {
 	NoMemoryOps bool // streams wait for words by kernels
 	Major       int  // compute capability; 0: 9
 	Queues      int  // that streams share, at most 64; 0: each has its own
+	DMABuf      bool // memory can be exported as DMA buffers
+	Unordered   bool // what other devices write has to be flushed
 }
 
 var (
@@ -143,7 +146,14 @@ func New(tb testing.TB, c Config) *Driver {
 	if c.Major > 0 {
 		major = C.int(c.Major)
 	}
-	C.configure(&d.f, devices, operations, major, C.int(c.Queues))
+	dmaBuf, ordering := C.int(0), C.int(100)
+	if c.DMABuf {
+		dmaBuf = 1
+	}
+	if c.Unordered {
+		ordering = 0
+	}
+	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering)
 	if why := C.kernels(&d.f, compiled); why != nil {
 		tb.Fatal(C.GoString(why))
 	}
