@@ -13,6 +13,9 @@ type Subject struct {
 	Device   string // it connects queue pairs with each other, at port 1
 	// SetPort takes the network of port 1 down and brings it back, nil if the test cannot.
 	SetPort func(t *testing.T, up bool)
+	// DMABuf returns a descriptor that the device takes for a DMA buffer of n bytes, and its
+	// contents; nil if there is none.
+	DMABuf func(t *testing.T, n int) (fd int, b []byte)
 }
 
 // Suite checks a provider. open is called at the beginning of each test, and what it returns is

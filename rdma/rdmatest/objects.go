@@ -126,12 +126,65 @@ func registration(t *testing.T, s Subject) {
 	}
 }
 
-// dmaBuf: a descriptor that is none is refused, whether or not the device has the call.
+// dmaBuf: a descriptor that is none is refused, whether or not the device has the call. Exactly the
+// bytes of a buffer that was asked for are registered, from the address that was given.
 func dmaBuf(t *testing.T, s Subject) {
 	r := newRig(t, s)
 	if m, err := r.RegisterDMABuf(-1, 0, 4096, 0x10000, all); err == nil || m != nil {
 		t.Errorf("descriptor -1: %v, %v", m, err)
 	}
+	if s.DMABuf == nil {
+		return
+	}
+	const size, address = 64 << 10, 0x7e0000001000
+	fd, b := s.DMABuf(t, size)
+	for name, c := range map[string][2]uint64{"nothing": {0, 0}, "behind the end": {size - 4096, 4097},
+		"far behind the end": {1 << 63, 4096}, "too much": {0, 1 << 63}} {
+		if m, err := r.RegisterDMABuf(fd, c[0], c[1], address, all); err == nil || m != nil {
+			t.Errorf("%s: %v, %v", name, m, err)
+		}
+	}
+	x, _ := r.connected(rdma.QPConfig{}, nil)
+	for i, offset := range []int{0, 100, 4096, 5000} { // the descriptor is not used up
+		n := size - 4096 - offset
+		m, err := r.RegisterDMABuf(fd, uint64(offset), uint64(n), address, all)
+		if err != nil {
+			t.Fatal(err)
+		}
+		src, back := r.memory(n, 0, 0), r.memory(n, 0, all)
+		src.fill(i)
+		want := slices.Clone(b)
+		copy(want[offset:], src.b)
+		w := rdma.SendRequest{ID: 1, Op: rdma.Write, Segments: src.segs(), RemoteAddress: address,
+			RemoteKey: m.RemoteKey(), Signaled: true}
+		x.post(w)
+		x.done(1, rdma.Write)
+		same(t, "what was written", b, want)
+		b[offset+n-1]++
+		w.ID, w.Op, w.Segments = 2, rdma.Read, back.segs()
+		x.post(w)
+		x.done(2, rdma.Read)
+		same(t, "what was read", back.b, b[offset:][:n])
+		// As local memory, too.
+		local := rdma.Segment{Address: address, Key: m.LocalKey(), Len: uint32(n)}
+		back.fill(i + 100)
+		w = rdma.SendRequest{ID: 3, Op: rdma.Read, Segments: []rdma.Segment{local}, RemoteAddress: back.at(0),
+			RemoteKey: back.RemoteKey(), Signaled: true}
+		x.post(w)
+		x.done(3, rdma.Read)
+		same(t, "local memory", b[offset:][:n], back.b)
+		if err := m.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m, err := r.RegisterDMABuf(fd, 0, 4096, address, all)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	x.post(rdma.SendRequest{ID: 4, Op: rdma.Read, Segments: r.memory(2, 0, all).segs(), RemoteAddress: address + 4095,
+		RemoteKey: m.RemoteKey(), Signaled: true})
+	x.failed(4, rdma.RemoteAccess)
 }
 
 // closeOrder: what is in use is not closed.

@@ -1,7 +1,9 @@
 package soft
 
 import (
+	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"sync/atomic"
 	"syscall"
@@ -128,8 +130,8 @@ type mr struct {
 	d        *device
 	key      uint32
 	base     uint64
-	bytes    []byte // nil: of a DMA buffer, whose contents no processor reads
-	n        uint64
+	bytes    []byte
+	mapped   []byte // the pages of bytes, if they are those of a DMA buffer
 	access   rdma.Access
 	released bool
 }
@@ -146,10 +148,15 @@ func (d *device) Register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
 		return nil, d.wrong(call, syscall.EINVAL)
 	}
 	b := m.Bytes()
-	return d.register(call, uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))), uint64(len(b)), b, access)
+	r, err := d.register(call, uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))), b, access)
+	if err != nil {
+		return nil, err
+	}
+	return r, nil
 }
 
-// RegisterDMABuf implements rdma.Device. Requests on the memory succeed and move nothing.
+// RegisterDMABuf implements rdma.Device. It takes every descriptor that can be mapped for reading
+// and writing.
 func (d *device) RegisterDMABuf(fd int, offset, n, address uint64, access rdma.Access) (rdma.MR, error) {
 	d.f.mu.Lock()
 	defer d.f.mu.Unlock()
@@ -157,14 +164,31 @@ func (d *device) RegisterDMABuf(fd int, offset, n, address uint64, access rdma.A
 	if err := d.may(call); err != nil {
 		return nil, err
 	}
-	if fd < 0 {
+	var st syscall.Stat_t
+	if err := syscall.Fstat(fd, &st); err != nil {
 		return nil, d.wrong(call, syscall.EBADF)
 	}
-	return d.register(call, address, n, nil, access)
+	if size := uint64(max(st.Size, 0)); n == 0 || n > size || offset > size-n {
+		return nil, d.wrong(call, syscall.EINVAL)
+	}
+	skip := offset % uint64(os.Getpagesize())
+	pages, err := syscall.Mmap(fd, int64(offset-skip), int(skip+n), syscall.PROT_READ|syscall.PROT_WRITE,
+		syscall.MAP_SHARED)
+	if err != nil {
+		errno, _ := errors.AsType[syscall.Errno](err)
+		return nil, d.wrong(call, errno)
+	}
+	r, err := d.register(call, address, pages[skip:], access)
+	if err != nil {
+		return nil, errors.Join(err, syscall.Munmap(pages))
+	}
+	r.mapped = pages
+	return r, nil
 }
 
-func (d *device) register(call string, base, n uint64, b []byte, access rdma.Access) (rdma.MR, error) {
+func (d *device) register(call string, base uint64, b []byte, access rdma.Access) (*mr, error) {
 	const remoteWrites = rdma.RemoteWrite | rdma.RemoteAtomic
+	n := uint64(len(b))
 	switch {
 	case n == 0 || n > d.f.cfg.Attributes.MaxMRBytes || base+n < base:
 		return nil, d.wrong(call, syscall.EINVAL)
@@ -178,7 +202,7 @@ func (d *device) register(call string, base, n uint64, b []byte, access rdma.Acc
 	if n := len(d.f.free); n > 0 && d.f.cfg.ReuseKeys {
 		key, d.f.free = d.f.free[n-1], d.f.free[:n-1]
 	}
-	r := &mr{d: d, key: key, base: base, bytes: b, n: n, access: access}
+	r := &mr{d: d, key: key, base: base, bytes: b, access: access}
 	d.f.regions[r.key] = r
 	d.mrs++
 	return r, nil
@@ -203,25 +227,21 @@ func (r *mr) Close() error {
 	if r.d.f.cfg.ReuseKeys {
 		r.d.f.free = append(r.d.f.free, r.key)
 	}
+	r.bytes = nil
+	if r.mapped != nil {
+		return syscall.Munmap(r.mapped)
+	}
 	return nil
 }
 
-// memory is a range of registered memory.
-type memory struct {
-	b []byte // nil: a DMA buffer, or empty
-	n int
-}
-
 // reach returns n bytes at address of the region with key, if it is one of d and allows access.
-func (d *device) reach(key uint32, address, n uint64, access rdma.Access) (memory, bool) {
+func (d *device) reach(key uint32, address, n uint64, access rdma.Access) ([]byte, bool) {
 	r := d.f.regions[key]
-	if r == nil || r.d != d || r.access&access != access || address < r.base || n > r.n || address-r.base > r.n-n {
-		return memory{}, false
+	if r == nil || r.d != d || r.access&access != access || address < r.base || n > uint64(len(r.bytes)) ||
+		address-r.base > uint64(len(r.bytes))-n {
+		return nil, false
 	}
-	if r.bytes == nil {
-		return memory{n: int(n)}, true
-	}
-	return memory{r.bytes[address-r.base:][:n], int(n)}, true
+	return r.bytes[address-r.base:][:n], true
 }
 
 // wordsTo is the longest copy in bytes of which each aligned word is stored as a whole.

@@ -518,7 +518,7 @@ func (q *qp) overtake() {
 		return
 	}
 	if to, ok := p.dev.reach(w.RemoteKey, w.RemoteAddress, uint64(n), rdma.RemoteWrite); ok {
-		scatter([]memory{to}, local, 0, n)
+		scatter([][]byte{to}, local, 0, n)
 		w.placed = true
 	}
 }
@@ -635,9 +635,9 @@ func (q *qp) peer() *qp {
 }
 
 // gather returns the local memory of r, and its length.
-func (q *qp) gather(r *request) (parts []memory, n int, ok bool) {
+func (q *qp) gather(r *request) (parts [][]byte, n int, ok bool) {
 	if r.Inline {
-		return []memory{{r.data, len(r.data)}}, len(r.data), true
+		return [][]byte{r.data}, len(r.data), true
 	}
 	access := rdma.Access(0)
 	if r.Op == rdma.Read {
@@ -647,7 +647,7 @@ func (q *qp) gather(r *request) (parts []memory, n int, ok bool) {
 }
 
 // parts returns the memory of segments.
-func (q *qp) parts(segments []rdma.Segment, access rdma.Access) (parts []memory, n int, ok bool) {
+func (q *qp) parts(segments []rdma.Segment, access rdma.Access) (parts [][]byte, n int, ok bool) {
 	for _, s := range segments {
 		if s.Len == 0 {
 			continue
@@ -657,13 +657,13 @@ func (q *qp) parts(segments []rdma.Segment, access rdma.Access) (parts []memory,
 			return nil, 0, false
 		}
 		parts = append(parts, m)
-		n += m.n
+		n += len(m)
 	}
 	return parts, n, true
 }
 
 // remote returns the memory of r at p, or how r ends.
-func (q *qp) remote(p *qp, r *request, n int) ([]memory, rdma.Status) {
+func (q *qp) remote(p *qp, r *request, n int) ([][]byte, rdma.Status) {
 	if r.Op != rdma.Write && r.Op != rdma.Read && len(p.receives) == 0 {
 		return nil, rdma.RNRRetryExceeded
 	}
@@ -691,7 +691,7 @@ func (q *qp) remote(p *qp, r *request, n int) ([]memory, rdma.Status) {
 		p.broken()
 		return nil, rdma.RemoteAccess
 	}
-	return []memory{m}, rdma.Success
+	return [][]byte{m}, rdma.Success
 }
 
 // reject ends the first receive with an error, which fails the queue pair.
@@ -703,7 +703,7 @@ func (q *qp) reject(s rdma.Status) {
 }
 
 // scatter moves n bytes from position at of src to the same position of dst.
-func scatter(dst, src []memory, at, n int) {
+func scatter(dst, src [][]byte, at, n int) {
 	d, s := cursor{parts: dst}, cursor{parts: src}
 	d.skip(at)
 	s.skip(at)
@@ -716,11 +716,11 @@ func scatter(dst, src []memory, at, n int) {
 
 // cursor is a position in memory of several parts.
 type cursor struct {
-	parts []memory
+	parts [][]byte
 	at    int // of parts[0]
 }
 
-func (c *cursor) left() int { return c.parts[0].n - c.at }
+func (c *cursor) left() int { return len(c.parts[0]) - c.at }
 
 func (c *cursor) skip(n int) {
 	for n > 0 {
@@ -730,12 +730,10 @@ func (c *cursor) skip(n int) {
 	}
 }
 
-// take returns the next n bytes, at most those of one part; nil of a DMA buffer.
-func (c *cursor) take(n int) (b []byte) {
-	if p := c.parts[0]; p.b != nil {
-		b = p.b[c.at:][:n]
-	}
-	if c.at += n; c.at == c.parts[0].n {
+// take returns the next n bytes, at most those of one part.
+func (c *cursor) take(n int) []byte {
+	b := c.parts[0][c.at:][:n]
+	if c.at += n; c.at == len(c.parts[0]) {
 		c.parts, c.at = c.parts[1:], 0
 	}
 	return b
