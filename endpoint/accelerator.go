@@ -96,6 +96,15 @@ func (c *Context) open(g *gate.Gate, m mem.Memory) {
 	}
 }
 
+// exporter returns the device that has memory if it exports it; nil for memory of the host.
+func (c *Context) exporter(m mem.Memory) device.Exporter {
+	if m.Loc().Host() {
+		return nil
+	}
+	e, _ := c.devices[m.Loc()].Device.(device.Exporter)
+	return e
+}
+
 // reach returns an error if the context cannot access memory.
 func (c *Context) reach(m mem.Memory) error {
 	if m.Loc().Host() || c.devices[m.Loc()] != nil {

@@ -27,9 +27,9 @@ type ContextConfig struct {
 	// Loops is the number of goroutines, among which connections are divided. Default: half of
 	// GOMAXPROCS, 1 to 4.
 	Loops int
-	// Devices are those whose memory the endpoints may use, in regions and operations. It goes
-	// through host memory: 512 KiB for each connection that needs it, of device.HostAllocator if
-	// the device is one. The devices must stay usable until Close.
+	// Devices are those whose memory the endpoints may use, in regions and operations. What does
+	// not go by RDMA goes through host memory: 512 KiB for each connection that needs it, of
+	// device.HostAllocator if the device is one. The devices must stay usable until Close.
 	Devices []device.Device
 }
 

@@ -40,7 +40,13 @@
 // moves the bytes copies them through host memory, a frame at a time, and waits for the copy. A
 // device that fails ends the operations that need it. Nothing orders copies after what the
 // program's own streams do: record an event there, and wait for it, before memory is registered or
-// handed to an operation.
+// handed to an operation. Work that begins when an operation has ended sees what it has brought.
+//
+// With RDMA the card accesses memory of a device that is a device.Exporter by itself: a region, and
+// from 256 KiB memory of operations, which has to be exported for each. What else is needed is done
+// here: a flush, on devices that need one, before an operation ends. Nobody here knows when peers
+// write to a region, so that one on such a device which a peer may write goes through host memory.
+// So does all that the device, the card or their drivers refuse.
 //
 // # Connections
 //

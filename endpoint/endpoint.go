@@ -317,7 +317,7 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 		return nil, fmt.Errorf("endpoint: region %s: %w", name, err)
 	}
 	r := &Region{name: name, n: int64(m.Len()), cfg: cfg}
-	if m.Loc().Host() {
+	if r.exporter = e.ctx.exporter(m); r.exporter != nil || m.Loc().Host() {
 		r.memory = m
 	}
 	e.ctx.open(&r.gate, m)

@@ -39,7 +39,7 @@ type borrowed struct {
 // lendsLocked reports whether a message is to be read by the peer by RDMA. If that could be, and
 // something is missing, it sees to that.
 func (p *path) lendsLocked(t *task) bool {
-	if p == nil || !p.reads || t.gate.Device() != nil || t.n < p.s.ep.cfg.RDMA.From || t.n <= p.s.longestLocked() {
+	if p == nil || !p.reads || !p.reachesLocked(t) || t.n < p.s.ep.cfg.RDMA.From || t.n <= p.s.longestLocked() {
 		return false
 	}
 	p.joinSoonLocked()
@@ -68,6 +68,7 @@ func (p *path) lend(t *task) {
 			s.peer.over = append(s.peer.over, t)
 		} else {
 			p.warnLocked(err)
+			p.cannotLocked(t)
 			s.postLocked(t, nil)
 		}
 	case t.ended: // given up meanwhile, or the session is broken
@@ -93,17 +94,16 @@ func (p *path) newLoan(t *task) (*loan, error) {
 		return nil, err
 	}
 	l := &loan{path: p, task: t, domain: d}
-	b := t.Local.Bytes()
-	if r := e.regions.around(b); r != nil && r.rightsOf(client).Has(Read) {
+	if r := e.regions.around(t.Local); r != nil && r.rightsOf(client).Has(Read) {
 		if g, err := r.grantTo(p.s, d); err == nil {
-			l.address, l.key = g.Address+spanOf(b).first-spanOf(r.memory.Bytes()).first, g.RemoteKey()
+			l.address, l.key = g.Address+spanOf(t.Local).first-spanOf(r.memory).first, g.RemoteKey()
 			if !p.hold(r) {
 				r.forget(p.s)
 			}
 		}
 	}
 	if l.address == 0 {
-		g, err := d.Register(t.Local, card.Read, false)
+		g, err := d.Register(t.Local, e.ctx.exporter(t.Local), card.Read, false)
 		if err != nil {
 			return nil, errors.Join(err, e.releaseDomain(d))
 		}
@@ -215,7 +215,7 @@ func (s *session) lentLocked(c *link.Conn, seq, total, address, remote uint64) e
 
 // borrowLocked reads a message that was lent; false: it has to be pulled.
 func (p *path) borrowLocked(a *arrival) bool {
-	if p == nil || a.lent == nil || p.state != direct || p.conn != a.lent.conn || a.task.gate.Device() != nil {
+	if p == nil || a.lent == nil || p.state != direct || p.conn != a.lent.conn || !p.reachesLocked(a.task) {
 		return false
 	}
 	a.task.key = &a.lent.key

@@ -98,7 +98,7 @@ func (p *player) ended() {
 // register registers memory for the other end to read.
 func (p *player) register(b []byte) card.Registration {
 	p.t.Helper()
-	g, err := p.domain.Register(mem.Host(b, mem.Anywhere), card.Read, false)
+	g, err := p.domain.Register(mem.Host(b, mem.Anywhere), nil, card.Read, false)
 	if err != nil {
 		p.t.Fatal(err)
 	}

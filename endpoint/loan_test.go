@@ -577,7 +577,7 @@ func TestKeysOfMessagesAreNotGivenAgain(t *testing.T) {
 	}
 	again := func(n int) (found bool) {
 		for range n {
-			g, err := d.Register(mem.Host(make([]byte, 100), mem.Anywhere), rdma.RemoteRead, false)
+			g, err := d.Register(mem.Host(make([]byte, 100), mem.Anywhere), nil, rdma.RemoteRead, false)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -21,8 +21,8 @@ import (
 //
 // Large reads and writes of a peer that has a device, too, then go from memory to memory without
 // the peer's processor, once the two ends have connected queue pairs and this one knows the key of
-// the region: until then, and whenever that fails, they go by TCP. Memory of devices, files, and
-// connections with Checksum or Seal always do.
+// the region: until then, and whenever that fails, they go by TCP. Files, memory of devices that
+// do not export it, and connections with Checksum or Seal always do.
 //
 // A message of more than 64 KiB waits at its sender, whose device knows its memory. The receiver
 // reads it there when it is received. Shorter ones go by TCP at once, as far as there is room.
@@ -83,6 +83,7 @@ func (s *session) pathLocked() Path {
 // Times and limits of a path.
 const (
 	defaultFrom = 4 << 10
+	exportFrom  = 256 << 10             // of operations with memory of a device, which is registered for them
 	maxFlights  = 8                     // groups of operations under way
 	maxGroup    = 64 << 20              // bytes of a group of several operations
 	maxGrouped  = 64                    // operations
@@ -109,12 +110,13 @@ type path struct {
 
 	calls    map[uint64]chan []byte // Joins of this end that were not answered
 	lastCall uint64
-	fence    uint64        // number of the last Fence
-	fenced   bool          // it was answered
-	next     time.Time     // when a path that has failed is tried again
-	pause    time.Duration // until then, after the next failure
-	warned   bool          // that memory cannot be registered
-	wants    bool          // the peer was told that this end reads messages
+	fence    uint64                    // number of the last Fence
+	fenced   bool                      // it was answered
+	next     time.Time                 // when a path that has failed is tried again
+	pause    time.Duration             // until then, after the next failure
+	warned   bool                      // that memory cannot be registered
+	beyond   map[mem.Location]struct{} // whose memory cannot be
+	wants    bool                      // the peer was told that this end reads messages
 
 	// Of the peer.
 	joins, fences int  // that were not answered
@@ -161,14 +163,15 @@ type withheld struct {
 // newPath returns the path of a session whose ends both can use one.
 func newPath(s *session) *path {
 	return &path{s: s, aboard: map[*task]struct{}{}, keys: map[uint64]*key{}, calls: map[uint64]chan []byte{},
-		pause: firstPause, loans: map[*loan]struct{}{}, holds: map[*Region]struct{}{}, revoking: map[uint64]withheld{}}
+		pause: firstPause, beyond: map[mem.Location]struct{}{},
+		loans: map[*loan]struct{}{}, holds: map[*Region]struct{}{}, revoking: map[uint64]withheld{}}
 }
 
 // takeLocked reports whether the path takes an operation of a region, which was checked. If it
 // could, and something is missing, it sees to that.
 func (p *path) takeLocked(t *task, r RemoteRegion) bool {
 	s := p.s
-	if t.File != nil || t.gate.Device() != nil || t.n == 0 || t.n < s.ep.cfg.RDMA.From || s.fences > 0 {
+	if t.File != nil || !p.reachesLocked(t) || t.n == 0 || t.n < s.ep.cfg.RDMA.From || s.fences > 0 {
 		return false
 	}
 	if p.joinSoonLocked(); p.state != direct {
@@ -287,7 +290,7 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 		t.key.users++
 		group = append(group, t)
 		requests = append(requests, card.Request{Write: t.Kind == OpWrite, Local: local,
-			Remote: t.key.address + uint64(t.Offset), Key: t.key.remote})
+			Exporter: p.s.ep.ctx.exporter(local), Remote: t.key.address + uint64(t.Offset), Key: t.key.remote})
 	}
 	if len(p.queue) > 0 {
 		p.flyLocked()
@@ -324,8 +327,27 @@ func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 		p.pause = firstPause
 	case errors.As(err, new(*card.MemoryError)):
 		p.warnLocked(err)
+		for _, t := range group {
+			p.cannotLocked(t)
+		}
 	default:
 		p.downLocked(conn, err)
+	}
+}
+
+// reachesLocked reports whether the device of this end can access the memory of an operation.
+func (p *path) reachesLocked(t *task) bool {
+	if t.gate.Device() == nil {
+		return true
+	}
+	_, no := p.beyond[t.Local.Loc()]
+	return !no && t.n >= exportFrom && p.s.ep.ctx.exporter(t.Local) != nil
+}
+
+// cannotLocked has the memory of the device that an operation uses move by TCP from now on.
+func (p *path) cannotLocked(t *task) {
+	if t.gate.Device() != nil {
+		p.beyond[t.Local.Loc()] = struct{}{}
 	}
 }
 
@@ -811,7 +833,7 @@ func (r *Region) grantTo(s *session, d *card.Domain) (*grant, error) {
 		if rights.Has(mem.Write) {
 			access |= card.Write
 		}
-		k, err := d.Register(r.memory, access, false)
+		k, err := d.Register(r.memory, r.exporter, access, false)
 		if err != nil {
 			return nil, err
 		}

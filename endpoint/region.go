@@ -15,6 +15,7 @@ import (
 	"unicode/utf8"
 	"unsafe"
 
+	"tutti/device"
 	"tutti/endpoint/internal/card"
 	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/wire"
@@ -46,9 +47,10 @@ type Region struct {
 	n          int64
 	cfg        RegionConfig
 	gate       gate.Gate
-	memory     mem.Memory // of the host; empty: a file, or memory of a device
-	file       *os.File   // nil: memory
-	base       int64      // of the region in file
+	memory     mem.Memory      // empty: a file, or memory of a device that exports none
+	exporter   device.Exporter // of memory; nil: it is of the host
+	file       *os.File        // nil: memory
+	base       int64           // of the region in file
 	reg        *registry
 	reads      atomic.Uint64 // bytes
 	writes     atomic.Uint64
@@ -107,7 +109,7 @@ type registry struct {
 	order   sync.Mutex // held until all have heard of a change, so that they do so in the order of changes
 	mu      sync.RWMutex
 	names   []string // sorted
-	spans   []placed // of regions in host memory, in the order of their first bytes
+	spans   []placed // of regions in memory, in the order of their first bytes
 	byName  map[string]*Region
 	byID    map[uint64]*Region
 	last    uint64
@@ -167,7 +169,7 @@ func (g *registry) add(r *Region) error {
 	g.names = slices.Insert(g.names, i, r.name)
 	g.byName[r.name], g.byID[r.id] = r, r
 	if r.memory.Len() > 0 {
-		x := placed{spanOf(r.memory.Bytes()), r}
+		x := placed{spanOf(r.memory), r}
 		i, _ := slices.BinarySearchFunc(g.spans, x, placed.compare)
 		g.spans = slices.Insert(g.spans, i, x)
 	}
@@ -189,7 +191,7 @@ func (g *registry) remove(r *Region) {
 	delete(g.byName, r.name)
 	delete(g.byID, r.id)
 	if r.memory.Len() > 0 {
-		i, _ := slices.BinarySearchFunc(g.spans, placed{spanOf(r.memory.Bytes()), r}, placed.compare)
+		i, _ := slices.BinarySearchFunc(g.spans, placed{spanOf(r.memory), r}, placed.compare)
 		g.spans = slices.Delete(g.spans, i, i+1)
 	}
 	g.mu.Unlock()
@@ -199,9 +201,14 @@ func (g *registry) remove(r *Region) {
 // span is the addresses of memory.
 type span struct{ first, beyond uint64 }
 
-func spanOf(b []byte) span {
-	first := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b))))
-	return span{first, first + uint64(len(b))}
+func spanOf(m mem.Memory) span {
+	first := uint64(0)
+	if m.Loc().Host() {
+		first = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.Bytes()))))
+	} else {
+		first = m.Address()
+	}
+	return span{first, first + uint64(m.Len())}
 }
 
 // placed is a region and where its memory lies.
@@ -215,10 +222,10 @@ func (x placed) compare(y placed) int {
 	return cmp.Or(cmp.Compare(x.first, y.first), cmp.Compare(x.r.id, y.r.id))
 }
 
-// around returns a region that has all of b, or nil. It looks at the last one that begins before b:
+// around returns a region that has all of m, or nil. It looks at the last one that begins before m:
 // where regions overlap there may be another one.
-func (g *registry) around(b []byte) *Region {
-	x := spanOf(b)
+func (g *registry) around(m mem.Memory) *Region {
+	x := spanOf(m)
 	g.mu.RLock()
 	defer g.mu.RUnlock()
 	i, _ := slices.BinarySearchFunc(g.spans, x.first, func(y placed, first uint64) int {
@@ -227,7 +234,11 @@ func (g *registry) around(b []byte) *Region {
 	if i == 0 || g.spans[i-1].beyond < x.beyond {
 		return nil
 	}
-	return g.spans[i-1].r
+	r := g.spans[i-1].r
+	if at := r.memory.Loc(); at != m.Loc() && !(at.Host() && m.Loc().Host()) {
+		return nil
+	}
+	return r
 }
 
 // find returns the region that a range names.

@@ -7,8 +7,8 @@ import (
 	"net/netip"
 	"sync"
 	"syscall"
-	"unsafe"
 
+	"tutti/device"
 	"tutti/mem"
 	"tutti/rdma"
 )
@@ -178,10 +178,15 @@ type Registration struct {
 	Address uint64 // of its first byte
 }
 
-// Register registers host memory, exactly its bytes. access is what peers may do with it: Read,
-// Write, both or nothing. Local requests read it, and write it if writable is set, as Write does.
-// The memory must stay allocated until MR.Close.
-func (d *Domain) Register(m mem.Memory, access rdma.Access, writable bool) (Registration, error) {
+// Register registers memory, exactly its bytes. That of a device needs its exporter, which is nil
+// for memory of the host. access is what peers may do with it: Read, Write, both or nothing. Local
+// requests read it, and write it if writable is set, as Write does. The memory must stay allocated
+// until MR.Close.
+func (d *Domain) Register(m mem.Memory, e device.Exporter, access rdma.Access, writable bool) (Registration, error) {
+	if e != nil && access&Write != 0 && !e.Ordered() {
+		return Registration{}, fmt.Errorf("rdma: work on %s does not see what peers write there before a flush, "+
+			"and nobody knows when they write: %w", m.Loc(), errors.ErrUnsupported)
+	}
 	if access&Write != 0 || writable {
 		access |= rdma.LocalWrite
 	}
@@ -196,14 +201,15 @@ func (d *Domain) Register(m mem.Memory, access rdma.Access, writable bool) (Regi
 	}()
 	for range 16 {
 		var mr rdma.MR
-		if mr, err = d.dev.Register(m, access); err != nil {
+		var at uint64
+		if mr, at, err = rdma.Register(d.dev, m, e, access); err != nil {
 			return Registration{}, err
 		}
 		d.mu.Lock()
 		taken := d.withheld[mr.RemoteKey()] > 0
 		d.mu.Unlock()
 		if !taken {
-			return Registration{mr, uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.Bytes()))))}, nil
+			return Registration{mr, at}, nil
 		}
 		aside = append(aside, mr)
 	}

@@ -88,7 +88,7 @@ func newSides(t *testing.T, cfg soft.Config) (*soft.Fabric, [2]*side) {
 // register registers memory of s until the test ends.
 func (s *side) register(t *testing.T, b []byte, access rdma.Access) Registration {
 	t.Helper()
-	r, err := s.domain.Register(mem.Host(b, mem.Anywhere), access, false)
+	r, err := s.domain.Register(mem.Host(b, mem.Anywhere), nil, access, false)
 	if err != nil {
 		t.Fatal(err)
 	}

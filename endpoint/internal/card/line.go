@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"tutti/device"
 	"tutti/mem"
 	"tutti/rdma"
 	"tutti/rdma/endpoint"
@@ -245,13 +247,15 @@ func (k *Conn) Fail() {
 
 // Request is a read or a write of the peer's memory.
 type Request struct {
-	Write  bool
-	Local  mem.Memory // of the host, not empty
-	Remote uint64     // address
-	Key    uint32
+	Write    bool
+	Local    mem.Memory      // not empty
+	Exporter device.Exporter // of Local; nil: it is memory of the host
+	Remote   uint64          // address
+	Key      uint32
 }
 
-// MemoryError says that memory of this end cannot be registered.
+// MemoryError says that memory of this end cannot be registered, or that its device may not see
+// what is there.
 type MemoryError struct{ Err error }
 
 func (e *MemoryError) Error() string { return e.Err.Error() }
@@ -260,9 +264,9 @@ func (e *MemoryError) Error() string { return e.Err.Error() }
 func (e *MemoryError) Unwrap() error { return e.Err }
 
 // Move carries out requests, in any order, and waits for all of them. A write has been acknowledged
-// by the peer's device when Move returns. After an error some may have been done; the connection is
-// out of service, or about to be, unless the error is a *MemoryError: then nothing was moved. The
-// memory is not accessed any more in either case.
+// by the peer's device when Move returns, and work that begins on a device sees what was read.
+// After an error some may have been done; the connection is out of service, or about to be, unless
+// the error is a *MemoryError. The memory is not accessed any more in either case.
 func (k *Conn) Move(requests []Request) error {
 	d := k.line.domain
 	batch := queue.Batch{Ops: make([]queue.Op, 0, len(requests))}
@@ -292,7 +296,7 @@ func (k *Conn) Move(requests []Request) error {
 			batch.Ops = append(batch.Ops, op)
 			continue
 		}
-		g, err := d.Register(r.Local, 0, !r.Write)
+		g, err := d.Register(r.Local, r.Exporter, 0, !r.Write)
 		if err != nil {
 			return &MemoryError{err}
 		}
@@ -311,6 +315,22 @@ func (k *Conn) Move(requests []Request) error {
 	}
 	for _, p := range places {
 		copy(p.to, p.b)
+	}
+	return flush(requests)
+}
+
+// flush has the devices see what was read into their memory.
+func flush(requests []Request) error {
+	var flushed []mem.Location
+	for i := range requests {
+		r := &requests[i]
+		if r.Exporter == nil || r.Write || r.Exporter.Ordered() || slices.Contains(flushed, r.Local.Loc()) {
+			continue
+		}
+		if err := r.Exporter.Flush(); err != nil {
+			return &MemoryError{err}
+		}
+		flushed = append(flushed, r.Local.Loc())
 	}
 	return nil
 }

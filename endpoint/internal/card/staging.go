@@ -30,11 +30,11 @@ type place struct {
 	to  []byte // where a read goes in the end; nil: a write
 }
 
-// stage returns a place for a request, with the bytes of a write; false if it is too long, or there
-// is no room.
+// stage returns a place for a request, with the bytes of a write; false if it is too long or of a
+// device, or there is no room.
 func (d *Domain) stage(r *Request) (p place, ok bool) {
 	n := r.Local.Len()
-	if n > staged {
+	if n > staged || r.Exporter != nil {
 		return place{}, false
 	}
 	if p, ok = d.take(n); !ok {
@@ -55,7 +55,7 @@ func (d *Domain) take(n int) (p place, ok bool) {
 	defer s.mu.Unlock()
 	if s.heap == nil {
 		b := make([]byte, stagingSize)
-		reg, err := d.Register(mem.Host(b, mem.Anywhere), 0, true)
+		reg, err := d.Register(mem.Host(b, mem.Anywhere), nil, 0, true)
 		if err != nil {
 			return place{}, false // the request's own memory may be registered nonetheless
 		}
