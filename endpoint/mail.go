@@ -51,8 +51,8 @@ type arrival struct {
 	direct  bool   // it goes to the recv's memory
 	whole   bool   // it is complete
 	offered bool
-	dropped bool // the sender has given it up
-	lent    *borrowed
+	dropped bool      // the sender has given it up
+	lent    *borrowed // of an offered message that can be read by RDMA
 
 	// Of an offered message that is pulled, or read by RDMA:
 	borrowed bool  // it is read

@@ -202,13 +202,12 @@ func (g *registry) remove(r *Region) {
 type span struct{ first, beyond uint64 }
 
 func spanOf(m mem.Memory) span {
-	first := uint64(0)
-	if m.Loc().Host() {
-		first = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.Bytes()))))
-	} else {
-		first = m.Address()
+	n := uint64(m.Len())
+	if !m.Loc().Host() {
+		return span{m.Address(), m.Address() + n}
 	}
-	return span{first, first + uint64(m.Len())}
+	first := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.Bytes()))))
+	return span{first, first + n}
 }
 
 // placed is a region and where its memory lies.
