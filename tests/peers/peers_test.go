@@ -559,7 +559,7 @@ func TestInstalledPeers(t *testing.T) {
 							continue
 						}
 						rows, err := w.turn(t.Context(), h)
-						if err != nil {
+						if err != nil && !errors.Is(err, errEnding) { // mpiexec of MPICH 4 sometimes aborts then
 							t.Fatalf("%s, tight %v: %v", h, w.o.Tight, err)
 						}
 						seen := map[int64]bool{}
