@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -131,6 +132,43 @@ func (i filterItem) String() string {
 type Place struct {
 	DevicePort
 	Node int
+}
+
+// Allowed returns the ports of a provider's devices that a text allows, in its order: see
+// ParseDevices. Devices that cannot be opened are left out; left says why, also beside an error.
+func Allowed(p Provider, text string) (ports []Place, left, err error) {
+	filter, err := ParseDevices(text)
+	if err != nil {
+		return nil, nil, err
+	}
+	names, err := p.Devices()
+	if err != nil {
+		return nil, nil, err
+	}
+	var all []DevicePort
+	nodes := map[string]int{}
+	for _, name := range names {
+		d, err := p.Open(name, nil)
+		if err != nil {
+			left = errors.Join(left, err)
+			continue
+		}
+		a := d.Attributes()
+		nodes[name] = a.NUMANode
+		for n := range a.Ports {
+			all = append(all, DevicePort{Device: name, Port: n + 1})
+		}
+		if err := d.Close(); err != nil {
+			return nil, left, err
+		}
+	}
+	if all, err = filter.Choose(all); err != nil {
+		return nil, left, err
+	}
+	for _, at := range all {
+		ports = append(ports, Place{DevicePort: at, Node: nodes[at.Device]})
+	}
+	return ports, left, nil
 }
 
 // Nearest sorts ports by their distance from a process that runs on NUMA nodes: first those of its

@@ -4,9 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
 	"sync/atomic"
-	"syscall"
 
 	"tutti/mem"
 	"tutti/p2p"
@@ -24,52 +22,13 @@ type device struct {
 	gone  atomic.Bool   // the device was removed
 	moved atomic.Uint64 // bytes of puts and gets of this rank
 
-	mu       sync.Mutex
-	withheld map[uint32]int // keys of deregistered memory that so many lanes may use yet
+	keys rdma.Withheld // of deregistered memory that lanes may use yet
 }
 
 // register registers memory with a key that no peer may use for what was registered before.
 func (d *device) register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
-	var aside []rdma.MR // so that the device gives other keys
-	defer func() {
-		for _, r := range aside {
-			r.Close() // memory that stays registered has a key that nobody is told
-		}
-	}()
-	for range 16 {
-		r, err := d.Register(m, access)
-		if err != nil {
-			return nil, err
-		}
-		d.mu.Lock()
-		taken := d.withheld[r.RemoteKey()] > 0
-		d.mu.Unlock()
-		if !taken {
-			return r, nil
-		}
-		aside = append(aside, r)
-	}
-	return nil, fmt.Errorf("rdma: %s gives only keys that peers may still use for other memory: %w", d.at,
-		syscall.EAGAIN)
-}
-
-// withhold has register not return a key. permit follows for each call.
-func (d *device) withhold(key uint32) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.withheld == nil {
-		d.withheld = map[uint32]int{}
-	}
-	d.withheld[key]++
-}
-
-// permit undoes withhold.
-func (d *device) permit(key uint32) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.withheld[key]--; d.withheld[key] == 0 {
-		delete(d.withheld, key)
-	}
+	r, _, err := d.keys.Register(d.at.String(), func() (rdma.MR, error) { return d.Register(m, access) })
+	return r, err
 }
 
 // Check reports whether Listen of a transport with cfg would succeed, and whether the objects of a
@@ -87,37 +46,9 @@ func Check(cfg Config) error {
 // openAll opens the ports that cfg allows, the nearest first. Those that are not active are opened
 // as well, because their events say when they are. It fails if none is.
 func openAll(cfg *Config, notify func(rdma.Event)) (all []*device, err error) {
-	filter, err := rdma.ParseDevices(cfg.Devices)
+	places, why, err := rdma.Allowed(cfg.Provider, cfg.Devices)
 	if err != nil {
-		return nil, err
-	}
-	names, err := cfg.Provider.Devices()
-	if err != nil {
-		return nil, err
-	}
-	var ports []rdma.DevicePort
-	nodes := map[string]int{}
-	var why error // the others are not used
-	for _, name := range names {
-		d, err := cfg.Provider.Open(name, nil)
-		if err != nil {
-			why = errors.Join(why, err)
-			continue
-		}
-		nodes[name] = d.Attributes().NUMANode
-		for p := range d.Attributes().Ports {
-			ports = append(ports, rdma.DevicePort{Device: name, Port: p + 1})
-		}
-		if err := d.Close(); err != nil {
-			return nil, err
-		}
-	}
-	if ports, err = filter.Choose(ports); err != nil {
 		return nil, errors.Join(err, why)
-	}
-	places := make([]rdma.Place, len(ports))
-	for i, p := range ports {
-		places[i] = rdma.Place{DevicePort: p, Node: nodes[p.Device]}
 	}
 	rdma.Nearest(places, cfg.Nodes)
 	usable := false

@@ -183,7 +183,7 @@ func (l *link) gone(n *lane) map[uint64]*exposure {
 // permit undoes the withholding of keys for a generation.
 func (n *lane) permit(generation uint64) {
 	for _, h := range n.revoking[generation] {
-		h.device.permit(h.key)
+		h.device.keys.Permit(h.key)
 	}
 	delete(n.revoking, generation)
 }
@@ -197,7 +197,7 @@ func (l *link) revoke(n *lane, generation uint64, keys []held) {
 		return
 	}
 	for _, h := range keys {
-		h.device.withhold(h.key)
+		h.device.keys.Withhold(h.key)
 	}
 	n.revoking[generation] = keys
 	delete(n.granted, generation)

@@ -621,9 +621,7 @@ func TestKeysThatAreNotGivenUp(t *testing.T) {
 		if err := errors.Join(y.Turn(), x.Turn()); err != nil {
 			t.Fatal(err)
 		}
-		device.mu.Lock()
-		left := len(device.withheld)
-		device.mu.Unlock()
+		left := device.keys.Len()
 		if left == 0 {
 			break
 		}

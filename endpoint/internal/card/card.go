@@ -6,7 +6,6 @@ import (
 	"log/slog"
 	"net/netip"
 	"sync"
-	"syscall"
 
 	"tutti/device"
 	"tutti/mem"
@@ -33,34 +32,12 @@ type Card struct {
 
 // Open chooses the first port that is active and that cfg allows. Close follows.
 func Open(cfg Config) (*Card, error) {
-	filter, err := rdma.ParseDevices(cfg.Devices)
+	ports, why, err := rdma.Allowed(cfg.Provider, cfg.Devices)
 	if err != nil {
-		return nil, err
-	}
-	names, err := cfg.Provider.Devices()
-	if err != nil {
-		return nil, err
-	}
-	var ports []rdma.DevicePort
-	var why error // not to use a port
-	for _, name := range names {
-		d, err := cfg.Provider.Open(name, nil)
-		if err != nil {
-			why = errors.Join(why, err)
-			continue
-		}
-		for p := range d.Attributes().Ports {
-			ports = append(ports, rdma.DevicePort{Device: name, Port: p + 1})
-		}
-		if err := d.Close(); err != nil {
-			return nil, err
-		}
-	}
-	if ports, err = filter.Choose(ports); err != nil {
 		return nil, errors.Join(err, why)
 	}
-	for _, at := range ports {
-		c := &Card{cfg: cfg, at: at, domains: map[string]*Domain{}}
+	for _, p := range ports {
+		c := &Card{cfg: cfg, at: p.DevicePort, domains: map[string]*Domain{}}
 		if err := c.check(); err != nil {
 			why = errors.Join(why, err)
 			continue
@@ -119,7 +96,7 @@ func (c *Card) Domain(principal string) (*Domain, error) {
 		if err != nil {
 			return nil, err
 		}
-		d = &Domain{card: c, principal: principal, dev: dev, withheld: map[uint32]int{}}
+		d = &Domain{card: c, principal: principal, dev: dev}
 		c.domains[principal] = d
 	}
 	d.refs++
@@ -141,9 +118,7 @@ type Domain struct {
 	dev       rdma.Device
 	refs      int // with Card.mu
 	staging   staging
-
-	mu       sync.Mutex
-	withheld map[uint32]int // keys that so many peers may use although their memory was deregistered
+	keys      rdma.Withheld // of memory that was deregistered, although peers may use them
 }
 
 // Release undoes Card.Domain. The last one calls last, unless it is nil, and closes the device:
@@ -190,45 +165,22 @@ func (d *Domain) Register(m mem.Memory, e device.Exporter, access rdma.Access, w
 	if access&Write != 0 || writable {
 		access |= rdma.LocalWrite
 	}
-	var aside []rdma.MR // with keys that are withheld, so that the device gives others
-	var err error
-	defer func() {
-		for _, mr := range aside {
-			if err := mr.Close(); err != nil {
-				d.card.cfg.Log.Error("rdma: memory stays registered", "device", d.card.at.Device, "err", err)
-			}
-		}
-	}()
-	for range 16 {
-		var mr rdma.MR
-		var at uint64
-		if mr, at, err = rdma.Register(d.dev, m, e, access); err != nil {
-			return Registration{}, err
-		}
-		d.mu.Lock()
-		taken := d.withheld[mr.RemoteKey()] > 0
-		d.mu.Unlock()
-		if !taken {
-			return Registration{mr, at}, nil
-		}
-		aside = append(aside, mr)
+	var at uint64
+	mr, left, err := d.keys.Register(d.card.at.Device, func() (mr rdma.MR, err error) {
+		mr, at, err = rdma.Register(d.dev, m, e, access)
+		return mr, err
+	})
+	if left != nil {
+		d.card.cfg.Log.Error("rdma: memory stays registered", "device", d.card.at.Device, "err", left)
 	}
-	return Registration{}, fmt.Errorf("rdma: %s gives only keys that peers may still use for other memory: %w",
-		d.card.at.Device, syscall.EAGAIN)
+	if err != nil {
+		return Registration{}, err
+	}
+	return Registration{mr, at}, nil
 }
 
 // Withhold has Register not use a key, because a peer may. Permit follows for each call.
-func (d *Domain) Withhold(key uint32) {
-	d.mu.Lock()
-	d.withheld[key]++
-	d.mu.Unlock()
-}
+func (d *Domain) Withhold(key uint32) { d.keys.Withhold(key) }
 
 // Permit undoes Withhold.
-func (d *Domain) Permit(key uint32) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.withheld[key]--; d.withheld[key] == 0 {
-		delete(d.withheld, key)
-	}
-}
+func (d *Domain) Permit(key uint32) { d.keys.Permit(key) }
