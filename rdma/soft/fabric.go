@@ -409,6 +409,17 @@ func (f *Fabric) Break(device string, number uint32) {
 	}
 }
 
+// BreakAll fails all queue pairs of a device that are connected.
+func (f *Fabric) BreakAll(device string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, q := range f.hardware(device).sorted() {
+		if q.state == rdma.StateReady {
+			q.broken()
+		}
+	}
+}
+
 // Objects returns how many queue pairs, completion queues and memory regions there are.
 func (f *Fabric) Objects() (qps, cqs, mrs int) {
 	f.mu.Lock()

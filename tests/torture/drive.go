@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -39,12 +40,13 @@ type stage struct {
 	lives     map[int]int
 	events    chan event
 	hosts     int
+	devices   *devices // of ranks that share this process; nil: they have processes
 }
 
 // member is a rank's process.
 type member struct {
 	number int
-	p      *rig.Process
+	p      *rig.Process // nil: goroutines of this one
 	r      *rig.Rank
 	conn   net.Conn
 	mu     sync.Mutex
@@ -69,6 +71,8 @@ func newStage(t *testing.T, transport, secret string) *stage {
 		s.hosts = maxRanks
 	case "hosts":
 		s.hosts = 3
+	case "soft":
+		s.devices = newDevices(t)
 	}
 	if s.hosts > 0 {
 		s.net = rig.NewSwitch(t, s.hosts+1) // the last is the store's
@@ -105,10 +109,21 @@ func (s *stage) process(number int) *member {
 	if s.net != nil {
 		enter = s.net.Hosts[m.host].Enter()
 	}
+	if s.devices != nil {
+		m.conn = s.devices.play(number)
+		s.listen(m, json.NewDecoder(m.conn))
+		return m
+	}
 	m.p = s.rig.StartIn(enter, []string{"RANK=" + strconv.Itoa(number), "GOTRACEBACK=all"}, rig.Self(s.t))
 	m.r = s.rig.Next()
 	in := (*json.Decoder)(nil)
 	m.conn, in = m.r.Play()
+	s.listen(m, in)
+	return m
+}
+
+// listen receives what a member says.
+func (s *stage) listen(m *member, in *json.Decoder) {
 	m.out = json.NewEncoder(m.conn)
 	go func() {
 		for {
@@ -120,7 +135,6 @@ func (s *stage) process(number int) *member {
 			s.events <- event{m: m, news: n}
 		}
 	}()
-	return m
 }
 
 // known reports whether the process is current.
@@ -141,9 +155,11 @@ func (m *member) tell(o order) {
 
 // end kills a rank's process and waits for its end.
 func (s *stage) end(m *member) {
-	syscall.Kill(m.r.PID, syscall.SIGCONT)
-	syscall.Kill(m.r.PID, syscall.SIGKILL)
-	m.p.Wait()
+	if m.p != nil {
+		syscall.Kill(m.r.PID, syscall.SIGCONT)
+		syscall.Kill(m.r.PID, syscall.SIGKILL)
+		m.p.Wait()
+	}
 	m.conn.Close()
 	if s.members[m.number] == m {
 		delete(s.members, m.number)
@@ -253,6 +269,10 @@ func tail(s string, n int) string {
 }
 
 func (x *session) died(m *member, during string) *Finding {
+	if m.p == nil {
+		x.s.end(m)
+		return &Finding{Kind: "death", Rank: m.number, Text: "it ended during " + during}
+	}
 	code := m.p.Wait()
 	text := m.p.Err.String()
 	if i := strings.Index(text, "\n\ngoroutine "); i > 0 && len(text) > i+8000 {
@@ -267,6 +287,10 @@ func (x *session) died(m *member, during string) *Finding {
 // stacks makes all ranks print their stacks.
 func (x *session) stacks() string {
 	var text strings.Builder
+	if x.s.devices != nil {
+		all := make([]byte, 4<<20)
+		return "\n--- all ranks\n" + ours(string(all[:runtime.Stack(all, true)]))
+	}
 	for _, m := range x.s.all() {
 		syscall.Kill(m.r.PID, syscall.SIGCONT)
 		syscall.Kill(m.r.PID, syscall.SIGQUIT)
@@ -545,6 +569,9 @@ func (s *stage) mend() {
 	if s.net != nil {
 		s.net.Part()
 	}
+	if s.devices != nil {
+		s.devices.part(nobody)
+	}
 }
 
 // judge compares the facts on which ranks have to agree, and their resources.
@@ -598,7 +625,10 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 	s := x.s
 	time.Sleep(f.After)
-	pid := v.r.PID
+	pid := 0
+	if v.p != nil {
+		pid = v.r.PID
+	}
 	switch f.Kind {
 	case "kill":
 		syscall.Kill(pid, syscall.SIGKILL)
@@ -616,6 +646,11 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 		time.Sleep(f.For)
 		s.store.Signal(syscall.SIGCONT)
 	case "part":
+		if s.devices != nil {
+			s.devices.part(f.Victim)
+			time.Sleep(f.For)
+			s.devices.part(nobody)
+		}
 		if s.net != nil {
 			s.net.Part(v.host)
 			time.Sleep(f.For)
@@ -633,6 +668,8 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 			time.Sleep(f.For)
 			s.net.Mend(v.host, o.host)
 		}
+	default:
+		s.devices.fail(f)
 	}
 	done <- f.Kind
 }

@@ -63,7 +63,7 @@ func (g *generator) job() Job {
 		j.OnTimeout = pick(g, pg.TimeoutEvicts, pg.TimeoutEvictsAlone)
 	case n < 24 && j.Ranks > 2 && !g.avoids("grow"):
 		j.Later = 1 + g.rnd.IntN(j.Ranks-2)
-	case n < 36 && !g.avoids("standby"):
+	case n < 36 && g.transport != "soft" && !g.avoids("standby"):
 		j.Standby, j.AutoAdmit = 2, false
 	}
 	return j
@@ -91,6 +91,11 @@ func (g *generator) program(job Job) *Program {
 	at := g.rnd.IntN(size)
 	if g.slows() && !outside && g.chance(g.faults) {
 		m.p.Faults = append(m.p.Faults, m.slow(at))
+	}
+	if g.transport == "soft" && !g.avoids("devices") {
+		for range g.rnd.IntN(6) {
+			m.p.Faults = append(m.p.Faults, m.device(g.rnd.IntN(size)))
+		}
 	}
 	for len(m.p.Steps) < size {
 		for range 3 + g.rnd.IntN(14) {
@@ -596,7 +601,11 @@ func (m *making) outside() {
 		}
 	}
 	kinds := []string{"kill", "kill", "kill", "stop", "stop", "evict", "leave", "store"}
-	if m.transport != "shm" {
+	switch m.transport {
+	case "shm":
+	case "soft": // its ranks have no process of their own
+		kinds = []string{"evict", "evict", "leave", "store", "part", "part", "part"}
+	default:
 		kinds = append(kinds, "part", "part", "deafen")
 	}
 	if m.job.Standby > 0 { // any other lost rank would come back and take its place
@@ -649,6 +658,9 @@ func (m *making) joining(step int) Fault {
 	if m.slows() {
 		kinds = append(kinds, "slow")
 	}
+	if m.transport == "soft" {
+		kinds = append(deviceFaults, "store")
+	}
 	f := m.slow(step)
 	f.Joining, f.Kind = true, pick(m.generator, kinds...)
 	f.After = time.Duration(m.rnd.IntN(pick(m.generator, 10, 100, 1000))) * time.Millisecond
@@ -659,6 +671,13 @@ func (m *making) joining(step int) Fault {
 // slows reports whether hosts can have a slow link.
 func (g *generator) slows() bool {
 	return (g.transport == "tcp" || g.transport == "hosts") && !g.avoids("slow")
+}
+
+// device returns a fault of an RDMA device for a while, at a step.
+func (m *making) device(step int) Fault {
+	return Fault{Step: step, At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: pick(m.generator, deviceFaults...),
+		Victim: m.rnd.IntN(m.job.Ranks), Other: m.rnd.IntN(2),
+		For: time.Duration(m.rnd.IntN(pick(m.generator, 5, 50, 500))) * time.Millisecond}
 }
 
 // slow returns a fault: a link that is slow and loses frames for a while, at a step.

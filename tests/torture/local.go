@@ -51,16 +51,13 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 			res.find(&Finding{Kind: "error", Text: err.Error()})
 			return res
 		}
+		r.shared = true
 		if conduct != nil {
 			r.conduct = conduct
 		}
 		wg.Go(func() {
 			r.enter(g)
-			own := *p
-			if own.Seed%16 == 0 { // all ranks share the process
-				own.Seed++
-			}
-			rep := r.run(&own, 0, nil)
+			rep := r.run(p, 0, nil)
 			ran.Done()
 			ran.Wait() // waits for all ranks
 			r.leave()

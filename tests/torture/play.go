@@ -97,13 +97,23 @@ func (p *player) Hang(f Finding) { p.say(news{Hang: &f}) }
 
 // Play runs a rank's process.
 func Play(out *json.Encoder, in *json.Decoder) int {
+	play(out, in, nil, func(*player) { os.Exit(0) })
+	return 0
+}
+
+// play runs a rank. change, if it is not nil, completes its configuration; other ranks share the
+// process then. over is called when the test is over.
+func play(out *json.Encoder, in *json.Decoder, change func(*pg.Config), over func(*player)) {
 	p := &player{out: out, gates: make(chan Go, 4)}
 	orders := make(chan order, 4)
 	go func() {
 		for {
 			var o order
 			if in.Decode(&o) != nil {
-				os.Exit(0) // the test is over
+				over(p)
+				close(p.gates)
+				close(orders)
+				return
 			}
 			switch {
 			case o.Go != nil:
@@ -137,11 +147,15 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 		case o.Setup != nil:
 			me := o.Setup.Number
 			cfg := o.Setup.config(me)
+			if change != nil {
+				change(&cfg)
+			}
 			var err error
 			r, err = newRank(o.Setup.Job, me, p,
 				func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
 			if err == nil {
 				r.entered = func(g *pg.Group) { p.world.Store(g) }
+				r.shared = change != nil
 			}
 			if err == nil && me == spare {
 				by = standBy(cfg, p)
@@ -175,10 +189,17 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 			r.close()
 			r.unmap()
 			r = nil
-			p.say(news{Ended: rig.Use()})
+			use := &rig.Usage{}
+			if change == nil {
+				use = rig.Use()
+			}
+			p.say(news{Ended: use})
 		}
 	}
-	return 0
+	if r != nil {
+		r.leave()
+		r.close()
+	}
 }
 
 // A standby is a process that waits in Join for a rank to be lost.

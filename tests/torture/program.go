@@ -9,7 +9,7 @@ import (
 
 // A Job is a configured set of ranks. It runs many programs.
 type Job struct {
-	Transport string // shm, tcp, hosts (two ranks on each of several hosts) or inproc
+	Transport string // shm, tcp, hosts (two ranks on each of several hosts), soft or inproc
 	Ranks     int
 	OnFailure pg.OnFailure
 	Uniform   bool
@@ -139,23 +139,30 @@ type Fault struct {
 	Step   int
 	At     int // the rank
 	After  time.Duration
-	Kind   string // kill, stop, part, deafen, store, evict, leave, slow
+	Kind   string // kill, stop, part, deafen, store, evict, leave, slow, or one of deviceFaults
 	Victim int
-	Other  int           `json:",omitempty"` // deafen: the rank that does not hear the victim
-	For    time.Duration `json:",omitempty"`
-	Delay  time.Duration `json:",omitempty"` // slow: of every frame
-	Loss   float64       `json:",omitempty"` // slow: of frames, 0 to 1
+	// Other is of deafen the rank that does not hear the victim, and of deviceFaults the number of
+	// the victim's device.
+	Other int           `json:",omitempty"`
+	For   time.Duration `json:",omitempty"`
+	Delay time.Duration `json:",omitempty"` // slow: of every frame
+	Loss  float64       `json:",omitempty"` // slow: of frames, 0 to 1
 
 	// Joining makes the fault occur while the ranks that were lost at the step, or come later, are
 	// joining: After they were started.
 	Joining bool `json:",omitempty"`
 }
 
+// deviceFaults are faults of an RDMA device of the victim, which no operation feels: its port goes
+// down, the same with other addresses afterwards, it is removed, its queue pairs fail, or it refuses
+// calls that make objects and register memory.
+var deviceFaults = []string{"port", "move", "remove", "break", "refuse"}
+
 // causes returns the disturbances of a fault. A slow link, and faults while ranks join, are so
 // short that they may have no effect.
 func (f *Fault) causes() Causes {
 	switch {
-	case f.Joining, f.Kind == "slow":
+	case f.Joining, f.Kind == "slow", slices.Contains(deviceFaults, f.Kind):
 		return 0
 	case f.Kind == "kill", f.Kind == "evict", f.Kind == "leave":
 		return Lost
