@@ -132,6 +132,18 @@ func (d *device) address() (port, error) {
 	return port{d, a, e.Index}, nil
 }
 
+// changed returns an error if the port has not the address any more that it had, at its index. A
+// port that cannot say so has it.
+func (p *port) changed() error {
+	gids, err := p.GIDs(p.at.Port)
+	if err != nil || p.path.gid == (rdma.GID{}) || slices.ContainsFunc(gids, func(e rdma.GIDEntry) bool {
+		return e.Index == p.gid && e.GID == p.path.gid && e.Type == p.path.link
+	}) {
+		return nil
+	}
+	return fmt.Errorf("the address of %v is not %v at index %d any more", p.at, p.path.gid, p.gid)
+}
+
 // lost reports whether nothing passes the port.
 func (d *device) lost() bool { return d.down.Load() || d.removed() }
 

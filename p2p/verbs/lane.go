@@ -39,6 +39,7 @@ type lane struct {
 	gen     uint64
 	peer    p2p.Identity
 	ups     uint64    // Transport.ups before its ports were chosen
+	seen    uint64    // Transport.ups before moved looked
 	port    port      // of the frames' queue pair
 	devices []*device // of all queue pairs, retained; since open
 	setup   setup     // what the peer is told
@@ -193,6 +194,18 @@ func (l *lane) close() error {
 func (l *lane) lost() bool {
 	used := func(r *rail) bool { return r.state == working && r.lost() }
 	return l.port.lost() || slices.ContainsFunc(l.bulk.rails, used)
+}
+
+// moved returns an error if a port that the lane uses has not its address any more, or has it at
+// another index: the device would lose everything until it has given up all repetitions.
+func (l *lane) moved() error {
+	err := l.port.changed()
+	for _, r := range l.bulk.rails {
+		if err == nil && r.state == working {
+			err = r.changed()
+		}
+	}
+	return err
 }
 
 // fail says why the lane does not work any more. The first err stays.

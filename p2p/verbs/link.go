@@ -206,12 +206,24 @@ func (l *link) turnLocked() {
 	l.pumpLocked()
 }
 
-// betterLocked gives up a lane in use if another one may use more ports or rails.
+// betterLocked gives up a lane whose addresses have moved, and one in use if another one may use
+// more ports or rails.
 func (l *link) betterLocked(n *lane) {
-	if n.err != nil || l.stage != up {
+	if n.err != nil {
 		return
 	}
-	if ups := l.t.ups.Load(); n.ups != ups {
+	ups := l.t.ups.Load()
+	if n.seen != ups {
+		n.seen = ups
+		if err := n.moved(); err != nil {
+			n.fail(err)
+			return
+		}
+	}
+	if l.stage != up {
+		return
+	}
+	if n.ups != ups {
 		n.ups = ups
 		// An acceptor with a port for each rail of its peer cannot use more of them.
 		if n.bulk.dead > 0 || (l.dialler || len(n.bulk.rails) > len(n.devices)) && l.t.missing(n) {

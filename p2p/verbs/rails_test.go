@@ -454,3 +454,30 @@ func TestNoRails(t *testing.T) {
 		t.Errorf("%d bytes were put and %d got", put, got)
 	}
 }
+
+// A lane whose address has moved is given up when the device says so, not when its requests have
+// been repeated in vain.
+func TestMovedAddresses(t *testing.T) {
+	for _, device := range []string{"soft0", "soft1"} {
+		t.Run(device, func(t *testing.T) {
+			f := soft.New(soft.Config{Seed: 4})
+			t.Cleanup(f.Close)
+			a, b := pair(t, f)
+			raised(t, a, b)
+			old := [2]*lane{inner(a).lane, inner(b).lane}
+			f.MoveGIDs(device, 1, 1)
+			for late := time.Now().Add(linktest.Patience); ; {
+				raised(t, a, b)
+				if inner(a).lane != old[0] && inner(b).lane != old[1] {
+					break
+				}
+				if time.Now().After(late) {
+					t.Fatal("the lane is kept")
+				}
+			}
+			if text := fmt.Sprint(old[0].err, old[1].err); !strings.Contains(text, "the address of "+device) {
+				t.Errorf("%v and %v, want the address of %s", old[0].err, old[1].err, device)
+			}
+		})
+	}
+}

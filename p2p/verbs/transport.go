@@ -169,6 +169,7 @@ func (t *Transport) active(but []*device) (ports []port, why error) {
 // propose and accept.
 func (t *Transport) make(n *lane, ring int, theirs *setup, attempt int, wake func()) error {
 	n.ups = t.ups.Load()
+	n.seen = n.ups
 	active, err := t.active(nil)
 	if err != nil {
 		return err
