@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -29,7 +30,11 @@ import (
 // nobody is the rank that no connection is of.
 const nobody = -2
 
-// devices are RDMA devices in memory, two for each rank of jobs whose ranks share this process, and
+// devicesOf is the number of devices of a rank. The last one is always there, because a rank cannot
+// join without any.
+const devicesOf = 3
+
+// devices are RDMA devices in memory, devicesOf for each rank of jobs whose ranks share this process, and
 // the connections between those ranks and with the store.
 type devices struct {
 	fabric *soft.Fabric
@@ -59,7 +64,7 @@ func newDevices(t *testing.T) *devices {
 	if d.relay, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 		t.Fatal(err)
 	}
-	d.fabric = soft.New(soft.Config{Seed: rand.Uint64(), Devices: 2 * maxRanks, Late: 3, ReuseKeys: true,
+	d.fabric = soft.New(soft.Config{Seed: rand.Uint64(), Devices: devicesOf * maxRanks, Late: 3, ReuseKeys: true,
 		ReuseNumbers: true, Faults: soft.Faults{Call: func(device, call string) syscall.Errno {
 			if at := d.refuse.Load(); at != nil && *at == device && !strings.HasPrefix(call, "query") {
 				return syscall.ENOMEM
@@ -79,8 +84,20 @@ func newDevices(t *testing.T) *devices {
 	return d
 }
 
-// name returns the name of a rank's device 0 or 1.
-func (d *devices) name(rank, i int) string { return fmt.Sprintf("soft%d", 2*rank+i) }
+// name returns the name of a rank's device.
+func name(rank, i int) string { return fmt.Sprintf("soft%d", devicesOf*rank+i) }
+
+// present lists the devices of a rank that are there, in the form of rdma.ParseDevices.
+func (d *devices) present(rank int) string {
+	all, _ := d.fabric.Devices()
+	var list []string
+	for i := range devicesOf {
+		if at := name(rank, i); slices.Contains(all, at) {
+			list = append(list, at)
+		}
+	}
+	return "=" + strings.Join(list, ",")
+}
 
 // play starts a rank in this process, and returns the connection with it.
 func (d *devices) play(rank int) net.Conn {
@@ -88,7 +105,7 @@ func (d *devices) play(rank int) net.Conn {
 	change := func(c *pg.Config) {
 		c.Getenv = func(name string) string {
 			if name == "TUTTI_RDMA_DEVICES" {
-				return "=" + d.name(rank, 0) + "," + d.name(rank, 1)
+				return d.present(rank)
 			}
 			return os.Getenv(name)
 		}
@@ -163,7 +180,7 @@ func (d *devices) part(rank int) {
 
 // fail has a device fail for a while.
 func (d *devices) fail(f Fault) {
-	at := d.name(f.Victim, f.Other%2)
+	at := name(f.Victim, f.Other)
 	switch f.Kind {
 	case "port", "move":
 		d.fabric.SetPort(at, 1, false)

@@ -327,8 +327,10 @@ func (m *making) clean() {
 		}
 	case n < 62:
 		m.again()
-	case n < 68:
+	case n < 66:
 		m.add(m.message(m.group(), 64<<10))
+	case n < 68:
+		m.add(m.message(m.group(), 1<<20).with(Window))
 	case n < 73:
 		m.add(Step{Op: Wait, Ranks: m.lasts()})
 	case n < 79 && len(m.order) < 4:
@@ -410,6 +412,12 @@ func (m *making) message(group, most int) Step {
 	for i := range s.Ranks {
 		s.Ranks[i].Any = m.chance(0.2)
 	}
+	return s
+}
+
+// with returns the step with another operation.
+func (s Step) with(op Op) Step {
+	s.Op = op
 	return s
 }
 
@@ -595,6 +603,8 @@ func (m *making) outside() {
 			}
 			m.add(Step{Op: Agree, Ranks: make([]Part, m.job.Ranks)})
 		} else if m.chance(0.2) {
+			m.add(m.message(m.group(), 1<<20).with(Window))
+		} else if m.chance(0.2) {
 			m.add(m.together())
 		} else {
 			m.add(m.collective(m.group(), true, false))
@@ -662,6 +672,7 @@ func (m *making) joining(step int) Fault {
 		kinds = append(deviceFaults, "store")
 	}
 	f := m.slow(step)
+	f.Other = m.rnd.IntN(devicesOf - 1)
 	f.Joining, f.Kind = true, pick(m.generator, kinds...)
 	f.After = time.Duration(m.rnd.IntN(pick(m.generator, 10, 100, 1000))) * time.Millisecond
 	f.For = min(f.For, time.Second)
@@ -675,9 +686,13 @@ func (g *generator) slows() bool {
 
 // device returns a fault of an RDMA device for a while, at a step.
 func (m *making) device(step int) Fault {
-	return Fault{Step: step, At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: pick(m.generator, deviceFaults...),
-		Victim: m.rnd.IntN(m.job.Ranks), Other: m.rnd.IntN(2),
+	f := Fault{Step: step, At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: pick(m.generator, deviceFaults...),
+		Victim: m.rnd.IntN(m.job.Ranks), Other: m.rnd.IntN(devicesOf - 1),
 		For: time.Duration(m.rnd.IntN(pick(m.generator, 5, 50, 500))) * time.Millisecond}
+	if f.Kind == "break" {
+		f.Other = m.rnd.IntN(devicesOf)
+	}
+	return f
 }
 
 // slow returns a fault: a link that is slow and loses frames for a while, at a step.

@@ -158,7 +158,7 @@ func TestGrowthIsFound(t *testing.T) {
 }
 
 func TestSeedGivesTheSamePrograms(t *testing.T) {
-	for _, transport := range []string{"shm", "tcp", "hosts", "inproc"} {
+	for _, transport := range []string{"shm", "tcp", "hosts", "soft", "inproc"} {
 		a, b := newGenerator(5, transport, 0.5), newGenerator(5, transport, 0.5)
 		for range 20 {
 			j, k := a.job(), b.job()
@@ -180,7 +180,7 @@ func TestSeedGivesTheSamePrograms(t *testing.T) {
 
 // TestEveryPairIsGenerated looks at what a run of some minutes consists of.
 func TestEveryPairIsGenerated(t *testing.T) {
-	for _, transport := range []string{"shm", "tcp", "inproc"} {
+	for _, transport := range []string{"shm", "tcp", "soft", "inproc"} {
 		g := newGenerator(1, transport, 0.3)
 		for range 40 {
 			job := g.job()

@@ -78,6 +78,77 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 	r.giveBack(c)
 }
 
+// window makes a window, puts to a rank's part, with a signal, and gets the same back.
+func (r *rank) window(ctx context.Context, s *Step, part *Part, h *handle) {
+	n, me := h.g.Size(), h.slot()
+	if s.Count == 0 {
+		return
+	}
+	shift := s.Root % n
+	to, from := (me+shift)%n, (me+n-shift)%n
+	d := newDatum(s.DType, pg.Sum, r.p.Seed+uint64(r.now)*64)
+	bytes := s.Count * d.size
+	name := fmt.Sprintf("step %d: window of %d bytes, to %d from %d", r.now, n*bytes, to, from)
+	var bufs []*buffer
+	grab := func(m Mem) []byte {
+		bufs = append(bufs, r.take(m, bytes, d.size, name))
+		return bufs[len(bufs)-1].bytes()
+	}
+	src, dst := grab(part.Src), grab(part.Dst)
+	fill := func(b []byte, slot int) { d.put(b, s.Count, func(i int) int64 { return d.value(h.ranks[slot], i) }) }
+	fill(src, me)
+	limit := r.job.Timeout
+	if s.May != 0 { // the rank that it waits for may have failed before
+		limit = time.Second
+	}
+	failed := false
+	step := func(what string, f func(ctx context.Context) error) bool {
+		if failed {
+			return false
+		}
+		ctx, cancel := context.WithTimeout(ctx, limit)
+		defer cancel()
+		err := r.timed(name+": "+what, limit, func() error { return f(ctx) })
+		if failed = err != nil; failed && (s.May == 0 || ctx.Err() == nil) {
+			r.judge(name+": "+what, s.May, err)
+		}
+		return !failed
+	}
+	check := func(what string, got []byte, slot int) {
+		want := slices.Clone(got)
+		fill(want, slot)
+		if text := d.compare(got, want); text != "" {
+			r.find("wrong", "%s: %s: %s", name, what, text)
+		}
+	}
+	var w *pg.Window
+	err := r.timed(name, r.job.Timeout, func() (err error) { w, err = pg.NewWindow(ctx, h.g, n*bytes); return err })
+	if r.judge(name, s.May, err); err != nil {
+		failed = true
+	}
+	step("put", func(ctx context.Context) error { return w.PutSignal(ctx, to, me*bytes, src, 3) })
+	if step("signal", func(ctx context.Context) error { return w.WaitSignal(ctx, from, 3, 1) }) {
+		check("put", w.Bytes()[from*bytes:][:bytes], from)
+	}
+	step("flush", func(ctx context.Context) error { return w.Flush(ctx, to) })
+	if step("get", func(ctx context.Context) error { return w.Get(ctx, to, me*bytes, dst) }) {
+		check("get", dst, me)
+	}
+	check("the source", src, me)
+	err = r.timed(name+": barrier", r.job.Timeout, func() error { return h.g.Barrier(ctx) })
+	r.judge(name+": barrier", s.May, err)
+	if w != nil {
+		if err := r.timed(name+": close", r.job.Timeout, func() error { return w.Close(ctx) }); err != nil {
+			r.find("error", "%s: close: %v", name, err)
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range bufs {
+		b.p.giveBack(b)
+	}
+}
+
 func (r *rank) agree(ctx context.Context, s *Step, part *Part, h *handle, lane int) {
 	cctx, cancel := part.within(ctx)
 	defer cancel()

@@ -114,7 +114,7 @@ var names = func() (all []struct {
 			name string
 		}{op, name})
 	}
-	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Agree, Split, Close, Abort, Admit,
+	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Window, Agree, Split, Close, Abort, Admit,
 		Alloc, Free, Argument, Wait, Together, Brace, Heal} {
 		all = append(all, struct {
 			op   Op

@@ -47,6 +47,7 @@ const (
 	Scatter       Op = "scatter"
 	Barrier       Op = "barrier"
 	Message       Op = "message" // each rank sends to one and receives from another
+	Window        Op = "window"  // each rank puts to a window of another, and gets it back
 	Agree         Op = "agree"
 	Split         Op = "split"
 	Close         Op = "close" // of a subgroup
@@ -220,7 +221,8 @@ func (s *Step) label() string {
 func (p *Program) normalize(job Job) {
 	ranks := job.Ranks
 	p.Faults = slices.DeleteFunc(p.Faults, func(f Fault) bool {
-		return f.Step >= len(p.Steps) || f.At >= ranks || f.Victim >= ranks || f.Other >= ranks
+		return f.Step >= len(p.Steps) || f.At >= ranks || f.Victim >= ranks ||
+			f.Kind == "deafen" && f.Other >= ranks
 	})
 	from, may := 0, Causes(0)
 	mark := func(to int) {

@@ -528,6 +528,8 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 	switch s.Op {
 	case Message:
 		r.message(ctx, s, part, h)
+	case Window:
+		r.window(ctx, s, part, h)
 	case Agree:
 		r.agree(ctx, s, part, h, lane)
 	case Split:

@@ -18,7 +18,7 @@ var (
 	ops  = flag.Int("torture.ops", 0,
 		"operations of TestTorture, for each transport; 0: as many as there is time for")
 	duration  = flag.Duration("torture.duration", 0, "of TestTorture, for all transports together; 0: some seconds")
-	transport = flag.String("torture.transport", "shm,tcp,hosts,inproc", "transports of TestTorture")
+	transport = flag.String("torture.transport", "shm,tcp,hosts,soft,inproc", "transports of TestTorture")
 	faults    = flag.Float64("torture.faults", 0.15, "part of the programs that have faults from outside")
 	out       = flag.String("torture.out", "", "directory for what TestTorture finds: it goes on then")
 	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
