@@ -153,6 +153,13 @@ func (r *rank) leave() {
 // close closes the rank, without its groups.
 func (r *rank) close() { r.watch.close() }
 
+// group returns a group, nil if there is none. Steps together make others meanwhile.
+func (r *rank) group(id int) *handle {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.groups[id]
+}
+
 func (r *rank) ids() (ids []int) {
 	for id := range r.groups {
 		ids = append(ids, id)
@@ -521,7 +528,7 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 		wg.Wait()
 		return
 	}
-	h := r.groups[s.Group]
+	h := r.group(s.Group)
 	if h == nil {
 		return
 	}
@@ -708,7 +715,7 @@ func (r *rank) check(name string, c *call, err error) {
 		if wrong != "" {
 			r.find("wrong", "%s in place %v on %s: %s (views %v, %v)", name, c.inPlace, c.where(), wrong, c.before,
 				after)
-		} else if by != nil && c.exchanged() && c.step.May != 0 && c.h == r.groups[0] {
+		} else if by != nil && c.exchanged() && c.step.May != 0 && c.h == r.group(0) {
 			r.ifStays(name+" by", fmt.Sprint(by))
 		}
 	case c.inPlace && c.op.reduces() && errors.As(err, &lost) && !lost.Overwritten:
@@ -726,7 +733,7 @@ func (r *rank) check(name string, c *call, err error) {
 		}
 	}
 	if r.job.Uniform && r.job.OnFailure != pg.Report && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 &&
-		c.h == r.groups[0] {
+		c.h == r.group(0) {
 		r.ifStays(name+" outcome", fmt.Sprint(err == nil))
 	}
 	r.giveBack(c)
