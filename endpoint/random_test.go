@@ -27,6 +27,7 @@ import (
 	"tutti/endpoint/internal/link"
 	"tutti/internal/proctest"
 	"tutti/mem"
+	"tutti/rdma/soft"
 )
 
 var (
@@ -122,7 +123,10 @@ func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
 		Timeout: longTime}
 	if len(w.cfgs) > 0 {
 		asked := w.cfgs[i%len(w.cfgs)]
-		cfg.Seal, cfg.Checksum = asked.Seal, asked.Checksum
+		cfg.Seal, cfg.Checksum, cfg.RDMA = asked.Seal, asked.Checksum, asked.RDMA
+		if _, ok := cfg.RDMA.Provider.(*soft.Fabric); ok { // a device for each
+			cfg.RDMA.Devices = fmt.Sprint("soft", i)
+		}
 	}
 	m.e, err = New(m.c, overRDMA(cfg))
 	if err == nil {
@@ -683,8 +687,15 @@ func TestRandom(t *testing.T) {
 			all = append(all, mode{g.name + " " + m.name, m.chaos, m.closes, []Config{g.cfg}, ops})
 		}
 	}
+	all = append(all, mode{"devices fail", true, false, nil, opsOf() / 2})
 	for _, mode := range all {
 		t.Run(mode.name, func(t *testing.T) {
+			fault := func(*rand.Rand) {}
+			if mode.cfgs == nil {
+				f, rdma := newFabric(t, soft.Config{Devices: 3, Late: 3, ReuseKeys: true, ReuseNumbers: true})
+				mode.cfgs = []Config{{RDMA: rdma}}
+				fault = func(r *rand.Rand) { failDevice(f, fmt.Sprint("soft", r.IntN(3)), r) }
+			}
 			w := &world{t: t, seed: seedOf(t), n: 3, chaos: mode.chaos, closes: mode.closes, cfgs: mode.cfgs,
 				longest: longest, counts: map[string]int{}}
 			w.left.Store(mode.ops)
@@ -703,7 +714,21 @@ func TestRandom(t *testing.T) {
 			for _, m := range members {
 				m.infos = infos
 			}
+			over := make(chan struct{})
+			var faults sync.WaitGroup
+			faults.Go(func() {
+				for r := rand.New(rand.NewPCG(w.seed, 9)); ; {
+					select {
+					case <-over:
+						return
+					case <-time.After(time.Duration(50+r.IntN(200)) * time.Millisecond):
+						fault(r)
+					}
+				}
+			})
 			w.program(members)
+			close(over)
+			faults.Wait()
 			var direct, messages, detours uint64
 			for _, m := range members {
 				m.region.Unregister()
@@ -738,11 +763,29 @@ func TestRandom(t *testing.T) {
 				return runtime.NumGoroutine() <= routines && descriptors(t) <= files
 			})
 			t.Log(w.counts, "by RDMA:", direct, "and messages:", messages, "paths that failed:", detours)
-			may := *allDirect && !mode.cfgs[0].Seal && !mode.cfgs[0].Checksum
+			may := (*allDirect || mode.cfgs[0].RDMA.Provider != nil) && !mode.cfgs[0].Seal && !mode.cfgs[0].Checksum
 			if (direct > 0) != may || !may && messages > 0 || may && !w.chaos && !testing.Short() && messages == 0 {
 				t.Errorf("%d operations and %d messages went by RDMA", direct, messages)
 			}
 		})
+	}
+}
+
+// failDevice has a device of f fail, for some milliseconds at most.
+func failDevice(f *soft.Fabric, device string, r *rand.Rand) {
+	switch r.IntN(4) {
+	case 0:
+		f.BreakAll(device)
+	case 1:
+		f.SetPort(device, 1, false)
+		time.Sleep(time.Duration(r.IntN(5)) * time.Millisecond)
+		f.SetPort(device, 1, true)
+	case 2:
+		f.SetPort(device, 1, false)
+		f.MoveGIDs(device, 1, 1)
+		f.SetPort(device, 1, true)
+	case 3:
+		f.MoveGIDs(device, 1, 1)
 	}
 }
 
