@@ -34,8 +34,8 @@ const nobody = -2
 // join without any.
 const devicesOf = 3
 
-// devices are RDMA devices in memory, devicesOf for each rank of jobs whose ranks share this process, and
-// the connections between those ranks and with the store.
+// devices are RDMA devices in memory, devicesOf for each rank of jobs whose ranks share this
+// process, and the connections between those ranks and with the store.
 type devices struct {
 	fabric *soft.Fabric
 	refuse atomic.Pointer[string] // the device that makes no objects

@@ -669,7 +669,7 @@ func (m *making) joining(step int) Fault {
 		kinds = append(kinds, "slow")
 	}
 	if m.transport == "soft" {
-		kinds = append(deviceFaults, "store")
+		kinds = append(slices.Clone(deviceFaults), "store")
 	}
 	f := m.slow(step)
 	f.Other = m.rnd.IntN(devicesOf - 1)

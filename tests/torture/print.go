@@ -114,8 +114,8 @@ var names = func() (all []struct {
 			name string
 		}{op, name})
 	}
-	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Window, Agree, Split, Close, Abort, Admit,
-		Alloc, Free, Argument, Wait, Together, Brace, Heal} {
+	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Window, Agree,
+		Split, Close, Abort, Admit, Alloc, Free, Argument, Wait, Together, Brace, Heal} {
 		all = append(all, struct {
 			op   Op
 			name string

@@ -154,9 +154,9 @@ type Fault struct {
 	Joining bool `json:",omitempty"`
 }
 
-// deviceFaults are faults of an RDMA device of the victim, which no operation feels: its port goes
-// down, the same with other addresses afterwards, it is removed, its queue pairs fail, or it refuses
-// calls that make objects and register memory.
+// deviceFaults are faults of an RDMA device of the victim, which no operation feels: its port
+// goes down, the same with other addresses afterwards, it is removed, its queue pairs fail, or it
+// refuses calls that make objects and register memory.
 var deviceFaults = []string{"port", "move", "remove", "break", "refuse"}
 
 // causes returns the disturbances of a fault. A slow link, and faults while ranks join, are so
