@@ -29,8 +29,12 @@ func (c *Channel) SendNow(slot int, tok *Token, buf []byte, urgent bool) bool {
 		st.part > 0 {
 		return false
 	}
-	pr.out = Header{Kind: frameData, Flags: flagLast, Len: uint32(len(buf)), Chan: st.out, Ack: st.taken,
-		Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
+	// Field by field: a processor that has just stored the words of a small struct one by one waits
+	// before it can load two of them at once, as a copy of a composite literal does.
+	h := &pr.out
+	h.Kind, h.Flags, h.Service, h.Len = frameData, flagLast, 0, uint32(len(buf))
+	h.Chan, h.Ack, h.Off = st.out, st.taken, 0
+	h.Seq, h.Call, h.Count = tok.Seq, tok.Call, tok.Count
 	var ok bool
 	var err error
 	gathers := !urgent && pr.gatherer != nil

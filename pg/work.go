@@ -217,6 +217,7 @@ const (
 	eagerFrom = 64 << 10
 	patience  = 500 * time.Microsecond
 	maxSpare  = 256
+	tryEvery  = 32 // see below
 	watches   = 16 // periods of patience without work after which the worker sleeps until it is woken
 )
 
@@ -267,7 +268,7 @@ func (g *Group) start(w *Work, q *exec.Request, limit time.Duration) {
 		go g.work()
 	}
 	b := g.run.Recall(q) // while data of the parked operation is under way
-	if g.works.parked.work != nil {
+	if g.works.parked.work != nil && (g.line.works%tryEvery == 0 || !g.run.Sent(g.seq+uint64(g.line.calls)-1)) {
 		g.advance()
 	}
 	if w.at.Load() != nil {
@@ -369,8 +370,9 @@ func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Durat
 // A short operation whose call is bound runs as soon as it has the turn, in the goroutine that
 // passed the turn on. It sends what it can, so that no peer waits for this rank's data, and is
 // parked where it has to wait. A goroutine that waits for it, or for a turn behind it, resumes it,
-// and parks it again when its own ctx ends. Every Start tries it once more, unless the link gathers
-// messages. An operation that cannot be parked runs in a waiting goroutine only if that goroutine's
+// and parks it again when its own ctx ends. Every Start tries it once more, until the data of all operations behind it has been sent:
+// then only the arrival of the peers' data is missing, and one Start in tryEvery looks for that. A
+// rank that looks too early takes a cache line from the peer that is about to write it. An operation that cannot be parked runs in a waiting goroutine only if that goroutine's
 // ctx cannot end, and otherwise in the worker.
 //
 // What such an operation sends may leave before it has the turn: when all operations before it have

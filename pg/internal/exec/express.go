@@ -230,6 +230,10 @@ func (r *Runner) SendAhead(b *Bound, dst, src unsafe.Pointer, seq uint64) {
 	}
 }
 
+// Sent reports whether all Send steps of the operations up to seq were made, of which at least one
+// has not ended.
+func (r *Runner) Sent(seq uint64) bool { return r.sent.coll == r.coll && r.sent.seq >= seq }
+
 // made returns how many Send steps of b, which now runs as operation r.seq, were made ahead.
 func (r *Runner) made(b *Bound) int {
 	switch ahead := &r.sent; {

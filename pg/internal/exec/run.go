@@ -152,9 +152,10 @@ func (r *Runner) Run(seq uint64, hint bool) error {
 	r.seq, r.dirty, r.ahead, r.looking = seq, false, 0, false
 	if b := r.bound; b != nil {
 		r.ahead = r.made(b)
-		r.tok = b.tok
-		r.tok.Seq = seq
-		r.history[seq%uint64(len(r.history))] = r.tok
+		// Field by field, as in set.
+		r.tok.Seq, r.tok.Call, r.tok.Count = seq, b.tok.Call, b.tok.Count
+		said := &r.history[seq%uint64(len(r.history))]
+		said.Seq, said.Call, said.Count = seq, b.tok.Call, b.tok.Count
 		r.in, r.out = base{ptr: b.In, stride: b.from}, base{ptr: b.Out, stride: b.to}
 		if err := r.coll.Begin(r.tok, hint && r.ahead == 0); err != nil { // what was sent ahead had no hint
 			return err
