@@ -67,8 +67,10 @@ func (p *path) lend(t *task) {
 		if t.flight = nil; t.ended {
 			s.peer.over = append(s.peer.over, t)
 		} else {
-			p.warnLocked(err)
-			p.cannotLocked(t)
+			if !errors.Is(err, rdma.ErrRemoved) {
+				p.warnLocked(err)
+				p.cannotLocked(t)
+			}
 			s.postLocked(t, nil)
 		}
 	case t.ended: // given up meanwhile, or the session is broken

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -128,8 +129,9 @@ type path struct {
 	closed        bool // it cannot use any more
 
 	making sync.Mutex // of line
-	line   *card.Line // nil: not made yet
+	line   *card.Line // nil: not made yet, or given up
 	domain *card.Domain
+	kept   bool // keep closes it
 }
 
 // pathState is what a path can be used for.
@@ -485,6 +487,7 @@ func (p *path) join() {
 	case p.state != joining: // the session is broken
 	case err == nil:
 		p.state, p.conn = direct, conn
+		maps.DeleteFunc(p.keys, func(_ uint64, k *key) bool { return k.refused }) // the peer's device may be another
 		select {
 		case <-conn.Ended(): // lost has been called, or waits
 			p.downLocked(conn, errors.New("the connection was lost right after it was made"))
@@ -501,14 +504,23 @@ func (p *path) join() {
 	}
 }
 
-// make returns the line, which lives until the session ends.
+// make returns the line, which lives until the session ends, or its device is removed.
 func (p *path) make() (*card.Line, error) {
 	p.making.Lock()
 	defer p.making.Unlock()
+	if p.line != nil && p.domain.Removed() {
+		p.giveUpLine()
+	}
 	if p.line != nil {
 		return p.line, nil
 	}
 	e := p.s.ep
+	p.s.peer.mu.Lock()
+	closed := p.closed
+	p.s.peer.mu.Unlock()
+	if closed {
+		return nil, ErrClosed
+	}
 	d, err := e.card.Domain(p.s.peer.client)
 	if err != nil {
 		return nil, err
@@ -518,11 +530,30 @@ func (p *path) make() (*card.Line, error) {
 		return nil, errors.Join(err, e.releaseDomain(d))
 	}
 	p.line, p.domain = line, d
-	if !e.goes(p.keep) {
-		p.close()
-		return nil, ErrClosed
+	if !p.kept {
+		if p.kept = e.goes(p.keep); !p.kept {
+			p.close()
+			return nil, ErrClosed
+		}
 	}
 	return line, nil
+}
+
+// giveUpLine closes the line of a device that was removed. It revokes the keys that the peer has.
+// p.making is held.
+func (p *path) giveUpLine() {
+	peer, d := p.s.peer, p.domain
+	p.closeLine()
+	peer.mu.Lock()
+	told := slices.Collect(maps.Keys(p.holds))
+	peer.mu.Unlock()
+	for _, r := range told {
+		if key, ok := r.takeBack(p.s, d); ok {
+			p.revoke(r, d, key)
+		}
+	}
+	p.line, p.domain = nil, nil
+	p.release(d)
 }
 
 // keep closes the line when the session ends.
@@ -533,11 +564,25 @@ func (p *path) keep() {
 	p.close()
 }
 
-// close closes the line. p.making is held.
-func (p *path) close() {
-	e, peer := p.s.ep, p.s.peer
+// closeLine closes the line, and waits until nothing uses it. p.making is held.
+func (p *path) closeLine() {
 	if err := p.line.Close(); err != nil {
-		e.log.Error("endpoint: an RDMA connection was not closed in order", "peer", peer, "err", err)
+		p.s.ep.log.Error("endpoint: an RDMA connection was not closed in order", "peer", p.s.peer, "err", err)
+	}
+}
+
+// release releases a domain of the path.
+func (p *path) release(d *card.Domain) {
+	if err := p.s.ep.releaseDomain(d); err != nil {
+		p.s.ep.log.Error("endpoint: an RDMA device was not closed", "err", err)
+	}
+}
+
+// close ends the path: the peer cannot use anything any more. p.making is held.
+func (p *path) close() {
+	peer := p.s.peer
+	if p.line != nil {
+		p.closeLine()
 	}
 	peer.mu.Lock()
 	p.closed = true
@@ -564,9 +609,10 @@ func (p *path) close() {
 	for _, w := range revoking {
 		w.domain.Permit(w.key)
 	}
-	if err := e.releaseDomain(p.domain); err != nil {
-		e.log.Error("endpoint: an RDMA device was not closed", "err", err)
+	if p.domain != nil {
+		p.release(p.domain)
 	}
+	p.line, p.domain = nil, nil
 }
 
 // releaseDomain releases a protection domain, and deregisters the regions in it if nobody else uses
@@ -653,6 +699,9 @@ func (s *session) agreedLocked(a agreement, b []byte) error {
 		var reply []byte
 		if err == nil {
 			reply, err = line.Handle(b)
+		} else {
+			s.ep.log.Debug("endpoint: no RDMA for a peer", "peer", s.peer, "err", err)
+			reply, err = handshake.Busy(b, err.Error()) // the device may come back
 		}
 		if err != nil {
 			s.ep.log.Info("endpoint: RDMA is refused", "peer", s.peer, "err", err)
@@ -703,6 +752,9 @@ func (p *path) grant(c *link.Conn, id uint64, r *Region) {
 		g, err = p.register(r)
 	}
 	s.peer.mu.Lock()
+	if err == nil && g.domain.Removed() {
+		err = rdma.ErrRemoved // after this the peer is told that the key is revoked: see giveUpLine
+	}
 	gone := s.broken || p.closed
 	if !gone && g != nil {
 		p.holds[r] = struct{}{}
@@ -813,6 +865,7 @@ func (c *counts) directTo(s *stats.Endpoint) {
 // grant is the registration of a region in a protection domain.
 type grant struct {
 	card.Registration
+	domain  *card.Domain
 	holders map[*session]struct{} // that know the key
 }
 
@@ -837,7 +890,7 @@ func (r *Region) grantTo(s *session, d *card.Domain) (*grant, error) {
 		if err != nil {
 			return nil, err
 		}
-		g = &grant{k, map[*session]struct{}{}}
+		g = &grant{k, d, map[*session]struct{}{}}
 		if r.grants == nil {
 			r.grants = map[*card.Domain]*grant{}
 		}
@@ -854,6 +907,23 @@ func (r *Region) forget(s *session) {
 	for _, g := range r.grants {
 		delete(g.holders, s)
 	}
+}
+
+// takeBack notes that a session may not use the region's key of a domain any more, and withholds
+// it. It reports whether the session has it.
+func (r *Region) takeBack(s *session, d *card.Domain) (key uint32, ok bool) {
+	r.keyMu.Lock()
+	defer r.keyMu.Unlock()
+	g := r.grants[d]
+	if g == nil {
+		return 0, false
+	}
+	if _, ok = g.holders[s]; ok {
+		delete(g.holders, s)
+		key = g.RemoteKey()
+		d.Withhold(key)
+	}
+	return key, ok
 }
 
 // leave deregisters the region in a domain that nobody uses any more.

@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"flag"
+	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -521,17 +523,51 @@ func TestRDMAKeepsTheSession(t *testing.T) {
 	}
 }
 
-// A device that is removed ends nothing but the use of it.
+// A device that is removed ends nothing but the use of it, and is used again when it is back: for
+// regions whose keys the peer has, for regions that it has not used yet, and for messages.
 func TestRemovedDevices(t *testing.T) {
-	f, r := newFabric(t, soft.Config{})
-	data := sharedPattern(t, 1<<20)
-	_, _, p, _, _ := directPair(t, r, data)
-	f.Remove("soft1")
-	for range 20 {
-		got := make([]byte, len(data))
-		if wait(t, p.Read(got, "data", 0)); !bytes.Equal(got, data) {
-			t.Fatal("other bytes")
-		}
+	for _, device := range []string{"soft0", "soft1"} {
+		t.Run(device, func(t *testing.T) {
+			f, r := newFabric(t, soft.Config{ReuseNumbers: true, ReuseKeys: true})
+			data := sharedPattern(t, 1<<20)
+			_, b, p, pa, _ := directPair(t, r, data)
+			other := sharedPattern(t, 1<<20)
+			slices.Reverse(other)
+			for i := range 3 {
+				f.Remove(device)
+				for range 20 {
+					got := make([]byte, len(data))
+					if wait(t, p.Read(got, "data", 0)); !bytes.Equal(got, data) {
+						t.Fatal("other bytes")
+					}
+				}
+				name := fmt.Sprint("other ", i)
+				if _, err := b.Register(name, mem.Host(other, mem.Anywhere), RegionConfig{Rights: Read}); err != nil {
+					t.Fatal(err)
+				}
+				f.Restore(device)
+				for _, region := range []struct {
+					name string
+					data []byte
+				}{{"data", data}, {name, other}} {
+					warm(t, p, region.name)
+					got := make([]byte, len(data))
+					if wait(t, p.Read(got, region.name, 0)); !bytes.Equal(got, region.data) {
+						t.Fatalf("other bytes of %q", region.name)
+					}
+				}
+				before := directOf(pa, OpRecv)
+				until(t, "a message by RDMA", func() bool {
+					got := make([]byte, len(other))
+					received := pa.Recv(got)
+					wait(t, p.Send(other))
+					if wait(t, received); !bytes.Equal(got, other) {
+						t.Fatal("other bytes of a message")
+					}
+					return directOf(pa, OpRecv) > before
+				})
+			}
+		})
 	}
 }
 

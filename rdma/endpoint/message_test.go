@@ -46,6 +46,22 @@ func TestMessagesSurviveTheWire(t *testing.T) {
 	}
 }
 
+func TestBusyAnswersARequest(t *testing.T) {
+	for _, to := range []end{{}, {3, 0}, {3, 2}} {
+		r := &message{kind: request, from: end{1, 1}, to: to, offer: examples()[0].offer}
+		b, err := Busy(r.encode(), "the device is away")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if m, err := decodeKind(b, false); err != nil || m.kind != busy || m.to != r.from || m.text != "the device is away" {
+			t.Errorf("the reply to %v is %v, %v", r, m, err)
+		}
+	}
+	if _, err := Busy(make([]byte, 3), ""); err == nil {
+		t.Error("a malformed request was answered")
+	}
+}
+
 func TestReasonsBecomeALine(t *testing.T) {
 	for _, c := range [][2]string{
 		{"x" + strings.Repeat("é", maxText), "x" + strings.Repeat("é", maxText/2-1)},

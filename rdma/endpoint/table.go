@@ -248,6 +248,18 @@ func (t *Table) Handle(name string, request []byte) ([]byte, error) {
 	return p.stepLocked(requested{r}).encode(), nil
 }
 
+// Busy returns the reply to a request of an end that has no Table at present, because its device is
+// away: the caller tries again, as after any failure that may pass. Reason is for its error.
+func Busy(request []byte, reason string) ([]byte, error) {
+	r, err := decodeKind(request, true)
+	if err != nil {
+		return nil, err
+	}
+	m := &message{kind: busy, from: r.to, to: r.from, text: reason}
+	m.from.session = max(m.from.session, 1) // nobody looks at it, but it has to be one
+	return m.encode(), nil
+}
+
 // Connections returns the present connections.
 func (t *Table) Connections() (all []*Connection) {
 	for _, p := range t.peers() {

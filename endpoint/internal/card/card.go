@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 
 	"tutti/device"
 	"tutti/mem"
@@ -28,6 +29,7 @@ type Card struct {
 
 	mu      sync.Mutex
 	domains map[string]*Domain
+	own     []*Domain // of no principal, which stay open until Close
 }
 
 // Open chooses the first port that is active and that cfg allows. Close follows.
@@ -42,11 +44,12 @@ func Open(cfg Config) (*Card, error) {
 			why = errors.Join(why, err)
 			continue
 		}
-		if _, err := c.Domain(""); err != nil { // it stays open until Close
+		d, err := c.Domain("")
+		if err != nil {
 			why = errors.Join(why, err)
 			continue
 		}
-		return c, nil
+		return c, d.Release(nil)
 	}
 	return nil, why
 }
@@ -85,30 +88,40 @@ func (c *Card) check() error {
 // String names the port.
 func (c *Card) String() string { return c.at.String() }
 
-// Domain returns the protection domain of a principal, and opens it if there is none. Release
-// follows.
+// Domain returns the protection domain of a principal, and opens it if there is none. If the device
+// was removed since, it opens another one: the device may be back. Release follows.
 func (c *Card) Domain(principal string) (*Domain, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	d := c.domains[principal]
-	if d == nil {
-		dev, err := c.cfg.Provider.Open(c.at.Device, nil)
-		if err != nil {
+	if d == nil || d.Removed() {
+		n := &Domain{card: c, principal: principal, keys: new(rdma.Withheld)}
+		var err error
+		if n.dev, err = c.cfg.Provider.Open(c.at.Device, n.happened); err != nil {
 			return nil, err
 		}
-		d = &Domain{card: c, principal: principal, dev: dev}
-		c.domains[principal] = d
+		if d != nil {
+			n.keys = d.keys // the device numbers its keys anew
+		}
+		if c.domains[principal] = n; principal == "" {
+			c.own = append(c.own, n)
+			n.refs++
+		}
+		d = n
 	}
 	d.refs++
 	return d, nil
 }
 
 // Close closes what Open has opened. All domains that others have got must have been released.
-func (c *Card) Close() error {
+func (c *Card) Close() (err error) {
 	c.mu.Lock()
-	d := c.domains[""]
+	own := c.own
 	c.mu.Unlock()
-	return d.Release(nil)
+	for _, d := range own {
+		err = errors.Join(err, d.Release(nil))
+	}
+	return err
 }
 
 // Domain is a protection domain.
@@ -118,8 +131,20 @@ type Domain struct {
 	dev       rdma.Device
 	refs      int // with Card.mu
 	staging   staging
-	keys      rdma.Withheld // of memory that was deregistered, although peers may use them
+	keys      *rdma.Withheld // of memory that was deregistered, although peers may use them
+	removed   atomic.Bool
 }
+
+// happened is called with the device's events.
+func (d *Domain) happened(e rdma.Event) {
+	if e.Kind == rdma.DeviceRemoved {
+		d.removed.Store(true)
+	}
+}
+
+// Removed reports whether the device was removed since the domain was opened. Then nothing works
+// any more but Release, Withhold and Permit.
+func (d *Domain) Removed() bool { return d.removed.Load() }
 
 // Release undoes Card.Domain. The last one calls last, unless it is nil, and closes the device:
 // last has to close the memory regions that are left.
@@ -128,7 +153,7 @@ func (d *Domain) Release(last func()) error {
 	c.mu.Lock()
 	d.refs--
 	ends := d.refs == 0
-	if ends {
+	if ends && c.domains[d.principal] == d {
 		delete(c.domains, d.principal)
 	}
 	c.mu.Unlock()
@@ -172,6 +197,9 @@ func (d *Domain) Register(m mem.Memory, e device.Exporter, access rdma.Access, w
 	})
 	if left != nil {
 		d.card.cfg.Log.Error("rdma: memory stays registered", "device", d.card.at.Device, "err", left)
+	}
+	if errors.Is(err, rdma.ErrRemoved) {
+		d.removed.Store(true) // the event may come later
 	}
 	if err != nil {
 		return Registration{}, err

@@ -297,6 +297,10 @@ func (k *Conn) Move(requests []Request) error {
 			continue
 		}
 		g, err := d.Register(r.Local, r.Exporter, 0, !r.Write)
+		if errors.Is(err, rdma.ErrRemoved) {
+			k.failed(err)
+			return err
+		}
 		if err != nil {
 			return &MemoryError{err}
 		}
