@@ -370,10 +370,11 @@ func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Durat
 // A short operation whose call is bound runs as soon as it has the turn, in the goroutine that
 // passed the turn on. It sends what it can, so that no peer waits for this rank's data, and is
 // parked where it has to wait. A goroutine that waits for it, or for a turn behind it, resumes it,
-// and parks it again when its own ctx ends. Every Start tries it once more, until the data of all operations behind it has been sent:
-// then only the arrival of the peers' data is missing, and one Start in tryEvery looks for that. A
-// rank that looks too early takes a cache line from the peer that is about to write it. An operation that cannot be parked runs in a waiting goroutine only if that goroutine's
-// ctx cannot end, and otherwise in the worker.
+// and parks it again when its own ctx ends. Every Start tries it once more, until the data of all
+// operations behind it has been sent: then only the arrival of the peers' data is missing, and one
+// Start in tryEvery looks for that. A rank that looks too early takes a cache line from the peer
+// that is about to write it. An operation that cannot be parked runs in a waiting goroutine only if
+// that goroutine's ctx cannot end, and otherwise in the worker.
 //
 // What such an operation sends may leave before it has the turn: when all operations before it have
 // sent theirs, and it reads nothing that they write. That is done with OnFailure Report only. With

@@ -53,7 +53,8 @@ func TestBusyAnswersARequest(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if m, err := decodeKind(b, false); err != nil || m.kind != busy || m.to != r.from || m.text != "the device is away" {
+		m, err := decodeKind(b, false)
+		if err != nil || m.kind != busy || m.to != r.from || m.text != "the device is away" {
 			t.Errorf("the reply to %v is %v, %v", r, m, err)
 		}
 	}
