@@ -266,6 +266,11 @@ func (c *Channel) endFailed(all []*follow, why func(Message) error) {
 	}
 }
 
+// Drop ends a followed message with err, unless it has ended. With the lock.
+func (c *Channel) Drop(m Message, err error) {
+	c.endFailed([]*follow{m.followed()}, func(Message) error { return err })
+}
+
 func (s *SendReq) followed() *follow { return &s.follow }
 func (r *RecvReq) followed() *follow { return &r.follow }
 

@@ -33,6 +33,7 @@ type SendReq struct {
 	id     uint64 // not 0: announced
 	remote uint64 // not 0: the receiver's id; it has asked for the data
 	off    int
+	there  int // bytes of buf that are there: see PostLater
 	done   bool
 	err    error // why the link went down
 	follow follow
@@ -44,9 +45,10 @@ type RecvReq struct {
 	from  int // slot or AnySlot
 	tag   int64
 	meta  uint64
-	st    *stream // of the sender, once matched
-	id    uint64  // not 0: of an announced message
-	rts   *early  // the announcement
+	more  func(got int) // see OnMore
+	st    *stream       // of the sender, once matched
+	id    uint64        // not 0: of an announced message
+	rts   *early        // the announcement
 	total int
 	got   int
 	done  bool
@@ -71,8 +73,44 @@ func (c *Channel) EagerMax() int { return min(c.window/8, 16<<10) }
 // does not block; buf belongs to the channel until WaitSend or CancelSend returns, or until a
 // followed message has ended.
 func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
-	st := c.stream(slot)
-	*s = SendReq{st: st, buf: buf, tag: tag, meta: meta}
+	*s = SendReq{st: c.stream(slot), buf: buf, tag: tag, meta: meta, there: len(buf)}
+	c.enqueue(s)
+}
+
+// PostLater is PostSend for a message whose bytes come later: Filled says how many are there. It is
+// announced at its place among the messages to slot, and holds up none of those behind it.
+func (c *Channel) PostLater(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
+	*s = SendReq{st: c.stream(slot), buf: buf, tag: tag, meta: meta}
+	c.enqueue(s)
+}
+
+// Filled says that the first n bytes of the buffer of s, a message of PostLater, are there. n does
+// not decrease.
+func (c *Channel) Filled(s *SendReq, n int) {
+	if s.done || s.err != nil || n <= s.there {
+		return
+	}
+	idle := s.off == s.there
+	if s.there = n; idle {
+		s.ask()
+	}
+	if s.st.pr.link != nil {
+		c.p.pump(s.st.pr)
+	}
+	c.follows.waiter.calm()
+	c.p.wakeAll()
+}
+
+// ask has the bytes of an announced message sent, if the receiver has asked for it and there are
+// some.
+func (s *SendReq) ask() {
+	if s.remote != 0 && s.off < s.there {
+		s.st.pr.bulk = append(s.st.pr.bulk, s)
+	}
+}
+
+func (c *Channel) enqueue(s *SendReq) {
+	st := s.st
 	if st.sendq = append(st.sendq, s); len(st.sendq) > 1 {
 		return // the link, or the peer, had no room for the one before
 	}
@@ -106,7 +144,7 @@ func (p *Proxy) pump(pr *peer) bool {
 	}
 	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
 		s := pr.bulk[0]
-		n := min(len(s.buf)-s.off, pr.link.MaxFrame())
+		n := min(s.there-s.off, pr.link.MaxFrame())
 		h := Header{Kind: frameBulk, Chan: p.number(s.st), Seq: s.remote, Off: uint64(s.off), Len: uint32(n),
 			Ack: s.st.taken}
 		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
@@ -114,7 +152,7 @@ func (p *Proxy) pump(pr *peer) bool {
 		}
 		any = true
 		s.st.told = s.st.taken
-		if s.off += n; s.off == len(s.buf) { // done when the peer confirms it
+		if s.off += n; s.off == s.there { // done when the peer confirms all of it
 			pr.bulk[0] = nil
 			pr.bulk = pr.bulk[1:]
 		}
@@ -126,7 +164,7 @@ func (p *Proxy) pump(pr *peer) bool {
 func (c *Channel) begin(st *stream, s *SendReq) bool {
 	h := Header{Kind: frameEager, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
 	payload := s.buf
-	if len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
+	if s.there < len(s.buf) || len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
 		h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
 	}
 	if st.pr.sendErr != nil || !c.push(st, &h, payload) {
@@ -227,7 +265,7 @@ func (c *Channel) clearToSend(st *stream, h *Header) {
 	case s.remote != 0: // asked for twice
 	default:
 		s.remote = h.Off
-		st.pr.bulk = append(st.pr.bulk, s)
+		s.ask()
 	}
 }
 
@@ -247,6 +285,9 @@ func (c *Channel) cancelled(st *stream, h *Header) {
 			r.detach()
 			r.st, r.rts, r.id, r.got, r.total = nil, nil, 0, 0, 0
 			c.posted.putBack(r)
+			if r.more != nil {
+				r.more(0)
+			}
 			c.gather(&r.follow)
 			for _, o := range c.fast {
 				if o != nil {
@@ -369,6 +410,12 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 		c.consume(r, best, at)
 	}
 }
+
+// OnMore has f called with the number of bytes that are in the buffer of r, a receive that was just
+// posted, whenever some have arrived. They do not change any more, unless the sender takes its
+// message back: then f is called with 0, and another message may follow. f is called with the lock,
+// and not after the end.
+func (r *RecvReq) OnMore(f func(got int)) { r.more = f }
 
 // WaitMsg blocks until r is done. On error r is cancelled. ErrWrongSize: the message was consumed,
 // r describes it.

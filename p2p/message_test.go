@@ -186,3 +186,162 @@ func TestReceiveSurvivesCancelledSend(t *testing.T) {
 		}
 	}
 }
+
+// A message whose bytes come later keeps its place among those of its tag, and holds up no other.
+// What has come is sent while the rest is awaited, and the receiver hears of it.
+func TestMessagesWhoseBytesComeLater(t *testing.T) {
+	for _, size := range []int{1, 1000, 300 << 10} {
+		all := cluster(t, 2, 64<<10, nil)
+		cs := tagged(t, all)
+		a, b := follows(t, all[0], cs[0]), follows(t, all[1], cs[1])
+		var s [3]p2p.SendReq
+		var r [3]p2p.RecvReq
+		buf := make([]byte, size)
+		a.Lock()
+		cs[0].PostLater(&s[0], 1, 7, 0, buf)
+		cs[0].Follow(&s[0], 0, func(err error) { a.ended <- err })
+		a.Unlock()
+		a.send(&s[1], 1, 7, []byte{2})
+		a.send(&s[2], 1, 8, bytes.Repeat([]byte{3}, 100<<10))
+		got := make(chan int, 1000)
+		b.Lock()
+		first := make([]byte, size)
+		cs[1].PostMsg(&r[0], 0, 7, 0, first)
+		r[0].OnMore(func(n int) { got <- n })
+		cs[1].Follow(&r[0], 0, func(err error) { b.ended <- err })
+		b.Unlock()
+		other := b.recv(&r[1], 0, 8, 100<<10, 0)
+		there, here := a.attend(context.Background()), b.attend(context.Background())
+		if err := b.end(); err != nil || other[0] != 3 {
+			t.Fatalf("the message of another tag: %v", err)
+		}
+		if len(got) > 0 {
+			t.Fatal("bytes of a message have arrived before they were there")
+		}
+		half := size / 2
+		fill := func(from, to int) {
+			a.Lock()
+			for i := from; i < to; i++ {
+				buf[i] = byte(1 + i%251)
+			}
+			cs[0].Filled(&s[0], to)
+			a.Unlock()
+		}
+		if fill(0, half); half > 0 {
+			for n, end := 0, time.After(20*time.Second); n < half; {
+				select {
+				case n = <-got:
+				case <-end:
+					t.Fatal("the first half does not arrive")
+				}
+			}
+		}
+		fill(half, size)
+		if err := b.end(); err != nil {
+			t.Fatal(err)
+		}
+		for i := range first {
+			if first[i] != byte(1+i%251) {
+				t.Fatalf("byte %d of %d is %d", i, size, first[i])
+			}
+		}
+		second := b.recv(&r[2], 0, 7, 1, 0)
+		if err := b.end(); err != nil || second[0] != 2 {
+			t.Fatalf("the message behind it: %d, %v", second[0], err)
+		}
+		for range s {
+			if err := a.end(); err != nil {
+				t.Error(err)
+			}
+		}
+		pass(t, there)
+		pass(t, here)
+		closeAll(all)
+	}
+}
+
+// A receiver that gives up such a message in its middle, or a sender that takes it back, leaves it
+// whole or not at all.
+func TestMessagesWhoseBytesComeLaterAreWholeOrNot(t *testing.T) {
+	const size, half = 300 << 10, 100 << 10
+	all := cluster(t, 2, 64<<10, nil)
+	defer closeAll(all)
+	cs := tagged(t, all)
+	a, b := follows(t, all[0], cs[0]), follows(t, all[1], cs[1])
+	buf := make([]byte, size)
+	post := func(s *p2p.SendReq, fill byte) {
+		a.Lock()
+		defer a.Unlock()
+		cs[0].PostLater(s, 1, 7, 0, buf)
+		cs[0].Follow(s, 0, func(err error) { a.ended <- err })
+		copy(buf, bytes.Repeat([]byte{fill}, half))
+		cs[0].Filled(s, half)
+	}
+	got := make(chan int, 1000)
+	receive := func(r *p2p.RecvReq) []byte {
+		b.Lock()
+		defer b.Unlock()
+		to := make([]byte, size)
+		cs[1].PostMsg(r, 0, 7, 0, to)
+		r.OnMore(func(n int) { got <- n })
+		cs[1].Follow(r, 0, func(err error) { b.ended <- err })
+		return to
+	}
+	until := func(want int) {
+		t.Helper()
+		for end := time.After(20 * time.Second); ; {
+			select {
+			case n := <-got:
+				if n == want {
+					return
+				}
+			case <-end:
+				t.Fatalf("%d bytes do not arrive", want)
+			}
+		}
+	}
+	mine := errors.New("mine")
+	var s [2]p2p.SendReq
+	var r [2]p2p.RecvReq
+	post(&s[0], 1)
+	receive(&r[0])
+	there, here := a.attend(context.Background()), b.attend(context.Background())
+	until(half)
+	b.Lock()
+	cs[1].Drop(&r[0], mine) // the receiver gives up
+	cs[1].Drop(&r[0], nil)  // has ended
+	b.Unlock()
+	if err := b.end(); err != mine {
+		t.Fatal(err)
+	}
+	pass(t, here)
+	to := receive(&r[1])
+	here = b.attend(context.Background())
+	until(half) // again
+	a.Lock()
+	cs[0].Drop(&s[0], mine) // the sender takes it back
+	cs[0].Filled(&s[0], size)
+	a.Unlock()
+	if err := a.end(); err != mine {
+		t.Fatal(err)
+	}
+	until(0)
+	pass(t, there)
+	post(&s[1], 2)
+	there = a.attend(context.Background())
+	until(half)
+	a.Lock()
+	copy(buf, bytes.Repeat([]byte{2}, size))
+	cs[0].Filled(&s[1], size)
+	a.Unlock()
+	for _, f := range []*follower{a, b} {
+		if err := f.end(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if bytes.Count(to, []byte{2}) != size {
+		t.Error("the receive has not got the second message as a whole")
+	}
+	pass(t, there)
+	pass(t, here)
+}

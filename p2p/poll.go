@@ -148,8 +148,11 @@ func (r *RecvReq) placed(p *Proxy, st *stream, h *Header) {
 		st.taken += cost(int(h.Len))
 	}
 	p.repay(st)
-	if r.done {
+	switch {
+	case r.done:
 		st.c.end(&r.follow, r.err)
+	case r.more != nil && r.err == nil:
+		r.more(r.got)
 	}
 }
 
