@@ -42,6 +42,9 @@ func TestOperationsOnGPUs(t *testing.T) {
 	operateOn(t, 2, func(int) device.Device { return d })
 }
 
+// Messages on a GPU of the fake driver arrive whole, in the order of streams.
+func TestMessagesOnGPUs(t *testing.T) { messagesOn(t, fakeGPU(t)) }
+
 // More operations than a stream gives to the driver at once are started, behind more work than
 // that, which does not begin yet, and waited for without a look at the stream.
 func TestManyStartedOperationsOnAGPU(t *testing.T) {

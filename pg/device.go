@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -14,32 +15,49 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// Operations on a device's memory run on host memory, which the device copies from and to. The
-// stream that an operation belongs to gets, at once:
+// Operations on a device's memory run on host memory, which a stream copies from and to. The stream
+// that an operation of Start belongs to gets, at once:
 //
-//	copy the source to the host
-//	tell that it is there (the first word)
-//	wait until the operation is over (the second word)
-//	copy the result back
-//	tell that the operation has been passed (the third word)
+//	copy the source to the host, in pieces, and tell after each that it is there (the first word)
+//	before each piece of the result, wait until the host has it (the second word),
+//	copy it back, and tell that the operation has been passed so far (the third word)
 //
 // So the host waits for nothing in Start, and everything is in the order of the stream. No other
 // stream is needed while it waits: streams may share a queue of the device, and then hold up each
-// other.
+// other. When an operation fails, the second word lets the stream pass: nothing can take back what
+// it was given.
+//
+// Nobody gives work to the stream of a blocking operation, or to those of the group (for buffers
+// without a stream), before the operation has ended. They are given the copy of a piece when the
+// host has it, and never wait: such visits are lazy. What a lazy visit has not been given is never
+// done.
 
 // devices is what a group has of Config.Devices.
 type devices struct {
-	mu      sync.Mutex
-	streams map[Location]device.Stream // for buffers without one
-	berths  map[Location][]*berth
-	closed  bool
+	piece int // bytes that are copied as a piece, at least; 0: leastPiece
+
+	mu     sync.Mutex
+	own    map[Location]*ownStream // for buffers without one
+	berths map[Location][]*berth
+	closed bool
+
+	// Under the proxy's lock.
+	parcels  []*parcel // that wait for their streams
+	watching bool      // a goroutine looks after them
+}
+
+// An ownStream is a stream of the group. Its work is short: it waits for nothing.
+type ownStream struct {
+	sync.Mutex
+	device.Stream
 }
 
 // A berth is host memory with three words, for one operation at a time.
 type berth struct {
 	words []mem.Memory
 	host  mem.Memory
-	uses  uint64 // the value of all words after the latest use
+	uses  uint64      // the value of all words after the latest use
+	busy  atomic.Bool // an operation uses the memory
 	free  func() error
 }
 
@@ -51,48 +69,45 @@ const (
 	berthWords
 )
 
-// vacant reports whether the stream has passed the latest use.
-func (b *berth) vacant() bool { return b.words[wordPassed].Word(0).Load() >= b.uses }
+// vacant reports whether the latest operation is over, and the stream has passed it.
+func (b *berth) vacant() bool { return !b.busy.Load() && b.words[wordPassed].Word(0).Load() >= b.uses }
 
-// A visit is one use of a berth. It is immutable.
-type visit struct {
-	words []mem.Memory
-	at    uint64       // the value of the words
-	event device.Event // when the stream has passed
-}
+const (
+	// berthUnit is the smallest size of a berth's memory. Sizes are powers of two.
+	berthUnit = 64 << 10
+	// A copy of up to leastPiece bytes is one piece, and none is more than mostPieces: a stream of
+	// the caller takes a thousand pieces of work before its calls wait. Both were chosen without a
+	// measurement: the copy of a piece should take much longer than the three operations of the
+	// stream that belong to it, some microseconds each.
+	leastPiece = 4 << 20
+	mostPieces = 8
+	// grace bounds the wait for a stream when nothing else does.
+	grace = time.Second
+)
 
-func (v *visit) arrived() bool { return v.words[wordArrived].Word(0).Load() >= v.at }
-
-// open lets the stream pass. It may be called again when the berth has its next visit.
-func (v *visit) open() {
-	w := v.words[wordOver].Word(0)
-	for now := w.Load(); now < v.at && !w.CompareAndSwap(now, v.at); now = w.Load() {
-	}
-}
-
-// berthUnit is the smallest size of a berth's memory. Sizes are powers of two.
-const berthUnit = 64 << 10
-
-// berth returns a vacant berth at d with room for n bytes, and a stream: s or, if that is nil, one
-// of the group. With the lock.
-func (x *devices) berth(d device.Device, n int, s device.Stream) (*berth, device.Stream, error) {
+// stream returns a stream of the group at d.
+func (x *devices) streamLocked(d device.Device) (*ownStream, error) {
 	loc := d.Location()
-	if s == nil {
-		if x.streams[loc] == nil {
-			own, err := d.Stream()
-			if err != nil {
-				return nil, nil, err
-			}
-			if x.streams == nil {
-				x.streams = map[Location]device.Stream{}
-			}
-			x.streams[loc] = own
-		}
-		s = x.streams[loc]
+	if s := x.own[loc]; s != nil {
+		return s, nil
 	}
+	s, err := d.Stream()
+	if err != nil {
+		return nil, err
+	}
+	if x.own == nil {
+		x.own = map[Location]*ownStream{}
+	}
+	x.own[loc] = &ownStream{Stream: s}
+	return x.own[loc], nil
+}
+
+// berthLocked returns a vacant berth at d with room for n bytes.
+func (x *devices) berthLocked(d device.Device, n int) (*berth, error) {
+	loc := d.Location()
 	for _, b := range x.berths[loc] {
 		if b.vacant() && b.host.Len() >= n && b.host.Len() <= max(4*n, berthUnit) {
-			return b, s, nil
+			return b, nil
 		}
 	}
 	size := berthUnit
@@ -101,13 +116,13 @@ func (x *devices) berth(d device.Device, n int, s device.Stream) (*berth, device
 	}
 	words, free, err := device.Words(d, berthWords)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	b := &berth{words: words, free: free}
 	if a, ok := d.(device.HostAllocator); !ok {
 		b.host = mem.Host(make([]byte, size), mem.Anywhere)
 	} else if b.host, err = a.AllocHost(size); err != nil {
-		return nil, nil, errors.Join(err, free())
+		return nil, errors.Join(err, free())
 	} else {
 		b.free = func() error { return errors.Join(free(), a.FreeHost(b.host)) }
 	}
@@ -115,7 +130,7 @@ func (x *devices) berth(d device.Device, n int, s device.Stream) (*berth, device
 		x.berths = map[Location][]*berth{}
 	}
 	x.berths[loc] = append(x.berths[loc], b)
-	return b, s, nil
+	return b, nil
 }
 
 // close frees everything after the last operation. What a stream of the caller has not passed yet
@@ -124,7 +139,7 @@ func (x *devices) close() (err error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.closed = true
-	for _, s := range x.streams {
+	for _, s := range x.own {
 		err = errors.Join(err, s.Close())
 	}
 	for _, all := range x.berths {
@@ -134,52 +149,269 @@ func (x *devices) close() (err error) {
 			}
 		}
 	}
-	x.streams, x.berths = nil, nil
+	x.own, x.berths = nil, nil
 	return err
 }
 
-// buffers returns the buffers of a collective, of which the second may be empty.
-func buffers(op Operation) (dst, src Buffer) {
-	switch o := op.(type) {
-	case AllReduceOp:
-		return o.Dst, o.Src
-	case ReduceScatterOp:
-		return o.Dst, o.Src
-	case AllGatherOp:
-		return o.Dst, o.Src
-	case AllGatherVOp:
-		return o.Dst, o.Src
-	case AllToAllOp:
-		return o.Dst, o.Src
-	case AllToAllVOp:
-		return o.Dst, o.Src
-	case BroadcastOp:
-		return o.X, Buffer{}
-	case ReduceOp:
-		return o.X, Buffer{}
-	case GatherOp:
-		return o.Dst, o.Src
-	case ScatterOp:
-		return o.Dst, o.Src
+// cut returns where the pieces of n bytes end.
+func (x *devices) cut(n int) (ends []int) {
+	piece := x.piece
+	if piece == 0 {
+		piece = leastPiece
 	}
-	return Buffer{}, Buffer{}
+	piece = max(piece, (n+mostPieces-1)/mostPieces)
+	piece = (piece + 63) &^ 63
+	for at := piece; at < n; at += piece {
+		ends = append(ends, at)
+	}
+	if n > 0 {
+		ends = append(ends, n)
+	}
+	return ends
 }
 
-// place returns the device and the stream of an operation's buffers: nil if the buffers are empty,
-// or have no stream.
-func (g *Group) place(op Operation, q *exec.Request) (d device.Device, s device.Stream, err error) {
-	dst, src := buffers(op)
+// A visit is one use of a berth, by an operation: its stream brings the source, and fetches the
+// result. Its methods may be called by any goroutine.
+type visit struct {
+	words  []mem.Memory
+	base   uint64 // the value of the words before
+	at     uint64 // and after
+	in     []int  // where pieces of the source end: see cut
+	out    []int  // of the destination
+	berth  *berth // nil in tests
+	stream device.Stream
+	own    *ownStream // stream, if it is the group's
+	lazy   bool       // the stream is given the result when it is there
+	from   mem.Memory // of the source, on the host
+	to     mem.Memory // of the destination
+	dst    mem.Memory // on the device; empty: nothing is written there
+
+	mu    sync.Mutex
+	given int          // lazy: pieces of the result that the stream was given
+	ended bool         // the operation is
+	event device.Event // when the stream has done what it was given
+	err   error        // it was not given something, because it has failed
+}
+
+// value returns the value of a word when piece i of ends is done. The first word has base+1 when the
+// stream has come to the operation.
+func (v *visit) value(ends []int, i int) uint64 {
+	if i == len(ends)-1 {
+		return v.at
+	}
+	return v.base + uint64(i) + 2
+}
+
+func (v *visit) word(i int) uint64 { return v.words[i].Word(0).Load() }
+
+// here returns how many bytes of the source are on the host.
+func (v *visit) here() (n int) {
+	for i, now := 0, v.word(wordArrived); i < len(v.in) && now >= v.value(v.in, i); i++ {
+		n = v.in[i]
+	}
+	return n
+}
+
+// came reports whether the stream has come to the operation, and arrived whether all of the source
+// is here as well.
+func (v *visit) came() bool    { return v.word(wordArrived) > v.base }
+func (v *visit) arrived() bool { return v.word(wordArrived) >= v.at }
+
+// passed reports whether the stream has nothing more to do for the operation.
+func (v *visit) passed() bool { return v.word(wordPassed) >= v.at }
+
+// give gives the stream work. An error says that the stream has failed; it may still do what it has
+// been given before. With the lock.
+func (v *visit) give(steps ...func(s device.Stream) error) {
+	if v.own != nil {
+		v.own.Lock()
+		defer v.own.Unlock()
+	}
+	for _, step := range steps {
+		if v.err == nil {
+			v.err = step(v.stream)
+		}
+	}
+}
+
+func copyTo(dst, src mem.Memory) func(device.Stream) error {
+	return func(s device.Stream) error { return s.Copy(dst, src) }
+}
+
+func (v *visit) write(word int, n uint64) func(device.Stream) error {
+	return func(s device.Stream) error { return s.WriteValue(v.words[word], n) }
+}
+
+func (v *visit) await(word int, n uint64) func(device.Stream) error {
+	return func(s device.Stream) error { return s.WaitValue(v.words[word], n) }
+}
+
+func (v *visit) record(s device.Stream) (err error) {
+	v.event, err = s.Record()
+	return err
+}
+
+// begin gives the stream what it can have now. src is the source on the device; merges says that
+// parts of the destination stay as they are.
+func (v *visit) begin(src mem.Memory, merges bool) error {
+	var steps []func(device.Stream) error
+	if !v.lazy && len(v.in) > 0 {
+		steps = append(steps, v.write(wordArrived, v.base+1))
+	}
+	if merges && v.dst.Len() > 0 {
+		steps = append(steps, copyTo(v.to, v.dst))
+	}
+	start := 0
+	for i, end := range v.in {
+		steps = append(steps, copyTo(v.from.Slice(start, end-start), src.Slice(start, end-start)),
+			v.write(wordArrived, v.value(v.in, i)))
+		start = end
+	}
+	if len(v.in) == 0 {
+		steps = append(steps, v.write(wordArrived, v.at))
+	}
+	if !v.lazy {
+		for i := range v.out {
+			steps = append(steps, v.await(wordOver, v.value(v.out, i)))
+			steps = append(steps, v.fetch(i)...)
+		}
+	}
+	if len(v.out) == 0 {
+		steps = append(steps, v.write(wordPassed, v.at))
+	}
+	steps = append(steps, v.record)
+	v.mu.Lock()
+	v.give(steps...)
+	err := v.err
+	v.mu.Unlock()
+	if err != nil { // the berth is never vacant
+		v.end()
+	}
+	return err
+}
+
+// fetch returns the steps that copy piece i of the result.
+func (v *visit) fetch(i int) []func(device.Stream) error {
+	start := 0
+	if i > 0 {
+		start = v.out[i-1]
+	}
+	n := v.out[i] - start
+	return []func(device.Stream) error{copyTo(v.dst.Slice(start, n), v.to.Slice(start, n)),
+		v.write(wordPassed, v.value(v.out, i))}
+}
+
+// release says that the first n bytes of the result are on the host, and do not change any more.
+func (v *visit) release(n int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.ended {
+		return
+	}
+	k := 0
+	for k < len(v.out) && v.out[k] <= n {
+		k++
+	}
+	switch {
+	case k == 0:
+	case !v.lazy:
+		v.raise(v.value(v.out, k-1))
+	case k > v.given:
+		var steps []func(device.Stream) error
+		for ; v.given < k; v.given++ {
+			steps = append(steps, v.fetch(v.given)...)
+		}
+		v.give(append(steps, v.record)...)
+	}
+}
+
+// released reports whether release had the stream copy something.
+func (v *visit) released() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.given > 0 || v.word(wordOver) > v.base
+}
+
+// raise sets the word that the stream waits for.
+func (v *visit) raise(n uint64) {
+	w := v.words[wordOver].Word(0)
+	for now := w.Load(); now < n && !w.CompareAndSwap(now, n); now = w.Load() {
+	}
+}
+
+// end ends the operation: it does not use the berth any more, and the stream passes. It may be
+// called again, and when the berth has its next visit.
+func (v *visit) end() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.ended {
+		return
+	}
+	v.ended = true
+	if !v.lazy {
+		v.raise(v.at)
+	} else if v.given < len(v.out) {
+		v.give(v.write(wordPassed, v.at), v.record)
+	}
+	if v.berth != nil {
+		v.berth.busy.Store(false)
+	}
+}
+
+// lost returns why the stream does not do what it was given, or nil. It also moves some streams.
+func (v *visit) lost() error {
+	v.mu.Lock()
+	e, err := v.event, v.err
+	v.mu.Unlock()
+	if err != nil {
+		return fmt.Errorf("its stream has failed: %w", err)
+	}
+	if e == nil || !e.Done() || v.arrived() && !v.using(false) {
+		return nil
+	}
+	if err = e.Wait(context.Background()); err == nil {
+		return nil // it has been given more since
+	}
+	return fmt.Errorf("its stream has failed: %w", err)
+}
+
+// using reports whether the stream uses the memory on the device, or will. If closed is true, the
+// group is closed: a stream that has not come to the operation does not count then.
+func (v *visit) using(closed bool) bool {
+	v.mu.Lock()
+	given := v.given
+	v.mu.Unlock()
+	reads := len(v.in) > 0 && !v.arrived()
+	writes := (given > 0 || !v.lazy && len(v.out) > 0) && !v.passed()
+	return (reads || writes) && (v.came() || !closed)
+}
+
+// settle waits until the stream does not use the memory on the device any more. If it does not come
+// to the operation, it uses the memory later.
+func (g *Group) settle(v *visit) {
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	ctx, cancel := context.WithTimeout(context.Background(), grace)
+	defer cancel()
+	for v.using(g.closed.Load()) && v.lost() == nil && pace.Wait(ctx) == nil {
+	}
+}
+
+// site returns the device and the stream of an operation's buffers: nil if the buffers are empty, or
+// have no stream. call is the operation's name.
+func (g *Group) site(call string, bufs ...Buffer) (d device.Device, s device.Stream, err error) {
 	bad := func(arg, got, want string) (device.Device, device.Stream, error) {
-		return nil, nil, &ArgumentError{Call: q.Kind.String(), Arg: arg, Got: got, Want: want}
+		return nil, nil, &ArgumentError{Call: call, Arg: arg, Got: got, Want: want}
 	}
 	var loc Location
 	used := false
-	for _, b := range []Buffer{dst, src} {
+	for _, b := range bufs {
 		switch {
 		case b.Count == 0:
 			continue
 		case used && loc != b.Location || b.Location == "" || b.Location.Host():
-			return bad("the buffers' locations", fmt.Sprintf("%q and %q", dst.Location, src.Location), "one location")
+			first, last := bufs[0].Location, bufs[len(bufs)-1].Location
+			return bad("the buffers' locations", fmt.Sprintf("%q and %q", first, last), "one location")
 		case used && s != b.Stream:
 			return bad("the buffers' streams", "two streams", "one stream")
 		}
@@ -199,9 +431,91 @@ func (g *Group) place(op Operation, q *exec.Request) (d device.Device, s device.
 	return d, s, nil
 }
 
-// visit begins the visit of the operation that q asks for, and makes q ask for it on host memory.
-func (g *Group) visit(op Operation, q *exec.Request) (*visit, error) {
-	d, s, err := g.place(op, q)
+// stay is what an operation asks of a visit: the memory on the device, which is empty where it is
+// not used, and what is done with it.
+type stay struct {
+	call          string
+	device        device.Device
+	stream        device.Stream // nil: one of the group
+	lazy          bool
+	src, dst      span
+	reads, writes bool
+	merges        bool // parts of the destination stay as they are
+}
+
+// A span is n bytes at an address of a device.
+type span struct {
+	ptr unsafe.Pointer
+	n   int
+}
+
+func (s span) at(loc Location) mem.Memory { return mem.Device(uint64(uintptr(s.ptr)), s.n, loc) }
+
+// visit begins a visit.
+func (x *devices) visit(o *stay) (*visit, error) {
+	loc := o.device.Location()
+	fail := func(err error) error {
+		return fmt.Errorf("%s of %d bytes at %s: %w", o.call, o.src.n+o.dst.n, loc, err)
+	}
+	first, second, total := layOut(uintptr(o.src.ptr), o.src.n, uintptr(o.dst.ptr), o.dst.n)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return nil, ErrClosed
+	}
+	v := &visit{stream: o.stream, lazy: o.lazy || o.stream == nil}
+	var err error
+	if v.stream == nil {
+		if v.own, err = x.streamLocked(o.device); err != nil {
+			return nil, fail(err)
+		}
+		v.stream = v.own
+	}
+	if v.berth, err = x.berthLocked(o.device, total); err != nil {
+		return nil, fail(err)
+	}
+	v.from, v.to = v.berth.host.Slice(first, o.src.n), v.berth.host.Slice(second, o.dst.n)
+	if o.reads {
+		v.in = x.cut(o.src.n)
+	}
+	if o.writes {
+		v.dst, v.out = o.dst.at(loc), x.cut(o.dst.n)
+	}
+	v.words, v.base = v.berth.words, v.berth.uses
+	v.berth.uses += uint64(max(len(v.in), len(v.out))) + 1
+	v.at = v.berth.uses
+	v.berth.busy.Store(true)
+	if err := v.begin(o.src.at(loc), o.merges); err != nil {
+		return nil, fail(err)
+	}
+	return v, nil
+}
+
+// layOut returns offsets in host memory for two ranges of a device, and the length of that memory.
+// Ranges that overlap do so there, too.
+func layOut(in uintptr, n int, out uintptr, m int) (from, to, total int) {
+	if n > 0 && m > 0 && in < out+uintptr(m) && out < in+uintptr(n) {
+		base := min(in, out)
+		from, to = int(in-base), int(out-base)
+		return from, to, max(from+n, to+m)
+	}
+	to = (n + 63) &^ 63
+	return 0, to, to + m
+}
+
+// pointer returns the address of host memory, nil if it is empty.
+func pointer(m mem.Memory) unsafe.Pointer {
+	if m.Len() == 0 {
+		return nil
+	}
+	return unsafe.Pointer(unsafe.SliceData(m.Bytes()))
+}
+
+// visit begins the visit of the collective that q asks for, and makes q ask for it on host memory.
+// waits says that its caller waits for it.
+func (g *Group) visit(op Operation, q *exec.Request, waits bool) (*visit, error) {
+	dst, src := op.buffers()
+	d, s, err := g.site(q.Kind.String(), dst, src)
 	if err != nil {
 		return nil, err
 	}
@@ -219,73 +533,35 @@ func (g *Group) visit(op Operation, q *exec.Request) (*visit, error) {
 	case d == nil: // all are empty
 		return nil, nil
 	}
-	loc := d.Location()
 	in, out, reads, writes := c.Extents(g.rank, size)
-	first, at, total := layOut(uintptr(q.Src.Ptr), in, uintptr(q.Dst.Ptr), out)
-	x := &g.devices
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if x.closed {
-		return nil, ErrClosed
-	}
-	fail := func(err error) error {
-		return fmt.Errorf("%s of %d bytes at %s: %w", q.Kind, in+out, loc, err)
-	}
-	b, s, err := x.berth(d, total, s)
+	v, err := g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
+		src: span{q.Src.Ptr, in}, dst: span{q.Dst.Ptr, out}, reads: reads, writes: writes,
+		merges: writes && partial && c.Kind.Layout().Out.Parted()})
 	if err != nil {
-		return nil, fail(err)
-	}
-	b.uses++
-	v := &visit{words: b.words, at: b.uses}
-	from, to := b.host.Slice(first, in), b.host.Slice(at, out)
-	there := func(p unsafe.Pointer, n int) mem.Memory { return mem.Device(uint64(uintptr(p)), n, loc) }
-	var steps []func() error
-	do := func(when bool, step func() error) {
-		if when {
-			steps = append(steps, step)
-		}
-	}
-	do(reads, func() error { return s.Copy(from, there(q.Src.Ptr, in)) })
-	do(writes && partial && c.Kind.Layout().Out.Parted(), // the parts of inactive slots stay as they are
-		func() error { return s.Copy(to, there(q.Dst.Ptr, out)) })
-	do(true, func() error { return s.WriteValue(v.words[wordArrived], v.at) })
-	do(true, func() error { return s.WaitValue(v.words[wordOver], v.at) })
-	do(writes, func() error { return s.Copy(there(q.Dst.Ptr, out), to) })
-	do(true, func() error { return s.WriteValue(v.words[wordPassed], v.at) })
-	do(true, func() (err error) { v.event, err = s.Record(); return err })
-	for _, step := range steps {
-		if err := step(); err != nil { // the stream has failed, and may still come to what it has taken
-			v.open()
-			b.uses++ // so that it is never vacant
-			return nil, fail(err)
-		}
+		return nil, err
 	}
 	host := func(b *exec.Buffer, m mem.Memory) {
-		if b.Ptr = nil; m.Len() > 0 && b.Count > 0 {
-			b.Ptr = unsafe.Pointer(unsafe.SliceData(m.Bytes()))
+		if b.Ptr = nil; b.Count > 0 {
+			b.Ptr = pointer(m)
 		}
 	}
-	host(&q.Src, from)
-	host(&q.Dst, to)
+	host(&q.Src, v.from)
+	host(&q.Dst, v.to)
 	return v, nil
-}
-
-// layOut returns offsets in host memory for two ranges of a device, and the length of that memory.
-// Ranges that overlap do so there, too.
-func layOut(in uintptr, n int, out uintptr, m int) (from, to, total int) {
-	if n > 0 && m > 0 && in < out+uintptr(m) && out < in+uintptr(n) {
-		base := min(in, out)
-		from, to = int(in-base), int(out-base)
-		return from, to, max(from+n, to+m)
-	}
-	to = (n + 63) &^ 63
-	return 0, to, to + m
 }
 
 // startOnDevice is begin for buffers of which one may be in a device's memory. q is a value, so
 // that the requests of other operations need no memory.
 func (g *Group) startOnDevice(op Operation, q exec.Request, limit time.Duration) *Work {
-	v, err := g.visit(op, &q)
+	v, err := g.visit(op, &q, false)
+	w := g.startVisit(v, err, &q, limit)
+	if now := w.at.Load(); v != nil && now != nil && now.over && now.err != nil {
+		g.settle(v)
+	}
+	return w
+}
+
+func (g *Group) startVisit(v *visit, err error, q *exec.Request, limit time.Duration) *Work {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
 	w := g.newWork()
@@ -296,25 +572,27 @@ func (g *Group) startOnDevice(op Operation, q exec.Request, limit time.Duration)
 	if v != nil {
 		w.at.Store(&progress{g: g, visit: v})
 	}
-	g.start(w, &q, limit)
+	g.start(w, q, limit)
 	return w
 }
 
 // doOnDevice is Do for buffers of which one may be in a device's memory.
 func (g *Group) doOnDevice(ctx context.Context, op Operation, q exec.Request) error {
-	v, err := g.visit(op, &q)
+	v, err := g.visit(op, &q, true)
 	if err != nil {
 		return err
 	}
 	err = g.operate(ctx, &q, v)
 	if v != nil {
-		v.open()
+		v.end()
+		g.settle(v)
 	}
 	return err
 }
 
 // across runs the current call, between enter and leave, after its data has arrived, and returns
-// when the stream has the result. v may be nil. here is as in collective.
+// when the stream has the result, or, after a failure, does not use its memory any more.
+// v may be nil. here is as in collective.
 func (g *Group) across(v *visit) (here bool, err error) {
 	if v == nil {
 		return g.collective()
@@ -322,18 +600,31 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	if err := g.arrive(v); err != nil {
 		return false, g.miss(err)
 	}
-	here, err = g.collective()
-	v.open()
-	if err != nil {
-		return here, err
+	if here, err = g.collective(); err == nil {
+		v.release(v.to.Len())
 	}
+	v.end()
 	g.job.proxy.Leave()
 	defer g.job.proxy.Return()
-	// It waits for nothing but the copy.
-	if err := v.event.Wait(g.ctx); err != nil {
-		return false, fmt.Errorf("copying the result to the device: %w", err)
+	if err == nil {
+		if err = v.have(g.ctx); err == nil {
+			return here, nil
+		}
+		here, err = false, fmt.Errorf("copying the result to the device: %w", err)
 	}
-	return here, nil
+	g.settle(v)
+	return here, err
+}
+
+// have waits until the stream has done what it was given.
+func (v *visit) have(ctx context.Context) error {
+	v.mu.Lock()
+	e, err := v.event, v.err
+	v.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return e.Wait(ctx)
 }
 
 // arrive waits until the data of a visit is here, as long as for a peer. Without the stream's data
@@ -352,11 +643,11 @@ func (g *Group) arrive(v *visit) error {
 			return nil
 		}
 		g.job.proxy.Leave()
-		failed := v.event.Done() && !v.arrived() // Done also moves some streams
+		err := v.lost()
 		pace.Wait(context.Background())
 		g.job.proxy.Return()
-		if failed {
-			return fmt.Errorf("its stream has failed: %w", v.event.Wait(g.ctx))
+		if err != nil {
+			return err
 		}
 	}
 	return nil

@@ -16,13 +16,14 @@ import (
 
 // message is one Send or Recv.
 type message struct {
-	recv bool
-	x    Buffer
-	peer int
-	tag  int
-	s    p2p.SendReq
-	r    p2p.RecvReq
-	rec  *flight.Record
+	recv   bool
+	x      Buffer
+	peer   int
+	tag    int
+	s      p2p.SendReq
+	r      p2p.RecvReq
+	rec    *flight.Record
+	parcel *parcel // of a message in a device's memory
 }
 
 func (m *message) name() string {
@@ -30,6 +31,11 @@ func (m *message) name() string {
 		return "recv"
 	}
 	return "send"
+}
+
+// what describes the call.
+func (m *message) what() string {
+	return fmt.Sprintf("%s (%s, %d elements, tag %d)", m.name(), m.x.DType, m.x.Count, m.tag)
 }
 
 func (m *message) status() Status {
@@ -63,16 +69,20 @@ func (g *Group) checkMessage(m *message) error {
 		return bad("the buffer", fmt.Sprintf("%d elements at %v", b.Count, b.Ptr), "a buffer of its length")
 	case b.Count > exec.MaxBytes/b.DType.Size():
 		return bad("the buffer", fmt.Sprintf("%d elements of %v", b.Count, b.DType), "a buffer that fits in memory")
-	case b.Location != "" && !b.Location.Host():
-		return bad("the buffer's location", string(b.Location),
-			"host memory: messages and windows are not in a device's")
 	}
 	return nil
 }
 
+// bytes returns the size of the message.
+func (m *message) bytes() int { return m.x.Count * m.x.DType.Size() }
+
 // post hands the message to the proxy. With the proxy's lock.
 func (g *Group) post(m *message) {
-	buf := unsafe.Slice((*byte)(m.x.Ptr), m.x.Count*m.x.DType.Size())
+	if m.parcel != nil {
+		m.parcel.post()
+		return
+	}
+	buf := unsafe.Slice((*byte)(m.x.Ptr), m.bytes())
 	if m.recv {
 		g.msgs.PostMsg(&m.r, m.peer, int64(m.tag), uint64(m.x.DType), buf)
 	} else {
@@ -86,7 +96,7 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 	if err == nil {
 		return nil
 	}
-	what := fmt.Sprintf("%s (%s, %d elements, tag %d)", m.name(), m.x.DType, m.x.Count, m.tag)
+	what := m.what()
 	var peer *p2p.PeerError
 	var aborted *p2p.Aborted
 	switch {
@@ -108,7 +118,9 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 		if errors.Is(err, context.Canceled) {
 			e.Err = context.Canceled
 		}
-		if m.peer >= 0 {
+		if m.parcel != nil && !m.parcel.v.arrived() {
+			e.Call += ", whose stream has not come to it"
+		} else if m.peer >= 0 {
 			seen := Seen{Rank: m.peer, What: "nothing yet"}
 			if t, ok := g.coll.Seen(m.peer); ok {
 				seen.What = exec.Spell(t)
@@ -122,6 +134,9 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 
 func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv bool) (Status, error) {
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
+	if x.onDevice() {
+		return g.doParcel(ctx, m)
+	}
 	p := g.job.proxy
 	p.Lock()
 	defer p.Unlock()
@@ -151,21 +166,48 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Dura
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
 	w := &Work{}
 	w.at.Store(&progress{g: g, msg: m})
+	var err error
+	if x.onDevice() {
+		err = g.pack(w, m, false)
+	}
 	p := g.job.proxy
 	p.Lock()
 	defer p.Unlock()
-	err := g.checkMessage(m)
+	if err == nil && m.parcel == nil { // else it was checked
+		err = g.checkMessage(m)
+	}
 	if err == nil && g.closed.Load() {
 		err = ErrClosed
 	}
-	if err != nil {
+	switch {
+	case err == nil:
+		m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), true)
+		g.follow(w, m, limit)
+	case m.parcel != nil:
+		m.parcel.end(err)
+	default:
 		w.end(false, err)
-		return w
+	}
+	return w
+}
+
+// follow posts a message, and has it end w, after limit at the latest, if that is not 0. With the
+// proxy's lock.
+func (g *Group) follow(w *Work, m *message, limit time.Duration) {
+	began := time.Now()
+	if c := m.parcel; c != nil {
+		if c.began = began; limit > 0 {
+			c.due = began.Add(limit)
+		}
 	}
 	g.post(m) // before Start returns, so that messages keep their order
-	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), true)
-	began := time.Now()
-	ended := func(err error) { w.end(false, g.endMessage(m, g.explainMessage(m, err, time.Since(began)))) }
+	ended := func(err error) {
+		if err = g.explainMessage(m, err, time.Since(began)); m.parcel != nil {
+			m.parcel.sent(err)
+			return
+		}
+		w.end(false, g.endMessage(m, err))
+	}
 	if m.recv {
 		g.msgs.Follow(&m.r, limit, ended)
 	} else {
@@ -174,13 +216,13 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Dura
 	if g.msgs.Followed() > 0 && !g.attended {
 		g.attended = true
 		g.wg.Go(func() {
+			p := g.job.proxy
 			p.Lock()
 			defer p.Unlock()
 			g.msgs.Attend(g.ctx)
 			g.attended = false
 		})
 	}
-	return w
 }
 
 // described describes the message for the flight recorder.

@@ -192,7 +192,7 @@ func (w *Work) end(local bool, err error) {
 		return
 	}
 	if was.visit != nil {
-		was.visit.open()
+		was.visit.end()
 	}
 	done, then := was.done, was.then
 	if err == nil && done == nil && was.msg == nil {
@@ -503,8 +503,14 @@ func (g *Group) perform(w *started, lazy bool) {
 	if g.load(w); g.rough {
 		err = g.ready()
 	}
-	if err == nil {
-		here, err = g.across(w.now.visit)
+	if v := w.now.visit; err == nil {
+		here, err = g.across(v)
+	} else if v != nil {
+		v.end()
+		p := g.job.proxy
+		p.Leave()
+		g.settle(v)
+		p.Return()
 	}
 	g.finish(w.w, here, err)
 }
@@ -658,49 +664,33 @@ func ask(op Operation, q *exec.Request) {
 	switch o := op.(type) {
 	case AllReduceOp:
 		q.Kind, q.Op = collectives.AllReduce, o.Op
-		set(&q.Dst, &o.Dst)
-		if set(&q.Src, &o.Src); o.Src.Ptr == nil && o.Src == (Buffer{}) {
-			q.Src = q.Dst
-		}
 	case ReduceScatterOp:
 		q.Kind, q.Op = collectives.ReduceScatter, o.Op
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case AllGatherOp:
 		q.Kind = collectives.AllGather
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case AllGatherVOp:
 		q.Kind, q.Counts = collectives.AllGatherV, o.Counts
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case AllToAllOp:
 		q.Kind = collectives.AllToAll
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case AllToAllVOp:
 		q.Kind, q.Counts, q.RecvCounts = collectives.AllToAllV, o.SendCounts, o.RecvCounts
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case BroadcastOp:
 		q.Kind, q.Root = collectives.Broadcast, o.Root
-		set(&q.Dst, &o.X)
-		set(&q.Src, &o.X)
 	case ReduceOp:
 		q.Kind, q.Op, q.Root = collectives.Reduce, o.Op, o.Root
-		set(&q.Dst, &o.X)
-		set(&q.Src, &o.X)
 	case GatherOp:
 		q.Kind, q.Root = collectives.Gather, o.Root
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case ScatterOp:
 		q.Kind, q.Root = collectives.Scatter, o.Root
-		set(&q.Dst, &o.Dst)
-		set(&q.Src, &o.Src)
 	case BarrierOp:
 		q.Kind = collectives.Barrier
+		return
+	default:
+		return
 	}
+	dst, src := op.buffers()
+	set(&q.Dst, &dst)
+	set(&q.Src, &src)
 }
 
 // set copies a buffer field by field: a processor that has just stored the words of a small struct

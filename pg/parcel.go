@@ -1,0 +1,294 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"tutti/internal/backoff"
+	"tutti/p2p"
+)
+
+// A parcel is a message of which the data is in a device's memory. It is sent from, or received in,
+// host memory, which a stream copies from or to: see visit. Pieces of a long one are sent while the
+// stream brings the next ones, and fetched while the next ones arrive.
+//
+// A Start posts the message at once, so that messages keep their order: one whose data is not here
+// is announced, and its bytes follow. A goroutine of the group looks after the streams of all
+// parcels; it exists while one waits for its stream.
+type parcel struct {
+	g     *Group
+	w     *Work
+	m     *message
+	v     *visit
+	began time.Time // when the message was posted
+	due   time.Time // when its time is over, zero: not set
+	late  time.Time // until then it waits for its stream after the message has ended, zero: not set
+
+	gone bool // for lookAfter: it did not wait for its stream any more
+
+	// With the proxy's lock.
+	filled  int  // bytes of a message to send that the proxy knows of
+	ended   bool // the message is, with err
+	err     error
+	over    bool // the parcel is
+	watched bool
+}
+
+// onDevice reports whether the buffer is memory of a device.
+func (b *Buffer) onDevice() bool { return b.Count > 0 && b.Location != "" && !b.Location.Host() }
+
+// errTakenBack says that a sender gave up a message of which a stream has been given a part.
+var errTakenBack = errors.New("it took its message back, which had begun to arrive")
+
+// pack makes m a parcel that ends w, and begins its visit. waits says that the caller waits for it.
+func (g *Group) pack(w *Work, m *message, waits bool) error {
+	g.job.proxy.Lock()
+	err := g.checkMessage(m)
+	g.job.proxy.Unlock()
+	if err != nil {
+		return err
+	}
+	d, s, err := g.site(m.name(), m.x)
+	if err != nil {
+		return err
+	}
+	if g.closed.Load() {
+		return ErrClosed
+	}
+	o := stay{call: m.name(), device: d, stream: s, lazy: waits, reads: !m.recv, writes: m.recv}
+	if at := (span{m.x.Ptr, m.bytes()}); m.recv {
+		o.dst = at
+	} else {
+		o.src = at
+	}
+	v, err := g.devices.visit(&o)
+	if err == nil {
+		m.parcel = &parcel{g: g, w: w, m: m, v: v}
+	}
+	return err
+}
+
+// post hands the parcel's message to the proxy. With the proxy's lock.
+func (c *parcel) post() {
+	m, msgs := c.m, c.g.msgs
+	if m.recv {
+		msgs.PostMsg(&m.r, m.peer, int64(m.tag), uint64(m.x.DType), c.v.to.Bytes())
+		m.r.OnMore(c.more)
+		return
+	}
+	if buf := c.v.from.Bytes(); c.v.arrived() {
+		c.filled = len(buf)
+		msgs.PostSend(&m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
+	} else {
+		msgs.PostLater(&m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
+		c.g.attend(c)
+	}
+}
+
+// more is called when n bytes have arrived. With the proxy's lock.
+func (c *parcel) more(n int) {
+	switch {
+	case n > 0:
+		c.v.release(n)
+	case c.v.released(): // the stream may be copying what the next message would overwrite
+		c.g.msgs.Drop(&c.m.r, &p2p.PeerError{Rank: c.g.jobRank(c.m.r.From), Err: errTakenBack})
+	}
+}
+
+// sent is called when the message has ended, with the caller's error. A received one has to get to
+// the device, and after a failure the stream may use its memory. With the proxy's lock.
+func (c *parcel) sent(err error) {
+	c.ended, c.err = true, err
+	got := c.m.recv && err == nil
+	if got {
+		c.v.release(c.v.to.Len())
+	} else {
+		c.v.end()
+	}
+	if got || c.v.using(c.g.closed.Load()) {
+		c.g.attend(c)
+		return
+	}
+	c.end(err)
+}
+
+// end ends the parcel. With the proxy's lock.
+func (c *parcel) end(err error) {
+	c.over = true
+	c.v.end()
+	if c.m.rec != nil {
+		err = c.g.endMessage(c.m, err)
+	}
+	c.w.end(false, err)
+}
+
+// attend has the group look after a parcel's stream. With the proxy's lock.
+func (g *Group) attend(c *parcel) {
+	x := &g.devices
+	if !c.watched {
+		c.watched = true
+		x.parcels = append(x.parcels, c)
+	}
+	if !x.watching {
+		x.watching = true
+		g.wg.Go(g.lookAfter)
+	}
+}
+
+// lookAfter looks after the streams of parcels until no parcel waits for one.
+func (g *Group) lookAfter() {
+	x, p := &g.devices, g.job.proxy
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	var all []*parcel
+	p.Lock()
+	defer p.Unlock()
+	for len(x.parcels) > 0 {
+		all = append(all[:0], x.parcels...)
+		p.Unlock()
+		moved := false
+		for _, c := range all {
+			did, over := c.look()
+			moved, c.gone = moved || did, over
+		}
+		if moved {
+			pace.Reset()
+		} else {
+			pace.Wait(context.Background())
+		}
+		p.Lock()
+		x.parcels = slices.DeleteFunc(x.parcels, func(c *parcel) bool {
+			c.watched = !c.gone || c.ended && !c.over // it may have ended since the look
+			return !c.watched
+		})
+	}
+	x.watching = false
+}
+
+// look does what the stream's progress allows. It reports whether that was something, and whether
+// the parcel does not wait for its stream any more. Without the lock.
+func (c *parcel) look() (did, over bool) {
+	p := c.g.job.proxy
+	n, lost := c.v.here(), c.v.lost()
+	p.Lock()
+	switch {
+	case c.ended:
+		p.Unlock()
+		return c.leave()
+	case lost != nil:
+		c.g.msgs.Drop(&c.m.s, fmt.Errorf("%s to rank %d: %w", c.m.name(), c.m.peer, lost))
+	case n > c.filled:
+		c.filled, did = n, true
+		c.g.msgs.Filled(&c.m.s, n)
+	}
+	p.Unlock()
+	return did, n == c.v.from.Len()
+}
+
+// leave is look for a message that has been received, or has failed.
+func (c *parcel) leave() (did, over bool) {
+	closed, now := c.g.closed.Load(), time.Now()
+	using, lost := c.v.using(closed), c.v.lost()
+	if c.late.IsZero() {
+		c.late = now.Add(grace)
+	}
+	timely := c.err == nil && (c.due.IsZero() || now.Before(c.due))
+	if using && lost == nil && (now.Before(c.late) || timely) {
+		return false, false
+	}
+	p := c.g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	err := c.err
+	switch {
+	case err != nil || c.v.passed():
+	case lost != nil:
+		err = fmt.Errorf("%s from rank %d, to the device: %w", c.m.name(), c.m.r.From, lost)
+	case closed:
+		err = ErrClosed
+	case c.v.came():
+		err = &TimeoutError{Call: c.m.what() + ", whose stream is held up", Reporter: c.g.rank,
+			Err: context.DeadlineExceeded}
+	default:
+		err = c.g.explainMessage(c.m, p2p.ErrTimeout, time.Since(c.began))
+	}
+	c.end(err)
+	return true, true
+}
+
+// doParcel is pointToPoint for a device's memory. Its stream is given nothing that writes there
+// before it has come to the message.
+func (g *Group) doParcel(ctx context.Context, m *message) (Status, error) {
+	began := time.Now()
+	w := &Work{}
+	w.at.Store(&progress{g: g, msg: m})
+	if err := g.pack(w, m, true); err != nil {
+		return Status{}, err
+	}
+	p, c := g.job.proxy, m.parcel
+	p.Lock()
+	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), false)
+	small := m.bytes() <= g.msgs.EagerMax()
+	p.Unlock()
+	limit := g.job.timeout
+	err := error(nil)
+	if m.recv || small { // a short message may be sent before the receiver asks for it
+		err = c.come(ctx, limit)
+	}
+	if limit > 0 {
+		limit = max(1, limit-time.Since(began))
+	}
+	p.Lock()
+	if err == nil && g.closed.Load() {
+		err = ErrClosed
+	}
+	if err != nil {
+		c.end(g.explainMessage(m, err, time.Since(began)))
+		p.Unlock()
+		g.settle(c.v)
+		return Status{}, w.Err()
+	}
+	g.follow(w, m, limit)
+	done := w.at.Load().channel()
+	p.Unlock()
+	select {
+	case <-done:
+	case <-ctx.Done():
+		p.Lock()
+		if m.recv {
+			g.msgs.Drop(&m.r, ctx.Err())
+		} else {
+			g.msgs.Drop(&m.s, ctx.Err())
+		}
+		p.Unlock()
+		<-done
+	}
+	return w.Status(), w.Err()
+}
+
+// come waits until the parcel's stream has come to it, at most until ctx ends or for limit, if that
+// is not 0.
+func (c *parcel) come(ctx context.Context, limit time.Duration) error {
+	if limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	for !c.v.arrived() {
+		if c.g.closed.Load() {
+			return ErrClosed
+		}
+		if err := c.v.lost(); err != nil {
+			return fmt.Errorf("%s: %w", c.m.name(), err)
+		}
+		if err := pace.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
