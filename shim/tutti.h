@@ -349,13 +349,16 @@ enum { /* kinds of operations: see the functions below for their fields */
 
 /* Typed memory.
  *
- * Memory of a CUDA device may be in the buffers of collectives, not of messages and windows. All
+ * Memory of a CUDA device may be in the buffers of collectives and messages, not of windows. All
  * buffers of an operation are in memory of one device, which is in its primary context, as that of
  * the CUDA runtime. The operation runs in the order of tutti_op.stream: it sees the results of work
  * that the stream was given before, and work that it is given later sees those of the operation. So
- * neither needs a wait. tutti_do returns when the stream has the result, tutti_start at once; the
- * buffers may be freed when the work has ended. After an error later work of the stream finds
- * anything in dst. A stream that is being captured into a graph (cudaStreamBeginCapture) takes no
+ * neither needs a wait. A message is in that order too: a send behind a receive of the same stream
+ * begins when that has its message. tutti_do returns when the stream has the result, tutti_start at
+ * once; the buffers may be freed when the work has ended. After an error later work of the stream
+ * finds anything in dst. If the stream has not come to a started operation a second after its
+ * failure, the work ends; the stream then still passes the operation when it comes, and the buffers
+ * must exist until then. A stream that is being captured into a graph (cudaStreamBeginCapture) takes no
  * operations. TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
 typedef struct tutti_buffer {
 	void *data;

@@ -116,6 +116,67 @@ static void in_order(void *stream)
 	CU(cu.cuMemFreeHost(out));
 }
 
+/* messages go around the ranks, in the order of the stream: what follows a send does not change it. */
+static void messages(void *stream)
+{
+	int32_t *in, *out, right = (rank + 1) % size, left = (rank + size - 1) % size;
+	uint64_t x, y;
+	tutti_work sent, got;
+	tutti_status status;
+	tutti_op send, receive;
+	int i, n;
+
+	CU(cu.cuMemHostAlloc((void **)&in, N * 4, PINNED));
+	CU(cu.cuMemHostAlloc((void **)&out, N * 4, PINNED));
+	CU(cu.cuMemAlloc_v2(&x, N * 4));
+	CU(cu.cuMemAlloc_v2(&y, N * 4));
+	for (n = 1; n <= N; n += N - 1) {
+		send = tutti_op_of(TUTTI_OP_SEND, tutti_host_buffer(NULL, 0, TUTTI_INT32),
+		                   tutti_device_buffer((void *)x, (uint64_t)n, TUTTI_INT32, device));
+		receive = tutti_op_of(TUTTI_OP_RECV, tutti_device_buffer((void *)y, (uint64_t)n, TUTTI_INT32, device),
+		                      tutti_host_buffer(NULL, 0, TUTTI_INT32));
+		send.stream = receive.stream = stream;
+		send.peer = right;
+		receive.peer = left;
+		send.tag = receive.tag = 7;
+		for (i = 0; i < n; i++)
+			in[i] = rank * N + i;
+		CU(cu.cuMemcpyAsync(x, (uintptr_t)in, (size_t)n * 4, stream));
+		OK(tutti_start(g, &send, &sent));
+		CU(cu.cuMemcpyAsync(x, y, (size_t)n * 4, stream));
+		OK(tutti_start(g, &receive, &got));
+		CU(cu.cuMemcpyAsync((uintptr_t)out, y, (size_t)n * 4, stream));
+		finish(stream);
+		for (i = 0; i < n; i++)
+			TRUE(out[i] == left * N + i);
+		OK(tutti_work_wait(sent, -1));
+		OK(tutti_work_wait(got, -1));
+		OK(tutti_work_release(sent));
+		OK(tutti_work_release(got));
+
+		/* Blocking calls. */
+		CU(cu.cuMemcpyAsync(x, (uintptr_t)in, (size_t)n * 4, stream));
+		receive.peer = TUTTI_ANY_RANK;
+		receive.tag = TUTTI_ANY_TAG;
+		receive.status = &status;
+		if (rank == 0)
+			OK(tutti_do(g, &send));
+		OK(tutti_do(g, &receive));
+		if (rank != 0)
+			OK(tutti_do(g, &send));
+		TRUE(status.from == left && status.tag == 7 && status.count == (uint64_t)n);
+		CU(cu.cuMemcpyAsync((uintptr_t)out, y, (size_t)n * 4, stream));
+		finish(stream);
+		for (i = 0; i < n; i++)
+			TRUE(out[i] == left * N + i);
+		OK(tutti_barrier(g));
+	}
+	CU(cu.cuMemFree_v2(x));
+	CU(cu.cuMemFree_v2(y));
+	CU(cu.cuMemFreeHost(in));
+	CU(cu.cuMemFreeHost(out));
+}
+
 /* behind has an operation behind work that does not end yet. */
 static void behind(void *stream)
 {
@@ -171,8 +232,21 @@ static void refused(void *stream)
 	OK(tutti_do(g, &op));
 	op.kind = TUTTI_OP_SEND;
 	op.peer = (rank + 1) % size;
+	op.src.device = 7;
+	CODE(TUTTI_EUNSUPPORTED, tutti_do(g, &op));
+	SAYS("src is memory of CUDA device 7");
+	op.src.device = device;
+	op.peer = rank;
 	CODE(TUTTI_EINVAL, tutti_do(g, &op));
-	SAYS("host memory");
+	SAYS("this rank itself");
+	op.peer = (rank + 1) % size;
+	capture((uintptr_t)stream, 1);
+	CODE(TUTTI_EUNSUPPORTED, tutti_do(g, &op));
+	SAYS("captured");
+	OK(tutti_start(g, &op, &work));
+	CODE(TUTTI_EUNSUPPORTED, tutti_work_wait(work, -1));
+	OK(tutti_work_release(work));
+	capture((uintptr_t)stream, 0);
 	CU(cu.cuMemFree_v2(x));
 }
 
@@ -201,6 +275,7 @@ int main(void)
 		CU(cu.cuStreamCreate(&streams[i], 1));
 	for (i = 0; i < 3; i++) { /* 0 is the default stream */
 		in_order(streams[i]);
+		messages(streams[i]);
 		behind(streams[i]);
 	}
 	refused(streams[1]);
