@@ -68,9 +68,9 @@ type Config struct {
 	// TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists.
 	Tuning string
 	// Devices finds those whose memory the buffers of operations may be in, beside the host's: a
-	// device.List, or a cuda.Finder. The caller closes them after Close. Collectives on such
-	// buffers copy through host memory, of which each that is under way has its own. Messages and
-	// windows use host memory only. nil: there are none.
+	// device.List, or a cuda.Finder. The caller closes them after Close. Operations on such buffers
+	// copy through host memory, of which each that is under way has its own: as much as its
+	// buffers, but 16 MiB at most for Window.PutBuffer and GetBuffer. nil: there are none.
 	Devices device.Finder
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to

@@ -193,8 +193,8 @@ type visit struct {
 	err   error        // it was not given something, because it has failed
 }
 
-// value returns the value of a word when piece i of ends is done. The first word has base+1 when the
-// stream has come to the operation.
+// value returns the value of a word when piece i of ends is done. The first word has base+1 when
+// the stream has come to the operation.
 func (v *visit) value(ends []int, i int) uint64 {
 	if i == len(ends)-1 {
 		return v.at
@@ -358,6 +358,13 @@ func (v *visit) end() {
 	}
 }
 
+// over reports whether the operation has ended.
+func (v *visit) over() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.ended
+}
+
 // lost returns why the stream does not do what it was given, or nil. It also moves some streams.
 func (v *visit) lost() error {
 	v.mu.Lock()
@@ -397,8 +404,8 @@ func (g *Group) settle(v *visit) {
 	}
 }
 
-// site returns the device and the stream of an operation's buffers: nil if the buffers are empty, or
-// have no stream. call is the operation's name.
+// site returns the device and the stream of an operation's buffers: nil if the buffers are empty,
+// or have no stream. call is the operation's name.
 func (g *Group) site(call string, bufs ...Buffer) (d device.Device, s device.Stream, err error) {
 	bad := func(arg, got, want string) (device.Device, device.Stream, error) {
 		return nil, nil, &ArgumentError{Call: call, Arg: arg, Got: got, Want: want}
@@ -445,11 +452,11 @@ type stay struct {
 
 // A span is n bytes at an address of a device.
 type span struct {
-	ptr unsafe.Pointer
-	n   int
+	addr uintptr
+	n    int
 }
 
-func (s span) at(loc Location) mem.Memory { return mem.Device(uint64(uintptr(s.ptr)), s.n, loc) }
+func (s span) at(loc Location) mem.Memory { return mem.Device(uint64(s.addr), s.n, loc) }
 
 // visit begins a visit.
 func (x *devices) visit(o *stay) (*visit, error) {
@@ -457,7 +464,7 @@ func (x *devices) visit(o *stay) (*visit, error) {
 	fail := func(err error) error {
 		return fmt.Errorf("%s of %d bytes at %s: %w", o.call, o.src.n+o.dst.n, loc, err)
 	}
-	first, second, total := layOut(uintptr(o.src.ptr), o.src.n, uintptr(o.dst.ptr), o.dst.n)
+	first, second, total := layOut(o.src.addr, o.src.n, o.dst.addr, o.dst.n)
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
@@ -535,7 +542,7 @@ func (g *Group) visit(op Operation, q *exec.Request, waits bool) (*visit, error)
 	}
 	in, out, reads, writes := c.Extents(g.rank, size)
 	v, err := g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
-		src: span{q.Src.Ptr, in}, dst: span{q.Dst.Ptr, out}, reads: reads, writes: writes,
+		src: span{uintptr(q.Src.Ptr), in}, dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
 		merges: writes && partial && c.Kind.Layout().Out.Parted()})
 	if err != nil {
 		return nil, err

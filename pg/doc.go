@@ -79,6 +79,7 @@
 //	Gather, Scatter                         the buffer that only the root uses: elsewhere as it was
 //	Send                                    as it was
 //	Recv                                    void; as it was after the *ArgumentError for another length or type
+//	in a device's memory                    the same, but void where a started operation may write
 //
 // Elements before and after a buffer are never touched.
 //
@@ -138,6 +139,9 @@
 // blocks of 8 MiB. A call with the shape of the one before allocates nothing.
 //
 // A [Window] is memory for one-sided operations: put, get and signal.
+//
+// Collectives and messages also take buffers in the memory of devices, in the order of a stream:
+// see [Buffer] and Config.Devices. So do [Window.PutBuffer] and [Window.GetBuffer].
 //
 // # Reproducible results
 //

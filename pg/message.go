@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"strconv"
 	"time"
-	"unsafe"
 
 	"tutti/p2p"
 	"tutti/pg/flight"
@@ -62,7 +61,15 @@ func (g *Group) checkMessage(m *message) error {
 	if (m.tag < 0 || m.tag > MaxTag) && !(m.recv && m.tag == AnyTag) {
 		return bad("the tag", strconv.Itoa(m.tag), "0 to MaxTag")
 	}
-	switch b := m.x; {
+	return checkBuffer(m.name(), &m.x)
+}
+
+// checkBuffer validates a buffer of a call that has no other, apart from its location.
+func checkBuffer(call string, b *Buffer) error {
+	bad := func(arg, got, want string) error {
+		return &ArgumentError{Call: call, Arg: arg, Got: got, Want: want}
+	}
+	switch {
 	case !b.DType.Valid():
 		return bad("the data type", b.DType.String(), "one of the data types of package pg")
 	case b.Count < 0 || b.Count > 0 && b.Ptr == nil:
@@ -73,16 +80,13 @@ func (g *Group) checkMessage(m *message) error {
 	return nil
 }
 
-// bytes returns the size of the message.
-func (m *message) bytes() int { return m.x.Count * m.x.DType.Size() }
-
 // post hands the message to the proxy. With the proxy's lock.
 func (g *Group) post(m *message) {
 	if m.parcel != nil {
 		m.parcel.post()
 		return
 	}
-	buf := unsafe.Slice((*byte)(m.x.Ptr), m.bytes())
+	buf := m.x.bytes()
 	if m.recv {
 		g.msgs.PostMsg(&m.r, m.peer, int64(m.tag), uint64(m.x.DType), buf)
 	} else {

@@ -103,7 +103,9 @@ type ScatterOp struct {
 type BarrierOp struct{}
 
 // SendOp sends X to rank To under Tag (0..MaxTag). It ends when X may be reused, which for a small
-// message is before the receiver has asked for it.
+// message is before the receiver has asked for it. A started one of a device's memory, whose data
+// has yet to come from there, may always wait for the receiver. Its stream waits for nothing, so
+// that later work may change X at once.
 type SendOp struct {
 	X   Buffer
 	To  int
@@ -112,6 +114,11 @@ type SendOp struct {
 
 // RecvOp receives a message of exactly X's length and type from From (or AnyRank) under Tag (or
 // AnyTag). Messages of one sender and tag are received in the order of their sending.
+//
+// A device's stream waits for the message of a started one: a send behind it on the same stream
+// begins afterwards. If the stream does not come in time, a message that has arrived is lost. A
+// message of more than 4 MiB that its sender gives up in the middle makes a receive in a device's
+// memory fail with a *RankError, instead of waiting for the next message.
 type RecvOp struct {
 	X    Buffer
 	From int

@@ -37,9 +37,6 @@ type parcel struct {
 	watched bool
 }
 
-// onDevice reports whether the buffer is memory of a device.
-func (b *Buffer) onDevice() bool { return b.Count > 0 && b.Location != "" && !b.Location.Host() }
-
 // errTakenBack says that a sender gave up a message of which a stream has been given a part.
 var errTakenBack = errors.New("it took its message back, which had begun to arrive")
 
@@ -59,7 +56,7 @@ func (g *Group) pack(w *Work, m *message, waits bool) error {
 		return ErrClosed
 	}
 	o := stay{call: m.name(), device: d, stream: s, lazy: waits, reads: !m.recv, writes: m.recv}
-	if at := (span{m.x.Ptr, m.bytes()}); m.recv {
+	if at := (span{uintptr(m.x.Ptr), m.x.size()}); m.recv {
 		o.dst = at
 	} else {
 		o.src = at
@@ -231,12 +228,17 @@ func (g *Group) doParcel(ctx context.Context, m *message) (Status, error) {
 	p, c := g.job.proxy, m.parcel
 	p.Lock()
 	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), false)
-	small := m.bytes() <= g.msgs.EagerMax()
+	small := m.x.size() <= g.msgs.EagerMax()
 	p.Unlock()
 	limit := g.job.timeout
 	err := error(nil)
 	if m.recv || small { // a short message may be sent before the receiver asks for it
-		err = c.come(ctx, limit)
+		within, cancel := ctx, context.CancelFunc(func() {})
+		if limit > 0 {
+			within, cancel = context.WithTimeout(ctx, limit)
+		}
+		err = g.bring(within, c.v)
+		cancel()
 	}
 	if limit > 0 {
 		limit = max(1, limit-time.Since(began))
@@ -269,22 +271,17 @@ func (g *Group) doParcel(ctx context.Context, m *message) (Status, error) {
 	return w.Status(), w.Err()
 }
 
-// come waits until the parcel's stream has come to it, at most until ctx ends or for limit, if that
-// is not 0.
-func (c *parcel) come(ctx context.Context, limit time.Duration) error {
-	if limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, limit)
-		defer cancel()
-	}
+// bring waits until a visit's stream has come to the operation, with all of the source, at most
+// until ctx ends.
+func (g *Group) bring(ctx context.Context, v *visit) error {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
-	for !c.v.arrived() {
-		if c.g.closed.Load() {
+	for !v.arrived() {
+		if g.closed.Load() {
 			return ErrClosed
 		}
-		if err := c.v.lost(); err != nil {
-			return fmt.Errorf("%s: %w", c.m.name(), err)
+		if err := v.lost(); err != nil {
+			return err
 		}
 		if err := pace.Wait(ctx); err != nil {
 			return err

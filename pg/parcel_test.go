@@ -166,7 +166,8 @@ func TestMessagesOfLateStreamsKeepTheirOrder(t *testing.T) {
 						return err
 					}
 				}
-				if early[0] != 3 || x[0] != 4 || !bytes.Equal(first, pieceOf(n, 1)) || !bytes.Equal(second, pieceOf(n, 2)) {
+				if early[0] != 3 || x[0] != 4 || !bytes.Equal(first, pieceOf(n, 1)) ||
+					!bytes.Equal(second, pieceOf(n, 2)) {
 					return errors.New("the messages are not what was sent, or in another order")
 				}
 				return g.Barrier(ctx)

@@ -93,8 +93,23 @@ type Buffer struct {
 	// anything in the destination. All buffers of an operation have the same Stream, and no other
 	// goroutine uses it during Do and Start. Without one, earlier work on the memory must have
 	// ended.
+	//
+	// After an operation has ended the stream does not use the memory, with one exception: it has
+	// failed because, or while, the stream had not come to it, and the stream did not come within a
+	// second more. What the stream was given is done when it comes, and the memory must exist until
+	// then: the source is read and, if the operation was started, anything is written to the
+	// destination.
 	Stream device.Stream
 }
+
+// onDevice reports whether the buffer is memory of a device.
+func (b *Buffer) onDevice() bool { return b.Count > 0 && b.Location != "" && !b.Location.Host() }
+
+// size returns the size of the buffer in bytes.
+func (b *Buffer) size() int { return b.Count * b.DType.Size() }
+
+// bytes returns the memory of a buffer that is the host's.
+func (b *Buffer) bytes() []byte { return unsafe.Slice((*byte)(b.Ptr), b.size()) }
 
 // DeviceBuffer describes m, memory of a device, as elements of dt: see Buffer.Stream. It panics if
 // m is no whole number of elements.

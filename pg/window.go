@@ -29,6 +29,10 @@ const WindowCounters = 16
 //	err = win.WaitSignal(ctx, from, 0, 1) // at the other rank
 //	use(win.Bytes())
 //
+// A part is memory of the host, because other ranks put to it without an action of its owner, and
+// none of the transports reaches a device's memory so. PutBuffer and GetBuffer copy from and to a
+// device through memory of the host.
+//
 // Progress: a put over shared memory needs no action of its target. Over a network the target
 // places puts and answers gets while it is in a call of this package; a target that computes for
 // long delays other ranks.
@@ -62,11 +66,24 @@ type part struct {
 	data, signals mem.Remote
 	tag           uint64
 	sent          [WindowCounters]uint64
-	signal        p2p.Signal      // of the put that is being begun
-	pending       []*p2p.Transfer // puts that were begun, the oldest first
-	flushes       int             // goroutines in Flush
-	failed        error           // the error of the first put that failed since Flush
+	signal        p2p.Signal   // of the put that is being begun
+	pending       []pendingPut // puts that were begun, the oldest first
+	flushes       int          // goroutines in Flush
+	failed        error        // the error of the first put that failed since Flush
 	mapping       *p2p.Mapping
+}
+
+// pendingPut is a put that was begun, and the visit that has brought its data from a device, nil
+// for the host's.
+type pendingPut struct {
+	*p2p.Transfer
+	v *visit
+}
+
+func (t pendingPut) end() {
+	if t.v != nil {
+		t.v.end()
+	}
 }
 
 // Each source has a row of words. A word holds the source's tag in its upper bits and its count in
@@ -206,7 +223,8 @@ func (w *Window) adopt(parts []part) {
 // drop releases this rank's hold on a part. With the proxy's lock.
 func (w *Window) drop(p *part) {
 	for _, t := range p.pending {
-		w.g.job.proxy.CancelTransfer(t)
+		w.g.job.proxy.CancelTransfer(t.Transfer)
+		t.end()
 	}
 	if p.mapping != nil {
 		p.mapping.Release()
@@ -369,8 +387,9 @@ func (w *Window) reap(p *part) {
 			p.failed = err
 		}
 		if p.flushes == 0 { // else a Flush may still read it
-			w.spare = append(w.spare, t)
+			w.spare = append(w.spare, t.Transfer)
 		}
+		t.end()
 		k++
 	}
 	p.pending = p.pending[:copy(p.pending, p.pending[k:])]
@@ -380,7 +399,7 @@ func (w *Window) reap(p *part) {
 // may have to wait for earlier ones. src must not change before Flush has returned, or Put has
 // returned an error. Flush reports the outcome. Puts are not ordered with each other.
 func (w *Window) Put(ctx context.Context, rank, offset int, src []byte) error {
-	return w.put(ctx, "put", rank, offset, src, -1, false)
+	return w.put(ctx, "put", rank, offset, src, nil, -1, false)
 }
 
 // PutSignal is a Put that adds one to this rank's counter at rank (0 to WindowCounters-1) after src
@@ -390,18 +409,20 @@ func (w *Window) PutSignal(ctx context.Context, rank, offset int, src []byte, co
 	if counter < 0 {
 		return badCounter("put", counter)
 	}
-	return w.put(ctx, "put", rank, offset, src, counter, false)
+	return w.put(ctx, "put", rank, offset, src, nil, counter, false)
 }
 
 // Signal adds one to this rank's counter at rank (0 to WindowCounters-1), after the data of all
 // puts to rank that this rank began before: a target that sees the signal sees that data. It
 // returns when the signal has begun. Flush reports the outcome.
 func (w *Window) Signal(ctx context.Context, rank, counter int) error {
-	return w.put(ctx, "signal", rank, 0, nil, counter, true)
+	return w.put(ctx, "signal", rank, 0, nil, nil, counter, true)
 }
 
-// put implements Put, PutSignal and Signal. A negative counter means none.
-func (w *Window) put(ctx context.Context, name string, rank, offset int, src []byte, counter int, strong bool) error {
+// put implements Put, PutSignal and Signal. A negative counter means none. v is the visit that src
+// belongs to, or nil; after an error it is the caller's.
+func (w *Window) put(ctx context.Context, name string, rank, offset int, src []byte, v *visit, counter int,
+	strong bool) error {
 	if counter >= WindowCounters || strong && counter < 0 {
 		return badCounter(name, counter)
 	}
@@ -436,14 +457,16 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 			p.sent[counter]++
 		}
 		w.g.job.proxy.Unlock()
+		pendingPut{v: v}.end()
 		return nil
 	}
-	return w.putLater(ctx, name, rank, offset, src, counter, p)
+	return w.putLater(ctx, name, rank, offset, src, v, counter, p)
 }
 
 // putLater is put for a transfer that does not end at once. With the proxy's lock, which it
 // releases.
-func (w *Window) putLater(ctx context.Context, name string, rank, offset int, src []byte, counter int, p *part) error {
+func (w *Window) putLater(ctx context.Context, name string, rank, offset int, src []byte, v *visit, counter int,
+	p *part) error {
 	c := w.begin(ctx, name)
 	w.reap(p)
 	t, life, to := w.transfer(), p.incarnation, p.data
@@ -471,7 +494,7 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 	if counter >= 0 {
 		p.sent[counter]++
 	}
-	p.pending = append(p.pending, t)
+	p.pending = append(p.pending, pendingPut{t, v})
 	w.reap(p)
 	return c.leave(rank, nil)
 }
@@ -498,7 +521,7 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 	life := p.incarnation
 	p.flushes++
 	for len(p.pending) > 0 && err == nil {
-		t := p.pending[0]
+		t := p.pending[0].Transfer
 		if e := w.g.msgs.WaitTransfer(c.wait, t); errors.Is(t.Err(), p2p.ErrCancelled) {
 			err = e // of WaitTransfer
 		}
@@ -507,7 +530,7 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 		}
 		if err != nil {
 			for _, t := range p.pending {
-				w.g.job.proxy.CancelTransfer(t)
+				w.g.job.proxy.CancelTransfer(t.Transfer)
 			}
 		}
 		w.reap(p)
@@ -536,7 +559,7 @@ func (w *Window) giveUp(rank int) {
 	defer p.Unlock()
 	if !w.closed && rank >= 0 && rank < len(w.parts) {
 		for _, t := range w.parts[rank].pending {
-			p.CancelTransfer(t)
+			p.CancelTransfer(t.Transfer)
 		}
 		w.reap(&w.parts[rank])
 		w.parts[rank].failed = nil

@@ -18,7 +18,7 @@ import (
 
 // everywhere runs fn with ranks of one process, and with processes over each transport.
 func everywhere(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...pgtest.Option) {
-	t.Run("local", func(t *testing.T) { pgtest.RunLocal(t, n, fn) })
+	t.Run("local", func(t *testing.T) { pgtest.RunLocal(t, n, fn, opts...) })
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) { pgtest.Run(t, n, fn, append(opts, pgtest.Transport(tr))...) })
 	}

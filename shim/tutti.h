@@ -356,10 +356,10 @@ enum { /* kinds of operations: see the functions below for their fields */
  * neither needs a wait. A message is in that order too: a send behind a receive of the same stream
  * begins when that has its message. tutti_do returns when the stream has the result, tutti_start at
  * once; the buffers may be freed when the work has ended. After an error later work of the stream
- * finds anything in dst. If the stream has not come to a started operation a second after its
- * failure, the work ends; the stream then still passes the operation when it comes, and the buffers
- * must exist until then. A stream that is being captured into a graph (cudaStreamBeginCapture) takes no
- * operations. TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
+ * finds anything in dst. If the stream has not come to an operation a second after its failure,
+ * that ends; the stream still passes it when it comes, and the buffers must exist until then. A
+ * stream that is being captured into a graph (cudaStreamBeginCapture) takes no operations.
+ * TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
 typedef struct tutti_buffer {
 	void *data;
 	uint64_t count;  /* elements */

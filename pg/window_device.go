@@ -1,0 +1,202 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"tutti/device"
+	"tutti/p2p"
+)
+
+// inFlight is the most pieces of a put or a get that are in host memory at once.
+const inFlight = 4
+
+// PutBuffer is Put for a Buffer, which may be in a device's memory; offset is in bytes. The
+// device's memory is read in the order of the buffer's stream, and PutBuffer waits for that:
+// afterwards, with any outcome, it may change. Flush reports whether it was placed.
+//
+// After a failure in the middle, a part of it may have been placed. Data goes through pieces of
+// host memory, whose size does not grow with the buffer's.
+func (w *Window) PutBuffer(ctx context.Context, rank, offset int, src Buffer) error {
+	return w.move(ctx, "put", rank, offset, src, w.Put, w.putPieces)
+}
+
+// GetBuffer is Get for a Buffer, which may be in a device's memory; offset is in bytes. The
+// device's memory is written in the order of the buffer's stream, and GetBuffer waits for that:
+// nothing is written after it has returned.
+func (w *Window) GetBuffer(ctx context.Context, rank, offset int, dst Buffer) error {
+	return w.move(ctx, "get", rank, offset, dst, w.Get, w.getPieces)
+}
+
+// A carriage is a put or a get of a device's memory, in pieces.
+type carriage struct {
+	w            *Window
+	name         string
+	rank, offset int
+	x            span
+	device       device.Device
+	stream       device.Stream
+	piece        int
+	visits       []*visit // that have begun, by piece
+	given        int      // pieces that a transfer has, which ends the visit
+}
+
+// move implements PutBuffer and GetBuffer: host does it for memory of the host, pieces for a
+// device's.
+func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buffer,
+	host func(ctx context.Context, rank, offset int, b []byte) error,
+	pieces func(ctx context.Context, c *carriage) error) error {
+	g := w.g
+	if err := checkBuffer(name, &x); err != nil {
+		return err
+	}
+	if !x.onDevice() {
+		return host(ctx, rank, offset, x.bytes())
+	}
+	c := &carriage{w: w, name: name, rank: rank, offset: offset, x: span{uintptr(x.Ptr), x.size()},
+		piece: g.devices.piece}
+	if _, err := w.reach(name, rank, offset, c.x.n); err != nil {
+		return err
+	}
+	g.job.proxy.Unlock()
+	var err error
+	if c.device, c.stream, err = g.site(name, x); err != nil {
+		return err
+	}
+	if c.piece == 0 {
+		c.piece = leastPiece
+	}
+	if limit := g.job.timeout; limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
+	err = pieces(ctx, c)
+	for _, v := range c.visits[c.given:] {
+		v.end()
+		g.settle(v)
+	}
+	return err
+}
+
+// pieces returns the number of pieces.
+func (c *carriage) pieces() int { return (c.x.n + c.piece - 1) / c.piece }
+
+// at returns where piece i is.
+func (c *carriage) at(i int) (offset, n int) { return i * c.piece, min(c.piece, c.x.n-i*c.piece) }
+
+// begin begins the visit of the next piece, if there is one, and no more than inFlight others are
+// not over.
+func (c *carriage) begin(ctx context.Context, reads bool) error {
+	i := len(c.visits)
+	if i == c.pieces() {
+		return nil
+	}
+	if i >= inFlight {
+		if err := c.free(ctx, c.visits[i-inFlight]); err != nil {
+			return err
+		}
+	}
+	at, n := c.at(i)
+	o := stay{call: c.name, device: c.device, stream: c.stream, lazy: true, reads: reads, writes: !reads}
+	if x := (span{c.x.addr + uintptr(at), n}); reads {
+		o.src = x
+	} else {
+		o.dst = x
+	}
+	v, err := c.w.g.devices.visit(&o)
+	if err == nil {
+		c.visits = append(c.visits, v)
+	}
+	return err
+}
+
+// free waits until a visit uses its berth no more.
+func (c *carriage) free(ctx context.Context, v *visit) error {
+	w := c.w
+	p := w.g.job.proxy
+	if len(v.out) > 0 {
+		return c.explain(ctx, v.have(ctx))
+	}
+	p.Lock()
+	part, err := w.part(c.name, c.rank)
+	if err != nil {
+		p.Unlock()
+		return err
+	}
+	k, life := w.begin(ctx, c.name), part.incarnation
+	for w.reap(part); err == nil && !v.over(); {
+		if err = p.Progress(k.wait); err == nil {
+			if part = w.again(c.rank, life); part == nil {
+				err = &p2p.PeerError{Rank: w.g.jobRank(c.rank), Err: p2p.ErrPeerGone}
+				break
+			}
+			w.reap(part)
+		}
+	}
+	return k.leave(c.rank, err)
+}
+
+// explain returns the error of a call whose stream has ended a wait with err.
+func (c *carriage) explain(ctx context.Context, err error) error {
+	switch {
+	case err == nil || errors.Is(err, ErrClosed):
+		return err
+	case ctx.Err() == nil:
+		return fmt.Errorf("%s: %w", c.name, err)
+	}
+	e := &TimeoutError{Call: c.name + ", whose stream has not come to it", Reporter: c.w.g.rank,
+		Err: context.DeadlineExceeded}
+	if errors.Is(err, context.Canceled) {
+		e.Err = context.Canceled
+	}
+	return e
+}
+
+// putPieces puts the pieces, each while the stream brings the next one.
+func (w *Window) putPieces(ctx context.Context, c *carriage) error {
+	if err := c.begin(ctx, true); err != nil {
+		return err
+	}
+	for i := range c.pieces() {
+		if err := c.begin(ctx, true); err != nil {
+			return err
+		}
+		v := c.visits[i]
+		if err := w.g.bring(ctx, v); err != nil {
+			return c.explain(ctx, err)
+		}
+		at, _ := c.at(i)
+		if err := w.put(ctx, c.name, c.rank, c.offset+at, v.from.Bytes(), v, -1, false); err != nil {
+			return err
+		}
+		c.given++
+	}
+	return nil
+}
+
+// getPieces gets the pieces, each while the stream fetches the one before.
+func (w *Window) getPieces(ctx context.Context, c *carriage) error {
+	for i := range c.pieces() {
+		if err := c.begin(ctx, false); err != nil {
+			return err
+		}
+		v := c.visits[i]
+		if err := w.g.bring(ctx, v); err != nil {
+			return c.explain(ctx, err)
+		}
+		at, _ := c.at(i)
+		if err := w.Get(ctx, c.rank, c.offset+at, v.to.Bytes()); err != nil {
+			return err
+		}
+		v.release(v.to.Len())
+		v.end()
+	}
+	for _, v := range c.visits {
+		if err := c.explain(ctx, v.have(ctx)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
