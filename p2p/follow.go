@@ -237,7 +237,7 @@ func (c *Channel) review() {
 	if c.follows.due[0].due.After(now) {
 		return
 	}
-	c.p.lastLook()
+	c.p.Look()
 	for len(c.follows.due) > 0 && !c.follows.due[0].due.After(now) {
 		c.endFailed([]*follow{c.follows.due[0]}, func(Message) error { return ErrTimeout })
 	}

@@ -252,7 +252,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 	w.blame.look(now, w.spins <= 1 || hot && w.spins <= checks)
 	if err := w.over(now); err != nil {
 		if err != ErrSuspended {
-			p.lastLook()
+			p.Look()
 		}
 		return err
 	}
@@ -277,9 +277,10 @@ func (p *Proxy) giveWay(w *Wait) error {
 	return p.sleep(w, now)
 }
 
-// lastLook handles the frames that have arrived by the end of an operation's time. A process that
-// was not scheduled for long has not read yet which ranks its peers wait for.
-func (p *Proxy) lastLook() {
+// Look handles the frames that have arrived, without waiting for any. So does an operation whose
+// time is over: a process that was not scheduled for long has not read yet which ranks its peers
+// wait for. With the lock.
+func (p *Proxy) Look() {
 	const most = 64 // a peer may send without an end
 	for range most {
 		advanced := false

@@ -604,10 +604,17 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	if v == nil {
 		return g.collective()
 	}
-	if err := g.arrive(v); err != nil {
+	first := exec.All
+	if len(v.in) > 0 {
+		first = v.in[0]
+	}
+	if err := g.arrive(v, first); err != nil {
 		return false, g.miss(err)
 	}
-	if here, err = g.collective(); err == nil {
+	g.run.Feed(&feed{g, v})
+	here, err = g.collective()
+	g.run.Feed(nil)
+	if err == nil {
 		v.release(v.to.Len())
 	}
 	v.end()
@@ -634,15 +641,51 @@ func (v *visit) have(ctx context.Context) error {
 	return e.Wait(ctx)
 }
 
-// arrive waits until the data of a visit is here, as long as for a peer. Without the stream's data
-// the operation cannot begin.
-func (g *Group) arrive(v *visit) error {
+// A feed brings a visit's data to the runner, which uses the first pieces of long vectors while the
+// others come, and takes its result.
+type feed struct {
+	g *Group
+	v *visit
+}
+
+func (f *feed) Need(n int) error {
+	g := f.g
+	if err := g.arrive(f.v, n); err != nil || f.v.has(n) {
+		return err
+	}
+	if err := g.coll.Err(); err != nil {
+		return err
+	}
+	if g.closed.Load() {
+		return ErrClosed
+	}
+	return g.wait.Err()
+}
+
+// Have releases what the device may have now: not if the operation may run again, or counts only
+// if others have it too.
+func (f *feed) Have(n int) {
+	if f.g.job.settings.OnFailure == Report && !f.g.uniform() {
+		f.v.release(n)
+	}
+}
+
+// has reports whether the first n bytes of the source are here.
+func (v *visit) has(n int) bool { return v.arrived() || v.here() >= n }
+
+// arrive waits until the first n bytes of a visit's source are here, as long as for a peer. Without
+// the stream's data the operation cannot begin, or go on.
+func (g *Group) arrive(v *visit, n int) error {
+	if v.has(n) {
+		return nil
+	}
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
 	if g.wait.Waited() == 0 {
 		g.wait.Since(time.Now())
 	}
-	for !v.arrived() {
+	for !v.has(n) {
+		g.job.proxy.Look() // a peer may have failed the operation
 		if err := g.coll.Err(); err != nil {
 			return nil // the operation finds it
 		}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -96,6 +97,11 @@ func operateOn(t *testing.T, n int, of func(rank int) device.Device) {
 	if !testing.Short() {
 		counts = append(counts, 300_000)
 	}
+	operateWith(t, n, counts, of)
+}
+
+// operateWith is operateOn for these counts. It runs all cases, or these ones, by Start alone.
+func operateWith(t *testing.T, n int, counts []int, of func(rank int) device.Device, only ...string) {
 	for _, count := range counts {
 		each(t, n, Config{Devices: device.List{of(0)}}, func(ctx context.Context, g *Group) error {
 			d := of(g.Rank())
@@ -116,7 +122,13 @@ func operateOn(t *testing.T, n int, of func(rank int) device.Device) {
 				}
 			}()
 			for i, c := range deviceCases(g.Rank(), n, count, count%n) {
-				for mode := range 3 { // Do, Do with a stream, Start with a stream
+				first := 0
+				if len(only) > 0 {
+					if first = 2; !slices.Contains(only, c.name) {
+						continue
+					}
+				}
+				for mode := first; mode < 3; mode++ { // Do, Do with a stream, Start with a stream
 					size := c.dst
 					if c.within < 0 {
 						size += c.src
@@ -382,4 +394,77 @@ func TestVisitsOpenOnlyThemselves(t *testing.T) {
 			t.Errorf("after step %d: %d, want %d", i, got, step.want)
 		}
 	}
+}
+
+// Long vectors are combined, and copied back, while later pieces come from the device: the first
+// are at one rank's device while the other's stream is held up before its last. There the operation
+// ends with that of the other, too.
+func TestPiecesOverlapCollectives(t *testing.T) {
+	const pieces, n = 8, 10 << 20 // of which a block of 8 MiB is complete without the last piece
+	enough := errors.New("enough")
+	for _, lets := range []bool{true, false} {
+		late := devicetest.NewLate("cuda:0", 7, 0)
+		words, _, err := device.Words(late, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		each(t, 2, Config{Devices: device.List{late}}, func(ctx context.Context, g *Group) error {
+			g.SetPiece(smallPiece)
+			var d device.Device = late
+			if g.Rank() == 0 {
+				d = &gated{late, pieces, words[0]} // one copy brings the data to the device
+			}
+			s, m, release, err := streamWith(d, n)
+			if err != nil {
+				return err
+			}
+			defer release()
+			if err := s.Copy(m, hostMemory(bytes.Repeat([]byte{byte(1 + g.Rank())}, n))); err != nil {
+				return err
+			}
+			w := g.Start(AllReduceOp{Dst: DeviceBuffer(m, Uint8, s), Op: Sum})
+			v := w.at.Load().visit
+			if g.Rank() == 1 {
+				const there = 6
+				for end := time.Now().Add(20 * time.Second); v.word(wordPassed) < v.value(v.out, there-1); {
+					if time.Now().After(end) {
+						return errors.New("the first pieces do not come to the device")
+					}
+					time.Sleep(time.Millisecond)
+				}
+				if got := late.Bytes(m)[:v.out[there-1]]; bytes.Count(got, []byte{3}) != len(got) {
+					return errors.New("the first pieces are not the sum")
+				}
+				if lets {
+					words[0].Word(0).Store(1)
+				} else {
+					g.Abort(enough)
+				}
+			}
+			switch err := w.Wait(ctx); {
+			case !lets && !errors.Is(err, ErrAborted):
+				return fmt.Errorf("an operation that was aborted: %v", err)
+			case lets && err != nil:
+				return err
+			}
+			words[0].Word(0).Store(1)
+			if err := reach(ctx, s); err != nil {
+				return err
+			}
+			if lets && bytes.Count(late.Bytes(m), []byte{3}) != n {
+				return errors.New("the result is not the sum")
+			}
+			return nil
+		})
+	}
+}
+
+// Started operations on vectors of several blocks have the same result on a device as on the host.
+func TestLongOperationsOnDevices(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	only := []string{"broadcast"}
+	if !testing.Short() {
+		only = append(only, "allreduce", "allgather in place", "reducescatter")
+	}
+	operateWith(t, 2, []int{2_200_000}, func(int) device.Device { return d }, only...)
 }

@@ -2,6 +2,7 @@ package exec
 
 import (
 	"fmt"
+	"math"
 	"runtime"
 	"slices"
 	"unsafe"
@@ -43,6 +44,20 @@ type Config struct {
 	Keep func(*Bound)
 }
 
+// A Feed brings the source of a call while it runs, and takes its result. It is used with the
+// proxy's lock, which Need may release.
+type Feed interface {
+	// Need returns when the first n bytes of the source are there, All for the whole. An error
+	// fails the call.
+	Need(n int) error
+	// Have says that the first n bytes of the result do not change any more, unless the call runs
+	// again.
+	Have(n int)
+}
+
+// All is more bytes than a source has.
+const All = math.MaxInt
+
 // Runner executes the calls of one rank in a group, one at a time, over the group's channel. It
 // keeps plans, bound calls and memory for later calls: a warm run allocates nothing. All methods
 // are called with the proxy's lock; Run, Resume and Confirm release it while they wait or move much
@@ -58,6 +73,7 @@ type Runner struct {
 	single bool // Go uses one processor
 
 	cur     *Call // the running or the last call: a bound one, or unbound
+	feed    Feed  // of the running call, or nil
 	bound   *Bound
 	unbound Call
 	seq     uint64
@@ -119,6 +135,17 @@ func (r *Runner) Open(c *p2p.Channel, ranks []int) {
 // Call returns the current call: the argument of the last Adopt or Use.
 func (r *Runner) Call() *Call { return r.cur }
 
+// Feed has f feed the calls that run from now on; nil: their memory is complete.
+func (r *Runner) Feed(f Feed) { r.feed = f }
+
+// need returns when the first n bytes of the source are there.
+func (r *Runner) need(n int) error {
+	if r.feed == nil {
+		return nil
+	}
+	return r.feed.Need(n)
+}
+
 // Bound returns the bound call of the current call, nil after Adopt.
 func (r *Runner) Bound() *Bound { return r.bound }
 
@@ -151,6 +178,9 @@ func (r *Runner) Unbind() {
 func (r *Runner) Run(seq uint64, hint bool) error {
 	r.seq, r.dirty, r.ahead, r.looking = seq, false, 0, false
 	if b := r.bound; b != nil {
+		if err := r.need(All); err != nil {
+			return err
+		}
 		r.ahead = r.made(b)
 		// Field by field, as in set.
 		r.tok.Seq, r.tok.Call, r.tok.Count = seq, b.tok.Call, b.tok.Count
@@ -477,6 +507,9 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		if err != nil {
 			return err
 		}
+		if err := r.need(All); err != nil {
+			return err
+		}
 		if err := r.block(prog, elem, c.Count); err != nil {
 			return err
 		}
@@ -484,6 +517,11 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		return nil
 	}
 	in, out := r.in.ptr, r.out.ptr
+	if l.In != collectives.One {
+		if err := r.need(All); err != nil {
+			return err
+		}
+	}
 	for at := 0; at < c.Count; at += block {
 		n := min(block, c.Count-at)
 		prog, err := r.program(c.Kind, algo, elem, n)
@@ -496,8 +534,14 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		if out != nil {
 			r.out.ptr = unsafe.Add(out, at*elem)
 		}
+		if err := r.need((at + n) * elem); err != nil {
+			return err
+		}
 		if err := r.block(prog, elem, n); err != nil {
 			return err
+		}
+		if r.feed != nil && l.Out == collectives.One {
+			r.feed.Have((at + n) * elem)
 		}
 	}
 	return nil
