@@ -404,25 +404,32 @@ func (g *Group) settle(v *visit) {
 	}
 }
 
+// A place is where the elements of a buffer are, and the stream to which they belong.
+type place struct {
+	count  int
+	loc    Location
+	stream device.Stream
+}
+
 // site returns the device and the stream of an operation's buffers: nil if the buffers are empty,
 // or have no stream. call is the operation's name.
-func (g *Group) site(call string, bufs ...Buffer) (d device.Device, s device.Stream, err error) {
+func (g *Group) site(call string, all ...place) (d device.Device, s device.Stream, err error) {
 	bad := func(arg, got, want string) (device.Device, device.Stream, error) {
 		return nil, nil, &ArgumentError{Call: call, Arg: arg, Got: got, Want: want}
 	}
 	var loc Location
 	used := false
-	for _, b := range bufs {
+	for _, b := range all {
 		switch {
-		case b.Count == 0:
+		case b.count == 0:
 			continue
-		case used && loc != b.Location || b.Location == "" || b.Location.Host():
-			first, last := bufs[0].Location, bufs[len(bufs)-1].Location
-			return bad("the buffers' locations", fmt.Sprintf("%q and %q", first, last), "one location")
-		case used && s != b.Stream:
+		case used && loc != b.loc || b.loc == "" || b.loc.Host():
+			return bad("the buffers' locations", fmt.Sprintf("%q and %q", all[0].loc, all[len(all)-1].loc),
+				"one location")
+		case used && s != b.stream:
 			return bad("the buffers' streams", "two streams", "one stream")
 		}
-		used, loc, s = true, b.Location, b.Stream
+		used, loc, s = true, b.loc, b.stream
 	}
 	if !used {
 		return nil, nil, nil
@@ -520,15 +527,15 @@ func pointer(m mem.Memory) unsafe.Pointer {
 
 // visit begins the visit of the collective that q asks for, and makes q ask for it on host memory.
 // waits says that its caller waits for it.
-func (g *Group) visit(op Operation, q *exec.Request, waits bool) (*visit, error) {
-	dst, src := op.buffers()
-	d, s, err := g.site(q.Kind.String(), dst, src)
+func (g *Group) visit(q *request, waits bool) (*visit, error) {
+	d, s, err := g.site(q.Kind.String(), place{q.Dst.Count, q.Dst.Location, q.dst},
+		place{q.Src.Count, q.Src.Location, q.src})
 	if err != nil {
 		return nil, err
 	}
 	q.Dst.Location, q.Src.Location = "", ""
 	g.job.proxy.Lock()
-	c, err := g.check(q)
+	c, err := g.check(&q.Request)
 	size, partial := g.v.Size, len(g.v.Active) < g.v.Size || g.job.settings.OnFailure != Report
 	closed := g.closed.Load()
 	g.job.proxy.Unlock()
@@ -559,9 +566,9 @@ func (g *Group) visit(op Operation, q *exec.Request, waits bool) (*visit, error)
 
 // startOnDevice is begin for buffers of which one may be in a device's memory. q is a value, so
 // that the requests of other operations need no memory.
-func (g *Group) startOnDevice(op Operation, q exec.Request, limit time.Duration) *Work {
-	v, err := g.visit(op, &q, false)
-	w := g.startVisit(v, err, &q, limit)
+func (g *Group) startOnDevice(q request, limit time.Duration) *Work {
+	v, err := g.visit(&q, false)
+	w := g.startVisit(v, err, &q.Request, limit)
 	if now := w.at.Load(); v != nil && now != nil && now.over && now.err != nil {
 		g.settle(v)
 	}
@@ -584,12 +591,12 @@ func (g *Group) startVisit(v *visit, err error, q *exec.Request, limit time.Dura
 }
 
 // doOnDevice is Do for buffers of which one may be in a device's memory.
-func (g *Group) doOnDevice(ctx context.Context, op Operation, q exec.Request) error {
-	v, err := g.visit(op, &q, true)
+func (g *Group) doOnDevice(ctx context.Context, q request) error {
+	v, err := g.visit(&q, true)
 	if err != nil {
 		return err
 	}
-	err = g.operate(ctx, &q, v)
+	err = g.operate(ctx, &q.Request, v)
 	if v != nil {
 		v.end()
 		g.settle(v)

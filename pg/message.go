@@ -19,10 +19,28 @@ type message struct {
 	x      Buffer
 	peer   int
 	tag    int
-	s      p2p.SendReq
-	r      p2p.RecvReq
+	s      *p2p.SendReq // of a Send
+	r      *p2p.RecvReq // of a Recv
 	rec    *flight.Record
 	parcel *parcel // of a message in a device's memory
+}
+
+// newMessage returns a message, with its request in the same memory.
+func newMessage(x Buffer, peer, tag int, recv bool) *message {
+	if recv {
+		var m struct {
+			message
+			r p2p.RecvReq
+		}
+		m.message = message{recv: true, x: x, peer: peer, tag: tag, r: &m.r}
+		return &m.message
+	}
+	var m struct {
+		message
+		s p2p.SendReq
+	}
+	m.message = message{x: x, peer: peer, tag: tag, s: &m.s}
+	return &m.message
 }
 
 func (m *message) name() string {
@@ -88,9 +106,9 @@ func (g *Group) post(m *message) {
 	}
 	buf := m.x.bytes()
 	if m.recv {
-		g.msgs.PostMsg(&m.r, m.peer, int64(m.tag), uint64(m.x.DType), buf)
+		g.msgs.PostMsg(m.r, m.peer, int64(m.tag), uint64(m.x.DType), buf)
 	} else {
-		g.msgs.PostSend(&m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
+		g.msgs.PostSend(m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
 	}
 }
 
@@ -137,7 +155,7 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 }
 
 func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv bool) (Status, error) {
-	m := &message{recv: recv, x: x, peer: peer, tag: tag}
+	m := newMessage(x, peer, tag, recv)
 	if x.onDevice() {
 		return g.doParcel(ctx, m)
 	}
@@ -156,9 +174,9 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), false)
 	var err error
 	if m.recv {
-		err = g.msgs.WaitMsg(&wait, &m.r)
+		err = g.msgs.WaitMsg(&wait, m.r)
 	} else {
-		err = g.msgs.WaitSend(&wait, &m.s)
+		err = g.msgs.WaitSend(&wait, m.s)
 	}
 	if err := g.endMessage(m, g.explainMessage(m, err, wait.Waited())); err != nil {
 		return Status{}, err
@@ -167,7 +185,7 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 }
 
 func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Duration) *Work {
-	m := &message{recv: recv, x: x, peer: peer, tag: tag}
+	m := newMessage(x, peer, tag, recv)
 	w := &Work{}
 	w.at.Store(&progress{g: g, msg: m})
 	var err error
@@ -213,9 +231,9 @@ func (g *Group) follow(w *Work, m *message, limit time.Duration) {
 		w.end(false, g.endMessage(m, err))
 	}
 	if m.recv {
-		g.msgs.Follow(&m.r, limit, ended)
+		g.msgs.Follow(m.r, limit, ended)
 	} else {
-		g.msgs.Follow(&m.s, limit, ended)
+		g.msgs.Follow(m.s, limit, ended)
 	}
 	if g.msgs.Followed() > 0 && !g.attended {
 		g.attended = true

@@ -9,28 +9,22 @@ import (
 
 // Operation is the argument of Start and Do: one of the …Op types.
 type Operation interface {
-	// buffers returns the destination and the source: the same if there is one for both.
-	buffers() (dst, src Buffer)
+	operation()
 }
 
-func (o AllReduceOp) buffers() (dst, src Buffer) {
-	if o.Src.Ptr == nil && o.Src == (Buffer{}) {
-		return o.Dst, o.Dst
-	}
-	return o.Dst, o.Src
-}
-func (o ReduceScatterOp) buffers() (dst, src Buffer) { return o.Dst, o.Src }
-func (o AllGatherOp) buffers() (dst, src Buffer)     { return o.Dst, o.Src }
-func (o AllGatherVOp) buffers() (dst, src Buffer)    { return o.Dst, o.Src }
-func (o AllToAllOp) buffers() (dst, src Buffer)      { return o.Dst, o.Src }
-func (o AllToAllVOp) buffers() (dst, src Buffer)     { return o.Dst, o.Src }
-func (o BroadcastOp) buffers() (dst, src Buffer)     { return o.X, o.X }
-func (o ReduceOp) buffers() (dst, src Buffer)        { return o.X, o.X }
-func (o GatherOp) buffers() (dst, src Buffer)        { return o.Dst, o.Src }
-func (o ScatterOp) buffers() (dst, src Buffer)       { return o.Dst, o.Src }
-func (BarrierOp) buffers() (dst, src Buffer)         { return dst, src }
-func (o SendOp) buffers() (dst, src Buffer)          { return dst, o.X }
-func (o RecvOp) buffers() (dst, src Buffer)          { return o.X, src }
+func (AllReduceOp) operation()     {}
+func (ReduceScatterOp) operation() {}
+func (AllGatherOp) operation()     {}
+func (AllGatherVOp) operation()    {}
+func (AllToAllOp) operation()      {}
+func (AllToAllVOp) operation()     {}
+func (BroadcastOp) operation()     {}
+func (ReduceOp) operation()        {}
+func (GatherOp) operation()        {}
+func (ScatterOp) operation()       {}
+func (BarrierOp) operation()       {}
+func (SendOp) operation()          {}
+func (RecvOp) operation()          {}
 
 // Buffers of an operation may share memory only as its type says. Any other overlap is an
 // *ArgumentError.

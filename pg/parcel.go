@@ -48,7 +48,7 @@ func (g *Group) pack(w *Work, m *message, waits bool) error {
 	if err != nil {
 		return err
 	}
-	d, s, err := g.site(m.name(), m.x)
+	d, s, err := g.site(m.name(), m.x.place())
 	if err != nil {
 		return err
 	}
@@ -72,15 +72,15 @@ func (g *Group) pack(w *Work, m *message, waits bool) error {
 func (c *parcel) post() {
 	m, msgs := c.m, c.g.msgs
 	if m.recv {
-		msgs.PostMsg(&m.r, m.peer, int64(m.tag), uint64(m.x.DType), c.v.to.Bytes())
+		msgs.PostMsg(m.r, m.peer, int64(m.tag), uint64(m.x.DType), c.v.to.Bytes())
 		m.r.OnMore(c.more)
 		return
 	}
 	if buf := c.v.from.Bytes(); c.v.arrived() {
 		c.filled = len(buf)
-		msgs.PostSend(&m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
+		msgs.PostSend(m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
 	} else {
-		msgs.PostLater(&m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
+		msgs.PostLater(m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
 		c.g.attend(c)
 	}
 }
@@ -91,7 +91,7 @@ func (c *parcel) more(n int) {
 	case n > 0:
 		c.v.release(n)
 	case c.v.released(): // the stream may be copying what the next message would overwrite
-		c.g.msgs.Drop(&c.m.r, &p2p.PeerError{Rank: c.g.jobRank(c.m.r.From), Err: errTakenBack})
+		c.g.msgs.Drop(c.m.r, &p2p.PeerError{Rank: c.g.jobRank(c.m.r.From), Err: errTakenBack})
 	}
 }
 
@@ -176,10 +176,10 @@ func (c *parcel) look() (did, over bool) {
 		p.Unlock()
 		return c.leave()
 	case lost != nil:
-		c.g.msgs.Drop(&c.m.s, fmt.Errorf("%s to rank %d: %w", c.m.name(), c.m.peer, lost))
+		c.g.msgs.Drop(c.m.s, fmt.Errorf("%s to rank %d: %w", c.m.name(), c.m.peer, lost))
 	case n > c.filled:
 		c.filled, did = n, true
-		c.g.msgs.Filled(&c.m.s, n)
+		c.g.msgs.Filled(c.m.s, n)
 	}
 	p.Unlock()
 	return did, n == c.v.from.Len()
@@ -261,9 +261,9 @@ func (g *Group) doParcel(ctx context.Context, m *message) (Status, error) {
 	case <-ctx.Done():
 		p.Lock()
 		if m.recv {
-			g.msgs.Drop(&m.r, ctx.Err())
+			g.msgs.Drop(m.r, ctx.Err())
 		} else {
-			g.msgs.Drop(&m.s, ctx.Err())
+			g.msgs.Drop(m.s, ctx.Err())
 		}
 		p.Unlock()
 		<-done

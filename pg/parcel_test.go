@@ -607,7 +607,7 @@ func TestMessagesThatAreTakenBack(t *testing.T) {
 				once.Wait() // the receiver has what there is
 				p := g.job.proxy
 				p.Lock()
-				g.msgs.Drop(&cancelled.at.Load().msg.s, context.Canceled)
+				g.msgs.Drop(cancelled.at.Load().msg.s, context.Canceled)
 				p.Unlock()
 				words[0].Word(0).Store(1)
 				if err := cancelled.Wait(ctx); !errors.Is(err, context.Canceled) {

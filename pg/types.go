@@ -105,6 +105,8 @@ type Buffer struct {
 // onDevice reports whether the buffer is memory of a device.
 func (b *Buffer) onDevice() bool { return b.Count > 0 && b.Location != "" && !b.Location.Host() }
 
+func (b *Buffer) place() place { return place{b.Count, b.Location, b.Stream} }
+
 // size returns the size of the buffer in bytes.
 func (b *Buffer) size() int { return b.Count * b.DType.Size() }
 

@@ -61,7 +61,7 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	}
 	g.job.proxy.Unlock()
 	var err error
-	if c.device, c.stream, err = g.site(name, x); err != nil {
+	if c.device, c.stream, err = g.site(name, x.place()); err != nil {
 		return err
 	}
 	if c.piece == 0 {

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"tutti/collectives"
+	"tutti/device"
 	"tutti/p2p"
 	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
@@ -243,14 +244,14 @@ func (g *Group) begin(op Operation, limit time.Duration) *Work {
 	case RecvOp:
 		return g.startMessage(o.X, o.From, o.Tag, true, limit)
 	}
-	var q exec.Request
+	var q request
 	ask(op, &q)
 	if q.Dst.Location != "" || q.Src.Location != "" {
-		return g.startOnDevice(op, q, limit)
+		return g.startOnDevice(q, limit)
 	}
 	g.job.proxy.Lock()
 	w := g.newWork()
-	g.start(w, &q, limit)
+	g.start(w, &q.Request, limit)
 	g.job.proxy.Unlock()
 	return w
 }
@@ -646,12 +647,12 @@ func (g *Group) Do(ctx context.Context, op Operation) error {
 		_, err := g.pointToPoint(ctx, o.X, o.From, o.Tag, true)
 		return err
 	}
-	var q exec.Request
+	var q request
 	ask(op, &q)
 	if q.Dst.Location != "" || q.Src.Location != "" {
-		return g.doOnDevice(ctx, op, q)
+		return g.doOnDevice(ctx, q)
 	}
-	return g.blocking(ctx, &q)
+	return g.blocking(ctx, &q.Request)
 }
 
 // DoRecv is Do for a RecvOp, and returns its Status.
@@ -659,42 +660,67 @@ func (g *Group) DoRecv(ctx context.Context, op RecvOp) (Status, error) {
 	return g.pointToPoint(ctx, op.X, op.From, op.Tag, true)
 }
 
+// request is what an operation asks for, and the streams of its buffers.
+type request struct {
+	exec.Request
+	dst, src device.Stream
+}
+
 // ask fills q with what op, which is not a message, asks for.
-func ask(op Operation, q *exec.Request) {
+func ask(op Operation, q *request) {
 	switch o := op.(type) {
 	case AllReduceOp:
 		q.Kind, q.Op = collectives.AllReduce, o.Op
+		set(&q.Dst, &q.dst, &o.Dst)
+		if set(&q.Src, &q.src, &o.Src); o.Src.Ptr == nil && o.Src == (Buffer{}) {
+			q.Src, q.src = q.Dst, q.dst
+		}
 	case ReduceScatterOp:
 		q.Kind, q.Op = collectives.ReduceScatter, o.Op
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case AllGatherOp:
 		q.Kind = collectives.AllGather
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case AllGatherVOp:
 		q.Kind, q.Counts = collectives.AllGatherV, o.Counts
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case AllToAllOp:
 		q.Kind = collectives.AllToAll
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case AllToAllVOp:
 		q.Kind, q.Counts, q.RecvCounts = collectives.AllToAllV, o.SendCounts, o.RecvCounts
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case BroadcastOp:
 		q.Kind, q.Root = collectives.Broadcast, o.Root
+		set(&q.Dst, &q.dst, &o.X)
+		set(&q.Src, &q.src, &o.X)
 	case ReduceOp:
 		q.Kind, q.Op, q.Root = collectives.Reduce, o.Op, o.Root
+		set(&q.Dst, &q.dst, &o.X)
+		set(&q.Src, &q.src, &o.X)
 	case GatherOp:
 		q.Kind, q.Root = collectives.Gather, o.Root
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case ScatterOp:
 		q.Kind, q.Root = collectives.Scatter, o.Root
+		set(&q.Dst, &q.dst, &o.Dst)
+		set(&q.Src, &q.src, &o.Src)
 	case BarrierOp:
 		q.Kind = collectives.Barrier
-		return
-	default:
-		return
 	}
-	dst, src := op.buffers()
-	set(&q.Dst, &dst)
-	set(&q.Src, &src)
 }
 
 // set copies a buffer field by field: a processor that has just stored the words of a small struct
 // one by one, or at another alignment, waits before it can load them by two.
-func set(to *exec.Buffer, from *Buffer) {
+func set(to *exec.Buffer, stream *device.Stream, from *Buffer) {
 	to.Ptr, to.Count, to.DType, to.Location = from.Ptr, from.Count, from.DType, from.Location
+	if from.Location != "" {
+		*stream = from.Stream
+	}
 }
