@@ -11,6 +11,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/device"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -46,6 +47,8 @@ type call struct {
 	counts   []int // AllGatherV: of all; AllToAllV: sent
 	recv     []int
 	dst, src []byte
+	device   *deviceMemory
+	stream   device.Stream // of buffers there, or nil
 	bufs     []*buffer
 	inPlace  bool
 	opaque   bool
@@ -306,6 +309,9 @@ func (c *call) buffer(b []byte) pg.Buffer {
 	if len(b) == 0 {
 		return pg.Buffer{DType: c.d.dtype}
 	}
+	if c.device.has(b) {
+		return c.device.buffer(b, c.d.dtype, c.stream)
+	}
 	return pg.Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(b)), Count: len(b) / c.d.size, DType: c.d.dtype}
 }
 
@@ -419,7 +425,8 @@ func element[T pg.Element](ctx context.Context, c *call) error {
 // conduct makes a call as its part says. It is a field of a rank so that tests of this package can
 // replace it.
 func conduct(ctx context.Context, c *call, how How) (err error) {
-	if how == Blocking && (c.op != AllReduce || c.inPlace) && (c.d.dtype != pg.Bool || !c.op.reduces()) {
+	far := c.device.has(c.dst) || c.device.has(c.src)
+	if how == Blocking && !far && (c.op != AllReduce || c.inPlace) && (c.d.dtype != pg.Bool || !c.op.reduces()) {
 		return c.block(ctx)
 	}
 	if how == Blocking { // there is no such function

@@ -150,7 +150,7 @@ func (c *cover) print(w io.Writer, transport string, least int) {
 		fmt.Fprintf(w, "  %-14s %d\n", op, c.ops[op])
 	}
 	for d, values := range [][]string{nil, {string(MemAlloc), string(MemOffset), string(MemPlain), string(MemOdd),
-		string(MemGuard)}} {
+		string(MemGuard), string(MemDevice)}} {
 		if d == 0 {
 			continue
 		}

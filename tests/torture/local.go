@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"tutti/device"
 	"tutti/pg"
 )
 
@@ -33,9 +34,10 @@ func (l localGuide) Hang(f Finding) {
 // do not recover.
 func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
+	d := newDevice(p.Seed)
 	groups, err := pg.Local(job.Ranks,
 		pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
-			Logger: slog.New(slog.DiscardHandler)})
+			Logger: slog.New(slog.DiscardHandler), Devices: device.List{d}})
 	if err != nil {
 		res.find(&Finding{Kind: "error", Text: err.Error()})
 		return res
@@ -46,7 +48,7 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 	var wg, ran sync.WaitGroup
 	ran.Add(len(groups))
 	for me, g := range groups {
-		r, err := newRank(job, me, guide, nil)
+		r, err := newRank(job, me, guide, d, nil)
 		if err != nil {
 			res.find(&Finding{Kind: "error", Text: err.Error()})
 			return res

@@ -28,6 +28,10 @@ func someSteps(n int) *Program {
 		{Op: AllGather, DType: pg.Int16, Red: pg.Sum, Count: 33, Ranks: parts(n, Part{})},
 		{Op: AllToAll, DType: pg.Uint8, Red: pg.Sum, Count: 65, Ranks: parts(n, Part{Dst: MemGuard, Src: MemGuard})},
 		{Op: Reduce, DType: pg.Int32, Red: pg.Max, Root: 1, Count: 10, Ranks: parts(n, Part{})},
+		{Op: AllGather, DType: pg.Int32, Red: pg.Sum, Count: 500, Ranks: parts(n, Part{Dst: MemDevice})},
+		{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 1001,
+			Ranks: parts(n, Part{Dst: MemDevice, InPlace: true, How: AtOnce})},
+		{Op: Message, DType: pg.Uint8, Count: 30_000, Ranks: parts(n, Part{Dst: MemDevice, Src: MemDevice})},
 		{Op: Barrier, DType: pg.Uint8},
 		{Op: ReduceScatter, DType: pg.BFloat16, Red: pg.Sum, Count: 9,
 			Ranks: parts(n, Part{Dst: MemAlloc, Src: MemOffset})},
@@ -65,7 +69,7 @@ func TestOracleFinds(t *testing.T) {
 			}
 			return err
 		}},
-		{"a store after the return", "store", "the buffer of step 0: allreduce",
+		{"a store after the return", "store", "the buffer of step 5: allreduce",
 			func() func(ctx context.Context, c *call, how How) error {
 				var mu sync.Mutex
 				var old []byte

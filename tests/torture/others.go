@@ -26,7 +26,7 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 	d := newDatum(s.DType, pg.Sum, seed)
 	tag := int(seed % pg.MaxTag)
 	name := fmt.Sprintf("step %d: message (%v, %d elements) to %d from %d", r.now, s.DType, s.Count, to, from)
-	c := &call{h: h, step: s, d: d, name: name}
+	c := &call{h: h, step: s, d: d, name: name, device: r.device}
 	grab := func(m Mem) []byte {
 		b := r.take(m, s.Count*d.size, d.size, name)
 		if b != nil {
@@ -46,6 +46,8 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 	var got pg.Status
 	err := r.timed(name+": recv", r.limit(part), func() (err error) {
 		switch {
+		case part.How == Blocking && r.device.has(c.dst):
+			got, err = h.g.DoRecv(cctx, pg.RecvOp{X: c.buffer(c.dst), From: who, Tag: tag})
 		case part.How == Blocking && d.size == 4 && s.DType == pg.Float32:
 			got, err = pg.Recv(cctx, h.g, as[float32](c.dst), who, tag)
 		default:

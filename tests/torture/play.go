@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/device"
 	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
@@ -147,11 +148,13 @@ func play(out *json.Encoder, in *json.Decoder, change func(*pg.Config), over fun
 		case o.Setup != nil:
 			me := o.Setup.Number
 			cfg := o.Setup.config(me)
+			d := newDevice(uint64(me))
+			cfg.Devices = device.List{d}
 			if change != nil {
 				change(&cfg)
 			}
 			var err error
-			r, err = newRank(o.Setup.Job, me, p,
+			r, err = newRank(o.Setup.Job, me, p, d,
 				func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
 			if err == nil {
 				r.entered = func(g *pg.Group) { p.world.Store(g) }

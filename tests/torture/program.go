@@ -81,9 +81,10 @@ const (
 	MemPlain  Mem = "plain"
 	MemOdd    Mem = "odd"   // plain, not aligned to a cache line
 	MemGuard  Mem = "guard" // plain, the last bytes before an inaccessible page
+	MemDevice Mem = "device"
 )
 
-var mems = []Mem{MemAlloc, MemOffset, MemPlain, MemOdd, MemGuard}
+var mems = []Mem{MemAlloc, MemOffset, MemPlain, MemOdd, MemGuard, MemDevice}
 
 // How a collective is called.
 type How string

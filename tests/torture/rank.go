@@ -13,6 +13,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/device/devicetest"
 	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
@@ -76,6 +77,7 @@ type rank struct {
 
 	groups   map[int]*handle
 	plain    *pool
+	device   *deviceMemory
 	guards   []*pool
 	turn     int    // of the guards
 	touching bool   // registered memory 0 is in use, …
@@ -101,7 +103,9 @@ type region struct {
 	g   *pg.Group // that it was allocated from
 }
 
-func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
+// newRank makes a rank. d is a device of its groups.
+func newRank(job Job, me int, g guide, d *devicetest.Late,
+	join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
 	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{},
 		rep: &Report{Rank: me}}
 	mem, err := guarded(job.Pool)
@@ -109,6 +113,9 @@ func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group
 		return nil, err
 	}
 	r.plain = newPool("plain memory", mem)
+	if r.device, err = newDeviceMemory(d, job.Pool); err != nil {
+		return nil, err
+	}
 	for i := range 8 {
 		mem, err := guarded(128 << 10)
 		if err != nil {
@@ -148,6 +155,7 @@ func (r *rank) leave() {
 		r.free(i)
 	}
 	r.groups = map[int]*handle{}
+	r.device.stop(nil)
 }
 
 // close closes the rank, without its groups.
@@ -256,6 +264,8 @@ func (r *rank) take(m Mem, n, size int, owner string) *buffer {
 				b, err = a.take(n, skew, owner)
 			}
 		}
+	case MemDevice:
+		b, err = r.device.take(n, size*(n%3), owner)
 	case MemGuard:
 		for range r.guards {
 			if r.turn = (r.turn + 1) % len(r.guards); errors.Is(err, errBusy) {
@@ -316,7 +326,7 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 	}
 	stop()
 	r.mu.Lock()
-	pools := append([]*pool{r.plain}, r.guards...)
+	pools := append([]*pool{r.plain, r.device.pool}, r.guards...)
 	for _, a := range r.alloc {
 		if a != nil {
 			pools = append(pools, a.pool)
@@ -332,6 +342,7 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 	for _, err := range bad {
 		r.find("store", "at the end: %v", err)
 	}
+	r.device.stop(nil)
 	if p.Seed%16 == 0 && !r.shared {
 		r.rep.Use = rig.Use()
 	}
@@ -583,6 +594,7 @@ func (r *rank) drop(id int) {
 	if err := r.timed("close", r.job.Timeout, h.g.Close); err != nil {
 		r.find("error", "close: %v", err)
 	}
+	r.device.stop(h)
 }
 
 // collective makes a collective and, unless a later step waits for it, checks it.
@@ -610,14 +622,15 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		}
 		return b.bytes()
 	}
+	toMem, fromMem := part.place()
 	switch {
 	case c.op == AllReduce && part.InPlace, c.op == Broadcast, c.op == Reduce:
 		c.inPlace = true
-		c.dst = grab(part.Dst, dst)
+		c.dst = grab(toMem, dst)
 		c.src = c.dst
 	case part.InPlace && (c.op == AllGather || c.op == AllGatherV || c.op == Gather && me == c.root):
 		c.inPlace = true
-		c.dst = grab(part.Dst, dst)
+		c.dst = grab(toMem, dst)
 		at := me * c.count * size
 		if c.op == AllGatherV {
 			at = 0
@@ -628,10 +641,17 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		c.src = c.dst[at : at+src*size]
 	case part.InPlace && c.op == Scatter && me == c.root:
 		c.inPlace = true
-		c.src = grab(part.Src, src)
+		c.src = grab(fromMem, src)
 		c.dst = c.src[me*c.count*size : (me+1)*c.count*size]
 	default:
-		c.dst, c.src = grab(part.Dst, dst), grab(part.Src, src)
+		c.dst, c.src = grab(toMem, dst), grab(fromMem, src)
+		if r.device.has(c.dst) != r.device.has(c.src) && dst > 0 && src > 0 { // there was no room for one
+			r.giveBack(c)
+			c.dst, c.src = grab(MemPlain, dst), grab(MemPlain, src)
+		}
+	}
+	if c.device = r.device; c.count%2 == 0 {
+		c.stream = r.device.stream(h)
 	}
 	if c.inPlace && c.op == AllReduce {
 		c.input(r.me, c.dst, c.dst)
@@ -752,4 +772,5 @@ func (r *rank) unmap() {
 	for _, p := range append([]*pool{r.plain}, r.guards...) {
 		giveMapped(p.mem)
 	}
+	r.device.free()
 }
