@@ -185,8 +185,10 @@ type visit struct {
 	from   mem.Memory // of the source, on the host
 	to     mem.Memory // of the destination
 	dst    mem.Memory // on the device; empty: nothing is written there
+	merges bool       // parts of the destination stay as they are
 
 	mu    sync.Mutex
+	steps int          // that the stream was given
 	given int          // lazy: pieces of the result that the stream was given
 	ended bool         // the operation is
 	event device.Event // when the stream has done what it was given
@@ -230,6 +232,7 @@ func (v *visit) give(steps ...func(s device.Stream) error) {
 	for _, step := range steps {
 		if v.err == nil {
 			v.err = step(v.stream)
+			v.steps++
 		}
 	}
 }
@@ -251,14 +254,13 @@ func (v *visit) record(s device.Stream) (err error) {
 	return err
 }
 
-// begin gives the stream what it can have now. src is the source on the device; merges says that
-// parts of the destination stay as they are.
-func (v *visit) begin(src mem.Memory, merges bool) error {
+// begin gives the stream what it can have now. src is the source on the device.
+func (v *visit) begin(src mem.Memory) error {
 	var steps []func(device.Stream) error
 	if !v.lazy && len(v.in) > 0 {
 		steps = append(steps, v.write(wordArrived, v.base+1))
 	}
-	if merges && v.dst.Len() > 0 {
+	if v.merges {
 		steps = append(steps, copyTo(v.to, v.dst))
 	}
 	start := 0
@@ -283,8 +285,11 @@ func (v *visit) begin(src mem.Memory, merges bool) error {
 	v.mu.Lock()
 	v.give(steps...)
 	err := v.err
+	if err != nil && v.steps == 1 { // it has taken nothing; else the berth is never vacant
+		v.words[wordPassed].Word(0).Store(v.at)
+	}
 	v.mu.Unlock()
-	if err != nil { // the berth is never vacant
+	if err != nil {
 		v.end()
 	}
 	return err
@@ -388,7 +393,7 @@ func (v *visit) using(closed bool) bool {
 	v.mu.Lock()
 	given := v.given
 	v.mu.Unlock()
-	reads := len(v.in) > 0 && !v.arrived()
+	reads := (len(v.in) > 0 || v.merges) && !v.arrived()
 	writes := (given > 0 || !v.lazy && len(v.out) > 0) && !v.passed()
 	return (reads || writes) && (v.came() || !closed)
 }
@@ -477,7 +482,7 @@ func (x *devices) visit(o *stay) (*visit, error) {
 	if x.closed {
 		return nil, ErrClosed
 	}
-	v := &visit{stream: o.stream, lazy: o.lazy || o.stream == nil}
+	v := &visit{stream: o.stream, lazy: o.lazy || o.stream == nil, merges: o.writes && o.merges}
 	var err error
 	if v.stream == nil {
 		if v.own, err = x.streamLocked(o.device); err != nil {
@@ -499,7 +504,7 @@ func (x *devices) visit(o *stay) (*visit, error) {
 	v.berth.uses += uint64(max(len(v.in), len(v.out))) + 1
 	v.at = v.berth.uses
 	v.berth.busy.Store(true)
-	if err := v.begin(o.src.at(loc), o.merges); err != nil {
+	if err := v.begin(o.src.at(loc)); err != nil {
 		return nil, fail(err)
 	}
 	return v, nil

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"tutti/internal/backoff"
@@ -27,11 +28,11 @@ type parcel struct {
 	due   time.Time // when its time is over, zero: not set
 	late  time.Time // until then it waits for its stream after the message has ended, zero: not set
 
-	gone bool // for lookAfter: it did not wait for its stream any more
+	filled int         // bytes of a message to send that the proxy knows of; of post, then of lookAfter
+	gone   bool        // for lookAfter: it did not wait for its stream any more
+	ended  atomic.Bool // the message is, with err
 
 	// With the proxy's lock.
-	filled  int  // bytes of a message to send that the proxy knows of
-	ended   bool // the message is, with err
 	err     error
 	over    bool // the parcel is
 	watched bool
@@ -98,7 +99,8 @@ func (c *parcel) more(n int) {
 // sent is called when the message has ended, with the caller's error. A received one has to get to
 // the device, and after a failure the stream may use its memory. With the proxy's lock.
 func (c *parcel) sent(err error) {
-	c.ended, c.err = true, err
+	c.err = err
+	c.ended.Store(true)
 	got := c.m.recv && err == nil
 	if got {
 		c.v.release(c.v.to.Len())
@@ -158,7 +160,7 @@ func (g *Group) lookAfter() {
 		}
 		p.Lock()
 		x.parcels = slices.DeleteFunc(x.parcels, func(c *parcel) bool {
-			c.watched = !c.gone || c.ended && !c.over // it may have ended since the look
+			c.watched = !c.gone || c.ended.Load() && !c.over // it may have ended since the look
 			return !c.watched
 		})
 	}
@@ -168,13 +170,17 @@ func (g *Group) lookAfter() {
 // look does what the stream's progress allows. It reports whether that was something, and whether
 // the parcel does not wait for its stream any more. Without the lock.
 func (c *parcel) look() (did, over bool) {
+	if c.ended.Load() {
+		return c.leave()
+	}
 	p := c.g.job.proxy
 	n, lost := c.v.here(), c.v.lost()
+	if n == c.filled && lost == nil {
+		return false, false
+	}
 	p.Lock()
 	switch {
-	case c.ended:
-		p.Unlock()
-		return c.leave()
+	case c.ended.Load():
 	case lost != nil:
 		c.g.msgs.Drop(c.m.s, fmt.Errorf("%s to rank %d: %w", c.m.name(), c.m.peer, lost))
 	case n > c.filled:
@@ -199,6 +205,9 @@ func (c *parcel) leave() (did, over bool) {
 	p := c.g.job.proxy
 	p.Lock()
 	defer p.Unlock()
+	if c.over { // since the message ended
+		return true, true
+	}
 	err := c.err
 	switch {
 	case err != nil || c.v.passed():

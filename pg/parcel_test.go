@@ -699,3 +699,33 @@ func TestManyMessagesOnDevices(t *testing.T) {
 		return g.Barrier(ctx)
 	})
 }
+
+// A message that ends while the group's goroutine is about to look after its stream ends once.
+func TestMessagesOnDevicesEndOnce(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	each(t, 2, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
+		if g.Rank() == 1 {
+			return g.Barrier(ctx)
+		}
+		s, m, release, err := streamWith(d, 50_000)
+		if err != nil {
+			return err
+		}
+		defer release()
+		w := g.Start(SendOp{X: DeviceBuffer(m, Uint8, s), To: 1})
+		done, c := w.Done(), w.at.Load().msg.parcel
+		if err := reach(ctx, s); err != nil {
+			return err
+		}
+		p, times := g.job.proxy, 0
+		w.OnEnd(func(error) { times++ })
+		p.Lock()
+		g.msgs.Drop(c.m.s, context.Canceled)
+		p.Unlock()
+		<-done
+		if _, over := c.look(); !over || times != 1 {
+			return fmt.Errorf("over %v, ended %d times", over, times)
+		}
+		return g.Barrier(ctx)
+	})
+}
