@@ -92,3 +92,24 @@ func TestDeathReleasesStreamsOfMessages(t *testing.T) {
 		})
 	}
 }
+
+// Ranks that read large buffers straight from each other's process read those of devices when all
+// of them has come from there.
+func TestPeersReadWhatHasComeFromTheDevice(t *testing.T) {
+	const n = 2 << 20
+	d := devicetest.NewLate("cuda:0", 7, 20*time.Millisecond)
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		g.SetPiece(64 << 10)
+		o := newOnLate(t, d)
+		for round := range 8 {
+			m := o.alloc(bytes.Repeat([]byte{byte(1 + round + 10*g.Rank())}, n))
+			op := pg.BroadcastOp{X: pg.DeviceBuffer(m, pg.Uint8, o.s), Root: round % 2}
+			if err := g.Start(op).Wait(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if got := o.get(m); bytes.Count(got, []byte{byte(1 + round + 10*(round%2))}) != n {
+				t.Fatalf("round %d: other bytes than the root's", round)
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}, SingleCopy: "on"}))
+}

@@ -470,6 +470,9 @@ func (r *Runner) first(hint bool) (err error) {
 	algo := r.choose(r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= collectives.LoadStoreMin(c.Kind))
 	asks := algo == collectives.LoadStore
 	if asks {
+		if err := r.need(All); err != nil { // peers read it when they know where it is
+			return err
+		}
 		defer r.mapped.close()
 		load, err := r.loads(elem)
 		if err != nil {
