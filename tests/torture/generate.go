@@ -483,6 +483,11 @@ func (m *making) cancel() {
 			}
 		case 2:
 			s = m.message(m.group(), 8<<10)
+			for i := range s.Ranks { // a send from a device may wait for its receiver, which may give up
+				if s.Ranks[i].Src == MemDevice {
+					s.Ranks[i].Src = MemPlain
+				}
+			}
 		default:
 			s = m.collective(m.group(), true, false)
 		}
