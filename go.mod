@@ -3,7 +3,7 @@ module tutti
 go 1.26.0
 
 require (
-	github.com/NVIDIA/go-nvml v0.13.0-1
+	github.com/NVIDIA/go-nvml v0.13.4-1
 	github.com/cockroachdb/datadriven v1.0.3
 	github.com/hashicorp/go-multierror v1.1.1
 	github.com/mmcloughlin/avo v0.5.0

@@ -2,10 +2,13 @@
 
 package nvlink
 
-import "fmt"
+import (
+	"fmt"
+	"io/fs"
+)
 
-// Devices lists the machine's GPUs; this build cannot, and its error wraps ErrUnavailable.
-func Devices() (System, error) {
+// Read fails: this build cannot ask the driver. Its error wraps ErrUnavailable.
+func Read(fs.FS) (System, error) {
 	return System{}, fmt.Errorf("%w: this program was built without cgo (CGO_ENABLED=1 is needed, on Linux)",
 		ErrUnavailable)
 }
