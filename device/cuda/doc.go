@@ -132,6 +132,8 @@ func (e *Error) advice() string {
 type Info struct {
 	Ordinal      int    // the driver's number, which CUDA_VISIBLE_DEVICES rearranges
 	Name         string // "NVIDIA H200"
+	UUID         string // of the GPU, or of its instance (MIG), without a prefix; "" if it is not known
+	PCI          string // address, "0000:3b:00.0"; "" if it is not known
 	Memory       uint64 // bytes
 	Major, Minor int    // compute capability
 	SMs          int    // multiprocessors

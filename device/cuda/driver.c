@@ -55,6 +55,9 @@ typedef uint64_t pointer; // CUdeviceptr
 	X(mem_get_handle, "cuMemGetHandleForAddressRange",                                                \
 	  (void *, pointer, size_t, int, unsigned long long))                                             \
 	X(flush_writes, "cuFlushGPUDirectRDMAWrites", (int, int))                                         \
+	X(device_get_uuid, "cuDeviceGetUuid", (unsigned char *, int))                                     \
+	X(device_get_instance_uuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                         \
+	X(device_get_pci_bus_id, "cuDeviceGetPCIBusId", (char *, int, int))                               \
 	X(func_load, "cuFuncLoad", (void *))                                                              \
 	X(stream_is_capturing, "cuStreamIsCapturing", (void *, int *))                                    \
 	X(stream_wait_value, "cuStreamWaitValue64_v2", (void *, pointer, uint64_t, unsigned))             \
@@ -116,6 +119,18 @@ int tutti_cuda_memory(tutti_cuda *l, int device, uint64_t *bytes)
 	int r = l->device_total_mem(&n, device);
 	*bytes = n;
 	return r;
+}
+
+int tutti_cuda_uuid(tutti_cuda *l, int device, unsigned char *uuid)
+{
+	int (*f)(unsigned char *, int) = l->device_get_instance_uuid ? l->device_get_instance_uuid : l->device_get_uuid;
+	return f ? f(uuid, device) : TUTTI_CUDA_NOT_SUPPORTED;
+}
+
+int tutti_cuda_pci(tutti_cuda *l, int device, char *address)
+{
+	return l->device_get_pci_bus_id ? l->device_get_pci_bus_id(address, TUTTI_CUDA_PCI, device) :
+					  TUTTI_CUDA_NOT_SUPPORTED;
 }
 
 int tutti_cuda_attribute(tutti_cuda *l, int device, int attribute, int *value)

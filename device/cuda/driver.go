@@ -13,6 +13,7 @@ import (
 	"bytes"
 	"fmt"
 	"os"
+	"strings"
 	"sync"
 	"unsafe"
 )
@@ -116,6 +117,15 @@ func (d *Driver) info(ordinal int) (Info, C.int, error) {
 		return i, 0, d.failure(r, "cuDeviceTotalMem", "ask cuda:%d for its memory", ordinal)
 	}
 	i.Memory = uint64(total)
+	var u [C.TUTTI_CUDA_UUID]C.uchar // drivers need not tell this, nor the address
+	if C.tutti_cuda_uuid(d.lib, device, &u[0]) == 0 {
+		b := C.GoBytes(unsafe.Pointer(&u[0]), C.int(len(u)))
+		i.UUID = fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
+	}
+	var pci [C.TUTTI_CUDA_PCI]C.char
+	if C.tutti_cuda_pci(d.lib, device, &pci[0]) == 0 {
+		i.PCI = strings.ToLower(C.GoString(&pci[0]))
+	}
 	var ops, flush, ordering, dmaBuf int
 	for _, a := range []struct {
 		number C.int

@@ -10,13 +10,14 @@
 
 typedef struct tutti_cuda tutti_cuda; // the functions of an open library
 
-enum { TUTTI_CUDA_NAME = 256, TUTTI_CUDA_LOG = 4096 };
+enum { TUTTI_CUDA_NAME = 256, TUTTI_CUDA_UUID = 16, TUTTI_CUDA_PCI = 32, TUTTI_CUDA_LOG = 4096 };
 
 // The names and values of cuda.h.
 enum {
 	TUTTI_CUDA_NOT_INITIALIZED = 3,
 	TUTTI_CUDA_NO_DEVICE = 100,
 	TUTTI_CUDA_NOT_READY = 600,
+	TUTTI_CUDA_NOT_SUPPORTED = 801,
 };
 
 #pragma GCC visibility push(hidden)
@@ -34,6 +35,8 @@ int tutti_cuda_count(tutti_cuda *l, int *n);
 int tutti_cuda_device(tutti_cuda *l, int ordinal, int *device);
 int tutti_cuda_name(tutti_cuda *l, int device, char *name); // TUTTI_CUDA_NAME bytes
 int tutti_cuda_memory(tutti_cuda *l, int device, uint64_t *bytes);
+int tutti_cuda_uuid(tutti_cuda *l, int device, unsigned char *uuid); // TUTTI_CUDA_UUID bytes
+int tutti_cuda_pci(tutti_cuda *l, int device, char *address);	     // TUTTI_CUDA_PCI bytes
 int tutti_cuda_attribute(tutti_cuda *l, int device, int attribute, int *value);
 int tutti_cuda_retain(tutti_cuda *l, int device, void **context);
 int tutti_cuda_release(tutti_cuda *l, int device);

@@ -134,7 +134,8 @@ func TestEveryFailure(t *testing.T) {
 					err := use(d)
 					happened := f.Forget() == 0
 					e, ok := errors.AsType[*Error](err)
-					old := call == "cuDeviceGetAttribute" && (k-1)%7 >= 3 // a driver that does not know these
+					old := call == "cuDeviceGetAttribute" && (k-1)%7 >= 3 || // a driver that does not know these
+						call == "cuDeviceGetUuid_v2" || call == "cuDeviceGetPCIBusId"
 					switch {
 					case !happened && err != nil, happened && !ok && !ignored && !old:
 						t.Fatalf("call %d of %s failed: %v", k, call, err)
@@ -258,9 +259,17 @@ func TestUnavailable(t *testing.T) {
 	if major, minor := d.Version(); len(all) != 3 || err != nil || major != 12 || minor != 9 {
 		t.Fatalf("CUDA %d.%d, %+v, %v", major, minor, all, err)
 	}
-	want := Info{Ordinal: 2, Name: "fake GPU 2", Memory: 1 << 30, Major: 9, SMs: 2, MemoryOps: true, Ordered: true}
+	want := Info{Ordinal: 2, Name: "fake GPU 2", UUID: "fafafafa-fafa-fafa-fafa-fafafafafa02", PCI: "0000:1c:00.0",
+		Memory: 1 << 30, Major: 9, SMs: 2, MemoryOps: true, Ordered: true}
 	if all[2] != want {
 		t.Errorf("%+v, want %+v", all[2], want)
+	}
+	f, d = start(t, fake.Config{})
+	f.Fail("cuDeviceGetUuid_v2", 1, fake.NotSupported)
+	f.Fail("cuDeviceGetPCIBusId", 2, fake.NotSupported)
+	if all, err = d.Devices(); err != nil || all[0].UUID != "" || all[0].PCI == "" || all[1].UUID == "" ||
+		all[1].PCI != "" {
+		t.Errorf("a driver that does not tell where its GPUs are: %+v, %v", all, err)
 	}
 	for _, n := range []int{-1, 3} {
 		_, err := d.Open(n)
