@@ -1,12 +1,12 @@
 // Package nvlink says how the machine's NVIDIA GPUs are connected: by NVLink, through NVSwitches,
 // by PCIe, and to which network cards.
 //
-// [Read] asks the driver's management library (NVML), which is loaded at run time, and the kernel. A
-// program that links this package also starts on a machine without the library, and gets an error.
-// Without cgo, or on another system than Linux, it is always an error. What [Read] returns is data.
-// [System.Path] and [System.NearestNICs] are functions of it, without I/O: the ranks of a machine
-// get the same answers, because NVML lists all GPUs, in the same order for all processes, whatever
-// CUDA_VISIBLE_DEVICES says. [System.Find] leads from a device of CUDA to its GPU.
+// [Read] asks the driver's management library (NVML), which is loaded at run time, and the kernel.
+// A program that links this package also starts on a machine without the library, and gets an
+// error. Without cgo, or on another system than Linux, it is always an error. What [Read] returns
+// is data. [System.Path] and [System.NearestNICs] are functions of it, without I/O: the ranks of a
+// machine get the same answers, because NVML lists all GPUs, in the same order for all processes,
+// whatever CUDA_VISIBLE_DEVICES says. [System.Find] leads from a device of CUDA to its GPU.
 //
 // What a driver or a virtual machine does not tell stays unknown; it is never an error. A path is
 // chosen only if nothing that is known speaks against it.

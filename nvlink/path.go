@@ -65,7 +65,7 @@ func (s System) Path(a, b Spot) Path {
 	x, y := s.GPUs[a.GPU], s.GPUs[b.GPU]
 	there, back := s.pair(a.GPU, b.GPU), s.pair(b.GPU, a.GPU)
 	if p.Level == LevelUnknown {
-		p.Level = cmp.Or(back.Level, level(x.Place, y.Place))
+		p.Level = cmp.Or(back.Level, x.Place.Level(y.Place))
 	}
 	if a.GPU == b.GPU { // instances do not access each other's memory
 		p.Level = LevelBoard
@@ -181,12 +181,12 @@ func (f Fabric) joins(o Fabric) bool {
 }
 
 // NICLevel returns how near a GPU and a card are, both by their indices.
-func (s System) NICLevel(gpu, nic int) Level { return level(s.GPUs[gpu].Place, s.NICs[nic].Place) }
+func (s System) NICLevel(gpu, nic int) Level { return s.GPUs[gpu].Place.Level(s.NICs[nic].Place) }
 
 // NearestNICs returns, for each GPU, the indices of the cards that are nearest to it by PCIe and
 // then by NUMA node. The first one is the GPU's own: GPUs to which the same cards are nearest use
-// different ones, as far as there are enough. Cards without an active port are left out; without any
-// other, a GPU has none. All processes of a machine get the same result.
+// different ones, as far as there are enough. Cards without an active port are left out; without
+// any other, a GPU has none. All processes of a machine get the same result.
 func (s System) NearestNICs() [][]int {
 	nearest := make([][]int, len(s.GPUs))
 	for g := range s.GPUs {

@@ -1,4 +1,4 @@
-package nvlink
+package nvlink_test
 
 import (
 	"fmt"
@@ -7,15 +7,24 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"tutti/nvlink"
+	"tutti/nvlink/nvlinktest"
 )
 
+// at is nvlinktest.At.
+var at = nvlinktest.At
+
+// whole is the whole of a GPU.
+func whole(gpu int) nvlink.Spot { return nvlink.Spot{GPU: gpu} }
+
 // paths returns the rows of all GPUs' paths.
-func paths(s System) []string {
+func paths(s nvlink.System) []string {
 	var rows []string
 	for i := range s.GPUs {
 		var row []string
 		for j := range s.GPUs {
-			row = append(row, s.Path(Spot{GPU: i}, Spot{GPU: j}).String())
+			row = append(row, s.Path(whole(i), whole(j)).String())
 		}
 		rows = append(rows, strings.Join(row, " "))
 	}
@@ -23,7 +32,7 @@ func paths(s System) []string {
 }
 
 // own returns the names of the cards that the GPUs use.
-func own(s System) []string {
+func own(s nvlink.System) []string {
 	var names []string
 	for _, n := range s.NearestNICs() {
 		if len(n) == 0 {
@@ -45,97 +54,104 @@ func TestPaths(t *testing.T) {
 		}
 		return rows
 	}
-	change := func(s System, f func(s *System)) System { f(&s); return s }
+	change := func(s nvlink.System, f func(s *nvlink.System)) nvlink.System { f(&s); return s }
 	eight := strings.Fields("mlx5_0 mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7")
 	for name, c := range map[string]struct {
-		s     System
+		s     nvlink.System
 		paths []string
 		nics  []string
 	}{
-		"DGX A100": {dgxA100.system(), all("NVS12"),
+		"DGX A100": {nvlinktest.DGXA100(), all("NVS12"),
 			strings.Fields("mlx5_0 mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7")},
-		"DGX H100": {dgxH100.system(), all("NVS18"), eight},
-		"the fabric manager does not run": {change(dgxH100.system(), func(s *System) {
+		"DGX H100": {nvlinktest.DGXH100(), all("NVS18"), eight},
+		"the fabric manager does not run": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			for i := range s.GPUs {
-				s.GPUs[i].Fabric = Fabric{State: FabricInProgress}
+				s.GPUs[i].Fabric = nvlink.Fabric{State: nvlink.FabricInProgress}
 			}
-			s.Pairs = pairs(*s, func(_, _ int, p *Pair) { *p = Pair{p.Level, Yes, Yes, No, No, Yes} })
+			s.Pairs = nvlinktest.Pairs(*s, func(int, int) nvlink.Pair {
+				return nvlinktest.Access(nvlink.Yes, nvlink.No, nvlink.Yes)
+			})
 		}), []string{
 			"same NODE NODE NODE SYS SYS SYS SYS", "NODE same NODE NODE SYS SYS SYS SYS",
 			"NODE NODE same NODE SYS SYS SYS SYS", "NODE NODE NODE same SYS SYS SYS SYS",
 			"SYS SYS SYS SYS same NODE NODE NODE", "SYS SYS SYS SYS NODE same NODE NODE",
 			"SYS SYS SYS SYS NODE NODE same NODE", "SYS SYS SYS SYS NODE NODE NODE same"}, eight},
-		"two cliques": {change(dgxH100.system(), func(s *System) {
+		"two cliques": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			for i := range s.GPUs {
 				s.GPUs[i].Fabric.Clique = uint32(i % 2)
 			}
-			s.Pairs = pairs(*s, func(i, j int, p *Pair) {
-				if i%2 == j%2 {
-					*p = Pair{p.Level, Yes, Yes, Yes, Yes, No}
+			s.Pairs = nvlinktest.Pairs(*s, func(i, j int) nvlink.Pair {
+				if i%2 != j%2 {
+					return nvlink.Pair{}
 				}
+				return nvlinktest.Access(nvlink.Yes, nvlink.Yes, nvlink.No)
 			})
 		}), []string{
 			"same host NVS18 host NVS18 host NVS18 host", "host same host NVS18 host NVS18 host NVS18",
 			"NVS18 host same host NVS18 host NVS18 host", "host NVS18 host same host NVS18 host NVS18",
 			"NVS18 host NVS18 host same host NVS18 host", "host NVS18 host NVS18 host same host NVS18",
 			"NVS18 host NVS18 host NVS18 host same host", "host NVS18 host NVS18 host NVS18 host same"}, eight},
-		"one link is down": {change(dgxH100.system(), func(s *System) { s.GPUs[1].Links[7].Up = false }), []string{
-			"same NVS17 NVS18 NVS18 NVS18 NVS18 NVS18 NVS18", "NVS17 same NVS17 NVS17 NVS17 NVS17 NVS17 NVS17",
-			"NVS18 NVS17 same NVS18 NVS18 NVS18 NVS18 NVS18", "NVS18 NVS17 NVS18 same NVS18 NVS18 NVS18 NVS18",
-			"NVS18 NVS17 NVS18 NVS18 same NVS18 NVS18 NVS18", "NVS18 NVS17 NVS18 NVS18 NVS18 same NVS18 NVS18",
-			"NVS18 NVS17 NVS18 NVS18 NVS18 NVS18 same NVS18", "NVS18 NVS17 NVS18 NVS18 NVS18 NVS18 NVS18 same"},
+		"one link is down": {change(nvlinktest.DGXH100(), func(s *nvlink.System) { s.GPUs[1].Links[7].Up = false }),
+			[]string{
+				"same NVS17 NVS18 NVS18 NVS18 NVS18 NVS18 NVS18", "NVS17 same NVS17 NVS17 NVS17 NVS17 NVS17 NVS17",
+				"NVS18 NVS17 same NVS18 NVS18 NVS18 NVS18 NVS18", "NVS18 NVS17 NVS18 same NVS18 NVS18 NVS18 NVS18",
+				"NVS18 NVS17 NVS18 NVS18 same NVS18 NVS18 NVS18", "NVS18 NVS17 NVS18 NVS18 NVS18 same NVS18 NVS18",
+				"NVS18 NVS17 NVS18 NVS18 NVS18 NVS18 same NVS18", "NVS18 NVS17 NVS18 NVS18 NVS18 NVS18 NVS18 same"},
 			eight},
-		"a GPU that failed to register": {change(dgxH100.system(), func(s *System) {
+		"a GPU that failed to register": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			s.GPUs, s.Pairs = s.GPUs[:2], nil
 			s.GPUs[1].Fabric.Problem = "insufficient resources"
 		}), []string{"same host", "host same"}, []string{"mlx5_0", "mlx5_1"}},
-		"a GPU that is lost": {change(dgxH100.system(), func(s *System) {
+		"a GPU that is lost": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			s.GPUs = s.GPUs[:2]
-			s.GPUs[1] = GPU{Problem: "lost", Place: Place{Node: -1}}
+			s.GPUs[1] = nvlink.GPU{Problem: "lost", Place: nvlink.Place{Node: -1}}
 		}), []string{"same host", "host same"}, []string{"mlx5_0", "mlx5_1"}},
-		"V100 cube mesh": {cubeMesh(), []string{
+		"V100 cube mesh": {nvlinktest.CubeMesh(), []string{
 			"same NV1 NV1 NV2 NV2 host host host", "NV1 same NV2 NV1 host NV2 host host",
 			"NV1 NV2 same NV2 host host NV1 host", "NV2 NV1 NV2 same host host host NV1",
 			"NV2 host host host same NV1 NV1 NV2", "host NV2 host host NV1 same NV2 NV1",
 			"host host NV1 host NV1 NV2 same NV2", "host host host NV1 NV2 NV1 NV2 same"}, eight},
-		"a link of a cube mesh is down at one end": {change(cubeMesh(), func(s *System) {
+		"a link of a cube mesh is down at one end": {change(nvlinktest.CubeMesh(), func(s *nvlink.System) {
 			s.GPUs, s.Pairs = s.GPUs[:4], s.Pairs[:4]
-			i := slices.IndexFunc(s.GPUs[3].Links, func(l Link) bool { return l.PCI == s.GPUs[0].PCI })
+			i := slices.IndexFunc(s.GPUs[3].Links, func(l nvlink.Link) bool { return l.PCI == s.GPUs[0].PCI })
 			s.GPUs[3].Links[i].Up = false
 		}), []string{"same NV1 NV1 NV1", "NV1 same NV2 NV1", "NV1 NV2 same NV2", "NV1 NV1 NV2 same"}, eight[:4]},
-		"one end does not tell where its links lead": {change(cubeMesh(), func(s *System) {
+		"one end does not tell where its links lead": {change(nvlinktest.CubeMesh(), func(s *nvlink.System) {
 			s.GPUs, s.Pairs = s.GPUs[:2], s.Pairs[:2]
 			for i := range s.GPUs[1].Links {
-				s.GPUs[1].Links[i].Remote, s.GPUs[1].Links[i].PCI = RemoteUnknown, ""
+				s.GPUs[1].Links[i].Remote, s.GPUs[1].Links[i].PCI = nvlink.RemoteUnknown, ""
 			}
 		}), []string{"same NV1", "NV1 same"}, eight[:2]},
-		"links without remote ends": {change(cubeMesh(), func(s *System) {
+		"links without remote ends": {change(nvlinktest.CubeMesh(), func(s *nvlink.System) {
 			s.GPUs, s.Pairs = s.GPUs[:5], s.Pairs[:5]
 			for g := range s.GPUs {
 				for i := range s.GPUs[g].Links {
-					s.GPUs[g].Links[i].Remote, s.GPUs[g].Links[i].PCI = RemoteUnknown, ""
+					s.GPUs[g].Links[i].Remote, s.GPUs[g].Links[i].PCI = nvlink.RemoteUnknown, ""
 				}
 			}
 		}), []string{"same NV? NV? NV? NV?", "NV? same NV? NV? host", "NV? NV? same NV? host", "NV? NV? NV? same host",
 			"NV? host host host same"}, eight[:5]},
-		"PCIe only": {pciOnly(), []string{"same PHB host host", "PHB same host host", "host host same PHB",
+		"PCIe only": {nvlinktest.PCIeOnly(), []string{"same PHB host host", "PHB same host host", "host host same PHB",
 			"host host PHB same"}, []string{"mlx5_0", "mlx5_0", "mlx5_0", "mlx5_0"}},
-		"PCIe one way": {change(pciOnly(), func(s *System) {
+		"PCIe one way": {change(nvlinktest.PCIeOnly(), func(s *nvlink.System) {
 			s.GPUs = s.GPUs[:2]
-			s.Pairs[1][0].Write = No
+			s.Pairs[1][0].Write = nvlink.No
 		}), []string{"same host", "host same"}, []string{"mlx5_0", "mlx5_0"}},
-		"PCIe without levels": {change(pciOnly(), func(s *System) {
+		"PCIe without levels": {change(nvlinktest.PCIeOnly(), func(s *nvlink.System) {
 			s.GPUs, s.NICs = s.GPUs[:2], nil
 			for i := range s.GPUs {
-				s.GPUs[i].Place = Place{Node: -1}
+				s.GPUs[i].Place = nvlink.Place{Node: -1}
 			}
-			s.Pairs = pairs(*s, func(_, _ int, p *Pair) { *p = Pair{Read: Yes, Write: Yes} })
+			s.Pairs = nvlinktest.Pairs(*s, func(int, int) nvlink.Pair {
+				return nvlink.Pair{Read: nvlink.Yes, Write: nvlink.Yes}
+			})
 		}), []string{"same P2P", "P2P same"}, []string{"-", "-"}},
-		"MIG": {change(dgxH100.system(), func(s *System) {
+		"MIG": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			s.GPUs = s.GPUs[:3]
-			s.GPUs[1].MIG, s.GPUs[1].Instances = Yes, []string{"MIG-1", "MIG-2"}
+			s.GPUs[1].MIG, s.GPUs[1].Instances = nvlink.Yes, []string{"MIG-1", "MIG-2"}
 		}), []string{"same host NVS18", "host same host", "NVS18 host same"}, eight[:3]},
-		"nothing is known": {System{GPUs: []GPU{{}, {}}, NICs: []NIC{{Name: "b"}, {Name: "a"}, {Name: "c", Up: No}}},
+		"nothing is known": {nvlink.System{GPUs: []nvlink.GPU{{}, {}}, NICs: []nvlink.NIC{{Name: "b"}, {Name: "a"},
+			{Name: "c", Up: nvlink.No}}},
 			[]string{"same host", "host same"}, []string{"a", "b"}},
 	} {
 		if got := paths(c.s); !slices.Equal(got, c.paths) {
@@ -149,14 +165,15 @@ func TestPaths(t *testing.T) {
 
 // TestInstances: the instances of one GPU are apart, an instance and itself are not.
 func TestInstances(t *testing.T) {
-	s := dgxH100.system()
-	s.GPUs[1].MIG, s.GPUs[1].Instances = Yes, []string{"MIG-1", "MIG-2"}
+	s := nvlinktest.DGXH100()
+	s.GPUs[1].MIG, s.GPUs[1].Instances = nvlink.Yes, []string{"MIG-1", "MIG-2"}
+	first, second := nvlink.Spot{GPU: 1, MIG: "MIG-1"}, nvlink.Spot{GPU: 1, MIG: "MIG-2"}
 	for _, c := range []struct {
-		a, b Spot
-		want Class
+		a, b nvlink.Spot
+		want nvlink.Class
 	}{
-		{Spot{1, "MIG-1"}, Spot{1, "MIG-1"}, ClassSame}, {Spot{1, "MIG-1"}, Spot{1, "MIG-2"}, ClassHost},
-		{Spot{1, "MIG-1"}, Spot{2, ""}, ClassHost}, {Spot{0, ""}, Spot{2, ""}, ClassNVSwitch},
+		{whole(0), whole(2), nvlink.ClassNVSwitch}, {first, first, nvlink.ClassSame}, {first, second, nvlink.ClassHost},
+		{first, whole(2), nvlink.ClassHost}, {whole(2), second, nvlink.ClassHost},
 	} {
 		if got := s.Path(c.a, c.b); got.Class != c.want {
 			t.Errorf("%v to %v: %v, want %v", c.a, c.b, got, c.want)
@@ -166,34 +183,34 @@ func TestInstances(t *testing.T) {
 
 // TestAcross: NVSwitches of two machines are a way if they form one clique of one cluster.
 func TestAcross(t *testing.T) {
-	gpu := func(change func(*GPU)) GPU {
-		g := dgxH100.system().GPUs[0]
-		g.Fabric = Fabric{State: FabricCompleted, Cluster: "c", Clique: 7}
+	gpu := func(change func(*nvlink.GPU)) nvlink.GPU {
+		g := nvlinktest.DGXH100().GPUs[0]
+		g.Fabric = nvlink.Fabric{State: nvlink.FabricCompleted, Cluster: "c", Clique: 7}
 		change(&g)
 		return g
 	}
-	a := gpu(func(*GPU) {})
+	a := gpu(func(*nvlink.GPU) {})
 	for name, c := range map[string]struct {
-		change func(*GPU)
+		change func(*nvlink.GPU)
 		want   string
 	}{
-		"one clique":       {func(*GPU) {}, "MNNVL18"},
-		"a link is down":   {func(g *GPU) { g.Links[0].Up = false }, "MNNVL17"},
-		"another clique":   {func(g *GPU) { g.Fabric.Clique = 8 }, "host"},
-		"another cluster":  {func(g *GPU) { g.Fabric.Cluster = "d" }, "host"},
-		"no cluster":       {func(g *GPU) { g.Fabric.Cluster = "" }, "host"},
-		"in progress":      {func(g *GPU) { g.Fabric.State = FabricInProgress }, "host"},
-		"failed":           {func(g *GPU) { g.Fabric.Problem = "x" }, "host"},
-		"MIG":              {func(g *GPU) { g.MIG = Yes }, "host"},
-		"no link is known": {func(g *GPU) { g.Links = nil }, "host"},
+		"one clique":       {func(*nvlink.GPU) {}, "MNNVL18"},
+		"a link is down":   {func(g *nvlink.GPU) { g.Links[0].Up = false }, "MNNVL17"},
+		"another clique":   {func(g *nvlink.GPU) { g.Fabric.Clique = 8 }, "host"},
+		"another cluster":  {func(g *nvlink.GPU) { g.Fabric.Cluster = "d" }, "host"},
+		"no cluster":       {func(g *nvlink.GPU) { g.Fabric.Cluster = "" }, "host"},
+		"in progress":      {func(g *nvlink.GPU) { g.Fabric.State = nvlink.FabricInProgress }, "host"},
+		"failed":           {func(g *nvlink.GPU) { g.Fabric.Problem = "x" }, "host"},
+		"MIG":              {func(g *nvlink.GPU) { g.MIG = nvlink.Yes }, "host"},
+		"no link is known": {func(g *nvlink.GPU) { g.Links = nil }, "host"},
 	} {
 		b := gpu(c.change)
-		if got, back := Across(a, b).String(), Across(b, a).String(); got != c.want || back != c.want {
+		if got, back := nvlink.Across(a, b).String(), nvlink.Across(b, a).String(); got != c.want || back != c.want {
 			t.Errorf("%s: %s, and back %s; want %s", name, got, back, c.want)
 		}
 	}
-	none := gpu(func(g *GPU) { g.Fabric = Fabric{State: FabricCompleted} })
-	if got := Across(none, none); got.Class != ClassHost {
+	none := gpu(func(g *nvlink.GPU) { g.Fabric = nvlink.Fabric{State: nvlink.FabricCompleted} })
+	if got := nvlink.Across(none, none); got.Class != nvlink.ClassHost {
 		t.Errorf("two machines with a fabric each: %v", got)
 	}
 }
@@ -201,23 +218,26 @@ func TestAcross(t *testing.T) {
 func TestLevels(t *testing.T) {
 	gpu := at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0", "0000:13:00.0")
 	for name, c := range map[string]struct {
-		b    Place
-		want Level
+		b    nvlink.Place
+		want nvlink.Level
 	}{
-		"itself":                       {gpu, LevelBoard},
-		"another function":             {at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0", "0000:13:00.1"), LevelSwitch},
-		"the same switch":              {at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:01.0", "0000:14:00.0"), LevelSwitch},
-		"a switch behind it":           {at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:01.0", "0000:14:00.0", "0000:15:00.0", "0000:16:00.0"), LevelSwitches},
-		"another port of the root":     {at(0, "pci0000:10", "0000:10:02.0", "0000:14:00.0"), LevelBridge},
-		"another host bridge":          {at(0, "pci0000:20", "0000:20:01.0", "0000:21:00.0"), LevelNode},
-		"another processor":            {at(1, "pci0000:20", "0000:20:01.0", "0000:21:00.0"), LevelSystem},
-		"another bridge, no node":      {at(-1, "pci0000:20", "0000:20:01.0", "0000:21:00.0"), LevelUnknown},
-		"only the node is known":       {Place{Node: 0}, LevelNode},
-		"only another node is known":   {Place{Node: 1}, LevelSystem},
-		"nothing is known":             {Place{Node: -1}, LevelUnknown},
-		"the same bridges, other node": {at(1, "pci0000:10", "0000:10:02.0", "0000:14:00.0"), LevelBridge},
+		"itself": {gpu, nvlink.LevelBoard},
+		"another function": {at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0",
+			"0000:13:00.1"), nvlink.LevelSwitch},
+		"the same switch": {at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:01.0",
+			"0000:14:00.0"), nvlink.LevelSwitch},
+		"a switch behind it": {at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:01.0",
+			"0000:14:00.0", "0000:15:00.0", "0000:16:00.0"), nvlink.LevelSwitches},
+		"another port of the root":     {at(0, "pci0000:10", "0000:10:02.0", "0000:14:00.0"), nvlink.LevelBridge},
+		"another host bridge":          {at(0, "pci0000:20", "0000:20:01.0", "0000:21:00.0"), nvlink.LevelNode},
+		"another processor":            {at(1, "pci0000:20", "0000:20:01.0", "0000:21:00.0"), nvlink.LevelSystem},
+		"another bridge, no node":      {at(-1, "pci0000:20", "0000:20:01.0", "0000:21:00.0"), nvlink.LevelUnknown},
+		"only the node is known":       {nvlink.Place{Node: 0}, nvlink.LevelNode},
+		"only another node is known":   {nvlink.Place{Node: 1}, nvlink.LevelSystem},
+		"nothing is known":             {nvlink.Place{Node: -1}, nvlink.LevelUnknown},
+		"the same bridges, other node": {at(1, "pci0000:10", "0000:10:02.0", "0000:14:00.0"), nvlink.LevelBridge},
 	} {
-		if got, back := level(gpu, c.b), level(c.b, gpu); got != c.want || back != c.want {
+		if got, back := gpu.Level(c.b), c.b.Level(gpu); got != c.want || back != c.want {
 			t.Errorf("%s: %v, and back %v; want %v", name, got, back, c.want)
 		}
 	}
@@ -226,83 +246,91 @@ func TestLevels(t *testing.T) {
 // TestNICs: PCIe comes before the NUMA node, ties are shared evenly, and a card that is down is for
 // nobody.
 func TestNICs(t *testing.T) {
-	change := func(s System, f func(s *System)) System { f(&s); return s }
+	change := func(s nvlink.System, f func(s *nvlink.System)) nvlink.System { f(&s); return s }
 	for name, c := range map[string]struct {
-		s    System
+		s    nvlink.System
 		want string
 	}{
-		"two cards, one at each processor": {change(dgxH100.system(), func(s *System) { s.NICs = s.NICs[8:] }),
+		"two cards, one at each processor": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
+			s.NICs = s.NICs[8:]
+		}),
 			"mlx5_8 mlx5_8 mlx5_8 mlx5_8 mlx5_9 mlx5_9 mlx5_9 mlx5_9"},
-		"one of them is down": {change(dgxH100.system(), func(s *System) { s.NICs = s.NICs[8:]; s.NICs[0].Up = No }),
+		"one of them is down": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
+			s.NICs = s.NICs[8:]
+			s.NICs[0].Up = nvlink.No
+		}),
 			"mlx5_9 mlx5_9 mlx5_9 mlx5_9 mlx5_9 mlx5_9 mlx5_9 mlx5_9"},
-		"all are down": {change(dgxH100.system(), func(s *System) {
+		"all are down": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			for i := range s.NICs {
-				s.NICs[i].Up = No
+				s.NICs[i].Up = nvlink.No
 			}
 		}), "- - - - - - - -"},
-		"two at one processor": {change(dgxH100.system(), func(s *System) {
+		"two at one processor": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			s.NICs = s.NICs[8:]
 			s.NICs[1].Node = 0
 		}), "mlx5_8 mlx5_9 mlx5_8 mlx5_9 mlx5_8 mlx5_9 mlx5_8 mlx5_9"},
-		"the order of CUDA, or of a listing, does not matter": {change(dgxH100.system(), func(s *System) {
+		"the order of CUDA, or of a listing, does not matter": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
 			s.NICs = s.NICs[8:]
 			s.NICs[1].Node = 0
 			slices.Reverse(s.GPUs)
 		}), "mlx5_9 mlx5_8 mlx5_9 mlx5_8 mlx5_9 mlx5_8 mlx5_9 mlx5_8"},
-		"a card that one GPU alone is near to is left to it": {System{
-			GPUs: []GPU{{Place: at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0")},
+		"a card that one GPU alone is near to is left to it": {nvlink.System{
+			GPUs: []nvlink.GPU{{Place: at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0")},
 				{Place: at(0, "pci0000:10", "0000:10:01.0", "0000:12:00.0", "0000:13:00.0", "0000:14:00.0")}},
-			NICs: []NIC{{Name: "a", Place: at(0, "pci0000:10", "0000:10:01.0", "0000:12:00.0", "0000:13:01.0",
+			NICs: []nvlink.NIC{{Name: "a", Place: at(0, "pci0000:10", "0000:10:01.0", "0000:12:00.0", "0000:13:01.0",
 				"0000:15:00.0")},
 				{Name: "b", Place: at(0, "pci0000:10", "0000:10:01.0", "0000:12:00.0", "0000:13:02.0", "0000:16:00.0",
 					"0000:17:00.0", "0000:18:00.0")}}}, "b a"},
-		"Soft-RoCE": {change(dgxH100.system(), func(s *System) { s.NICs = []NIC{{Name: "rxe0", Place: Place{Node: -1}}} }),
+		"Soft-RoCE": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
+			s.NICs = []nvlink.NIC{{Name: "rxe0",
+				Place: nvlink.Place{Node: -1}}}
+		}),
 			"rxe0 rxe0 rxe0 rxe0 rxe0 rxe0 rxe0 rxe0"},
-		"none": {change(dgxH100.system(), func(s *System) { s.NICs = nil }), "- - - - - - - -"},
+		"none": {change(nvlinktest.DGXH100(), func(s *nvlink.System) { s.NICs = nil }), "- - - - - - - -"},
 	} {
 		if got := strings.Join(own(c.s), " "); got != c.want {
 			t.Errorf("%s: %s, want %s", name, got, c.want)
 		}
 	}
-	s := dgxA100.system()
+	s := nvlinktest.DGXA100()
 	for g, nics := range s.NearestNICs() {
-		if want := []int{g, g ^ 1}; !slices.Equal(nics, want) || s.NICLevel(g, g) != LevelSwitches {
+		if want := []int{g, g ^ 1}; !slices.Equal(nics, want) || s.NICLevel(g, g) != nvlink.LevelSwitches {
 			t.Errorf("GPU %d: %v at %v, want %v", g, nics, s.NICLevel(g, g), want)
 		}
 	}
 }
 
 func TestFind(t *testing.T) {
-	s := dgxH100.system()
-	s.GPUs[3].MIG, s.GPUs[3].Instances = Yes, []string{"MIG-aa", "MIG-Bb"}
+	s := nvlinktest.DGXH100()
+	s.GPUs[3].MIG, s.GPUs[3].Instances = nvlink.Yes, []string{"MIG-aa", "MIG-Bb"}
 	for _, c := range []struct {
 		uuid, pci string
-		want      Spot
+		want      nvlink.Spot
 		found     bool
 	}{
-		{s.GPUs[2].UUID, "", Spot{GPU: 2}, true},
-		{strings.TrimPrefix(s.GPUs[2].UUID, "GPU-"), "", Spot{GPU: 2}, true},
-		{"bb", s.GPUs[3].PCI, Spot{3, "MIG-Bb"}, true},
-		{"MIG-AA", "", Spot{3, "MIG-aa"}, true},
-		{"unknown", strings.ToUpper("0000" + s.GPUs[5].PCI), Spot{GPU: 5}, true},
-		{"", s.GPUs[5].PCI, Spot{GPU: 5}, true},
-		{"unknown", "0000:ff:1f.7", Spot{}, false},
-		{"", "", Spot{}, false}, {"GPU-", "x", Spot{}, false},
+		{s.GPUs[2].UUID, "", whole(2), true},
+		{strings.TrimPrefix(s.GPUs[2].UUID, "GPU-"), "", whole(2), true},
+		{"bb", s.GPUs[3].PCI, nvlink.Spot{GPU: 3, MIG: "MIG-Bb"}, true},
+		{"MIG-AA", "", nvlink.Spot{GPU: 3, MIG: "MIG-aa"}, true},
+		{"unknown", strings.ToUpper("0000" + s.GPUs[5].PCI), whole(5), true},
+		{"", s.GPUs[5].PCI, whole(5), true},
+		{"unknown", "0000:ff:1f.7", nvlink.Spot{}, false},
+		{"", "", nvlink.Spot{}, false}, {"GPU-", "x", nvlink.Spot{}, false},
 	} {
 		if got, found := s.Find(c.uuid, c.pci); got != c.want || found != c.found {
 			t.Errorf("%q at %q: %v, %v; want %v, %v", c.uuid, c.pci, got, found, c.want, c.found)
 		}
 	}
-	if _, found := (System{GPUs: []GPU{{}}}).Find("", ""); found {
+	if _, found := (nvlink.System{GPUs: []nvlink.GPU{{}}}).Find("", ""); found {
 		t.Error("nothing was found to be a GPU of which nothing is known")
 	}
 }
 
-// TestHiddenGPUs: a process that CUDA_VISIBLE_DEVICES shows two GPUs, in the other order, finds them
-// and their paths.
+// TestHiddenGPUs: a process that CUDA_VISIBLE_DEVICES shows two GPUs, in the other order, finds
+// them and their paths.
 func TestHiddenGPUs(t *testing.T) {
-	s := cubeMesh()
-	var visible []Spot
+	s := nvlinktest.CubeMesh()
+	var visible []nvlink.Spot
 	for _, ordinal := range []int{4, 0} { // CUDA_VISIBLE_DEVICES=4,0
 		spot, ok := s.Find(strings.TrimPrefix(s.GPUs[ordinal].UUID, "GPU-"), "")
 		if !ok {
@@ -320,7 +348,7 @@ func TestAddresses(t *testing.T) {
 	for text, want := range map[string]string{"0000:3b:00.0": "0000:3b:00.0", "00000000:3B:00.0": "0000:3b:00.0",
 		"10000:01:1f.7": "10000:01:1f.7", " 0:3b:0.0\n": "0000:3b:00.0", "": "", "3b:00.0": "", "0000:3b:00": "",
 		"0000:100:00.0": "", "0000:3b:20.0": "", "0000:3b:00.8": "", "x:3b:00.0": ""} {
-		if got := address(text); got != want {
+		if got := nvlink.Address(text); got != want {
 			t.Errorf("%q: %q, want %q", text, got, want)
 		}
 	}
@@ -329,19 +357,19 @@ func TestAddresses(t *testing.T) {
 		"../../../devices/LNXSYSTM:00/VMBUS:01/0/pci0001:00/0001:00:00.0":      "pci0001:00 0001:00:00.0",
 		"../../devices/virtual/infiniband/rxe0":                                "",
 	} {
-		if got := strings.Join(bridges(target), " "); got != want {
+		if got := strings.Join(nvlink.Bridges(target), " "); got != want {
 			t.Errorf("%s: %q, want %q", target, got, want)
 		}
 	}
 }
 
 // anySystem draws a machine of which anything may be unknown or inconsistent.
-func anySystem(t *rapid.T) System {
+func anySystem(t *rapid.T) nvlink.System {
 	draw := func(name string, n int) int { return rapid.IntRange(0, n).Draw(t, name) }
-	answer := func() Answer { return Answer(draw("answer", 2)) }
+	answer := func() nvlink.Answer { return nvlink.Answer(draw("answer", 2)) }
 	used := 0
-	place := func() Place {
-		p := Place{Node: draw("node", 2) - 1}
+	place := func() nvlink.Place {
+		p := nvlink.Place{Node: draw("node", 2) - 1}
 		used++
 		if draw("known", 3) == 0 {
 			return p
@@ -354,25 +382,30 @@ func anySystem(t *rapid.T) System {
 		p.Bridges = append(p.Bridges, p.PCI)
 		return p
 	}
-	s := System{}
+	s := nvlink.System{}
 	for range draw("GPUs", 6) {
-		s.GPUs = append(s.GPUs, GPU{Place: place(), MIG: answer(),
-			Fabric: Fabric{State: FabricState(draw("state", 4)), Clique: uint32(draw("clique", 1))}})
+		s.GPUs = append(s.GPUs, nvlink.GPU{Place: place(), MIG: answer(),
+			Fabric: nvlink.Fabric{State: nvlink.FabricState(draw("state", 4)), Clique: uint32(draw("clique", 1))}})
 	}
 	for i := range s.GPUs {
 		for l := range draw("links", 4) {
-			k := Link{Number: l, Up: draw("up", 3) > 0, Remote: Remote(draw("remote", 3))}
-			if k.Remote == RemoteGPU {
+			k := nvlink.Link{Number: l, Up: draw("up", 3) > 0, Remote: nvlink.Remote(draw("remote", 3))}
+			if k.Remote == nvlink.RemoteGPU {
 				k.PCI = s.GPUs[draw("peer", len(s.GPUs)-1)].PCI
 			}
 			s.GPUs[i].Links = append(s.GPUs[i].Links, k)
 		}
 	}
-	s.Pairs = pairs(s, func(_, _ int, p *Pair) {
-		*p = Pair{Level(draw("level", 6)), answer(), answer(), answer(), answer(), answer()}
+	s.Pairs = nvlinktest.Pairs(s, func(int, int) nvlink.Pair {
+		return nvlink.Pair{Read: answer(), Write: answer(), Atomics: answer(), NVLink: answer(), PCIe: answer()}
 	})
+	for i := range s.Pairs {
+		for j := range s.Pairs[i] {
+			s.Pairs[i][j].Level = nvlink.Level(draw("level", 6))
+		}
+	}
 	for i := range draw("NICs", 4) {
-		s.NICs = append(s.NICs, NIC{Name: fmt.Sprintf("mlx5_%d", i), Place: place(), Up: answer()})
+		s.NICs = append(s.NICs, nvlink.NIC{Name: fmt.Sprintf("mlx5_%d", i), Place: place(), Up: answer()})
 	}
 	return s
 }
@@ -385,23 +418,23 @@ func TestProperties(t *testing.T) {
 		s := anySystem(t)
 		for i := range s.GPUs {
 			for j := range s.GPUs {
-				a, b := Spot{GPU: i}, Spot{GPU: j}
+				a, b := whole(i), whole(j)
 				p, back := s.Path(a, b), s.Path(b, a)
 				if p.Class != back.Class || p.Links != back.Links {
 					t.Fatalf("%d to %d: %v, and back %v", i, j, p, back)
 				}
-				if (p.Class == ClassSame) != (i == j) || p.Class == ClassMNNVL || p.String() == "" {
+				if (p.Class == nvlink.ClassSame) != (i == j) || p.Class == nvlink.ClassMNNVL || p.String() == "" {
 					t.Fatalf("%d to %d: %v", i, j, p)
 				}
-				if q := s.pair(i, j); p.Class != ClassHost && (q.Read == No || q.Write == No) {
+				if q := s.Pairs[i][j]; p.Class != nvlink.ClassHost && (q.Read == nvlink.No || q.Write == nvlink.No) {
 					t.Fatalf("%d to %d: %v with %+v", i, j, p, q)
 				}
-				if x := Across(s.GPUs[i], s.GPUs[j]); x != Across(s.GPUs[j], s.GPUs[i]) {
+				if x := nvlink.Across(s.GPUs[i], s.GPUs[j]); x != nvlink.Across(s.GPUs[j], s.GPUs[i]) {
 					t.Fatalf("%d across %d: %v", i, j, x)
 				}
 			}
 		}
-		some := slices.ContainsFunc(s.NICs, func(n NIC) bool { return n.Up != No })
+		some := slices.ContainsFunc(s.NICs, func(n nvlink.NIC) bool { return n.Up != nvlink.No })
 		users := make([]int, len(s.NICs))
 		nearest := s.NearestNICs()
 		for g, near := range nearest {
@@ -409,7 +442,7 @@ func TestProperties(t *testing.T) {
 				t.Fatalf("GPU %d: %v", g, near)
 			}
 			for n, c := range s.NICs {
-				if c.Up != No && s.NICLevel(g, n).distance() < s.NICLevel(g, near[0]).distance() {
+				if c.Up != nvlink.No && nvlink.Distance(s.NICLevel(g, n)) < nvlink.Distance(s.NICLevel(g, near[0])) {
 					t.Fatalf("GPU %d uses %d, %d is nearer", g, near[0], n)
 				}
 			}

@@ -41,8 +41,8 @@ func (l Level) distance() int {
 	return 2 * int(l)
 }
 
-// level returns how near two devices are by their bridges and NUMA nodes.
-func level(a, b Place) Level {
+// Level returns how near two devices are by their bridges and NUMA nodes.
+func (a Place) Level(b Place) Level {
 	common := 0
 	for common < min(len(a.Bridges), len(b.Bridges)) && a.Bridges[common] == b.Bridges[common] {
 		common++
