@@ -150,7 +150,7 @@ func (l *library) describe(d *server.Device, i int, m nvlink.System) {
 				nvlink.LevelSwitches: nvml.TOPOLOGY_MULTIPLE, nvlink.LevelBridge: nvml.TOPOLOGY_HOSTBRIDGE,
 				nvlink.LevelNode:   nvml.TOPOLOGY_NODE,
 				nvlink.LevelSystem: nvml.TOPOLOGY_SYSTEM}[pair(other).Level],
-					l.ask("nvmlDeviceGetTopologyCommonAncestor",
+			l.ask("nvmlDeviceGetTopologyCommonAncestor",
 				nvml.SUCCESS)
 	}
 	d.GetP2PStatusFunc = func(other nvml.Device, kind nvml.GpuP2PCapsIndex) (nvml.GpuP2PStatus, nvml.Return) {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -16,14 +17,21 @@ import (
 
 func newDoctor() *cobra.Command {
 	var asJSON bool
+	var plot string
 	c := &cobra.Command{
-		Use:   "doctor [--json]",
+		Use:   "doctor [--json] [--plot FILE]",
 		Short: "Check what this machine can do for a job",
 		Long: `Examine this machine and the environment. Shared memory, loopback and the store are tried.
 
-The exit code is 0 unless something that every job needs is broken.`,
+If there are NVIDIA GPUs, tables show the paths between them and how near they are to the RDMA
+devices. With --plot they are drawn instead: GPUs, NVLinks, NVSwitches and cards, as SVG.
+
+The exit code is 0 unless something that every job needs is broken, or there is nothing to draw.`,
 		Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if plot != "" {
+				return drawTopology(doctor.Local(), plot)
+			}
 			report := findingPrinter(os.Stdout, launch.Colour(os.Stdout), term.Width(os.Stdout))
 			if asJSON {
 				enc := json.NewEncoder(os.Stdout)
@@ -37,7 +45,26 @@ The exit code is 0 unless something that every job needs is broken.`,
 		},
 	}
 	c.Flags().BoolVar(&asJSON, "json", false, "one JSON object for each check")
+	c.Flags().StringVar(&plot, "plot", "",
+		"`FILE` for a picture (SVG) of how GPUs and cards are connected; -: standard output")
+	c.MarkFlagsMutuallyExclusive("json", "plot")
 	return c
+}
+
+// drawTopology writes a picture of a machine's GPUs and cards to a file, "-" for standard output.
+func drawTopology(h *doctor.Host, path string) error {
+	v, err := h.View()
+	if err != nil {
+		return fmt.Errorf("nothing to draw: %w", err)
+	}
+	if len(v.GPUs) == 0 {
+		return errors.New("nothing to draw: this machine has no NVIDIA GPU")
+	}
+	if path == "-" {
+		_, err := os.Stdout.Write(v.SVG())
+		return err
+	}
+	return os.WriteFile(path, v.SVG(), 0o644)
 }
 
 // findingPrinter prints findings for a person, in lines of at most width columns (0: any).
@@ -64,6 +91,12 @@ func findingPrinter(w io.Writer, colour bool, width int) func(doctor.Finding) {
 		if f.Advice != "" {
 			fmt.Fprintf(w, "%s%s %s\n", strings.Repeat(" ", indent), paint(36, "→"),
 				term.Wrap(f.Advice, indent+2, width))
+		}
+		for i, line := range f.Table {
+			if i == 0 {
+				fmt.Fprintln(w)
+			}
+			fmt.Fprintln(w, strings.TrimRight("    "+line, " "))
 		}
 	}
 }

@@ -4,11 +4,13 @@ package doctor
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/nvlink/nvlinktest"
 )
 
 func TestCUDA(t *testing.T) {
@@ -39,5 +41,27 @@ func TestCUDA(t *testing.T) {
 	o := cudaDriver(nil, fmt.Errorf("%w: libcuda.so.1 is not there", cuda.ErrUnavailable))
 	if o.state != Missing || !strings.Contains(o.detail, "libcuda.so.1") {
 		t.Errorf("no driver: %+v", o)
+	}
+}
+
+// TestCUDANumbers: CUDA's devices are found among NVML's by their UUIDs or addresses, in whichever
+// order.
+func TestCUDANumbers(t *testing.T) {
+	f := fake.New(t, fake.Config{})
+	d, err := cuda.LoadLibrary(f.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := d.Devices()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := nvlinktest.CubeMesh()
+	s.GPUs[6].UUID, s.GPUs[1].PCI = "GPU-"+all[0].UUID, all[1].PCI
+	h := withGPUs(t, s, nil)
+	h.CUDA = func() (*cuda.Driver, error) { return d, nil }
+	v, err := h.View()
+	if err != nil || !slices.Equal(v.CUDA[6], []int{0}) || !slices.Equal(v.CUDA[1], []int{1}) || v.CUDA[0] != nil {
+		t.Errorf("%v, %v", v.CUDA, err)
 	}
 }

@@ -10,7 +10,9 @@ import (
 	"strings"
 	"time"
 
+	"tutti/cmd/tutti/internal/topology"
 	"tutti/device/cuda"
+	"tutti/nvlink"
 	"tutti/p2p/registry"
 )
 
@@ -32,6 +34,9 @@ type Finding struct {
 	State  State  `json:"state"`
 	Detail string `json:"detail"`
 	Advice string `json:"advice,omitempty"` // what to do; may be empty
+	// Topology is how GPUs and network cards are connected, for the check of that; else nil.
+	Topology *topology.Report `json:"topology,omitempty"`
+	Table    []string         `json:"-"` // the same as lines of text
 }
 
 // Host is the machine to examine.
@@ -40,6 +45,9 @@ type Host struct {
 	Getenv  func(string) string // of the environment
 	Environ func() []string
 	Probe   time.Duration // bounds each check that communicates; 0: 5 s
+	// GPUs lists them; nil: as nvlink.Read does. CUDA opens its driver; nil: as cuda.Load does.
+	GPUs func() (nvlink.System, error)
+	CUDA func() (*cuda.Driver, error)
 }
 
 // Local returns the machine of this process.
@@ -76,12 +84,19 @@ type check struct {
 type outcome struct {
 	state          State
 	detail, advice string
+	view           *topology.View
 }
 
-func found(detail string) outcome           { return outcome{Found, detail, ""} }
-func missing(detail, advice string) outcome { return outcome{Missing, detail, advice} }
-func warn(detail, advice string) outcome    { return outcome{Warning, detail, advice} }
-func broken(detail, advice string) outcome  { return outcome{Broken, detail, advice} }
+func found(detail string) outcome { return outcome{state: Found, detail: detail} }
+func missing(detail, advice string) outcome {
+	return outcome{state: Missing, detail: detail, advice: advice}
+}
+func warn(detail, advice string) outcome {
+	return outcome{state: Warning, detail: detail, advice: advice}
+}
+func broken(detail, advice string) outcome {
+	return outcome{state: Broken, detail: detail, advice: advice}
+}
 
 var checks = []check{
 	{"machine", "system", system},
@@ -103,7 +118,8 @@ var checks = []check{
 	{"store", "embedded", embedded},
 	{"store", "TUTTI_STORE", configured},
 	{"devices", "NVIDIA GPUs", gpus},
-	{"devices", "CUDA", func(context.Context, *Host) outcome { return cudaDriver(cuda.Load()) }},
+	{"devices", "CUDA", func(_ context.Context, h *Host) outcome { return cudaDriver(h.cuda()) }},
+	{"devices", "topology", connections},
 	{"devices", "verbs", verbsLibrary},
 	{"devices", "GPUs' memory", gpuMemory},
 	{"job", "environment", environment},
@@ -127,7 +143,12 @@ func (h *Host) Run(ctx context.Context, report func(Finding)) bool {
 		o := c.run(cctx, h)
 		cancel()
 		fit = fit && o.state != Broken
-		report(Finding{c.group, c.name, o.state, o.detail, o.advice})
+		f := Finding{Group: c.group, Check: c.name, State: o.state, Detail: o.detail, Advice: o.advice}
+		if o.view != nil {
+			r := o.view.Report()
+			f.Topology, f.Table = &r, o.view.Text()
+		}
+		report(f)
 	}
 	return fit
 }

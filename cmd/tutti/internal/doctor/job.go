@@ -82,21 +82,24 @@ func configured(ctx context.Context, h *Host) outcome {
 		time.Since(began).Round(time.Millisecond)))
 }
 
-func gpus(context.Context, *Host) outcome {
-	s, err := nvlink.Devices()
+func gpus(_ context.Context, h *Host) outcome {
+	s, err := h.gpus()
 	switch {
 	case errors.Is(err, nvlink.ErrUnavailable):
 		return missing(err.Error(), "")
 	case err != nil:
 		return warn(err.Error(), "look at nvidia-smi and dmesg")
-	case len(s.Devices) == 0:
+	case len(s.GPUs) == 0:
 		return missing(fmt.Sprintf("driver %s, no GPU", s.Driver), "")
 	}
 	var parts []string
-	for _, d := range s.Devices {
-		p := fmt.Sprintf("%d: %s %s", d.Index, d.Name, bytes(d.Memory))
-		if d.Links > 0 {
-			p += ", " + count(d.Links, "NVLink")
+	for i, g := range s.GPUs {
+		p := fmt.Sprintf("%d: %s %s", i, g.Name, bytes(g.Memory))
+		if g.Problem != "" {
+			p = fmt.Sprintf("%d: not known", i)
+		}
+		if n := g.LinksUp(); n > 0 {
+			p += ", " + count(n, "NVLink")
 		}
 		parts = append(parts, p)
 	}

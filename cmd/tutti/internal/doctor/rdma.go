@@ -166,7 +166,7 @@ func rdmaDevice(name string) func(context.Context, *Host) outcome {
 		case usable == 0:
 			return warn(detail, cmpOr(strings.Join(advice, "; "), "look at the driver's messages: dmesg"))
 		case len(advice) > 0:
-			return outcome{Warning, detail, strings.Join(advice, "; ")}
+			return warn(detail, strings.Join(advice, "; "))
 		}
 		return found(detail)
 	}
