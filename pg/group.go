@@ -657,7 +657,9 @@ func (g *Group) slotOf(rank int) int {
 
 // Close leaves the group: operations under way fail with ErrClosed, and peers are told. When the
 // last group of the job is closed on this rank, its links, listeners and lease are closed too. Data
-// that this rank has sent is still delivered. Close returns in bounded time. Idempotent. Closing a
+// that this rank has sent is still delivered to ranks that are in the operation. One that begins it
+// later gets a *RankError: a program whose last operation does not synchronize all ranks, as
+// Broadcast, calls Barrier before Close. Close returns in bounded time. Idempotent. Closing a
 // group does not close its subgroups. While this rank is in the job, the others cannot continue
 // without it in a group that it has closed: their calls fail with a *RankError.
 func (g *Group) Close() error {

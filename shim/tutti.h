@@ -268,9 +268,11 @@ TUTTI_API int tutti_member_close(tutti_member member);
  * subgroup is closed separately. */
 TUTTI_API int tutti_split(tutti_group group, int32_t color, int32_t key, int64_t timeout_ns, tutti_group *sub);
 
-/* Leaves the group. Operations under way end with TUTTI_ECLOSED. The handle becomes invalid;
- * works of the group stay valid until they are released. It returns in bounded time. Closing 0
- * does nothing. */
+/* Leaves the group. Operations under way end with TUTTI_ECLOSED. Ranks that have not begun an
+ * operation of which this rank has ended its part, as the root of a broadcast, cannot do it any
+ * more: call tutti_barrier before, if such an operation is the last one. The handle becomes
+ * invalid; works of the group stay valid until they are released. It returns in bounded time.
+ * Closing 0 does nothing. */
 TUTTI_API int tutti_close(tutti_group group);
 
 /* ---- About a group ---- */
