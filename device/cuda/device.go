@@ -28,6 +28,8 @@ type Device struct {
 	streams map[*stream]struct{}
 	memory  map[uint64]int // address -> length, of Alloc
 	host    heap
+
+	imports imports // of other processes
 }
 
 // Open returns a GPU as a device, with all kernels loaded. The caller closes it. It may be opened
@@ -51,6 +53,7 @@ func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
 	}
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
 		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap()}
+	v.imports = imports{loc: v.loc, open: v.gpu.openImport, close: v.gpu.closeShared, mapped: map[importKey]*mapping{}}
 	if err := v.load(ptx, preload); err != nil {
 		return nil, errors.Join(err, v.Close())
 	}
@@ -183,8 +186,9 @@ func (v *Device) Stream() (device.Stream, error) {
 	return s, nil
 }
 
-// Close closes the streams that are open, frees all memory of Alloc and AllocHost, and gives the
-// context back. It returns the first error. No other method may be running. Idempotent.
+// Close closes the streams that are open, frees all memory of Alloc and AllocHost, unmaps that of
+// other processes, and gives the context back. It returns the first error. No other method may be
+// running. Idempotent.
 func (v *Device) Close() error {
 	v.mu.Lock()
 	if v.closed {
@@ -200,6 +204,7 @@ func (v *Device) Close() error {
 		closing.Go(func() { errs[i] = s.Close() })
 	}
 	closing.Wait()
+	errs = append(errs, v.imports.end())
 	for at := range v.memory {
 		errs = append(errs, v.gpu.free(at))
 	}

@@ -59,6 +59,16 @@
 // with a card names the bytes. Work sees what a card has written if it begins after the card's
 // completion was polled and, on GPUs without Info.Ordered, Flush was called.
 //
+// # Other processes
+//
+// [Device.ExportIPC] returns a handle of an allocation, and [Device.ImportIPC] maps it in another
+// process of the machine, for which it is memory of that process's device. A device maps an
+// allocation once, and keeps it mapped when nobody uses it, because that takes the driver long.
+// Every import names its owner, the incarnation of a peer: [Device.ForgetIPC] unmaps what it had
+// when it is gone, and [Device.WithdrawIPC] one allocation before the owner frees it. Memory that
+// is in use stays mapped until [Import.Release]: work on memory that is not mapped would end the
+// context.
+//
 // # Failures and the end
 //
 // The first error of a stream is kept: all later calls and all events that had not been reached

@@ -55,6 +55,10 @@ typedef uint64_t pointer; // CUdeviceptr
 	X(mem_get_handle, "cuMemGetHandleForAddressRange",                                                \
 	  (void *, pointer, size_t, int, unsigned long long))                                             \
 	X(flush_writes, "cuFlushGPUDirectRDMAWrites", (int, int))                                         \
+	X(ipc_get_handle, "cuIpcGetMemHandle", (struct tutti_cuda_ipc *, pointer))                        \
+	X(ipc_open_handle, "cuIpcOpenMemHandle_v2", (pointer *, struct tutti_cuda_ipc, unsigned))         \
+	X(ipc_close_handle, "cuIpcCloseMemHandle", (pointer))                                             \
+	X(pointer_get_attribute, "cuPointerGetAttribute", (void *, int, pointer))                         \
 	X(device_get_uuid, "cuDeviceGetUuid", (unsigned char *, int))                                     \
 	X(device_get_instance_uuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                         \
 	X(device_get_pci_bus_id, "cuDeviceGetPCIBusId", (char *, int, int))                               \
@@ -209,6 +213,47 @@ int tutti_cuda_flush(tutti_cuda *l, void *context)
 	// CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 	IN(context, l->flush_writes(0, 100));
 }
+
+int tutti_cuda_has_ipc(tutti_cuda *l)
+{
+	return l->mem_get_address_range && l->ipc_get_handle && l->ipc_open_handle && l->ipc_close_handle;
+}
+
+static int allocation(tutti_cuda *l, uint64_t at, uint64_t *base, uint64_t *n)
+{
+	size_t size = 0;
+	int result = l->mem_get_address_range(base, &size, at);
+	*n = size;
+	return result;
+}
+
+int tutti_cuda_allocation(tutti_cuda *l, void *context, uint64_t at, uint64_t *base, uint64_t *n)
+{
+	IN(context, allocation(l, at, base, n));
+}
+
+static int number(tutti_cuda *l, uint64_t at, uint64_t *id)
+{
+	*id = 0;
+	return l->pointer_get_attribute ? l->pointer_get_attribute(id, 7, at) : 0; // CU_POINTER_ATTRIBUTE_BUFFER_ID
+}
+
+int tutti_cuda_allocation_number(tutti_cuda *l, void *context, uint64_t at, uint64_t *id)
+{
+	IN(context, number(l, at, id));
+}
+
+int tutti_cuda_ipc_get(tutti_cuda *l, void *context, uint64_t base, struct tutti_cuda_ipc *handle)
+{
+	IN(context, l->ipc_get_handle(handle, base));
+}
+
+int tutti_cuda_ipc_open(tutti_cuda *l, void *context, const struct tutti_cuda_ipc *handle, uint64_t *at)
+{
+	IN(context, l->ipc_open_handle(at, *handle, 1)); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+}
+
+int tutti_cuda_ipc_close(tutti_cuda *l, void *context, uint64_t at) { IN(context, l->ipc_close_handle(at)); }
 
 int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at)
 {

@@ -235,6 +235,43 @@ func (g *gpu) flush() error {
 		"flush what other devices have written to %s", g.name)
 }
 
+// allocation returns the allocation that has the byte at an address.
+func (g *gpu) allocation(at uint64) (base, size uint64, err error) {
+	var b, n C.uint64_t
+	r := C.tutti_cuda_allocation(g.d.lib, g.ptr, C.uint64_t(at), &b, &n)
+	return uint64(b), uint64(n), g.d.failure(r, "cuMemGetAddressRange", "find an allocation on %s", g.name)
+}
+
+// shared describes the allocation that has the byte at an address for other processes.
+func (g *gpu) shared(at uint64) (h IPCHandle, err error) {
+	if h.Base, h.Size, err = g.allocation(at); err != nil {
+		return h, err
+	}
+	var id C.uint64_t
+	r := C.tutti_cuda_allocation_number(g.d.lib, g.ptr, C.uint64_t(at), &id)
+	if r != 0 {
+		return h, g.d.failure(r, "cuPointerGetAttribute", "ask for the number of an allocation on %s", g.name)
+	}
+	h.Number = uint64(id)
+	r = C.tutti_cuda_ipc_get(g.d.lib, g.ptr, C.uint64_t(h.Base), (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)))
+	return h, g.d.failure(r, "cuIpcGetMemHandle", "share memory of %s with other processes", g.name)
+}
+
+// openShared maps an allocation of another process.
+func (g *gpu) openShared(h IPCHandle) (at uint64, err error) {
+	var a C.uint64_t
+	r := C.tutti_cuda_ipc_open(g.d.lib, g.ptr, (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)), &a)
+	return uint64(a), g.d.failure(r, "cuIpcOpenMemHandle", "map memory of another process for %s", g.name)
+}
+
+func (g *gpu) closeShared(at uint64) error {
+	return g.d.failure(C.tutti_cuda_ipc_close(g.d.lib, g.ptr, C.uint64_t(at)), "cuIpcCloseMemHandle",
+		"unmap memory of another process on %s", g.name)
+}
+
+// sharing reports whether the driver has handles for other processes.
+func (g *gpu) sharing() bool { return C.tutti_cuda_has_ipc(g.d.lib) != 0 }
+
 // allocHost returns pinned memory, which is not Go's, and its address on the device.
 func (g *gpu) allocHost(n int) (p unsafe.Pointer, device uint64, err error) {
 	if r := C.tutti_cuda_alloc_host(g.d.lib, g.ptr, C.size_t(n), &p); r != 0 {

@@ -61,6 +61,21 @@ int tutti_cuda_flush(tutti_cuda *l, void *context);
 // Whether the library has the functions for these two.
 int tutti_cuda_has_export(tutti_cuda *l);
 int tutti_cuda_has_flush(tutti_cuda *l);
+// Handles by which other processes map an allocation.
+struct tutti_cuda_ipc { // CUipcMemHandle
+	char bytes[64];
+};
+// Whether the library has the functions for these handles.
+int tutti_cuda_has_ipc(tutti_cuda *l);
+// The allocation of an address; and the number that no other allocation of the process has had, 0
+// if the driver has none.
+int tutti_cuda_allocation(tutti_cuda *l, void *context, uint64_t at, uint64_t *base, uint64_t *n);
+int tutti_cuda_allocation_number(tutti_cuda *l, void *context, uint64_t at, uint64_t *id);
+int tutti_cuda_ipc_get(tutti_cuda *l, void *context, uint64_t base, struct tutti_cuda_ipc *handle);
+// Maps the allocation of another process for the context's GPU, which gets access to the memory of
+// the allocation's one. at is its first byte.
+int tutti_cuda_ipc_open(tutti_cuda *l, void *context, const struct tutti_cuda_ipc *handle, uint64_t *at);
+int tutti_cuda_ipc_close(tutti_cuda *l, void *context, uint64_t at);
 // Pinned memory that every device of the process can use.
 int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at);
 int tutti_cuda_free_host(tutti_cuda *l, void *context, void *at);

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"tutti/device"
+	"tutti/mem"
 )
 
 // Driver is the CUDA driver. This build has none.
@@ -40,6 +41,18 @@ func (*Device) Info() Info { return Info{} }
 
 // Borrow returns nil.
 func (*Device) Borrow(uintptr) device.Stream { return nil }
+
+// ExportIPC fails as Load does.
+func (*Device) ExportIPC(mem.Memory) (IPCHandle, uint64, error) { return IPCHandle{}, 0, errBuild }
+
+// ImportIPC fails as Load does.
+func (*Device) ImportIPC(uint64, IPCHandle) (*Import, error) { return nil, errBuild }
+
+// WithdrawIPC does nothing.
+func (*Device) WithdrawIPC(uint64, IPCHandle) error { return nil }
+
+// ForgetIPC does nothing.
+func (*Device) ForgetIPC(uint64) error { return nil }
 
 // Close does nothing.
 func (*Device) Close() error { return nil }

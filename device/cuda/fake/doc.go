@@ -17,6 +17,7 @@ const Work = "work"
 type Census struct {
 	Contexts     int // references to primary contexts
 	DeviceBlocks int // allocations
+	Imported     int // allocations of other processes that are mapped
 	HostBlocks   int // of pinned memory
 	Modules      int
 	Streams      int // or queues, if they share them

@@ -17,6 +17,10 @@
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
 //   - Freeing waits until all streams of the context have done their work.
 //   - After work of a stream has failed, every call that concerns the context returns its error.
+//   - An IPC handle leads other processes with this library to an allocation: to the file of its
+//     contents. The process that has made the handle cannot open it. Memory that is freed while
+//     another process has it mapped has other contents from then on; that of a process that is gone
+//     stays as it is. A second opening returns the first one's address.
 //
 // Copies from and to host memory that is not pinned are refused: the real driver makes the caller
 // wait for the stream, which package cuda must not do.
@@ -35,6 +39,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -103,6 +108,9 @@ typedef struct block { // memory
 	size_t n, mapped;
 	unsigned char *contents; // == at for pinned memory
 	int file;		 // of the contents; -1 for pinned memory
+	uint64_t number;	 // no other block of the process has had it
+	int opened;		 // of another process: how often; else 0
+	int exported;		 // other processes may have it mapped
 } block;
 
 typedef struct module {
@@ -260,6 +268,8 @@ static block *add(context *c, size_t n, int host)
 		return NULL;
 	}
 	memset(b->contents, 0xA5, n);
+	static uint64_t numbers;
+	b->number = ++numbers;
 	b->context = c, b->at = (uintptr_t)at, b->n = n, b->next = blocks;
 	return blocks = b;
 }
@@ -268,8 +278,10 @@ static int discard(uintptr_t at, context *c, int host)
 {
 	for (block **p = &blocks; *p; p = &(*p)->next) {
 		block *b = *p;
-		if (b->at != at || b->context != c || ((uintptr_t)b->contents == at) != host)
+		if (b->at != at || b->context != c || ((uintptr_t)b->contents == at) != host || b->opened)
 			continue;
+		if (b->exported)
+			memset(b->contents, 0xDD, b->n);
 		*p = b->next;
 		munmap(b->contents, b->mapped);
 		if (!host) {
@@ -592,6 +604,103 @@ EXPORT int cuMemGetAddressRange_v2(uint64_t *base, size_t *n, uint64_t at)
 		result = INVALID_VALUE;
 	if (!result)
 		*base = b->at, *n = b->n;
+	END;
+}
+
+EXPORT int cuPointerGetAttribute(void *v, int attribute, uint64_t at)
+{
+	BEGIN_IN;
+	block *b = find(at, 1);
+	if (!result && (!b || attribute != 7)) // BUFFER_ID
+		result = INVALID_VALUE;
+	if (!result)
+		*(uint64_t *)v = b->number;
+	END;
+}
+
+// What the 64 bytes of a handle are.
+typedef struct {
+	char magic[8];
+	int32_t process, file;
+	uint64_t inode, size;
+	char padding[32];
+} ipc_handle;
+
+EXPORT int cuIpcGetMemHandle(ipc_handle *h, uint64_t at)
+{
+	BEGIN_IN;
+	block *b = find(at, 1);
+	struct stat s;
+	if (!result && (!b || b->file < 0 || b->opened || b->at != at || fstat(b->file, &s)))
+		result = INVALID_VALUE;
+	if (!result) {
+		memset(h, 0, sizeof *h);
+		memcpy(h->magic, "fake IPC", 8);
+		h->process = getpid(), h->file = b->file, h->inode = s.st_ino, h->size = b->n;
+		b->exported = 1;
+	}
+	END;
+}
+
+EXPORT int cuIpcOpenMemHandle_v2(uint64_t *at, ipc_handle h, unsigned flags)
+{
+	BEGIN_IN;
+	struct stat s;
+	if (!result && (memcmp(h.magic, "fake IPC", 8) || flags != 1)) // LAZY_ENABLE_PEER_ACCESS
+		result = INVALID_VALUE;
+	if (!result && h.process == getpid())
+		result = INVALID_CONTEXT;
+	for (block *b = blocks; !result && b; b = b->next)
+		if (b->opened && b->context == c && !fstat(b->file, &s) && s.st_ino == h.inode) {
+			b->opened++;
+			*at = b->at;
+			END;
+		}
+	int file = -1;
+	if (!result) {
+		char path[64];
+		snprintf(path, sizeof path, "/proc/%d/fd/%d", h.process, h.file);
+		file = open(path, O_RDWR | O_CLOEXEC);
+		if (file < 0 || fstat(file, &s) || s.st_ino != h.inode)
+			result = INVALID_HANDLE; // freed, or of a process that is gone
+	}
+	block *b = result ? NULL : calloc(1, sizeof *b);
+	if (b) {
+		b->mapped = s.st_size;
+		b->contents = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+		void *reserved = mmap(NULL, b->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		if (b->contents == MAP_FAILED || reserved == MAP_FAILED)
+			abort();
+		b->context = c, b->at = (uintptr_t)reserved, b->n = h.size, b->file = file, b->opened = 1, b->next = blocks;
+		blocks = b;
+		*at = b->at;
+	} else if (file >= 0)
+		close(file);
+	END;
+}
+
+EXPORT int cuIpcCloseMemHandle(uint64_t at)
+{
+	BEGIN_IN;
+	if (c)
+		rest(c);
+	int found = 0;
+	for (block **p = &blocks; *p; p = &(*p)->next) {
+		block *b = *p;
+		if (b->at != at || b->context != c || !b->opened)
+			continue;
+		found = 1;
+		if (--b->opened == 0) { // what the test wants to fail is done all the same
+			*p = b->next;
+			munmap(b->contents, b->mapped);
+			munmap((void *)b->at, b->mapped);
+			close(b->file);
+			free(b);
+		}
+		break;
+	}
+	if (!result && !found)
+		result = INVALID_VALUE;
 	END;
 }
 
@@ -1015,7 +1124,7 @@ EXPORT void *fake_bytes(uint64_t at, size_t n)
 
 // What there is at the moment.
 typedef struct {
-	int contexts, device_blocks, host_blocks, modules, streams, events; // objects
+	int contexts, device_blocks, imported, host_blocks, modules, streams, events; // objects
 	int resident, loading, delayed; // kernels that run, loads that wait for them, copies that wait for loads
 } census;
 
@@ -1030,7 +1139,7 @@ EXPORT void fake_census(census *n)
 		n->delayed += contexts[i].loading ? contexts[i].delayed : 0;
 	}
 	for (block *b = blocks; b; b = b->next)
-		(uintptr_t)b->contents == b->at ? n->host_blocks++ : n->device_blocks++;
+		b->opened ? n->imported++ : (uintptr_t)b->contents == b->at ? n->host_blocks++ : n->device_blocks++;
 	n->modules = modules, n->streams = queues, n->events = events;
 	pthread_mutex_unlock(&lock);
 }

@@ -9,7 +9,8 @@ package fake
 #include <stdlib.h>
 
 typedef struct {
-	int contexts, device_blocks, host_blocks, modules, streams, events, resident, loading, delayed;
+	int contexts, device_blocks, imported, host_blocks;
+	int modules, streams, events, resident, loading, delayed;
 } census;
 
 typedef struct {
@@ -203,7 +204,8 @@ func (d *Driver) Bytes(m mem.Memory) []byte {
 func (d *Driver) Census() Census {
 	var n C.census
 	C.count(&d.f, &n)
-	return Census{int(n.contexts), int(n.device_blocks), int(n.host_blocks), int(n.modules), int(n.streams),
+	return Census{int(n.contexts), int(n.device_blocks), int(n.imported), int(n.host_blocks),
+		int(n.modules), int(n.streams),
 		int(n.events), int(n.resident), int(n.loading), int(n.delayed)}
 }
 

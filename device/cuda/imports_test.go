@@ -1,0 +1,216 @@
+package cuda
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"tutti/device"
+)
+
+// table is a driver of imports that checks what it is told.
+type table struct {
+	next  uint64
+	live  map[uint64]IPCHandle // by address
+	fails bool
+}
+
+var errTable = errors.New("the driver fails")
+
+func (d *table) imports() *imports {
+	d.live = map[uint64]IPCHandle{}
+	return &imports{loc: "cuda:0", mapped: map[importKey]*mapping{},
+		open: func(h IPCHandle) (uint64, error) {
+			if d.fails {
+				return 0, errTable
+			}
+			d.next += 1 << 20
+			d.live[d.next] = h
+			return d.next, nil
+		},
+		close: func(at uint64) error {
+			if _, ok := d.live[at]; !ok {
+				return fmt.Errorf("%#x is closed, but not open", at)
+			}
+			delete(d.live, at)
+			if d.fails {
+				return errTable
+			}
+			return nil
+		}}
+}
+
+func handle(number, base, size uint64) IPCHandle {
+	return IPCHandle{Driver: [64]byte{byte(number)}, Number: number, Base: base, Size: size}
+}
+
+// TestImports: an allocation is mapped once, stays mapped while it is used, and until its owner
+// withdraws it or is gone.
+func TestImports(t *testing.T) {
+	var d table
+	in := d.imports()
+	take := func(owner uint64, h IPCHandle) *Import {
+		t.Helper()
+		i, err := in.take(owner, h)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return i
+	}
+	mapped := func(what string, n int) {
+		t.Helper()
+		if len(d.live) != n {
+			t.Errorf("%s: %d mappings, want %d", what, len(d.live), n)
+		}
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	a := handle(1, 4096, 100)
+	one, two := take(7, a), take(7, a)
+	mapped("one allocation", 1)
+	m, err := one.Memory(90, 10)
+	if other, oerr := two.Memory(90, 10); err != nil || oerr != nil || other != m || m.Len() != 10 ||
+		m.Loc() != "cuda:0" {
+		t.Errorf("%v, %v; %v, %v", m, err, other, oerr)
+	}
+	for _, bad := range [][2]int{{91, 10}, {101, 0}, {0, 101}, {-1, 1}, {0, -1}} {
+		if m, err := one.Memory(uint64(bad[0]), bad[1]); !errors.Is(err, device.ErrMemory) {
+			t.Errorf("%v: %v, %v", bad, m, err)
+		}
+	}
+	must(one.Release())
+	must(one.Release())
+	must(two.Release())
+	mapped("nobody uses it", 1)
+	one = take(7, a)
+	mapped("used again", 1)
+	other := take(8, a)
+	mapped("another owner's", 2)
+	must(in.forget(func(k importKey) bool { return k.owner == 7 }))
+	mapped("its owner is gone, but it is used", 2)
+	must(one.Release())
+	mapped("not used any more", 1)
+	b := handle(2, 4090, 7)
+	third := take(8, b) // the first one must have been freed, to have memory at the same place
+	mapped("the first one is still used", 2)
+	must(other.Release())
+	mapped("and now it is not", 1)
+	must(third.Release())
+	must(in.forget(func(k importKey) bool { return k.owner == 8 && k.handle == b }))
+	mapped("withdrawn", 0)
+	d.fails = true
+	if _, err := in.take(8, b); !errors.Is(err, errTable) {
+		t.Error(err)
+	}
+	d.fails = false
+	third = take(8, b)
+	take(9, a)
+	d.fails = true
+	if err := in.forget(func(importKey) bool { return false }); err != nil {
+		t.Error(err)
+	}
+	if err := in.forget(func(k importKey) bool { return k.owner == 9 || k.owner == 8 }); err != nil {
+		t.Error(err)
+	}
+	if err := third.Release(); !errors.Is(err, errTable) || !errors.Is(third.Release(), errTable) {
+		t.Error(err)
+	}
+	d.fails = false
+	must(in.end())
+	mapped("the end", 0)
+	if _, err := in.take(8, b); !errors.Is(err, device.ErrClosed) {
+		t.Error(err)
+	}
+	for _, h := range []IPCHandle{{}, handle(1, 1<<63, 1<<63), handle(1, 0, 1<<63)} {
+		if _, err := d.imports().take(1, h); !errors.Is(err, device.ErrMemory) {
+			t.Errorf("%+v: %v", h, err)
+		}
+	}
+}
+
+// TestAnyImports: in any order of calls, what is used is mapped, and all else is closed in the end.
+func TestAnyImports(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var d table
+		in := d.imports()
+		type use struct {
+			*Import
+			h IPCHandle
+		}
+		var uses []use
+		for range rapid.IntRange(1, 60).Draw(t, "steps") {
+			owner := uint64(rapid.IntRange(0, 1).Draw(t, "owner"))
+			n := uint64(rapid.IntRange(1, 4).Draw(t, "handle"))
+			h := handle(n, n/2*100, 100)
+			switch rapid.IntRange(0, 5).Draw(t, "what") {
+			case 0, 1:
+				i, err := in.take(owner, h)
+				if err != nil {
+					t.Fatal(err)
+				}
+				uses = append(uses, use{i, h})
+			case 2, 3:
+				if len(uses) > 0 {
+					k := rapid.IntRange(0, len(uses)-1).Draw(t, "which")
+					if err := uses[k].Release(); err != nil {
+						t.Fatal(err)
+					}
+					uses = slices.Delete(uses, k, k+1)
+				}
+			case 4:
+				if err := in.forget(func(k importKey) bool { return k.owner == owner }); err != nil {
+					t.Fatal(err)
+				}
+			case 5:
+				if err := in.forget(func(k importKey) bool { return k.owner == owner && k.handle == h }); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, u := range uses {
+				m, err := u.Memory(0, 100)
+				if err != nil || d.live[m.Address()] != u.h {
+					t.Fatalf("%v is used and not mapped: %v", u.h, err)
+				}
+			}
+		}
+		for _, u := range uses {
+			if err := u.Release(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if len(in.dying) != 0 || len(d.live) != len(in.mapped) {
+			t.Fatalf("%d mappings, %d known, %d dying", len(d.live), len(in.mapped), len(in.dying))
+		}
+		if err := in.end(); err != nil || len(d.live) != 0 {
+			t.Fatalf("%v, %d left", err, len(d.live))
+		}
+	})
+}
+
+func TestHandleEncoding(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		h := IPCHandle{Number: rapid.Uint64().Draw(t, "number"), Base: rapid.Uint64().Draw(t, "base"),
+			Size: rapid.Uint64().Draw(t, "size")}
+		copy(h.Driver[:], rapid.SliceOfN(rapid.Byte(), 64, 64).Draw(t, "driver"))
+		b, err := h.AppendBinary([]byte("x"))
+		if err != nil || b[0] != 'x' {
+			t.Fatal(err)
+		}
+		var back IPCHandle
+		if err := back.UnmarshalBinary(b[1:]); err != nil || back != h {
+			t.Fatalf("%+v, %v", back, err)
+		}
+		short := rapid.IntRange(0, len(b)).Draw(t, "length")
+		if err := back.UnmarshalBinary(bytes.Repeat([]byte{1}, short)); (err == nil) != (short == len(b)-1) {
+			t.Fatalf("%d bytes: %v", short, err)
+		}
+	})
+}

@@ -1,0 +1,91 @@
+//go:build cgo && linux
+
+package cuda
+
+import (
+	"errors"
+	"fmt"
+
+	"tutti/device"
+	"tutti/mem"
+)
+
+// ExportIPC returns a handle by which other processes of the machine map the allocation that has m,
+// and where m begins in it. The allocation may be anybody's in the GPU's primary context. It must
+// not be freed before no other process has it mapped. The error wraps errors.ErrUnsupported if the
+// driver cannot share it: memory of cuMemCreate, of cuMemAllocAsync, and in PyTorch of expandable
+// segments.
+func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error) {
+	switch {
+	case m.Loc() != v.loc || m.Len() == 0:
+		return h, 0, fmt.Errorf("cuda: sharing %d bytes at %q of %s: %w", m.Len(), m.Loc(), v.loc, device.ErrMemory)
+	case !v.gpu.sharing():
+		return h, 0, fmt.Errorf("cuda: this driver has no handles for other processes: %w", errors.ErrUnsupported)
+	}
+	if err := v.open(); err != nil {
+		return h, 0, err
+	}
+	h, err = v.gpu.shared(m.Address())
+	if e, ok := errors.AsType[*Error](err); ok && e.Call == "cuIpcGetMemHandle" &&
+		(e.Code == codeInvalidValue || e.Code == codeNotSupported) {
+		err = fmt.Errorf("%w: %w", err, errors.ErrUnsupported)
+	}
+	if err != nil {
+		return IPCHandle{}, 0, err
+	}
+	offset = m.Address() - h.Base
+	if uint64(m.Len()) > h.Size-offset {
+		return IPCHandle{}, 0, fmt.Errorf("cuda: sharing %d bytes from %d on of an allocation of %d bytes: %w", m.Len(),
+			offset, h.Size, device.ErrMemory)
+	}
+	return h, offset, nil
+}
+
+// Codes of errors that do not mean a failure, CUresult.
+const (
+	codeInvalidValue = 1
+	codeNotSupported = 801
+)
+
+// ImportIPC maps an allocation of another process, which owner names: the incarnation of a peer. An
+// allocation that is mapped already is not mapped again. The caller releases the Import. A process
+// cannot import its own memory, for which it has the address.
+//
+// Nothing is known about what the owner does with the memory: it may be gone, and its memory freed,
+// while it is mapped here. Then reads return anything. Who uses such data asks afterwards whether
+// the owner was still there.
+func (v *Device) ImportIPC(owner uint64, h IPCHandle) (*Import, error) {
+	if !v.gpu.sharing() {
+		return nil, fmt.Errorf("cuda: this driver has no handles of other processes: %w", errors.ErrUnsupported)
+	}
+	return v.imports.take(owner, h)
+}
+
+// WithdrawIPC says that an owner frees an allocation. It is unmapped now, or when its last Import
+// is released. That may wait for the work on the GPU.
+func (v *Device) WithdrawIPC(owner uint64, h IPCHandle) error {
+	return v.imports.forget(func(k importKey) bool { return k.owner == owner && k.handle == h })
+}
+
+// ForgetIPC says that an owner is gone. All of its allocations are unmapped, now or when their last
+// Import is released. That may wait for the work on the GPU. The first error is returned when all
+// that could be unmapped is. The caller imports nothing of the owner afterwards.
+func (v *Device) ForgetIPC(owner uint64) error {
+	return v.imports.forget(func(k importKey) bool { return k.owner == owner })
+}
+
+// openImport maps an allocation, and checks that it has the size that its owner has said.
+func (g *gpu) openImport(h IPCHandle) (uint64, error) {
+	at, err := g.openShared(h)
+	if err != nil {
+		return 0, err
+	}
+	base, size, err := g.allocation(at)
+	if err == nil && (base != at || size < h.Size) {
+		err = fmt.Errorf("cuda: a handle of %d bytes names an allocation of %d: %w", h.Size, size, device.ErrMemory)
+	}
+	if err != nil {
+		return 0, errors.Join(err, g.closeShared(at))
+	}
+	return at, nil
+}
