@@ -133,6 +133,11 @@ func TestPaths(t *testing.T) {
 			"NV? host host host same"}, eight[:5]},
 		"PCIe only": {nvlinktest.PCIeOnly(), []string{"same PHB host host", "PHB same host host", "host host same PHB",
 			"host host PHB same"}, []string{"mlx5_0", "mlx5_0", "mlx5_0", "mlx5_0"}},
+		"NVLink is disabled": {change(nvlinktest.CubeMesh(), func(s *nvlink.System) {
+			s.GPUs, s.Pairs[0][1].NVLink = s.GPUs[:3], nvlink.No
+			s.Pairs[0][1].PCIe, s.Pairs[1][0].PCIe = nvlink.Yes, nvlink.Unknown
+			s.Pairs[2][1].NVLink = nvlink.No
+		}), []string{"same NODE NV1", "NODE same host", "NV1 host same"}, eight[:3]},
 		"PCIe one way": {change(nvlinktest.PCIeOnly(), func(s *nvlink.System) {
 			s.GPUs = s.GPUs[:2]
 			s.Pairs[1][0].Write = nvlink.No
@@ -274,6 +279,9 @@ func TestNICs(t *testing.T) {
 			s.NICs[1].Node = 0
 			slices.Reverse(s.GPUs)
 		}), "mlx5_9 mlx5_8 mlx5_9 mlx5_8 mlx5_9 mlx5_8 mlx5_9 mlx5_8"},
+		"a card whose node is not known": {change(nvlinktest.DGXH100(), func(s *nvlink.System) {
+			s.NICs = append(s.NICs[9:], nvlink.NIC{Name: "unknown", Place: nvlink.Place{Node: -1}})
+		}), "unknown unknown unknown unknown mlx5_9 mlx5_9 mlx5_9 mlx5_9"},
 		"a card that one GPU alone is near to is left to it": {nvlink.System{
 			GPUs: []nvlink.GPU{{Place: at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0")},
 				{Place: at(0, "pci0000:10", "0000:10:01.0", "0000:12:00.0", "0000:13:00.0", "0000:14:00.0")}},
