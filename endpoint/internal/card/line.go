@@ -125,8 +125,8 @@ func (l *Line) prepare(c *endpoint.Connection) error {
 	l.mu.Lock() // retire is called for the connection also after an error
 	l.conns[c] = k
 	l.mu.Unlock()
-	set, err := queue.New(l.poller, c.QPs, queue.Config{Timeout: time.Second, MaxBytes: l.bytes,
-		Notified: func(uint32) {}, Failed: k.failed})
+	set, err := queue.New(l.poller, c.QPs, queue.Config{MaxBytes: l.bytes, Notified: func(uint32) {},
+		Failed: k.failed})
 	if err != nil {
 		return err
 	}
