@@ -987,17 +987,7 @@ func TestRandomProcesses(t *testing.T) {
 				cmd := exec.Command(os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s")
 				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %s %d %d %v", childVariable, seed, n, x.kind, i,
 					x.ops/n, x.guarded))
-				in, err := cmd.StdinPipe()
-				if err != nil {
-					t.Fatal(err)
-				}
-				out, theirs, err := os.Pipe()
-				if err != nil {
-					t.Fatal(err)
-				}
-				cmd.Stdout, cmd.Stderr = theirs, os.Stderr
-				p, err := proctest.Start(cmd)
-				theirs.Close()
+				p, in, out, err := proctest.StartPiped(cmd)
 				if err != nil {
 					t.Fatal(err)
 				}

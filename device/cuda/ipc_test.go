@@ -82,17 +82,7 @@ func startOwner(t *testing.T) *owner {
 	t.Helper()
 	cmd := exec.Command(os.Args[0], "-test.run=^TestOwner$", "-test.timeout=2m")
 	cmd.Env = append(os.Environ(), asOwner+"=1")
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd.Stdout, cmd.Stderr = theirs, os.Stderr
-	p, err := proctest.Start(cmd)
-	theirs.Close()
+	p, in, out, err := proctest.StartPiped(cmd)
 	if err != nil {
 		t.Fatal(err)
 	}

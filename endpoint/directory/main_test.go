@@ -82,17 +82,7 @@ func process(t *testing.T, store, name, contents string) (up, kill func()) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s %s %s", asPublisher, store, name, contents))
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd.Stdout, cmd.Stderr = theirs, os.Stderr
-	p, err := proctest.Start(cmd)
-	theirs.Close()
+	p, in, out, err := proctest.StartPiped(cmd)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -180,6 +180,28 @@ func Start(cmd *exec.Cmd) (*Process, error) { return start(cmd, false) }
 // StartGroup is Start for a process whose group is killed at its end.
 func StartGroup(cmd *exec.Cmd) (*Process, error) { return start(cmd, true) }
 
+// StartPiped is Start of a command that gets what is written to in, and whose standard output is
+// read from out. Its errors go to those of this process. The caller closes both.
+func StartPiped(cmd *exec.Cmd) (p *Process, in io.WriteCloser, out *os.File, err error) {
+	if in, err = cmd.StdinPipe(); err != nil {
+		return nil, nil, nil, err
+	}
+	out, theirs, err := os.Pipe()
+	if err != nil {
+		in.Close()
+		return nil, nil, nil, err
+	}
+	cmd.Stdout, cmd.Stderr = theirs, os.Stderr
+	p, err = Start(cmd)
+	theirs.Close()
+	if err != nil {
+		in.Close()
+		out.Close()
+		return nil, nil, nil, err
+	}
+	return p, in, out, nil
+}
+
 func start(cmd *exec.Cmd, sweep bool) (*Process, error) {
 	mark, err := mark()
 	if err != nil {
