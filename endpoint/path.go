@@ -530,12 +530,11 @@ func (p *path) make() (*card.Line, error) {
 		return nil, errors.Join(err, e.releaseDomain(d))
 	}
 	p.line, p.domain = line, d
-	if !p.kept {
-		if p.kept = e.goes(p.keep); !p.kept {
-			p.close()
-			return nil, ErrClosed
-		}
+	if !p.kept && !e.goes(p.keep) {
+		p.close()
+		return nil, ErrClosed
 	}
+	p.kept = true
 	return line, nil
 }
 
