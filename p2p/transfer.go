@@ -285,6 +285,22 @@ func (p *Proxy) CancelTransfer(t *Transfer) {
 // without yielding its core.
 const wordPolls = 30
 
+// freePolls is how often PollWord reads its word: for a microsecond or two.
+const freePolls = 100
+
+// PollWord reads word until reached accepts its value, a few times if each rank has a core, else
+// once. It reports whether reached accepted a value. Without the lock, so that a caller who finds
+// the value does not have to release it.
+func (p *Proxy) PollWord(word *atomic.Uint64, reached func(uint64) bool) bool {
+	for i := 1; !reached(word.Load()); i++ {
+		if i == freePolls || p.cfg.Oversubscribed {
+			return false
+		}
+		pause()
+	}
+	return true
+}
+
 // WaitWord blocks until reached accepts the value of word, host memory of this rank that the rank
 // in slot signals to, and returns the value. The error is a *PeerError if that rank is gone, why
 // the channel failed, or why w has ended. With the lock, which it releases while it waits.

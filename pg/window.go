@@ -594,17 +594,22 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 	if counter < 0 || counter >= WindowCounters {
 		return badCounter("wait for a signal", counter)
 	}
-	p, err := w.reach("wait for a signal", rank, 0, 0)
+	const name = "wait for a signal"
+	p, err := w.reach(name, rank, 0, 0)
 	if err != nil {
 		return err
 	}
 	word, tag := w.region.Word(w.words+rank*rowSize+counter*mem.WordSize), p.tag
+	w.g.job.proxy.Unlock()
 	reached := func(v uint64) bool { return n == 0 || v>>countBits == tag && v&maxCount >= n }
-	if reached(word.Load()) {
-		w.g.job.proxy.Unlock()
+	if w.g.job.proxy.PollWord(word, reached) {
 		return nil
 	}
-	c := w.begin(ctx, "wait for a signal")
+	c, p, err := w.enter(ctx, name, rank, 0, 0)
+	if err != nil {
+		return err
+	}
+	tag = p.tag // of another incarnation, perhaps
 	if rank == w.g.rank {
 		for err == nil && !reached(word.Load()) {
 			if err = w.g.msgs.Err(); err == nil {

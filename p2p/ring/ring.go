@@ -416,10 +416,6 @@ func (e *End) Prepare(n int) {
 	}
 }
 
-// Acquire begins to take the cache lines of b from the cores that have them, for stores that follow
-// soon. The stores of a copy would take one line after the other.
-func Acquire(b []byte) { acquire(unsafe.Pointer(unsafe.SliceData(b)), len(b)) }
-
 // Answer says that this end received the bell; call it before waking the sleeper. From any
 // goroutine.
 func (e *End) Answer() { atomic.StoreUint32(e.rung[0], 0) }

@@ -334,6 +334,10 @@ type target struct {
 	record      record
 	id          uint64
 	generation  uint64
+
+	// Read from the record at the first access. They stay as long as the record has the generation.
+	rights  mem.Rights
+	granted []byte // part of data; nil: not read yet
 }
 
 // Reach implements rma.Reach.
@@ -362,7 +366,7 @@ func (l *link) Reach(x *mem.Remote, rights mem.Rights) (rma.Target, error) {
 		} else {
 			t = new(target)
 		}
-		*t = target{l, data, b, b.Mem[at : at+recordSize], x.ID, x.Generation}
+		*t = target{l: l, data: data, board: b, record: b.Mem[at : at+recordSize], id: x.ID, generation: x.Generation}
 		return t, nil
 	case b != nil:
 		b.Release()
@@ -397,23 +401,59 @@ func (t *target) Enter(rights mem.Rights, off, n uint64) ([]byte, error) {
 
 // look checks the owner's words for an access to n bytes at off.
 func (t *target) look(rights mem.Rights, off, n uint64) ([]byte, error) {
-	if t.l.words.at(gateAt, 1-t.l.side).Load() != 0 {
+	if t.l.gated() {
 		return nil, fmt.Errorf("%v closed its link: %w", t.l.peer, p2p.ErrPeerGone)
 	}
-	if t.record.word(0).Load() != t.generation || t.record.word(1).Load() != t.id {
+	if !t.valid() {
 		return nil, p2p.ErrRevoked
 	}
-	base, length := t.record.word(2).Load(), t.record.word(3).Load()
-	switch size := uint64(len(t.data.Mem)); {
-	case !mem.Rights(t.record.word(4).Load()).Has(rights):
+	if t.granted == nil {
+		if err := t.read(); err != nil {
+			return nil, err
+		}
+	}
+	if !t.rights.Has(rights) {
 		return nil, p2p.ErrRights
-	case n > length || off > length-n || rights == mem.Signal && (base+off)%mem.WordSize != 0:
+	}
+	m := t.part(rights, off, n)
+	if m == nil {
 		return nil, p2p.ErrBounds
+	}
+	return m, nil
+}
+
+// gated reports whether the peer has closed the link.
+func (l *link) gated() bool { return l.words.at(gateAt, 1-l.side).Load() != 0 }
+
+// valid reports whether the owner still grants the access.
+func (t *target) valid() bool { return t.record.word(0).Load() == t.generation }
+
+// read takes the range and the rights from the record.
+func (t *target) read() error {
+	id, base, length := t.record.word(1).Load(), t.record.word(2).Load(), t.record.word(3).Load()
+	switch size := uint64(len(t.data.Mem)); {
+	case id != t.id:
+		return p2p.ErrRevoked
 	case length > size || base > size-length:
-		return nil, fmt.Errorf("%w: %v exposes %d bytes at %d of a region of %d", p2p.ErrProtocol, t.l.peer, length,
+		return fmt.Errorf("%w: %v exposes %d bytes at %d of a region of %d", p2p.ErrProtocol, t.l.peer, length,
 			base, size)
 	}
-	return t.data.Mem[base+off:][:n], nil
+	t.granted, t.rights = t.data.Mem[base:base+length:base+length], mem.Rights(t.record.word(4).Load())
+	return nil
+}
+
+// part returns n bytes at off of the range, or nil if they are not in it, or not the word of a
+// signal.
+func (t *target) part(rights mem.Rights, off, n uint64) []byte {
+	m := t.granted
+	if n > uint64(len(m)) || off > uint64(len(m))-n {
+		return nil
+	}
+	m = m[off:][:n]
+	if rights == mem.Signal && uintptr(unsafe.Pointer(unsafe.SliceData(m)))%mem.WordSize != 0 {
+		return nil
+	}
+	return m
 }
 
 // Leave implements rma.Target.
@@ -441,10 +481,7 @@ const nowMax = 64 << 10
 
 // PutNow implements p2p.Immediate.
 func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
-	n := len(local)
-	if n > nowMax || n == 0 && s == nil || l.Ready() ||
-		n > 0 && p2p.CheckAccess("put", to, mem.Write, offset, uint64(n)) != nil ||
-		s != nil && p2p.CheckAccess("signal", s.At, mem.Signal, s.Offset, mem.WordSize) != nil {
+	if len(local) > nowMax || len(local) == 0 && s == nil || l.Ready() {
 		return false
 	}
 	if l.stale.Load() {
@@ -454,82 +491,73 @@ func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal
 		if !l.raise() {
 			return false
 		}
-		var data, word *target
-		if n > 0 {
-			if data = l.recall(to); data != nil && n < 4<<10 {
-				data.acquire(to.Base+offset, n)
-			}
-		}
-		if s != nil {
-			if word = l.recall(s.At); word != nil {
-				word.acquire(s.At.Base+s.Offset, mem.WordSize)
-			}
-		}
-		if (n == 0 || data != nil) && (s == nil || word != nil) {
-			ok := place(data, word, local, offset, s)
+		if l.place(local, to, offset, s) {
 			l.lower()
-			if ok && word != nil {
+			if s != nil {
 				l.Signalled()
 			}
-			return ok
+			return true
 		}
 		l.lower()
-		if known || data == nil && n > 0 && !l.know(to) || word == nil && s != nil && !l.know(s.At) {
-			return false
-		}
-	}
-}
-
-// acquire prepares the stores of n bytes at off, if they are in the memory: look checks that.
-func (t *target) acquire(off uint64, n int) {
-	if m := t.data.Mem; off < uint64(len(m)) {
-		m = m[off:]
-		ring.Acquire(m[:min(n, len(m))])
-	}
-}
-
-// place copies src to offset of data, and then writes s to word, if the owner grants both. A target
-// that is nil is not needed.
-func place(data, word *target, src []byte, offset uint64, s *p2p.Signal) bool {
-	var to, at []byte
-	var err error
-	if data != nil {
-		if to, err = data.look(mem.Write, offset, uint64(len(src))); err != nil {
+		if known || len(local) > 0 && !l.know(to) || s != nil && !l.know(s.At) {
 			return false // Put returns the error
 		}
 	}
-	if word != nil {
-		if at, err = word.look(mem.Signal, s.Offset, mem.WordSize); err != nil {
+}
+
+// place copies src to offset of to, and then writes s, if both targets are known and their owner
+// grants the access. The caller has raised the busy word.
+func (l *link) place(src []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
+	var data, word []byte
+	if len(src) > 0 {
+		if data = l.recall(to, mem.Write, offset, uint64(len(src))); data == nil {
 			return false
 		}
 	}
-	kernels.CopyShared(unsafe.Pointer(unsafe.SliceData(to)), unsafe.Pointer(unsafe.SliceData(src)), len(src))
-	if at != nil {
-		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(at))), s.Value)
+	if s != nil {
+		if word = l.recall(s.At, mem.Signal, s.Offset, mem.WordSize); word == nil {
+			return false
+		}
+	}
+	if l.gated() {
+		return false
+	}
+	kernels.CopyShared(unsafe.Pointer(unsafe.SliceData(data)), unsafe.Pointer(unsafe.SliceData(src)), len(src))
+	if s != nil {
+		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(word))), s.Value)
 	}
 	return true
 }
 
-// recall returns the target of x if it was used recently, else nil. The caller has raised the busy
-// word, so that Close does not forget the targets meanwhile.
-func (l *link) recall(x *mem.Remote) *target {
+// recall returns n bytes at off of x if its target is known and its owner grants the access, else
+// nil. The caller has raised the busy word, so that Close does not forget the targets meanwhile.
+func (l *link) recall(x *mem.Remote, rights mem.Rights, off, n uint64) []byte {
 	for _, t := range &l.recent {
 		if t != nil && t.generation == x.Generation && t.id == x.ID {
-			return t
+			if !t.valid() || !t.rights.Has(rights) {
+				return nil
+			}
+			return t.part(rights, off, n)
 		}
 	}
 	return nil
 }
 
-// know makes the target of x available to recall, if that is quick.
+// know makes the target of x known to recall, if that is quick and its owner grants an access.
 func (l *link) know(x *mem.Remote) bool {
-	t, err := l.Reach(x, mem.Write)
-	if err != nil || t == nil {
-		return false
-	}
 	l.knowing.Lock()
 	defer l.knowing.Unlock()
-	if l.stopped.Load() {
+	for _, t := range &l.recent {
+		if t != nil && t.generation == x.Generation && t.id == x.ID {
+			return true
+		}
+	}
+	r, err := l.Reach(x, mem.Write)
+	if err != nil || r == nil {
+		return false
+	}
+	t := r.(*target)
+	if !t.valid() || t.read() != nil || l.stopped.Load() {
 		l.Drop(t)
 		return false
 	}
@@ -538,7 +566,7 @@ func (l *link) know(x *mem.Remote) bool {
 	if *at != nil {
 		l.Drop(*at)
 	}
-	*at = t.(*target)
+	*at = t
 	return true
 }
 

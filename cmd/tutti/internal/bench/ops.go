@@ -354,12 +354,10 @@ func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, 
 			if err := win.PutSignal(ctx, to, margin, sb, 0); err != nil {
 				return err
 			}
-			if me == 0 {
-				if err := win.WaitSignal(ctx, from, 0, win.signals); err != nil {
-					return err
-				}
+			if err := win.Flush(ctx, to); err != nil || me != 0 {
+				return err
 			}
-			return win.Flush(ctx, to)
+			return win.WaitSignal(ctx, from, 0, win.signals)
 		}
 		in.result = func() int64 { return bits(from, me).wrong(db, in.first, es) }
 		in.kept = func() int64 { return bits(me, to).wrong(sb, in.first, es) }
