@@ -10,6 +10,7 @@ import (
 	"tutti/collectives"
 	"tutti/kernels"
 	"tutti/p2p"
+	"tutti/pg/flight"
 )
 
 const (
@@ -248,6 +249,12 @@ func (r *Runner) Token() p2p.Token { return r.tok }
 func (r *Runner) Said(seq uint64) (p2p.Token, bool) {
 	t := r.history[seq%uint64(len(r.history))]
 	return t, t.Seq == seq
+}
+
+// Leads reports whether operation seq was run last, and other ranks may not have begun it.
+func (r *Runner) Leads(seq uint64) bool {
+	c := Call{Kind: flight.Call(r.tok.Call).Kind(), Count: int(r.tok.Count)}
+	return seq > 0 && r.tok.Seq == seq && !c.Synchronizes()
 }
 
 // Running reports whether a plan is running or suspended.
