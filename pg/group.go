@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tutti/collectives"
+	"tutti/internal/grain"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
 	"tutti/pg/internal/join"
@@ -120,6 +121,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)),
 			Algo: j.settings.algo}}}
 	g.works.kick = make(chan struct{}, 1)
+	g.devices.piece = grain.Get().Piece
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
@@ -154,7 +156,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 // plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
-		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep})
+		Single: g.job.settings.single, Block: grain.Get().Block, Chosen: g.track.Chosen, Keep: g.track.Keep})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
 }
