@@ -163,8 +163,8 @@ func TestDialSurvivesDeathOfAnotherIncarnation(t *testing.T) {
 	}
 }
 
-// While a connection that was admitted may become a link, the peer's other ones are refused. When it
-// is lost they are not.
+// While a connection that was admitted may become a link, the peer's other ones are refused. When
+// it is lost they are not.
 func TestLostAdmissionMakesRoom(t *testing.T) {
 	peer, tr := p2p.Identity{Rank: 1, Incarnation: 2}, &hostile{}
 	p, _ := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}})

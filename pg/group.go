@@ -659,9 +659,9 @@ func (g *Group) slotOf(rank int) int {
 
 // Close leaves the group: operations under way fail with ErrClosed, and peers are told. When the
 // last group of the job is closed on this rank, its links, listeners and lease are closed too. Data
-// that this rank has sent is still delivered to ranks that are in the operation. Idempotent. Closing
-// a group does not close its subgroups. While this rank is in the job, the others cannot continue
-// without it in a group that it has closed: their calls fail with a *RankError.
+// that this rank has sent is still delivered to ranks that are in the operation. Idempotent.
+// Closing a group does not close its subgroups. While this rank is in the job, the others cannot
+// continue without it in a group that it has closed: their calls fail with a *RankError.
 //
 // A rank may end an operation that others have not begun, as the root of a Broadcast. If the last
 // operation was of that kind, Close first waits until all ranks have begun it, so that a program

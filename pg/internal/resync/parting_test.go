@@ -105,7 +105,8 @@ func (w *leaving) steps() (all []*leaving) {
 func (w *leaving) check(end, alike bool) error {
 	for r, l := range w.ranks {
 		for s, o := range w.ranks {
-			if l.left && (alike || l.Told().All >= l.seq) && o.seq < l.seq && !o.waits && !(o.failed && o.seq == o.last) {
+			over := o.waits || o.failed && o.seq == o.last
+			if l.left && (alike || l.Told().All >= l.seq) && o.seq < l.seq && !over {
 				return fmt.Errorf("rank %d left after operation %d, and rank %d has come to %d", r, l.seq, s, o.seq)
 			}
 		}
