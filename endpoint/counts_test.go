@@ -138,10 +138,7 @@ func TestConnectsBeyondMaxPeersFail(t *testing.T) {
 	e := newEndpoint(t, c, Config{MaxPeers: 2})
 	var peers []*Peer
 	for range 2 {
-		p, err := e.Connect(t.Context(), newEndpoint(t, c, Config{}).Info())
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := connect(t, e, newEndpoint(t, c, Config{}).Info())
 		peers = append(peers, p)
 	}
 	third := newEndpoint(t, c, Config{})

@@ -57,24 +57,39 @@ func newEndpoint(t testing.TB, c *Context, cfg Config) *Endpoint {
 	return e
 }
 
+// connect returns e's peer at info.
+func connect(t testing.TB, e *Endpoint, info Info) *Peer {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	p, err := e.Connect(ctx, info)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// accept returns the next peer that connects with e.
+func accept(t testing.TB, e *Endpoint) *Peer {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	p, err := e.Accept(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
 // pair returns two endpoints that are connected, each with the other as a peer.
 func pair(t testing.TB, cfg Config) (a, b *Endpoint, pb, pa *Peer) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
-	defer cancel()
 	cfg.Name = "a"
 	a = newEndpoint(t, newContext(t), cfg)
 	cfg.Name = "b"
 	b = newEndpoint(t, newContext(t), cfg)
-	pb, err := a.Connect(ctx, b.Info())
-	if err != nil {
-		t.Fatal(err)
-	}
-	pa, err = b.Accept(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return a, b, pb, pa
+	pb = connect(t, a, b.Info())
+	return a, b, pb, accept(t, b)
 }
 
 // shared returns memory for a region that both sockets and devices of this process access: it is

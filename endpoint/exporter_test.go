@@ -216,10 +216,7 @@ func TestMessagesFromRegionsOfDevices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	q, err := b.Accept(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	q := accept(t, b)
 	warmSends(t, p, q)
 	for range 5 {
 		buf := make([]byte, exportFrom)

@@ -170,10 +170,7 @@ func TestEitherEndAsksForGuards(t *testing.T) {
 				b := newEndpoint(t, newContext(t), server.cfg)
 				a := newEndpoint(t, newContext(t), client.cfg)
 				m, info := between(t, b, nil)
-				p, err := a.Connect(t.Context(), info)
-				if err != nil {
-					t.Fatal(err)
-				}
+				p := connect(t, a, info)
 				marker := []byte("what nobody else should know")
 				data := bytes.Clone(marker)
 				r, err := b.Register("r", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
@@ -218,13 +215,10 @@ func TestChangesOnTheWayAreNoticed(t *testing.T) {
 			b := newEndpoint(t, newContext(t), g.cfg)
 			a := newEndpoint(t, newContext(t), Config{})
 			m, info := between(t, b, nil)
-			p, err := a.Connect(t.Context(), info)
-			if err != nil {
-				t.Fatal(err)
-			}
+			p := connect(t, a, info)
 			const n = 1 << 20
 			region := make([]byte, n)
-			_, err = b.Register("r", mem.Host(region, mem.Anywhere), RegionConfig{Rights: Read | Write})
+			_, err := b.Register("r", mem.Host(region, mem.Anywhere), RegionConfig{Rights: Read | Write})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -314,10 +308,7 @@ func TestNobodyDowngradesGuards(t *testing.T) {
 				try("code", code, flip(1, code, bit))
 			}
 			m.change(nil)
-			p, err := a.Connect(t.Context(), info)
-			if err != nil {
-				t.Fatal(err)
-			}
+			p := connect(t, a, info)
 			wait(t, p.Send(nil))
 			last, _ := m.last()
 			if mode := modeSeen(t, last[0][past[0]:]); mode != wire.Sealed {

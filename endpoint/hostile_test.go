@@ -808,10 +808,7 @@ func TestShortRead(t *testing.T) {
 		}
 	})
 	a := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: time.Hour})
-	p, err := a.Connect(t.Context(), info)
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, a, info)
 	f := p.Read(make([]byte, 10), "data", 0)
 	ends(t, f)
 	if err := f.Err(); !errors.Is(err, ErrBroken) {
@@ -841,10 +838,7 @@ func TestLookupWithoutRegion(t *testing.T) {
 		r.next()
 	})
 	a := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: time.Hour})
-	p, err := a.Connect(t.Context(), info)
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, a, info)
 	f := p.Read(make([]byte, 10), "data", 0)
 	ends(t, f)
 	if err := f.Err(); !errors.Is(err, ErrBroken) {
@@ -1048,10 +1042,7 @@ func TestOperationsThatNobodyAnswers(t *testing.T) {
 				}
 			})
 			a := newEndpoint(t, newContext(t), Config{Conns: 1})
-			p, err := a.Connect(t.Context(), info)
-			if err != nil {
-				t.Fatal(err)
-			}
+			p := connect(t, a, info)
 			before := heap()
 			for range 50 {
 				ops := make([]Op, 1000)

@@ -481,14 +481,8 @@ func TestMessagesToAPeerThatRestarts(t *testing.T) {
 	}
 	_, rb := devices(r)
 	b = newEndpoint(t, newContext(t), Config{Name: "b", RDMA: rb})
-	p, err := a.Connect(t.Context(), b.Info())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if q, err = b.Accept(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	warmSends(t, p, q)
+	p = connect(t, a, b.Info())
+	warmSends(t, p, accept(t, b))
 }
 
 // Messages end with either end.
@@ -531,14 +525,8 @@ func TestGuardedMessagesUseNoRDMA(t *testing.T) {
 		"no device": {}} {
 		b := newEndpoint(t, newContext(t), cfg)
 		a := newEndpoint(t, newContext(t), Config{RDMA: r})
-		p, err := a.Connect(t.Context(), b.Info())
-		if err != nil {
-			t.Fatal(err)
-		}
-		q, err := b.Accept(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := connect(t, a, b.Info())
+		q := accept(t, b)
 		for i := range 20 {
 			msg, buf := pattern(long, uint64(i)), make([]byte, long)
 			if pass(t, p, q, msg, buf); !bytes.Equal(msg, buf) {

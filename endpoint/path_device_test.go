@@ -69,10 +69,7 @@ func TestDeviceTwoProcesses(t *testing.T) {
 		t.Fatal(err)
 	}
 	a := newEndpoint(t, newContext(t), Config{Name: "parent", RDMA: r})
-	p, err := a.Connect(t.Context(), info)
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, a, info)
 	warm(t, p, "data")
 	before := directOf(p, OpWrite)
 	for i, n := range sizes[1:] {

@@ -180,10 +180,7 @@ func TestNothingBeginsBeforeFenced(t *testing.T) {
 		}
 	})
 	a := newEndpoint(t, newContext(t), Config{Conns: 1, RDMA: r})
-	p, err := a.Connect(t.Context(), info)
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, a, info)
 	until(t, "a key", func() bool {
 		wait(t, p.Read(make([]byte, 1), "data", 0))
 		p.mu.Lock()
@@ -230,10 +227,7 @@ func TestPeersThatDoNotJoin(t *testing.T) {
 		}
 	})
 	a := newEndpoint(t, newContext(t), Config{Conns: 1, RDMA: r})
-	p, err := a.Connect(t.Context(), info)
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, a, info)
 	for range 20 {
 		wait(t, p.Read(make([]byte, 100), "data", 0))
 	}

@@ -211,10 +211,7 @@ func TestGuardedConnectionsUseNoRDMA(t *testing.T) {
 		if _, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{}); err != nil {
 			t.Fatal(err)
 		}
-		p, err := a.Connect(t.Context(), b.Info())
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := connect(t, a, b.Info())
 		for range 20 {
 			got := make([]byte, len(data))
 			if wait(t, p.Read(got, "data", 0)); !bytes.Equal(got, data) {
@@ -328,10 +325,7 @@ func keysHaveTheRightsOfTheClient(t *testing.T, r RDMA) {
 	var keys []uint32
 	for name, secret := range secrets {
 		a := newEndpoint(t, newContext(t), Config{Secret: secret, RDMA: r})
-		p, err := a.Connect(t.Context(), b.Info())
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := connect(t, a, b.Info())
 		warm(t, p, "data")
 		err = p.Write(make([]byte, 1), "data", 0).Wait(t.Context())
 		if name == "adam" != errors.Is(err, ErrRights) || name != "adam" && err != nil {
@@ -377,10 +371,7 @@ func TestKeysThatPeersMayUseAreNotGivenAgain(t *testing.T) {
 	p.mu.Unlock()
 	region.Unregister()
 	other := newEndpoint(t, newContext(t), Config{RDMA: r})
-	q, err := other.Connect(t.Context(), b.Info())
-	if err != nil {
-		t.Fatal(err)
-	}
+	q := connect(t, other, b.Info())
 	next := func() uint32 {
 		x, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
 		if err != nil {
@@ -509,10 +500,7 @@ func TestRDMAKeepsTheSession(t *testing.T) {
 	if _, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{}); err != nil {
 		t.Fatal(err)
 	}
-	p, err := a.Connect(t.Context(), b.Info())
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, a, b.Info())
 	warm(t, p, "data")
 	sessions := a.Stats().Sessions
 	for begin := time.Now(); time.Since(begin) < 300*time.Millisecond; {

@@ -87,20 +87,15 @@ func TestStateDoesNotCome(t *testing.T) {
 		}
 	})
 	e := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: 50 * time.Millisecond})
-	p, err := e.Connect(t.Context(), info)
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := connect(t, e, info)
 	var late *TimeoutError
-	if _, err = p.Stats(t.Context()); !errors.As(err, &late) ||
+	if _, err := p.Stats(t.Context()); !errors.As(err, &late) ||
 		!strings.Contains(err.Error(), "state of endpoint raw") {
 		t.Errorf("%v, want a TimeoutError", err)
 	}
 	<-asked
 	e = newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience})
-	if p, err = e.Connect(t.Context(), info); err != nil {
-		t.Fatal(err)
-	}
+	p = connect(t, e, info)
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		<-asked
@@ -313,14 +308,8 @@ func TestPeersKnowTheirMode(t *testing.T) {
 	}{{none, none, Plain, "plain"}, {none, sum, Checked, "checked"}, {sum, none, Checked, "checked"},
 		{sum, seal, Sealed, "sealed"}, {seal, none, Sealed, "sealed"}} {
 		a, b := newEndpoint(t, c, x.dialler), newEndpoint(t, c, x.acceptor)
-		p, err := a.Connect(t.Context(), b.Info())
-		if err != nil {
-			t.Fatal(err)
-		}
-		q, err := b.Accept(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := connect(t, a, b.Info())
+		q := accept(t, b)
 		s := stateOf(t, p) // the other end has the session, too
 		if s.Strangers != 0 {
 			t.Errorf("%d connections count as refused that were made in another mode", s.Strangers)

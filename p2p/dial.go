@@ -64,13 +64,21 @@ func (h *host) Admit(from Identity) error {
 	case pr.dial != nil && p.cfg.Self.Rank < from.Rank:
 		return fmt.Errorf("%w: rank %d is dialling rank %d", ErrSuperseded, p.cfg.Self.Rank, from.Rank)
 	}
-	pr.admitted = time.Now()
+	pr.admitted = admission{from.Incarnation, time.Now()}
 	return nil
 }
 
-// expected reports whether an admitted connection may still become a link.
+// An admission is an incoming connection of an incarnation that was admitted and has not become a
+// link. The zero value is none.
+type admission struct {
+	of uint64
+	at time.Time
+}
+
+// expected reports whether an admitted connection may still become a link. Its time is bounded
+// because a peer that has stopped may keep it open.
 func (pr *peer) expected() bool {
-	return !pr.admitted.IsZero() && time.Since(pr.admitted) < HandshakeTimeout
+	return pr.admitted.of != 0 && time.Since(pr.admitted.at) < HandshakeTimeout
 }
 
 // Accepted attaches the link of an admitted connection.
@@ -81,6 +89,20 @@ func (h *host) Accepted(from Identity, l Link) {
 		return
 	}
 	p.attach(&p.peers[from.Rank], from, l, h.transport, nil)
+}
+
+// Lost ends an admission: the peer may dial again, or this rank does.
+func (h *host) Lost(from Identity) {
+	if from.Role == RoleClient {
+		return
+	}
+	p := h.p
+	p.Lock()
+	defer p.Unlock()
+	if pr := &p.peers[from.Rank]; pr.admitted.of == from.Incarnation {
+		pr.admitted = admission{}
+		p.wakeAll()
+	}
 }
 
 // connect starts to dial the peer unless that is under way. Called with the lock whenever an

@@ -162,3 +162,24 @@ func TestDialSurvivesDeathOfAnotherIncarnation(t *testing.T) {
 		t.Errorf("%v, want the dial's error", err)
 	}
 }
+
+// While a connection that was admitted may become a link, the peer's other ones are refused. When
+// it is lost they are not.
+func TestLostAdmissionMakesRoom(t *testing.T) {
+	peer, tr := p2p.Identity{Rank: 1, Incarnation: 2}, &hostile{}
+	p, _ := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}})
+	p.Expect(1, peer.Incarnation)
+	for range 2 {
+		if err := tr.host.Admit(peer); err != nil {
+			t.Fatal(err)
+		}
+		if err := tr.host.Admit(peer); !errors.Is(err, p2p.ErrSuperseded) {
+			t.Errorf("another connection: %v", err)
+		}
+		tr.host.Lost(p2p.Identity{Rank: 1, Incarnation: 3})
+		if err := tr.host.Admit(peer); !errors.Is(err, p2p.ErrSuperseded) {
+			t.Errorf("after the loss of another incarnation's: %v", err)
+		}
+		tr.host.Lost(peer)
+	}
+}

@@ -174,6 +174,9 @@ type Host interface {
 	Admit(from Identity) error
 	// Accepted hands over the link of an admitted connection. The host owns it from then on.
 	Accepted(from Identity, l Link)
+	// Lost says that an admitted connection has failed before it was a link. Until the transport is
+	// closed, each call of Admit that returned nil is followed by one of Accepted or Lost.
+	Lost(from Identity)
 	// Wake wakes the goroutines that wait for progress. Cheap, never blocks, from any goroutine.
 	Wake()
 	// Region finds a shared region of this rank, for a transport that passes it to a peer.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"slices"
+	"time"
 )
 
 // Notices are values that a rank publishes to a peer, one for each of a few keys; the latest
@@ -14,7 +15,7 @@ import (
 
 const (
 	// NoticeKeys is the number of keys: 0 to NoticeKeys-1.
-	NoticeKeys = 3
+	NoticeKeys = 4
 	// MaxNotice is the longest value in bytes.
 	MaxNotice = 2048
 )
@@ -155,6 +156,16 @@ func (c *Channel) passedOn(k noticeKey, value []byte) {
 // none. With the lock, which it may release meanwhile.
 func (c *Channel) Reach(w *Wait, slot int) error {
 	return c.p.progress(w, c.stream(slot).pr)
+}
+
+// Request requests a link to the rank in slot if there is none, and does not wait for it. With the
+// lock.
+func (c *Channel) Request(slot int) {
+	pr := c.stream(slot).pr
+	if pr.since.IsZero() {
+		pr.since = time.Now().Add(-dialTieBreak)
+	}
+	c.p.connect(pr)
 }
 
 // checkNotice validates the header of a notice.

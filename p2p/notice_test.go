@@ -159,3 +159,23 @@ func TestNoticeIsPassedOn(t *testing.T) {
 		t.Error("there is a link to the rank whose value was passed on")
 	}
 }
+
+// A link that was requested is made although no operation waits for the peer.
+func TestRequestedLinkIsMade(t *testing.T) {
+	for r := range 2 {
+		all := cluster(t, 2, 64<<10, nil)
+		c := tagged(t, all)[r]
+		all[r].Lock()
+		c.Request(1 - r)
+		all[r].Unlock()
+		for w := patient(context.Background()); all[r].Linked(1-r) == 0; {
+			all[r].Lock()
+			err := all[r].Progress(w)
+			all[r].Unlock()
+			if err != nil {
+				t.Fatalf("rank %d: %v", r, err)
+			}
+		}
+		closeAll(all)
+	}
+}

@@ -192,7 +192,7 @@ type connection struct {
 	bye      bool      // it closed its channels first
 	dial     *dial     // under way; nil: none, or what it finds does not count any more
 	since    time.Time // when the link was first wanted
-	admitted time.Time // when an incoming connection was admitted that has not become a link
+	admitted admission
 	beaten   time.Time // time of the last heartbeat
 }
 
@@ -454,7 +454,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 		return
 	}
 	pr.endDial()
-	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, time.Time{}
+	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, admission{}
 	pr.linkNo++
 	pr.gatherer, _ = l.(Gatherer)
 	pr.preparer, _ = l.(Preparer)
@@ -622,7 +622,7 @@ func (p *Proxy) remove(pr *peer, why error) {
 
 // markDead lets any incarnation link.
 func (pr *peer) markDead(why error) {
-	pr.err, pr.was, pr.vacant, pr.id, pr.since, pr.admitted = why, nil, true, Identity{}, time.Time{}, time.Time{}
+	pr.err, pr.was, pr.vacant, pr.id, pr.since, pr.admitted = why, nil, true, Identity{}, time.Time{}, admission{}
 }
 
 // succeed ends the link of a peer that was marked dead when another incarnation links.

@@ -1,11 +1,17 @@
 package pg_test
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
+	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"time"
 
 	"tutti/pg"
 	"tutti/pg/pgtest"
@@ -111,6 +117,156 @@ func TestCloseAfterLastCollectiveOfProcesses(t *testing.T) {
 					t.Error(err)
 				}
 			}, pgtest.Transport(tr))
+		})
+	}
+}
+
+// late returns when rank root has left all jobs, or after a time in which it would have.
+func late(root int, all ...*pg.Group) {
+	const enough = 600 * time.Millisecond
+	for until := time.Now().Add(enough); time.Now().Before(until) &&
+		slices.ContainsFunc(all, func(g *pg.Group) bool { return slices.Contains(g.JobView(), root) }); {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// A rank may end an operation before others begin it, and then close its group: they get their
+// results all the same.
+func TestCloseBeforeOthersBeginTheLastOperation(t *testing.T) {
+	const n, root = 3, 2
+	broadcast := func(k int) func(t *testing.T, g *pg.Group) error {
+		return func(t *testing.T, g *pg.Group) error {
+			x := make([]int64, k)
+			if g.Rank() == root {
+				x[k-1] = 7
+			}
+			if err := pg.Broadcast(t.Context(), g, x, root); err != nil || x[k-1] != 7 {
+				return fmt.Errorf("it ends with %d: %w", x[k-1], err)
+			}
+			return nil
+		}
+	}
+	operations := []struct {
+		name string
+		run  func(t *testing.T, g *pg.Group) error
+	}{
+		{"broadcast", broadcast(1)},
+		{"long broadcast", broadcast(50_000)},
+		{"scatter", func(t *testing.T, g *pg.Group) error {
+			x, all := make([]int64, 1), []int64{1, 2, 3}
+			if err := pg.Scatter(t.Context(), g, x, all, root); err != nil || x[0] != int64(g.Rank()+1) {
+				return fmt.Errorf("got %v: %w", x, err)
+			}
+			return nil
+		}},
+		{"send", func(t *testing.T, g *pg.Group) error {
+			x := []int64{7}
+			if g.Rank() == root {
+				return errors.Join(pg.Send(t.Context(), g, x, 0, 1), pg.Send(t.Context(), g, x, 1, 1))
+			}
+			_, err := pg.Recv(t.Context(), g, x, root, 1)
+			return err
+		}},
+		{"broadcast in a subgroup", broadcast(1)},
+	}
+	for _, tr := range transports {
+		t.Run(tr, func(t *testing.T) {
+			pgtest.Run(t, n, func(t *testing.T, outer *pg.Group) {
+				var jobs, groups []*pg.Group
+				for i := range 3 * len(operations) {
+					mode := pg.OnFailure(i / len(operations))
+					g, err := pg.Join(t.Context(), pg.Config{Job: fmt.Sprintf("late-%s-%d", tr, i), OnFailure: mode})
+					if err != nil {
+						t.Fatal(err)
+					}
+					jobs, groups = append(jobs, g), append(groups, g)
+					if strings.Contains(operations[i%len(operations)].name, "subgroup") {
+						if groups[i], err = g.Split(t.Context(), 0, g.Rank()); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				if outer.Rank() != root {
+					late(root, jobs...)
+				}
+				var wg sync.WaitGroup
+				for i, g := range groups {
+					wg.Go(func() {
+						op, mode := operations[i%len(operations)], pg.OnFailure(i/len(operations))
+						if err := op.run(t, g); err != nil {
+							t.Errorf("%v, %s: %v", mode, op.name, err)
+						}
+						if err := errors.Join(g.Close(), jobs[i].Close()); err != nil {
+							t.Errorf("%v, %s: close: %v", mode, op.name, err)
+						}
+					})
+				}
+				wg.Wait()
+				if err := outer.Barrier(t.Context()); err != nil {
+					t.Error(err)
+				}
+			}, pgtest.Transport(tr))
+		})
+	}
+}
+
+// Close waits neither for a rank that was killed nor behind an operation that it ends, and not for
+// ever for one that does not come.
+func TestCloseEndsItsWait(t *testing.T) {
+	const n, root, other = 3, 2, 1
+	for _, c := range []struct {
+		name    string
+		timeout time.Duration // of operations
+		overdue bool
+	}{
+		{name: "killed", timeout: time.Minute},
+		{name: "under-way", timeout: time.Minute},
+		{name: "never-comes", timeout: 2 * time.Second, overdue: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			opts := []pgtest.Option{}
+			if c.name == "killed" {
+				opts = append(opts, pgtest.Expect(other, syscall.SIGKILL))
+			}
+			pgtest.Run(t, n, func(t *testing.T, outer *pg.Group) {
+				var text bytes.Buffer
+				g, err := pg.Join(t.Context(), pg.Config{Job: "ends-" + c.name, Timeout: c.timeout,
+					Logger: slog.New(slog.NewTextHandler(&text, nil))})
+				if err != nil {
+					t.Fatal(err)
+				}
+				switch g.Rank() {
+				case root:
+					if err := pg.Broadcast(t.Context(), g, []int64{1}, root); err != nil {
+						t.Error(err)
+					}
+					var w *pg.Work
+					if c.name == "under-way" {
+						w = g.Start(pg.BroadcastOp{X: pg.BufferOf([]int64{0}), Root: other})
+					}
+					if err := g.Close(); err != nil {
+						t.Errorf("close: %v", err)
+					}
+					if w != nil && !errors.Is(w.Wait(t.Context()), pg.ErrClosed) {
+						t.Errorf("the operation under way ended with %v", w.Err())
+					}
+					if overdue := strings.Contains(text.String(), "before all ranks"); overdue != c.overdue {
+						t.Errorf("Close waited in vain: %v; it says %q", overdue, text.String())
+					}
+				case other:
+					if late(root, g); c.name == "killed" {
+						pgtest.Kill(t)
+					}
+				default:
+					late(other, g)
+				}
+				if c.name != "killed" { // the others do nothing before
+					if err := outer.Barrier(t.Context()); err != nil {
+						t.Error(err)
+					}
+				}
+				g.Close()
+			}, opts...)
 		})
 	}
 }

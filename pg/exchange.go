@@ -22,8 +22,9 @@ import (
 // passage is a group's state of view changes beside package resync:
 //
 //   - rough is set by everything after which the next operation may not simply run: a new view,
-//     a notice of an exchange, a failure, an accusation. While it is not set, no exchange is under
-//     way or wanted, and the next operation checks only err. Group.ready checks and clears it.
+//     a notice of an exchange, a failure, an accusation, a rank that closes the group and waits for
+//     this one. While it is not set, no exchange is under way or wanted, and the next operation
+//     checks only err. Group.ready checks and clears it.
 //   - joins is set only during Join into a running job: the rank answers no exchange before it
 //     has begun its own.
 //   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
@@ -41,6 +42,9 @@ type passage struct {
 
 	present map[int]resync.Point // boundaries that the other ranks have reached, by slot
 	shows   resync.Point         // the boundary that this rank has announced
+
+	partings resync.Partings
+	parts    bool // this rank waits in Close
 }
 
 // The keys of a group's notices.
@@ -48,6 +52,7 @@ const (
 	noticeStanding = iota
 	noticeBallot
 	noticePresent
+	noticeParting
 )
 
 // A notice of key noticeStanding says where a rank stands in an exchange, little-endian, in
@@ -195,6 +200,13 @@ func (g *Group) hear(slot, key int, value []byte) {
 			g.present[slot] = at
 			g.answer()
 		}
+	case noticeParting:
+		var t resync.Parting
+		if t, err = decodeParting(value); err == nil {
+			g.partings.Hear(slot, t)
+			g.rough = true
+			g.part()
+		}
 	}
 	if err != nil {
 		g.job.log.Warn("a notice is not one", "from", slot, "err", err)
@@ -292,7 +304,7 @@ func (g *Group) ready() error {
 		g.seq++
 		return g.skipped()
 	}
-	g.rough = false
+	g.rough = g.sought()
 	return nil
 }
 

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tutti/collectives"
+	"tutti/internal/grain"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
 	"tutti/pg/internal/join"
@@ -120,6 +121,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)),
 			Algo: j.settings.algo}}}
 	g.works.kick = make(chan struct{}, 1)
+	g.devices.piece = grain.Get().Piece
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
@@ -154,7 +156,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 // plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
-		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep})
+		Single: g.job.settings.single, Block: grain.Get().Block, Chosen: g.track.Chosen, Keep: g.track.Keep})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
 }
@@ -657,15 +659,23 @@ func (g *Group) slotOf(rank int) int {
 
 // Close leaves the group: operations under way fail with ErrClosed, and peers are told. When the
 // last group of the job is closed on this rank, its links, listeners and lease are closed too. Data
-// that this rank has sent is still delivered to ranks that are in the operation. One that begins it
-// later gets a *RankError: a program whose last operation does not synchronize all ranks, as
-// Broadcast, calls Barrier before Close. Close returns in bounded time. Idempotent. Closing a
-// group does not close its subgroups. While this rank is in the job, the others cannot continue
-// without it in a group that it has closed: their calls fail with a *RankError.
+// that this rank has sent is still delivered to ranks that are in the operation. Idempotent.
+// Closing a group does not close its subgroups. While this rank is in the job, the others cannot
+// continue without it in a group that it has closed: their calls fail with a *RankError.
+//
+// A rank may end an operation that others have not begun, as the root of a Broadcast. If the last
+// operation was of that kind, Close first waits until all ranks have begun it, so that a program
+// needs no Barrier before Close. It does not wait behind an operation under way, after a failure or
+// Abort, or when a rank is lost, closes the group or joins meanwhile, and no longer than
+// Config.Timeout and 10 seconds: a rank that begins the operation after that gets a *RankError. A
+// rank that computes answers within some tens of milliseconds; in a job over a store without
+// leases, it answers in its next call. After operations in which every rank needs data of all
+// others, as AllReduce or Barrier, Close does not wait. Close returns in bounded time.
 func (g *Group) Close() error {
 	if g.closed.Swap(true) {
 		return nil
 	}
+	g.awaitAll()
 	g.coll.Close()
 	g.msgs.Close()
 	g.cancel()

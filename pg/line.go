@@ -232,6 +232,7 @@ func (g *Group) rest() {
 	}
 	if g.busy = false; g.rough {
 		g.answer()
+		g.part()
 	}
 }
 

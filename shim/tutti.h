@@ -268,9 +268,10 @@ TUTTI_API int tutti_member_close(tutti_member member);
  * subgroup is closed separately. */
 TUTTI_API int tutti_split(tutti_group group, int32_t color, int32_t key, int64_t timeout_ns, tutti_group *sub);
 
-/* Leaves the group. Operations under way end with TUTTI_ECLOSED. Ranks that have not begun an
- * operation of which this rank has ended its part, as the root of a broadcast, cannot do it any
- * more: call tutti_barrier before, if such an operation is the last one. The handle becomes
+/* Leaves the group. Operations under way end with TUTTI_ECLOSED. If other ranks may not have begun
+ * the last operation, as after a broadcast of which this rank is the root, tutti_close first waits
+ * until they have: at most 10 seconds and the group's timeout, and not after a failure or
+ * tutti_abort. A rank that begins the operation after that gets TUTTI_ERANK. The handle becomes
  * invalid; works of the group stay valid until they are released. It returns in bounded time.
  * Closing 0 does nothing. */
 TUTTI_API int tutti_close(tutti_group group);

@@ -56,7 +56,10 @@ type Acceptor struct {
 	// Accepted owns the connection, whose deadline is cleared. It must not block for long. The
 	// session is nil without Agree.
 	Accepted func(net.Conn, Hello, *Session)
-	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
+	// Lost, if not nil, is called in place of Accepted for an end that Admit has accepted, if its
+	// connection fails before it has the verdict, or Close comes between.
+	Lost    func(Hello)
+	Refused func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
 
 	wg sync.WaitGroup // the goroutines
 
@@ -317,10 +320,12 @@ func (a *Acceptor) finish(c *candidate, who Hello) {
 	s, err := a.answer(c.conn, &c.half, who)
 	a.mu.Lock()
 	delete(a.proved, c)
-	if err == nil && a.closed {
-		err = net.ErrClosed
-	}
+	late := err == nil && a.closed
 	a.mu.Unlock()
+	if late {
+		err = net.ErrClosed
+		a.lose(who)
+	}
 	if err != nil {
 		a.drop([]dropped{{c, err}})
 		return
@@ -343,9 +348,16 @@ func (a *Acceptor) answer(conn net.Conn, h *half, who Hello) (*Session, error) {
 		return nil, refused
 	}
 	if err != nil {
+		a.lose(who)
 		return nil, err
 	}
 	return h.session(), nil
+}
+
+func (a *Acceptor) lose(who Hello) {
+	if a.Lost != nil {
+		a.Lost(who)
+	}
 }
 
 // Handshake runs the accepting half on one connection, with a's Secret, Purpose, Clients, Agree and

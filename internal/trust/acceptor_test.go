@@ -279,6 +279,29 @@ func (p pieces) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
+// An end that was admitted and cannot be told so is reported as lost.
+func TestAdmittedEndIsLost(t *testing.T) {
+	lost, refused := make(chan Hello, 1), make(chan error, 1)
+	addr := serve(t, &Acceptor{Timeout: patience,
+		Admit:    func(c net.Conn, _ Hello) error { return c.Close() },
+		Accepted: func(net.Conn, Hello, *Session) { t.Error("it was accepted") },
+		Lost:     func(h Hello) { lost <- h }, Refused: func(_ net.Conn, err error) { refused <- err }})
+	if _, err := Client(dial(t, addr), secret, "p", greet, false); err == nil {
+		t.Error("the client has a verdict")
+	}
+	if err := <-refused; !errors.Is(err, net.ErrClosed) {
+		t.Errorf("refused for %v", err)
+	}
+	select {
+	case h := <-lost:
+		if h != greet {
+			t.Errorf("lost %+v", h)
+		}
+	default:
+		t.Error("nothing is lost")
+	}
+}
+
 // Ends with another secret are told, and counted as strangers.
 func TestAcceptorNamesTheWrongSecret(t *testing.T) {
 	refused := make(chan error, 1)

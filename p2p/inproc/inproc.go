@@ -169,6 +169,7 @@ func (t *Transport) accept(from p2p.Host, table *rma.Table, to p2p.Identity) (*l
 	}
 	for side, l := range []*link{a, b} {
 		if err := l.Init(mem, t.ring, side, l.peer.wake); err != nil {
+			t.host.Lost(from.Self())
 			return nil, err
 		}
 	}

@@ -38,7 +38,8 @@ type Incoming struct {
 type Host struct {
 	ID    p2p.Identity
 	Key   []byte
-	In    chan Incoming // accepted links
+	In    chan Incoming     // accepted links
+	Out   chan p2p.Identity // of connections that were lost
 	woken chan struct{}
 	timer *time.Timer // of Sleep; reused, so that benchmarks count only the link's allocations
 	mu    sync.Mutex
@@ -49,6 +50,7 @@ type Host struct {
 // NewHost returns a host with a new incarnation that admits every peer.
 func NewHost(rank int) *Host {
 	return &Host{ID: p2p.Identity{Rank: rank, Incarnation: rand.Uint64() | 1}, Key: Secret, In: make(chan Incoming, 64),
+		Out:   make(chan p2p.Identity, 64),
 		woken: make(chan struct{}, 1), regs: map[uint64]*p2p.Region{}}
 }
 
@@ -85,6 +87,9 @@ func (h *Host) Admit(from p2p.Identity) error {
 
 // Accepted implements p2p.Host.
 func (h *Host) Accepted(from p2p.Identity, l p2p.Link) { h.In <- Incoming{from, l} }
+
+// Lost implements p2p.Host.
+func (h *Host) Lost(from p2p.Identity) { h.Out <- from }
 
 // Wake implements p2p.Host.
 func (h *Host) Wake() {

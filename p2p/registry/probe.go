@@ -99,6 +99,7 @@ type end struct {
 func (e *end) Self() p2p.Identity                 { return e.self }
 func (e *end) Secret() []byte                     { return e.secret }
 func (e *end) Admit(p2p.Identity) error           { return nil }
+func (e *end) Lost(p2p.Identity)                  {}
 func (e *end) Wake()                              {}
 func (e *end) Region(uint64) (*p2p.Region, error) { return nil, p2p.ErrNoRegion }
 

@@ -768,3 +768,21 @@ func TestSilentAcceptor(t *testing.T) {
 		}
 	})
 }
+
+// A rank that cannot make the memory of a link says so to both: the dialler may dial again.
+func TestLinkWithoutMemoryIsLost(t *testing.T) {
+	tr := New(Config{RingBytes: ring.MinData})
+	tr.cfg.RingBytes = -1 << 20
+	a, b := node(t, 0), linktest.Listen(t, tr, linktest.NewHost(1))
+	if _, err := a.Dial(b); err == nil || !strings.Contains(err.Error(), "could not make the shared memory") {
+		t.Errorf("dialling: %v", err)
+	}
+	select {
+	case from := <-b.Out:
+		if from != a.ID {
+			t.Errorf("%v is lost", from)
+		}
+	case <-time.After(linktest.Patience):
+		t.Error("nothing is lost")
+	}
+}

@@ -91,7 +91,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	t.acceptor = &trust.Acceptor{
 		Listener: &sameUser{l.(*net.UnixListener), t.uid},
 		Secret:   h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout,
-		Admit: t.admit, Accepted: t.accepted, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
+		Admit: t.admit, Accepted: t.accepted, Lost: t.lost, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
 	t.served.Go(ring.Prepare) // SleepSeldom needs it later, when peers may be waiting for this rank
@@ -143,8 +143,18 @@ func (t *Transport) accepted(conn net.Conn, h trust.Hello, _ *trust.Session) {
 		conn.Close()
 		return
 	}
-	if l, err := t.found(conn.(*net.UnixConn), from); err == nil {
-		t.host.Accepted(from, l)
+	l, err := t.found(conn.(*net.UnixConn), from)
+	if err != nil {
+		t.lost(h)
+		return
+	}
+	t.host.Accepted(from, l)
+}
+
+// lost ends an admission whose connection has failed.
+func (t *Transport) lost(h trust.Hello) {
+	if from := p2p.IdentityOf(h.FromRank, h.FromIncarnation); from != t.host.Self() {
+		t.host.Lost(from)
 	}
 }
 

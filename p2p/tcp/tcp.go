@@ -233,7 +233,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose,
 			Timeout: p2p.HandshakeTimeout,
 			Max:     max(16, trust.DefaultMax()/len(listeners)), Admit: t.admit, Accepted: t.accepted,
-			Refused: trust.LogRefused(t.log, "tcp"),
+			Lost: t.lost, Refused: trust.LogRefused(t.log, "tcp"),
 		}
 		t.acceptors = append(t.acceptors, a)
 		t.serving.Go(a.Serve)
@@ -419,6 +419,7 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 		}
 		return nil
 	}
+	t.abandon(func(k joinKey) bool { return k.from == from }) // a dialler makes one link at a time
 	if err := t.host.Admit(from); err != nil {
 		return p2p.RefusalOf(err)
 	}
@@ -440,6 +441,7 @@ func (t *Transport) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
 	fd, err := t.adopt(c)
 	if err != nil {
 		t.log.Warn("tcp: accepted connection is lost", "from", from, "reason", err)
+		t.lost(h)
 		return
 	}
 	fds := []int{fd}
@@ -451,10 +453,39 @@ func (t *Transport) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
 	l, err := t.link(name, fds, x.frame)
 	if err != nil {
 		t.log.Warn("tcp: accepted connection is lost", "from", from, "reason", err)
+		t.host.Lost(from)
 		return
 	}
 	t.log.Debug("tcp: link accepted", "from", from, "at", c.RemoteAddr(), "connections", len(fds))
 	t.host.Accepted(from, l)
+}
+
+// lost gives up the link of an admitted connection that has failed.
+func (t *Transport) lost(h trust.Hello) {
+	from, x := p2p.IdentityOf(h.FromRank, h.FromIncarnation), unpackExtra(h.Extra)
+	switch {
+	case x.count == 1:
+		t.host.Lost(from)
+	case x.count > 1:
+		t.abandon(func(k joinKey) bool { return k == joinKey{from, x.token} })
+	}
+}
+
+// abandon gives up incomplete links.
+func (t *Transport) abandon(which func(joinKey) bool) {
+	var all []joinKey
+	t.mu.Lock()
+	for k, j := range t.joining {
+		if which(k) {
+			j.drop()
+			delete(t.joining, k)
+			all = append(all, k)
+		}
+	}
+	t.mu.Unlock()
+	for _, k := range all {
+		t.host.Lost(k.from)
+	}
 }
 
 // expect begins to collect a link's connections, which are dropped after a timeout.
@@ -469,14 +500,7 @@ func (t *Transport) expect(k joinKey, count int) {
 		return
 	}
 	t.joining[k] = j
-	j.timer = time.AfterFunc(p2p.HandshakeTimeout, func() {
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		if t.joining[k] == j {
-			j.drop()
-			delete(t.joining, k)
-		}
-	})
+	j.timer = time.AfterFunc(p2p.HandshakeTimeout, func() { t.abandon(func(o joinKey) bool { return o == k }) })
 }
 
 // join adds a connection of a link. With the last one it returns all, and the link's name.

@@ -28,6 +28,7 @@ type host struct {
 	secret []byte
 	admit  atomic.Pointer[func(p2p.Identity) error] // set beside an acceptor that asks
 	links  chan accepted
+	lost   chan p2p.Identity
 	wakes  atomic.Int64
 	woken  chan struct{}
 }
@@ -39,7 +40,7 @@ type accepted struct {
 
 func newHost(rank int) *host {
 	return &host{self: p2p.Identity{Rank: rank, Incarnation: 0xace0 + uint64(rank)}, secret: secret,
-		links: make(chan accepted, 64), woken: make(chan struct{}, 1)}
+		links: make(chan accepted, 64), lost: make(chan p2p.Identity, 64), woken: make(chan struct{}, 1)}
 }
 
 func (h *host) Self() p2p.Identity { return h.self }
@@ -55,6 +56,7 @@ func (h *host) Admit(from p2p.Identity) error {
 func (h *host) allow(f func(p2p.Identity) error) { h.admit.Store(&f) }
 
 func (h *host) Accepted(from p2p.Identity, l p2p.Link) { h.links <- accepted{from, l} }
+func (h *host) Lost(from p2p.Identity)                 { h.lost <- from }
 
 // drop closes the links that no test asked for.
 func (h *host) drop() {

@@ -441,6 +441,33 @@ func TestIncompleteLink(t *testing.T) {
 	}
 }
 
+// A dialler that begins anew has given up the link before, which makes room for the next.
+func TestAbandonedLinkMakesRoom(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{Conns: 2, MaxFrame: MinFrame}))
+	var first net.Conn
+	for token := range uint32(2) {
+		c := raw(t, b)
+		if _, err := trust.Client(c, secret, purpose,
+			hello(a.self, b.self, extra{token: token, frame: MinFrame, count: 2}), false); err != nil {
+			t.Fatal(err)
+		}
+		if first == nil {
+			first = c
+		}
+	}
+	select {
+	case from := <-b.host.lost:
+		if from != a.self {
+			t.Errorf("%v is lost", from)
+		}
+	default:
+		t.Error("nothing is lost")
+	}
+	if _, err := io.Copy(io.Discard, first); errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error("the first connection is open")
+	}
+}
+
 // A client's key makes no link.
 func TestClientsAreRefused(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))

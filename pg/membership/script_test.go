@@ -2,14 +2,14 @@ package membership
 
 import (
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/cockroachdb/datadriven"
+
+	"tutti/internal/storytest"
 )
 
 // verbs are the commands of scripts. Each has a file of its own, script_VERB_test.go.
@@ -97,28 +97,7 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-func TestEveryVerbIsInAStory(t *testing.T) {
-	stories, err := filepath.Glob("testdata/*/*.txt")
-	if err != nil {
-		t.Fatal(err)
-	}
-	used := map[string]bool{}
-	for _, path := range stories {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for line := range strings.Lines(string(text)) {
-			verb, _, _ := strings.Cut(strings.TrimSpace(line), " ")
-			used[verb] = true
-		}
-	}
-	for verb := range verbs {
-		if !used[verb] {
-			t.Errorf("no story has the command %q", verb)
-		}
-	}
-}
+func TestEveryVerbIsInAStory(t *testing.T) { storytest.EveryVerbIsUsed(t, "testdata/*/*.txt", verbs) }
 
 type script struct {
 	w   *sim

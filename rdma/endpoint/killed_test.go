@@ -231,7 +231,7 @@ type life struct {
 	print   func(said)
 
 	mu      sync.Mutex
-	waiting map[uint64]chan rdma.Status
+	waiting map[uint64]chan<- rdma.Status
 	ids     uint64
 }
 
@@ -256,7 +256,7 @@ func runWorker(t *testing.T, p *verbs.Provider, device string, w work) {
 	var printing sync.Mutex
 	out := json.NewEncoder(os.Stdout)
 	l := &life{work: w, t: t, session: rand.Uint64() | 1, words: make([]uint64, 1+len(w.Peers)),
-		waiting: map[uint64]chan rdma.Status{}, print: func(s said) {
+		waiting: map[uint64]chan<- rdma.Status{}, print: func(s said) {
 			printing.Lock()
 			defer printing.Unlock()
 			out.Encode(s)
@@ -365,30 +365,15 @@ func (l *life) write(ctx context.Context, c *endpoint.Connection, i int) error {
 	if there.Place.Session != c.Remote() {
 		return fmt.Errorf("connected with session %x of %s, which has ended", c.Remote(), c.Peer)
 	}
-	for _, q := range c.QPs {
-		done := make(chan rdma.Status, 1)
+	return endpointtest.Write(ctx, c, func(done chan<- rdma.Status) rdma.SendRequest {
 		l.mu.Lock()
+		defer l.mu.Unlock()
 		l.ids++
-		id := l.ids
-		l.waiting[id] = done
-		l.mu.Unlock()
-		if _, err := q.Post([]rdma.SendRequest{{ID: id, Op: rdma.Write, Signaled: true, RemoteKey: there.Place.Key,
-			RemoteAddress: there.Place.Address, Segments: []rdma.Segment{{Key: l.mr.LocalKey(), Len: 8,
-				Address: uint64(uintptr(unsafe.Pointer(&l.words[1+i])))}}}}); err != nil {
-			return err
-		}
-		select {
-		case s := <-done:
-			if s != rdma.Success {
-				return &rdma.StatusError{Status: s, Op: rdma.Write, QP: q.Number()}
-			}
-		case <-c.Retired():
-			return errors.New("the connection was retired")
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-	return nil
+		l.waiting[l.ids] = done
+		return rdma.SendRequest{ID: l.ids, RemoteKey: there.Place.Key, RemoteAddress: there.Place.Address,
+			Segments: []rdma.Segment{{Key: l.mr.LocalKey(), Len: 8,
+				Address: uint64(uintptr(unsafe.Pointer(&l.words[1+i])))}}}
+	})
 }
 
 // poll gives completions to those who wait for them.

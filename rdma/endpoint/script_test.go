@@ -2,13 +2,13 @@ package endpoint
 
 import (
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/cockroachdb/datadriven"
+
+	"tutti/internal/storytest"
 )
 
 // script is a world, and what is said in it.
@@ -99,25 +99,4 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-func TestEveryVerbIsInAStory(t *testing.T) {
-	stories, err := filepath.Glob("testdata/scripts/*")
-	if err != nil {
-		t.Fatal(err)
-	}
-	used := map[string]bool{}
-	for _, path := range stories {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for line := range strings.Lines(string(text)) {
-			verb, _, _ := strings.Cut(strings.TrimSpace(line), " ")
-			used[verb] = true
-		}
-	}
-	for verb := range verbs {
-		if !used[verb] {
-			t.Errorf("no story has the command %q", verb)
-		}
-	}
-}
+func TestEveryVerbIsInAStory(t *testing.T) { storytest.EveryVerbIsUsed(t, "testdata/scripts/*", verbs) }

@@ -55,6 +55,9 @@ func (g *generator) job() Job {
 	if g.chance(0.05) {
 		j.Pool = 40 << 20
 	}
+	if g.chance(0.6) && !g.avoids("grain") {
+		j.Block, j.Piece = pick(g, 8<<10, 40<<10, 256<<10), pick(g, 4<<10, 20<<10, 128<<10)
+	}
 	if g.transport == "inproc" || g.faults == 0 {
 		return j
 	}

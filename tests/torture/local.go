@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tutti/device"
+	"tutti/internal/grain"
 	"tutti/pg"
 )
 
@@ -35,6 +36,7 @@ func (l localGuide) Hang(f Finding) {
 func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
 	d := newDevice(p.Seed)
+	grain.Set(grain.Sizes{Block: job.Block, Piece: job.Piece})
 	groups, err := pg.Local(job.Ranks,
 		pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
 			Logger: slog.New(slog.DiscardHandler), Devices: device.List{d}})

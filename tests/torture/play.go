@@ -14,6 +14,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/device"
+	"tutti/internal/grain"
 	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
@@ -148,6 +149,7 @@ func play(out *json.Encoder, in *json.Decoder, change func(*pg.Config), over fun
 		case o.Setup != nil:
 			me := o.Setup.Number
 			cfg := o.Setup.config(me)
+			grain.Set(grain.Sizes{Block: o.Setup.Job.Block, Piece: o.Setup.Job.Piece})
 			d := newDevice(uint64(me))
 			cfg.Devices = device.List{d}
 			if change != nil {

@@ -20,6 +20,8 @@ type Job struct {
 	Pool      int // bytes of each of a rank's memories
 	Later     int // number of ranks, the last ones, that join the running job
 	Standby   int // processes that wait in Join for a rank to be lost; there is no AutoAdmit then
+	Block     int // see grain.Sizes
+	Piece     int
 }
 
 // A Program is the sequence of steps of all ranks of a job.

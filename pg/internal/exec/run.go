@@ -1,6 +1,7 @@
 package exec
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"runtime"
@@ -10,12 +11,12 @@ import (
 	"tutti/collectives"
 	"tutti/kernels"
 	"tutti/p2p"
+	"tutti/pg/flight"
 )
 
 const (
-	// vectorBlock and partBlock bound the bytes that one plan covers. Longer vectors (or parts,
-	// over all ranks) are processed in blocks, so that plans and scratch memory do not grow with
-	// the message.
+	// vectorBlock bounds the bytes that one plan covers. Longer vectors (or parts, over all ranks)
+	// are processed in blocks, so that plans and scratch memory do not grow with the message.
 	vectorBlock = 8 << 20
 	maxPlans    = 512 // cached a group
 	// A vector to or from a root is copied by one rank while another copies what came before, so it
@@ -38,6 +39,7 @@ type Config struct {
 	Region func(ptr unsafe.Pointer, n int) (*p2p.Region, int)
 	// Single says when to read plain memory straight from the peers' processes.
 	Single Single
+	Block  int // bytes that one plan covers, the same at all ranks; default vectorBlock
 	// Chosen is called with the algorithm of a call that is not bound, or whose buffers decide it.
 	Chosen func(collectives.Algo)
 	// Keep is called with a call that has been bound.
@@ -111,6 +113,7 @@ type Runner struct {
 
 // New makes a Runner. Open and Settle must be called before its first call.
 func New(cfg Config) *Runner {
+	cfg.Block = cmp.Or(cfg.Block, vectorBlock)
 	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1, outcomes: outcomes{}}
 	r.cur = &r.unbound
 	r.single = runtime.GOMAXPROCS(0) == 1
@@ -248,6 +251,12 @@ func (r *Runner) Token() p2p.Token { return r.tok }
 func (r *Runner) Said(seq uint64) (p2p.Token, bool) {
 	t := r.history[seq%uint64(len(r.history))]
 	return t, t.Seq == seq
+}
+
+// Leads reports whether operation seq was run last, and other ranks may not have begun it.
+func (r *Runner) Leads(seq uint64) bool {
+	c := Call{Kind: flight.Call(r.tok.Call).Kind(), Count: int(r.tok.Count)}
+	return seq > 0 && r.tok.Seq == seq && !c.Synchronizes()
 }
 
 // Running reports whether a plan is running or suspended.
@@ -558,9 +567,9 @@ func (r *Runner) blockOf(algo collectives.Algo, elem int) int {
 	case algo == collectives.LoadStore, l.Out == collectives.Packed, l.Out == collectives.None:
 		return r.cur.Count
 	case l.In == collectives.One && l.Out == collectives.One:
-		return max(1, vectorBlock/elem)
+		return max(1, r.cfg.Block/elem)
 	}
-	return max(1, max(vectorBlock/r.set.Size, 4<<10)/elem)
+	return max(1, max(r.cfg.Block/r.set.Size, 4<<10)/elem)
 }
 
 func offsets(counts []int, elem int) []int {

@@ -64,7 +64,7 @@ type Rank struct {
 
 	mu      sync.Mutex
 	writes  uint64
-	waiting map[uint64]chan rdma.Status
+	waiting map[uint64]chan<- rdma.Status
 }
 
 // New starts n ranks, which use the devices in turn. Change, if it is not nil, is called with the
@@ -134,7 +134,7 @@ func Name(i int) string { return fmt.Sprintf("rank %d", i) }
 
 func (c *Cluster) start(i int) {
 	r := &Rank{Number: i, c: c, words: make([]uint64, 2*len(c.ranks)), wake: make(chan struct{}, 1),
-		stop: make(chan struct{}), waiting: map[uint64]chan rdma.Status{}}
+		stop: make(chan struct{}), waiting: map[uint64]chan<- rdma.Status{}}
 	must := func(err error) {
 		if err != nil {
 			c.t.Error(err)
@@ -291,19 +291,27 @@ func (r *Rank) poll() {
 
 // write writes a word to a peer by every queue pair of a connection.
 func (r *Rank) write(ctx context.Context, conn *endpoint.Connection, to *Rank) error {
+	return Write(ctx, conn, func(done chan<- rdma.Status) rdma.SendRequest {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.writes++
+		r.waiting[r.writes] = done
+		return rdma.SendRequest{ID: r.writes, Segments: []rdma.Segment{{
+			Address: address(&r.words[len(r.c.ranks)+to.Number]), Key: r.mr.LocalKey(), Len: 8}},
+			// Every rank has a word of its own there.
+			RemoteAddress: address(&to.words[r.Number]), RemoteKey: to.mr.RemoteKey()}
+	})
+}
+
+// Write writes by every queue pair of a connection, one after the other. next returns the request,
+// with an ID of its own, whose completion is to be sent to done.
+func Write(ctx context.Context, conn *endpoint.Connection,
+	next func(done chan<- rdma.Status) rdma.SendRequest) error {
 	for _, q := range conn.QPs {
 		done := make(chan rdma.Status, 1)
-		r.mu.Lock()
-		r.writes++
-		id := r.writes
-		r.waiting[id] = done
-		r.mu.Unlock()
-		_, err := q.Post([]rdma.SendRequest{{ID: id, Op: rdma.Write, Signaled: true,
-			Segments: []rdma.Segment{{Address: address(&r.words[len(r.c.ranks)+to.Number]), Key: r.mr.LocalKey(),
-				Len: 8}},
-			// Every rank has a word of its own there.
-			RemoteAddress: address(&to.words[r.Number]), RemoteKey: to.mr.RemoteKey()}})
-		if err != nil {
+		w := next(done)
+		w.Op, w.Signaled = rdma.Write, true
+		if _, err := q.Post([]rdma.SendRequest{w}); err != nil {
 			return err
 		}
 		select {

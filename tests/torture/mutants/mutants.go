@@ -155,6 +155,19 @@ var mutants = []mutant{
 		edits: []edit{{"pg/internal/exec", "Runner.stepsFrom", "r.dirty, inPlace = true, false",
 			"inPlace = false"}},
 	},
+	{
+		name:      "piece-used",
+		what:      "blocks of a long vector are used before a device's stream has brought them",
+		transport: "inproc",
+		edits: []edit{{"pg", "feed.Need", "if err := g.arrive(f.v, n); err != nil || f.v.has(n) {",
+			"if err := g.arrive(f.v, min(n, 64)); err != nil || f.v.has(min(n, 64)) {"}},
+	},
+	{
+		name:      "piece-released",
+		what:      "a device's stream gets a piece of a message that has not arrived",
+		transport: "inproc",
+		edits:     []edit{{"pg", "parcel.more", "c.v.release(n)", "c.v.release(n + 4<<10)"}},
+	},
 }
 
 // apply returns the files that the mutant changes, with their new contents.
