@@ -18,7 +18,9 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -65,7 +67,7 @@ type Config struct {
 	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up
 	// to a multiple of 4096; the smaller of both ends counts. A link keeps at most one unsent
 	// frame, in memory that each of its connections allocates when the peer is first slower than
-	// this end. Default 256 KiB.
+	// this end. Default 512 KiB.
 	MaxFrame int
 	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at
 	// least 32 KiB. Default 64 KiB.
@@ -161,7 +163,7 @@ func (c *Config) complete() (ifname.Filter, ports.Spec, error) {
 		}
 	}
 	def(&c.Conns, 1)
-	def(&c.MaxFrame, 256<<10)
+	def(&c.MaxFrame, 512<<10)
 	def(&c.BufferSize, 64<<10)
 	if c.PeerTimeout == 0 {
 		c.PeerTimeout = 30 * time.Second
@@ -577,7 +579,9 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
 	if local && t.cfg.SocketBuffer == 0 {
-		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer)
+		if largestBuffer() >= hostBuffer {
+			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer)
+		}
 	}
 	// Several probes of an idle connection have to fail within IdleTimeout before it counts as
 	// dead.
@@ -608,9 +612,20 @@ func (t *Transport) duplicate(c net.Conn) (fd int, err error) {
 }
 
 // hostBuffer is the size of the receive buffer of a connection within this host. Otherwise the
-// kernel lets it grow with what arrives in a round trip, which says nothing there: 2 MiB then take
-// half as long again.
-const hostBuffer = 512 << 10
+// kernel lets it grow with what arrives in a round trip, which says nothing there. A buffer that is
+// smaller than what both ends send at once is worse than that.
+const hostBuffer = 2 << 20
+
+// largestBuffer returns the largest receive buffer in bytes that the system gives a program, 0 if
+// it does not say.
+var largestBuffer = sync.OnceValue(func() int {
+	b, err := os.ReadFile("/proc/sys/net/core/rmem_max")
+	if err != nil {
+		return 0
+	}
+	n, _ := strconv.Atoi(strings.TrimSpace(string(b)))
+	return n
+})
 
 // oneHost reports whether both ends of c have the same address.
 func oneHost(c net.Conn) bool {

@@ -356,7 +356,7 @@ func TestSelect(t *testing.T) {
 // The smaller offer of both ends counts.
 func TestNegotiation(t *testing.T) {
 	for _, c := range []struct{ a, b, want Config }{
-		{Config{}, Config{}, Config{Conns: 1, MaxFrame: 256 << 10}},
+		{Config{}, Config{}, Config{Conns: 1, MaxFrame: 512 << 10}},
 		{Config{Conns: 4, MaxFrame: 5000}, Config{Conns: 2, MaxFrame: 1 << 20}, Config{Conns: 2, MaxFrame: 8192}},
 		{Config{Conns: 2, MaxFrame: 1 << 20}, Config{Conns: 4, MaxFrame: 5000}, Config{Conns: 2, MaxFrame: 8192}},
 	} {

@@ -24,8 +24,9 @@ const (
 	leastPieces = 8
 	leastChunk  = 16 << 10
 	// wireChunk is the pipelining grain on links without shared memory. One system call moves a
-	// whole chunk.
-	wireChunk = 128 << 10
+	// whole chunk. Nothing is passed on in a broadcast between two ranks, whose grain is pairChunk.
+	wireChunk = 256 << 10
+	pairChunk = 512 << 10
 )
 
 // Config describes the rank and the group of a Runner.
@@ -409,7 +410,10 @@ func (r *Runner) varying(algo collectives.Algo, elem int) (*program, error) {
 func (r *Runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
 	t := &r.set.Topology
 	chunk := wireChunk
-	if t.Caps.SharedMemory {
+	switch {
+	case !t.Caps.SharedMemory && kind == collectives.Broadcast && t.Size == 2:
+		chunk = pairChunk
+	case t.Caps.SharedMemory:
 		chunk = collectives.DefaultChunk
 		if kind == collectives.Broadcast || kind == collectives.Reduce {
 			chunk = min(chunk, max(count*elem/leastPieces, leastChunk))
