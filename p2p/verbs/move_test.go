@@ -158,7 +158,7 @@ func testDataSurvivesDevices(t *testing.T, p ports) {
 		"failed queue pairs": {fault: func(f *soft.Fabric, l *link, i int) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
-			if n := l.lane; n != nil && l.stage >= probing {
+			if n := l.lane; n != nil && l.stageOf(n) >= probing {
 				r := n.bulk.rails[i%len(n.bulk.rails)]
 				f.Break(r.Name(), r.qp.Number())
 			}
@@ -471,8 +471,8 @@ func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
 			t.Fatal("the peer does not give up the key")
 		}
 	}
-	if len(l.lane.bulk.keys) > 0 || l.gen != 1 {
-		t.Errorf("%d keys are left, lane %d", len(l.lane.bulk.keys), l.gen)
+	if len(l.lane.bulk.keys) > 0 || l.m.gen != 1 {
+		t.Errorf("%d keys are left, lane %d", len(l.lane.bulk.keys), l.m.gen)
 	}
 	if !given(32) {
 		t.Error("the key is withheld although the peer has given it up")
@@ -584,7 +584,7 @@ func testLateMoveWakes(t *testing.T, p ports) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for l.gen == 1 {
+	for l.m.gen == 1 {
 		if !x.Arm() {
 			if err := x.Host.Sleep(); err != nil {
 				t.Fatal(err)
@@ -674,7 +674,7 @@ func TestHostileKeys(t *testing.T) {
 			l.mu.Lock()
 			for range c.n {
 				h := c.h
-				h.Service, h.Seq = service, l.gen
+				h.Service, h.Seq = service, l.m.gen
 				h.Len = uint32(len(c.payload))
 				l.out = append(l.out, control{h, []byte(c.payload)})
 			}
@@ -731,7 +731,8 @@ func FuzzMemoryFrames(f *testing.F) {
 		if err := tr.make(n, minRing, nil, 0, func() {}); err != nil {
 			t.Fatal(err)
 		}
-		l := &link{t: tr, lane: n, stage: up, tx: n, least: 8}
+		l := &link{t: tr, lane: n, lanes: []*lane{n}, tx: n, least: 8,
+			m: machine{gen: 1, tx: 1, lanes: []course{{gen: 1, stage: up, told: true}}}}
 		l.base = failing{}
 		defer l.wg.Wait()
 		for i := range 3 {
@@ -782,7 +783,7 @@ func testWrongKeys(t *testing.T, p ports) {
 			if err := x.Await(x.PutTo(b, to, 0, p2p.Signal{})); err != nil || !bytes.Equal(r.Bytes(), b) {
 				t.Errorf("put: %v, or other bytes", err)
 			}
-			if l.gen < 2 {
+			if l.m.gen < 2 {
 				t.Error("it has the same lane")
 			}
 		})
