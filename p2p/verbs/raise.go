@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -26,6 +27,9 @@ const (
 
 // maxTasks bounds the tasks that a peer can cause.
 const maxTasks = 16
+
+// errNoBetter is why a lane beside the one in use is given up that works.
+var errNoBetter = errors.New("it is not better than the one in use")
 
 // find returns a lane that is not given up, or is lost, by its number; nil: there is none.
 func (l *link) find(gen uint64) *lane {
@@ -236,7 +240,7 @@ func (l *link) taskLocked(n *lane, work func() error, next func()) {
 
 // closeLocked closes a lane that is given up, or that both ends have left.
 func (l *link) closeLocked(n *lane, a *act, reason error) {
-	if a.stage < up {
+	if a.stage < up && a.stage != making && !errors.Is(reason, errNoBetter) {
 		l.vain++
 	}
 	text := "rdma: frames go over TCP"
@@ -328,7 +332,9 @@ func (l *link) handleLocked(h *p2p.Header, b []byte) error {
 		}
 	case frameRefusal:
 		reason = fmt.Errorf("refused by the peer: %q", b)
-	case frameShown, frameReady, frameLeft, frameWish:
+	case frameShown, frameReady, frameLeft:
+	case frameWish: // its ports have changed
+		l.vain = 0
 	case frameDown:
 		reason = fmt.Errorf("given up by the peer")
 		if n != nil && l.m.sentOver(h.Seq) {
