@@ -37,6 +37,7 @@ type bulk struct {
 	moves  []*move         // that have not ended
 	queue  []*move         // of these, those with data to be requested, in turn
 	ended  []*rma.Move     // not returned by Moved yet
+	barred []uint64        // generations of memory that a request has failed on for good
 	spare  []*move
 	late   time.Duration // see lateMove
 	// leaving: nothing new is requested, because another lane is in use.
@@ -478,7 +479,11 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 		if c.ID < railDepth && p.move != nil && p.move.m.Read {
 			op = rdma.Read
 		}
-		return &rdma.StatusError{Status: c.Status, Op: op, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
+		err := &rdma.StatusError{Status: c.Status, Op: op, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
+		if c.ID < railDepth && p.move != nil && rdma.Fatal(err) {
+			b.barred = append(b.barred, p.move.gen)
+		}
+		return err
 	case c.ID >= railDepth: // the probe
 		r.state = working
 		r.under--

@@ -58,22 +58,23 @@ type link struct {
 	refused int    // bytes of the last frame, if there was no room for it; else -1
 	part    []byte // of the payload of a control frame
 
-	m     machine
-	lanes []*lane // of m, with those that are lost
-	lane  *lane   // in use or, as long as none is, the only one; nil: there is none
-	pause time.Duration
-	apart time.Duration // the pause before a lane beside the one in use
-	vain  int           // lanes that have not come up since the ports have changed
-	ups   uint64        // when they have: see Transport.ups
-	since time.Time     // frames are sent over tx
-	mend  time.Duration // see minMend
-	tx    *lane         // frames are sent over its ring; nil: over base
-	limbo []*lane       // given up, with moves or ghosts that may still change memory
-	moved []*rma.Move   // that have ended
-	later []*rma.Move   // puts that wait until no ghosts are in limbo
-	rest  *consumer     // frames of a lost lane to be sent again over base, which are all in its ring's copy
-	until uint64        // the position behind them
-	out   []control     // to be sent over base, oldest first
+	m      machine
+	lanes  []*lane // of m, with those that are lost
+	lane   *lane   // in use or, as long as none is, the only one; nil: there is none
+	pause  time.Duration
+	apart  time.Duration // the pause before a lane beside the one in use
+	vain   int           // lanes that have not come up since the ports have changed
+	ups    uint64        // when they have: see Transport.ups
+	since  time.Time     // frames are sent over tx
+	mend   time.Duration // see minMend
+	tx     *lane         // frames are sent over its ring; nil: over base
+	limbo  []*lane       // given up, with moves or ghosts that may still change memory
+	moved  []*rma.Move   // that have ended
+	later  []*rma.Move   // puts that wait until no ghosts are in limbo
+	barred bars          // memory of the peer that data is not moved to and from
+	rest   *consumer     // frames of a lost lane to be sent again over base, which are all in its ring's copy
+	until  uint64        // the position behind them
+	out    []control     // to be sent over base, oldest first
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc

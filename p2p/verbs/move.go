@@ -27,7 +27,7 @@ func (l *link) Move(m *rma.Move) bool {
 	if len(m.Local) < l.least {
 		return false
 	}
-	if n == nil || n.err != nil || l.closed || l.state.Load() != live {
+	if n == nil || n.err != nil || l.closed || l.state.Load() != live || l.barred.has(m.Generation) {
 		return false
 	}
 	ok := l.beginLocked(n, m, 0)
@@ -108,6 +108,38 @@ func (l *link) reapLocked(n *lane) {
 		l.t.log.Info("rdma: a queue pair for data is left out", "peer", l.peer, "lane", n.gen, "reason", err)
 	}
 	n.bulk.left = nil
+	for _, generation := range n.bulk.barred {
+		l.barred.add(generation)
+	}
+	n.bulk.barred = nil
+}
+
+// bars are the generations of the peer's memory that no lane moves data to or from any more: a
+// request has failed in a way that another lane does not change. Frames carry such data, and have
+// the reason if there is one. Only the latest maxKeys are kept.
+type bars struct {
+	set   map[uint64]struct{}
+	order []uint64
+}
+
+func (b *bars) has(generation uint64) bool {
+	_, ok := b.set[generation]
+	return ok
+}
+
+func (b *bars) add(generation uint64) {
+	if b.has(generation) {
+		return
+	}
+	if b.set == nil {
+		b.set = map[uint64]struct{}{}
+	}
+	if len(b.order) == maxKeys {
+		delete(b.set, b.order[0])
+		b.order = b.order[:copy(b.order, b.order[1:])]
+	}
+	b.set[generation] = struct{}{}
+	b.order = append(b.order, generation)
 }
 
 // tellMemoryLocked queues a frame about memory.

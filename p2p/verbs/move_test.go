@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"runtime"
@@ -787,5 +788,85 @@ func testWrongKeys(t *testing.T, p ports) {
 				t.Error("it has the same lane")
 			}
 		})
+	}
+}
+
+// A request that ends with a recoverable status costs its lane, and the data of later ones is moved
+// over the next lane. After a fatal one the data of that memory goes in frames, and costs no more
+// lanes. Other memory is not concerned. The operation itself ends well in either case.
+func TestStatusClasses(t *testing.T) {
+	for status := rdma.LocalLength; status <= rdma.GeneralError; status++ {
+		t.Run(fmt.Sprint(uint8(status), " ", status), func(t *testing.T) {
+			var now atomic.Bool
+			f := soft.New(soft.Config{Seed: 35, Faults: soft.Faults{
+				Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+					if r.Op != rdma.WriteImm && len(r.Segments) > 0 && r.ID < railDepth && now.CompareAndSwap(true, false) {
+						return status
+					}
+					return rdma.Success
+				}}})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			const n = 1 << 20
+			data, other := y.Alloc(t, n), y.Alloc(t, n)
+			to := y.Expose(t, data, 0, n, mem.Read|mem.Write)
+			beside := y.Expose(t, other, 0, n, mem.Read|mem.Write)
+			b := pattern(n, 2)
+			for round, get := range []bool{false, true, false} {
+				raised(t, x.End, y.End)
+				gen := inUse(x.End)
+				place(t, x, b, beside) // by RDMA, so that its failure would be noticed
+				put, got := bytesMoved(x)
+				if round == 0 {
+					place(t, x, b, to)
+					put, got = bytesMoved(x)
+					now.Store(true)
+				}
+				c := bytes.Clone(b)
+				var err error
+				if get {
+					err = x.Await(x.GetFrom(c, to, 0))
+				} else {
+					err = x.Await(x.PutTo(c, to, 0, p2p.Signal{}))
+				}
+				if err != nil || !bytes.Equal(data.Bytes(), b) || !bytes.Equal(c, b) {
+					t.Fatalf("round %d: %v, or other bytes", round, err)
+				}
+				if round == 0 {
+					if now.Load() {
+						t.Fatal("nothing has failed")
+					}
+					continue
+				}
+				nowPut, nowGot := bytesMoved(x)
+				moved := nowPut + nowGot - put - got
+				if want := map[bool]uint64{true: n, false: 0}[status.Recoverable()]; moved != want {
+					t.Errorf("round %d: the device has moved %d bytes, want %d", round, moved, want)
+				}
+				if inUse(x.End) != gen {
+					t.Errorf("round %d: the lane was given up", round)
+				}
+			}
+			if gen := inUse(x.End); gen < 2 {
+				t.Errorf("lane %d has survived the failure", gen)
+			}
+			put, _ := bytesMoved(x)
+			place(t, x, b, beside)
+			if now, _ := bytesMoved(x); now != put+n {
+				t.Errorf("other memory: the device has moved %d bytes", now-put)
+			}
+		})
+	}
+}
+
+// Of what is barred only the latest is kept.
+func TestBarsAreBounded(t *testing.T) {
+	var b bars
+	for i := range uint64(3 * maxKeys) {
+		b.add(i)
+		b.add(i)
+	}
+	if len(b.set) != maxKeys || len(b.order) != maxKeys || b.has(2*maxKeys-1) || !b.has(2*maxKeys) {
+		t.Errorf("%d and %d generations are kept", len(b.set), len(b.order))
 	}
 }
