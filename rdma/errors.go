@@ -70,7 +70,8 @@ func Fatal(err error) bool {
 	return errors.As(err, &e) && e.Status != Success && !e.Status.Recoverable()
 }
 
-// StatusError is the error of a request that did not end well. Fatal says whether it may be repeated.
+// StatusError is the error of a request that did not end well. Fatal says whether it may be
+// repeated.
 type StatusError struct {
 	Status Status
 	Op     Opcode

@@ -232,8 +232,8 @@ func (b *bulk) close() error {
 	return err
 }
 
-// begin begins to move m, of which the first bytes were moved already. ask: the peer has to be asked
-// for its key. False: it cannot be moved.
+// begin begins to move m, of which the first bytes were moved already. ask: the peer has to be
+// asked for its key. False: it cannot be moved.
 func (b *bulk) begin(m *rma.Move, at int) (ask, ok bool) {
 	k := b.keys[m.Generation]
 	if k == nil && len(b.keys) >= maxKeys {

@@ -39,7 +39,8 @@ const noEnd = ^uint64(0)
 // position is a place in a ring, where frame or skip mark seq begins.
 type position struct{ pos, seq uint64 }
 
-// lane is a connection of queue pairs for frames, its rings, and rails for data. The consumer is used under the rules of p2p.Link, everything else with the link's lock.
+// lane is a connection of queue pairs for frames, its rings, and rails for data. The consumer is
+// used under the rules of p2p.Link, everything else with the link's lock.
 type lane struct {
 	gen     uint64
 	peer    p2p.Identity

@@ -319,8 +319,8 @@ func (l *link) listenLocked() {
 // lookLocked makes the next turn look at base.
 func (l *link) lookLocked() { l.heard = l.t.news.Load() - 1 }
 
-// pumpLocked sends what waits to be sent over base, in its order: control frames, and frames of lost
-// lanes.
+// pumpLocked sends what waits to be sent over base, in its order: control frames, and frames of
+// lost lanes.
 func (l *link) pumpLocked() {
 	for {
 		for len(l.out) > 0 {
@@ -598,7 +598,8 @@ func (l *link) Close() error {
 	return l.err
 }
 
-// lingerLocked waits until what was sent over the lanes has arrived. It gives up the lock meanwhile.
+// lingerLocked waits until what was sent over the lanes has arrived. It gives up the lock
+// meanwhile.
 func (l *link) lingerLocked() {
 	timer := time.NewTimer(l.linger)
 	defer timer.Stop()

@@ -270,7 +270,8 @@ func (w *world) events() (list []worldEvent) {
 }
 
 // laneEvents adds what can happen to a lane of an end.
-func (w *world) laneEvents(i int, l *worldLane, add func(rare bool, name string, i int, gen uint64, do func(w *world))) {
+func (w *world) laneEvents(i int, l *worldLane,
+	add func(rare bool, name string, i int, gen uint64, do func(w *world))) {
 	gen := l.gen
 	c := w.sides[i].m.find(gen)
 	switch {
@@ -492,7 +493,8 @@ func TestEveryLaneChange(t *testing.T) {
 func TestLaneWalks(t *testing.T) {
 	r := rand.New(rand.NewPCG(*walkSeed, 3))
 	for steps := 0; steps < *walkSteps; {
-		w := newWorld(scene{frames: 30, wants: r.IntN(5), refused: r.IntN(4), broken: r.IntN(5), attempt: r.IntN(3) == 0})
+		w := newWorld(scene{frames: 30, wants: r.IntN(5), refused: r.IntN(4), broken: r.IntN(5),
+			attempt: r.IntN(3) == 0})
 		var names []string
 		for {
 			list := w.events()

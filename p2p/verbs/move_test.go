@@ -800,7 +800,8 @@ func TestStatusClasses(t *testing.T) {
 			var now atomic.Bool
 			f := soft.New(soft.Config{Seed: 35, Faults: soft.Faults{
 				Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
-					if r.Op != rdma.WriteImm && len(r.Segments) > 0 && r.ID < railDepth && now.CompareAndSwap(true, false) {
+					if r.Op != rdma.WriteImm && len(r.Segments) > 0 && r.ID < railDepth &&
+						now.CompareAndSwap(true, false) {
 						return status
 					}
 					return rdma.Success

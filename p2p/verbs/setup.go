@@ -20,12 +20,13 @@ const (
 	frameAcceptance            // of the acceptor; payload: a setup
 	frameRefusal               // of the acceptor; payload: a text
 	frameShown                 // of the dialler: its requests have passed the lane
-	// Frames follow in the ring. Call is the lane in whose ring those before it end, at position Off.
-	// 0: those came over the TCP connection, before this one.
+	// Frames follow in the ring. Call is the lane in whose ring those before it end, at position
+	// Off. 0: those came over the TCP connection, before this one.
 	frameReady
 	// The sender has given up the lane, and reads nothing more of the ring. It has taken what is
 	// before position Off, where frame or skip mark Count begins. The frames behind it follow over
-	// the TCP connection, unless Flags is 1: then they are in the ring of the lane that has followed.
+	// the TCP connection, unless Flags is 1: then they are in the ring of the lane that has
+	// followed.
 	frameDown
 	frameLeft // the sender has read the ring to its end, and requests nothing more over the lane
 	frameWish // of the acceptor: a lane beside this one could use more ports
