@@ -480,6 +480,9 @@ func TestEveryLaneChange(t *testing.T) {
 		{name: "a better lane and one that fails", frames: 2, wants: 1, broken: 1},
 		{name: "a better lane and two that fail", frames: 1, wants: 1, broken: 2},
 	}
+	if testing.Short() { // the last ones have most of the states
+		scenes = scenes[:len(scenes)-2]
+	}
 	total := 0
 	for _, s := range scenes {
 		n := explore(t, s)
