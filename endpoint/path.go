@@ -152,6 +152,7 @@ type key struct {
 	remote             uint32
 	known              bool
 	refused            bool
+	barred             bool   // a request with it has failed in a way that another connection does not change
 	users              int    // operations aboard
 	revoke             uint64 // number of the peer's Revoke; 0: it is valid
 }
@@ -184,7 +185,7 @@ func (p *path) takeLocked(t *task, r RemoteRegion) bool {
 		p.claimLocked(r)
 		return false
 	}
-	if !k.known {
+	if !k.known || k.barred {
 		return false
 	}
 	t.key = k
@@ -319,6 +320,7 @@ func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 		case errors.As(err, new(*card.MemoryError)):
 			s.sendPiecesLocked(t, t.remote)
 		default:
+			t.key.barred = t.key.barred || rdma.Fatal(err)
 			p.stranded = append(p.stranded, t)
 		}
 	}

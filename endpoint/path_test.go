@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -490,6 +491,47 @@ func TestPortsGoDownUnderLoad(t *testing.T) {
 }
 
 const laneOf = 64 << 10
+
+// A request that fails in a recoverable way costs the path for a while, and later operations of its
+// region go by RDMA again. After a fatal one those of the region go by TCP, and cost the path
+// nothing. The operation itself ends well in either case.
+func TestStatusClasses(t *testing.T) {
+	for _, status := range []rdma.Status{rdma.RetryExceeded, rdma.Flushed, rdma.RemoteAccess, rdma.LocalProtection,
+		rdma.RemoteInvalid} {
+		t.Run(status.String(), func(t *testing.T) {
+			var now atomic.Bool
+			_, r := newFabric(t, soft.Config{Faults: soft.Faults{
+				Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+					if r.Op == rdma.Read && now.CompareAndSwap(true, false) {
+						return status
+					}
+					return rdma.Success
+				}}})
+			data := sharedPattern(t, 1<<16)
+			_, b, p, _, _ := directPair(t, r, data)
+			if _, err := b.Register("other", mem.Host(shared(t, 100), mem.Anywhere), RegionConfig{}); err != nil {
+				t.Fatal(err)
+			}
+			warm(t, p, "other")
+			now.Store(true)
+			got := make([]byte, len(data))
+			wait(t, p.Read(got, "data", 0))
+			if now.Load() || !bytes.Equal(got, data) {
+				t.Fatalf("nothing has failed (%v), or other bytes were read", now.Load())
+			}
+			warm(t, p, "other")
+			if status.Recoverable() {
+				warm(t, p, "data")
+				return
+			}
+			before := directOf(p, OpRead)
+			wait(t, p.Read(got, "data", 0))
+			if n := directOf(p, OpRead) - before; n != 0 || !bytes.Equal(got, data) || p.Path() != PathDirect {
+				t.Errorf("%d operations of the region have gone by RDMA, the path is %v", n, p.Path())
+			}
+		})
+	}
+}
 
 // Who only reads and writes by RDMA sends no frames, and keeps the session nonetheless.
 func TestRDMAKeepsTheSession(t *testing.T) {

@@ -51,16 +51,27 @@ func (s Status) String() string {
 }
 
 // Recoverable reports whether the same request may succeed over another connection or a repaired
-// one: the status says nothing against the request itself.
+// one: the status says nothing against the request itself. LocalQPOperation is one of these,
+// because a device that has lost its route completes well-formed requests with it.
 func (s Status) Recoverable() bool {
 	switch s {
-	case Flushed, RetryExceeded, RNRRetryExceeded, ResponseTimeout, RemoteAborted, FatalError, GeneralError:
+	case Flushed, RetryExceeded, RNRRetryExceeded, ResponseTimeout, RemoteAborted, LocalQPOperation, FatalError,
+		GeneralError:
 		return true
 	}
 	return false
 }
 
-// StatusError is the error of a request that did not end well.
+// Fatal reports whether err is that of a request which must not be posted again, over whatever
+// connection: a *StatusError whose status is neither Success nor recoverable. Requests that were
+// flushed because of it may be.
+func Fatal(err error) bool {
+	var e *StatusError
+	return errors.As(err, &e) && e.Status != Success && !e.Status.Recoverable()
+}
+
+// StatusError is the error of a request that did not end well. Fatal says whether it may be
+// repeated.
 type StatusError struct {
 	Status Status
 	Op     Opcode

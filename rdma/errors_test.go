@@ -1,6 +1,8 @@
 package rdma
 
 import (
+	"errors"
+	"fmt"
 	"testing"
 )
 
@@ -8,10 +10,21 @@ import (
 // repeated.
 func TestStatusesThatMaySucceedLater(t *testing.T) {
 	want := map[Status]bool{Flushed: true, RetryExceeded: true, RNRRetryExceeded: true,
-		ResponseTimeout: true, RemoteAborted: true, FatalError: true, GeneralError: true}
+		ResponseTimeout: true, RemoteAborted: true, LocalQPOperation: true, FatalError: true, GeneralError: true}
 	for s := Success; s <= GeneralError; s++ {
 		if got := s.Recoverable(); got != want[s] {
 			t.Errorf("%v: %v, want %v", s, got, want[s])
 		}
+		err := fmt.Errorf("a put: %w", &StatusError{Status: s})
+		if got := Fatal(err); got != (s != Success && !want[s]) {
+			t.Errorf("%v: fatal %v", err, got)
+		}
+		flushed := fmt.Errorf("%w, because of: %w", &StatusError{Status: Flushed}, err)
+		if Fatal(flushed) {
+			t.Errorf("%v is fatal", flushed)
+		}
+	}
+	if Fatal(nil) || Fatal(errors.New("x")) {
+		t.Error("an error without a status is fatal")
 	}
 }

@@ -37,10 +37,13 @@ type bulk struct {
 	moves  []*move         // that have not ended
 	queue  []*move         // of these, those with data to be requested, in turn
 	ended  []*rma.Move     // not returned by Moved yet
+	barred []uint64        // generations of memory that a request has failed on for good
 	spare  []*move
 	late   time.Duration // see lateMove
-	alarm  *time.Timer   // wakes an end that sleeps, so that it sees what is late
-	wake   func()
+	// leaving: nothing new is requested, because another lane is in use.
+	leaving bool
+	alarm   *time.Timer // wakes an end that sleeps, so that it sees what is late
+	wake    func()
 
 	polled  [railDepth]rdma.Completion
 	chain   [1]rdma.SendRequest
@@ -142,6 +145,16 @@ func (b *bulk) usable() bool {
 	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.state != unused })
 }
 
+// count returns the number of rails in a state.
+func (b *bulk) count(s railState) (n int) {
+	for _, r := range b.rails {
+		if r.state == s {
+			n++
+		}
+	}
+	return n
+}
+
 // names returns the ports of the rails that work, or may yet.
 func (b *bulk) names() (list []rdma.DevicePort) {
 	for _, r := range b.rails {
@@ -219,8 +232,9 @@ func (b *bulk) close() error {
 	return err
 }
 
-// begin begins to move m. ask: the peer has to be asked for its key. False: it cannot be moved.
-func (b *bulk) begin(m *rma.Move) (ask, ok bool) {
+// begin begins to move m, of which the first bytes were moved already. ask: the peer has to be
+// asked for its key. False: it cannot be moved.
+func (b *bulk) begin(m *rma.Move, at int) (ask, ok bool) {
 	k := b.keys[m.Generation]
 	if k == nil && len(b.keys) >= maxKeys {
 		maps.DeleteFunc(b.keys, func(_ uint64, k *key) bool { return k.given && k.rights == 0 })
@@ -239,7 +253,7 @@ func (b *bulk) begin(m *rma.Move) (ask, ok bool) {
 	if i := len(b.spare); i > 0 {
 		v, b.spare = b.spare[i-1], b.spare[:i-1]
 	}
-	*v = move{m: m, gen: m.Generation, key: k}
+	*v = move{m: m, gen: m.Generation, key: k, at: at}
 	b.moves = append(b.moves, v)
 	if k.given {
 		b.queue = append(b.queue, v)
@@ -367,7 +381,7 @@ func (b *bulk) choose() (best *rail) {
 // post posts requests as long as there is room, a piece of each move in turn.
 func (b *bulk) post() {
 	n := b.lane
-	for n.err == nil && len(b.queue) > 0 {
+	for n.err == nil && !b.leaving && len(b.queue) > 0 {
 		r := b.choose()
 		if r == nil {
 			return
@@ -465,7 +479,11 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 		if c.ID < railDepth && p.move != nil && p.move.m.Read {
 			op = rdma.Read
 		}
-		return &rdma.StatusError{Status: c.Status, Op: op, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
+		err := &rdma.StatusError{Status: c.Status, Op: op, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
+		if c.ID < railDepth && p.move != nil && rdma.Fatal(err) {
+			b.barred = append(b.barred, p.move.gen)
+		}
+		return err
 	case c.ID >= railDepth: // the probe
 		r.state = working
 		r.under--

@@ -250,7 +250,7 @@ func TestDeviceRails(t *testing.T) {
 		l := inner([]*linktest.Side{x, y}[i%2].End)
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		if n := l.lane; n != nil && l.stage >= probing {
+		if n := l.lane; n != nil && l.stageOf(n) >= probing {
 			if err := n.bulk.rails[i].qp.Fail(); err != nil {
 				t.Error(err)
 			}
@@ -342,7 +342,7 @@ func TestDeviceDataReturns(t *testing.T) {
 		l := inner([]*linktest.Side{x, y}[i%2].End)
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		if n := l.lane; n != nil && l.stage >= probing {
+		if n := l.lane; n != nil && l.stageOf(n) >= probing {
 			if err := n.bulk.rails[i%len(n.bulk.rails)].qp.Fail(); err != nil {
 				t.Error(err)
 			}
@@ -366,7 +366,7 @@ func TestDevicePrograms(t *testing.T) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.pause = minPause
-		if n := l.lane; n != nil && l.stage >= probing {
+		if n := l.lane; n != nil && l.stageOf(n) >= probing {
 			if err := []rdma.QP{n.qp, n.bulk.rails[0].qp}[p.r.IntN(2)].Fail(); err != nil {
 				t.Error(err)
 			}
@@ -534,7 +534,7 @@ func TestDeviceReturns(t *testing.T) {
 			l := inner([]*linktest.End{a, b}[i/(frames/4)%2])
 			l.mu.Lock()
 			defer l.mu.Unlock()
-			if n := l.lane; n != nil && l.stage >= probing {
+			if n := l.lane; n != nil && l.stageOf(n) >= probing {
 				if err := n.qp.Fail(); err != nil {
 					t.Error(err)
 				}
@@ -549,7 +549,7 @@ func TestDeviceReturns(t *testing.T) {
 			}
 		},
 	} {
-		gen := inner(a).gen
+		gen := inner(a).m.gen
 		from = (from + frames - 1) / frames * frames
 		during := round(frames, at)
 		began := time.Now()
@@ -559,8 +559,8 @@ func TestDeviceReturns(t *testing.T) {
 		after := round(frames, nil)
 		t.Logf("%s: %.0f frames a second before, %.0f meanwhile, %.0f afterwards; the ring was back %v after the last "+
 			"frame", name, before, during, after, back.Round(time.Millisecond))
-		if l := inner(a); l.gen == gen || l.tx == nil || l.tx.out.seq < seq+frames {
-			t.Errorf("%s: ring %d after %d; frames do not go over it", name, l.gen, gen)
+		if l := inner(a); l.m.gen == gen || l.tx == nil || l.tx.out.seq < seq+frames {
+			t.Errorf("%s: ring %d after %d; frames do not go over it", name, l.m.gen, gen)
 		}
 		// The same rings are as fast as before; the factor and the repetitions are for other work
 		// of the machine.

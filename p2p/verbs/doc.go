@@ -3,10 +3,10 @@
 // # Connections
 //
 // A link is made, authenticated and ended by a TCP connection, a link of p2p/tcp. Frames go over it
-// at first, and whenever the devices do not carry them. Beside it the link has one lane at a time:
-// a reliable connection of queue pairs for frames, with a ring at each end, and others for the data
-// of puts and gets, its rails. The TCP connection ends with the peer's process, and p2p/tcp notices
-// hosts that fall silent.
+// at first, and whenever the devices do not carry them. Beside it the link has one lane in use: a
+// reliable connection of queue pairs for frames, with a ring at each end, and others for the data
+// of puts and gets, its rails. While it changes from one lane to a better one it has two. The TCP
+// connection ends with the peer's process, and p2p/tcp notices hosts that fall silent.
 //
 // # Ports
 //
@@ -18,20 +18,30 @@
 // many ports use disjoint pairs. A rail that one end cannot make is left out.
 //
 // When a port comes back, or its addresses change, or a device that was removed can be opened
-// again, lanes that could use more ports than they do are given up, and made anew. The frames'
+// again, a lane that could use more ports than it does is followed by another one. The frames'
 // queue pair returns to the nearest port then. While lanes do not come up, it goes from port to
 // port.
 //
 // # Lanes
 //
-// Control frames on the TCP connection agree on lanes (setup.go). The dialler makes the objects of
-// a lane and proposes it; the acceptor makes and connects its own, and accepts; the dialler
-// connects. Each end sends a request over the lane, and frames only when that has completed: a path
-// that loses everything is never used. frameReady then says that the frames behind it are in the
-// ring. Each rail has such a request of its own, and data only after it: one that fails before is
-// not used, and the lane is made again after a while. Objects are made, connected and closed by
-// tasks in goroutines, because these calls take long. All else happens in the calls of the link's
-// user.
+// Control frames on the TCP connection agree on lanes (setup.go). What an end does when, machine.go
+// decides. The dialler makes the objects of a lane and proposes it; the acceptor makes and connects
+// its own, and accepts; the dialler connects. Each end sends a request over the lane, the dialler
+// first, which says by frameShown that its own has completed: a path that loses everything is never
+// used. When that of the acceptor has completed, the acceptor and then the dialler say by
+// frameReady that their frames go on in the ring. Each rail has such a request of its own, and data
+// only after it: one that fails before is not used, and the lane is made again after a while.
+// Objects are made, connected and closed by tasks in goroutines, because these calls take long. All
+// else happens in the calls of the link's user.
+//
+// A better lane is made beside the one in use, which carries everything until both ends have shown
+// that data passes the other one. The acceptor asks for it by frameWish. In each direction,
+// frameReady has the place where the frames in the old ring end: the consumer reads until there,
+// and goes on in the other ring. Data that was not requested yet goes over the new lane. An end
+// that has read the old ring to its end, and has no request for data under way, says so by
+// frameLeft; when both have, the old lane is closed. If a better lane fails before an end has gone
+// over to it, or does not have more rails that work, the one in use goes on. If it fails later,
+// before the old lane is closed, both are given up.
 //
 // A lane is given up when a request fails, a port goes down that it uses, a device is removed, or
 // the peer gives it up. This is so for its rails, too: one that fails takes the lane with it. Each
@@ -82,6 +92,10 @@
 // who have keys (frameRevoke). They answer when no request with any of them is under way
 // (frameRevoked). Until then, or until the lane's queue pairs are closed, no device gives its key
 // to other memory. A request that comes too late fails its lane.
+//
+// A request that fails costs its lane. If its status says nothing against the request
+// (rdma.Status.Recoverable), later data of the memory is moved over the next lane; if it does
+// (rdma.Fatal), that data goes in frames from then on, and no more lanes are lost by it.
 //
 // An operation with requests under way on a lane that is given up may still change memory. It waits
 // until all queue pairs of both ends are closed, which each end says (frameFenced), and is repeated

@@ -103,7 +103,7 @@ func (e *exposure) grant(l *link, n *lane) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
-	case l.lane != n:
+	case !l.has(n):
 	case !ok:
 		l.answerLocked(n, e.generation, nil)
 	default:

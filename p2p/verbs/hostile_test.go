@@ -7,7 +7,6 @@ import (
 	"runtime"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"tutti/p2p"
 	"tutti/p2p/linktest"
@@ -117,10 +116,10 @@ func TestHostileDialler(t *testing.T) {
 		"memory too soon":  {append(proposal(good()), frame(frameClaim, 1, nil)), "about lane 1 in stage"},
 		"no lane's memory": {[]control{frame(frameClaim, 1, nil)}, "lane 1 after 0"},
 		"address":          {proposal(with(8, 1)), "address"},
-		"two at once":      {append(proposal(good()), frame(frameProposal, 2, good())), "lane 2 after 1"},
+		"two at once":      {append(proposal(good()), frame(frameProposal, 2, good())), "lane 2 while lane 1"},
 		// The first one may come when the lane is accepted already.
 		"ready too soon": {append(proposal(good()), frame(frameReady, 1, nil), frame(frameReady, 1, nil)),
-			"ready in stage"},
+			"lane 1 after 0 in stage"},
 		"another ring":     {proposal(with(1, 16)), ""},
 		"InfiniBand":       {proposal(with(setupHead, byte(rdma.InfiniBand))), ""},
 		"InfiniBand data":  {proposal(with(rail, byte(rdma.InfiniBand))), ""},
@@ -154,44 +153,20 @@ func TestHostileDialler(t *testing.T) {
 			idle(t, f)
 		})
 	}
-	t.Run("frames beside the ring", func(t *testing.T) {
-		x := stranger(t, 1)
-		ctx, cancel := context.WithTimeout(t.Context(), linktest.Patience)
-		defer cancel()
-		l, err := x.T.Dial(ctx, n.ID, at.tcp)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		e := &linktest.End{Link: l, Host: x.Host}
-		b := &linktest.End{Link: n.Next(t).Link, Host: n.Host}
-		defer b.Close()
-		c := frame(frameProposal, 1, good())
-		if err := e.Put(&c.h, c.payload); err != nil {
-			t.Fatal(err)
-		}
-		for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
-			if h, _, err := b.Recv(); h != nil || err != nil {
-				t.Fatal(h, err)
-			}
-			if h, _, ok, err := e.Take(); err != nil {
-				t.Fatal(err)
-			} else if ok && h.Kind == frameAcceptance {
-				break
-			}
-			if time.Now().After(late) {
-				t.Fatal("no answer")
-			}
-		}
-		for _, c := range []control{frame(frameReady, 1, nil), {h: p2p.Header{Kind: 3}}} {
-			if err := e.Put(&c.h, c.payload); err != nil {
-				t.Fatal(err)
-			}
-		}
-		ends(t, b, p2p.ErrProtocol, "beside the ring", "rank 1")
-		b.Close()
-		idle(t, f)
-	})
+}
+
+// Frames over TCP while the ring carries them end the link.
+func TestFramesBesideTheRing(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 12})
+	t.Cleanup(f.Close)
+	a, b := pair(t, f)
+	raised(t, a, b)
+	l := inner(b)
+	l.mu.Lock()
+	l.out = append(l.out, control{h: p2p.Header{Kind: 3}})
+	l.pumpLocked()
+	l.mu.Unlock()
+	ends(t, a, p2p.ErrProtocol, "beside the ring", "rank 1")
 }
 
 // Whatever answers a proposal, the dialler goes on over TCP or ends the link.
@@ -206,7 +181,7 @@ func TestHostileAcceptor(t *testing.T) {
 		"wrong end":      {[]control{frame(frameProposal, 2, good())}, "wrong end"},
 		"empty":          {[]control{frame(frameAcceptance, 1, nil)}, "at least 16"},
 		"another lane":   {[]control{frame(frameAcceptance, 1<<40, good())}, "about lane"},
-		"ready":          {[]control{frame(frameReady, 1, nil)}, "ready in stage"},
+		"ready":          {[]control{frame(frameReady, 1, nil)}, "lane 1 after 0 in stage"},
 		"long text":      {[]control{frame(frameRefusal, 1, make([]byte, maxText+1))}, "at most 1024"},
 		"another ring":   {[]control{frame(frameAcceptance, 1, with(1, 16))}, ""},
 		"other protocol": {[]control{frame(frameAcceptance, 1, with(setupHead, byte(rdma.InfiniBand)))}, ""},
@@ -280,7 +255,7 @@ func TestHostilePosition(t *testing.T) {
 			}
 			l := inner(b)
 			l.mu.Lock()
-			l.out = append(l.out, control{h: p2p.Header{Kind: frameDown, Service: service, Seq: l.gen, Off: c.pos,
+			l.out = append(l.out, control{h: p2p.Header{Kind: frameDown, Service: service, Seq: l.m.gen, Off: c.pos,
 				Count: c.seq}})
 			l.pumpLocked()
 			l.mu.Unlock()

@@ -33,8 +33,14 @@ func positionImm(pos uint64) uint32 { return uint32(pos/unit)<<1 | immPosition }
 // receives returns the number of receives for a ring of n bytes.
 func receives(n int) int { return n/unit + spare }
 
-// lane is a connection of queue pairs for frames, its rings, and rails for data. A link has one at
-// a time. The consumer is used under the rules of p2p.Link, everything else with the link's lock.
+// noEnd is the end of a ring that is not known.
+const noEnd = ^uint64(0)
+
+// position is a place in a ring, where frame or skip mark seq begins.
+type position struct{ pos, seq uint64 }
+
+// lane is a connection of queue pairs for frames, its rings, and rails for data. The consumer is
+// used under the rules of p2p.Link, everything else with the link's lock.
 type lane struct {
 	gen     uint64
 	peer    p2p.Identity
@@ -47,9 +53,12 @@ type lane struct {
 	told    bool  // the peer knows of it
 	err     error // why it has failed, nil while it works
 
-	in   consumer
-	out  producer
-	bulk bulk
+	in     consumer
+	out    producer
+	end    uint64   // where the peer's frames end, noEnd while that is not known
+	down   position // up to which the peer has taken frames when it gave up the lane
+	probed int      // requests that must have finished to show that data passes
+	bulk   bulk
 
 	cq     rdma.CQ
 	qp     rdma.QP

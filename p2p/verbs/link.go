@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -57,23 +58,23 @@ type link struct {
 	refused int    // bytes of the last frame, if there was no room for it; else -1
 	part    []byte // of the payload of a control frame
 
-	lane  *lane // in stage; nil: there is none
-	stage stage
-	probe int    // requests that must have finished before frames are sent over the lane
-	gen   uint64 // of the newest lane
-	pause time.Duration
-	vain  int           // lanes that have not come up since the ports have changed
-	ups   uint64        // when they have: see Transport.ups
-	since time.Time     // the lane is up
-	mend  time.Duration // see minMend
-	tx    *lane         // frames are sent over its ring; nil: over base
-	limbo []*lane       // given up, with moves or ghosts that may still change memory
-	moved []*rma.Move   // that have ended
-	later []*rma.Move   // puts that wait until no ghosts are in limbo
-	lost  *lane         // frames that were sent over it wait for frameDown
-	rest  *consumer     // of these, those to be sent again over base, which are all in its ring's copy
-	until uint64        // the position behind them
-	out   []control     // to be sent over base, oldest first
+	m      machine
+	lanes  []*lane // of m, with those that are lost
+	lane   *lane   // in use or, as long as none is, the only one; nil: there is none
+	pause  time.Duration
+	apart  time.Duration // the pause before a lane beside the one in use
+	vain   int           // lanes that have not come up since the ports have changed
+	ups    uint64        // when they have: see Transport.ups
+	since  time.Time     // frames are sent over tx
+	mend   time.Duration // see minMend
+	tx     *lane         // frames are sent over its ring; nil: over base
+	limbo  []*lane       // given up, with moves or ghosts that may still change memory
+	moved  []*rma.Move   // that have ended
+	later  []*rma.Move   // puts that wait until no ghosts are in limbo
+	barred bars          // memory of the peer that data is not moved to and from
+	rest   *consumer     // frames of a lost lane to be sent again over base, which are all in its ring's copy
+	until  uint64        // the position behind them
+	out    []control     // to be sent over base, oldest first
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -93,12 +94,13 @@ type control struct {
 func (t *Transport) newLink(peer p2p.Identity, base p2p.Link, dialler bool) *link {
 	l := &link{t: t, peer: peer, dialler: dialler, base: base, linger: lingerTime, least: leastMove,
 		ring: ringOf(base.MaxFrame()), heard: ^uint64(0), refused: -1, part: make([]byte, 0, maxText),
-		pause: minPause, mend: minMend}
+		pause: minPause, apart: minPause, mend: minMend, m: machine{dialler: dialler}}
 	l.max = maxFrame(l.ring)
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	if dialler {
 		l.mu.Lock()
-		l.makeLocked(0)
+		l.m.settle()
+		l.didLocked(nil, nil, nil)
 		l.mu.Unlock()
 	}
 	return l
@@ -182,7 +184,7 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 }
 
 // idleLocked reports whether nothing waits to be sent over base, or for frameDown.
-func (l *link) idleLocked() bool { return len(l.out) == 0 && l.lost == nil && l.rest == nil }
+func (l *link) idleLocked() bool { return len(l.out) == 0 && len(l.m.lost) == 0 }
 
 // turnLocked makes progress, under the rules of Link: it takes completions, reads base if frames do
 // not arrive there, and sends what waits.
@@ -190,28 +192,82 @@ func (l *link) turnLocked() {
 	if l.closed {
 		return
 	}
-	if n := l.lane; n != nil && l.stage >= probing {
-		n.turn()
-		l.reapLocked()
-		if n.err == nil && n.lost() {
-			n.fail(errors.New("a port is down"))
+	lanes, k := l.connectedLocked()
+	for _, n := range lanes[:k] {
+		if l.has(n) { // and not given up with the one before
+			l.laneLocked(n)
 		}
-		l.betterLocked(n)
-		l.checkLocked()
 	}
 	for news := l.t.news.Load(); news != l.heard && l.state.Load() == live; news = l.t.news.Load() {
 		l.heard = news
 		l.listenLocked()
 	}
+	l.passLocked()
 	l.pumpLocked()
 }
 
-// betterLocked gives up a lane whose addresses have moved, and one in use if another one may use
-// more ports or rails.
-func (l *link) betterLocked(n *lane) {
-	if n.err != nil {
+// laneLocked makes progress on a lane, and drops it if it has failed.
+func (l *link) laneLocked(n *lane) {
+	n.turn()
+	l.reapLocked(n)
+	if n.err == nil && n.lost() {
+		n.fail(errors.New("a port is down"))
+	}
+	if n.err == nil {
+		l.betterLocked(n)
+	}
+	switch {
+	case n.err == nil:
+		l.raiseLocked(n)
+	case errors.Is(n.err, p2p.ErrProtocol):
+		l.violated("%v", n.err)
+	default:
+		l.dropLocked(n, n.err)
+	}
+}
+
+// raiseLocked takes a lane further if its requests have passed, and one that is being left if none
+// are under way.
+func (l *link) raiseLocked(n *lane) {
+	beside := l.lane != n && l.lane != nil
+	switch c := l.m.find(n.gen); {
+	case c.stage == probing:
+		// Beside a lane that works there is time to see which rails do.
+		if n.finished < n.probed || beside && n.bulk.count(unproven) > 0 {
+			return
+		}
+		if mine, old := n.bulk.count(working), 0; l.dialler && beside && n.bulk.dead > 0 {
+			if old = l.lane.bulk.count(working); mine <= old {
+				l.m.wanted = false
+				l.dropLocked(n, fmt.Errorf("%w: %d queue pairs for data work, as against %d", errNoBetter, mine, old))
+				return
+			}
+		}
+		l.m.proved(n.gen)
+	case n.bulk.leaving:
+		l.handLocked(n)
+		if c != l.m.leaving() || len(n.bulk.moves) > 0 || n.bulk.under() > 0 {
+			return
+		}
+		l.m.drained()
+	default:
 		return
 	}
+	l.didLocked(nil, nil, nil)
+}
+
+// passLocked goes over to the ring of the newer lane where the peer's frames in the older one end.
+func (l *link) passLocked() {
+	if n := l.rx; n != nil && n.in.pos == n.end {
+		n.in.untold = 0 // nobody waits for room
+		l.m.passedEnd()
+		l.didLocked(nil, nil, nil)
+	}
+}
+
+// betterLocked gives up a lane whose addresses have moved, and wants another one beside the one in
+// use if that may use more ports or rails.
+func (l *link) betterLocked(n *lane) {
 	ups := l.t.ups.Load()
 	if n.seen != ups {
 		n.seen = ups
@@ -220,32 +276,24 @@ func (l *link) betterLocked(n *lane) {
 			return
 		}
 	}
-	if l.stage != up {
+	if n != l.lane || !l.m.steady() || l.m.wanted {
 		return
 	}
+	better := false
 	if n.ups != ups {
 		n.ups = ups
 		// An acceptor with a port for each rail of its peer cannot use more of them.
-		if n.bulk.dead > 0 || (l.dialler || len(n.bulk.rails) > len(n.devices)) && l.t.missing(n) {
-			l.pause = minPause
-			n.fail(errors.New("ports have come back or changed"))
-			return
-		}
+		better = n.bulk.dead > 0 || (l.dialler || len(n.bulk.rails) > len(n.devices)) && l.t.missing(n)
 	}
 	if l.dialler && n.bulk.dead > 0 && time.Since(l.since) > l.mend {
 		l.mend = min(2*l.mend, maxMend)
-		n.fail(fmt.Errorf("%d queue pairs for data do not work", n.bulk.dead))
+		better = true
 	}
-}
-
-// checkLocked drops the lane if it has failed.
-func (l *link) checkLocked() {
-	switch n := l.lane; {
-	case n == nil || n.err == nil:
-	case errors.Is(n.err, p2p.ErrProtocol):
-		l.violated("%v", n.err)
-	default:
-		l.dropLocked(n.err)
+	if better {
+		l.t.log.Info("rdma: a better lane is made", "peer", l.peer, "beside", n.gen, "rails without use", n.bulk.dead)
+		l.apart = minPause
+		l.m.want()
+		l.didLocked(nil, nil, nil)
 	}
 }
 
@@ -271,25 +319,29 @@ func (l *link) listenLocked() {
 // lookLocked makes the next turn look at base.
 func (l *link) lookLocked() { l.heard = l.t.news.Load() - 1 }
 
-// pumpLocked sends what waits to be sent over base, in its order: control frames, frames of a lost
-// lane, and that frames follow over a new one.
+// pumpLocked sends what waits to be sent over base, in its order: control frames, and frames of
+// lost lanes.
 func (l *link) pumpLocked() {
-	for len(l.out) > 0 {
-		if !l.sendLocked(&l.out[0].h, l.out[0].payload) {
-			return
-		}
-		if n := l.lane; l.out[0].h.Kind == frameKey && n != nil && n.gen == l.out[0].h.Seq {
-			n.claims--
-		}
-		l.out = l.out[:copy(l.out, l.out[1:])]
-	}
-	for l.rest != nil {
-		c := l.rest
-		if !c.held {
-			if c.pos == l.until {
-				l.rest = nil
-				break
+	for {
+		for len(l.out) > 0 {
+			if !l.sendLocked(&l.out[0].h, l.out[0].payload) {
+				return
 			}
+			if n := l.find(l.out[0].h.Seq); l.out[0].h.Kind == frameKey && n != nil {
+				n.claims--
+			}
+			l.out = l.out[:copy(l.out, l.out[1:])]
+		}
+		c := l.rest
+		switch {
+		case c == nil:
+			return
+		case !c.held && c.pos == l.until:
+			l.rest = nil
+			l.m.resent()
+			l.didLocked(nil, nil, nil)
+			continue
+		case !c.held:
 			if ok, err := c.next(); !ok || c.pos+frameBytes(uint64(c.hdr.Len)) > l.until {
 				l.violated("it has taken %d bytes of %d, where no frame ends (%v)", c.pos, l.until, err)
 				return
@@ -299,12 +351,6 @@ func (l *link) pumpLocked() {
 			return
 		}
 		c.release()
-	}
-	if n := l.lane; n != nil && l.stage == probing && n.finished >= l.probe && l.lost == nil &&
-		(l.dialler || l.rx == n) && l.sendLocked(&p2p.Header{Kind: frameReady, Service: service, Seq: n.gen}, nil) {
-		l.stage, l.tx, l.since = up, n, time.Now()
-		l.t.log.Info("rdma: frames and data go over devices", "peer", l.peer, "lane", n.gen, "frames", n.port.at,
-			"data", n.bulk.names())
 	}
 }
 
@@ -334,17 +380,18 @@ func (l *link) Flush() (bool, error) {
 	if l.closed {
 		return false, l.Err()
 	}
-	if l.tx != nil && l.tx.err == nil {
+	sent := func() bool { return l.tx != nil && l.tx.err == nil && len(l.m.lost) == 0 }
+	if sent() {
 		return true, nil
 	}
 	l.turnLocked()
-	done := l.tx != nil
+	done := sent()
 	if !done && l.state.Load() == live {
 		var err error
 		if done, err = l.base.Flush(); err != nil {
 			l.cut(err)
 		}
-		done = done && l.lost == nil && l.rest == nil
+		done = done && len(l.m.lost) == 0
 	}
 	if l.state.Load() != live {
 		return false, l.Err()
@@ -374,6 +421,12 @@ func (l *link) Recv() (*p2p.Header, []byte, error) {
 			}
 			return h, payload, err
 		}
+		if n.in.pos == n.end {
+			l.mu.Lock()
+			l.passLocked()
+			l.mu.Unlock()
+			continue
+		}
 		ok, err := n.in.next()
 		switch {
 		case err != nil:
@@ -395,8 +448,8 @@ func (l *link) recvBase(state uint32) (h *p2p.Header, payload []byte, again bool
 	if l.closed {
 		return nil, nil, true, nil
 	}
-	if state == live && (l.t.news.Load() != l.heard || len(l.out) > 0 || l.rest != nil ||
-		l.lane != nil && l.stage >= probing) {
+	if state == live && (l.t.news.Load() != l.heard || len(l.out) > 0 || l.rest != nil || l.lane != nil &&
+		l.stageOf(l.lane) >= probing) {
 		l.turnLocked()
 		if l.rx != nil || l.state.Load() != live {
 			return nil, nil, true, nil
@@ -476,7 +529,8 @@ func (l *link) Arm() bool {
 	if l.closed {
 		return true
 	}
-	if n := l.lane; n != nil && l.stage >= probing && n.err == nil {
+	lanes, k := l.connectedLocked()
+	for _, n := range lanes[:k] {
 		if err := n.arm(); err != nil {
 			n.fail(err)
 		}
@@ -487,7 +541,7 @@ func (l *link) Arm() bool {
 	switch {
 	case l.state.Load() != live || l.rx != nil && l.rx.in.arrived() || len(l.moved) > 0:
 		return true
-	case l.lane != nil && l.stage >= probing && l.lane.bulk.unheard(): // it was given a key just now
+	case l.unheardLocked(): // it was given a key just now, for example
 		return true
 	case l.refused >= 0 && (l.tx != tx || l.tx != nil && l.tx.fits(l.tx.out.needs(uint64(l.refused)))):
 		return true
@@ -496,6 +550,12 @@ func (l *link) Arm() bool {
 		return true
 	}
 	return l.t.news.Load() != l.heard
+}
+
+// unheardLocked reports whether there are requests whose completions wake nobody.
+func (l *link) unheardLocked() bool {
+	lanes, k := l.connectedLocked()
+	return slices.ContainsFunc(lanes[:k], func(n *lane) bool { return n.bulk.unheard() })
 }
 
 // Disarm implements p2p.Link. A wake may still come. Beside a ring base stays armed: what comes
@@ -514,39 +574,52 @@ func (l *link) Close() error {
 		l.fail(fmt.Errorf("rdma: link to %v: %w", l.peer, p2p.ErrClosed), false)
 		l.mu.Lock()
 		l.closed = true
-		if n := l.tx; n != nil && working {
-			l.lingerLocked(n)
+		if working {
+			l.lingerLocked()
 		}
-		n := l.lane
-		if n != nil && l.stage.busy() { // its task closes it
-			n = nil
+		var left []*lane
+		for i := range l.m.lanes {
+			if c := &l.m.lanes[i]; !c.stage.busy() { // else its task closes it
+				left = append(left, l.find(c.gen))
+			}
 		}
-		l.lane, l.tx = nil, nil
-		if n != nil {
+		l.m, l.lane, l.tx = machine{dialler: l.dialler, gen: l.m.gen}, nil, nil
+		for _, n := range left {
 			l.strandLocked(n)
 		}
 		l.mu.Unlock()
 		l.cancel()
 		l.wg.Wait()
-		if n != nil {
-			l.err = l.bury(n)
+		for _, n := range left {
+			l.err = errors.Join(l.err, l.bury(n))
 		}
 		l.err = errors.Join(l.err, l.base.Close())
 	})
 	return l.err
 }
 
-// lingerLocked waits until what was sent over n has arrived. It gives up the lock meanwhile.
-func (l *link) lingerLocked(n *lane) {
+// lingerLocked waits until what was sent over the lanes has arrived. It gives up the lock
+// meanwhile.
+func (l *link) lingerLocked() {
 	timer := time.NewTimer(l.linger)
 	defer timer.Stop()
+	lanes, k := l.connectedLocked()
+	for _, n := range lanes[:k] {
+		if l.stageOf(n) == up && !l.lingerOnLocked(n, timer.C) {
+			return
+		}
+	}
+}
+
+// lingerOnLocked waits for one lane. False: the time is over, or the peer has ended.
+func (l *link) lingerOnLocked(n *lane, late <-chan time.Time) bool {
 	asked := false
 	for {
 		news := l.t.next()
 		armed := n.cq.Arm()
 		n.reap()
 		if n.posted == n.finished || armed != nil || n.err != nil {
-			return
+			return true
 		}
 		if !asked && n.posted-n.finished < sendDepth {
 			asked = true
@@ -554,7 +627,7 @@ func (l *link) lingerLocked(n *lane) {
 		}
 		if l.rx != nil { // else another goroutine may be using base
 			if _, _, err := l.base.Recv(); err != nil || l.base.Arm() {
-				return
+				return false
 			}
 		}
 		l.mu.Unlock()
@@ -562,12 +635,12 @@ func (l *link) lingerLocked(n *lane) {
 		select {
 		case <-n.woken:
 		case <-news:
-		case <-timer.C:
+		case <-late:
 			timeout = true
 		}
 		l.mu.Lock()
 		if timeout {
-			return
+			return false
 		}
 	}
 }

@@ -27,14 +27,20 @@ func (l *link) Move(m *rma.Move) bool {
 	if len(m.Local) < l.least {
 		return false
 	}
-	if n == nil || n.err != nil || l.closed || l.state.Load() != live {
+	if n == nil || n.err != nil || l.closed || l.state.Load() != live || l.barred.has(m.Generation) {
 		return false
 	}
-	ask, ok := n.bulk.begin(m)
+	ok := l.beginLocked(n, m, 0)
+	l.pumpLocked()
+	return ok
+}
+
+// beginLocked begins to move m over n, from byte at on. False: it cannot be moved.
+func (l *link) beginLocked(n *lane, m *rma.Move, at int) bool {
+	ask, ok := n.bulk.begin(m, at)
 	if ask {
 		l.tellMemoryLocked(n, frameClaim, m.Generation)
 		l.out[len(l.out)-1].h.Off = m.Region
-		l.pumpLocked()
 	}
 	l.endedLocked(n)
 	return ok
@@ -45,8 +51,15 @@ func (l *link) Moved() *rma.Move {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.moved) == 0 && !l.closed {
-		l.reapLocked()
-		l.checkLocked()
+		lanes, k := l.connectedLocked()
+		for _, n := range lanes[:k] {
+			if l.has(n) {
+				l.reapLocked(n)
+				if n.err != nil {
+					l.laneLocked(n)
+				}
+			}
+		}
 	}
 	if len(l.moved) == 0 {
 		return nil
@@ -64,19 +77,16 @@ func (l *link) Drop(m *rma.Move) {
 	defer l.mu.Unlock()
 	is := func(o *rma.Move) bool { return o == m }
 	l.moved, l.later = slices.DeleteFunc(l.moved, is), slices.DeleteFunc(l.later, is)
-	lanes := slices.Clone(l.limbo)
-	if l.lane != nil {
-		lanes = append(lanes, l.lane)
-	}
-	for _, n := range lanes {
+	lanes, k := l.connectedLocked()
+	for _, n := range append(slices.Clone(l.limbo), lanes[:k]...) {
 		i := slices.IndexFunc(n.bulk.moves, func(v *move) bool { return v.m == m })
 		if i < 0 {
 			continue
 		}
 		v := n.bulk.moves[i]
 		if v.under > 0 {
-			if l.lane == n && l.state.Load() == live {
-				l.dropLocked(errors.New("a put or a get under way was cancelled"))
+			if l.has(n) && l.state.Load() == live {
+				l.dropLocked(n, errors.New("a put or a get under way was cancelled"))
 			}
 			if err := n.bulk.halt(); err != nil {
 				l.t.log.Error("rdma: memory may still be used: a queue pair cannot be closed", "reason", err)
@@ -90,18 +100,46 @@ func (l *link) Drop(m *rma.Move) {
 	}
 }
 
-// reapLocked takes what the device has completed of moves.
-func (l *link) reapLocked() {
-	n := l.lane
-	if n == nil || l.stage < probing {
-		return
-	}
+// reapLocked takes what the device has completed of moves on a lane.
+func (l *link) reapLocked(n *lane) {
 	n.bulk.reap(func(generation uint64) { l.tellMemoryLocked(n, frameRevoked, generation) })
 	l.endedLocked(n)
 	for _, err := range n.bulk.left {
 		l.t.log.Info("rdma: a queue pair for data is left out", "peer", l.peer, "lane", n.gen, "reason", err)
 	}
 	n.bulk.left = nil
+	for _, generation := range n.bulk.barred {
+		l.barred.add(generation)
+	}
+	n.bulk.barred = nil
+}
+
+// bars are the generations of the peer's memory that no lane moves data to or from any more: a
+// request has failed in a way that another lane does not change. Frames carry such data, and have
+// the reason if there is one. Only the latest maxKeys are kept.
+type bars struct {
+	set   map[uint64]struct{}
+	order []uint64
+}
+
+func (b *bars) has(generation uint64) bool {
+	_, ok := b.set[generation]
+	return ok
+}
+
+func (b *bars) add(generation uint64) {
+	if b.has(generation) {
+		return
+	}
+	if b.set == nil {
+		b.set = map[uint64]struct{}{}
+	}
+	if len(b.order) == maxKeys {
+		delete(b.set, b.order[0])
+		b.order = b.order[:copy(b.order, b.order[1:])]
+	}
+	b.set[generation] = struct{}{}
+	b.order = append(b.order, generation)
 }
 
 // tellMemoryLocked queues a frame about memory.
@@ -204,7 +242,7 @@ func (l *link) revoke(n *lane, generation uint64, keys []held) {
 	if len(n.revoking) > maxKeys {
 		n.fail(fmt.Errorf("the peer has not given up %d keys that it was asked to", len(n.revoking)))
 	}
-	if l.lane == n {
+	if l.has(n) {
 		l.tellMemoryLocked(n, frameRevoke, generation)
 	}
 }
@@ -229,12 +267,13 @@ func (l *link) answerLocked(n *lane, generation uint64, e *exposure) {
 
 // memoryLocked handles a frame about memory. The error is a violation of the protocol.
 func (l *link) memoryLocked(h *p2p.Header, payload []byte) error {
-	n := l.lane
-	current := n != nil && n.gen == h.Seq
+	n := l.find(h.Seq)
 	switch {
-	case current && (h.Kind == frameFenced || l.stage < probing):
-		return fmt.Errorf("frame of kind %d about lane %d in stage %d", h.Kind, n.gen, l.stage)
-	case !current:
+	case n != nil && l.has(n):
+		if s := l.stageOf(n); h.Kind == frameFenced || s < probing {
+			return errStage(h.Kind, n.gen, fmt.Sprintf("in stage %d", s))
+		}
+	default:
 		i := slices.IndexFunc(l.limbo, func(n *lane) bool { return n.gen == h.Seq })
 		if h.Kind == frameFenced && i >= 0 {
 			n = l.limbo[i]
@@ -284,7 +323,7 @@ func (l *link) memoryLocked(h *p2p.Header, payload []byte) error {
 		if done {
 			l.tellMemoryLocked(n, frameRevoked, h.Call)
 		} else { // a device may take seconds to fail a request that it has begun
-			l.dropLocked(errors.New("the peer has withdrawn memory of a put or get under way"))
+			l.dropLocked(n, errors.New("the peer has withdrawn memory of a put or get under way"))
 		}
 	case frameRevoked:
 		if _, ok := n.revoking[h.Call]; !ok {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"runtime"
@@ -158,7 +159,7 @@ func testDataSurvivesDevices(t *testing.T, p ports) {
 		"failed queue pairs": {fault: func(f *soft.Fabric, l *link, i int) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
-			if n := l.lane; n != nil && l.stage >= probing {
+			if n := l.lane; n != nil && l.stageOf(n) >= probing {
 				r := n.bulk.rails[i%len(n.bulk.rails)]
 				f.Break(r.Name(), r.qp.Number())
 			}
@@ -471,8 +472,8 @@ func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
 			t.Fatal("the peer does not give up the key")
 		}
 	}
-	if len(l.lane.bulk.keys) > 0 || l.gen != 1 {
-		t.Errorf("%d keys are left, lane %d", len(l.lane.bulk.keys), l.gen)
+	if len(l.lane.bulk.keys) > 0 || l.m.gen != 1 {
+		t.Errorf("%d keys are left, lane %d", len(l.lane.bulk.keys), l.m.gen)
 	}
 	if !given(32) {
 		t.Error("the key is withheld although the peer has given it up")
@@ -584,7 +585,7 @@ func testLateMoveWakes(t *testing.T, p ports) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for l.gen == 1 {
+	for l.m.gen == 1 {
 		if !x.Arm() {
 			if err := x.Host.Sleep(); err != nil {
 				t.Fatal(err)
@@ -674,7 +675,7 @@ func TestHostileKeys(t *testing.T) {
 			l.mu.Lock()
 			for range c.n {
 				h := c.h
-				h.Service, h.Seq = service, l.gen
+				h.Service, h.Seq = service, l.m.gen
 				h.Len = uint32(len(c.payload))
 				l.out = append(l.out, control{h, []byte(c.payload)})
 			}
@@ -731,7 +732,8 @@ func FuzzMemoryFrames(f *testing.F) {
 		if err := tr.make(n, minRing, nil, 0, func() {}); err != nil {
 			t.Fatal(err)
 		}
-		l := &link{t: tr, lane: n, stage: up, tx: n, least: 8}
+		l := &link{t: tr, lane: n, lanes: []*lane{n}, tx: n, least: 8,
+			m: machine{gen: 1, tx: 1, lanes: []course{{gen: 1, stage: up, told: true}}}}
 		l.base = failing{}
 		defer l.wg.Wait()
 		for i := range 3 {
@@ -782,9 +784,90 @@ func testWrongKeys(t *testing.T, p ports) {
 			if err := x.Await(x.PutTo(b, to, 0, p2p.Signal{})); err != nil || !bytes.Equal(r.Bytes(), b) {
 				t.Errorf("put: %v, or other bytes", err)
 			}
-			if l.gen < 2 {
+			if l.m.gen < 2 {
 				t.Error("it has the same lane")
 			}
 		})
+	}
+}
+
+// A request that ends with a recoverable status costs its lane, and the data of later ones is moved
+// over the next lane. After a fatal one the data of that memory goes in frames, and costs no more
+// lanes. Other memory is not concerned. The operation itself ends well in either case.
+func TestStatusClasses(t *testing.T) {
+	for status := rdma.LocalLength; status <= rdma.GeneralError; status++ {
+		t.Run(fmt.Sprint(uint8(status), " ", status), func(t *testing.T) {
+			var now atomic.Bool
+			f := soft.New(soft.Config{Seed: 35, Faults: soft.Faults{
+				Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+					if r.Op != rdma.WriteImm && len(r.Segments) > 0 && r.ID < railDepth &&
+						now.CompareAndSwap(true, false) {
+						return status
+					}
+					return rdma.Success
+				}}})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			const n = 1 << 20
+			data, other := y.Alloc(t, n), y.Alloc(t, n)
+			to := y.Expose(t, data, 0, n, mem.Read|mem.Write)
+			beside := y.Expose(t, other, 0, n, mem.Read|mem.Write)
+			b := pattern(n, 2)
+			for round, get := range []bool{false, true, false} {
+				raised(t, x.End, y.End)
+				gen := inUse(x.End)
+				place(t, x, b, beside) // by RDMA, so that its failure would be noticed
+				put, got := bytesMoved(x)
+				if round == 0 {
+					place(t, x, b, to)
+					put, got = bytesMoved(x)
+					now.Store(true)
+				}
+				c := bytes.Clone(b)
+				var err error
+				if get {
+					err = x.Await(x.GetFrom(c, to, 0))
+				} else {
+					err = x.Await(x.PutTo(c, to, 0, p2p.Signal{}))
+				}
+				if err != nil || !bytes.Equal(data.Bytes(), b) || !bytes.Equal(c, b) {
+					t.Fatalf("round %d: %v, or other bytes", round, err)
+				}
+				if round == 0 {
+					if now.Load() {
+						t.Fatal("nothing has failed")
+					}
+					continue
+				}
+				nowPut, nowGot := bytesMoved(x)
+				moved := nowPut + nowGot - put - got
+				if want := map[bool]uint64{true: n, false: 0}[status.Recoverable()]; moved != want {
+					t.Errorf("round %d: the device has moved %d bytes, want %d", round, moved, want)
+				}
+				if inUse(x.End) != gen {
+					t.Errorf("round %d: the lane was given up", round)
+				}
+			}
+			if gen := inUse(x.End); gen < 2 {
+				t.Errorf("lane %d has survived the failure", gen)
+			}
+			put, _ := bytesMoved(x)
+			place(t, x, b, beside)
+			if now, _ := bytesMoved(x); now != put+n {
+				t.Errorf("other memory: the device has moved %d bytes", now-put)
+			}
+		})
+	}
+}
+
+// Of what is barred only the latest is kept.
+func TestBarsAreBounded(t *testing.T) {
+	var b bars
+	for i := range uint64(3 * maxKeys) {
+		b.add(i)
+		b.add(i)
+	}
+	if len(b.set) != maxKeys || len(b.order) != maxKeys || b.has(2*maxKeys-1) || !b.has(2*maxKeys) {
+		t.Errorf("%d and %d generations are kept", len(b.set), len(b.order))
 	}
 }

@@ -329,7 +329,7 @@ func TestPrograms(t *testing.T) {
 				}
 				l.mu.Lock()
 				n := l.lane
-				up := n != nil && l.stage >= probing
+				up := n != nil && l.stageOf(n) >= probing
 				l.mu.Unlock()
 				switch p.r.IntN(5) {
 				case 0:

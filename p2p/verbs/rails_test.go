@@ -331,7 +331,7 @@ func TestPortsThatDoNotMatter(t *testing.T) {
 			t.Fatal("the changes go unnoticed")
 		}
 	}
-	if gen := inner(x.End).gen; gen != 1 {
+	if gen := inner(x.End).m.gen; gen != 1 {
 		t.Errorf("lane %d", gen)
 	}
 }
@@ -354,7 +354,7 @@ func TestRailsThatNeverWork(t *testing.T) {
 	const size = 8 << 20
 	to := y.Expose(t, y.Alloc(t, size), 0, size, mem.Write)
 	shares(t, x, to, size, "soft1")
-	if gen := inner(x.End).gen; gen != 1 {
+	if gen := inner(x.End).m.gen; gen != 1 {
 		t.Errorf("lane %d", gen)
 	}
 	broken.Store(false)

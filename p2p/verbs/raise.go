@@ -1,30 +1,17 @@
 package verbs
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"tutti/p2p"
 )
 
-// stage is how far the lane of a link has come. The dialler's goes through making, proposed,
-// connecting, probing and up; the acceptor's through connecting, accepted, probing and up.
-type stage int
-
-const (
-	making     stage = iota // a task makes its objects
-	proposed                // the peer is asked for its end
-	connecting              // a task connects the queue pair, and at the acceptor makes it before
-	accepted                // the dialler is told
-	probing                 // a request of this end is under way, which shows that data passes
-	up                      // frames are sent over it
-)
-
-// busy reports whether a task uses the lane.
-func (s stage) busy() bool { return s == making || s == connecting }
-
-// Pauses before a lane is made again. They grow twofold while lanes do not last for lasting.
+// Pauses before a lane is made again. They grow twofold while lanes do not last for lasting, and
+// while those beside a lane in use do not come up.
 const (
 	minPause = 10 * time.Millisecond
 	maxPause = 2 * time.Second
@@ -41,18 +28,151 @@ const (
 // maxTasks bounds the tasks that a peer can cause.
 const maxTasks = 16
 
-// makeLocked begins to make a lane after a pause.
-func (l *link) makeLocked(pause time.Duration) {
-	l.gen++
-	n := &lane{gen: l.gen, peer: l.peer}
-	l.lane, l.stage = n, making
+// errNoBetter is why a lane beside the one in use is given up that works.
+var errNoBetter = errors.New("it is not better than the one in use")
+
+// find returns a lane that is not given up, or is lost, by its number; nil: there is none.
+func (l *link) find(gen uint64) *lane {
+	for _, n := range l.lanes {
+		if n.gen == gen {
+			return n
+		}
+	}
+	return nil
+}
+
+// has reports whether a lane is not given up.
+func (l *link) has(n *lane) bool { return l.m.find(n.gen) != nil }
+
+// stageOf returns the stage of a lane, or making if it is given up.
+func (l *link) stageOf(n *lane) stage {
+	if c := l.m.find(n.gen); c != nil {
+		return c.stage
+	}
+	return making
+}
+
+// connectedLocked returns the lanes whose queue pairs are connected and carry requests.
+func (l *link) connectedLocked() (list [2]*lane, n int) {
+	for i := range l.m.lanes {
+		if c := &l.m.lanes[i]; c.stage >= probing {
+			list[n] = l.find(c.gen)
+			n++
+		}
+	}
+	return list, n
+}
+
+// didLocked carries out what the machine has decided, because of an error, if there is one, and the
+// frame h, if there is one, with the setup theirs.
+func (l *link) didLocked(reason error, h *p2p.Header, theirs *setup) {
+	lasted := false
+	for len(l.m.acts) > 0 {
+		acts := l.m.acts
+		l.m.acts = nil
+		for _, a := range acts {
+			switch n := l.find(a.gen); a.do {
+			case doMake:
+				l.makeLocked(&a, theirs, lasted)
+			case doConnect:
+				theirs := *theirs
+				l.taskLocked(n, func() error { return n.connect(theirs) }, func() { l.m.connected(n.gen) })
+			case doProbe:
+				n.probed = n.probe()
+			case doTell:
+				l.tellLocked(n, &a, reason)
+			case doEnd:
+				if pos, _ := n.in.taken(); h.Off < pos || h.Off-pos > uint64(len(n.in.data)) {
+					l.violated("its frames of lane %d end at %d, and %d are read", n.gen, h.Off, pos)
+				}
+				n.end = h.Off
+			case doResend:
+				l.rest, l.until = &consumer{data: n.out.data, pos: n.down.pos, seq: n.down.seq}, n.out.tail
+			case doClose:
+				lasted = a.stage == up && time.Since(l.since) > lasting
+				l.closeLocked(n, &a, reason)
+			}
+		}
+	}
+	l.lanes = slices.DeleteFunc(l.lanes, func(n *lane) bool {
+		return !l.has(n) && !slices.ContainsFunc(l.m.lost, func(c course) bool { return c.gen == n.gen })
+	})
+	l.lane = nil
+	if c := l.m.use(); c != nil {
+		l.lane = l.find(c.gen)
+	}
+	if n := l.find(l.m.rx); n != l.rx {
+		if l.rx == nil {
+			l.lookLocked()
+		}
+		l.rx = n
+	}
+	if n := l.find(l.m.tx); n != l.tx {
+		l.goneOverLocked(n)
+	}
+}
+
+// goneOverLocked says that frames are sent over n from now on.
+func (l *link) goneOverLocked(n *lane) {
+	old := l.tx
+	if l.tx = n; n == nil {
+		return
+	}
+	l.since, l.apart = time.Now(), minPause
+	l.t.log.Info("rdma: frames and data go over devices", "peer", l.peer, "lane", n.gen, "frames", n.port.at,
+		"data", n.bulk.names())
+	if old != nil && l.has(old) {
+		old.bulk.leaving = true
+		l.handLocked(old)
+	}
+}
+
+// handLocked hands moves of a lane that is being left over to the one in use, with what is left of
+// them.
+func (l *link) handLocked(old *lane) {
+	n := l.tx
+	for _, v := range slices.Clone(old.bulk.moves) {
+		if v.under > 0 || v.abandoned {
+			continue
+		}
+		m, at := v.m, v.at
+		old.bulk.remove(v)
+		if !l.beginLocked(n, m, at) {
+			m.OK = false
+			l.moved = append(l.moved, m)
+		}
+	}
+}
+
+// makeLocked begins to make a lane: the dialler's after a pause, the acceptor's for a setup.
+func (l *link) makeLocked(a *act, theirs *setup, lasted bool) {
+	n := &lane{gen: a.gen, peer: l.peer, end: noEnd, told: !l.dialler}
+	l.lanes = append(l.lanes, n)
+	if !l.dialler {
+		theirs := *theirs
+		l.taskLocked(n, func() error {
+			if err := l.open(n, &theirs); err != nil {
+				return err
+			}
+			return n.connect(theirs)
+		}, func() { l.m.connected(n.gen) })
+		return
+	}
+	pause := time.Duration(0)
+	switch {
+	case a.beside:
+		pause = l.apart
+		l.apart = min(2*l.apart, maxPause)
+	case a.gen > 1:
+		if l.pause = min(2*l.pause, maxPause); lasted {
+			l.pause = minPause
+		}
+		pause = l.pause
+	}
 	l.taskLocked(n, func() error {
 		l.wait(pause)
 		return l.open(n, nil)
-	}, func() {
-		l.stage, n.told = proposed, true
-		l.tellLocked(frameProposal, n.gen, n.setup.encode())
-	})
+	}, func() { l.m.made(n.gen) })
 }
 
 // wait waits for the end of a pause, of the link, or until a port comes back.
@@ -101,14 +221,14 @@ func (l *link) taskLocked(n *lane, work func() error, next func()) {
 		err := work()
 		l.mu.Lock()
 		l.tasks--
-		kept := l.lane == n
+		kept := l.has(n) && !l.closed
 		if kept {
-			if err != nil {
-				l.stage = accepted // of which no task is under way
-				l.refuseLocked(n, err)
-			} else {
+			if err == nil {
 				next()
+			} else {
+				l.m.refuse(n.gen)
 			}
+			l.didLocked(err, nil, nil)
 		}
 		l.mu.Unlock()
 		if !kept {
@@ -118,73 +238,54 @@ func (l *link) taskLocked(n *lane, work func() error, next func()) {
 	})
 }
 
-// refuseLocked drops a lane that could not be made.
-func (l *link) refuseLocked(n *lane, err error) {
-	if !l.dialler {
-		text := err.Error()
-		l.tellLocked(frameRefusal, n.gen, []byte(text[:min(len(text), maxText)]))
-	}
-	l.dropLocked(err)
-}
-
-// connectLocked begins to connect n, at the acceptor after having made it.
-func (l *link) connectLocked(n *lane, theirs setup) {
-	l.stage = connecting
-	l.taskLocked(n, func() error {
-		if !l.dialler {
-			if err := l.open(n, &theirs); err != nil {
-				return err
-			}
-		}
-		return n.connect(theirs)
-	}, func() {
-		if l.dialler {
-			l.stage, l.probe = probing, n.probe()
-		} else {
-			l.stage = accepted
-			l.tellLocked(frameAcceptance, n.gen, n.setup.encode())
-		}
-	})
-}
-
-// dropLocked gives up the lane, under the rules of Link or before it carries frames: frames go over
-// base from now on. The dialler begins to make another one.
-func (l *link) dropLocked(reason error) {
-	n := l.lane
-	lasted := l.stage == up && time.Since(l.since) > lasting
-	if l.stage < up {
+// closeLocked closes a lane that is given up, or that both ends have left.
+func (l *link) closeLocked(n *lane, a *act, reason error) {
+	if a.stage < up && a.stage != making && !errors.Is(reason, errNoBetter) {
 		l.vain++
 	}
-	l.t.log.Info("rdma: frames go over TCP", "peer", l.peer, "lane", n.gen, "reason", reason)
-	down := p2p.Header{Kind: frameDown, Service: service, Seq: n.gen, Count: 1}
-	if l.rx == n {
-		down.Off, down.Count = n.in.taken()
-		l.rx = nil
+	text := "rdma: frames go over TCP"
+	if l.m.tx != 0 {
+		text = "rdma: a lane is given up"
 	}
-	if l.tx == n {
-		l.tx, l.lost = nil, n
+	if reason != nil {
+		l.t.log.Info(text, "peer", l.peer, "lane", n.gen, "reason", reason)
 	}
-	if n.told {
-		l.out = append(l.out, control{h: down})
-	}
-	l.lane = nil
 	l.strandLocked(n)
-	if !l.stage.busy() {
-		l.taskLocked(n, func() error { return nil }, nil) // closes it
+	if !a.stage.busy() {
+		l.taskLocked(n, func() error { return nil }, nil)
 	}
-	if !l.dialler {
-		return
-	}
-	if l.pause = min(2*l.pause, maxPause); lasted {
-		l.pause = minPause
-	}
-	l.makeLocked(l.pause)
 }
 
-// tellLocked queues a control frame.
-func (l *link) tellLocked(kind uint8, gen uint64, payload []byte) {
-	h := p2p.Header{Kind: kind, Service: service, Seq: gen, Len: uint32(len(payload))}
-	l.out = append(l.out, control{h, payload})
+// dropLocked gives up a lane, under the rules of Link or before it carries frames.
+func (l *link) dropLocked(n *lane, reason error) {
+	l.m.fail(n.gen)
+	l.didLocked(reason, nil, nil)
+}
+
+// tellLocked queues a control frame about a lane.
+func (l *link) tellLocked(n *lane, a *act, reason error) {
+	c := control{h: p2p.Header{Kind: a.kind, Service: service, Seq: a.gen}}
+	switch a.kind {
+	case frameProposal, frameAcceptance:
+		n.told, c.payload = true, n.setup.encode()
+	case frameRefusal:
+		text := reason.Error()
+		c.payload = []byte(text[:min(len(text), maxText)])
+	case frameReady:
+		if c.h.Call = a.follows; a.follows != 0 {
+			c.h.Off = l.find(a.follows).out.tail
+		}
+	case frameDown:
+		c.h.Count = 1
+		if !a.stage.busy() {
+			c.h.Off, c.h.Count = n.in.taken()
+		}
+		if a.followed {
+			c.h.Flags = 1
+		}
+	}
+	c.h.Len = uint32(len(c.payload))
+	l.out = append(l.out, c)
 }
 
 // controlLocked handles a control frame that base has returned. False: its payload has yet to
@@ -209,67 +310,51 @@ func (l *link) controlLocked(head *p2p.Header, payload []byte) bool {
 	}
 	l.base.Release()
 	l.part = l.part[:0]
-	n, current := l.lane, l.lane != nil && l.lane.gen == h.Seq
-	asks := h.Kind == frameProposal
-	switch {
-	case l.dialler && asks || !l.dialler && (h.Kind == frameAcceptance || h.Kind == frameRefusal):
-		l.violated("frame of kind %d from the wrong end", h.Kind)
-		return true
-	case asks == (h.Seq <= l.gen) || asks && (l.lane != nil || l.tasks >= maxTasks):
-		l.violated("frame of kind %d about lane %d after %d", h.Kind, h.Seq, l.gen)
-		return true
-	}
-	var theirs setup
-	if asks || h.Kind == frameAcceptance {
-		var err error
-		if theirs, err = decodeSetup(b); err != nil {
-			l.violated("%v", err)
-			return true
-		}
-	}
-	switch h.Kind {
-	case frameProposal:
-		l.gen = h.Seq
-		l.lane = &lane{gen: h.Seq, peer: l.peer, told: true}
-		l.connectLocked(l.lane, theirs)
-	case frameAcceptance:
-		if current && l.stage == proposed {
-			l.connectLocked(n, theirs)
-		}
-	case frameRefusal:
-		if current && l.stage == proposed {
-			l.dropLocked(fmt.Errorf("refused by the peer: %q", b))
-		}
-	case frameReady:
-		switch {
-		case !current: // it is given up here, and the peer will know
-		case l.dialler && l.stage == up && l.rx == nil:
-			l.rx = n
-			l.lookLocked()
-		case !l.dialler && l.stage == accepted:
-			l.rx, l.stage, l.probe = n, probing, n.probe()
-			l.lookLocked()
-		default:
-			l.violated("lane %d is ready in stage %d", n.gen, l.stage)
-		}
-	case frameFenced, frameClaim, frameKey, frameRevoke, frameRevoked:
-		if err := l.memoryLocked(&h, b); err != nil {
-			l.violated("%v", err)
-		}
-	case frameDown:
-		if current {
-			l.dropLocked(fmt.Errorf("given up by the peer"))
-		}
-		if n := l.lost; n != nil && n.gen == h.Seq {
-			if h.Off > n.out.tail || h.Off < n.out.freed {
-				l.violated("it has taken %d bytes of %d, and freed %d", h.Off, n.out.tail, n.out.freed)
-				return true
-			}
-			l.lost, l.until = nil, n.out.tail
-			l.rest = &consumer{data: n.out.data, pos: h.Off, seq: h.Count}
-		}
-	default:
-		l.violated("frame of kind %d beside the ring", h.Kind)
+	if err := l.handleLocked(&h, b); err != nil {
+		l.violated("%v", err)
 	}
 	return true
+}
+
+// handleLocked handles a control frame. The error is a violation of the protocol.
+func (l *link) handleLocked(h *p2p.Header, b []byte) error {
+	var theirs setup
+	var reason error
+	n := l.find(h.Seq)
+	switch h.Kind {
+	case frameProposal, frameAcceptance:
+		var err error
+		if theirs, err = decodeSetup(b); err != nil {
+			return err
+		}
+		if h.Kind == frameProposal && l.tasks >= maxTasks {
+			return fmt.Errorf("frame of kind %d about lane %d during %d tasks", h.Kind, h.Seq, l.tasks)
+		}
+	case frameRefusal:
+		reason = fmt.Errorf("refused by the peer: %q", b)
+	case frameShown, frameReady, frameLeft:
+	case frameWish: // its ports have changed
+		l.vain = 0
+	case frameDown:
+		reason = fmt.Errorf("given up by the peer")
+		if n != nil && l.m.sentOver(h.Seq) {
+			if h.Off > n.out.tail || h.Off < n.out.freed {
+				return fmt.Errorf("it has taken %d bytes of %d, and freed %d", h.Off, n.out.tail, n.out.freed)
+			}
+			n.down = position{h.Off, h.Count}
+		}
+	case frameFenced, frameClaim, frameKey, frameRevoke, frameRevoked:
+		if h.Seq > l.m.gen {
+			return errStage(h.Kind, h.Seq, fmt.Sprintf("after %d", l.m.gen))
+		}
+		return l.memoryLocked(h, b)
+	default:
+		return fmt.Errorf("frame of kind %d beside the ring", h.Kind)
+	}
+	if err := l.m.heard(h.Kind, h.Seq, h.Call, h.Flags == 1); err != nil {
+		l.m.acts = nil
+		return err
+	}
+	l.didLocked(reason, h, &theirs)
+	return nil
 }

@@ -89,7 +89,7 @@ func TestFramesSurviveDevices(t *testing.T) {
 	breakIt := func(f *soft.Fabric, l *link) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		if n := l.lane; n != nil && l.stage >= probing {
+		if n := l.lane; n != nil && l.stageOf(n) >= probing {
 			f.Break(n.port.Name(), n.qp.Number())
 		}
 	}
@@ -214,7 +214,7 @@ func TestFramesOfLostRing(t *testing.T) {
 			}
 		}
 	}
-	if g := inner(a).gen; g < 20 {
+	if g := inner(a).m.gen; g < 20 {
 		t.Errorf("%d rings", g)
 	}
 }

@@ -19,10 +19,17 @@ const (
 	frameProposal   = iota + 1 // of the dialler; payload: a setup
 	frameAcceptance            // of the acceptor; payload: a setup
 	frameRefusal               // of the acceptor; payload: a text
-	frameReady                 // the frames behind it, up to frameDown, are in the ring
-	// The sender reads nothing more of the ring. It has taken what is before position Off, where
-	// frame or skip mark Count begins. The frames behind it follow over the TCP connection.
+	frameShown                 // of the dialler: its requests have passed the lane
+	// Frames follow in the ring. Call is the lane in whose ring those before it end, at position
+	// Off. 0: those came over the TCP connection, before this one.
+	frameReady
+	// The sender has given up the lane, and reads nothing more of the ring. It has taken what is
+	// before position Off, where frame or skip mark Count begins. The frames behind it follow over
+	// the TCP connection, unless Flags is 1: then they are in the ring of the lane that has
+	// followed.
 	frameDown
+	frameLeft // the sender has read the ring to its end, and requests nothing more over the lane
+	frameWish // of the acceptor: a lane beside this one could use more ports
 	// Frames about the memory of puts and gets: see bulk and exposure. Call is the generation. The
 	// payload of frameKey, unless it is a refusal, is a key for each rail, four bytes: that of the
 	// sender's device of the rail, and 0 for one without.
@@ -41,7 +48,7 @@ const (
 	setupHead   = 16
 	pathSize    = 32
 	maxText     = 1 << 10
-	wireVersion = 3
+	wireVersion = 4
 )
 
 // setup is what one end tells the other to connect with.
@@ -71,7 +78,7 @@ type path struct {
 
 // encode returns the setup as bytes, little-endian: a head, the path of frames, and the rails.
 //
-//	0   format, 3
+//	0   format, 4
 //	1   bytes of the ring, 1 << n
 //	2   number of rails
 //	3   0

@@ -106,7 +106,7 @@ func raised(t testing.TB, ends ...*linktest.End) {
 			}
 			l := inner(e)
 			l.mu.Lock()
-			if l.stage == up && l.tx != nil && l.rx != nil {
+			if l.lane != nil && l.stageOf(l.lane) == up && l.tx != nil && l.rx != nil {
 				ready++
 			}
 			l.mu.Unlock()
@@ -261,7 +261,7 @@ func example() setup {
 
 // TestSetupBytes: the format has not changed.
 func TestSetupBytes(t *testing.T) {
-	want := "030f0200" + "09000000" + "0000100000000000" +
+	want := "040f0200" + "09000000" + "0000100000000000" +
 		"02020100" + "11000000" + "05000000" + "00000000" + "00000000000000000000ffff0a000001" +
 		"02021001" + "12000000" + "06000000" + "02010000" + "00000000000000000000ffff0a000001" +
 		strings.Repeat("00", 32)

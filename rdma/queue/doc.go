@@ -37,8 +37,10 @@
 // same.
 //
 // An error of a transfer is reported when all its requests have completed, or their queue pairs
-// were reset or closed. To cancel a transfer is to fail its set. A set whose queue pairs do not
-// complete their requests within Config.Drain is reset by force.
+// were reset or closed. rdma.Fatal tells whether the requests may be posted again over other queue
+// pairs; those that were flushed because of another one may. To cancel a transfer is to fail its
+// set. A set whose queue pairs do not complete their requests within Config.Drain is reset by
+// force.
 //
 // # Notifications
 //
