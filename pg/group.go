@@ -142,7 +142,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
-	if j.session.Mapped {
+	if j.session.Mapped || j.local {
 		if err = g.run.Expose(); err != nil {
 			j.log.Warn("peers cannot map this rank's memory; what Alloc returns is copied like any other", "err", err)
 		}
@@ -154,7 +154,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 // plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
-		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep})
+		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep, Drop: g.drop})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
 }
@@ -203,6 +203,7 @@ func (g *Group) locate(places []join.Place) {
 		}
 		v.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1,
 			Mapped: mapped && len(index) == 1}
+		v.Asks = v.Caps.Mapped || g.job.local && g.job.settings.Devices != nil
 		if g.differ(places) < 0 {
 			v.Table = g.job.session.Table()
 		}

@@ -40,8 +40,11 @@ type job struct {
 	groups  map[*Group]struct{}
 	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
 
-	mu   sync.Mutex
-	refs int // groups that are open
+	unmapping sync.WaitGroup // goroutines of unmap
+
+	mu       sync.Mutex
+	refs     int                   // groups that are open
+	imported map[importer]struct{} // whose memory has been mapped
 }
 
 func newJob(s *settings) *job {
@@ -188,6 +191,7 @@ func (j *job) release() error {
 
 func (j *job) shut() error {
 	var errs *multierror.Error
+	j.unmapAll()
 	if j.roster != nil {
 		j.roster.Stop()
 	}
