@@ -116,14 +116,6 @@ func (r *Runner) stage() error {
 	return r.need(All)
 }
 
-// reset forgets all allocations, because the view has ended, or streams use other devices.
-func (x *direct) reset() {
-	for slot := range x.known {
-		x.forget(slot)
-	}
-	clear(x.keys)
-}
-
 // forget forgets the allocations of the rank in slot.
 func (x *direct) forget(slot int) {
 	var all []device.Shared
@@ -140,7 +132,10 @@ func (x *direct) forget(slot int) {
 
 // close ends the view.
 func (x *direct) close() {
-	x.reset()
+	for slot := range x.known {
+		x.forget(slot)
+	}
+	clear(x.keys)
 	x.known, x.devices, x.refused, x.why = nil, nil, nil, nil
 }
 
@@ -255,8 +250,7 @@ func trim(text []byte) []byte {
 // fresh adds the allocations that the descriptors name for the first time to the known ones, and
 // returns them.
 func (x *direct) fresh(all []byte, active []int, size int) (fresh []entry) {
-	if len(x.known) != size {
-		x.reset()
+	if x.known == nil {
 		x.known, x.devices = make([]map[uint64]device.Shared, size), make([]byte, size)
 	}
 	same := true

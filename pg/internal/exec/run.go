@@ -485,11 +485,14 @@ func (r *Runner) first(hint bool) (err error) {
 	asks := algo == collectives.LoadStore
 	load := false
 	if asks {
-		if err := r.need(All); err != nil { // peers read it when they know where it is
-			return err
-		}
 		defer r.leave()
 		var err error
+		if r.set.Caps.Mapped || r.onDevice() != nil { // peers read it when they know where it is
+			err = r.need(All)
+		}
+		if err != nil {
+			return err
+		}
 		if load, err = r.loads(elem); err != nil {
 			return err
 		}
