@@ -81,6 +81,8 @@ type Sharer interface {
 	Import(owner uint64, key []byte) (Shared, error)
 	// Forget says that an owner is gone: its allocations are unmapped, now or by their last Release.
 	Forget(owner uint64) error
+	// Lasts reports whether the allocation of a key that Share has returned has not been freed since.
+	Lasts(key []byte) bool
 }
 
 // MaxKey is the most bytes of a key of Sharer.
@@ -93,8 +95,10 @@ type Shared interface {
 	Memory(offset uint64, n int) (mem.Memory, error)
 	// Path names the way to the memory, such as "same GPU".
 	Path() string
-	// Release ends the use, when no work of a stream uses the memory any more. Idempotent.
-	Release() error
+	// Release ends the use, when no work of a stream uses the memory any more. The memory stays
+	// mapped for the next Import, unless gone says that its owner has freed it. It may wait for the
+	// work on the device. Idempotent.
+	Release(gone bool) error
 }
 
 // A Stream executes work in order. Methods are called by one goroutine at a time and do not wait

@@ -104,6 +104,8 @@ func (f *feed) Import(slot int, key []byte) (device.Shared, error) {
 	return j.imports(f.v.direct.device, owner, key)
 }
 
+func (f *feed) Lasts(key []byte) bool { return f.v.direct.device.Lasts(key) }
+
 func (f *feed) Give(work func(s device.Stream, loc mem.Location) error) error {
 	v := f.v
 	v.mu.Lock()
@@ -186,9 +188,9 @@ type importer struct {
 	owner  uint64
 }
 
-// unmap has devices unmap the memory of all incarnations that are gone, and ends the uses of shared.
-// It does not wait: a driver may unmap memory only when all work on the device has ended.
-func (j *job) unmap(shared []device.Shared, gone func(incarnation uint64) bool) {
+// unmap has devices unmap the memory of all incarnations that are gone. Like drop, it does not wait:
+// a driver may unmap memory only when all work on the device has ended.
+func (j *job) unmap(gone func(incarnation uint64) bool) {
 	j.mu.Lock()
 	var all []importer
 	for i := range j.imported {
@@ -198,26 +200,33 @@ func (j *job) unmap(shared []device.Shared, gone func(incarnation uint64) bool) 
 		}
 	}
 	j.mu.Unlock()
-	if len(shared) == 0 && len(all) == 0 {
-		return
+	if len(all) > 0 {
+		j.unmapping.Go(func() {
+			for _, i := range all {
+				j.unmapped(i.device.Forget(i.owner))
+			}
+		})
 	}
+}
+
+// drop ends uses of other ranks' memory: see exec.Config.Drop.
+func (j *job) drop(shared []device.Shared, gone bool) {
 	j.unmapping.Go(func() {
 		for _, s := range shared {
-			if err := s.Release(); err != nil {
-				j.log.Warn("memory of another rank's device stays mapped", "err", err)
-			}
-		}
-		for _, i := range all {
-			if err := i.device.Forget(i.owner); err != nil {
-				j.log.Warn("memory of another rank's device stays mapped", "err", err)
-			}
+			j.unmapped(s.Release(gone))
 		}
 	})
 }
 
+func (j *job) unmapped(err error) {
+	if err != nil {
+		j.log.Warn("memory of another rank's device stays mapped", "err", err)
+	}
+}
+
 // unmapAll ends all use of other ranks' memory. It waits for that as long as for a stream.
 func (j *job) unmapAll() {
-	j.unmap(nil, func(uint64) bool { return true })
+	j.unmap(func(uint64) bool { return true })
 	done := make(chan struct{})
 	go func() {
 		j.unmapping.Wait()
@@ -241,10 +250,5 @@ func (g *Group) unmapGone() {
 	for _, s := range slots {
 		here[s.Incarnation] = true
 	}
-	g.job.unmap(nil, func(incarnation uint64) bool { return !here[incarnation] })
-}
-
-// drop ends uses of other ranks' memory: see exec.Config.Drop.
-func (g *Group) drop(shared []device.Shared) {
-	g.job.unmap(shared, func(uint64) bool { return false })
+	g.job.unmap(func(incarnation uint64) bool { return !here[incarnation] })
 }

@@ -48,3 +48,10 @@ func (g *Group) Copies() (n uint64) {
 	}
 	return n
 }
+
+// Direct returns how the group's calls use the memory of devices: see exec.Runner.Direct.
+func (g *Group) Direct() (path string, err error) {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.run.Direct()
+}

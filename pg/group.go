@@ -154,7 +154,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 // plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
-		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep, Drop: g.drop})
+		Single: g.job.settings.single, Chosen: g.track.Chosen, Keep: g.track.Keep, Drop: g.job.drop})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
 }

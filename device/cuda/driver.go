@@ -257,14 +257,18 @@ func (g *gpu) shared(at uint64) (h IPCHandle, err error) {
 	if h.Base, h.Size, err = g.allocation(at); err != nil {
 		return h, err
 	}
+	if h.Number, err = g.number(at); err != nil {
+		return h, err
+	}
+	r := C.tutti_cuda_ipc_get(g.d.lib, g.ptr, C.uint64_t(h.Base), (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)))
+	return h, g.d.failure(r, "cuIpcGetMemHandle", "share memory of %s with other processes", g.name)
+}
+
+// number returns the driver's number of the allocation that has the byte at an address.
+func (g *gpu) number(at uint64) (uint64, error) {
 	var id C.uint64_t
 	r := C.tutti_cuda_allocation_number(g.d.lib, g.ptr, C.uint64_t(at), &id)
-	if r != 0 {
-		return h, g.d.failure(r, "cuPointerGetAttribute", "ask for the number of an allocation on %s", g.name)
-	}
-	h.Number = uint64(id)
-	r = C.tutti_cuda_ipc_get(g.d.lib, g.ptr, C.uint64_t(h.Base), (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)))
-	return h, g.d.failure(r, "cuIpcGetMemHandle", "share memory of %s with other processes", g.name)
+	return uint64(id), g.d.failure(r, "cuPointerGetAttribute", "ask for the number of an allocation on %s", g.name)
 }
 
 // openShared maps an allocation of another process.

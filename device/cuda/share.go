@@ -78,11 +78,25 @@ func (v *Device) Import(owner uint64, key []byte) (device.Shared, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &imported{i, path}, nil
+	return &imported{i, path, func() error { return v.WithdrawIPC(owner, h) }}, nil
 }
 
 // Forget implements device.Sharer: see ForgetIPC.
 func (v *Device) Forget(owner uint64) error { return v.ForgetIPC(owner) }
+
+// Lasts implements device.Sharer.
+func (v *Device) Lasts(key []byte) bool {
+	var h IPCHandle
+	if len(key) < keyHeader+ipcBytes || h.UnmarshalBinary(key[keyHeader:keyHeader+ipcBytes]) != nil || v.open() != nil {
+		return false
+	}
+	base, size, err := v.gpu.allocation(h.Base)
+	if err != nil || base != h.Base || size != h.Size {
+		return false
+	}
+	number, err := v.gpu.number(h.Base)
+	return err == nil && number == h.Number
+}
 
 // sameGPU is the path to another process that uses the same GPU.
 const sameGPU = "same GPU"
@@ -115,10 +129,18 @@ func (v *Device) path(name string) (string, error) {
 // imported is an Import, and the way to it.
 type imported struct {
 	*Import
-	path string
+	path  string
+	unmap func() error
 }
 
 func (i *imported) Path() string { return i.path }
+
+func (i *imported) Release(gone bool) error {
+	if gone {
+		return errors.Join(i.unmap(), i.Import.Release())
+	}
+	return i.Import.Release()
+}
 
 // own is an allocation of this process.
 type own struct {
@@ -136,4 +158,4 @@ func (o *own) Memory(offset uint64, n int) (mem.Memory, error) {
 
 func (o *own) Path() string { return sameGPU }
 
-func (o *own) Release() error { return nil }
+func (o *own) Release(bool) error { return nil }

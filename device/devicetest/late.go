@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -116,6 +117,15 @@ func (d *Late) Import(_ uint64, key []byte) (device.Shared, error) {
 // Forget implements device.Sharer.
 func (d *Late) Forget(uint64) error { return nil }
 
+// Lasts implements device.Sharer.
+func (d *Late) Lasts(key []byte) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(key) == 24 && slices.ContainsFunc(d.blocks, func(b block) bool {
+		return b.at == binary.LittleEndian.Uint64(key[8:])
+	})
+}
+
 // lent is an allocation of d, for another rank.
 type lent struct {
 	d     *Late
@@ -129,8 +139,8 @@ func (l *lent) Memory(offset uint64, n int) (mem.Memory, error) {
 	return mem.Device(l.at+offset, n, l.d.loc), nil
 }
 
-func (l *lent) Path() string   { return "same device" }
-func (l *lent) Release() error { return nil }
+func (l *lent) Path() string       { return "same device" }
+func (l *lent) Release(bool) error { return nil }
 
 // AllocHost implements device.HostAllocator.
 func (d *Late) AllocHost(n int) (mem.Memory, error) {

@@ -32,10 +32,11 @@ type Direct interface {
 	// Device returns a number for the device, from 1 to 255, that differs from those of the others
 	// that this rank uses.
 	Device() byte
-	// Share and Import are those of device.Sharer, for n bytes at an address and for the rank in a
+	// Share, Import and Lasts are those of device.Sharer, for n bytes at an address and for the rank in a
 	// slot.
 	Share(ptr unsafe.Pointer, n int) (key []byte, offset uint64, err error)
 	Import(slot int, key []byte) (device.Shared, error)
+	Lasts(key []byte) bool
 	// Give gives work to the stream.
 	Give(work func(s device.Stream, loc mem.Location) error) error
 	// Settle waits until the stream has done what it was given. It returns an error if the stream
@@ -51,7 +52,7 @@ type Direct interface {
 // direct is what a Runner knows of the ranks' devices. All but call, busy and why is the same at all
 // ranks, but for the keys, and ends with the view.
 type direct struct {
-	drop    func([]device.Shared)
+	drop    func(shared []device.Shared, gone bool)
 	call    Direct // the running call, while its plan works on the device
 	busy    bool   // its stream has work that settle has not waited for
 	why     error  // the latest reason why this rank did not offer its buffers
@@ -68,7 +69,7 @@ const mostKnown = 64
 
 // verdictSize is the size of a rank's answer whether it could map the peers' memory: zeros, or the
 // begin of a reason.
-const verdictSize = 160
+const verdictSize = 320
 
 // errMixed says that a call of this view was not on the devices of all ranks.
 var errMixed = errors.New("a rank's buffers are not in a device's memory that others can load")
@@ -116,24 +117,29 @@ func (r *Runner) stage() error {
 	return r.need(All)
 }
 
-// forget forgets the allocations of the rank in slot.
-func (x *direct) forget(slot int) {
+// forget forgets allocations of the rank in slot, which uses none of them any more if gone is true.
+func (x *direct) forget(slot int, gone bool, which func(number uint64) bool) {
 	var all []device.Shared
-	for _, s := range x.known[slot] {
+	for n, s := range x.known[slot] {
+		if !which(n) {
+			continue
+		}
+		delete(x.known[slot], n)
 		if s != nil {
 			all = append(all, s)
 		}
 	}
-	x.known[slot] = nil
 	if len(all) > 0 {
-		x.drop(all)
+		x.drop(all, gone)
 	}
 }
+
+func every(uint64) bool { return true }
 
 // close ends the view.
 func (x *direct) close() {
 	for slot := range x.known {
-		x.forget(slot)
+		x.forget(slot, false, every)
 	}
 	clear(x.keys)
 	x.known, x.devices, x.refused, x.why = nil, nil, nil, nil
@@ -184,37 +190,64 @@ type entry struct {
 	number uint64
 }
 
-// introduce has all ranks map what the descriptors name for the first time. It reports whether the
-// call may load, at all ranks alike.
+// A rank introduces allocations by a message of introSize bytes: two keys, each with its length
+// before it, and the numbers of its known allocations that it has freed, until the first zero.
+const (
+	keySize   = 1 + device.MaxKey
+	introSize = 2*keySize + 8*mostKnown
+)
+
+// introduce has all ranks map what the descriptors name for the first time, and unmap what its
+// owner has freed. It reports whether the call may load, at all ranks alike.
 func (r *Runner) introduce(d Direct) (bool, error) {
 	x := &r.direct
 	fresh := x.fresh(r.mapped.all, r.set.Active, r.set.Size)
 	if len(fresh) == 0 {
 		return true, nil
 	}
-	const most = 2 * (1 + device.MaxKey)
-	mine, all := make([]byte, most), make([]byte, most*r.set.Size)
+	mine, all := make([]byte, introSize), make([]byte, introSize*r.set.Size)
+	freed := mine[2*keySize:]
 	for key, n := range x.keys {
+		named := false
 		for i := range 2 {
-			if to := mine[i*most/2:]; binary.LittleEndian.Uint64(r.mapped.mine[24+16*i:]) == n {
-				to[0] = byte(len(key))
-				copy(to[1:], key)
+			if binary.LittleEndian.Uint64(r.mapped.mine[24+16*i:]) == n {
+				mine[i*keySize] = byte(len(key))
+				copy(mine[i*keySize+1:], key)
+				named = true
 			}
+		}
+		if _, known := x.known[r.rank][n]; !known || named || d.Lasts([]byte(key)) {
+			continue
+		}
+		delete(x.keys, key)
+		if len(freed) > 0 {
+			binary.LittleEndian.PutUint64(freed, n)
+			freed = freed[8:]
 		}
 	}
 	if err := r.share(mine, all); err != nil {
 		return false, err
 	}
+	for _, slot := range r.set.Active {
+		freed := all[slot*introSize+2*keySize:][:8*mostKnown]
+		x.forget(slot, true, func(number uint64) bool {
+			for at := 0; at < len(freed); at += 8 {
+				if binary.LittleEndian.Uint64(freed[at:]) == number {
+					return true
+				}
+			}
+			return false
+		})
+	}
 	var bad error
 	for _, e := range fresh {
 		var s device.Shared
 		if e.slot != r.rank && bad == nil {
-			desc, keys := r.mapped.all[e.slot*descSize:], all[e.slot*most:(e.slot+1)*most]
-			at := 0
-			if binary.LittleEndian.Uint64(desc[24:]) != e.number {
-				at = most / 2
+			key := all[e.slot*introSize:]
+			if binary.LittleEndian.Uint64(r.mapped.all[e.slot*descSize+24:]) != e.number {
+				key = key[keySize:]
 			}
-			if s, bad = d.Import(e.slot, keys[at+1:][:min(int(keys[at]), device.MaxKey)]); bad != nil {
+			if s, bad = d.Import(e.slot, key[1:][:min(int(key[0]), device.MaxKey)]); bad != nil {
 				bad = fmt.Errorf("rank %d: %w", r.ranks[e.slot], bad)
 			}
 		}
@@ -261,7 +294,7 @@ func (x *direct) fresh(all []byte, active []int, size int) (fresh []entry) {
 	}
 	if !same {
 		for slot := range x.known {
-			x.forget(slot)
+			x.forget(slot, false, every)
 		}
 	}
 	for _, slot := range active {
@@ -286,7 +319,7 @@ func (x *direct) crowded(me int) {
 		if len(x.known[slot]) < mostKnown {
 			continue
 		}
-		if x.forget(slot); slot == me {
+		if x.forget(slot, true, every); slot == me {
 			clear(x.keys)
 		}
 	}

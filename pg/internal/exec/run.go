@@ -43,8 +43,8 @@ type Config struct {
 	Chosen func(collectives.Algo)
 	// Keep is called with a call that has been bound.
 	Keep func(*Bound)
-	// Drop releases memory of other ranks' devices, without waiting for a device.
-	Drop func([]device.Shared)
+	// Drop releases memory of other ranks' devices: see device.Shared. It does not wait.
+	Drop func(shared []device.Shared, gone bool)
 }
 
 // A Feed brings the source of a call while it runs, and takes its result. It is used with the
