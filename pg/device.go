@@ -34,7 +34,8 @@ import (
 
 // devices is what a group has of Config.Devices.
 type devices struct {
-	piece int // bytes that are copied as a piece, at least; 0: leastPiece
+	piece int                    // bytes that are copied as a piece, at least; 0: leastPiece
+	says  atomic.Pointer[string] // how operations get at the memory of devices, for display
 
 	mu     sync.Mutex
 	own    map[Location]*ownStream // for buffers without one
@@ -652,6 +653,9 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	g.run.Feed(&feed{g, v})
 	here, err = g.collective()
 	g.run.Feed(nil)
+	if v.direct != nil {
+		g.say()
+	}
 	if err == nil {
 		v.release(v.to.Len())
 	}

@@ -252,3 +252,24 @@ func (g *Group) unmapGone() {
 	}
 	g.job.unmap(func(incarnation uint64) bool { return !here[incarnation] })
 }
+
+// loads describes how the group's latest operations got at the memory of devices, "" if none has
+// asked. With the proxy's lock.
+func (g *Group) loads() string {
+	switch path, err := g.run.Direct(); {
+	case path != "":
+		return "memory of GPUs loaded in place (" + path + ")"
+	case err != nil:
+		return "memory of GPUs copied through the host: " + err.Error()
+	}
+	return ""
+}
+
+// say publishes what loads describes. With the proxy's lock.
+func (g *Group) say() {
+	now := g.loads()
+	if was := g.devices.says.Load(); was == nil && now != "" || was != nil && *was != now {
+		g.devices.says.Store(&now)
+		g.job.log.Info(now, "group", g.id())
+	}
+}

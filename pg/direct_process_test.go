@@ -523,6 +523,9 @@ func TestDirectFollowsTheTopology(t *testing.T) {
 				if path != c.path || (err == nil) != (c.why == "") || err != nil && !strings.Contains(err.Error(), c.why) {
 					t.Errorf("the path is %q: %v", path, err)
 				}
+				if text := g.Topology(); !strings.Contains(text, "memory of GPUs") || !strings.Contains(text, c.path+c.why) {
+					t.Errorf("the group says %q", text)
+				}
 				if direct := g.Copies() == 0; direct != (c.path != "") {
 					t.Errorf("nothing was copied to the host: %v", direct)
 				}

@@ -240,6 +240,9 @@ func (g *Group) Topology() string {
 	case hosts < len(v.Active) && g.job.session.Mapped:
 		how = "shared memory and network links"
 	}
+	if d := g.devices.says.Load(); d != nil && *d != "" {
+		how += ", " + *d
+	}
 	return fmt.Sprintf("%d ranks on %d host(s), %s", len(v.Active), hosts, how)
 }
 

@@ -272,6 +272,7 @@ func (g *Group) glance() observe.Glance {
 	for slot := range g.v.Size {
 		v.Ranks = append(v.Ranks, g.jobRank(slot))
 	}
+	v.Devices = g.loads()
 	g.track.Fill(&v)
 	if v.Running() {
 		v.Awaits = g.awaits()

@@ -57,6 +57,7 @@ type direct struct {
 	busy    bool   // its stream has work that settle has not waited for
 	why     error  // the latest reason why this rank did not offer its buffers
 	refused error  // why no call loads
+	path    string // the latest by which this rank loads
 	devices []byte // the number of each rank's device, by slot
 	known   []map[uint64]device.Shared
 	keys    map[string]uint64 // numbers of this rank's allocations
@@ -78,20 +79,13 @@ var errMixed = errors.New("a rank's buffers are not in a device's memory that ot
 // else why the buffers are copied to the host; "" if no call has asked. With the proxy's lock.
 func (r *Runner) Direct() (path string, err error) {
 	x := &r.direct
-	if x.refused != nil {
+	switch {
+	case x.refused != nil:
 		return "", x.refused
+	case x.path != "":
+		return x.path, nil
 	}
-	for _, known := range x.known {
-		for _, s := range known {
-			if s != nil {
-				path = s.Path()
-			}
-		}
-	}
-	if path == "" {
-		err = x.why
-	}
-	return path, err
+	return "", x.why
 }
 
 // onDevice returns the running call if it may load from the peers' devices, nil if it runs on the
@@ -142,7 +136,7 @@ func (x *direct) close() {
 		x.forget(slot, false, every)
 	}
 	clear(x.keys)
-	x.known, x.devices, x.refused, x.why = nil, nil, nil, nil
+	x.known, x.devices, x.refused, x.why, x.path = nil, nil, nil, nil, ""
 }
 
 // offer writes where this rank's buffers are, and returns the access to them.
@@ -249,6 +243,8 @@ func (r *Runner) introduce(d Direct) (bool, error) {
 			}
 			if s, bad = d.Import(e.slot, key[1:][:min(int(key[0]), device.MaxKey)]); bad != nil {
 				bad = fmt.Errorf("rank %d: %w", r.ranks[e.slot], bad)
+			} else {
+				x.path = s.Path()
 			}
 		}
 		x.known[e.slot][e.number] = s
