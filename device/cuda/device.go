@@ -54,6 +54,7 @@ func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
+	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
 		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap(), topology: d.topology}
 	v.imports = imports{loc: v.loc, open: v.gpu.openImport, close: v.gpu.closeShared, mapped: map[importKey]*mapping{}}

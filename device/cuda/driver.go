@@ -11,6 +11,7 @@ import "C"
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -25,6 +26,9 @@ type Driver struct {
 	lib      *C.tutti_cuda
 	version  int                           // 1000*major + 10*minor
 	topology func() (nvlink.System, error) // of the machine's GPUs
+
+	mu       sync.Mutex
+	contexts map[string]unsafe.Pointer // primary ones that were retained, by Info.name of the GPU
 }
 
 // topology asks the management library once in a process.
@@ -180,6 +184,28 @@ func (d *Driver) retain(device C.int, ordinal int) (*gpu, error) {
 		return nil, d.failure(r, "cuDevicePrimaryCtxRetain", "use the primary context of %s", g.name)
 	}
 	return g, nil
+}
+
+// known records the name of a GPU, for reach.
+func (g *gpu) known(name string) {
+	g.d.mu.Lock()
+	defer g.d.mu.Unlock()
+	if g.d.contexts == nil {
+		g.d.contexts = map[string]unsafe.Pointer{}
+	}
+	g.d.contexts[name] = g.ptr
+}
+
+// reach has work on g access the memory of the process on the GPU with a name, which is open.
+func (g *gpu) reach(name string) error {
+	g.d.mu.Lock()
+	peer := g.d.contexts[name]
+	g.d.mu.Unlock()
+	if peer == nil {
+		return fmt.Errorf("cuda: GPU %s is not open in this process: %w", name, errors.ErrUnsupported)
+	}
+	return g.d.failure(C.tutti_cuda_enable_peer(g.d.lib, g.ptr, peer), "cuCtxEnablePeerAccess",
+		"give %s access to the memory of GPU %s", g.name, name)
 }
 
 func (g *gpu) release() error {

@@ -66,13 +66,14 @@ func (v *Device) Import(owner uint64, key []byte) (device.Shared, error) {
 	}
 	if binary.LittleEndian.Uint64(key[2:]) == process {
 		if name != v.info.name() {
-			return nil, fmt.Errorf("cuda: %s and GPU %s are used by one process, which does not map memory of one "+
-				"for the other: %w", v.loc, name, errors.ErrUnsupported)
+			if err := v.gpu.reach(name); err != nil {
+				return nil, err
+			}
 		}
 		if err := v.open(); err != nil {
 			return nil, err
 		}
-		return &own{h.Base, h.Size, v.loc}, nil
+		return &own{h.Base, h.Size, v.loc, path}, nil
 	}
 	i, err := v.ImportIPC(owner, h)
 	if err != nil {
@@ -146,6 +147,7 @@ func (i *imported) Release(gone bool) error {
 type own struct {
 	at, size uint64
 	loc      mem.Location
+	path     string
 }
 
 func (o *own) Memory(offset uint64, n int) (mem.Memory, error) {
@@ -156,6 +158,6 @@ func (o *own) Memory(offset uint64, n int) (mem.Memory, error) {
 	return mem.Device(o.at+offset, n, o.loc), nil
 }
 
-func (o *own) Path() string { return sameGPU }
+func (o *own) Path() string { return o.path }
 
 func (o *own) Release(bool) error { return nil }
