@@ -31,7 +31,7 @@ type direct struct {
 // directly reports whether q may be a direct visit. With the proxy's lock.
 func (g *Group) directly(c *exec.Call, lazy bool, d device.Device) bool {
 	_, shares := d.(device.Sharer)
-	return lazy && shares && g.v.Asks && len(g.v.Active) > 1 && c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
+	return lazy && shares && g.job.settings.PeerDevices != "off" && g.v.Asks && len(g.v.Active) > 1 && c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
 }
 
 // approachLocked begins a direct visit: the operation may begin when the stream has done what it had.

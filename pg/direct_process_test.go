@@ -537,6 +537,85 @@ func TestDirectFollowsTheTopology(t *testing.T) {
 	}
 }
 
+// A rank that may not load from other devices has all copy through the host.
+func TestDirectIsSwitchedOff(t *testing.T) {
+	const n, size = 3, 256 << 10
+	d := openGPU(t, 0, nil)
+	may := "auto"
+	if ofRank() == 1 {
+		may = "off"
+	}
+	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+		m := d.alloc(t, make([]byte, size))
+		for range 5 {
+			if err := d.sum(t.Context(), g, m, 7); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if d.opened() != 0 || g.Copies() == 0 {
+			t.Error("memory of other processes was mapped")
+		}
+		if path, err := g.Direct(); path != "" || g.Rank() != 1 && err == nil {
+			t.Errorf("the path is %q: %v", path, err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}, PeerDevices: may}))
+}
+
+// Subgroups load from the same mappings; what they use of a rank that has died is unmapped too.
+func TestDirectInSubgroups(t *testing.T) {
+	const n, victim, size = 4, 3, 256 << 10
+	d := openGPU(t, 0, nil)
+	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+		ctx, m := t.Context(), d.alloc(t, make([]byte, size))
+		if err := d.sum(ctx, g, m, 15); err != nil {
+			t.Fatal(err)
+		}
+		sub, err := g.Split(ctx, g.Rank()%2, g.Rank()) // 0 and 2, 1 and 3
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer sub.Close()
+		if err := d.sum(ctx, sub, m, 3); err != nil {
+			t.Fatal(err)
+		}
+		if got := d.opened(); got != n-1 {
+			t.Errorf("%d allocations were mapped, want %d", got, n-1)
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == victim {
+			pgtest.Kill(t)
+		}
+		for err = nil; err == nil; {
+			err = d.sum(ctx, g, m, 15, 7)
+			if len(g.View().Active) < n {
+				break
+			}
+		}
+		if err := d.sum(ctx, g, m, 7); err != nil {
+			t.Fatal(err)
+		}
+		want := byte(3)
+		if g.Rank() == 1 {
+			want = 1
+		}
+		for {
+			if err = d.sum(ctx, sub, m, want); err == nil {
+				break
+			}
+			if lostRank(err) < 0 {
+				t.Fatal(err)
+			}
+		}
+		d.fake.Until(t, "the dead rank's memory is unmapped", func(c fake.Census) bool { return c.Imported <= n-2 })
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Devices: device.List{d}}),
+		pgtest.Expect(victim, syscall.SIGKILL))
+}
+
 // A driver that cannot map an allocation of another process costs the operation nothing but the
 // copy, at any rank.
 func TestDirectFallsBackWhenMappingFails(t *testing.T) {

@@ -309,8 +309,8 @@ func (g *gpu) closeShared(at uint64) error {
 		"unmap memory of another process on %s", g.name)
 }
 
-// sharing reports whether the driver has handles for other processes.
-func (g *gpu) sharing() bool { return C.tutti_cuda_has_ipc(g.d.lib) != 0 }
+// IPC reports whether the driver has handles by which other processes map memory.
+func (d *Driver) IPC() bool { return C.tutti_cuda_has_ipc(d.lib) != 0 }
 
 // allocHost returns pinned memory, which is not Go's, and its address on the device.
 func (g *gpu) allocHost(n int) (p unsafe.Pointer, device uint64, err error) {

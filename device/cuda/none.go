@@ -32,6 +32,9 @@ func LoadLibrary(string) (*Driver, error) { return nil, errBuild }
 // SetTopology does nothing.
 func (*Driver) SetTopology(func() (nvlink.System, error)) {}
 
+// IPC returns false.
+func (*Driver) IPC() bool { return false }
+
 // Version returns zeros.
 func (*Driver) Version() (major, minor int) { return 0, 0 }
 
