@@ -636,3 +636,85 @@ func TestDirectFallsBackWhenMappingFails(t *testing.T) {
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
 }
+
+// Ranks make the same calls, each on memory of the host or of its GPU and in the way that it likes,
+// so that some of them can be direct and some cannot: all have their results.
+func TestDirectAmongOtherOperations(t *testing.T) {
+	const n = 3
+	d := openGPU(t, 0, nil)
+	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		rounds := 150
+		if testing.Short() {
+			rounds = 60
+		}
+		all := rand.New(rand.NewPCG(1, 2))                // the same at all ranks
+		own := rand.New(rand.NewPCG(3, uint64(g.Rank()))) // of this one
+		s, err := d.Stream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		direct := 0
+		for round := range rounds {
+			size := []int{100, 40 << 10, 128 << 10, 300_000, 300_001}[all.IntN(5)]
+			mixed := all.IntN(3) == 0 // ranks choose by themselves
+			cases := slices.Concat(copying(g.Rank(), n, size), reducing(n, size, pg.Sum))
+			c := cases[all.IntN(len(cases))]
+			dst, src := ones(own, pg.Uint8, c.dst), ones(own, pg.Uint8, c.src)
+			there := slices.Concat(dst, src)
+			if err := g.Do(ctx, c.op(hostBuffer(dst, pg.Uint8), hostBuffer(src, pg.Uint8))); err != nil {
+				t.Fatal(err)
+			}
+			mode := 1 + all.IntN(2)
+			if mixed {
+				mode = own.IntN(5)
+			}
+			host := mode == 0
+			m := d.alloc(t, there)
+			var on device.Stream
+			if mode > 2 {
+				on = s
+			}
+			at := func(from, n int) pg.Buffer {
+				switch {
+				case n == 0:
+					return pg.Buffer{DType: pg.Uint8}
+				case host:
+					return hostBuffer(there[from:from+n], pg.Uint8)
+				}
+				return pg.DeviceBuffer(m.Slice(from, n), pg.Uint8, on)
+			}
+			op, before := c.op(at(0, len(dst)), at(len(dst), len(src))), g.Copies()
+			if mode%2 == 0 {
+				err = g.Start(op).Wait(ctx)
+			} else {
+				err = g.Do(ctx, op)
+			}
+			if err != nil {
+				t.Fatalf("round %d, %s: %v", round, c.name, err)
+			}
+			got := there
+			if !host {
+				if got = d.fake.Bytes(m); g.Copies() == before && len(there) > 0 {
+					direct++
+				}
+			}
+			if !bytes.Equal(got, slices.Concat(dst, src)) {
+				t.Fatalf("round %d, %s of %d bytes, mode %d: another result than on the host", round, c.name, size, mode)
+			}
+			if all.IntN(4) == 0 { // or it stays mapped
+				if err := errors.Join(g.Barrier(ctx), d.Free(m)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%d of %d operations were direct", direct, rounds)
+		if direct < rounds/10 {
+			t.Errorf("%d of %d operations were direct", direct, rounds)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+}
