@@ -43,6 +43,7 @@ type Launch struct {
 	Transport, Algorithm string        // restrictions, as written
 	Tuning               string        // path of a measured table of algorithms, as written
 	SingleCopy           string        // as written
+	PeerDevices          string        // as written
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
 	RDMADevices, RDMAGID string        // as written, checked: see rdma.ParseDevices and rdma.ChooseGID
 	RDMAPairs            int           // queue pairs for data on each RDMA port and link, 0: not set
@@ -94,6 +95,8 @@ func Variables() []Variable {
 			"tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists"},
 		{"TUTTI_SINGLE_COPY", "reading plain memory straight from processes of the same machine, where the system " +
 			"permits it: auto, off, or on, without measuring whether it is faster", "auto"},
+		{"TUTTI_PEER_DEVICES", "loading from the memory of other ranks' GPUs in place, where they reach each other: " +
+			"auto or off", "auto"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
@@ -503,7 +506,7 @@ func cleanJob(s string) string {
 func (e env) settings(l *Launch) error {
 	str := func(name string) string { return strings.TrimSpace(e.get(name)) }
 	l.Transport, l.Algorithm, l.Tuning = str("TUTTI_TRANSPORT"), str("TUTTI_ALGO"), str("TUTTI_TUNE")
-	l.SingleCopy = str("TUTTI_SINGLE_COPY")
+	l.SingleCopy, l.PeerDevices = str("TUTTI_SINGLE_COPY"), str("TUTTI_PEER_DEVICES")
 	l.Store, l.StoreUser, l.StorePassword = str("TUTTI_STORE"), str("TUTTI_STORE_USER"), e.get("TUTTI_STORE_PASSWORD")
 	l.StoreCA, l.StoreCert, l.StoreKey = str("TUTTI_STORE_CA"), str("TUTTI_STORE_CERT"), str("TUTTI_STORE_KEY")
 	l.Interfaces, l.Ports, l.LogLevel = str("TUTTI_IFNAME"), str("TUTTI_PORT"), strings.ToLower(str("TUTTI_LOG"))

@@ -64,6 +64,43 @@ type Exporter interface {
 	Flush() error
 }
 
+// A Sharer is a Device whose memory streams of other ranks load from in place: those of other
+// processes of the machine, which map it (in terms of CUDA, IPC), and those of this process.
+// Nothing is known about what an owner does with memory meanwhile: loads may return anything. Who
+// uses the data asks afterwards whether the owner had left it alone.
+type Sharer interface {
+	// Share returns the key of the allocation that has m, memory of the device, and where m begins
+	// in it. A key has at most MaxKey bytes, is the same for every call on an allocation, and differs
+	// from those of all other allocations. The error wraps errors.ErrUnsupported if the memory cannot
+	// be shared.
+	Share(m mem.Memory) (key []byte, offset uint64, err error)
+	// Import makes the allocation of a key accessible to the device's streams. owner is the
+	// incarnation of its rank, which keeps the allocation until Import has returned. An allocation is
+	// mapped once. The caller calls Release. The error says why the device does not reach it; it
+	// wraps errors.ErrUnsupported if there is no path between the two devices.
+	Import(owner uint64, key []byte) (Shared, error)
+	// Forget says that an owner is gone: its allocations are unmapped, now or by their last Release.
+	Forget(owner uint64) error
+	// Lasts reports whether the allocation of a key that Share has returned has not been freed since.
+	Lasts(key []byte) bool
+}
+
+// MaxKey is the most bytes of a key of Sharer.
+const MaxKey = 192
+
+// Shared is an allocation of another rank.
+type Shared interface {
+	// Memory returns n bytes from offset on as memory of the device that has imported them. The
+	// error wraps ErrMemory if the allocation does not have them.
+	Memory(offset uint64, n int) (mem.Memory, error)
+	// Path names the way to the memory, such as "same GPU".
+	Path() string
+	// Release ends the use, when no work of a stream uses the memory any more. The memory stays
+	// mapped for the next Import, unless gone says that its owner has freed it. It may wait for the
+	// work on the device. Idempotent.
+	Release(gone bool) error
+}
+
 // A Stream executes work in order. Methods are called by one goroutine at a time and do not wait
 // for the work. An error says that the stream did not accept it, and wraps ErrMemory, ErrClosed or
 // the failure of earlier work.

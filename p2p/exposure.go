@@ -71,7 +71,7 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 	if err != nil {
 		return nil, err
 	}
-	if !r.Shared {
+	if !r.Shared && !p.cfg.Threads {
 		err := fmt.Errorf("exposing memory: no transport shares it: %w", errors.ErrUnsupported)
 		return nil, errors.Join(err, p.Deregister(r), r.Free())
 	}

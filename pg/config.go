@@ -70,8 +70,15 @@ type Config struct {
 	// Devices finds those whose memory the buffers of operations may be in, beside the host's: a
 	// device.List, or a cuda.Finder. The caller closes them after Close. Operations on such buffers
 	// copy through host memory, of which each that is under way has its own: as much as its
-	// buffers, but 16 MiB at most for Window.PutBuffer and GetBuffer. nil: there are none.
+	// buffers, but 16 MiB at most for Window.PutBuffer and GetBuffer; or they load from the memory
+	// of peers in place: see PeerDevices. nil: there are none.
 	Devices device.Finder
+	// PeerDevices says whether collectives on large buffers in the memory of Devices load from the
+	// memory of the other ranks' devices in place, where all ranks are on one machine and the
+	// devices reach each other: "auto" or "off". These are blocking calls, and started ones on
+	// buffers without a stream. A group does it if all of its ranks may. Group.Topology says whether
+	// it does, and why not. Default TUTTI_PEER_DEVICES, else "auto".
+	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
 	// be faster, by trying both ways), "on" (from 128 KiB on) or "off". The results are

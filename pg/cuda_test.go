@@ -13,6 +13,7 @@ import (
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
 	"tutti/mem"
+	"tutti/nvlink"
 )
 
 // fakeGPU returns a GPU of the fake driver.
@@ -106,4 +107,70 @@ func TestManyStartedOperationsOnAGPU(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// Ranks of a process on several GPUs load from each other's where the topology has a path, and have
+// the same results where it has none.
+func TestDirectOperationsOnSeveralGPUs(t *testing.T) {
+	const n, count = 3, 100_000
+	for name, access := range map[string]nvlink.Answer{"reached": nvlink.Yes, "through the host": nvlink.No} {
+		t.Run(name, func(t *testing.T) {
+			f := fake.New(t, fake.Config{Devices: n})
+			driver, err := cuda.LoadLibrary(f.Path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			infos, err := driver.Devices()
+			if err != nil {
+				t.Fatal(err)
+			}
+			driver.SetTopology(func() (s nvlink.System, err error) {
+				for _, i := range infos {
+					s.GPUs = append(s.GPUs, nvlink.GPU{UUID: i.UUID})
+					p := nvlink.Pair{Read: access, Write: access, PCIe: access}
+					s.Pairs = append(s.Pairs, []nvlink.Pair{p, p, p})
+				}
+				return s, nil
+			})
+			finder := &cuda.Finder{Driver: func() (*cuda.Driver, error) { return driver, nil }}
+			each(t, n, Config{Devices: finder}, func(ctx context.Context, g *Group) error {
+				d, err := finder.Device(g.Rank())
+				if err != nil {
+					return err
+				}
+				m, err := d.Alloc(4 * count)
+				if err != nil {
+					return err
+				}
+				for round := range 3 {
+					x := make([]int32, count)
+					for i := range x {
+						x[i] = int32(1 << g.Rank())
+					}
+					raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), 4*count)
+					copy(f.Bytes(m), raw)
+					if err := g.Do(ctx, AllReduceOp{Dst: DeviceBuffer(m, Int32, nil), Op: Sum}); err != nil {
+						return err
+					}
+					for i := range x {
+						x[i] = 1<<n - 1
+					}
+					if !bytes.Equal(f.Bytes(m), raw) {
+						return fmt.Errorf("round %d: not the sum", round)
+					}
+				}
+				if path, err := g.Direct(); (access == nvlink.Yes) != (path != "" && err == nil) {
+					return fmt.Errorf("the path is %q, %v", path, err)
+				}
+				if copied := g.Copies() > 0; copied == (access == nvlink.Yes) {
+					return fmt.Errorf("buffers were copied to the host: %v", copied)
+				}
+				return g.Barrier(ctx)
+			})
+			if err := finder.Close(); err != nil {
+				t.Error(err)
+			}
+			f.Empty(t)
+		})
+	}
 }

@@ -34,11 +34,13 @@ import (
 
 // devices is what a group has of Config.Devices.
 type devices struct {
-	piece int // bytes that are copied as a piece, at least; 0: leastPiece
+	piece int                    // bytes that are copied as a piece, at least; 0: leastPiece
+	says  atomic.Pointer[string] // how operations get at the memory of devices, for display
 
 	mu     sync.Mutex
 	own    map[Location]*ownStream // for buffers without one
 	berths map[Location][]*berth
+	direct []device.Device // of direct visits
 	closed bool
 
 	// Under the proxy's lock.
@@ -186,6 +188,8 @@ type visit struct {
 	to     mem.Memory // of the destination
 	dst    mem.Memory // on the device; empty: nothing is written there
 	merges bool       // parts of the destination stay as they are
+	direct *direct    // nil: it has copied from the beginning
+	staged bool       // it copies
 
 	mu    sync.Mutex
 	steps int          // that the stream was given
@@ -310,7 +314,7 @@ func (v *visit) fetch(i int) []func(device.Stream) error {
 func (v *visit) release(n int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.ended {
+	if v.ended || v.apart() {
 		return
 	}
 	k := 0
@@ -353,6 +357,9 @@ func (v *visit) end() {
 		return
 	}
 	v.ended = true
+	if v.apart() {
+		return
+	}
 	if !v.lazy {
 		v.raise(v.at)
 	} else if v.given < len(v.out) {
@@ -378,7 +385,7 @@ func (v *visit) lost() error {
 	if err != nil {
 		return fmt.Errorf("its stream has failed: %w", err)
 	}
-	if e == nil || !e.Done() || v.arrived() && !v.using(false) {
+	if e == nil || !e.Done() || !v.apart() && v.arrived() && !v.using(false) {
 		return nil
 	}
 	if err = e.Wait(context.Background()); err == nil {
@@ -390,6 +397,9 @@ func (v *visit) lost() error {
 // using reports whether the stream uses the memory on the device, or will. If closed is true, the
 // group is closed: a stream that has not come to the operation does not count then.
 func (v *visit) using(closed bool) bool {
+	if v.apart() { // the runner has waited for the stream
+		return false
+	}
 	v.mu.Lock()
 	given := v.given
 	v.mu.Unlock()
@@ -460,6 +470,7 @@ type stay struct {
 	src, dst      span
 	reads, writes bool
 	merges        bool // parts of the destination stay as they are
+	direct        bool // ranks may load from each other's devices
 }
 
 // A span is n bytes at an address of a device.
@@ -472,11 +483,6 @@ func (s span) at(loc Location) mem.Memory { return mem.Device(uint64(s.addr), s.
 
 // visit begins a visit.
 func (x *devices) visit(o *stay) (*visit, error) {
-	loc := o.device.Location()
-	fail := func(err error) error {
-		return fmt.Errorf("%s of %d bytes at %s: %w", o.call, o.src.n+o.dst.n, loc, err)
-	}
-	first, second, total := layOut(o.src.addr, o.src.n, o.dst.addr, o.dst.n)
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
@@ -486,13 +492,31 @@ func (x *devices) visit(o *stay) (*visit, error) {
 	var err error
 	if v.stream == nil {
 		if v.own, err = x.streamLocked(o.device); err != nil {
-			return nil, fail(err)
+			return nil, o.failure(err)
 		}
 		v.stream = v.own
 	}
-	if v.berth, err = x.berthLocked(o.device, total); err != nil {
-		return nil, fail(err)
+	if o.direct {
+		if err := x.approachLocked(v, o); err != nil {
+			return nil, o.failure(err)
+		}
+		return v, nil
 	}
+	return v, x.boardLocked(v, o)
+}
+
+// failure returns the error of an operation that a device refuses.
+func (o *stay) failure(err error) error {
+	return fmt.Errorf("%s of %d bytes at %s: %w", o.call, o.src.n+o.dst.n, o.device.Location(), err)
+}
+
+// boardLocked gives v a berth, and begins to copy.
+func (x *devices) boardLocked(v *visit, o *stay) (err error) {
+	first, second, total := layOut(o.src.addr, o.src.n, o.dst.addr, o.dst.n)
+	if v.berth, err = x.berthLocked(o.device, total); err != nil {
+		return o.failure(err)
+	}
+	loc := o.device.Location()
 	v.from, v.to = v.berth.host.Slice(first, o.src.n), v.berth.host.Slice(second, o.dst.n)
 	if o.reads {
 		v.in = x.cut(o.src.n)
@@ -505,9 +529,9 @@ func (x *devices) visit(o *stay) (*visit, error) {
 	v.at = v.berth.uses
 	v.berth.busy.Store(true)
 	if err := v.begin(o.src.at(loc)); err != nil {
-		return nil, fail(err)
+		return o.failure(err)
 	}
-	return v, nil
+	return nil
 }
 
 // layOut returns offsets in host memory for two ranges of a device, and the length of that memory.
@@ -542,6 +566,7 @@ func (g *Group) visit(q *request, waits bool) (*visit, error) {
 	g.job.proxy.Lock()
 	c, err := g.check(&q.Request)
 	size, partial := g.v.Size, len(g.v.Active) < g.v.Size || g.job.settings.OnFailure != Report
+	direct := err == nil && d != nil && g.directly(&c, waits || s == nil, d)
 	closed := g.closed.Load()
 	g.job.proxy.Unlock()
 	switch {
@@ -555,9 +580,9 @@ func (g *Group) visit(q *request, waits bool) (*visit, error) {
 	in, out, reads, writes := c.Extents(g.rank, size)
 	v, err := g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
 		src: span{uintptr(q.Src.Ptr), in}, dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
-		merges: writes && partial && c.Kind.Layout().Out.Parted()})
-	if err != nil {
-		return nil, err
+		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct})
+	if err != nil || direct {
+		return v, err
 	}
 	host := func(b *exec.Buffer, m mem.Memory) {
 		if b.Ptr = nil; b.Count > 0 {
@@ -616,16 +641,21 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	if v == nil {
 		return g.collective()
 	}
-	first := exec.All
-	if len(v.in) > 0 {
-		first = v.in[0]
-	}
-	if err := g.arrive(v, first); err != nil {
-		return false, g.miss(err)
+	if !v.apart() {
+		first := exec.All
+		if len(v.in) > 0 {
+			first = v.in[0]
+		}
+		if err := g.arrive(v, first); err != nil {
+			return false, g.miss(err)
+		}
 	}
 	g.run.Feed(&feed{g, v})
 	here, err = g.collective()
 	g.run.Feed(nil)
+	if v.direct != nil {
+		g.say()
+	}
 	if err == nil {
 		v.release(v.to.Len())
 	}
@@ -682,8 +712,14 @@ func (f *feed) Have(n int) {
 	}
 }
 
-// has reports whether the first n bytes of the source are here.
-func (v *visit) has(n int) bool { return v.arrived() || v.here() >= n }
+// has reports whether the first n bytes of the source are here, or on the device that ranks load
+// them from.
+func (v *visit) has(n int) bool {
+	if v.apart() {
+		return v.direct.come.Done()
+	}
+	return v.arrived() || v.here() >= n
+}
 
 // arrive waits until the first n bytes of a visit's source are here, as long as for a peer. Without
 // the stream's data the operation cannot begin, or go on.

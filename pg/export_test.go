@@ -36,3 +36,22 @@ func (g *Group) Decides(n uint64) bool {
 	defer g.job.proxy.Unlock()
 	return g.ballot.n == n && !g.between
 }
+
+// Copies returns how many berths the group's visits have used.
+func (g *Group) Copies() (n uint64) {
+	g.devices.mu.Lock()
+	defer g.devices.mu.Unlock()
+	for _, all := range g.devices.berths {
+		for _, b := range all {
+			n += b.uses
+		}
+	}
+	return n
+}
+
+// Direct returns how the group's calls use the memory of devices: see exec.Runner.Direct.
+func (g *Group) Direct() (path string, err error) {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.run.Direct()
+}

@@ -144,7 +144,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
-	if j.session.Mapped {
+	if j.session.Mapped || j.local {
 		if err = g.run.Expose(); err != nil {
 			j.log.Warn("peers cannot map this rank's memory; what Alloc returns is copied like any other", "err", err)
 		}
@@ -156,7 +156,8 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 // plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
-		Single: g.job.settings.single, Block: grain.Get().Block, Chosen: g.track.Chosen, Keep: g.track.Keep})
+		Single: g.job.settings.single, Block: grain.Get().Block, Chosen: g.track.Chosen, Keep: g.track.Keep,
+		Drop: g.job.drop})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
 }
@@ -205,6 +206,7 @@ func (g *Group) locate(places []join.Place) {
 		}
 		v.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1,
 			Mapped: mapped && len(index) == 1}
+		v.Asks = v.Caps.Mapped || g.job.local && g.job.settings.Devices != nil
 		if g.differ(places) < 0 {
 			v.Table = g.job.session.Table()
 		}
@@ -240,6 +242,9 @@ func (g *Group) Topology() string {
 		how = "shared memory"
 	case hosts < len(v.Active) && g.job.session.Mapped:
 		how = "shared memory and network links"
+	}
+	if d := g.devices.says.Load(); d != nil && *d != "" {
+		how += ", " + *d
 	}
 	return fmt.Sprintf("%d ranks on %d host(s), %s", len(v.Active), hosts, how)
 }

@@ -40,8 +40,11 @@ type job struct {
 	groups  map[*Group]struct{}
 	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
 
-	mu   sync.Mutex
-	refs int // groups that are open
+	unmapping sync.WaitGroup // goroutines of unmap
+
+	mu       sync.Mutex
+	refs     int                   // groups that are open
+	imported map[importer]struct{} // whose memory has been mapped
 }
 
 func newJob(s *settings) *job {
@@ -188,6 +191,7 @@ func (j *job) release() error {
 
 func (j *job) shut() error {
 	var errs *multierror.Error
+	j.unmapAll()
 	if j.roster != nil {
 		j.roster.Stop()
 	}
@@ -268,6 +272,7 @@ func (g *Group) glance() observe.Glance {
 	for slot := range g.v.Size {
 		v.Ranks = append(v.Ranks, g.jobRank(slot))
 	}
+	v.Devices = g.loads()
 	g.track.Fill(&v)
 	if v.Running() {
 		v.Awaits = g.awaits()

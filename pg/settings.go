@@ -77,6 +77,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	def(&s.Algorithm, l.Algorithm, "auto")
 	def(&s.Tuning, l.Tuning, "")
 	def(&s.SingleCopy, l.SingleCopy, "auto")
+	def(&s.PeerDevices, l.PeerDevices, "auto")
 	def(&s.LogDir, l.LogDir, "")
 	def(&s.Metrics, l.Metrics, "")
 	if s.Secret == nil {
@@ -109,6 +110,10 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if s.single, err = exec.ParseSingle(s.SingleCopy); err != nil {
 		return nil, &ArgumentError{Call: "join", Arg: "SingleCopy, or TUTTI_SINGLE_COPY,",
 			Got: fmt.Sprintf("%q", s.SingleCopy), Want: "auto, on or off"}
+	}
+	if s.PeerDevices != "auto" && s.PeerDevices != "off" {
+		return nil, &ArgumentError{Call: "join", Arg: "PeerDevices, or TUTTI_PEER_DEVICES,",
+			Got: fmt.Sprintf("%q", s.PeerDevices), Want: "auto or off"}
 	}
 	if s.kinds, err = registry.Find(s.Transport); err != nil {
 		return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",

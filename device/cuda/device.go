@@ -12,9 +12,11 @@ import (
 	"tutti/device"
 	kernels "tutti/kernels/cuda"
 	"tutti/mem"
+	"tutti/nvlink"
 )
 
-// Device is a GPU. It implements device.Device, device.HostAllocator and device.Exporter.
+// Device is a GPU. It implements device.Device, device.HostAllocator, device.Exporter and
+// device.Sharer.
 type Device struct {
 	gpu       *gpu
 	info      Info
@@ -29,7 +31,8 @@ type Device struct {
 	memory  map[uint64]int // address -> length, of Alloc
 	host    heap
 
-	imports imports // of other processes
+	topology func() (nvlink.System, error)
+	imports  imports // of other processes
 }
 
 // Open returns a GPU as a device, with all kernels loaded. The caller closes it. It may be opened
@@ -51,8 +54,9 @@ func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
+	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
-		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap()}
+		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap(), topology: d.topology}
 	v.imports = imports{loc: v.loc, open: v.gpu.openImport, close: v.gpu.closeShared, mapped: map[importKey]*mapping{}}
 	if err := v.load(ptx, preload); err != nil {
 		return nil, errors.Join(err, v.Close())

@@ -58,6 +58,7 @@ typedef uint64_t pointer; // CUdeviceptr
 	X(ipc_get_handle, "cuIpcGetMemHandle", (struct tutti_cuda_ipc *, pointer))                        \
 	X(ipc_open_handle, "cuIpcOpenMemHandle_v2", (pointer *, struct tutti_cuda_ipc, unsigned))         \
 	X(ipc_close_handle, "cuIpcCloseMemHandle", (pointer))                                             \
+	X(enable_peer_access, "cuCtxEnablePeerAccess", (void *, unsigned))                                \
 	X(pointer_get_attribute, "cuPointerGetAttribute", (void *, int, pointer))                         \
 	X(device_get_uuid, "cuDeviceGetUuid", (unsigned char *, int))                                     \
 	X(device_get_instance_uuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                         \
@@ -254,6 +255,14 @@ int tutti_cuda_ipc_open(tutti_cuda *l, void *context, const struct tutti_cuda_ip
 }
 
 int tutti_cuda_ipc_close(tutti_cuda *l, void *context, uint64_t at) { IN(context, l->ipc_close_handle(at)); }
+
+static int enable_peer(tutti_cuda *l, void *peer)
+{
+	int result = l->enable_peer_access ? l->enable_peer_access(peer, 0) : 801; // CUDA_ERROR_NOT_SUPPORTED
+	return result == 704 ? 0 : result;					   // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+}
+
+int tutti_cuda_enable_peer(tutti_cuda *l, void *context, void *peer) { IN(context, enable_peer(l, peer)); }
 
 int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at)
 {

@@ -11,18 +11,28 @@ import "C"
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
 	"sync"
 	"unsafe"
+
+	"tutti/nvlink"
 )
 
 // Driver is the CUDA driver. Its methods may be called by any goroutine.
 type Driver struct {
-	lib     *C.tutti_cuda
-	version int // 1000*major + 10*minor
+	lib      *C.tutti_cuda
+	version  int                           // 1000*major + 10*minor
+	topology func() (nvlink.System, error) // of the machine's GPUs
+
+	mu       sync.Mutex
+	contexts map[string]unsafe.Pointer // primary ones that were retained, by Info.name of the GPU
 }
+
+// topology asks the management library once in a process.
+var topology = sync.OnceValues(func() (nvlink.System, error) { return nvlink.Read(os.DirFS("/sys")) })
 
 var load = sync.OnceValues(func() (*Driver, error) { return LoadLibrary("libcuda.so.1") })
 
@@ -34,7 +44,7 @@ func Load() (*Driver, error) { return load() }
 func LoadLibrary(path string) (*Driver, error) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
-	d := &Driver{}
+	d := &Driver{topology: topology}
 	var why [512]C.char
 	if C.tutti_cuda_open(name, &d.lib, &why[0], C.size_t(len(why))) != 0 {
 		return nil, fmt.Errorf("%w: %s", ErrUnavailable, C.GoString(&why[0]))
@@ -49,6 +59,10 @@ func LoadLibrary(path string) (*Driver, error) {
 	d.version = int(v)
 	return d, nil
 }
+
+// SetTopology has f describe the machine's GPUs, in place of nvlink.Read. It is called before the
+// first Open.
+func (d *Driver) SetTopology(f func() (nvlink.System, error)) { d.topology = f }
 
 // Version returns the newest version of CUDA that the driver supports.
 func (d *Driver) Version() (major, minor int) { return d.version / 1000, d.version % 1000 / 10 }
@@ -172,6 +186,28 @@ func (d *Driver) retain(device C.int, ordinal int) (*gpu, error) {
 	return g, nil
 }
 
+// known records the name of a GPU, for reach.
+func (g *gpu) known(name string) {
+	g.d.mu.Lock()
+	defer g.d.mu.Unlock()
+	if g.d.contexts == nil {
+		g.d.contexts = map[string]unsafe.Pointer{}
+	}
+	g.d.contexts[name] = g.ptr
+}
+
+// reach has work on g access the memory of the process on the GPU with a name, which is open.
+func (g *gpu) reach(name string) error {
+	g.d.mu.Lock()
+	peer := g.d.contexts[name]
+	g.d.mu.Unlock()
+	if peer == nil {
+		return fmt.Errorf("cuda: GPU %s is not open in this process: %w", name, errors.ErrUnsupported)
+	}
+	return g.d.failure(C.tutti_cuda_enable_peer(g.d.lib, g.ptr, peer), "cuCtxEnablePeerAccess",
+		"give %s access to the memory of GPU %s", g.name, name)
+}
+
 func (g *gpu) release() error {
 	return g.d.failure(C.tutti_cuda_release(g.d.lib, g.device), "cuDevicePrimaryCtxRelease",
 		"give the primary context of %s back", g.name)
@@ -247,14 +283,18 @@ func (g *gpu) shared(at uint64) (h IPCHandle, err error) {
 	if h.Base, h.Size, err = g.allocation(at); err != nil {
 		return h, err
 	}
+	if h.Number, err = g.number(at); err != nil {
+		return h, err
+	}
+	r := C.tutti_cuda_ipc_get(g.d.lib, g.ptr, C.uint64_t(h.Base), (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)))
+	return h, g.d.failure(r, "cuIpcGetMemHandle", "share memory of %s with other processes", g.name)
+}
+
+// number returns the driver's number of the allocation that has the byte at an address.
+func (g *gpu) number(at uint64) (uint64, error) {
 	var id C.uint64_t
 	r := C.tutti_cuda_allocation_number(g.d.lib, g.ptr, C.uint64_t(at), &id)
-	if r != 0 {
-		return h, g.d.failure(r, "cuPointerGetAttribute", "ask for the number of an allocation on %s", g.name)
-	}
-	h.Number = uint64(id)
-	r = C.tutti_cuda_ipc_get(g.d.lib, g.ptr, C.uint64_t(h.Base), (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)))
-	return h, g.d.failure(r, "cuIpcGetMemHandle", "share memory of %s with other processes", g.name)
+	return uint64(id), g.d.failure(r, "cuPointerGetAttribute", "ask for the number of an allocation on %s", g.name)
 }
 
 // openShared maps an allocation of another process.
@@ -269,8 +309,8 @@ func (g *gpu) closeShared(at uint64) error {
 		"unmap memory of another process on %s", g.name)
 }
 
-// sharing reports whether the driver has handles for other processes.
-func (g *gpu) sharing() bool { return C.tutti_cuda_has_ipc(g.d.lib) != 0 }
+// IPC reports whether the driver has handles by which other processes map memory.
+func (d *Driver) IPC() bool { return C.tutti_cuda_has_ipc(d.lib) != 0 }
 
 // allocHost returns pinned memory, which is not Go's, and its address on the device.
 func (g *gpu) allocHost(n int) (p unsafe.Pointer, device uint64, err error) {

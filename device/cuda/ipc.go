@@ -19,7 +19,7 @@ func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error)
 	switch {
 	case m.Loc() != v.loc || m.Len() == 0:
 		return h, 0, fmt.Errorf("cuda: sharing %d bytes at %q of %s: %w", m.Len(), m.Loc(), v.loc, device.ErrMemory)
-	case !v.gpu.sharing():
+	case !v.gpu.d.IPC():
 		return h, 0, fmt.Errorf("cuda: this driver has no handles for other processes: %w", errors.ErrUnsupported)
 	}
 	if err := v.open(); err != nil {
@@ -55,7 +55,7 @@ const (
 // while it is mapped here. Then reads return anything. Who uses such data asks afterwards whether
 // the owner was still there.
 func (v *Device) ImportIPC(owner uint64, h IPCHandle) (*Import, error) {
-	if !v.gpu.sharing() {
+	if !v.gpu.d.IPC() {
 		return nil, fmt.Errorf("cuda: this driver has no handles of other processes: %w", errors.ErrUnsupported)
 	}
 	return v.imports.take(owner, h)

@@ -7,6 +7,7 @@ import (
 
 	"tutti/device"
 	"tutti/mem"
+	"tutti/nvlink"
 )
 
 // Driver is the CUDA driver. This build has none.
@@ -17,6 +18,7 @@ type Device struct {
 	device.Device
 	device.HostAllocator
 	device.Exporter
+	device.Sharer
 }
 
 var errBuild = fmt.Errorf("%w: this program was built without cgo (CGO_ENABLED=1 is needed, on Linux)", ErrUnavailable)
@@ -26,6 +28,12 @@ func Load() (*Driver, error) { return nil, errBuild }
 
 // LoadLibrary fails as Load does.
 func LoadLibrary(string) (*Driver, error) { return nil, errBuild }
+
+// SetTopology does nothing.
+func (*Driver) SetTopology(func() (nvlink.System, error)) {}
+
+// IPC returns false.
+func (*Driver) IPC() bool { return false }
 
 // Version returns zeros.
 func (*Driver) Version() (major, minor int) { return 0, 0 }

@@ -4,14 +4,18 @@ package devicetest
 
 import (
 	"context"
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
 
 	"tutti/device"
+	"tutti/internal/ident"
 	"tutti/kernels"
 	"tutti/mem"
 )
@@ -24,6 +28,7 @@ type Late struct {
 	pause time.Duration
 
 	mu     sync.Mutex
+	id     uint64 // in keys; 0: the memory is not lent
 	rng    *rand.Rand
 	next   uint64 // address
 	blocks []block
@@ -71,6 +76,71 @@ func (d *Late) Free(m mem.Memory) error {
 	}
 	return fmt.Errorf("late: freeing %d bytes at %q that were not allocated so: %w", m.Len(), m.Loc(), device.ErrMemory)
 }
+
+// Lend has ranks of this process load from the memory of d in place, in operations on d: see
+// device.Sharer. Loads of a failed operation may race with what the program does afterwards, which
+// the race detector reports.
+func (d *Late) Lend() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.id = ident.New()
+}
+
+// Share implements device.Sharer.
+func (d *Late) Share(m mem.Memory) (key []byte, offset uint64, err error) {
+	if _, err := d.find(m); err != nil {
+		return nil, 0, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, b := range d.blocks {
+		if d.id != 0 && m.Address() >= b.at && m.Address() < b.at+uint64(len(b.mem)) {
+			for _, n := range []uint64{d.id, b.at, uint64(len(b.mem))} {
+				key = binary.LittleEndian.AppendUint64(key, n)
+			}
+			return key, m.Address() - b.at, nil
+		}
+	}
+	return nil, 0, fmt.Errorf("late: %s does not lend its memory: %w", d.loc, errors.ErrUnsupported)
+}
+
+// Import implements device.Sharer, for memory of d alone.
+func (d *Late) Import(_ uint64, key []byte) (device.Shared, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(key) != 24 || d.id == 0 || binary.LittleEndian.Uint64(key) != d.id {
+		return nil, fmt.Errorf("late: memory of another device than %s: %w", d.loc, errors.ErrUnsupported)
+	}
+	return &lent{d, binary.LittleEndian.Uint64(key[8:]), binary.LittleEndian.Uint64(key[16:])}, nil
+}
+
+// Forget implements device.Sharer.
+func (d *Late) Forget(uint64) error { return nil }
+
+// Lasts implements device.Sharer.
+func (d *Late) Lasts(key []byte) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(key) == 24 && slices.ContainsFunc(d.blocks, func(b block) bool {
+		return b.at == binary.LittleEndian.Uint64(key[8:])
+	})
+}
+
+// lent is an allocation of d, for another rank.
+type lent struct {
+	d     *Late
+	at, n uint64
+}
+
+func (l *lent) Memory(offset uint64, n int) (mem.Memory, error) {
+	if n < 0 || offset > l.n || uint64(n) > l.n-offset {
+		return mem.Memory{}, fmt.Errorf("late: %d bytes from %d on of %d: %w", n, offset, l.n, device.ErrMemory)
+	}
+	return mem.Device(l.at+offset, n, l.d.loc), nil
+}
+
+func (l *lent) Path() string       { return "same device" }
+func (l *lent) Release(bool) error { return nil }
 
 // AllocHost implements device.HostAllocator.
 func (d *Late) AllocHost(n int) (mem.Memory, error) {

@@ -391,7 +391,7 @@ func TestFieldNames(t *testing.T) {
 		Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}},
 		Failures: map[string]int{"x": 1},
 		View:     View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op,
-			Queued: 1, Error: "x", LastError: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x",
+			Queued: 1, Error: "x", LastError: "x", Devices: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x",
 				WaitsFor: []int{1}}}}}}
 	b, err := s.JSON(false)
 	if err != nil {
@@ -424,7 +424,7 @@ func TestFieldNames(t *testing.T) {
 	}
 	slices.Sort(names)
 	want := "active algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call counts_hash " +
-		"dtype elements ended epoch error failures finished frames_received frames_sent gets group groups host id " +
+		"devices dtype elements ended epoch error failures finished frames_received frames_sent gets group groups host id " +
 		"incarnation job joined kind last last_error links messages metrics number operations outcome peers pid " +
 		"puts queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started " +
 		"time totals " +

@@ -17,7 +17,7 @@ while [ $# -gt 0 ]; do
 	--device) device=$2 && shift ;;
 	--fake) kind=fake ;;
 	--binary) binary=$2 compile=no && shift ;;
-	*) sed -n 's/^#   //p' "$0" >&2 && exit 2 ;;
+	*) sed -n 's/^#   //p' run.sh >&2; exit 2 ;;
 	esac
 	shift
 done
@@ -25,5 +25,5 @@ if [ $compile = yes ] && command -v go >/dev/null; then
 	go test -c -o "$binary" .
 fi
 [ $run = yes ] || exit 0
-exec timeout 570 "$binary" -test.run "^Test(Suite|Reductions|Bandwidths)\$/^$kind\$" -test.count 1 \
+exec timeout 570 "$binary" -test.run "^Test(Suite|Reductions|Processes|DeadProcess|Bandwidths)\$/^$kind\$" -test.count 1 \
 	-test.timeout 9m -gpu.required -gpu.device "$device"

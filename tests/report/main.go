@@ -54,6 +54,8 @@ var needsDevice = map[string]bool{
 	"tutti/rdma/verbs TestDeviceTwoProcesses":                            true,
 	"tutti/rdma/verbs TestDeviceWithoutReset":                            true,
 	"tutti/tests/gpu TestBandwidths/GPU":                                 true,
+	"tutti/tests/gpu TestDeadProcess/GPU":                                true,
+	"tutti/tests/gpu TestProcesses/GPU":                                  true,
 	"tutti/tests/gpu TestReductions/GPU":                                 true,
 	"tutti/tests/gpu TestSuite/GPU":                                      true,
 }

@@ -15,6 +15,7 @@
 //     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
+//   - Kernels access the memory of another device of the process after cuCtxEnablePeerAccess only.
 //   - Freeing waits until all streams of the context have done their work.
 //   - After work of a stream has failed, every call that concerns the context returns its error.
 //   - An IPC handle leads other processes with this library to an allocation: to the file of its
@@ -58,6 +59,7 @@ enum { // CUresult
 	NOT_FOUND = 500,
 	NOT_READY = 600,
 	ILLEGAL_ADDRESS = 700,
+	ALREADY_ENABLED = 704,
 	LAUNCH_FAILED = 719,
 	CAPTURE_UNSUPPORTED = 900,
 	NOT_SUPPORTED = 801,
@@ -79,6 +81,7 @@ static const struct {
 	{NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
 	{NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
 	{ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+	{ALREADY_ENABLED, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
 	{LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
 	{NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 	{CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
@@ -226,6 +229,8 @@ static int enter(const char *call)
 	context *c = depth ? stack[depth - 1] : NULL;                                                     \
 	if (!result)                                                                                      \
 		result = !c ? INVALID_CONTEXT : c->error
+
+static unsigned char peers[MAX_DEVICES][MAX_DEVICES]; // whether the context of a device accesses the memory of another's
 
 static block *find(uintptr_t at, size_t n)
 {
@@ -441,6 +446,19 @@ EXPORT int cuDevicePrimaryCtxRetain(void **c, int device)
 	END;
 }
 
+EXPORT int cuCtxEnablePeerAccess(void *peer, unsigned flags)
+{
+	BEGIN_IN;
+	context *p = peer;
+	if (!result && (flags || p == c || !p->references))
+		result = INVALID_CONTEXT;
+	if (!result && peers[c->device][p->device])
+		result = ALREADY_ENABLED;
+	if (!result)
+		peers[c->device][p->device] = 1;
+	END;
+}
+
 EXPORT int cuDevicePrimaryCtxRelease_v2(int device)
 {
 	BEGIN;
@@ -453,6 +471,8 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device)
 			leave(contexts[device].standard);
 		}
 		memset(&contexts[device], 0, sizeof contexts[device]);
+		for (int i = 0; i < MAX_DEVICES; i++)
+			peers[device][i] = peers[i][device] = 0;
 	}
 	END;
 }
@@ -1044,12 +1064,18 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 			uint64_t at;
 			memcpy(&at, w->params + i, 8);
 			void *to = contents(at, 0);
+			block *b = find(at, 0);
+			if (to && b->file >= 0 && b->context != c && !peers[c->device][b->context->device])
+				result = ILLEGAL_ADDRESS;
 			if (to) {
 				at = (uintptr_t)to;
 				memcpy(w->params + i, &at, 8);
 			}
 		}
-		give(stream_of(c, s), w);
+		if (result)
+			free(w);
+		else
+			give(stream_of(c, s), w);
 	}
 	END;
 }

@@ -1,6 +1,7 @@
 package exec
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -37,20 +38,22 @@ type source struct {
 
 // A descriptor tells the peers where this rank's buffers are, in descSize bytes, little-endian:
 //
-//	0 access (1 byte) | 1 reads (1) | 2 pause (1) | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
+//	0 access (1 byte) | 1 reads (1) | 2 pause (1) | 3 device (1) | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
 //	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it
 //	56 sequence number of the last call that was timed (4) | 60 its time (4)
 //
 // A region is 0 if the peers do not need that buffer of this rank; or if it is plain memory, and
 // then the offset is its address. The ranks load if all memory is mapped; or if none is closed, all
-// can read plain memory of all others, and the lowest of them would rather read it in this call.
+// can read plain memory of all others, and the lowest of them would rather read it in this call. In
+// the memory of a device, a region is an allocation, by its rank's number: see direct.
 const descSize = 64
 
 // Access to the buffers of a rank.
 const (
 	accessNone = iota
 	accessMapped
-	accessRead // some are plain memory
+	accessRead   // some are plain memory
+	accessDevice // all that are loaded are in the memory of a device
 )
 
 // Bits of reads.
@@ -121,10 +124,19 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	}
 	clear(m.mine)
 	m.mine[2] = at.pause
+	d := r.onDevice()
+	r.direct.crowded(r.rank)
 	if m.exposure != nil {
 		in, out := c.loaded(r.rank, elem)
-		access := max(r.describe(m.mine[24:40], c.In, in), r.describe(m.mine[40:56], c.Out, out))
-		if reads := r.reads(elem); reads != 0 || access == accessMapped {
+		var access, reads byte
+		switch {
+		case d != nil:
+			access = r.offer(d, m.mine, in, out)
+		case r.set.Caps.Mapped:
+			access = max(r.describe(m.mine[24:40], c.In, in), r.describe(m.mine[40:56], c.Out, out))
+			reads = r.reads(elem)
+		}
+		if reads != 0 || access == accessMapped || access == accessDevice {
 			board, off := m.exposure.Place()
 			m.mine[0], m.mine[1] = access, reads
 			binary.LittleEndian.PutUint32(m.mine[4:], uint32(off))
@@ -140,11 +152,20 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	if err := r.share(m.mine, m.all); err != nil {
 		return false, err
 	}
-	mapped, read := true, true
+	mapped, read, direct := true, true, true
 	for _, slot := range r.set.Active {
 		d := m.all[slot*descSize:]
 		mapped = mapped && d[0] == accessMapped
 		read = read && (d[0] == accessMapped || d[0] == accessRead) && d[1]&canRead != 0
+		direct = direct && d[0] == accessDevice
+	}
+	if direct {
+		var err error
+		if direct, err = r.introduce(d); err != nil {
+			return false, err
+		}
+	} else if d != nil {
+		r.direct.why = cmp.Or(r.direct.why, errMixed)
 	}
 	at.able = read
 	if !mapped && read {
@@ -152,13 +173,16 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 		read = m.all[r.set.Active[0]*descSize+1]&rather != 0
 		r.trials.begin(r.tok.Seq, read)
 	}
-	if !mapped && !read {
+	if !mapped && !read && !direct {
 		pause := m.all[r.set.Active[0]*descSize+2]
 		at.until, at.pause = r.seq+1+uint64(pause), min(2*at.pause+1, mostSent)
 		r.trials.skip(int(pause))
 		return false, nil
 	}
 	at.pause = 0
+	if direct {
+		r.direct.call, r.direct.why = d, nil
+	}
 	prog, err := r.program(c.Kind, collectives.LoadStore, elem, c.Count)
 	if err != nil {
 		return false, err
@@ -250,6 +274,9 @@ func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (source, error)
 		return source{}, nil
 	}
 	id, off := binary.LittleEndian.Uint64(d), binary.LittleEndian.Uint64(d[8:])
+	if r.direct.call != nil {
+		return r.place(slot, id, off, n)
+	}
 	if id == 0 {
 		return r.plain(at, slot, off, n)
 	}
@@ -393,13 +420,9 @@ func (r *Runner) peerRegion(slot int, id uint64) (*p2p.Mapping, error) {
 	return m, err
 }
 
-// close ends the exposure of this rank's memory and releases that of the peers. Peers discard
-// whatever they load from the call's buffers after close has returned.
+// close releases the peers' memory. See Runner.leave.
 func (m *mapped) close() {
-	if m.begun {
-		m.exposure.Withdraw()
-		m.begun = false
-	}
+	m.begun = false
 	for _, l := range m.loads {
 		at := &m.peers[l.slot]
 		for _, h := range at.held {

@@ -120,20 +120,27 @@ func (f *fold) do(srcs []unsafe.Pointer, at, n int) {
 	}
 }
 
+// combination returns the operation of a ReduceInto step, and what its result is divided by, 0 for
+// nothing.
+func (r *Runner) combination(s *collectives.Step) (op kernels.Op, divisor int) {
+	if op = r.cur.Op; op == kernels.Avg && len(s.Srcs) != len(r.set.Active) {
+		if op = kernels.Sum; s.Final {
+			divisor = len(r.set.Active)
+		}
+	}
+	return op, divisor
+}
+
 // reduce runs ReduceInto step i.
 func (r *Runner) reduce(prog *program, i int, s *collectives.Step, dtype kernels.DType) error {
 	n := s.Dst.Len
 	if n == 0 {
 		return nil
 	}
-	op := r.cur.Op
 	f := fold{dtype: dtype, size: dtype.Size(), dst: r.at(&s.Dst)}
-	if op == kernels.Avg && len(s.Srcs) != len(r.set.Active) {
-		if op = kernels.Sum; s.Final {
-			f.divisor = len(r.set.Active)
-		}
-	}
+	var op kernels.Op
 	var err error
+	op, f.divisor = r.combination(s)
 	if f.reduce, err = kernels.Lookup(op, dtype); err != nil {
 		return err
 	}

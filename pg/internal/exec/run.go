@@ -9,6 +9,7 @@ import (
 	"unsafe"
 
 	"tutti/collectives"
+	"tutti/device"
 	"tutti/kernels"
 	"tutti/p2p"
 	"tutti/pg/flight"
@@ -45,6 +46,8 @@ type Config struct {
 	Chosen func(collectives.Algo)
 	// Keep is called with a call that has been bound.
 	Keep func(*Bound)
+	// Drop releases memory of other ranks' devices: see device.Shared. It does not wait.
+	Drop func(shared []device.Shared, gone bool)
 }
 
 // A Feed brings the source of a call while it runs, and takes its result. It is used with the
@@ -108,6 +111,7 @@ type Runner struct {
 	worked   int      // bytes that the running step has made with the lock
 	dirty    bool     // the operation works in place and has begun to write
 	mapped   mapped   // the peers' memory, in a load-store plan
+	direct   direct   // the same in the memory of devices
 	outcomes outcomes // of exchanges, since Open
 	trials   trials   // of single copies
 }
@@ -117,6 +121,7 @@ func New(cfg Config) *Runner {
 	cfg.Block = cmp.Or(cfg.Block, vectorBlock)
 	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1, outcomes: outcomes{}}
 	r.cur = &r.unbound
+	r.direct.drop = cfg.Drop
 	r.single = runtime.GOMAXPROCS(0) == 1
 	return r
 }
@@ -134,6 +139,7 @@ func (r *Runner) Open(c *p2p.Channel, ranks []int) {
 	r.last, r.vary, r.prog = nil, nil, nil
 	r.sending = -1
 	clear(r.outcomes)
+	r.direct.close()
 }
 
 // Call returns the current call: the argument of the last Adopt or Use.
@@ -182,6 +188,11 @@ func (r *Runner) Unbind() {
 func (r *Runner) Run(seq uint64, hint bool) error {
 	r.seq, r.dirty, r.ahead, r.looking = seq, false, 0, false
 	if b := r.bound; b != nil {
+		if !b.asks {
+			if err := r.stage(); err != nil {
+				return err
+			}
+		}
 		if err := r.need(All); err != nil {
 			return err
 		}
@@ -211,19 +222,22 @@ func (r *Runner) Run(seq uint64, hint bool) error {
 func (r *Runner) asked(b *Bound) error {
 	elem, in, out := b.DType.Size(), r.in, r.out
 	r.trials.current = nil
-	defer r.mapped.close()
+	defer r.leave()
 	load, err := r.loads(elem)
 	if err != nil {
 		return err
 	}
 	prog := b.prog
+	r.in, r.out = in, out
 	if load {
-		if prog, err = r.program(b.Kind, collectives.LoadStore, elem, b.Count); err != nil {
-			return err
-		}
+		prog, err = r.program(b.Kind, collectives.LoadStore, elem, b.Count)
+	} else {
+		err = r.stage()
+	}
+	if err != nil {
+		return err
 	}
 	r.cfg.Chosen(prog.Algo)
-	r.in, r.out = in, out
 	if err := r.steps(prog, b.DType); err != nil {
 		return err
 	}
@@ -480,19 +494,28 @@ func (r *Runner) first(hint bool) (err error) {
 		return err
 	}
 	r.trials.current = nil
-	algo := r.choose(r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= collectives.LoadStoreMin(c.Kind))
+	algo := r.choose(r.set.Asks && len(r.set.Active) > 1 && total >= collectives.LoadStoreMin(c.Kind))
 	asks := algo == collectives.LoadStore
+	load := false
 	if asks {
-		if err := r.need(All); err != nil { // peers read it when they know where it is
+		defer r.leave()
+		var err error
+		if r.set.Caps.Mapped || r.onDevice() != nil { // peers read it when they know where it is
+			err = r.need(All)
+		}
+		if err != nil {
 			return err
 		}
-		defer r.mapped.close()
-		load, err := r.loads(elem)
-		if err != nil {
+		if load, err = r.loads(elem); err != nil {
 			return err
 		}
 		if !load {
 			algo = r.choose(false)
+		}
+	}
+	if !load {
+		if err := r.stage(); err != nil {
+			return err
 		}
 	}
 	r.cfg.Chosen(algo)
@@ -711,6 +734,9 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				r.ahead--
 				continue
 			}
+			if err := r.settle(); err != nil {
+				return err
+			}
 			if prog.sure[i] {
 				if err := r.verify(); err != nil {
 					return err
@@ -723,7 +749,9 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 			r.sending = -1
 		case collectives.Copy:
 			var err error
-			if addr, reader := r.far(&s.Src); reader != nil {
+			if r.direct.call != nil {
+				err = r.copyThere(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
+			} else if addr, reader := r.far(&s.Src); reader != nil {
 				err = r.copyFar(r.at(&s.Dst), int(s.Src.Peer), addr, reader, s.Dst.Len)
 			} else {
 				err = r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
@@ -732,7 +760,11 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				return err
 			}
 		case collectives.ReduceInto:
-			if err := r.reduce(prog, i, s, dtype); err != nil {
+			if r.direct.call != nil {
+				if err := r.reduceThere(s, dtype); err != nil {
+					return err
+				}
+			} else if err := r.reduce(prog, i, s, dtype); err != nil {
 				return err
 			}
 		}
@@ -747,6 +779,9 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 		}
 	}
 	r.next = len(prog.Steps)
+	if err := r.settle(); err != nil {
+		return err
+	}
 	for _, n := range prog.recvs {
 		if !r.recvs[n].Done() {
 			if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
@@ -832,12 +867,13 @@ type Topology struct {
 	Active []int // slots, ascending
 	Hosts  []int // of Active; nil: one host
 	Caps   collectives.Caps
+	Asks   bool               // the ranks ask each other for buffers that can be loaded
 	Algo   collectives.Algo   // forced, or Auto
 	Table  *collectives.Table // nil: the default
 }
 
 func (t *Topology) equal(o *Topology) bool {
-	return t.Size == o.Size && t.Caps == o.Caps && t.Algo == o.Algo && t.Table == o.Table &&
+	return t.Size == o.Size && t.Caps == o.Caps && t.Asks == o.Asks && t.Algo == o.Algo && t.Table == o.Table &&
 		slices.Equal(t.Active, o.Active) && slices.Equal(t.Hosts, o.Hosts)
 }
 
@@ -884,5 +920,6 @@ func (r *Runner) Confirm() error {
 
 // Free releases the runner's memory and plans. No call may follow.
 func (r *Runner) Free() {
+	r.direct.close()
 	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide, r.staged = nil, nil, nil, nil, nil, nil, nil
 }

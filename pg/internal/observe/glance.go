@@ -22,6 +22,7 @@ type Glance struct {
 	Queued   int // calls
 	Peers    []Peer
 	Err      error // why the group has failed
+	Devices  string
 
 	id     uint32
 	record flight.Record // of the latest operation
@@ -61,7 +62,7 @@ func (v *Glance) toRanks(slots []int) (all []int) {
 // describe returns the group's part of a snapshot.
 func (v *Glance) describe(now time.Time) flight.Group {
 	out := flight.Group{ID: v.id, Slot: v.Slot, Size: len(v.Ranks), Epoch: v.Epoch, Number: v.Number,
-		Finished: v.Number, Queued: v.Queued}
+		Finished: v.Number, Queued: v.Queued, Devices: v.Devices}
 	for slot, r := range v.Ranks {
 		if r != slot {
 			out.Ranks = v.Ranks

@@ -131,6 +131,9 @@ func cudaDriver(d *cuda.Driver, err error) outcome {
 		if !i.MemoryOps {
 			detail += ", waits for words by kernels"
 		}
+		if !d.IPC() {
+			detail += ", no IPC: ranks copy through the host"
+		}
 		if _, err := gpukernels.Module(i.Major, i.Minor); err != nil {
 			old = append(old, fmt.Sprintf("cuda:%d", i.Ordinal))
 		}

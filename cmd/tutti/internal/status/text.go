@@ -70,6 +70,9 @@ func (r *Report) Text(w io.Writer, st Style) {
 			term.Wrap(fmt.Sprintf("rank %d keeps others waiting: they have waited %s for it, it %s for others", s.Rank,
 				secs(s.Kept), secs(s.Waited)), 2, st.Width))
 	}
+	for _, text := range r.devices() {
+		fmt.Fprintf(w, "%s %s\n", st.paint("33", "~"), term.Wrap(text, 2, st.Width))
+	}
 	fmt.Fprintln(w)
 	r.table(w, st)
 	r.endpoints(w, st)
@@ -264,4 +267,23 @@ func scaled(x, step float64, units []string, what string) string {
 		return fmt.Sprintf("%.0f%s", x, unit)
 	}
 	return fmt.Sprintf("%.1f%s", x, unit)
+}
+
+// devices says how the groups get at the memory of GPUs, each with the ranks that say so.
+func (r *Report) devices() (all []string) {
+	ranks := map[string][]int{}
+	for _, x := range r.Ranks {
+		if x.Snapshot == nil {
+			continue
+		}
+		for _, g := range x.Snapshot.Groups {
+			if text := g.Devices; text != "" && !slices.Contains(ranks[text], x.Rank.Rank) {
+				ranks[text] = append(ranks[text], x.Rank.Rank)
+			}
+		}
+	}
+	for _, text := range slices.Sorted(maps.Keys(ranks)) {
+		all = append(all, flight.RankList(ranks[text])+": "+text)
+	}
+	return all
 }

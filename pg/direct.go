@@ -1,0 +1,275 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/device"
+	"tutti/internal/backoff"
+	"tutti/mem"
+	"tutti/pg/internal/exec"
+)
+
+// A lazy visit whose device is a device.Sharer begins as a direct one: it has no berth, and the
+// operation's buffers are the device's. The ranks decide in the operation whether their streams load
+// from each other's devices (exec.Direct). If they do not, the visit gets a berth, and the source is
+// copied: see visit.stage.
+
+// direct is what a visit has until it is staged.
+type direct struct {
+	stay    stay
+	device  device.Sharer
+	come    device.Event // the stream has come to the operation
+	number  byte         // of the device
+	pointer func(unsafe.Pointer) unsafe.Pointer
+}
+
+// directly reports whether q may be a direct visit. With the proxy's lock.
+func (g *Group) directly(c *exec.Call, lazy bool, d device.Device) bool {
+	_, shares := d.(device.Sharer)
+	return lazy && shares && g.job.settings.PeerDevices != "off" && g.v.Asks && len(g.v.Active) > 1 && c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
+}
+
+// approachLocked begins a direct visit: the operation may begin when the stream has done what it had.
+func (x *devices) approachLocked(v *visit, o *stay) error {
+	number := byte(0)
+	for i, d := range x.direct {
+		if d == o.device {
+			number = byte(i + 1)
+		}
+	}
+	if number == 0 && len(x.direct) < 255 {
+		x.direct = append(x.direct, o.device)
+		number = byte(len(x.direct))
+	}
+	shares, ok := o.device.(device.Sharer)
+	if !ok || number == 0 {
+		return errors.ErrUnsupported
+	}
+	v.direct = &direct{stay: *o, device: shares, number: number}
+	v.give(v.record)
+	v.direct.come = v.event
+	return v.err
+}
+
+// stage makes a direct visit one that copies. Without the proxy's lock.
+func (x *devices) stage(v *visit) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return ErrClosed
+	}
+	if err := x.boardLocked(v, &v.direct.stay); err != nil {
+		return err
+	}
+	o := &v.direct.stay
+	src, dst := o.src, o.dst
+	from, to := pointer(v.from), pointer(v.to)
+	v.direct.pointer = func(p unsafe.Pointer) unsafe.Pointer {
+		switch at := uintptr(p); {
+		case src.n > 0 && at >= src.addr && at-src.addr < uintptr(src.n):
+			return unsafe.Add(from, at-src.addr)
+		case dst.n > 0 && at >= dst.addr && at-dst.addr < uintptr(dst.n):
+			return unsafe.Add(to, at-dst.addr)
+		}
+		return nil
+	}
+	v.staged = true
+	return nil
+}
+
+// apart reports whether the visit is direct: it has no berth, or not yet.
+func (v *visit) apart() bool { return v.direct != nil && !v.staged }
+
+// The feed of a direct visit is an exec.Direct.
+
+func (f *feed) OnDevice() bool { return f.v.apart() }
+
+func (f *feed) Device() byte { return f.v.direct.number }
+
+func (f *feed) Share(ptr unsafe.Pointer, n int) (key []byte, offset uint64, err error) {
+	at := uint64(uintptr(ptr))
+	return f.v.direct.device.Share(mem.Device(at, n, f.v.direct.stay.device.Location()))
+}
+
+func (f *feed) Import(slot int, key []byte) (device.Shared, error) {
+	j := f.g.job
+	owner := j.places[f.g.v.ranks[slot]].Incarnation
+	j.proxy.Leave()
+	defer j.proxy.Return()
+	return j.imports(f.v.direct.device, owner, key)
+}
+
+func (f *feed) Lasts(key []byte) bool { return f.v.direct.device.Lasts(key) }
+
+func (f *feed) Give(work func(s device.Stream, loc mem.Location) error) error {
+	v := f.v
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	loc := v.direct.stay.device.Location()
+	v.give(func(s device.Stream) error { return work(s, loc) })
+	return f.broken(v.err)
+}
+
+// broken returns the error of an operation whose stream has failed.
+func (f *feed) broken(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("its stream has failed: %w", err)
+}
+
+// Settle waits as exec.Direct says. The stream waits for nobody, so that it needs only its own time.
+func (f *feed) Settle(last bool) error {
+	g, v := f.g, f.v
+	v.mu.Lock()
+	v.give(v.record)
+	e, err := v.event, v.err
+	v.mu.Unlock()
+	if err != nil && !last {
+		return f.broken(err)
+	}
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	ctx, cancel := context.Background(), context.CancelFunc(func() {})
+	if last {
+		ctx, cancel = context.WithTimeout(ctx, grace)
+	}
+	defer cancel()
+	for !e.Done() {
+		if !last {
+			g.job.proxy.Look() // a peer may have failed the operation
+			if err := g.coll.Err(); err != nil {
+				return err
+			}
+			if g.closed.Load() {
+				return ErrClosed
+			}
+			if err := g.wait.Err(); err != nil {
+				return err
+			}
+		}
+		g.job.proxy.Leave()
+		err := pace.Wait(ctx)
+		g.job.proxy.Return()
+		if err != nil {
+			return err
+		}
+	}
+	return f.broken(e.Wait(context.Background()))
+}
+
+func (f *feed) Stage() error {
+	f.g.job.proxy.Leave()
+	defer f.g.job.proxy.Return()
+	return f.g.devices.stage(f.v)
+}
+
+func (f *feed) Host(ptr unsafe.Pointer) unsafe.Pointer { return f.v.direct.pointer(ptr) }
+
+// imports maps an allocation of another rank. Without the proxy's lock.
+func (j *job) imports(d device.Sharer, owner uint64, key []byte) (device.Shared, error) {
+	j.mu.Lock()
+	if j.imported == nil {
+		j.imported = map[importer]struct{}{}
+	}
+	j.imported[importer{d, owner}] = struct{}{}
+	j.mu.Unlock()
+	return d.Import(owner, key)
+}
+
+// An importer is a device that has mapped memory of a rank's incarnation.
+type importer struct {
+	device device.Sharer
+	owner  uint64
+}
+
+// unmap has devices unmap the memory of all incarnations that are gone. Like drop, it does not wait:
+// a driver may unmap memory only when all work on the device has ended.
+func (j *job) unmap(gone func(incarnation uint64) bool) {
+	j.mu.Lock()
+	var all []importer
+	for i := range j.imported {
+		if gone(i.owner) {
+			all = append(all, i)
+			delete(j.imported, i)
+		}
+	}
+	j.mu.Unlock()
+	if len(all) > 0 {
+		j.unmapping.Go(func() {
+			for _, i := range all {
+				j.unmapped(i.device.Forget(i.owner))
+			}
+		})
+	}
+}
+
+// drop ends uses of other ranks' memory: see exec.Config.Drop.
+func (j *job) drop(shared []device.Shared, gone bool) {
+	j.unmapping.Go(func() {
+		for _, s := range shared {
+			j.unmapped(s.Release(gone))
+		}
+	})
+}
+
+func (j *job) unmapped(err error) {
+	if err != nil {
+		j.log.Warn("memory of another rank's device stays mapped", "err", err)
+	}
+}
+
+// unmapAll ends all use of other ranks' memory. It waits for that as long as for a stream.
+func (j *job) unmapAll() {
+	j.unmap(func(uint64) bool { return true })
+	done := make(chan struct{})
+	go func() {
+		j.unmapping.Wait()
+		close(done)
+	}()
+	timer := time.NewTimer(grace)
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
+	}
+}
+
+// unmapGone is unmap for the incarnations that are not in the group's view. With the proxy's lock.
+func (g *Group) unmapGone() {
+	slots := g.v.job.Slots
+	if len(slots) == 0 {
+		return
+	}
+	here := map[uint64]bool{}
+	for _, s := range slots {
+		here[s.Incarnation] = true
+	}
+	g.job.unmap(func(incarnation uint64) bool { return !here[incarnation] })
+}
+
+// loads describes how the group's latest operations got at the memory of devices, "" if none has
+// asked. With the proxy's lock.
+func (g *Group) loads() string {
+	switch path, err := g.run.Direct(); {
+	case path != "":
+		return "memory of GPUs loaded in place (" + path + ")"
+	case err != nil:
+		return "memory of GPUs copied through the host: " + err.Error()
+	}
+	return ""
+}
+
+// say publishes what loads describes. With the proxy's lock.
+func (g *Group) say() {
+	now := g.loads()
+	if was := g.devices.says.Load(); was == nil && now != "" || was != nil && *was != now {
+		g.devices.says.Store(&now)
+		g.job.log.Info(now, "group", g.id())
+	}
+}
