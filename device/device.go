@@ -70,18 +70,20 @@ type Exporter interface {
 // uses the data asks afterwards whether the owner had left it alone.
 type Sharer interface {
 	// Share returns the key of the allocation that has m, memory of the device, and where m begins
-	// in it. A key has at most MaxKey bytes, is the same for every call on an allocation, and differs
-	// from those of all other allocations. The error wraps errors.ErrUnsupported if the memory cannot
-	// be shared.
+	// in it. A key has at most MaxKey bytes, is the same for every call on an allocation, and
+	// differs from those of all other allocations. The error wraps errors.ErrUnsupported if the
+	// memory cannot be shared.
 	Share(m mem.Memory) (key []byte, offset uint64, err error)
 	// Import makes the allocation of a key accessible to the device's streams. owner is the
-	// incarnation of its rank, which keeps the allocation until Import has returned. An allocation is
-	// mapped once. The caller calls Release. The error says why the device does not reach it; it
+	// incarnation of its rank, which keeps the allocation until Import has returned. An allocation
+	// is mapped once. The caller calls Release. The error says why the device does not reach it; it
 	// wraps errors.ErrUnsupported if there is no path between the two devices.
 	Import(owner uint64, key []byte) (Shared, error)
-	// Forget says that an owner is gone: its allocations are unmapped, now or by their last Release.
+	// Forget says that an owner is gone: its allocations are unmapped, now or by their last
+	// Release.
 	Forget(owner uint64) error
-	// Lasts reports whether the allocation of a key that Share has returned has not been freed since.
+	// Lasts reports whether the allocation of a key that Share has returned has not been freed
+	// since.
 	Lasts(key []byte) bool
 }
 

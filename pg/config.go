@@ -76,8 +76,8 @@ type Config struct {
 	// PeerDevices says whether collectives on large buffers in the memory of Devices load from the
 	// memory of the other ranks' devices in place, where all ranks are on one machine and the
 	// devices reach each other: "auto" or "off". These are blocking calls, and started ones on
-	// buffers without a stream. A group does it if all of its ranks may. Group.Topology says whether
-	// it does, and why not. Default TUTTI_PEER_DEVICES, else "auto".
+	// buffers without a stream. A group does it if all of its ranks may. Group.Topology says
+	// whether it does, and why not. Default TUTTI_PEER_DEVICES, else "auto".
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to

@@ -15,9 +15,9 @@ import (
 )
 
 // A lazy visit whose device is a device.Sharer begins as a direct one: it has no berth, and the
-// operation's buffers are the device's. The ranks decide in the operation whether their streams load
-// from each other's devices (exec.Direct). If they do not, the visit gets a berth, and the source is
-// copied: see visit.stage.
+// operation's buffers are the device's. The ranks decide in the operation whether their streams
+// load from each other's devices (exec.Direct). If they do not, the visit gets a berth, and the
+// source is copied: see visit.stage.
 
 // direct is what a visit has until it is staged.
 type direct struct {
@@ -31,10 +31,12 @@ type direct struct {
 // directly reports whether q may be a direct visit. With the proxy's lock.
 func (g *Group) directly(c *exec.Call, lazy bool, d device.Device) bool {
 	_, shares := d.(device.Sharer)
-	return lazy && shares && g.job.settings.PeerDevices != "off" && g.v.Asks && len(g.v.Active) > 1 && c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
+	return lazy && shares && g.job.settings.PeerDevices != "off" && g.v.Asks && len(g.v.Active) > 1 &&
+		c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
 }
 
-// approachLocked begins a direct visit: the operation may begin when the stream has done what it had.
+// approachLocked begins a direct visit: the operation may begin when the stream has done what it
+// had.
 func (x *devices) approachLocked(v *visit, o *stay) error {
 	number := byte(0)
 	for i, d := range x.direct {
@@ -123,7 +125,8 @@ func (f *feed) broken(err error) error {
 	return fmt.Errorf("its stream has failed: %w", err)
 }
 
-// Settle waits as exec.Direct says. The stream waits for nobody, so that it needs only its own time.
+// Settle waits as exec.Direct says. The stream waits for nobody, so that it needs only its own
+// time.
 func (f *feed) Settle(last bool) error {
 	g, v := f.g, f.v
 	v.mu.Lock()
@@ -188,8 +191,8 @@ type importer struct {
 	owner  uint64
 }
 
-// unmap has devices unmap the memory of all incarnations that are gone. Like drop, it does not wait:
-// a driver may unmap memory only when all work on the device has ended.
+// unmap has devices unmap the memory of all incarnations that are gone. Like drop, it does not
+// wait: a driver may unmap memory only when all work on the device has ended.
 func (j *job) unmap(gone func(incarnation uint64) bool) {
 	j.mu.Lock()
 	var all []importer

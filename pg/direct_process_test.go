@@ -485,7 +485,7 @@ func TestDirectDeadlines(t *testing.T) {
 
 // uuid returns the UUID of a GPU of the fake driver.
 func uuid(ordinal int) string {
-	return "GPU-" + strings.Repeat("fa", 4) + "-fafa-fafa-fafa-" + strings.Repeat("fa", 5) + fmt.Sprintf("%02x", ordinal)
+	return fmt.Sprintf("GPU-fafafafa-fafa-fafa-fafa-fafafafafa%02x", ordinal)
 }
 
 // Ranks on GPUs that reach each other load from them; others copy through the host, and say why.
@@ -520,10 +520,12 @@ func TestDirectFollowsTheTopology(t *testing.T) {
 					}
 				}
 				path, err := g.Direct()
-				if path != c.path || (err == nil) != (c.why == "") || err != nil && !strings.Contains(err.Error(), c.why) {
+				if path != c.path || (err == nil) != (c.why == "") ||
+					err != nil && !strings.Contains(err.Error(), c.why) {
 					t.Errorf("the path is %q: %v", path, err)
 				}
-				if text := g.Topology(); !strings.Contains(text, "memory of GPUs") || !strings.Contains(text, c.path+c.why) {
+				if text := g.Topology(); !strings.Contains(text, "memory of GPUs") ||
+					!strings.Contains(text, c.path+c.why) {
 					t.Errorf("the group says %q", text)
 				}
 				if direct := g.Copies() == 0; direct != (c.path != "") {
@@ -631,7 +633,8 @@ func TestDirectFallsBackWhenMappingFails(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if path, err := g.Direct(); path != "" || err == nil || !strings.Contains(err.Error(), "rank 1 does not reach") {
+		if path, err := g.Direct(); path != "" || err == nil ||
+			!strings.Contains(err.Error(), "rank 1 does not reach") {
 			t.Errorf("the path is %q: %v", path, err)
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
@@ -701,7 +704,8 @@ func TestDirectAmongOtherOperations(t *testing.T) {
 				}
 			}
 			if !bytes.Equal(got, slices.Concat(dst, src)) {
-				t.Fatalf("round %d, %s of %d bytes, mode %d: another result than on the host", round, c.name, size, mode)
+				t.Fatalf("round %d, %s of %d bytes, mode %d: another result than on the host", round, c.name,
+					size, mode)
 			}
 			if all.IntN(4) == 0 { // or it stays mapped
 				if err := errors.Join(g.Barrier(ctx), d.Free(m)); err != nil {

@@ -76,7 +76,8 @@ int tutti_cuda_ipc_get(tutti_cuda *l, void *context, uint64_t base, struct tutti
 // the allocation's one. at is its first byte.
 int tutti_cuda_ipc_open(tutti_cuda *l, void *context, const struct tutti_cuda_ipc *handle, uint64_t *at);
 int tutti_cuda_ipc_close(tutti_cuda *l, void *context, uint64_t at);
-// Gives the GPU of a context access to the memory of another one's, which need not be the first time.
+// Gives the GPU of a context access to the memory of another one's, which need not be the first
+// time.
 int tutti_cuda_enable_peer(tutti_cuda *l, void *context, void *peer);
 // Pinned memory that every device of the process can use.
 int tutti_cuda_alloc_host(tutti_cuda *l, void *context, size_t n, void **at);

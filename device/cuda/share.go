@@ -13,8 +13,8 @@ import (
 	"tutti/nvlink"
 )
 
-// A key of device.Sharer is, little-endian: format (1 byte) | length of the UUID (1) | process (8) |
-// handle | UUID of the GPU. Without a UUID, the PCI address is in its place.
+// A key of device.Sharer is, little-endian: format (1 byte) | length of the UUID (1) | process (8)
+// | handle | UUID of the GPU. Without a UUID, the PCI address is in its place.
 const (
 	keyFormat = 1
 	keyHeader = 10
@@ -53,7 +53,8 @@ func (v *Device) Share(m mem.Memory) (key []byte, offset uint64, err error) {
 // Import implements device.Sharer: see ImportIPC. Memory of this process is taken as it is.
 func (v *Device) Import(owner uint64, key []byte) (device.Shared, error) {
 	if len(key) < keyHeader+ipcBytes || key[0] != keyFormat || len(key) != keyHeader+ipcBytes+int(key[1]) {
-		return nil, fmt.Errorf("cuda: a key of %d bytes that this version does not know: %w", len(key), device.ErrMemory)
+		return nil, fmt.Errorf("cuda: a key of %d bytes that this version does not know: %w", len(key),
+			device.ErrMemory)
 	}
 	var h IPCHandle
 	if err := h.UnmarshalBinary(key[keyHeader : keyHeader+ipcBytes]); err != nil {

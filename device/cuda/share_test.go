@@ -74,7 +74,8 @@ func TestKeys(t *testing.T) {
 	if n := f.Calls()["cuIpcOpenMemHandle_v2"]; n != 0 {
 		t.Errorf("memory of this process was mapped %d times", n)
 	}
-	for _, bad := range [][]byte{nil, key[:20], key[:len(key)-1], append(bytes.Clone(key), 0), append([]byte{9}, key[1:]...)} {
+	for _, bad := range [][]byte{nil, key[:20], key[:len(key)-1], append(bytes.Clone(key), 0),
+		append([]byte{9}, key[1:]...)} {
 		if _, err := v.Import(1, bad); !errors.Is(err, device.ErrMemory) {
 			t.Errorf("a key of %d bytes: %v", len(bad), err)
 		}

@@ -424,10 +424,10 @@ func TestFieldNames(t *testing.T) {
 	}
 	slices.Sort(names)
 	want := "active algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call counts_hash " +
-		"devices dtype elements ended epoch error failures finished frames_received frames_sent gets group groups host id " +
-		"incarnation job joined kind last last_error links messages metrics number operations outcome peers pid " +
-		"puts queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started " +
-		"time totals " +
+		"devices dtype elements ended epoch error failures finished frames_received frames_sent gets group groups " +
+		"host id incarnation job joined kind last last_error links messages metrics number operations outcome peers " +
+		"pid puts queued queued_seconds rank ranks reason recorded reduction root running seen since size slot " +
+		"started time totals " +
 		"transport up version view waited_seconds waits waits_for x"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)

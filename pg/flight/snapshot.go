@@ -68,7 +68,7 @@ type Group struct {
 	Queued    int        `json:"queued,omitempty"`
 	Error     string     `json:"error,omitempty"`      // why the group has failed
 	LastError string     `json:"last_error,omitempty"` // of the operation that failed last
-	Devices   string     `json:"devices,omitempty"`    // how operations get at the memory of GPUs; omitted if none has asked
+	Devices   string     `json:"devices,omitempty"`    // how operations get at GPUs' memory; omitted if none asked
 	Peers     []Peer     `json:"peers,omitempty"`
 	Finished  uint64     `json:"finished"` // number of the last operation that ended
 }

@@ -25,5 +25,6 @@ if [ $compile = yes ] && command -v go >/dev/null; then
 	go test -c -o "$binary" .
 fi
 [ $run = yes ] || exit 0
-exec timeout 570 "$binary" -test.run "^Test(Suite|Reductions|Processes|DeadProcess|Bandwidths)\$/^$kind\$" -test.count 1 \
+exec timeout 570 "$binary" -test.count 1 \
+	-test.run "^Test(Suite|Reductions|Processes|DeadProcess|Bandwidths)\$/^$kind\$" \
 	-test.timeout 9m -gpu.required -gpu.device "$device"

@@ -230,7 +230,8 @@ static int enter(const char *call)
 	if (!result)                                                                                      \
 		result = !c ? INVALID_CONTEXT : c->error
 
-static unsigned char peers[MAX_DEVICES][MAX_DEVICES]; // whether the context of a device accesses the memory of another's
+// Whether the context of a device accesses the memory of another's.
+static unsigned char peers[MAX_DEVICES][MAX_DEVICES];
 
 static block *find(uintptr_t at, size_t n)
 {

@@ -15,8 +15,8 @@ import (
 
 // Ranks whose buffers are all in the memory of devices run a load-store plan there: their streams
 // load from the peers' buffers in place, and store into their own. It is the plan of mapped host
-// memory, with its exchange and its tickets: see mapped. The host sends the signals of the plan when
-// the stream has done the work before them, so that no stream ever waits for a peer.
+// memory, with its exchange and its tickets: see mapped. The host sends the signals of the plan
+// when the stream has done the work before them, so that no stream ever waits for a peer.
 //
 // A descriptor names an allocation by a number of its rank's. The key of a number is told when the
 // number is seen first in a view: all ranks know which numbers all ranks have told, so that they
@@ -32,16 +32,16 @@ type Direct interface {
 	// Device returns a number for the device, from 1 to 255, that differs from those of the others
 	// that this rank uses.
 	Device() byte
-	// Share, Import and Lasts are those of device.Sharer, for n bytes at an address and for the rank in a
-	// slot.
+	// Share, Import and Lasts are those of device.Sharer, for n bytes at an address and for the
+	// rank in a slot.
 	Share(ptr unsafe.Pointer, n int) (key []byte, offset uint64, err error)
 	Import(slot int, key []byte) (device.Shared, error)
 	Lasts(key []byte) bool
 	// Give gives work to the stream.
 	Give(work func(s device.Stream, loc mem.Location) error) error
 	// Settle waits until the stream has done what it was given. It returns an error if the stream
-	// has failed, or when the call fails meanwhile, unless last is true: then the wait is bounded by
-	// the time that a stream is given.
+	// has failed, or when the call fails meanwhile, unless last is true: then the wait is bounded
+	// by the time that a stream is given.
 	Settle(last bool) error
 	// Stage has the buffers copied to the host, where the call runs then: see Need.
 	Stage() error
@@ -49,8 +49,8 @@ type Direct interface {
 	Host(ptr unsafe.Pointer) unsafe.Pointer
 }
 
-// direct is what a Runner knows of the ranks' devices. All but call, busy and why is the same at all
-// ranks, but for the keys, and ends with the view.
+// direct is what a Runner knows of the ranks' devices. All but call, busy and why is the same at
+// all ranks, but for the keys, and ends with the view.
 type direct struct {
 	drop    func(shared []device.Shared, gone bool)
 	call    Direct // the running call, while its plan works on the device
@@ -381,8 +381,8 @@ func (r *Runner) settle() error {
 	return err
 }
 
-// leave ends a load-store plan. When it returns, no peer's data counts that was read from the call's
-// buffers afterwards, and nothing here touches them.
+// leave ends a load-store plan. When it returns, no peer's data counts that was read from the
+// call's buffers afterwards, and nothing here touches them.
 func (r *Runner) leave() {
 	if r.mapped.begun {
 		r.mapped.exposure.Withdraw()

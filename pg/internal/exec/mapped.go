@@ -38,7 +38,8 @@ type source struct {
 
 // A descriptor tells the peers where this rank's buffers are, in descSize bytes, little-endian:
 //
-//	0 access (1 byte) | 1 reads (1) | 2 pause (1) | 3 device (1) | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
+//	0 access (1 byte) | 1 reads (1) | 2 pause (1) | 3 device (1)
+//	4 offset of the exposure's word (4) | 8 its region | 16 ticket
 //	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it
 //	56 sequence number of the last call that was timed (4) | 60 its time (4)
 //
