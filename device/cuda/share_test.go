@@ -67,7 +67,7 @@ func TestKeys(t *testing.T) {
 	}
 	system.GPUs[1].UUID = other.info.UUID
 	for range 2 {
-		if s, err = v.Import(1, far); err != nil {
+		if _, err := v.Import(1, far); err != nil {
 			t.Fatal(err)
 		}
 	}
