@@ -239,7 +239,7 @@ func (l *link) raiseLocked(n *lane) {
 		if mine, old := n.bulk.count(working), 0; l.dialler && beside && n.bulk.dead > 0 {
 			if old = l.lane.bulk.count(working); mine <= old {
 				l.m.wanted = false
-				l.dropLocked(n, fmt.Errorf("%w: %d queue pairs for data work, as against %d", errNoBetter, mine, old))
+				l.dropLocked(n, fmt.Errorf("it is not better: %d queue pairs for data work, as against %d", mine, old))
 				return
 			}
 		}

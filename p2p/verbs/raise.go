@@ -1,7 +1,6 @@
 package verbs
 
 import (
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -27,9 +26,6 @@ const (
 
 // maxTasks bounds the tasks that a peer can cause.
 const maxTasks = 16
-
-// errNoBetter is why a lane beside the one in use is given up that works.
-var errNoBetter = errors.New("it is not better than the one in use")
 
 // find returns a lane that is not given up, or is lost, by its number; nil: there is none.
 func (l *link) find(gen uint64) *lane {
@@ -240,7 +236,8 @@ func (l *link) taskLocked(n *lane, work func() error, next func()) {
 
 // closeLocked closes a lane that is given up, or that both ends have left.
 func (l *link) closeLocked(n *lane, a *act, reason error) {
-	if a.stage < up && a.stage != making && !errors.Is(reason, errNoBetter) {
+	// A lane beside the one in use is made anew on the same port: another one may be farther.
+	if alone := l.lane == nil || l.lane == n; alone && a.stage < up && a.stage != making {
 		l.vain++
 	}
 	text := "rdma: frames go over TCP"
