@@ -13,7 +13,6 @@ import (
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
 	"tutti/mem"
-	"tutti/nvlink"
 )
 
 // fakeGPU returns a GPU of the fake driver.
@@ -109,29 +108,17 @@ func TestManyStartedOperationsOnAGPU(t *testing.T) {
 	})
 }
 
-// Ranks of a process on several GPUs load from each other's where the topology has a path, and have
-// the same results where it has none.
+// Ranks of a process on several GPUs load from each other's where the driver gives them access, and
+// have the same results where it does not.
 func TestDirectOperationsOnSeveralGPUs(t *testing.T) {
 	const n, count = 3, 100_000
-	for name, access := range map[string]nvlink.Answer{"reached": nvlink.Yes, "through the host": nvlink.No} {
+	for name, access := range map[string]bool{"reached": true, "isolated": false} {
 		t.Run(name, func(t *testing.T) {
-			f := fake.New(t, fake.Config{Devices: n})
+			f := fake.New(t, fake.Config{Devices: n, Isolated: !access})
 			driver, err := cuda.LoadLibrary(f.Path)
 			if err != nil {
 				t.Fatal(err)
 			}
-			infos, err := driver.Devices()
-			if err != nil {
-				t.Fatal(err)
-			}
-			driver.SetTopology(func() (s nvlink.System, err error) {
-				for _, i := range infos {
-					s.GPUs = append(s.GPUs, nvlink.GPU{UUID: i.UUID})
-					p := nvlink.Pair{Read: access, Write: access, PCIe: access}
-					s.Pairs = append(s.Pairs, []nvlink.Pair{p, p, p})
-				}
-				return s, nil
-			})
 			finder := &cuda.Finder{Driver: func() (*cuda.Driver, error) { return driver, nil }}
 			each(t, n, Config{Devices: finder}, func(ctx context.Context, g *Group) error {
 				d, err := finder.Device(g.Rank())
@@ -159,10 +146,10 @@ func TestDirectOperationsOnSeveralGPUs(t *testing.T) {
 						return fmt.Errorf("round %d: not the sum", round)
 					}
 				}
-				if path, err := g.Direct(); (access == nvlink.Yes) != (path != "" && err == nil) {
+				if path, err := g.Direct(); access != (path != "" && err == nil) {
 					return fmt.Errorf("the path is %q, %v", path, err)
 				}
-				if copied := g.Copies() > 0; copied == (access == nvlink.Yes) {
+				if copied := g.Copies() > 0; copied == access {
 					return fmt.Errorf("buffers were copied to the host: %v", copied)
 				}
 				return g.Barrier(ctx)

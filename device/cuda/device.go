@@ -12,7 +12,6 @@ import (
 	"tutti/device"
 	kernels "tutti/kernels/cuda"
 	"tutti/mem"
-	"tutti/nvlink"
 )
 
 // Device is a GPU. It implements device.Device, device.HostAllocator, device.Exporter and
@@ -31,8 +30,7 @@ type Device struct {
 	memory  map[uint64]int // address -> length, of Alloc
 	host    heap
 
-	topology func() (nvlink.System, error)
-	imports  imports // of other processes
+	imports imports // of other processes
 }
 
 // Open returns a GPU as a device, with all kernels loaded. The caller closes it. It may be opened
@@ -56,7 +54,7 @@ func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
 	}
 	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
-		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap(), topology: d.topology}
+		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap()}
 	v.imports = imports{loc: v.loc, open: v.gpu.openImport, close: v.gpu.closeShared, mapped: map[importKey]*mapping{}}
 	if err := v.load(ptx, preload); err != nil {
 		return nil, errors.Join(err, v.Close())

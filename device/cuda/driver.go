@@ -17,22 +17,16 @@ import (
 	"strings"
 	"sync"
 	"unsafe"
-
-	"tutti/nvlink"
 )
 
 // Driver is the CUDA driver. Its methods may be called by any goroutine.
 type Driver struct {
-	lib      *C.tutti_cuda
-	version  int                           // 1000*major + 10*minor
-	topology func() (nvlink.System, error) // of the machine's GPUs
+	lib     *C.tutti_cuda
+	version int // 1000*major + 10*minor
 
 	mu       sync.Mutex
 	contexts map[string]unsafe.Pointer // primary ones that were retained, by Info.name of the GPU
 }
-
-// topology asks the management library once in a process.
-var topology = sync.OnceValues(func() (nvlink.System, error) { return nvlink.Read(os.DirFS("/sys")) })
 
 var load = sync.OnceValues(func() (*Driver, error) { return LoadLibrary("libcuda.so.1") })
 
@@ -44,7 +38,7 @@ func Load() (*Driver, error) { return load() }
 func LoadLibrary(path string) (*Driver, error) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
-	d := &Driver{topology: topology}
+	d := &Driver{}
 	var why [512]C.char
 	if C.tutti_cuda_open(name, &d.lib, &why[0], C.size_t(len(why))) != 0 {
 		return nil, fmt.Errorf("%w: %s", ErrUnavailable, C.GoString(&why[0]))
@@ -59,10 +53,6 @@ func LoadLibrary(path string) (*Driver, error) {
 	d.version = int(v)
 	return d, nil
 }
-
-// SetTopology has f describe the machine's GPUs, in place of nvlink.Read. It is called before the
-// first Open.
-func (d *Driver) SetTopology(f func() (nvlink.System, error)) { d.topology = f }
 
 // Version returns the newest version of CUDA that the driver supports.
 func (d *Driver) Version() (major, minor int) { return d.version / 1000, d.version % 1000 / 10 }

@@ -43,8 +43,9 @@ func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error)
 
 // Codes of errors that do not mean a failure, CUresult.
 const (
-	codeInvalidValue = 1
-	codeNotSupported = 801
+	codeInvalidValue    = 1
+	codePeerUnsupported = 217
+	codeNotSupported    = 801
 )
 
 // ImportIPC maps an allocation of another process, which owner names: the incarnation of a peer. An

@@ -7,7 +7,6 @@ import (
 
 	"tutti/device"
 	"tutti/mem"
-	"tutti/nvlink"
 )
 
 // Driver is the CUDA driver. This build has none.
@@ -28,9 +27,6 @@ func Load() (*Driver, error) { return nil, errBuild }
 
 // LoadLibrary fails as Load does.
 func LoadLibrary(string) (*Driver, error) { return nil, errBuild }
-
-// SetTopology does nothing.
-func (*Driver) SetTopology(func() (nvlink.System, error)) {}
 
 // IPC returns false.
 func (*Driver) IPC() bool { return false }

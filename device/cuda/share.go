@@ -10,7 +10,6 @@ import (
 	"tutti/device"
 	"tutti/internal/ident"
 	"tutti/mem"
-	"tutti/nvlink"
 )
 
 // A key of device.Sharer is, little-endian: format (1 byte) | length of the UUID (1) | process (8)
@@ -60,15 +59,14 @@ func (v *Device) Import(owner uint64, key []byte) (device.Shared, error) {
 	if err := h.UnmarshalBinary(key[keyHeader : keyHeader+ipcBytes]); err != nil {
 		return nil, err
 	}
-	name := string(key[keyHeader+ipcBytes:])
-	path, err := v.path(name)
-	if err != nil {
-		return nil, err
+	name, path := string(key[keyHeader+ipcBytes:]), sameGPU
+	if name != v.info.name() {
+		path = peerAccess
 	}
 	if binary.LittleEndian.Uint64(key[2:]) == process {
-		if name != v.info.name() {
+		if path == peerAccess {
 			if err := v.gpu.reach(name); err != nil {
-				return nil, err
+				return nil, unreachable(err)
 			}
 		}
 		if err := v.open(); err != nil {
@@ -78,7 +76,7 @@ func (v *Device) Import(owner uint64, key []byte) (device.Shared, error) {
 	}
 	i, err := v.ImportIPC(owner, h)
 	if err != nil {
-		return nil, err
+		return nil, unreachable(err)
 	}
 	return &imported{i, path, func() error { return v.WithdrawIPC(owner, h) }}, nil
 }
@@ -100,32 +98,20 @@ func (v *Device) Lasts(key []byte) bool {
 	return err == nil && number == h.Number
 }
 
-// sameGPU is the path to another process that uses the same GPU.
-const sameGPU = "same GPU"
+// Paths to memory. Which wires the access to another GPU takes is the driver's matter: package
+// nvlink tells it.
+const (
+	sameGPU    = "same GPU"
+	peerAccess = "peer access"
+)
 
-// path names the way from this GPU to another one of the machine, or says that there is none.
-func (v *Device) path(name string) (string, error) {
-	if name == v.info.name() {
-		return sameGPU, nil
+// unreachable has an error wrap errors.ErrUnsupported if it says that the driver gives one GPU no
+// access to the memory of another.
+func unreachable(err error) error {
+	if e, ok := errors.AsType[*Error](err); ok && e.Code == codePeerUnsupported {
+		return fmt.Errorf("%w: %w", err, errors.ErrUnsupported)
 	}
-	none := func(why any) (string, error) {
-		return "", fmt.Errorf("cuda: %s (GPU %s) has no path to GPU %s: %v: %w", v.loc, v.info.name(), name, why,
-			errors.ErrUnsupported)
-	}
-	s, err := v.topology()
-	if err != nil {
-		return none(err)
-	}
-	mine, here := s.Find(v.info.UUID, v.info.PCI)
-	other, there := s.Find(name, name)
-	if !here || !there {
-		return none("the management library does not list both")
-	}
-	p := s.Path(mine, other)
-	if p.Class == nvlink.ClassHost {
-		return none("by the topology (tutti doctor), only through the host")
-	}
-	return p.String(), nil
+	return err
 }
 
 // imported is an Import, and the way to it.

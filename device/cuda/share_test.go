@@ -9,15 +9,12 @@ import (
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
-	"tutti/nvlink"
 )
 
-// Keys of this process lead to the memory itself, those of other GPUs only by a path that the
-// topology has. A key lasts as long as its allocation.
+// Keys of this process lead to the memory itself, those of other GPUs too. A key lasts as long as
+// its allocation.
 func TestKeys(t *testing.T) {
 	f, v := open(t, fake.Config{})
-	system := nvlink.System{}
-	v.topology = func() (nvlink.System, error) { return system, nil }
 	other, err := v.gpu.d.Open(1)
 	if err != nil {
 		t.Fatal(err)
@@ -56,19 +53,13 @@ func TestKeys(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := v.Import(1, far); !errors.Is(err, errors.ErrUnsupported) {
-		t.Errorf("memory of a GPU that is not in the topology: %v", err)
-	}
-	reach := nvlink.Pair{Read: nvlink.Yes, Write: nvlink.Yes}
-	system = nvlink.System{GPUs: []nvlink.GPU{{UUID: v.info.UUID}, {Place: nvlink.Place{PCI: other.info.PCI}}},
-		Pairs: [][]nvlink.Pair{{{}, reach}, {reach, {}}}}
-	if _, err := v.Import(1, far); !errors.Is(err, errors.ErrUnsupported) {
-		t.Errorf("memory of a GPU that the topology does not know by its name: %v", err)
-	}
-	system.GPUs[1].UUID = other.info.UUID
 	for range 2 {
-		if _, err := v.Import(1, far); err != nil {
+		i, err := v.Import(1, far)
+		if err != nil {
 			t.Fatal(err)
+		}
+		if i.Path() != peerAccess || s.Path() != sameGPU {
+			t.Errorf("the paths are %q and %q", i.Path(), s.Path())
 		}
 	}
 	if n := f.Calls()["cuIpcOpenMemHandle_v2"]; n != 0 {
@@ -88,5 +79,29 @@ func TestKeys(t *testing.T) {
 	}
 	if v.Lasts(key) {
 		t.Error("a key lasts longer than its allocation")
+	}
+}
+
+// A GPU to whose memory the driver gives no access is told apart from other failures.
+func TestKeysOfIsolatedGPUs(t *testing.T) {
+	_, v := open(t, fake.Config{Isolated: true})
+	other, err := v.gpu.d.Open(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	m, err := other.Alloc(64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, _, err := other.Share(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := v.Import(1, key); !errors.Is(err, errors.ErrUnsupported) {
+		t.Errorf("memory of a GPU without access: %v", err)
+	}
+	if _, err := other.Import(1, key); err != nil {
+		t.Errorf("memory of the GPU itself: %v", err)
 	}
 }

@@ -59,6 +59,7 @@ enum { // CUresult
 	NOT_FOUND = 500,
 	NOT_READY = 600,
 	ILLEGAL_ADDRESS = 700,
+	PEER_UNSUPPORTED = 217,
 	ALREADY_ENABLED = 704,
 	LAUNCH_FAILED = 719,
 	CAPTURE_UNSUPPORTED = 900,
@@ -81,6 +82,7 @@ static const struct {
 	{NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
 	{NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
 	{ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+	{PEER_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
 	{ALREADY_ENABLED, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
 	{LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
 	{NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
@@ -167,6 +169,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed; // anything
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int initialized, devices = 2, memory_operations = 1, capability = 9, queue_limit, dma_buffers, ordering = 100;
+static int isolated; // the devices have no access to each other's memory
 static queue *shared[64]; // with a limit
 static int created; // streams
 static context contexts[MAX_DEVICES];
@@ -453,6 +456,8 @@ EXPORT int cuCtxEnablePeerAccess(void *peer, unsigned flags)
 	context *p = peer;
 	if (!result && (flags || p == c || !p->references))
 		result = INVALID_CONTEXT;
+	if (!result && isolated)
+		result = PEER_UNSUPPORTED;
 	if (!result && peers[c->device][p->device])
 		result = ALREADY_ENABLED;
 	if (!result)
@@ -642,9 +647,9 @@ EXPORT int cuPointerGetAttribute(void *v, int attribute, uint64_t at)
 // What the 64 bytes of a handle are.
 typedef struct {
 	char magic[8];
-	int32_t process, file;
+	int32_t process, file, device;
 	uint64_t inode, size;
-	char padding[32];
+	char padding[24];
 } ipc_handle;
 
 EXPORT int cuIpcGetMemHandle(ipc_handle *h, uint64_t at)
@@ -657,7 +662,7 @@ EXPORT int cuIpcGetMemHandle(ipc_handle *h, uint64_t at)
 	if (!result) {
 		memset(h, 0, sizeof *h);
 		memcpy(h->magic, "fake IPC", 8);
-		h->process = getpid(), h->file = b->file, h->inode = s.st_ino, h->size = b->n;
+		h->process = getpid(), h->file = b->file, h->device = b->context->device, h->inode = s.st_ino, h->size = b->n;
 		b->exported = 1;
 	}
 	END;
@@ -671,6 +676,8 @@ EXPORT int cuIpcOpenMemHandle_v2(uint64_t *at, ipc_handle h, unsigned flags)
 		result = INVALID_VALUE;
 	if (!result && h.process == getpid())
 		result = INVALID_CONTEXT;
+	if (!result && isolated && h.device != c->device)
+		result = PEER_UNSUPPORTED;
 	for (block *b = blocks; !result && b; b = b->next)
 		if (b->opened && b->context == c && !fstat(b->file, &s) && s.st_ino == h.inode) {
 			b->opened++;
@@ -1082,8 +1089,9 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 }
 
 // fake_configure sets what the machine has. Before cuInit.
-EXPORT void fake_configure(int n, int operations, int major, int limit, int buffers, int order)
+EXPORT void fake_configure(int n, int operations, int major, int limit, int buffers, int order, int apart)
 {
+	isolated = apart;
 	dma_buffers = buffers;
 	ordering = order;
 	queue_limit = limit;

@@ -14,7 +14,7 @@ typedef struct {
 } census;
 
 typedef struct {
-	void (*configure)(int, int, int, int, int, int);
+	void (*configure)(int, int, int, int, int, int, int);
 	const char *(*kernels)(const char *);
 	int (*fail)(const char *, int, int);
 	const char *(*calls)(int, int *);
@@ -39,9 +39,9 @@ static const char *load(const char *path, functions *f)
 }
 
 static void configure(functions *f, int n, int operations, int major, int queues, int buffers,
-		      int ordering)
+		      int ordering, int isolated)
 {
-	f->configure(n, operations, major, queues, buffers, ordering);
+	f->configure(n, operations, major, queues, buffers, ordering, isolated);
 }
 static const char *kernels(functions *f, const char *path) { return f->kernels(path); }
 static int fail(functions *f, const char *call, int k, int code) { return f->fail(call, k, code); }
@@ -85,6 +85,7 @@ type Config struct {
 	Queues      int  // that streams share, at most 64; 0: each has its own
 	DMABuf      bool // memory can be exported as DMA buffers
 	Unordered   bool // what other devices write has to be flushed
+	Isolated    bool // no GPU has access to another one's memory
 }
 
 var (
@@ -154,7 +155,11 @@ func New(tb testing.TB, c Config) *Driver {
 	if c.Unordered {
 		ordering = 0
 	}
-	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering)
+	isolated := C.int(0)
+	if c.Isolated {
+		isolated = 1
+	}
+	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering, isolated)
 	if why := C.kernels(&d.f, compiled); why != nil {
 		tb.Fatal(C.GoString(why))
 	}

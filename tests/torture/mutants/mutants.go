@@ -88,13 +88,15 @@ var mutants = []mutant{
 		name:      "withdraw-late",
 		what:      "the owner returns before it has withdrawn its buffers (Exposure.Withdraw)",
 		transport: "shm",
-		edits:     []edit{{"pg/internal/exec", "mapped.close", "m.exposure.Withdraw()", "go m.exposure.Withdraw()"}},
+		edits: []edit{
+			{"pg/internal/exec", "Runner.leave", "r.mapped.exposure.Withdraw()", "go r.mapped.exposure.Withdraw()"},
+		},
 	},
 	{
 		name:      "withdraw-never",
 		what:      "the owner leaves its buffers exposed until the next operation",
 		transport: "shm",
-		edits:     []edit{{"pg/internal/exec", "mapped.close", "m.exposure.Withdraw()", ""}},
+		edits:     []edit{{"pg/internal/exec", "Runner.leave", "r.mapped.exposure.Withdraw()", ""}},
 	},
 	{
 		name:      "key-hosts",
