@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tutti/internal/yield"
 )
 
 // The proxy's kinds of frames. Header fields that are not named are 0. Ack is always the credit of
@@ -160,6 +162,7 @@ type Proxy struct {
 	behind   atomic.Int32  // goroutines in regain
 	working  atomic.Int32  // goroutines between Leave and Return
 	moved    int           // bytes since the lock was last offered
+	poller   yield.Poller  // of waiters
 
 	ended [16]Completion // buffer for Poll
 

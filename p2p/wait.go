@@ -5,6 +5,8 @@ import (
 	"errors"
 	"runtime"
 	"time"
+
+	"tutti/internal/yield"
 )
 
 // ErrTimeout says that a Wait's deadline has passed.
@@ -266,10 +268,13 @@ func (p *Proxy) giveWay(w *Wait) error {
 	case (waited < yieldFor || w.spins < yieldLeast) && !w.linking && p.working.Load() == 0:
 		// While a link is made, other goroutines and processes need the time.
 		p.mu.Unlock()
-		if p.cfg.Threads || p.wanted.Load() > 0 {
+		switch {
+		case p.cfg.Threads || p.wanted.Load() > 0:
 			runtime.Gosched()
-		} else {
-			osYield()
+		case p.cfg.Oversubscribed: // the other processors have ranks, too
+			yield.Now()
+		default:
+			p.poller.Yield()
 		}
 		p.regain()
 		return nil

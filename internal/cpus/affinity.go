@@ -4,7 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
+	"slices"
 	"strconv"
+	"syscall"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -79,4 +83,32 @@ func threads(group int) []int {
 		}
 	}
 	return all
+}
+
+// Move has the calling thread go on at another of the processors that it may run on, the next one
+// in their order, and reports whether it could. Its binding is the same afterwards: the kernel may
+// move it back at any time.
+func Move() bool {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	s, err := Allowed()
+	if err != nil || len(s) < 2 {
+		return false
+	}
+	var here uint32
+	syscall.RawSyscall(unix.SYS_GETCPU, uintptr(unsafe.Pointer(&here)), 0, 0)
+	next, ok := slices.BinarySearch(s, int(here))
+	if ok {
+		next++
+	}
+	if Bind(0, s[next%len(s):][:1]) != nil {
+		return false
+	}
+	if Bind(0, s) != nil { // its cgroup has other processors now
+		for s = s[:0]; len(s) < Max; {
+			s = append(s, len(s))
+		}
+		Bind(0, s)
+	}
+	return true
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -262,5 +263,26 @@ func TestBindGroup(t *testing.T) {
 	}
 	if now, err := Allowed(); err != nil || !slices.Equal(now, allowed) {
 		t.Errorf("this process: %v, %v, before %v", now, err, allowed)
+	}
+}
+
+// A thread that was moved is on another processor, and may run where it could before.
+func TestMove(t *testing.T) {
+	runtime.LockOSThread() // its binding ends with it
+	before, err := Allowed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if ok := Move(); ok != (len(before) > 1) {
+		t.Errorf("moved: %v, with the processors %v", ok, before)
+	}
+	if after, err := Allowed(); err != nil || !slices.Equal(after, before) {
+		t.Errorf("bound to %v afterwards (%v), want %v", after, err, before)
+	}
+	if err := Bind(0, before[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if Move() {
+		t.Error("moved to the same processor")
 	}
 }

@@ -110,10 +110,6 @@ func (v *Vector) Recv(fd int, a, b []byte) (int, syscall.Errno) {
 	return call(unix.SYS_RECVMSG, fd, v.set(a, b), recvFlags, 0, len(a)+len(b))
 }
 
-// Yield lets other threads that are ready have this one's processor, for those that poll a socket.
-// If there is none it returns at once.
-func Yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
-
 // Ready reports whether there is something to read, or the end of the stream, or an error. Unlike
 // Recv it does not take the socket's lock, which what is arriving would wait for.
 func Ready(fd int) bool {

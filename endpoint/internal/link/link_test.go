@@ -422,29 +422,39 @@ func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {
 
 func TestNobodyPollsWhileOthersNeedTheProcessors(t *testing.T) {
 	var c crowd
-	if _, long := c.yield(now() + int64(time.Minute)); long { // as if no time had passed
-		t.Error("a yield that took no time was a long one")
+	at := int64(time.Hour)
+	if c.note(at, at+late) || c.present(at+late) {
+		t.Error("a short absence was a long one")
 	}
-	pauses := []int64{doze, 2 * doze, 4 * doze}
-	for c.pause.Load() < snooze {
-		at, long := c.yield(now() - 2*late)
-		if !long || !c.present(at) || c.present(at+c.pause.Load()) {
-			t.Fatalf("pause %v: long %v", time.Duration(c.pause.Load()), long)
+	absent := func(want int64) {
+		t.Helper()
+		long := c.note(at, at+late+1)
+		if at += late + 1; !long || c.pause.Load() != want || !c.present(at+want-1) || c.present(at+want) {
+			t.Fatalf("long %v, pause %v, want %v", long, time.Duration(c.pause.Load()), time.Duration(want))
 		}
-		if len(pauses) > 0 {
-			if c.pause.Load() != pauses[0] {
-				t.Errorf("pause %v, expected %v", time.Duration(c.pause.Load()), time.Duration(pauses[0]))
-			}
-			pauses = pauses[1:]
+		at += want
+	}
+	for pause := doze; pause < snooze; pause *= 2 {
+		absent(pause)
+		if c.note(at, at+1); c.pause.Load() != pause {
+			t.Fatalf("one short absence made the pause %v, want %v", time.Duration(c.pause.Load()), time.Duration(pause))
 		}
 	}
-	if c.yield(now() - 2*late); c.pause.Load() != snooze {
-		t.Errorf("pause %v, expected no more than %v", time.Duration(c.pause.Load()), time.Duration(snooze))
+	absent(snooze)
+	absent(snooze)
+	for pause := snooze; pause > 0; {
+		at += pause + 1
+		if c.note(at, at+1) {
+			t.Fatal("a short absence was a long one")
+		}
+		if pause /= 2; pause < doze {
+			pause = 0
+		}
+		if c.pause.Load() != pause {
+			t.Fatalf("pause %v after quiet times, want %v", time.Duration(c.pause.Load()), time.Duration(pause))
+		}
 	}
-	c.yield(now() + int64(time.Minute)) // as if no time had passed
-	if c.pause.Load() != 0 {
-		t.Errorf("pause %v after a yield that took no time", time.Duration(c.pause.Load()))
-	}
+	absent(doze)
 }
 
 // ended is what Await waits for: a transfer that has come.

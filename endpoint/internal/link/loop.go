@@ -13,14 +13,14 @@ import (
 
 	"tutti/endpoint/internal/wire"
 	"tutti/internal/epoll"
-	"tutti/internal/socket"
+	"tutti/internal/yield"
 )
 
 // Durations of polling, in nanoseconds.
 const (
 	spin   = int64(50 * time.Microsecond)  // an idle connection stays active for so long
 	late   = int64(500 * time.Microsecond) // a thread that others keep from its processor is away longer
-	doze   = int64(20 * time.Millisecond)  // after that nobody polls for so long, and twice as long the next time
+	doze   = int64(time.Millisecond)       // after that nobody polls for so long, and twice as long the next time
 	snooze = int64(time.Second)            // but no longer than this
 	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
 	rounds = 8                             // polls between two looks at the clock
@@ -33,6 +33,7 @@ type Loop struct {
 	poll *epoll.Instance
 	done chan struct{}
 	crowd
+	own, waiting yield.Poller // of the loop, and of waiters that poll
 
 	mu      sync.Mutex
 	conns   map[uint64]*Conn // those that are not released
@@ -57,7 +58,7 @@ func NewLoop() (*Loop, error) {
 // gets a processor sooner than one that has used its share.
 type crowd struct {
 	until atomic.Int64 // no polling
-	pause atomic.Int64 // how long the last time; 0: there was none, or it is over
+	pause atomic.Int64 // how long the last time; 0: there was none, or it is long over
 }
 
 // present reports whether polling is to be avoided at a time.
@@ -65,19 +66,31 @@ func (c *crowd) present(at int64) bool { return at < c.until.Load() }
 
 // yield leaves the processor to other threads that are ready, one of which may be the peer's. It
 // returns the time after that, and whether it was long after before, when the thread ran last.
-func (c *crowd) yield(before int64) (at int64, long bool) {
-	socket.Yield()
+func (c *crowd) yield(p *yield.Poller, before int64) (at int64, long bool) {
+	p.Yield()
 	at = now()
-	switch pause := c.pause.Load(); {
+	return at, c.note(before, at)
+}
+
+// note records that a thread has run at before and at, and yielded between. A single long absence
+// may be an accident and stops the polling for a moment only. Each that follows soon doubles the
+// time, and as much time without any halves it.
+func (c *crowd) note(before, at int64) (long bool) {
+	pause := c.pause.Load()
+	switch {
 	case at-before > late:
 		pause = min(max(2*pause, doze), snooze)
 		c.pause.Store(pause)
 		c.until.Store(at + pause)
-		return at, true
-	case pause != 0:
-		c.pause.Store(0)
+		return true
+	case pause != 0 && at-c.until.Load() > pause:
+		if pause /= 2; pause < doze {
+			pause = 0
+		}
+		c.pause.Store(pause)
+		c.until.Store(at)
 	}
-	return at, false
+	return false
 }
 
 var errLoopClosed = errors.New("the loop is closed")
@@ -224,7 +237,7 @@ func (l *Loop) serve(active []*Conn) (remain []*Conn, p pause) {
 	}
 	at := now()
 	if !did && !l.present(at) {
-		at, _ = l.yield(at)
+		at, _ = l.yield(&l.own, at)
 	}
 	remain = active[:0]
 	for _, c := range active {
@@ -374,7 +387,7 @@ func poll(ctx context.Context, conns []*Conn, w Waiting) bool {
 		if last == 0 {
 			last = now()
 		}
-		at, long := c.loop.yield(last)
+		at, long := c.loop.yield(&c.loop.waiting, last)
 		if last = at; since == 0 {
 			since = at
 		}
