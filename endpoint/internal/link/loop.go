@@ -22,6 +22,7 @@ const (
 	late   = int64(500 * time.Microsecond) // a thread that others keep from its processor is away longer
 	doze   = int64(time.Millisecond)       // after that nobody polls for so long, and twice as long the next time
 	snooze = int64(time.Second)            // but no longer than this
+	calm   = 16                            // a part of that time without an absence halves it
 	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
 	rounds = 8                             // polls between two looks at the clock
 	seldom = 64                            // polls between two looks whether a waiter has given up
@@ -74,7 +75,7 @@ func (c *crowd) yield(p *yield.Poller, before int64) (at int64, long bool) {
 
 // note records that a thread has run at before and at, and yielded between. A single long absence
 // may be an accident and stops the polling for a moment only. Each that follows soon doubles the
-// time, and as much time without any halves it.
+// time, and a part of the time without any halves it.
 func (c *crowd) note(before, at int64) (long bool) {
 	pause := c.pause.Load()
 	switch {
@@ -83,7 +84,7 @@ func (c *crowd) note(before, at int64) (long bool) {
 		c.pause.Store(pause)
 		c.until.Store(at + pause)
 		return true
-	case pause != 0 && at-c.until.Load() > pause:
+	case pause != 0 && at-c.until.Load() > pause/calm:
 		if pause /= 2; pause < doze {
 			pause = 0
 		}
