@@ -89,7 +89,7 @@ const (
 	short    = 16 << 10  // received at first; such calls are cheaper
 	small    = 16 << 10  // a payload up to this size is copied behind its header
 	gather   = 64 << 10  // frames are collected up to this size
-	Chunk    = 256 << 10 // the largest frame of a transfer
+	Chunk    = 512 << 10 // the largest frame of a transfer
 	direct   = 8 << 10   // a payload of which more is missing is received at its place
 	ahead    = 4 << 10   // what is read behind a payload that is received at its place
 	rxShare  = 1 << 20   // received in one call of Poll
