@@ -437,7 +437,8 @@ func TestNobodyPollsWhileOthersNeedTheProcessors(t *testing.T) {
 	for pause := doze; pause < snooze; pause *= 2 {
 		absent(pause)
 		if c.note(at, at+1); c.pause.Load() != pause {
-			t.Fatalf("one short absence made the pause %v, want %v", time.Duration(c.pause.Load()), time.Duration(pause))
+			t.Fatalf("one short absence made the pause %v, want %v",
+				time.Duration(c.pause.Load()), time.Duration(pause))
 		}
 	}
 	absent(snooze)
