@@ -8,14 +8,18 @@ import (
 )
 
 func TestConformance(t *testing.T) {
-	for name, cfg := range map[string]Config{
-		"default":           {},
-		"3 connections":     {Conns: 3},
-		"small":             {MaxFrame: MinFrame, BufferSize: minBuffer, SocketBuffer: 8 << 10},
-		"big, small socket": {MaxFrame: 1 << 20, SocketBuffer: 32 << 10, Conns: 2},
+	small := func() *Transport {
+		tr := tight(8<<10, Config{MaxFrame: MinFrame})
+		tr.buffer = minBuffer
+		return tr
+	}
+	for name, make := range map[string]func() *Transport{
+		"default":           func() *Transport { return New(local(Config{})) },
+		"small":             small,
+		"big, small socket": func() *Transport { return tight(32<<10, Config{MaxFrame: 1 << 20}) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			linktest.Run(t, func(testing.TB) p2p.Transport { return New(local(cfg)) })
+			linktest.Run(t, func(testing.TB) p2p.Transport { return make() })
 		})
 	}
 }

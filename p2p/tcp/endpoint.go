@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
-	"strings"
 	"sync"
 
 	"tutti/internal/ident"
@@ -13,63 +12,33 @@ import (
 
 // endpoint is what a listener publishes. Its encoding, little-endian:
 //
-//	version u8 (1), connections it takes per link u8, its largest frame u32, its host's id u64,
-//	number of candidates u8, candidates
+//	version u8 (2), its largest frame u32, its host's id u64, number of addresses u8, addresses
 //
-// where a candidate is port u16, kind u8 and then 4 bytes (kind 4), 16 bytes (kind 6) or a length
-// u8 and a name (kind 'n').
+// where an address is port u16, kind u8 and then 4 bytes (kind 4) or 16 bytes (kind 6).
 type endpoint struct {
-	conns    int
 	maxFrame int
-	host     uint64 // hostID, 0 if unknown
-	at       []candidate
-}
-
-// candidate is one address at which a listener may be reachable.
-type candidate struct {
-	addr netip.Addr // invalid: the candidate has a name
-	name string     // resolved when dialled
-	port uint16
+	host     uint64           // hostID, 0 if unknown
+	at       []netip.AddrPort // where the listener may be reachable
 }
 
 const (
-	endpointVersion = 1
-	endpointFixed   = 15
-	maxCandidates   = 16
-	maxName         = 253
+	endpointVersion = 2
+	endpointFixed   = 14
+	maxAddresses    = 16
 )
 
-func (c candidate) String() string {
-	if c.addr.IsValid() {
-		return netip.AddrPortFrom(c.addr, c.port).String()
-	}
-	return fmt.Sprintf("%s:%d", c.name, c.port)
-}
-
-func validName(s string) bool {
-	return s != "" && len(s) <= maxName && !strings.ContainsFunc(s, func(r rune) bool {
-		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '.' && r != '-' && r != '_'
-	})
-}
-
 func (e endpoint) encode() []byte {
-	b := []byte{endpointVersion, byte(e.conns)}
+	b := []byte{endpointVersion}
 	b = binary.LittleEndian.AppendUint32(b, uint32(e.maxFrame))
 	b = binary.LittleEndian.AppendUint64(b, e.host)
 	b = append(b, byte(len(e.at)))
-	for _, c := range e.at {
-		b = binary.LittleEndian.AppendUint16(b, c.port)
-		switch {
-		case !c.addr.IsValid():
-			b = append(b, 'n', byte(len(c.name)))
-			b = append(b, c.name...)
-		case c.addr.Is4():
-			a := c.addr.As4()
-			b = append(append(b, 4), a[:]...)
-		default:
-			a := c.addr.As16()
-			b = append(append(b, 6), a[:]...)
+	for _, at := range e.at {
+		b = binary.LittleEndian.AppendUint16(b, at.Port())
+		kind := byte(6)
+		if at.Addr().Is4() {
+			kind = 4
 		}
+		b = append(append(b, kind), at.Addr().AsSlice()...)
 	}
 	return b
 }
@@ -88,18 +57,15 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 	if len(b) < endpointFixed {
 		return bad("at least %d are needed", endpointFixed)
 	}
-	e.conns = int(b[1])
-	e.maxFrame = int(binary.LittleEndian.Uint32(b[2:]))
-	e.host = binary.LittleEndian.Uint64(b[6:])
-	n := int(b[14])
+	e.maxFrame = int(binary.LittleEndian.Uint32(b[1:]))
+	e.host = binary.LittleEndian.Uint64(b[5:])
+	n := int(b[13])
 	switch {
-	case e.conns < 1 || e.conns > MaxConns:
-		return bad("%d connections per link, want 1 to %d", e.conns, MaxConns)
 	case e.maxFrame < MinFrame || e.maxFrame > MaxMaxFrame || e.maxFrame%frameUnit != 0:
 		return bad("frames of up to %d bytes, want a multiple of %d from %d to %d", e.maxFrame, frameUnit, MinFrame,
 			MaxMaxFrame)
-	case n < 1 || n > maxCandidates:
-		return bad("%d addresses, want 1 to %d", n, maxCandidates)
+	case n < 1 || n > maxAddresses:
+		return bad("%d addresses, want 1 to %d", n, maxAddresses)
 	}
 	rest := b[endpointFixed:]
 	take := func(n int) []byte {
@@ -116,38 +82,27 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 		if head == nil {
 			return bad("ends in address %d of %d", i, n)
 		}
-		c := candidate{port: binary.LittleEndian.Uint16(head)}
+		port := binary.LittleEndian.Uint16(head)
 		var raw []byte
 		switch head[2] {
 		case 4:
 			raw = take(4)
 		case 6:
 			raw = take(16)
-		case 'n':
-			if l := take(1); l != nil {
-				raw = take(int(l[0]))
-			}
 		default:
 			return bad("address %d has the unknown kind %d", i, head[2])
 		}
 		if raw == nil {
 			return bad("ends in address %d of %d", i, n)
 		}
-		if head[2] == 'n' {
-			c.name = string(raw)
-			if !validName(c.name) {
-				return bad("address %d is no host name: %q", i, c.name)
-			}
-		} else {
-			c.addr, _ = netip.AddrFromSlice(raw)
-			if c.addr.Is4In6() || c.addr.IsUnspecified() || c.addr.IsMulticast() {
-				return bad("address %d, %v, is not one that can be dialled", i, c.addr)
-			}
+		addr, _ := netip.AddrFromSlice(raw)
+		if addr.Is4In6() || addr.IsUnspecified() || addr.IsMulticast() {
+			return bad("address %d, %v, is not one that can be dialled", i, addr)
 		}
-		if c.port == 0 {
+		if port == 0 {
 			return bad("address %d has port 0", i)
 		}
-		e.at = append(e.at, c)
+		e.at = append(e.at, netip.AddrPortFrom(addr, port))
 	}
 	if len(rest) != 0 {
 		return bad("%d bytes too many", len(rest))

@@ -23,37 +23,32 @@ type framed struct {
 // Distant implements p2p.Distant.
 func (framed) Distant() {}
 
-// link implements p2p.Link over one or more connections. Headers and small payloads use streams[0],
-// in order. With several streams the payloads of big frames are distributed over them in turn; both
-// ends count the turns. Each direction is an independent state machine.
+// link implements p2p.Link over a connection. Each direction is an independent state machine.
 //
 // The polling goroutine owns all fields except mu, closed, failure and armed.
 type link struct {
 	name     string // "tcp link to rank 3 (incarnation …) at 10.0.0.3:29500"
 	maxFrame int
 	poller   *poller
-	mu       sync.Mutex // held during system calls on the streams' descriptors, against Close
+	mu       sync.Mutex // held during system calls on the stream's descriptor, against Close
 	closed   atomic.Bool
 	done     chan struct{} // closed when Close is through
 	failure  atomic.Pointer[failure]
 	armed    atomic.Bool
-	streams  []stream
+	stream   stream
 
 	// Receiving.
-	buf    []byte // buf[r:w] has arrived on streams[0] and was not consumed
+	buf    []byte // buf[r:w] has arrived and was not consumed
 	r, w   int
 	ahead  int        // size of one read into buf
 	head   p2p.Header // the current frame's
 	cur    bool       // there is a current frame
 	filled bool       // Fill was called for it
 	left   int        // bytes of its payload that were not consumed
-	src    int        // the stream that carries its payload
-	turnIn int
-	ended  bool // the sockets deliver nothing any more; failure says why
+	ended  bool       // the socket delivers nothing any more; failure says why
 
 	// Sending.
 	scratch [headerSpace + copyLimit]byte
-	turnOut int
 	refused bool // Send returned false, and Arm has not reported room since
 }
 
@@ -70,15 +65,12 @@ const (
 	// Size of a read when a long payload may follow, most of which should bypass the receive
 	// buffer.
 	shortRead = 4 << 10
-	spread    = 64 << 10 // payloads from this size are distributed over the streams
 )
 
-func newLink(name string, fds []int, maxFrame, buffer int, p *poller) (*link, error) {
-	l := &link{name: name, maxFrame: maxFrame, poller: p, done: make(chan struct{}), streams: make([]stream, len(fds)),
-		buf: make([]byte, buffer), ahead: buffer}
-	for i, fd := range fds {
-		l.streams[i].link, l.streams[i].fd = l, fd
-	}
+func newLink(name string, fd, maxFrame, buffer int, p *poller) (*link, error) {
+	l := &link{name: name, maxFrame: maxFrame, poller: p, done: make(chan struct{}), buf: make([]byte, buffer),
+		ahead: buffer}
+	l.stream.link, l.stream.fd = l, fd
 	if err := p.add(l); err != nil {
 		return nil, err
 	}
@@ -135,15 +127,6 @@ func decodeHeader(h *p2p.Header, b *[p2p.HeaderSize]byte) {
 	h.Off = binary.LittleEndian.Uint64(b[40:])
 }
 
-// turn returns the stream of a payload of n bytes, and the last stream that had a turn after it.
-func (l *link) turn(last, n int) (stream, now int) {
-	if n < spread || len(l.streams) == 1 {
-		return 0, last
-	}
-	now = (last + 1) % len(l.streams)
-	return now, now
-}
-
 // Send implements p2p.Link.
 func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if uint64(h.Len) != uint64(len(payload)) || len(payload) > l.maxFrame {
@@ -156,26 +139,16 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if done, err := l.flush(); !done {
 		return false, err
 	}
-	i, turn := l.turn(l.turnOut, len(payload))
-	first, s := &l.streams[0], &l.streams[i]
-	if !first.room() || !s.room() {
+	if !l.stream.room() {
 		return false, nil
 	}
 	head := l.scratch[:headerSpace]
 	encodeHeader((*[p2p.HeaderSize]byte)(head), h)
-	var taken bool
-	var e syscall.Errno
-	if s == first {
-		taken, e = s.put(head, payload, false)
-	} else if taken, e = first.put(head, nil, false); taken {
-		_, e = s.put(nil, payload, true)
-	}
+	taken, e := l.stream.put(head, payload)
 	if e != 0 {
 		return false, l.failErrno("send", e)
 	}
-	if taken {
-		l.turnOut, l.refused = turn, false
-	}
+	l.refused = !taken
 	return taken, nil
 }
 
@@ -201,7 +174,7 @@ func (l *link) Gather(h *p2p.Header, payload []byte) (bool, error) {
 	if err := l.Err(); err != nil {
 		return false, err
 	}
-	s := &l.streams[0]
+	s := &l.stream
 	if len(s.kept)-s.sent+n > gathered {
 		l.refused = true
 		if done, err := l.flush(); !done {
@@ -226,17 +199,14 @@ func (l *link) flush() (bool, error) {
 	if l.failure.Load() != nil || l.closed.Load() {
 		return false, l.Err()
 	}
-	all := true
-	for i := range l.streams {
-		if s := &l.streams[i]; len(s.kept) > 0 {
-			done, e := s.flush()
-			if e != 0 {
-				return false, l.failErrno("send", e)
-			}
-			all = all && done
-		}
+	if len(l.stream.kept) == 0 {
+		return true, nil
 	}
-	return all, nil
+	done, e := l.stream.flush()
+	if e != 0 {
+		return false, l.failErrno("send", e)
+	}
+	return done, nil
 }
 
 // took interprets the result of a receiving call: it returns the number of bytes, and sets ended
@@ -273,7 +243,7 @@ func (l *link) read() {
 	if l.closed.Load() {
 		return
 	}
-	l.w += l.took(l.streams[0].recv(l.buf[l.w:min(len(l.buf), l.w+l.ahead)]))
+	l.w += l.took(l.stream.recv(l.buf[l.w:min(len(l.buf), l.w+l.ahead)]))
 }
 
 // Recv implements p2p.Link.
@@ -295,12 +265,11 @@ func (l *link) Recv() (*p2p.Header, []byte, error) {
 		}
 		l.r += headerSpace
 		l.cur, l.filled, l.left = true, false, int(l.head.Len)
-		l.src, l.turnIn = l.turn(l.turnIn, l.left)
 		if l.ahead = len(l.buf); l.left > inline {
 			l.ahead = shortRead
 		}
 	}
-	if l.left == 0 || l.filled || l.src != 0 {
+	if l.left == 0 || l.filled {
 		return &l.head, nil, nil
 	}
 	if l.w-l.r < l.left && l.left <= inline {
@@ -330,12 +299,9 @@ func (l *link) Fill(dst []byte) (int, error) {
 	}
 	dst = dst[:min(len(dst), l.left)]
 	l.filled = l.cur
-	n := 0
-	if l.src == 0 {
-		n = copy(dst, l.buf[l.r:l.w])
-		l.r += n
-		l.left -= n
-	}
+	n := copy(dst, l.buf[l.r:l.w])
+	l.r += n
+	l.left -= n
 	if n == len(dst) {
 		return n, nil
 	}
@@ -356,14 +322,13 @@ func (l *link) direct(dst []byte) int {
 	if l.closed.Load() {
 		return 0
 	}
-	s := &l.streams[l.src]
-	if l.src != 0 || len(dst) < l.left {
-		n := l.took(s.recv(dst))
+	if len(dst) < l.left {
+		n := l.took(l.stream.recv(dst))
 		l.left -= n
 		return n
 	}
 	l.r, l.w = 0, 0
-	n := l.took(s.recv2(dst, l.buf[:l.ahead]))
+	n := l.took(l.stream.recv2(dst, l.buf[:l.ahead]))
 	if n > len(dst) {
 		l.w = n - len(dst)
 		n = len(dst)
@@ -378,7 +343,7 @@ func (l *link) Release() {
 		return
 	}
 	if l.left > 0 {
-		if l.src != 0 || l.w-l.r < l.left {
+		if l.w-l.r < l.left {
 			panic(fmt.Sprintf("%s: Release with %d bytes of the frame's payload not received", l.name, l.left))
 		}
 		l.r += l.left
@@ -389,7 +354,7 @@ func (l *link) Release() {
 
 // Arm implements p2p.Link.
 func (l *link) Arm() bool {
-	if l.ended || l.cur && (l.left == 0 || l.src == 0 && l.w > l.r) || !l.cur && l.w-l.r >= headerSpace {
+	if l.ended || l.cur && (l.left == 0 || l.w > l.r) || !l.cur && l.w-l.r >= headerSpace {
 		return true
 	}
 	l.mu.Lock()
@@ -397,32 +362,19 @@ func (l *link) Arm() bool {
 	if l.closed.Load() || l.failure.Load() != nil {
 		return true
 	}
-	src := 0
-	if l.cur {
-		src = l.src
-	}
-	room := true
-	for i := range l.streams {
-		s := &l.streams[i]
-		s.want = 0
-		if i == src {
-			s.want = unix.EPOLLIN | unix.EPOLLRDHUP
-		}
-		if len(s.kept) > 0 || l.refused && !s.room() {
-			s.want |= unix.EPOLLOUT
-			room = false
-		}
+	want, room := uint32(unix.EPOLLIN|unix.EPOLLRDHUP), true
+	if len(l.stream.kept) > 0 || l.refused && !l.stream.room() {
+		want |= unix.EPOLLOUT
+		room = false
 	}
 	if l.refused && room {
 		l.refused = false
 		return true
 	}
 	l.armed.Store(true)
-	for i := range l.streams {
-		if s := &l.streams[i]; s.want != 0 && l.poller.watch(s, s.want) != nil {
-			l.armed.Store(false)
-			return true
-		}
+	if l.poller.watch(&l.stream, want) != nil {
+		l.armed.Store(false)
+		return true
 	}
 	return false
 }
@@ -444,13 +396,10 @@ func (l *link) Close() error {
 		return nil
 	}
 	l.poller.remove(l)
-	deadline := time.Now().Add(lingerTime)
-	for i := range l.streams {
-		if l.failure.Load() == nil {
-			l.streams[i].finish(deadline)
-		}
-		unix.Close(l.streams[i].fd)
+	if l.failure.Load() == nil {
+		l.stream.finish(time.Now().Add(lingerTime))
 	}
+	unix.Close(l.stream.fd)
 	l.poller.release()
 	close(l.done)
 	return nil

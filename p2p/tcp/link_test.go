@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"net"
 	"reflect"
 	"strings"
@@ -32,25 +31,25 @@ func TestHeaderEncoding(t *testing.T) {
 	}
 }
 
-// wire returns the connections under a link.
+// wire returns the link over a connection under l.
 func wire(l p2p.Link) *link { return l.(*framed).link }
 
-// rawPair returns a link of conns streams and the descriptors of their far ends.
-func rawPair(t testing.TB, p *poller, conns, maxFrame int) (*link, []int) {
+// minBuffer is the smallest receive buffer that tests use: one that holds a payload of inline bytes
+// with its header.
+const minBuffer = 32 << 10
+
+// rawPair returns a link and the descriptor of its far end.
+func rawPair(t testing.TB, p *poller, maxFrame int) (*link, int) {
 	t.Helper()
-	var near, far []int
-	for range conns {
-		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		near, far = append(near, fds[0]), append(far, fds[1])
-	}
-	l, err := newLink("a link", near, maxFrame, minBuffer, p)
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return l, far
+	l, err := newLink("a link", fds[0], maxFrame, minBuffer, p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l, fds[1]
 }
 
 func testPoller(t testing.TB) *poller {
@@ -99,18 +98,18 @@ func FuzzStream(f *testing.F) {
 			rest = rest[h.Len:]
 		}
 		random := func(n int) int { seed = seed*6364136223846793005 + 1442695040888963407; return int(seed>>33) % n }
-		l, far := rawPair(t, p, 1, maxFrame)
+		l, far := rawPair(t, p, maxFrame)
 		defer l.Close()
 		sent := 0
 		feed := func() {
 			if sent == len(in) {
-				if far[0] >= 0 {
-					unix.Close(far[0])
-					far[0] = -1
+				if far >= 0 {
+					unix.Close(far)
+					far = -1
 				}
 				return
 			}
-			if n, err := unix.Write(far[0], in[sent:min(len(in), sent+1+random(50000))]); err == nil {
+			if n, err := unix.Write(far, in[sent:min(len(in), sent+1+random(50000))]); err == nil {
 				sent += n
 			}
 		}
@@ -157,8 +156,8 @@ func FuzzStream(f *testing.F) {
 			}
 			l.Release()
 		}
-		if far[0] >= 0 {
-			unix.Close(far[0])
+		if far >= 0 {
+			unix.Close(far)
 		}
 		if l.Err() == nil || !l.Arm() {
 			t.Errorf("after the end: Err is %v, and Arm lets sleep", l.Err())
@@ -166,61 +165,53 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// Frames of all sizes over several connections stay in order and whole, under back-pressure, both
-// ends asleep now and then.
-func TestSeveralConnections(t *testing.T) {
-	for _, conns := range []int{1, 2, 5} {
-		t.Run(fmt.Sprint(conns), func(t *testing.T) {
-			a, b, na, nb := pair(t, Config{Conns: conns, MaxFrame: 512 << 10})
-			if n := len(wire(a).streams); n != conns || len(wire(b).streams) != conns {
-				t.Fatalf("%d and %d connections", n, len(wire(b).streams))
-			}
-			sizes := []int{0, 1, spread - 1, spread, spread + 1, 512 << 10, 100, 200 << 10, 512 << 10, 16 << 10,
-				inline + 1}
-			const rounds = 12
-			failed := make(chan error, 1)
-			go func() {
-				for i := range rounds * len(sizes) {
-					n := sizes[i%len(sizes)]
-					for ok := false; !ok; {
-						var err error
-						if ok, err = a.Send(header(uint64(i), n), pattern(n, byte(i))); err != nil {
-							failed <- err
-							return
-						}
-						if !ok && !a.Arm() {
-							<-na.woken
-						}
-					}
+// Frames of all sizes stay in order and whole, under back-pressure, both ends asleep now and then.
+func TestFramesOfAllSizes(t *testing.T) {
+	a, b, na, nb := pair(t, Config{MaxFrame: 512 << 10})
+	sizes := []int{0, 1, copyLimit, copyLimit + 1, inline, 512 << 10, 100, 200 << 10, 512 << 10, 16 << 10,
+		inline + 1}
+	const rounds = 12
+	failed := make(chan error, 1)
+	go func() {
+		for i := range rounds * len(sizes) {
+			n := sizes[i%len(sizes)]
+			for ok := false; !ok; {
+				var err error
+				if ok, err = a.Send(header(uint64(i), n), pattern(n, byte(i))); err != nil {
+					failed <- err
+					return
 				}
-				for ok := false; !ok; {
-					if ok, _ = a.Flush(); !ok && !a.Arm() {
-						<-na.woken
-					}
-				}
-				failed <- nil
-			}()
-			for i := range rounds * len(sizes) {
-				n := sizes[i%len(sizes)]
-				for {
-					if h, _, err := b.Recv(); err != nil {
-						t.Fatal(err)
-					} else if h != nil {
-						break
-					}
-					if !b.Arm() {
-						<-nb.woken
-					}
-				}
-				h, p, err := take(b, 100_000)
-				if err != nil || h != *header(uint64(i), n) || !bytes.Equal(p, pattern(n, byte(i))) {
-					t.Fatalf("frame %d: %+v, %v", i, h, err)
+				if !ok && !a.Arm() {
+					<-na.woken
 				}
 			}
-			if err := <-failed; err != nil {
+		}
+		for ok := false; !ok; {
+			if ok, _ = a.Flush(); !ok && !a.Arm() {
+				<-na.woken
+			}
+		}
+		failed <- nil
+	}()
+	for i := range rounds * len(sizes) {
+		n := sizes[i%len(sizes)]
+		for {
+			if h, _, err := b.Recv(); err != nil {
 				t.Fatal(err)
+			} else if h != nil {
+				break
 			}
-		})
+			if !b.Arm() {
+				<-nb.woken
+			}
+		}
+		h, p, err := take(b, 100_000)
+		if err != nil || h != *header(uint64(i), n) || !bytes.Equal(p, pattern(n, byte(i))) {
+			t.Fatalf("frame %d: %+v, %v", i, h, err)
+		}
+	}
+	if err := <-failed; err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -267,7 +258,7 @@ func TestCloseWithUnreadData(t *testing.T) {
 
 // Close is over in bounded time although the peer takes nothing.
 func TestCloseAgainstFullPeer(t *testing.T) {
-	a, _, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	a, _, _, _ := tightPair(t, 32<<10)
 	fill(t, a, 10000)
 	done := make(chan struct{})
 	go func() { a.Close(); close(done) }()
@@ -300,9 +291,9 @@ func TestErrorsNameThePeer(t *testing.T) {
 
 func TestViolations(t *testing.T) {
 	p := testPoller(t)
-	l, far := rawPair(t, p, 1, MinFrame)
+	l, far := rawPair(t, p, MinFrame)
 	defer l.Close()
-	defer unix.Close(far[0])
+	defer unix.Close(far)
 	for _, c := range []struct{ announced, given int }{{1, 0}, {0, 1}, {MinFrame + 1, MinFrame + 1}} {
 		if ok, err := l.Send(header(0, c.announced), make([]byte, c.given)); ok || err == nil || l.Err() != nil {
 			t.Errorf("Send of %+v: %v, %v, link %v", c, ok, err, l.Err())
@@ -310,7 +301,7 @@ func TestViolations(t *testing.T) {
 	}
 	var b [p2p.HeaderSize]byte
 	encodeHeader(&b, header(0, 100))
-	unix.Write(far[0], append(b[:], make([]byte, 99)...))
+	unix.Write(far, append(b[:], make([]byte, 99)...))
 	if h, payload, err := l.Recv(); h == nil || payload != nil || err != nil {
 		t.Fatal(h, payload, err)
 	}
@@ -322,14 +313,14 @@ func TestViolations(t *testing.T) {
 		}()
 		l.Release()
 	}()
-	unix.Write(far[0], make([]byte, 1))
+	unix.Write(far, make([]byte, 1))
 	if _, payload, err := l.Recv(); len(payload) != 100 || err != nil {
 		t.Fatalf("%d bytes, %v", len(payload), err)
 	}
 	l.Release()
 	encodeHeader(&b, header(0, 0))
 	binary.LittleEndian.PutUint32(b[4:], 1<<32-1)
-	unix.Write(far[0], b[:])
+	unix.Write(far, b[:])
 	for range 2 {
 		if _, _, err := l.Recv(); !errors.Is(err, p2p.ErrProtocol) || !strings.Contains(err.Error(), "4294967295") {
 			t.Errorf("a frame of 4 GiB: %v", err)
@@ -342,7 +333,7 @@ func TestViolations(t *testing.T) {
 
 // A refused Send wakes its sender once there is room, and only a refused one does.
 func TestRefusedSendIsWokenByRoom(t *testing.T) {
-	a, b, na, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	a, b, na, _ := tightPair(t, 32<<10)
 	if a.Arm() {
 		t.Fatal("Arm on an idle link")
 	}
@@ -377,9 +368,9 @@ func TestRefusedSendIsWokenByRoom(t *testing.T) {
 // A host that answers is not taken for gone because its process takes nothing: its window is
 // closed, and the kernel's questions are answered.
 func TestStoppedPeerIsNotGone(t *testing.T) {
-	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	a, b, _, _ := tightPair(t, 32<<10)
 	fill(t, a, 10000)
-	s := &wire(a).streams[0]
+	s := &wire(a).stream
 	probed := false
 	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		s.checkHost(100 * time.Millisecond)
@@ -407,7 +398,7 @@ func TestSocketOptions(t *testing.T) {
 			"TCP_KEEPINTVL": {unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, 2},
 			"TCP_KEEPCNT":   {unix.IPPROTO_TCP, unix.TCP_KEEPCNT, 4},
 		} {
-			if v, err := unix.GetsockoptInt(wire(l).streams[0].fd, o.level, o.opt); err != nil || v != o.want {
+			if v, err := unix.GetsockoptInt(wire(l).stream.fd, o.level, o.opt); err != nil || v != o.want {
 				t.Errorf("%s is %d, %v, want %d", what, v, err, o.want)
 			}
 		}
@@ -430,7 +421,7 @@ func raw(t testing.TB, n *node) net.Conn {
 // A Send that was refused only because of what had to be flushed first may get further after Flush,
 // with no event to wait for.
 func TestArmAfterFlush(t *testing.T) {
-	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	a, b, _, _ := tightPair(t, 32<<10)
 	sent := fill(t, a, 5000)
 	for ; sent > 0; sent-- {
 		for flushed := false; ; {
@@ -449,7 +440,7 @@ func TestArmAfterFlush(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	until(t, "room", func() bool { ok, _ := a.Flush(); return ok && wire(a).streams[0].room() })
+	until(t, "room", func() bool { ok, _ := a.Flush(); return ok && wire(a).stream.room() })
 	if !a.Arm() {
 		t.Error("Arm lets sleep although Send has room")
 	}

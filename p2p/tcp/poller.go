@@ -87,33 +87,26 @@ func (e *epollKey) event(mask uint32) *unix.EpollEvent {
 // epollKey is a stream's registration with the poller.
 type epollKey struct {
 	id    uint64
-	want  uint32      // what Arm asks for
 	mask  uint32      // what the kernel was last asked for
 	fired atomic.Bool // an event came since, so that the kernel stopped watching
 	ev    unix.EpollEvent
 }
 
-// add registers a link's streams, disarmed, and retains the poller until remove.
+// add registers a link's stream, disarmed, and retains the poller until remove.
 func (p *poller) add(l *link) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.refs == 0 {
 		return os.ErrClosed
 	}
-	for i := range l.streams {
-		s := &l.streams[i]
-		p.last++
-		s.id = p.last
-		s.fired.Store(true)
-		if err := p.epoll.Control(unix.EPOLL_CTL_ADD, s.fd, s.event(0)); err != nil {
-			for j := range l.streams[:i] {
-				delete(p.watched, l.streams[j].id)
-				p.epoll.Control(unix.EPOLL_CTL_DEL, l.streams[j].fd, nil)
-			}
-			return fmt.Errorf("watch a socket: %w", err)
-		}
-		p.watched[s.id] = s
+	s := &l.stream
+	p.last++
+	s.id = p.last
+	s.fired.Store(true)
+	if err := p.epoll.Control(unix.EPOLL_CTL_ADD, s.fd, s.event(0)); err != nil {
+		return fmt.Errorf("watch a socket: %w", err)
 	}
+	p.watched[s.id] = s
 	p.refs++
 	return nil
 }
@@ -131,10 +124,8 @@ func (p *poller) watch(s *stream, mask uint32) error {
 
 func (p *poller) remove(l *link) {
 	p.mu.Lock()
-	for i := range l.streams {
-		delete(p.watched, l.streams[i].id)
-		p.epoll.Control(unix.EPOLL_CTL_DEL, l.streams[i].fd, nil)
-	}
+	delete(p.watched, l.stream.id)
+	p.epoll.Control(unix.EPOLL_CTL_DEL, l.stream.fd, nil)
 	p.mu.Unlock()
 }
 

@@ -245,7 +245,7 @@ func childVanish() {
 	up(true)
 	ctx := context.Background()
 	a, b := newHost(0), newHost(1)
-	ta, tb := New(local(Config{PeerTimeout: time.Second})), New(local(Config{SocketBuffer: 64 << 10}))
+	ta, tb := New(local(Config{PeerTimeout: time.Second})), tight(64<<10, Config{})
 	must(ta.Listen(ctx, a))
 	at := must(tb.Listen(ctx, b))
 	var links []p2p.Link

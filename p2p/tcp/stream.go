@@ -10,7 +10,7 @@ import (
 	"tutti/internal/socket"
 )
 
-// stream is one connection of a link. All methods need link.mu, which keeps the descriptor open.
+// stream is the connection of a link. All methods need link.mu, which keeps the descriptor open.
 type stream struct {
 	link   *link
 	fd     int
@@ -35,15 +35,13 @@ func (s *stream) recv2(a, b []byte) (int, syscall.Errno) { return s.rx.Recv(s.fd
 const copyLimit = 2 << 10
 
 // put writes head and payload as far as there is room and keeps the rest. Without any room it takes
-// nothing and returns false, unless must is set.
-func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
+// nothing and returns false.
+func (s *stream) put(head, payload []byte) (bool, syscall.Errno) {
 	var n int
 	var e syscall.Errno
 	switch {
 	case len(payload) == 0:
 		n, e = s.send(head)
-	case len(head) == 0:
-		n, e = s.send(payload)
 	case len(payload) <= copyLimit && cap(head)-len(head) >= len(payload):
 		n, e = s.send(append(head, payload...)) // uses the link's scratch memory
 	default:
@@ -51,9 +49,7 @@ func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
 	}
 	if e == unix.EAGAIN {
 		s.full = true
-		if !must {
-			return false, 0
-		}
+		return false, 0
 	} else if e != 0 {
 		return false, e
 	}

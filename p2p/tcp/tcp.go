@@ -29,7 +29,6 @@ import (
 
 	"tutti/internal/dial"
 	"tutti/internal/files"
-	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/route"
@@ -51,30 +50,13 @@ type Config struct {
 	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600"
 	// (the first free one). Each address has a port of its own.
 	Ports string
-	// Advertise lists what peers dial instead of the listening addresses: "host" or "host:port",
-	// names or addresses, at most 16. It is for hosts behind address translation or with names that
-	// outlive their addresses. They too must answer before Listen returns.
-	Advertise []string
 	// Dial makes the connections to peers. Default: net.Dialer.
 	Dial dial.Func
-	// Select returns the local address from which to dial a peer's address, or an error if there is
-	// no route. Default: the kernel's routing. It must not block.
-	Select func(peer netip.Addr) (local netip.Addr, err error)
-	// Conns is the number of connections for the big frames of one link, 1 (default) to MaxConns;
-	// the smaller number of both ends counts. More than one helps if a network gives a single
-	// connection only a part of its bandwidth.
-	Conns int
 	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up
 	// to a multiple of 4096; the smaller of both ends counts. A link keeps at most one unsent
-	// frame, in memory that each of its connections allocates when the peer is first slower than
-	// this end. Default 512 KiB.
+	// frame, in memory that it allocates when the peer is first slower than this end. Default
+	// 512 KiB.
 	MaxFrame int
-	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at
-	// least 32 KiB. Default 64 KiB.
-	BufferSize int
-	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the
-	// kernel sizes them by the traffic, but for the receive buffers of connections within a host.
-	SocketBuffer int
 	// PeerTimeout is the time after which a peer's host that answers nothing counts as gone. A host
 	// that answers while its process does not read is not gone; deadlines of operations handle
 	// that. Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the
@@ -93,12 +75,10 @@ type Config struct {
 
 // Limits of Config.
 const (
-	MaxConns    = 16
 	MinFrame    = 4 << 10
 	MaxMaxFrame = 64 << 20
 
 	frameUnit = 4 << 10
-	minBuffer = 32 << 10
 )
 
 const purpose = "tcp"
@@ -126,26 +106,17 @@ type Transport struct {
 	poller    *poller
 	acceptors []*trust.Acceptor
 	serving   sync.WaitGroup
-	joining   map[joinKey]*join
 
 	adopting sync.Mutex // an adopted socket briefly has two descriptors: one socket at a time
-}
 
-// joinKey names an incoming link of several connections until it is complete.
-type joinKey struct {
-	from  p2p.Identity
-	token uint32
-}
-
-type join struct {
-	fds   []int // -1: missing
-	name  string
-	timer *time.Timer
+	// Tests set these before Listen.
+	buffer int          // size of a link's receive buffer for headers and small payloads
+	socket func(fd int) // sets the buffers of listening sockets and of those to be dialled from; or nil
 }
 
 // New returns an idle transport. Listen returns errors of cfg.
 func New(cfg Config) *Transport {
-	t := &Transport{cfg: cfg, log: cfg.Logger, joining: map[joinKey]*join{}}
+	t := &Transport{cfg: cfg, log: cfg.Logger, buffer: 64 << 10}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
@@ -157,32 +128,19 @@ func New(cfg Config) *Transport {
 func (t *Transport) Name() string { return "tcp" }
 
 func (c *Config) complete() (ifname.Filter, ports.Spec, error) {
-	def := func(p *int, v int) {
-		if *p == 0 {
-			*p = v
-		}
+	if c.MaxFrame == 0 {
+		c.MaxFrame = 512 << 10
 	}
-	def(&c.Conns, 1)
-	def(&c.MaxFrame, 512<<10)
-	def(&c.BufferSize, 64<<10)
 	if c.PeerTimeout == 0 {
 		c.PeerTimeout = 30 * time.Second
 	}
 	c.IdleTimeout = max(c.IdleTimeout, c.PeerTimeout)
 	var err error
 	switch {
-	case c.Conns < 1 || c.Conns > MaxConns:
-		err = fmt.Errorf("tcp: Conns is %d, want 1 to %d", c.Conns, MaxConns)
 	case c.MaxFrame < MinFrame || c.MaxFrame > MaxMaxFrame:
 		err = fmt.Errorf("tcp: MaxFrame is %d, want %d to %d", c.MaxFrame, MinFrame, MaxMaxFrame)
-	case c.BufferSize < minBuffer:
-		err = fmt.Errorf("tcp: BufferSize is %d, want at least %d", c.BufferSize, minBuffer)
-	case c.SocketBuffer < 0:
-		err = fmt.Errorf("tcp: SocketBuffer is %d, want 0 or more", c.SocketBuffer)
 	case c.PeerTimeout < time.Second:
 		err = fmt.Errorf("tcp: PeerTimeout is %v, want at least %v", c.PeerTimeout, time.Second)
-	case len(c.Advertise) > maxCandidates:
-		err = fmt.Errorf("tcp: Advertise has %d addresses, at most %d are allowed", len(c.Advertise), maxCandidates)
 	}
 	if err != nil {
 		return ifname.Filter{}, ports.Spec{}, err
@@ -263,10 +221,10 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 	if err != nil {
 		return nil, fmt.Errorf("tcp: %w", files.Explain(err))
 	}
-	if len(addrs) > maxCandidates {
-		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxCandidates],
-			"left out", addrs[maxCandidates:])
-		addrs = addrs[:maxCandidates]
+	if len(addrs) > maxAddresses {
+		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxAddresses],
+			"left out", addrs[maxAddresses:])
+		addrs = addrs[:maxAddresses]
 	}
 	var skipped list
 	for _, a := range addrs {
@@ -279,9 +237,9 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 			return ls, fmt.Errorf("tcp: %w", files.Explain(err))
 		}
 		ls = append(ls, l)
-		if t.cfg.SocketBuffer > 0 { // accepted sockets inherit it, in time for the window's scale
+		if t.socket != nil { // accepted sockets inherit what it sets
 			if raw, err := l.(*net.TCPListener).SyscallConn(); err == nil {
-				raw.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
+				raw.Control(func(fd uintptr) { t.socket(int(fd)) })
 			}
 		}
 	}
@@ -293,20 +251,11 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 
 // publish probes every address to be published, and returns those that answered.
 func (t *Transport) publish(ctx context.Context, ls []net.Listener) (endpoint, error) {
-	e := endpoint{conns: t.cfg.Conns, maxFrame: t.cfg.MaxFrame, host: hostID()}
-	var all []candidate
-	for _, s := range t.cfg.Advertise {
-		c, err := parseCandidate(s, ls[0].Addr().(*net.TCPAddr).AddrPort().Port())
-		if err != nil {
-			return e, fmt.Errorf("tcp: Advertise: %w", err)
-		}
-		all = append(all, c)
-	}
-	if len(all) == 0 {
-		for _, l := range ls {
-			a := l.Addr().(*net.TCPAddr).AddrPort()
-			all = append(all, candidate{addr: a.Addr().Unmap(), port: a.Port()})
-		}
+	e := endpoint{maxFrame: t.cfg.MaxFrame, host: hostID()}
+	all := make([]netip.AddrPort, len(ls))
+	for i, l := range ls {
+		a := l.Addr().(*net.TCPAddr).AddrPort()
+		all[i] = netip.AddrPortFrom(a.Addr().Unmap(), a.Port())
 	}
 	errs := make([]error, len(all))
 	var wg sync.WaitGroup
@@ -318,12 +267,10 @@ func (t *Transport) publish(ctx context.Context, ls []net.Listener) (endpoint, e
 		switch {
 		case errs[i] == nil:
 			e.at = append(e.at, c)
-		case len(t.cfg.Advertise) > 0:
-			return e, fmt.Errorf("tcp: advertised address %v does not lead here: %w", c, errs[i])
 		case ctx.Err() != nil:
 			return e, fmt.Errorf("tcp: the check of address %v was ended: %w", c, errs[i])
 		default:
-			t.log.Warn("tcp: address is not published: it does not answer", "address", c.String(), "reason", errs[i])
+			t.log.Warn("tcp: address is not published: it does not answer", "address", c, "reason", errs[i])
 		}
 	}
 	if len(e.at) == 0 {
@@ -332,30 +279,12 @@ func (t *Transport) publish(ctx context.Context, ls []net.Listener) (endpoint, e
 	return e, nil
 }
 
-func parseCandidate(s string, port uint16) (candidate, error) {
-	host := s
-	if h, p, err := net.SplitHostPort(s); err == nil {
-		n, err := strconv.ParseUint(p, 10, 16)
-		if err != nil || n == 0 {
-			return candidate{}, fmt.Errorf("%q: port %q, want 1 to 65535", s, p)
-		}
-		host, port = h, uint16(n)
-	}
-	if a, err := netip.ParseAddr(host); err == nil && a.Zone() == "" {
-		return candidate{addr: a.Unmap(), port: port}, nil
-	}
-	if !validName(host) {
-		return candidate{}, fmt.Errorf("%q is neither a host name nor an address, with or without :port", s)
-	}
-	return candidate{name: host, port: port}, nil
-}
-
-// probe checks that c leads to this listener.
-func (t *Transport) probe(ctx context.Context, c candidate) error {
+// probe checks that the address at leads to this listener.
+func (t *Transport) probe(ctx context.Context, at netip.AddrPort) error {
 	ctx, cancel := context.WithTimeout(ctx, p2p.HandshakeTimeout)
 	defer cancel()
 	self := t.host.Self()
-	fd, _, err := t.connect(ctx, nil, c.String(), netip.Addr{}, hello(self, self, extra{}))
+	fd, _, err := t.connect(ctx, nil, at, hello(self, self, 0))
 	if err != nil {
 		return err
 	}
@@ -368,26 +297,11 @@ func (t *Transport) probe(ctx context.Context, c candidate) error {
 	return nil
 }
 
-// extra is a connection's Hello.Extra.
-type extra struct {
-	token uint32 // 24 bits, the same for all connections of one link
-	frame int    // largest payload
-	index int    // of this connection in the link
-	count int    // connections of the link; 0: a probe
-}
-
-func (e extra) pack() uint64 {
-	return uint64(e.token&0xffffff)<<40 | uint64(e.frame/frameUnit)<<16 | uint64(e.index)<<8 | uint64(e.count)
-}
-
-func unpackExtra(v uint64) extra {
-	return extra{token: uint32(v >> 40), frame: int(v>>16&0xffffff) * frameUnit, index: int(v >> 8 & 0xff),
-		count: int(v & 0xff)}
-}
-
-func hello(from, to p2p.Identity, e extra) trust.Hello {
+// hello introduces from to to. Extra is the largest payload of the link's frames, in units of
+// frameUnit; 0: the connection is a probe.
+func hello(from, to p2p.Identity, frame int) trust.Hello {
 	return trust.Hello{FromRank: from.Wire(), FromIncarnation: from.Incarnation, ToRank: to.Wire(),
-		ToIncarnation: to.Incarnation, Extra: e.pack()}
+		ToIncarnation: to.Incarnation, Extra: uint64(frame / frameUnit)}
 }
 
 // Verdict codes beside those of p2p.RefusalOf: the connection reached another process of the same
@@ -403,137 +317,45 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 	if to := p2p.IdentityOf(h.ToRank, h.ToIncarnation); to != self {
 		return &trust.Refusal{Code: codeElsewhere, Text: fmt.Sprintf("%v listens here, not %v", self, to)}
 	}
-	x := unpackExtra(h.Extra)
 	switch {
-	case x.count == 0 && from == self:
+	case h.Extra == 0 && from == self:
 		return nil
-	case x.count < 1 || x.count > t.cfg.Conns || x.index >= x.count || x.frame < MinFrame || x.frame > t.cfg.MaxFrame ||
-		from.Incarnation == 0 || from == self:
-		return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d with frames of %d bytes "+
-			"from %v does not fit %v: at most %d and %d",
-			x.index, x.count, x.frame, from, self, t.cfg.Conns, t.cfg.MaxFrame)}
-	case x.index > 0:
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		if j := t.joining[joinKey{from, x.token}]; j == nil || len(j.fds) != x.count || j.fds[x.index] >= 0 {
-			return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d from %v belongs to no link",
-				x.index, x.count, from)}
-		}
-		return nil
+	case h.Extra == 0 || h.Extra > uint64(t.cfg.MaxFrame/frameUnit) || from.Incarnation == 0 || from == self:
+		return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("a link with frames of %d times %d bytes from %v "+
+			"does not fit %v: at most %d bytes", h.Extra, frameUnit, from, self, t.cfg.MaxFrame)}
 	}
-	t.abandon(func(k joinKey) bool { return k.from == from }) // a dialler makes one link at a time
 	if err := t.host.Admit(from); err != nil {
 		return p2p.RefusalOf(err)
-	}
-	if x.count > 1 { // before the verdict: the next connection may overtake this one's accepted
-		t.expect(joinKey{from, x.token}, x.count)
 	}
 	return nil
 }
 
-// accepted takes over an admitted connection, and passes the link to the host when it is complete.
+// accepted takes over an admitted connection and passes its link to the host.
 func (t *Transport) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
-	x := unpackExtra(h.Extra)
-	if x.count == 0 {
+	if h.Extra == 0 {
 		c.Close()
 		return
 	}
 	from := p2p.IdentityOf(h.FromRank, h.FromIncarnation)
 	name := linkName(from, c.RemoteAddr().String())
+	var l p2p.Link
 	fd, err := t.adopt(c)
-	if err != nil {
-		t.log.Warn("tcp: accepted connection is lost", "from", from, "reason", err)
-		t.lost(h)
-		return
+	if err == nil {
+		l, err = t.link(name, fd, int(h.Extra)*frameUnit)
 	}
-	fds := []int{fd}
-	if x.count > 1 {
-		if fds, name = t.join(joinKey{from, x.token}, x, fd, name); fds == nil {
-			return
-		}
-	}
-	l, err := t.link(name, fds, x.frame)
 	if err != nil {
 		t.log.Warn("tcp: accepted connection is lost", "from", from, "reason", err)
 		t.host.Lost(from)
 		return
 	}
-	t.log.Debug("tcp: link accepted", "from", from, "at", c.RemoteAddr(), "connections", len(fds))
+	t.log.Debug("tcp: link accepted", "from", from, "at", c.RemoteAddr())
 	t.host.Accepted(from, l)
 }
 
 // lost gives up the link of an admitted connection that has failed.
 func (t *Transport) lost(h trust.Hello) {
-	from, x := p2p.IdentityOf(h.FromRank, h.FromIncarnation), unpackExtra(h.Extra)
-	switch {
-	case x.count == 1:
-		t.host.Lost(from)
-	case x.count > 1:
-		t.abandon(func(k joinKey) bool { return k == joinKey{from, x.token} })
-	}
-}
-
-// abandon gives up incomplete links.
-func (t *Transport) abandon(which func(joinKey) bool) {
-	var all []joinKey
-	t.mu.Lock()
-	for k, j := range t.joining {
-		if which(k) {
-			j.drop()
-			delete(t.joining, k)
-			all = append(all, k)
-		}
-	}
-	t.mu.Unlock()
-	for _, k := range all {
-		t.host.Lost(k.from)
-	}
-}
-
-// expect begins to collect a link's connections, which are dropped after a timeout.
-func (t *Transport) expect(k joinKey, count int) {
-	j := &join{fds: make([]int, count)}
-	for i := range j.fds {
-		j.fds[i] = -1
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.closed || t.joining[k] != nil {
-		return
-	}
-	t.joining[k] = j
-	j.timer = time.AfterFunc(p2p.HandshakeTimeout, func() { t.abandon(func(o joinKey) bool { return o == k }) })
-}
-
-// join adds a connection of a link. With the last one it returns all, and the link's name.
-func (t *Transport) join(k joinKey, x extra, fd int, name string) ([]int, string) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	j := t.joining[k]
-	if j == nil || len(j.fds) != x.count || j.fds[x.index] >= 0 {
-		unix.Close(fd)
-		return nil, ""
-	}
-	j.fds[x.index] = fd
-	if x.index == 0 {
-		j.name = name
-	}
-	for _, f := range j.fds {
-		if f < 0 {
-			return nil, ""
-		}
-	}
-	j.timer.Stop()
-	delete(t.joining, k)
-	return j.fds, j.name
-}
-
-func (j *join) drop() {
-	j.timer.Stop()
-	for _, f := range j.fds {
-		if f >= 0 {
-			unix.Close(f)
-		}
+	if h.Extra != 0 {
+		t.host.Lost(p2p.IdentityOf(h.FromRank, h.FromIncarnation))
 	}
 }
 
@@ -541,13 +363,11 @@ func linkName(peer p2p.Identity, at string) string {
 	return fmt.Sprintf("tcp link to %v at %s", peer, at)
 }
 
-// link makes a link of connections, and closes them if that fails.
-func (t *Transport) link(name string, fds []int, frame int) (p2p.Link, error) {
-	l, err := newLink(name, fds, frame, t.cfg.BufferSize, t.poller)
+// link makes a link of a connection, and closes it if that fails.
+func (t *Transport) link(name string, fd, frame int) (p2p.Link, error) {
+	l, err := newLink(name, fd, frame, t.buffer, t.poller)
 	if err != nil {
-		for _, fd := range fds {
-			unix.Close(fd)
-		}
+		unix.Close(fd)
 		return nil, fmt.Errorf("%s: %w", name, files.Explain(err))
 	}
 	if t.cfg.Plain {
@@ -578,10 +398,8 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
-	if local && t.cfg.SocketBuffer == 0 {
-		if largestBuffer() >= hostBuffer {
-			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer)
-		}
+	if local && t.socket == nil && largestBuffer() >= hostBuffer {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer)
 	}
 	// Several probes of an idle connection have to fail within IdleTimeout before it counts as
 	// dead.
@@ -634,20 +452,15 @@ func oneHost(c net.Conn) bool {
 	return ok && too && a.IP.Equal(b.IP)
 }
 
-func setBuffers(fd, size int) {
-	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, size)
-	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
-}
-
-// connect dials address, from local if that is valid, and authenticates both ends. It returns the
-// socket. first is an open connection to use first, or nil.
-func (t *Transport) connect(ctx context.Context, first net.Conn, address string, local netip.Addr,
-	h trust.Hello) (fd int, at string, err error) {
+// connect dials to and authenticates both ends. It returns the socket and the peer's address. first
+// is an open connection to use first, or nil.
+func (t *Transport) connect(ctx context.Context, first net.Conn, to netip.AddrPort, h trust.Hello) (
+	fd int, at string, err error) {
 	fd = -1
 	err = trust.Redial(ctx, func() (err error) {
 		c := first
 		if first = nil; c == nil {
-			if c, err = t.open(ctx, address, local, h); err != nil {
+			if c, err = t.open(ctx, to, h); err != nil {
 				return err
 			}
 		}
@@ -661,17 +474,14 @@ func (t *Transport) connect(ctx context.Context, first net.Conn, address string,
 }
 
 // open opens a connection without sending anything.
-func (t *Transport) open(ctx context.Context, address string, local netip.Addr, h trust.Hello) (net.Conn, error) {
+func (t *Transport) open(ctx context.Context, to netip.AddrPort, h trust.Hello) (net.Conn, error) {
 	d := net.Dialer{KeepAlive: -1}
-	if local.IsValid() {
-		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(local, 0))
-	}
-	if t.cfg.SocketBuffer > 0 {
+	if t.socket != nil {
 		d.Control = func(_, _ string, c syscall.RawConn) error {
-			return c.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
+			return c.Control(func(fd uintptr) { t.socket(int(fd)) })
 		}
 	}
-	c, err := t.cfg.Dial.Dial(ctx, &d, int(h.ToRank), address)
+	c, err := t.cfg.Dial.Dial(ctx, &d, int(h.ToRank), to.String())
 	return c, files.Explain(err)
 }
 
@@ -703,7 +513,7 @@ type race struct {
 	t       *Transport
 	ctx     context.Context
 	cancel  context.CancelFunc
-	paths   []path
+	paths   []route.Path
 	hello   trust.Hello
 	begun   int // paths that were tried
 	ended   int // with a result
@@ -721,7 +531,7 @@ type opened struct {
 // even after the retransmission of one lost packet.
 const headStart = 250 * time.Millisecond
 
-func (t *Transport) race(ctx context.Context, paths []path, h trust.Hello) *race {
+func (t *Transport) race(ctx context.Context, paths []route.Path, h trust.Hello) *race {
 	r := &race{t: t, paths: paths, hello: h, results: make(chan opened, len(paths))}
 	r.ctx, r.cancel = context.WithCancel(ctx)
 	r.begin()
@@ -738,7 +548,7 @@ func (r *race) begin() {
 	go func() {
 		ctx, cancel := context.WithTimeout(r.ctx, lastTimeout)
 		defer cancel()
-		c, err := r.t.open(ctx, r.paths[i].To.String(), r.t.local(r.paths[i]), r.hello)
+		c, err := r.t.open(ctx, r.paths[i].To, r.hello)
 		r.results <- opened{i, c, err}
 	}()
 }
@@ -772,27 +582,13 @@ func (r *race) end() {
 	}
 }
 
-// local returns the address to dial a path from; invalid: the kernel chooses.
-func (t *Transport) local(p path) netip.Addr {
-	if t.cfg.Select != nil {
-		return p.From
-	}
-	return netip.Addr{}
-}
-
-// Reaches implements p2p.Transport. It sends nothing and resolves no names: an endpoint with a host
-// name counts as reachable.
+// Reaches implements p2p.Transport. It sends nothing.
 func (t *Transport) Reaches(endpoint []byte) error {
 	e, err := decodeEndpoint(endpoint)
 	if err != nil {
 		return err
 	}
-	named := false
-	for _, c := range e.at {
-		named = named || !c.addr.IsValid()
-	}
-	paths, why := e.paths(t.machine(), whereIs(e.host), func(string) ([]netip.Addr, error) { return nil, nil })
-	if len(paths) == 0 && !named {
+	if paths, why := e.paths(t.machine(), whereIs(e.host)); len(paths) == 0 {
 		return fmt.Errorf("tcp: %w: %w", errNoPath, list(why))
 	}
 	return nil
@@ -821,11 +617,10 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(t.ctx, cancel)()
-	paths, why := e.paths(t.machine(), whereIs(e.host), lookup(ctx))
-	x := extra{frame: min(t.cfg.MaxFrame, e.maxFrame), count: min(t.cfg.Conns, e.conns)}
-	x.token = uint32(ident.New()) & 0xffffff
+	paths, why := e.paths(t.machine(), whereIs(e.host))
+	frame := min(t.cfg.MaxFrame, e.maxFrame)
 	elsewhere := 0
-	race := t.race(ctx, paths, hello(self, to, x))
+	race := t.race(ctx, paths, hello(self, to, frame))
 	defer race.end()
 	for {
 		o, any := race.next()
@@ -835,17 +630,17 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 		p, err := paths[o.path], o.err
 		if p.Class == route.Foreign {
 			t.log.Warn("tcp: the route to a peer leaves through an interface that is not allowed", "peer", to,
-				"address", p.String(), "source", p.From)
+				"address", p.To, "source", p.From)
 		}
 		var l p2p.Link
 		if err == nil {
-			l, err = t.try(ctx, p, o.conn, len(paths)-race.ended, self, to, x)
+			l, err = t.try(ctx, p, o.conn, len(paths)-race.ended, to, frame)
 		}
 		if err == nil {
-			t.log.Debug("tcp: link dialled", "peer", to, "at", p.String(), "from", p.From, "connections", x.count)
+			t.log.Debug("tcp: link dialled", "peer", to, "at", p.To, "from", p.From)
 			return l, nil
 		}
-		err = fmt.Errorf("%v: %w", p, err)
+		err = fmt.Errorf("%v: %w", p.To, err)
 		if errors.As(err, new(final)) {
 			return fail(err)
 		}
@@ -890,10 +685,10 @@ type final struct{ error }
 
 func (f final) Unwrap() error { return f.error }
 
-// try makes a link over one path, of which the first connection is open; others is the number of
+// try makes a link over one path, over which first is an open connection. others is the number of
 // paths left after it.
-func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int, self, to p2p.Identity,
-	x extra) (p2p.Link, error) {
+func (t *Transport) try(ctx context.Context, p route.Path, first net.Conn, others int, to p2p.Identity, frame int) (
+	p2p.Link, error) {
 	limit := lastTimeout
 	if others > 0 {
 		limit = dialTimeout
@@ -901,29 +696,20 @@ func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int,
 			limit = min(limit, time.Until(dl)/time.Duration(others+1))
 		}
 	}
-	var fds []int
-	var at string
-	for x.index = range x.count {
-		attempt, cancel := context.WithTimeout(ctx, limit)
-		fd, where, err := t.connect(attempt, first, p.To.String(), t.local(p), hello(self, to, x))
-		first = nil
-		cancel()
-		if err != nil {
-			for _, fd := range fds {
-				unix.Close(fd)
-			}
-			var r *trust.Refusal
-			switch isRefusal := errors.As(err, &r); {
-			case isRefusal && r.Code == codeElsewhere:
-				return nil, fmt.Errorf("%w: %s", errElsewhere, r.Text)
-			case isRefusal:
-				return nil, final{p2p.FromRefusal(err)}
-			}
-			return nil, p2p.FromRefusal(err)
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	fd, at, err := t.connect(ctx, first, p.To, hello(t.host.Self(), to, frame))
+	if err != nil {
+		var r *trust.Refusal
+		switch isRefusal := errors.As(err, &r); {
+		case isRefusal && r.Code == codeElsewhere:
+			return nil, fmt.Errorf("%w: %s", errElsewhere, r.Text)
+		case isRefusal:
+			return nil, final{p2p.FromRefusal(err)}
 		}
-		fds, at = append(fds, fd), where
+		return nil, p2p.FromRefusal(err)
 	}
-	l, err := t.link(linkName(to, at), fds, x.frame)
+	l, err := t.link(linkName(to, at), fd, frame)
 	if err != nil {
 		return nil, final{err}
 	}
@@ -935,10 +721,6 @@ func (t *Transport) Close() error {
 	t.mu.Lock()
 	first := !t.closed
 	t.closed = true
-	for k, j := range t.joining {
-		j.drop()
-		delete(t.joining, k)
-	}
 	acceptors, p := t.acceptors, t.poller
 	t.mu.Unlock()
 	t.cancel()

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"tutti/p2p"
 )
@@ -91,7 +92,13 @@ type node struct {
 
 func listen(t testing.TB, rank int, cfg Config) *node {
 	t.Helper()
-	n := &node{New(cfg), newHost(rank), nil}
+	return started(t, rank, New(cfg))
+}
+
+// started lets tr, which is idle, listen for a rank.
+func started(t testing.TB, rank int, tr *Transport) *node {
+	t.Helper()
+	n := &node{tr, newHost(rank), nil}
 	t.Cleanup(func() { n.Transport.Close(); n.drop() })
 	var err error
 	if n.endpoint, err = n.Listen(within(t), n.host); err != nil {
@@ -103,6 +110,16 @@ func listen(t testing.TB, rank int, cfg Config) *node {
 func local(cfg Config) Config {
 	cfg.Interfaces = "127.0.0.1"
 	return cfg
+}
+
+// tight returns a transport whose connections have buffers of size bytes in the kernel.
+func tight(size int, cfg Config) *Transport {
+	tr := New(local(cfg))
+	tr.socket = func(fd int) {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, size)
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
+	}
+	return tr
 }
 
 func (n *node) accept(t testing.TB) p2p.Link {
@@ -120,7 +137,18 @@ func (n *node) accept(t testing.TB) p2p.Link {
 // pair returns both ends of a link, the dialler's first.
 func pair(t testing.TB, cfg Config) (a, b p2p.Link, na, nb *node) {
 	t.Helper()
-	na, nb = listen(t, 0, local(cfg)), listen(t, 1, local(cfg))
+	return linked(t, New(local(cfg)), New(local(cfg)))
+}
+
+// tightPair is pair with buffers of size bytes in the kernel.
+func tightPair(t testing.TB, size int) (a, b p2p.Link, na, nb *node) {
+	t.Helper()
+	return linked(t, tight(size, Config{}), tight(size, Config{}))
+}
+
+func linked(t testing.TB, ta, tb *Transport) (a, b p2p.Link, na, nb *node) {
+	t.Helper()
+	na, nb = started(t, 0, ta), started(t, 1, tb)
 	a, err := na.Dial(within(t), nb.self, nb.endpoint)
 	if err != nil {
 		t.Fatal(err)

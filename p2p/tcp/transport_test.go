@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -58,7 +57,7 @@ func taken(t *testing.T, n int) int {
 
 func portsOf(t *testing.T, endpoint []byte) (ps []int) {
 	for _, c := range must(decodeEndpoint(endpoint)).at {
-		ps = append(ps, int(c.port))
+		ps = append(ps, int(c.Port()))
 	}
 	return ps
 }
@@ -97,24 +96,14 @@ func TestPorts(t *testing.T) {
 
 func TestBadConfig(t *testing.T) {
 	for want, cfg := range map[string]Config{
-		"Conns is 17":         {Conns: 17},
-		"Conns is -1":         {Conns: -1},
-		"MaxFrame is 1":       {MaxFrame: 1},
-		"BufferSize is 100":   {BufferSize: 100},
-		"SocketBuffer is -1":  {SocketBuffer: -1},
-		"PeerTimeout is 1ms":  {PeerTimeout: time.Millisecond},
-		"at most 16":          {Advertise: make([]string, 17)},
-		"neither a host name": {Advertise: []string{"a b"}},
-		"port \"x\"":          {Ports: "x"},
-		"127.0.0.1":           {Interfaces: "203.0.113.0/24"}, // nothing matches: the error lists what there is
-		"no interface name":   {Interfaces: "a b"},
-		"does not resolve":    {Advertise: []string{"no-such-host.invalid"}},
+		"MaxFrame is 1":      {MaxFrame: 1},
+		"PeerTimeout is 1ms": {PeerTimeout: time.Millisecond},
+		"port \"x\"":         {Ports: "x"},
+		"127.0.0.1":          {Interfaces: "203.0.113.0/24"}, // nothing matches: the error lists what there is
+		"no interface name":  {Interfaces: "a b"},
 	} {
 		tr := New(cfg)
 		e, err := tr.Listen(within(t), newHost(0))
-		if want == "does not resolve" { // the resolver's words
-			want = "no-such-host.invalid"
-		}
 		if e != nil || err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%+v: %v, want an error with %q", cfg, err, want)
 		}
@@ -140,51 +129,17 @@ func TestListenOnce(t *testing.T) {
 	}
 }
 
-// Only what leads to this very incarnation is published.
-func TestAdvertise(t *testing.T) {
-	other := listen(t, 1, local(Config{}))
-	at := must(decodeEndpoint(other.endpoint)).at[0].String()
-	dead := taken(t, 1)
-	for _, c := range []struct{ advertise, want string }{
-		{"localhost", ""},
-		{"127.0.0.1", ""},
-		{at, "rank 1 (incarnation 000000000000ace1) listens here, not rank 0"},
-		{fmt.Sprintf("127.0.0.1:%d", dead), "does not lead here"}, // accepts and says nothing
-	} {
-		tr := New(local(Config{Advertise: []string{c.advertise}}))
-		ctx, cancel := context.WithCancel(within(t))
-		if c.want == "does not lead here" {
-			time.AfterFunc(50*time.Millisecond, cancel)
-		}
-		h := newHost(0)
-		e, err := tr.Listen(ctx, h)
-		cancel()
-		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
-			t.Errorf("advertise %s: %v, want %q", c.advertise, err, c.want)
-		}
-		if err == nil {
-			if l, err := other.Dial(within(t), p2p.Identity{Rank: 0, Incarnation: 0xace0}, e); err != nil {
-				t.Errorf("dial %s: %v", c.advertise, err)
-			} else {
-				l.Close()
-			}
-		}
-		tr.Close()
-		h.drop()
-	}
-}
-
 // Every published address of this machine answers.
 func TestEveryPublishedAddressAnswers(t *testing.T) {
 	a, b := listen(t, 0, Config{}), listen(t, 1, Config{})
 	e := must(decodeEndpoint(b.endpoint))
 	t.Log(e.at)
 	for i, c := range e.at {
-		if c.addr.IsLoopback() && i < len(e.at)-2 {
+		if c.Addr().IsLoopback() && i < len(e.at)-2 {
 			t.Errorf("%v is not among the last", c)
 		}
 		one := e
-		one.at = []candidate{c}
+		one.at = []netip.AddrPort{c}
 		if err := a.Reaches(one.encode()); err != nil {
 			t.Error(err)
 		}
@@ -200,8 +155,7 @@ func TestEveryPublishedAddressAnswers(t *testing.T) {
 
 func TestReaches(t *testing.T) {
 	n := listen(t, 0, local(Config{}))
-	e := endpoint{conns: 1, maxFrame: MinFrame, host: hostID() + 2,
-		at: []candidate{{addr: netip.MustParseAddr("127.0.0.1"), port: 1}}}
+	e := endpoint{maxFrame: MinFrame, host: hostID() + 2, at: []netip.AddrPort{netip.MustParseAddrPort("127.0.0.1:1")}}
 	if err := n.Reaches(e.encode()); !errors.Is(err, errNoPath) || !strings.Contains(err.Error(), "127.0.0.1:1") {
 		t.Errorf("another host's loopback: %v", err)
 	}
@@ -209,25 +163,17 @@ func TestReaches(t *testing.T) {
 		p2p.ErrPeerGone) || !errors.Is(err, errNoPath) {
 		t.Errorf("dial another host's loopback: %v", err)
 	}
-	e.at[0] = candidate{name: "no-such-host.invalid", port: 1}
-	if err := n.Reaches(e.encode()); err != nil {
-		t.Errorf("a name is for Dial to resolve: %v", err)
-	}
-	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); err == nil ||
-		!strings.Contains(err.Error(), "no-such-host.invalid does not resolve") {
-		t.Errorf("dial a name that does not resolve: %v", err)
-	}
 	if err := n.Reaches([]byte("x")); err == nil {
 		t.Error("garbage is reachable")
 	}
 }
 
-// candidates returns b's endpoint with other addresses.
+// at returns n's endpoint with other addresses.
 func (n *node) at(addrs ...string) []byte {
 	e := must(decodeEndpoint(n.endpoint))
 	e.at = nil
 	for _, a := range addrs {
-		e.at = append(e.at, must(parseCandidate(a, 0)))
+		e.at = append(e.at, netip.MustParseAddrPort(a))
 	}
 	return e.encode()
 }
@@ -331,43 +277,17 @@ func TestDialEnds(t *testing.T) {
 	}
 }
 
-func TestSelect(t *testing.T) {
-	b := listen(t, 1, local(Config{}))
-	from := netip.MustParseAddr("127.0.0.77")
-	a := listen(t, 0, local(Config{Select: func(peer netip.Addr) (netip.Addr, error) {
-		if peer != netip.MustParseAddr("127.0.0.1") {
-			return netip.Addr{}, errors.New("not there")
-		}
-		return from, nil
-	}}))
-	l, err := a.Dial(within(t), b.self, b.endpoint)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	if name := wire(b.accept(t)).name; !strings.Contains(name, "127.0.0.77:") {
-		t.Errorf("dialled from %s, want from %v", name, from)
-	}
-	if err := a.Reaches(b.at("127.0.0.2:1")); err == nil || !strings.Contains(err.Error(), "not there") {
-		t.Errorf("an address without a way: %v", err)
-	}
-}
-
 // The smaller offer of both ends counts.
 func TestNegotiation(t *testing.T) {
-	for _, c := range []struct{ a, b, want Config }{
-		{Config{}, Config{}, Config{Conns: 1, MaxFrame: 512 << 10}},
-		{Config{Conns: 4, MaxFrame: 5000}, Config{Conns: 2, MaxFrame: 1 << 20}, Config{Conns: 2, MaxFrame: 8192}},
-		{Config{Conns: 2, MaxFrame: 1 << 20}, Config{Conns: 4, MaxFrame: 5000}, Config{Conns: 2, MaxFrame: 8192}},
-	} {
-		a, b := listen(t, 0, local(c.a)), listen(t, 1, local(c.b))
+	for _, c := range []struct{ a, b, want int }{{0, 0, 512 << 10}, {5000, 1 << 20, 8192}, {1 << 20, 5000, 8192}} {
+		a, b := listen(t, 0, local(Config{MaxFrame: c.a})), listen(t, 1, local(Config{MaxFrame: c.b}))
 		l, err := a.Dial(within(t), b.self, b.endpoint)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, l := range []p2p.Link{l, b.accept(t)} {
-			if n := len(wire(l).streams); n != c.want.Conns || l.MaxFrame() != c.want.MaxFrame {
-				t.Errorf("%+v and %+v: %d connections, frames of %d", c.a, c.b, n, l.MaxFrame())
+			if l.MaxFrame() != c.want {
+				t.Errorf("%d and %d: frames of %d, want %d", c.a, c.b, l.MaxFrame(), c.want)
 			}
 			l.Close()
 		}
@@ -381,90 +301,33 @@ func TestReceiveBuffersWithinAHost(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Close(fd)
-	for _, size := range []int{0, 64 << 10} {
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, cmp.Or(size, hostBuffer)); err != nil {
-			t.Fatal(err)
-		}
-		want := must(unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF)) // the kernel's account and limit
-		a, b, _, _ := pair(t, Config{Conns: 2, SocketBuffer: size})
-		for _, l := range []p2p.Link{a, b} {
-			for i := range wire(l).streams {
-				got := must(unix.GetsockoptInt(wire(l).streams[i].fd, unix.SOL_SOCKET, unix.SO_RCVBUF))
-				if got != want {
-					t.Errorf("SocketBuffer %d: a receive buffer of %d bytes, want %d", size, got, want)
-				}
-			}
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer); err != nil {
+		t.Fatal(err)
+	}
+	want := must(unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF)) // the kernel's account and limit
+	a, b, _, _ := pair(t, Config{})
+	for _, l := range []p2p.Link{a, b} {
+		if got := must(unix.GetsockoptInt(wire(l).stream.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)); got != want {
+			t.Errorf("a receive buffer of %d bytes, want %d", got, want)
 		}
 	}
 }
 
-// Connections of a link that never is complete are dropped, and what does not fit is refused.
-func TestIncompleteLink(t *testing.T) {
-	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{Conns: 3, MaxFrame: MinFrame}))
-	var held []net.Conn
-	try := func(x extra) error {
-		c := raw(t, b)
-		held = append(held, c)
-		_, err := trust.Client(c, secret, purpose, hello(a.self, b.self, x), false)
-		return err
-	}
-	for want, x := range map[string]extra{
-		"does not fit":       {frame: MinFrame, index: 0, count: 4},
-		"connection 2 of 2":  {frame: MinFrame, index: 2, count: 2},
-		"belongs to no link": {frame: MinFrame, index: 1, count: 2},
-		"frames of 8192":     {frame: 2 * MinFrame, count: 1},
-		"0 of 0":             {frame: MinFrame},
+// A link that does not fit this end's configuration is refused.
+func TestMisfitIsRefused(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{MaxFrame: MinFrame}))
+	nameless := p2p.Identity{Rank: a.self.Rank}
+	for want, h := range map[string]trust.Hello{
+		"frames of 2 times 4096":          hello(a.self, b.self, 2*MinFrame),
+		"frames of 0 times 4096":          hello(a.self, b.self, 0),
+		"frames of 1 times 4096":          hello(nameless, b.self, MinFrame),
+		"from " + b.self.String():         hello(b.self, b.self, MinFrame),
+		b.self.String() + " listens here": hello(a.self, a.self, MinFrame),
 	} {
-		if err := try(x); !errors.As(err, new(*trust.Refusal)) || !strings.Contains(err.Error(), want) {
-			t.Errorf("%+v: %v, want a refusal with %q", x, err, want)
+		if _, err := trust.Client(raw(t, b), secret, purpose, h, false); !errors.As(err, new(*trust.Refusal)) ||
+			!strings.Contains(err.Error(), want) {
+			t.Errorf("%+v: %v, want a refusal with %q", h, err, want)
 		}
-	}
-	if err := try(extra{token: 7, frame: MinFrame, index: 0, count: 3}); err != nil {
-		t.Fatal(err)
-	}
-	if err := try(extra{token: 7, frame: MinFrame, index: 1, count: 2}); err == nil {
-		t.Error("a connection of another number of connections was taken")
-	}
-	if err := try(extra{token: 7, frame: MinFrame, index: 1, count: 3}); err != nil {
-		t.Fatal(err)
-	}
-	b.Transport.Close()
-	for _, c := range held {
-		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Error("a connection of an incomplete link outlives the transport")
-		}
-	}
-	select {
-	case x := <-b.links:
-		t.Errorf("an incomplete link was accepted: %v", x)
-	default:
-	}
-}
-
-// A dialler that begins anew has given up the link before, which makes room for the next.
-func TestAbandonedLinkMakesRoom(t *testing.T) {
-	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{Conns: 2, MaxFrame: MinFrame}))
-	var first net.Conn
-	for token := range uint32(2) {
-		c := raw(t, b)
-		if _, err := trust.Client(c, secret, purpose,
-			hello(a.self, b.self, extra{token: token, frame: MinFrame, count: 2}), false); err != nil {
-			t.Fatal(err)
-		}
-		if first == nil {
-			first = c
-		}
-	}
-	select {
-	case from := <-b.host.lost:
-		if from != a.self {
-			t.Errorf("%v is lost", from)
-		}
-	default:
-		t.Error("nothing is lost")
-	}
-	if _, err := io.Copy(io.Discard, first); errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Error("the first connection is open")
 	}
 }
 
@@ -479,7 +342,7 @@ func TestClientsAreRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := hello(a.self, b.self, extra{frame: MinFrame, count: 1})
+	h := hello(a.self, b.self, MinFrame)
 	h.Client = "someone"
 	if _, err := trust.Client(raw(t, b), key, purpose, h, false); !errors.As(err, new(*trust.Refusal)) ||
 		!strings.Contains(err.Error(), "client someone opens endpoints") {

@@ -18,7 +18,7 @@ import (
 // stranger returns a node that knows the job's secret and speaks the protocol frame by frame.
 func stranger(t *testing.T, rank int) *linktest.Node {
 	t.Helper()
-	cfg := tcp.Config{Interfaces: "127.0.0.1", Conns: 1, MaxFrame: ringBytes(0) / 4, Plain: true}
+	cfg := tcp.Config{Interfaces: "127.0.0.1", MaxFrame: ringBytes(0) / 4, Plain: true}
 	return linktest.Listen(t, tcp.New(cfg), linktest.NewHost(rank))
 }
 

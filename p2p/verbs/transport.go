@@ -72,7 +72,7 @@ type Transport struct {
 // New returns an idle transport. Listen returns errors of cfg.
 func New(cfg Config) *Transport {
 	cfg.RingBytes, cfg.QueuePairs = ringBytes(cfg.RingBytes), max(cfg.QueuePairs, 1)
-	cfg.TCP.Conns, cfg.TCP.MaxFrame, cfg.TCP.Plain = 1, cfg.RingBytes/4, true
+	cfg.TCP.MaxFrame, cfg.TCP.Plain = cfg.RingBytes/4, true
 	t := &Transport{cfg: cfg, log: cfg.TCP.Logger, done: make(chan struct{})}
 	if t.log == nil {
 		t.log = slog.New(slog.DiscardHandler)
