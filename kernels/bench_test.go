@@ -32,17 +32,11 @@ func BenchmarkSumVersusCopy(b *testing.B) {
 	for _, size := range []int{16 << 10, 256 << 10, 64 << 20} {
 		for _, dt := range []DType{Float32, BFloat16, Float16, Int8} {
 			for _, k := range []int{2, 3, 4, 8} {
-				for _, mode := range []string{"plain", "inplace", "stream"} {
-					if size < 1<<20 && mode == "stream" {
-						continue
-					}
+				for _, mode := range []string{"plain", "inplace"} {
 					b.Run(fmt.Sprintf("%v/%d/%dKiB/%s", dt, k, size>>10, mode), func(b *testing.B) {
 						dst, src := sources(k, size, dt)
 						n := size / dt.Size()
 						r, err := Lookup(Sum, dt)
-						if mode == "stream" {
-							r, err = LookupStream(Sum, dt)
-						}
 						if err != nil {
 							b.Fatal(err)
 						}

@@ -40,7 +40,7 @@
 //     thread it calls Go from changes results.
 //   - One source is copied as it is (bools become 0 or 1).
 //
-// [Supported] says which pairs exist. An Avg in stages combines partial results with [Stage](Avg),
+// [Supported] says which pairs exist. An Avg in stages combines partial results with Sum,
 // which is Sum, and ends in [Scale]. An algorithm whose stages are to round 16-bit floats only once
 // carries its partial sums as float32, between [Widen] and [Narrow].
 //
@@ -64,9 +64,6 @@
 // takes subnormals for zeros; a block that it leaves a zero in is rounded again from the
 // accumulators, with integer arithmetic. Where all blocks hold zeros, a sum of two sources takes
 // four fifths longer in the nearest cache, and hardly longer in memory.
-//
-// [LookupStream] stores around the caches, which pays where the result is larger than they are and
-// dst is no source: an ordinary store first reads what it overwrites. [CopyNT] does so for copies.
 //
 // Assembly cannot be preempted; therefore a Reducer comes back to Go after every 256 KiB of the
 // result.

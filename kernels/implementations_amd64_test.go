@@ -18,9 +18,9 @@ func init() {
 	}
 }
 
-// TestModes runs the stores around the caches, which reducers use for large buffers only, on small
-// ones.
-func TestModes(t *testing.T) {
+// TestKernelsAlone runs the kernels without the reducers around them, which use them for a part of
+// a buffer each.
+func TestKernelsAlone(t *testing.T) {
 	for _, l := range levels() {
 		var kernels [numOps][numDTypes]kernel
 		var widen, narrow [numDTypes]func(dst, src unsafe.Pointer, n int)
@@ -45,18 +45,14 @@ func TestModes(t *testing.T) {
 				}
 				want := make([]byte, n*size)
 				portable.reduce[op][dt](ptr(want), src, n)
-				for _, mode := range []int{cached, around} {
-					b := bytes.Repeat([]byte{0xa5}, n*size+256)
-					at := 64 + int(-uintptr(ptr(b))&63)
-					k(ptr(b[at:]), &src[0], sources, 0, n, sources, mode|variant(op, dt))
-					if !bytes.Equal(b[at:at+n*size], want) {
-						t.Fatalf("%s: %v of %v: %d elements, %d sources, mode %d: wrong", l.name, op, dt, n, sources,
-							mode)
-					}
-					if bytes.Count(b, []byte{0xa5})-bytes.Count(want, []byte{0xa5}) != 256 {
-						t.Fatalf("%s: %v of %v: %d elements, mode %d: wrote outside of the destination", l.name, op, dt,
-							n, mode)
-					}
+				b := bytes.Repeat([]byte{0xa5}, n*size+256)
+				at := 64 + int(-uintptr(ptr(b))&63)
+				k(ptr(b[at:]), &src[0], sources, 0, n, sources, variant(op, dt))
+				if !bytes.Equal(b[at:at+n*size], want) {
+					t.Fatalf("%s: %v of %v: %d elements, %d sources: wrong", l.name, op, dt, n, sources)
+				}
+				if bytes.Count(b, []byte{0xa5})-bytes.Count(want, []byte{0xa5}) != 256 {
+					t.Fatalf("%s: %v of %v: %d elements: wrote outside of the destination", l.name, op, dt, n)
 				}
 			}
 		})
@@ -80,7 +76,7 @@ func TestTypesWithoutVectorKernelsStayPortable(t *testing.T) {
 			if dt != Float8E5M2 && dt != BFloat16 {
 				return
 			}
-			if err := compare(im, false, op, dt, 1000, -1, make([]int, 3),
+			if err := compare(im, op, dt, 1000, -1, make([]int, 3),
 				func(b []byte) { draw(r, dt, b) }); err != nil {
 				t.Error(err)
 			}

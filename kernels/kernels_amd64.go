@@ -169,12 +169,6 @@ func fillAVX512BF16(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func
 func cpuidF16C() bool
 
 //go:noescape
-func copyNTAVX2(dst, src unsafe.Pointer, n int)
-
-//go:noescape
-func fence()
-
-//go:noescape
 func andAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape

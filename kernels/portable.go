@@ -10,13 +10,12 @@ import (
 // elements of dst. div is the divisor of Avg; other operations ignore it.
 type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
-// Flags of mode select how a kernel of this level stores, and one of the operations that share it.
-// internal/gen has the same flags; the portable kernels ignore them.
+// Flags of mode select one of the operations that share a kernel of this level. internal/gen has
+// the same flags; the portable kernels ignore them.
 const (
-	cached = 0
-	around = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
-	divide = 2 // Avg: the sum is divided by div
-	truth  = 4 // Bool: any byte but 0 is true
+	plain  = 0
+	divide = 1 // Avg: the sum is divided by div
+	truth  = 2 // Bool: any byte but 0 is true
 	row    = 8 // times the number of the row of constants, for kernels that have several
 )
 

@@ -20,12 +20,11 @@ type Reducer func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int)
 
 // reducers is one implementation of everything; a nil Reducer marks what is not defined.
 type reducers struct {
-	reduce, stream [numOps][numDTypes]Reducer
+	reduce [numOps][numDTypes]Reducer
 	// scale divides n elements in place; nil where Avg is not defined.
 	scale [numDTypes]func(dst unsafe.Pointer, n, divisor int)
 	// widen and narrow convert n small floats; nil for the other types.
 	widen, narrow [numDTypes]func(dst, src unsafe.Pointer, n int)
-	copyNT        func(dst, src unsafe.Pointer, n int)
 }
 
 var (
@@ -36,13 +35,6 @@ var (
 // Lookup returns the fastest Reducer that this machine has for op on elements of type dt, or an
 // error that says what is supported. It reads an array and allocates nothing unless it fails.
 func Lookup(op Op, dt DType) (Reducer, error) { return lookup(&active.reduce, op, dt) }
-
-// LookupStream is Lookup for results that will not be read soon and are larger than the caches:
-// where the processor can, and dst is none of the sources, the result is stored around the caches,
-// which spares reading dst first (a quarter of the traffic of a reduction of two sources). The
-// results are the same, and are visible to other processors as after any store. For results that
-// fit into the caches Lookup's Reducer is faster.
-func LookupStream(op Op, dt DType) (Reducer, error) { return lookup(&active.stream, op, dt) }
 
 // Reference returns the portable Go version, which defines what op means on dt: Lookup's Reducer
 // yields the same bits.
@@ -82,15 +74,6 @@ func unsupported(op Op, dt DType) error {
 		return fmt.Errorf("kernels: %v is not defined on %v; supported on %v: %s", op, dt, dt,
 			strings.Join(names, ", "))
 	}
-}
-
-// Stage returns the operation that combines partial results of op: Sum for Avg, whose last stage
-// divides by the number of contributions with Scale; op itself for all others.
-func Stage(op Op) Op {
-	if op == Avg {
-		return Sum
-	}
-	return op
 }
 
 // Reduce is the checked form of Lookup and its Reducer, for callers who hold byte slices: dst and
@@ -190,17 +173,8 @@ func CopyShared(dst, src unsafe.Pointer, n int) {
 	}
 }
 
-// CopyNT copies n bytes, which must not overlap, with stores that bypass the caches where the
-// processor has them: for destinations larger than the caches that will not be read soon. The copy
-// is visible to other processors as after any store.
-func CopyNT(dst, src unsafe.Pointer, n int) {
-	if n > 0 {
-		active.copyNT(dst, src, n)
-	}
-}
-
 func newPortable() *reducers {
-	t := &reducers{copyNT: Copy}
+	t := new(reducers)
 	for _, dt := range DTypes() {
 		size := dt.Size()
 		for _, op := range Ops() {
@@ -212,10 +186,10 @@ func newPortable() *reducers {
 				if len(srcs) == 1 && dt != Bool {
 					Copy(dst, srcs[0], n*size)
 				} else if n > 0 {
-					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), cached)
+					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), plain)
 				}
 			}
-			t.reduce[op][dt], t.stream[op][dt] = r, r
+			t.reduce[op][dt] = r
 		}
 		t.scale[dt] = dtypes[dt].scale
 		if dt.SmallFloat() {

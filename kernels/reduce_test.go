@@ -310,7 +310,7 @@ func TestReferenceAgainstDefinition(t *testing.T) {
 
 // compare runs one reduction by im and by the reference, on sources at the given byte offsets;
 // alias is the source that dst is, or -1. It reports the first difference, also one outside dst.
-func compare(im implementation, stream bool, op Op, dt DType, n, alias int, offsets []int, data func([]byte)) error {
+func compare(im implementation, op Op, dt DType, n, alias int, offsets []int, data func([]byte)) error {
 	const guard = 80
 	size := dt.Size()
 	var src [][]byte
@@ -332,30 +332,24 @@ func compare(im implementation, stream bool, op Op, dt DType, n, alias int, offs
 	for i := range src {
 		before[i] = bytes.Clone(src[i])
 	}
-	table := &im.t.reduce
-	if stream {
-		table = &im.t.stream
-	}
-	table[op][dt](ptr(dst), p, n)
+	im.t.reduce[op][dt](ptr(dst), p, n)
 	for i := 0; i < n && !bytes.Equal(dst, want); i++ {
 		if g, w := get(dst, size, i), get(want, size, i); g != w {
 			var v []uint64
 			for _, s := range src {
 				v = append(v, get(s, size, i))
 			}
-			return fmt.Errorf("%s (stream %v): %v of %v, %d elements, %d sources, alias %d, offsets %v: element "+
-				"%d of %#x is %#x, want %#x",
-				im.name, stream, op, dt, n, len(src), alias, offsets, i, v, g, w)
+			return fmt.Errorf("%s: %v of %v, %d elements, %d sources, alias %d, offsets %v: element %d of %#x is %#x, "+
+				"want %#x", im.name, op, dt, n, len(src), alias, offsets, i, v, g, w)
 		}
 	}
 	if got := bytes.Count(frame[:offsets[0]+guard], []byte{0xa5}) + bytes.Count(frame[len(frame)-guard:],
 		[]byte{0xa5}); got != offsets[0]+2*guard {
-		return fmt.Errorf("%s (stream %v): %v of %v, %d elements: wrote outside of the destination", im.name, stream,
-			op, dt, n)
+		return fmt.Errorf("%s: %v of %v, %d elements: wrote outside of the destination", im.name, op, dt, n)
 	}
 	for i := range src {
 		if !bytes.Equal(src[i], before[i]) {
-			return fmt.Errorf("%s (stream %v): %v of %v changed source %d", im.name, stream, op, dt, i)
+			return fmt.Errorf("%s: %v of %v changed source %d", im.name, op, dt, i)
 		}
 	}
 	return nil
@@ -366,7 +360,7 @@ func TestReducersMatchReference(t *testing.T) {
 		supported(func(op Op, dt DType) {
 			t.Run(fmt.Sprintf("%s/%v/%v", im.name, op, dt), func(t *testing.T) {
 				r := rand.New(rand.NewPCG(uint64(op), uint64(dt)))
-				run := func(n, k, alias int, stream bool) {
+				run := func(n, k, alias int) {
 					offsets := make([]int, k+1)
 					for i := range offsets {
 						offsets[i] = r.IntN(67)
@@ -374,7 +368,7 @@ func TestReducersMatchReference(t *testing.T) {
 							offsets[i] &^= 15
 						}
 					}
-					if err := compare(im, stream, op, dt, n, alias, offsets,
+					if err := compare(im, op, dt, n, alias, offsets,
 						func(b []byte) { draw(r, dt, b) }); err != nil {
 						t.Fatal(err)
 					}
@@ -384,18 +378,18 @@ func TestReducersMatchReference(t *testing.T) {
 					stride = 7
 				}
 				for n := 0; n <= 300; n += stride {
-					run(n, 1+r.IntN(12), -1, false)
-					run(n, 2, r.IntN(3)-1, false)
+					run(n, 1+r.IntN(12), -1)
+					run(n, 2, r.IntN(3)-1)
 				}
 				for k := 1; k <= 12; k++ {
 					for alias := -1; alias < k; alias += 1 + stride/2 {
-						run(r.IntN(300), k, alias, alias%2 == 0)
-						run(600+r.IntN(4000), k, alias, alias%2 != 0) // longer than what one call of the kernel does
+						run(r.IntN(300), k, alias)
+						run(600+r.IntN(4000), k, alias) // longer than what one call of the kernel does
 					}
 				}
 				if !testing.Short() {
-					run(long(dt)+37, 3, -1, true)
-					run(long(dt)+37, 3, 2, false)
+					run(long(dt)+37, 3, -1)
+					run(long(dt)+37, 3, 2)
 				}
 			})
 		})
@@ -414,7 +408,7 @@ func TestReduceProperty(t *testing.T) {
 		offsets := rapid.SliceOfN(rapid.IntRange(0, 70), 2, 13).Draw(t, "offsets")
 		alias := rapid.IntRange(-1, len(offsets)-2).Draw(t, "alias")
 		r := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 0))
-		if err := compare(im, rapid.Bool().Draw(t, "stream"), op, dt, n, alias, offsets,
+		if err := compare(im, op, dt, n, alias, offsets,
 			func(b []byte) { fill(r, dt, b) }); err != nil {
 			t.Fatal(err)
 		}
@@ -434,7 +428,7 @@ func FuzzReduce(f *testing.F) {
 		n := len(data) / int(k) / DType(dt).Size()
 		for _, im := range implementations {
 			rest := data
-			err := compare(im, false, Op(op), DType(dt), n, int(k)-1, make([]int, k+1),
+			err := compare(im, Op(op), DType(dt), n, int(k)-1, make([]int, k+1),
 				func(b []byte) { rest = rest[copy(b, rest):] })
 			if err != nil {
 				t.Error(err)
@@ -688,8 +682,8 @@ func TestScale(t *testing.T) {
 func TestStagedAvg(t *testing.T) {
 	a, b, c := []byte{10}, []byte{20}, []byte{33}
 	partial, dst := make([]byte, 1), make([]byte, 1)
-	for _, err := range []error{Reduce(Stage(Avg), Uint8, partial, a, b),
-		Reduce(Stage(Avg), Uint8, partial, partial, c)} {
+	for _, err := range []error{Reduce(Sum, Uint8, partial, a, b),
+		Reduce(Sum, Uint8, partial, partial, c)} {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -698,13 +692,10 @@ func TestStagedAvg(t *testing.T) {
 	if err := Reduce(Avg, Uint8, dst, a, b, c); err != nil || dst[0] != 21 || partial[0] != dst[0] {
 		t.Fatal(dst, partial, err)
 	}
-	if Stage(Max) != Max {
-		t.Fatal(Stage(Max))
-	}
 }
 
 // copies has all functions that copy bytes.
-var copies = map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyNT": CopyNT, "CopyShared": CopyShared}
+var copies = map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyShared": CopyShared}
 
 func TestCopies(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
@@ -756,7 +747,7 @@ func TestErrors(t *testing.T) {
 	for op := range 256 {
 		for dt := range 256 {
 			for name, f := range map[string]func(Op, DType) (Reducer, error){"Lookup": Lookup,
-				"LookupStream": LookupStream, "Reference": Reference} {
+				"Reference": Reference} {
 				if r, err := f(Op(op), DType(dt)); (r == nil) == (err == nil) ||
 					(err == nil) != Supported(Op(op), DType(dt)) {
 					t.Fatalf("%s(%d, %d) = %t, %v", name, op, dt, r != nil, err)
@@ -787,7 +778,7 @@ func TestNoAllocation(t *testing.T) {
 	supported(func(op Op, dt DType) {
 		for _, n := range []int{3, n} {
 			if a := testing.AllocsPerRun(10, func() {
-				for _, l := range []func(Op, DType) (Reducer, error){Lookup, LookupStream, Reference} {
+				for _, l := range []func(Op, DType) (Reducer, error){Lookup, Reference} {
 					r, err := l(op, dt)
 					if err != nil {
 						t.Fatal(err)

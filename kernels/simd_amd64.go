@@ -3,7 +3,6 @@
 package kernels
 
 import (
-	"slices"
 	"strings"
 	"unsafe"
 
@@ -78,7 +77,7 @@ func (l level) reducers() *reducers {
 			case op >= BitAnd && dt != Bool: // bytes are bytes
 				r.unit, r.kernel, r.rest = 1, k[op][Uint8], portableKernel(op, Uint8)
 			case op == Avg && r.kernel == nil:
-				r.kernel, r.rest, r.divide, r.mode = k[Sum][dt], portableKernel(Sum, dt), true, cached
+				r.kernel, r.rest, r.divide, r.mode = k[Sum][dt], portableKernel(Sum, dt), true, plain
 			}
 			if r.kernel == nil {
 				continue // portable
@@ -86,9 +85,7 @@ func (l level) reducers() *reducers {
 			if !l.masked {
 				r.lanes = r.step()
 			}
-			s := r
-			s.stream = true
-			t.reduce[op][dt], t.stream[op][dt] = r.reducer(), s.reducer()
+			t.reduce[op][dt] = r.reducer()
 		}
 		if w, n := widen[dt], narrow[dt]; w != nil {
 			t.widen[dt], t.narrow[dt] = w, n
@@ -111,7 +108,6 @@ func (l level) reducers() *reducers {
 	for _, dt := range []DType{Float32, Float64, Float16, BFloat16} {
 		t.scale[dt] = l.scaler(dt)
 	}
-	t.copyNT = copyStream
 	return t
 }
 
@@ -126,7 +122,6 @@ type reduction struct {
 	rest   kernel // Go
 	mode   int    // flags that the kernel needs for op on dt
 	divide bool   // an Avg of integers: sums, then divides
-	stream bool
 }
 
 // variant returns the flags that select op on dt in the kernel that it shares with others.
@@ -137,11 +132,11 @@ func variant(op Op, dt DType) int {
 	case dt == Bool && op != BitXor:
 		return truth
 	case op != Min && op != Max:
-		return cached
+		return plain
 	case dt == BFloat16:
 		return row
 	case dt.Class() != Signed && dt.Class() != Unsigned:
-		return cached
+		return plain
 	}
 	// The kernel is Min of unsigned integers, or of signed ones if they have 64 bits.
 	n := 0
@@ -171,9 +166,6 @@ const (
 	// piece is the bytes of dst after which a kernel comes back, so that the garbage collector need
 	// not wait for it long: assembly cannot be interrupted.
 	piece = 256 << 10
-	// farBytes is the bytes of all operands from which on a result is streamed where that was asked
-	// for: half of a usual second-level cache.
-	farBytes = 512 << 10
 	// straighten is the bytes from which on it pays to begin with the few elements that align dst
 	// to a cache line.
 	straighten = 4 << 10
@@ -190,11 +182,7 @@ func (r reduction) reducer() Reducer {
 	return func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 		switch {
 		case len(srcs) == 1 && copies:
-			if r.stream && dst != srcs[0] {
-				copyStream(dst, srcs[0], n*r.size)
-			} else {
-				Copy(dst, srcs[0], n*r.size)
-			}
+			Copy(dst, srcs[0], n*r.size)
 		case n <= direct:
 			n *= per
 			mid := n &^ odd
@@ -202,7 +190,7 @@ func (r reduction) reducer() Reducer {
 				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), mode)
 			}
 			if mid < n {
-				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), cached)
+				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), plain)
 			}
 		default:
 			r.long(dst, srcs, n*per)
@@ -212,25 +200,19 @@ func (r reduction) reducer() Reducer {
 
 // long reduces n units of any number.
 func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
-	lo, most, mode := 0, piece/r.unit, r.mode
+	lo, most := 0, piece/r.unit
 	if r.divide {
 		most = straighten / r.unit // the sums are still in the nearest cache when they are divided
 	}
-	if bytes := n * r.unit; bytes >= straighten {
+	if n*r.unit >= straighten {
 		skew := int(-uintptr(dst) & 63)
 		if skew%r.unit == 0 {
 			lo = skew / r.unit
-			r.piece(dst, srcs, 0, lo, mode)
-		}
-		if r.stream && bytes*(len(srcs)+1) >= farBytes && !r.divide && skew%r.unit == 0 && !slices.Contains(srcs, dst) {
-			mode |= around
+			r.piece(dst, srcs, 0, lo)
 		}
 	}
 	for ; lo < n; lo += most {
-		r.piece(dst, srcs, lo, min(n, lo+most), mode)
-	}
-	if mode&around != 0 {
-		fence()
+		r.piece(dst, srcs, lo, min(n, lo+most))
 	}
 }
 
@@ -238,7 +220,7 @@ func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 // entry.
 //
 //go:noinline
-func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mode int) {
+func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi int) {
 	if lo >= hi {
 		return
 	}
@@ -247,10 +229,10 @@ func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mod
 		mid -= (hi - lo) % r.lanes
 	}
 	if lo < mid {
-		r.kernel(dst, &srcs[0], len(srcs), lo, mid, len(srcs), mode)
+		r.kernel(dst, &srcs[0], len(srcs), lo, mid, len(srcs), r.mode)
 	}
 	if mid < hi {
-		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), cached)
+		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), plain)
 	}
 	if r.divide {
 		dtypes[r.dt].scale(unsafe.Add(dst, lo*r.unit), hi-lo, len(srcs))
@@ -291,23 +273,5 @@ func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
 				dtypes[dt].scale(unsafe.Add(dst, hi*size), rest, divisor)
 			}
 		}
-	}
-}
-
-// copyStream is CopyNT. Short copies are left to the caches.
-func copyStream(dst, src unsafe.Pointer, n int) {
-	if n < straighten {
-		Copy(dst, src, n)
-		return
-	}
-	lo := int(-uintptr(dst) & 63)
-	Copy(dst, src, lo)
-	for n-lo >= 256 {
-		m := min(n-lo, piece) &^ 255
-		copyNTAVX2(unsafe.Add(dst, lo), unsafe.Add(src, lo), m)
-		lo += m
-	}
-	if lo < n {
-		Copy(unsafe.Add(dst, lo), unsafe.Add(src, lo), n-lo)
 	}
 }

@@ -13,9 +13,9 @@
 // at all. Written so, the kernels need no prefetches of their own.
 //
 // All blocks of a kernel end in the same code. What only some calls need, such as the division of
-// Avg or the stores around the caches, stands behind the end of the function; flags in mode select
-// it. Operations that differ in nothing else share a kernel: Avg is Sum with a division, Float16
-// and BFloat16 share Min and Max, and the operations on bools are those on bytes.
+// Avg, stands behind the end of the function; flags in mode select it. Operations that differ in
+// nothing else share a kernel: Avg is Sum with a division, Float16 and BFloat16 share Min and Max,
+// and the operations on bools are those on bytes.
 package main
 
 import (
@@ -172,14 +172,11 @@ func storeMasked(size int, s, k, m Op) {
 	}
 }
 
-// store writes a vector of any width, around the caches if nt.
-func store(s, m Op, nt bool) {
-	switch {
-	case nt:
-		VMOVNTDQ(s, m)
-	case IsZMM(s):
+// store writes a vector of any width.
+func store(s, m Op) {
+	if IsZMM(s) {
 		VMOVDQU64(s, m)
-	default:
+	} else {
 		VMOVDQU(s, m)
 	}
 }
@@ -222,7 +219,7 @@ func (s storage) write(v Op, m Mem, k Op) {
 	case s.lanes*s.size == 8:
 		VMOVQ(v, m)
 	default:
-		store(v, m, false)
+		store(v, m)
 	}
 }
 
@@ -232,7 +229,7 @@ func plain(a []reg.VecVirtual) Op { return a[0] }
 // native is the storage of types that have instructions of their own.
 func (i isa) native(size int) storage {
 	s := storage{size: size, lanes: i.width / size, regs: 1, block: 256 / i.width, direct: true, pack: plain}
-	s.save = func(a []reg.VecVirtual, m Mem) { store(a[0], m, false) }
+	s.save = func(a []reg.VecVirtual, m Mem) { store(a[0], m) }
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
 			loadMasked(size, m, k, d[0])
@@ -661,9 +658,8 @@ type operator struct {
 
 // The flags of mode, as in package kernels.
 const (
-	around = 1
-	divide = 2
-	truth  = 4
+	divide = 1
+	truth  = 2
 )
 
 // row is the bytes of a row of the table that row reads.
@@ -946,45 +942,32 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	}
 	end := func() {
 		Label("finish")
-		var packed []Op
-		pack := func() (v []Op) {
-			for _, a := range acc {
-				v = append(v, s.pack(a))
+		special := func(back string) { // one test for all that is rare
+			if o.finish == nil {
+				return
 			}
-			return v
+			test(o.flag, "special")
+			after = append(after, func() {
+				Label("special")
+				o.finish(all(s.block))
+				JMP(LabelRef(back))
+			})
+			Label(back)
 		}
-		if s.save != nil { // one test for all that is rare
-			flags := uint8(around)
-			if o.finish != nil {
-				flags |= o.flag
-			}
-			test(flags, "special")
-			Label("save")
+		if s.save != nil {
+			special("save")
 			for j, a := range acc {
 				s.save(a, Mem{Base: dst, Disp: j * step})
 			}
-			after = append(after, func() {
-				Label("special")
-				if o.finish != nil {
-					TESTB(Imm(uint64(o.flag)), mode.As8())
-					JE(LabelRef("around"))
-					o.finish(all(s.block))
-					TESTB(Imm(around), mode.As8())
-					JE(LabelRef("save"))
-					Label("around")
-				}
-				packed = pack()
-			})
 		} else {
-			if o.finish != nil {
-				test(o.flag, "special")
-				after = append(after, func() {
-					Label("special")
-					o.finish(all(s.block))
-					JMP(LabelRef("pack"))
-				})
-				Label("pack")
+			pack := func() (v []Op) {
+				for _, a := range acc {
+					v = append(v, s.pack(a))
+				}
+				return v
 			}
+			special("pack")
+			var packed []Op
 			if s.quick == nil {
 				packed = pack()
 			} else {
@@ -998,22 +981,9 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 					JMP(LabelRef("packed"))
 				})
 			}
-			if !s.heavy {
-				test(around, "around")
-				after = append(after, func() { Label("around") })
-			}
 			for j, v := range packed {
 				s.write(v, Mem{Base: dst, Disp: j * step}, nil)
 			}
-		}
-		if !s.heavy {
-			after = append(after, func() {
-				for j, v := range packed {
-					store(v, Mem{Base: dst, Disp: j * step}, true)
-				}
-				JMP(LabelRef("next"))
-			})
-			Label("next")
 		}
 		advance(s.block)
 	}
@@ -1123,7 +1093,7 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 				if k != nil {
 					storeMasked(4, x[0], k, Mem{Base: dst, Disp: large})
 				} else {
-					store(x[0], Mem{Base: dst, Disp: large}, false)
+					store(x[0], Mem{Base: dst, Disp: large})
 				}
 				return
 			}
@@ -1201,40 +1171,8 @@ func (i isa) bf16Plain() storage {
 	return s
 }
 
-// copyNT copies n bytes, a multiple of 256, to dst, which is aligned to 32, around the caches.
-func copyNT() {
-	text("copyNTAVX2", convertSig)
-	dst, src, n := Load(Param("dst"), GP64()), Load(Param("src"), GP64()), Load(Param("n"), GP64())
-	Label("loop")
-	CMPQ(n, imm(256))
-	JLT(LabelRef("done"))
-	var v []reg.VecVirtual
-	for j := range 8 {
-		v = append(v, YMM())
-		VMOVDQU(Mem{Base: src, Disp: 32 * j}, v[j])
-	}
-	for j := range 8 {
-		VMOVNTDQ(v[j], Mem{Base: dst, Disp: 32 * j})
-	}
-	ADDQ(imm(256), src)
-	ADDQ(imm(256), dst)
-	SUBQ(imm(256), n)
-	JMP(LabelRef("loop"))
-	Label("done")
-	SFENCE()
-	VZEROUPPER()
-	RET()
-}
-
 // signature is avo's comment before each function, which repeats the declaration.
 var signature = regexp.MustCompile(`(?m)^// func .*\n`)
-
-// fence orders the stores around the caches before all later ones.
-func fence() {
-	text("fence", "func()")
-	SFENCE()
-	RET()
-}
 
 // cpuid reports whether the processor has F16C and BMI2, of which golang.org/x/sys/cpu knows only
 // the latter.
@@ -1261,8 +1199,6 @@ func main() {
 	}
 	ConstraintExpr("!purego")
 	cpuid()
-	copyNT()
-	fence()
 
 	entries := map[string][]string{} // level -> lines
 	for _, i := range []isa{{"AVX2", 32, false}, {"AVX512", 64, true}} {
