@@ -83,7 +83,7 @@ type Config struct {
 	// Transports in order of preference. The proxy owns them.
 	Transports []Transport
 	// Window is the credit per channel, peer and direction, in bytes; the same at all ranks.
-	// Default: 64 MiB over Size, within 32 KiB and 512 KiB.
+	// Default: 64 MiB over Size, from 32 KiB to 2 MiB.
 	Window int
 	// Oversubscribed says that there are more local ranks than cores: waiters then yield at once.
 	Oversubscribed bool
@@ -93,7 +93,8 @@ type Config struct {
 	// Notify is called for every link that comes up (err nil) or goes down, with the peer's
 	// incarnation. It is called with the proxy's lock and must not block.
 	Notify func(peer Identity, err error)
-	// Clients receives the links of programs that are not ranks. Default: they are refused.
+	// Clients receives the links of programs that are not ranks. Default: they are refused. The
+	// ranks of pg have none; it is for a program that runs a Proxy of its own.
 	Clients Clients
 	// Patient, if it returns true, makes the proxy dial a peer again that refuses this rank as
 	// unknown: the peer may still expect an earlier incarnation. A peer that cannot be reached is
@@ -596,9 +597,10 @@ func (pr *peer) another(incarnation uint64) bool {
 	return incarnation != 0 && pr.err == nil && pr.id.Incarnation != 0 && pr.id.Incarnation != incarnation
 }
 
-// Vacate is MarkDead if there is no link to rank. It is for a rank that is no member as far as this
-// one knows: it may be about to become one, and have a link already. Takes the lock itself.
-func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
+// MarkDeadUnlinked is MarkDead if there is no link to rank. It is for a rank that is no member as
+// far as this one knows: it may be about to become one, and have a link already. Takes the lock
+// itself.
+func (p *Proxy) MarkDeadUnlinked(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]

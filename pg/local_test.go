@@ -465,3 +465,38 @@ func TestSmallFloatsAreRoundedOnce(t *testing.T) {
 		})
 	}
 }
+
+// A group that is closed gives back what it has in memory that peers map: a program may make and
+// close any number of groups.
+func TestClosedGroupsFreeTheirExposures(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		board := func() (uint64, error) {
+			g.job.proxy.Lock()
+			defer g.job.proxy.Unlock()
+			e, err := g.job.proxy.NewExposure()
+			if err != nil {
+				return 0, err
+			}
+			defer g.job.proxy.FreeExposure(e)
+			region, _ := e.Place()
+			return region, nil
+		}
+		first, err := board()
+		if err != nil {
+			return err
+		}
+		for range 1100 { // more than a board has words
+			sub, err := g.Split(ctx, 0, 0)
+			if err != nil {
+				return err
+			}
+			if err := sub.Close(); err != nil {
+				return err
+			}
+		}
+		if now, err := board(); err != nil || now != first {
+			return fmt.Errorf("a word in region %d, want it in region %d: %v", now, first, err)
+		}
+		return nil
+	})
+}

@@ -648,8 +648,9 @@ func TestClientsAreRefused(t *testing.T) {
 // in time and keep no peer out.
 func TestSilentAndInvalidConnectionsAreClosed(t *testing.T) {
 	linktest.NoLeaks(t, "All", func(t *testing.T) {
-		b := linktest.Listen(t, New(Config{RingBytes: 1, HandshakeTimeout: 100 * time.Millisecond}),
-			linktest.NewHost(1))
+		tr := New(Config{RingBytes: 1})
+		tr.timeout = 100 * time.Millisecond
+		b := linktest.Listen(t, tr, linktest.NewHost(1))
 		b.Allow(func(from p2p.Identity) error {
 			if from.Rank != 0 {
 				t.Errorf("Admit was asked about %v", from)

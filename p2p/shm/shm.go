@@ -29,9 +29,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
-	"time"
 
-	"tutti/p2p"
 	"tutti/p2p/ring"
 )
 
@@ -42,10 +40,7 @@ type Config struct {
 	// link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most.
 	// Default 512 KiB.
 	RingBytes int
-	// HandshakeTimeout bounds how long a connection may take to authenticate. Default
-	// p2p.HandshakeTimeout.
-	HandshakeTimeout time.Duration
-	Logger           *slog.Logger // default: nothing is logged
+	Logger    *slog.Logger // default: nothing is logged
 }
 
 // DefaultRingBytes is Config.RingBytes' default.
@@ -56,9 +51,6 @@ func (c Config) withDefaults() Config {
 		c.RingBytes = DefaultRingBytes
 	}
 	c.RingBytes = ring.Round(c.RingBytes)
-	if c.HandshakeTimeout <= 0 {
-		c.HandshakeTimeout = p2p.HandshakeTimeout
-	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

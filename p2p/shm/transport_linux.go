@@ -30,6 +30,7 @@ type Transport struct {
 	cfg     Config
 	uid     uint32
 	exports *exports
+	timeout time.Duration // of a handshake, p2p.HandshakeTimeout; tests set it before Listen
 
 	mu       sync.Mutex
 	host     p2p.Host
@@ -41,7 +42,8 @@ type Transport struct {
 
 // New returns a transport that does not listen yet.
 func New(cfg Config) *Transport {
-	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: newExports()}
+	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: newExports(),
+		timeout: p2p.HandshakeTimeout}
 }
 
 // Identify returns the identity that two processes must have in common to share memory through this
@@ -90,7 +92,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	t.host, t.machine = h, machine
 	t.acceptor = &trust.Acceptor{
 		Listener: &sameUser{l.(*net.UnixListener), t.uid},
-		Secret:   h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout,
+		Secret:   h.Secret(), Purpose: purpose, Timeout: t.timeout,
 		Admit: t.admit, Accepted: t.accepted, Lost: t.lost, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
@@ -281,7 +283,7 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 	}
 	conn := c.(*net.UnixConn)
 	// The peer may be busy with other connections: its limit counts from accept.
-	conn.SetDeadline(time.Now().Add(2 * t.cfg.HandshakeTimeout))
+	conn.SetDeadline(time.Now().Add(2 * t.timeout))
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	err := checkPeer(conn, t.uid)
 	if err == nil {

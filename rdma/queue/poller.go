@@ -21,7 +21,7 @@ type Poller struct {
 	room     int      // completions that no queue pair has a claim to
 	out      [rdma.PollBatch]rdma.Completion
 	touched  []*queue // have receives to post
-	strays   uint64
+	strays   uint64   // completions of queue pairs that were reset or closed before
 	unusable error
 }
 
@@ -108,14 +108,6 @@ func (p *Poller) dispatchLocked(c *rdma.Completion) {
 	case !q.complete(c, k, name, number):
 		p.strays++
 	}
-}
-
-// Strays returns how many completions belonged to no request: those of queue pairs that were reset
-// or closed before.
-func (p *Poller) Strays() uint64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.strays
 }
 
 // Serve polls until ctx ends, and sleeps while there are no completions. It returns ctx's error, or

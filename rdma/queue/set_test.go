@@ -272,8 +272,8 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.cqs[0].put(late)
-	if _, err := p.Poll(); err != nil || p.Strays() != 1 || third.Ended() {
-		t.Fatal(err, p.Strays(), third.Ended())
+	if _, err := p.Poll(); err != nil || p.strays != 1 || third.Ended() {
+		t.Fatal(err, p.strays, third.Ended())
 	}
 	if err := third.Wait(soon(t)); err != nil {
 		t.Fatal(err)

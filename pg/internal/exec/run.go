@@ -921,5 +921,9 @@ func (r *Runner) Confirm() error {
 // Free releases the runner's memory and plans. No call may follow.
 func (r *Runner) Free() {
 	r.direct.close()
+	if r.mapped.exposure != nil {
+		r.proxy.FreeExposure(r.mapped.exposure)
+		r.mapped.exposure = nil
+	}
 	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide, r.staged = nil, nil, nil, nil, nil, nil, nil
 }
