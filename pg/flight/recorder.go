@@ -193,9 +193,6 @@ func (r *Recorder) End(s *Record, o Outcome) {
 	t.Bytes += s.Bytes
 }
 
-// Written returns the number of records written so far.
-func (r *Recorder) Written() uint64 { return r.head.Next }
-
 // AddGroup records the members of a group, by slot.
 func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) {
 	head := groupHead{ID: id, Slot: uint32(slot), Size: uint32(len(ranks))}

@@ -141,14 +141,6 @@ func (t *Total) UnmarshalJSON(b []byte) error {
 	return err
 }
 
-// RankOf returns the job's rank of a slot of g.
-func (g *Group) RankOf(slot int) int {
-	if slot >= 0 && slot < len(g.Ranks) {
-		return g.Ranks[slot]
-	}
-	return slot
-}
-
 // Image is a copy of a recorder's contents.
 type Image struct {
 	header
