@@ -164,8 +164,8 @@ const (
 	TimeoutEvictsAlone
 )
 
-// DefaultWindow is Config.Window's default.
-const DefaultWindow = 3 * time.Second
+// defaultWindow is Config.Window's default.
+const defaultWindow = 3 * time.Second
 
-// DefaultTimeout is Config.Timeout's default.
-const DefaultTimeout = 5 * time.Minute
+// defaultTimeout is Config.Timeout's default.
+const defaultTimeout = 5 * time.Minute

@@ -31,8 +31,8 @@ var onFailureNames = []string{"report", "shrink", "retry"}
 
 func (o OnFailure) String() string { return onFailureNames[min(int(o), len(onFailureNames)-1)] }
 
-// ParseOnFailure reads "report" (also "end", as launchers say, and ""), "shrink" or "retry".
-func ParseOnFailure(s string) (OnFailure, error) {
+// parseOnFailure reads "report" (also "end", as launchers say, and ""), "shrink" or "retry".
+func parseOnFailure(s string) (OnFailure, error) {
 	if s == "" || s == "end" {
 		return Report, nil
 	}

@@ -88,7 +88,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	}
 	switch {
 	case s.Timeout == 0:
-		s.Timeout = DefaultTimeout
+		s.Timeout = defaultTimeout
 	case s.Timeout < 0:
 		s.Timeout = 0
 	}
@@ -96,13 +96,13 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 		s.LeaseTTL = l.LeaseTTL
 	}
 	if s.OnFailure == Report {
-		if s.OnFailure, err = ParseOnFailure(l.OnFailure); err != nil {
+		if s.OnFailure, err = parseOnFailure(l.OnFailure); err != nil {
 			return nil, fmt.Errorf("join: TUTTI_ON_FAILURE: %w", err)
 		}
 	}
 	s.Uniform, s.AutoAdmit = s.Uniform || l.Uniform, s.AutoAdmit || l.AutoAdmit
 	if s.Window <= 0 {
-		s.Window = DefaultWindow
+		s.Window = defaultWindow
 	}
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
 		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)

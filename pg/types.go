@@ -126,17 +126,17 @@ func DeviceBuffer(m mem.Memory, dt DType, s device.Stream) Buffer {
 
 // BufferOf describes the elements of x.
 func BufferOf[T Element](x []T) Buffer {
-	return Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: DTypeOf[T]()}
+	return Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: dtypeOf[T]()}
 }
 
 // bufferOf returns the exec.Buffer of x.
 func bufferOf[T Element](x []T) exec.Buffer {
-	return exec.Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: DTypeOf[T]()}
+	return exec.Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: dtypeOf[T]()}
 }
 
-// DTypeOf returns the data type of T: by its name for the small floats, else by its kind (int and
+// dtypeOf returns the data type of T: by its name for the small floats, else by its kind (int and
 // uint are 64 bits).
-func DTypeOf[T Element]() DType {
+func dtypeOf[T Element]() DType {
 	var zero T
 	switch any(zero).(type) {
 	case float32:

@@ -11,7 +11,7 @@ import (
 	"tutti/pg"
 )
 
-// Every data type has its constant in this package, by the same name, and DTypeOf knows it.
+// Every data type has its constant in this package, by the same name, and dtypeOf knows it.
 func TestEveryDataTypeIsDeclared(t *testing.T) {
 	f, err := parser.ParseFile(token.NewFileSet(), "types.go", nil, 0)
 	if err != nil {
@@ -47,7 +47,7 @@ func TestEveryDataTypeIsDeclared(t *testing.T) {
 	}
 }
 
-func TestDTypeOf(t *testing.T) {
+func TestDataTypeOfAnElement(t *testing.T) {
 	type (
 		gradient float32
 		id       uint16
@@ -59,24 +59,24 @@ func TestDTypeOf(t *testing.T) {
 			t.Errorf("%v, want %v", got, want)
 		}
 	}
-	check(pg.DTypeOf[int8](), pg.Int8)
-	check(pg.DTypeOf[int16](), pg.Int16)
-	check(pg.DTypeOf[int32](), pg.Int32)
-	check(pg.DTypeOf[int64](), pg.Int64)
-	check(pg.DTypeOf[int](), pg.Int64)
-	check(pg.DTypeOf[uint8](), pg.Uint8)
-	check(pg.DTypeOf[uint16](), pg.Uint16)
-	check(pg.DTypeOf[uint32](), pg.Uint32)
-	check(pg.DTypeOf[uint64](), pg.Uint64)
-	check(pg.DTypeOf[uint](), pg.Uint64)
-	check(pg.DTypeOf[float32](), pg.Float32)
-	check(pg.DTypeOf[float64](), pg.Float64)
-	check(pg.DTypeOf[bool](), pg.Bool)
-	check(pg.DTypeOf[pg.F16](), pg.Float16)
-	check(pg.DTypeOf[pg.BF16](), pg.BFloat16)
-	check(pg.DTypeOf[pg.F8E4M3](), pg.Float8E4M3)
-	check(pg.DTypeOf[pg.F8E5M2](), pg.Float8E5M2)
-	check(pg.DTypeOf[gradient](), pg.Float32)
-	check(pg.DTypeOf[id](), pg.Uint16)
-	check(pg.DTypeOf[flag](), pg.Bool)
+	check(pg.BufferOf([]int8{}).DType, pg.Int8)
+	check(pg.BufferOf([]int16{}).DType, pg.Int16)
+	check(pg.BufferOf([]int32{}).DType, pg.Int32)
+	check(pg.BufferOf([]int64{}).DType, pg.Int64)
+	check(pg.BufferOf([]int{}).DType, pg.Int64)
+	check(pg.BufferOf([]uint8{}).DType, pg.Uint8)
+	check(pg.BufferOf([]uint16{}).DType, pg.Uint16)
+	check(pg.BufferOf([]uint32{}).DType, pg.Uint32)
+	check(pg.BufferOf([]uint64{}).DType, pg.Uint64)
+	check(pg.BufferOf([]uint{}).DType, pg.Uint64)
+	check(pg.BufferOf([]float32{}).DType, pg.Float32)
+	check(pg.BufferOf([]float64{}).DType, pg.Float64)
+	check(pg.BufferOf([]bool{}).DType, pg.Bool)
+	check(pg.BufferOf([]pg.F16{}).DType, pg.Float16)
+	check(pg.BufferOf([]pg.BF16{}).DType, pg.BFloat16)
+	check(pg.BufferOf([]pg.F8E4M3{}).DType, pg.Float8E4M3)
+	check(pg.BufferOf([]pg.F8E5M2{}).DType, pg.Float8E5M2)
+	check(pg.BufferOf([]gradient{}).DType, pg.Float32)
+	check(pg.BufferOf([]id{}).DType, pg.Uint16)
+	check(pg.BufferOf([]flag{}).DType, pg.Bool)
 }

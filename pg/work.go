@@ -2,7 +2,6 @@ package pg
 
 import (
 	"context"
-	"errors"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -85,7 +84,7 @@ func (now *progress) channel() <-chan struct{} {
 // OnEnd makes the end of the operation call f with the outcome; if the operation is over, OnEnd
 // calls f itself. f is called once. OnEnd may be called once for a Work. f may run with a lock of
 // the group's job held: it must return soon, and must not call anything of this package but Err,
-// LocalSuccess, FailedRanks and Status of this Work.
+// LocalSuccess and Status of this Work.
 func (w *Work) OnEnd(f func(error)) {
 	now := w.at.Load()
 	if now != nil && !now.over {
@@ -118,23 +117,6 @@ func (w *Work) Err() error {
 func (w *Work) LocalSuccess() bool {
 	now := w.at.Load()
 	return now == nil || now.err == nil || now.local
-}
-
-// FailedRanks returns the ranks that made the operation fail: the lost ones, or those that did not
-// answer in time. It may be called once Done is closed.
-func (w *Work) FailedRanks() (ranks []int) {
-	var lost *RankError
-	var late *TimeoutError
-	err := w.Err()
-	switch {
-	case errors.As(err, &lost):
-		ranks = append([]int{lost.Rank}, lost.Also...)
-	case errors.As(err, &late):
-		for _, m := range late.Missing {
-			ranks = append(ranks, m.Rank)
-		}
-	}
-	return ranks
 }
 
 // Status returns what a RecvOp received; it may be called once Done is closed and Err is nil.
