@@ -41,12 +41,12 @@ var defaults = [numKinds][]Rule{
 	AllReduce: {
 		{IfLevels, 0, 0, 8 << 10, Doubling},
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{IfCrowded, 5, starRanks, 32 << 10, Star},
-		{IfCrowded, 5, 0, 32 << 10, Stars},
+		{IfOversubscribed, 5, starRanks, 32 << 10, Star},
+		{IfOversubscribed, 5, 0, 32 << 10, Stars},
 		{IfMemory, 0, 4, 16 << 10, OneShot},
 		{IfMemory, 0, 8, 4 << 10, OneShot},
 		{IfMemory, 0, 2, 64 << 10, OneShot},
-		{IfCrowded, 0, 0, 32 << 10, Doubling},
+		{IfOversubscribed, 0, 0, 32 << 10, Doubling},
 		{Always, 0, 2, 16 << 10, OneShot},
 		{Always, 0, 4, 8 << 10, OneShot},
 		{IfMapped, 0, 0, 2 << 10, Doubling},
@@ -69,8 +69,8 @@ var defaults = [numKinds][]Rule{
 	AllGather: {
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 8, 16 << 10, OneShot},
-		{IfCrowded, 0, starRanks, 64 << 10, Star},
-		{IfCrowded, 0, 0, 64 << 10, Stars},
+		{IfOversubscribed, 0, starRanks, 64 << 10, Star},
+		{IfOversubscribed, 0, 0, 64 << 10, Stars},
 		{IfMapped, 0, 0, 0, LoadStore},
 		{IfPuts, 0, 0, 0, OneSided},
 		{Always, 0, 8, 0, OneShot},
@@ -137,8 +137,8 @@ var defaults = [numKinds][]Rule{
 	Barrier: {
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 4, 0, OneShot},
-		{IfCrowded, 0, starRanks, 0, Star},
-		{IfCrowded, 0, 0, 0, Stars},
+		{IfOversubscribed, 0, starRanks, 0, Star},
+		{IfOversubscribed, 0, 0, 0, Stars},
 		{Always, 0, 0, 0, Dissemination},
 	},
 }

@@ -28,14 +28,14 @@ const (
 	IfMemory           // Caps.SharedMemory
 	// More ranks on a host than processors: each round costs a wake-up, so that few rounds are
 	// better than few bytes.
-	IfCrowded
+	IfOversubscribed
 	IfLevels  // several hosts, and several ranks on at least one
 	IfOneHost // all ranks on one host, with any links
 	IfPuts    // Caps.Puts
 	numConditions
 )
 
-var conditionNames = [numConditions]string{"always", "mapped", "memory", "crowded", "levels", "onehost", "puts"}
+var conditionNames = [numConditions]string{"always", "mapped", "memory", "oversubscribed", "levels", "onehost", "puts"}
 
 // String returns the name that a table's JSON uses.
 func (c Condition) String() string {
@@ -55,6 +55,10 @@ func (c Condition) MarshalText() ([]byte, error) {
 
 // UnmarshalText accepts a name.
 func (c *Condition) UnmarshalText(b []byte) error {
+	if string(b) == "crowded" { // what tables called it before
+		*c = IfOversubscribed
+		return nil
+	}
 	i := slices.Index(conditionNames[:], string(b))
 	if i < 0 {
 		return fmt.Errorf("collectives: no condition %q; there are %v", clip(b), conditionNames)
@@ -246,7 +250,7 @@ func (t *Table) Choose(s Shape, c Caps) Algo {
 			holds = c.Mapped
 		case IfMemory:
 			holds = c.SharedMemory
-		case IfCrowded:
+		case IfOversubscribed:
 			holds = c.Cores > 0 && most > c.Cores
 		case IfLevels:
 			holds = hosts > 1 && most > 1

@@ -134,7 +134,7 @@ func TestTableHash(t *testing.T) {
 // TestTableRules: each part of a rule decides.
 func TestTableRules(t *testing.T) {
 	table, err := NewTable(map[Kind][]Rule{AllReduce: {
-		{IfMapped, 0, 0, 100, LoadStore}, {IfMemory, 4, 5, 0, Ring}, {IfCrowded, 0, 3, 0, Tree},
+		{IfMapped, 0, 0, 100, LoadStore}, {IfMemory, 4, 5, 0, Ring}, {IfOversubscribed, 0, 3, 0, Tree},
 		{IfLevels, 0, 0, 0, Hierarchical}, {IfOneHost, 0, 0, 50, Doubling}, {Always, 7, 0, 0, Halving}}})
 	if err != nil {
 		t.Fatal(err)
