@@ -87,7 +87,8 @@ func Variables() []Variable {
 		{"TUTTI_SECRET", "the job's secret, which every connection proves to know: at least 16 bytes of text, or " +
 			"at least 32 hex digits", "none"},
 		{"TUTTI_SECRET_FILE", "file that holds the secret, in the same form, instead of TUTTI_SECRET", "none"},
-		{"TUTTI_TRANSPORT", "transports to use: auto, or a list such as shm,tcp", "auto"},
+		{"TUTTI_TRANSPORT", "transports to use: auto, or names separated by commas, the preferred " +
+			"one first", "auto"},
 		{"TUTTI_BIND", "how tutti run binds ranks to processors: share, each to its part of them; core, each to " +
 			"one; or none", "share"},
 		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},

@@ -104,9 +104,9 @@ func (f *benchFlags) p2pOther(cmd *cobra.Command) error {
 // p2pDevice returns what endpoints use for --transport.
 func (f *benchFlags) p2pDevice(cmd *cobra.Command) (endpoint.RDMA, error) {
 	switch f.transport {
-	case registry.Auto, "tcp":
+	case registry.Auto, endpoint.PathTCP.String():
 		return endpoint.RDMA{}, nil
-	case "rdma":
+	case endpoint.PathDirect.String():
 		p, err := verbs.Load()
 		if err != nil {
 			return endpoint.RDMA{}, err
@@ -114,8 +114,8 @@ func (f *benchFlags) p2pDevice(cmd *cobra.Command) (endpoint.RDMA, error) {
 		return endpoint.RDMA{Provider: p, Devices: os.Getenv("TUTTI_RDMA_DEVICES"),
 			GID: os.Getenv("TUTTI_RDMA_GID")}, nil
 	}
-	return endpoint.RDMA{}, usagef(cmd, "--transport %s: endpoints use tcp, or rdma for large operations",
-		f.transport)
+	return endpoint.RDMA{}, usagef(cmd, "--transport %s: endpoints use %v, or %v for large operations",
+		f.transport, endpoint.PathTCP, endpoint.PathDirect)
 }
 
 // p2pPrinter prints rows as a table, or as JSON objects.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"tutti/cmd/tutti/internal/term"
+	"tutti/endpoint"
 	"tutti/endpoint/stats"
 )
 
@@ -75,8 +76,8 @@ func endpointMode(e *stats.Endpoint) string {
 	for _, m := range slices.Sorted(maps.Keys(e.Modes)) {
 		all = append(all, term.Shown(m))
 	}
-	if e.Paths["rdma"] > 0 {
-		all = append(all, "rdma")
+	if rdma := endpoint.PathDirect.String(); e.Paths[rdma] > 0 {
+		all = append(all, rdma)
 	}
 	return strings.Join(all, "+")
 }

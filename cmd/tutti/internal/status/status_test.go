@@ -219,7 +219,7 @@ func TestMake(t *testing.T) {
 	}
 	before.Ranks[1].Snapshot.Incarnation = "another" // has begun anew
 	if r := Make(now, before, false); r.Ranks[1].Operations != 0 {
-		t.Errorf("rates across lives: %+v", r.Ranks[1])
+		t.Errorf("rates across incarnations: %+v", r.Ranks[1])
 	}
 	if r := Make(now, nil, false); r.Interval != 0 || r.Ranks[0].Operations != 0 {
 		t.Errorf("rates of one sample: %+v", r)
