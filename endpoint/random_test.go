@@ -569,10 +569,10 @@ func (m *member) receive(j int, done <-chan struct{}) {
 	}
 }
 
-// crowd starts n operations on member j, half of them with one Future, and waits for none of them
+// burst starts n operations on member j, half of them with one Future, and waits for none of them
 // before all have started. Each write has a range of the first lane for itself; reads are from the
 // last one, which nobody writes.
-func (m *member) crowd(j, n int) {
+func (m *member) burst(j, n int) {
 	w := m.w
 	r := rand.New(rand.NewPCG(w.seed, uint64(m.i*100+j)))
 	p := m.peer(j)
@@ -905,7 +905,7 @@ func TestRandomChild(t *testing.T) {
 	number := func(i int) uint64 { n, _ := strconv.ParseUint(spec[i], 10, 64); return n }
 	w := &world{t: t, seed: number(0), n: int(number(1)), chaos: spec[2] == "chaos", closes: true,
 		longest: longest, counts: map[string]int{}}
-	if spec[2] == "crowd" {
+	if spec[2] == "burst" {
 		w.longest = 66 << 10 // some are too long to go at once
 	}
 	i := int(number(3))
@@ -935,8 +935,8 @@ func TestRandomChild(t *testing.T) {
 	var recv sync.WaitGroup
 	for j := range w.n {
 		if j != m.i {
-			if spec[2] == "crowd" {
-				work.Go(func() { m.crowd(j, int(number(4))/(w.n-1)) })
+			if spec[2] == "burst" {
+				work.Go(func() { m.burst(j, int(number(4))/(w.n-1)) })
 			} else {
 				work.Go(func() { m.work(j) })
 			}
@@ -958,7 +958,7 @@ func TestRandomChild(t *testing.T) {
 	fmt.Println("COUNTS", w.counts)
 }
 
-// TestRandomProcesses: random programs of endpoints in four processes. Those of a crowd start all
+// TestRandomProcesses: random programs of endpoints in four processes. Those of a burst start all
 // of their operations at once, and not fewer of them if the test has to be short.
 func TestRandomProcesses(t *testing.T) {
 	for _, x := range []struct {
@@ -966,8 +966,8 @@ func TestRandomProcesses(t *testing.T) {
 		guarded bool
 		ops     int64
 	}{
-		{"calm", false, opsOf() / 2}, {"chaos", false, opsOf() / 2}, {"crowd", false, int64(*randomOps)},
-		{"calm", true, opsOf() / 2}, {"chaos", true, opsOf() / 2}, {"crowd", true, int64(*randomOps)},
+		{"calm", false, opsOf() / 2}, {"chaos", false, opsOf() / 2}, {"burst", false, int64(*randomOps)},
+		{"calm", true, opsOf() / 2}, {"chaos", true, opsOf() / 2}, {"burst", true, int64(*randomOps)},
 	} {
 		name := x.kind
 		if x.guarded {

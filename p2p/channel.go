@@ -85,7 +85,7 @@ type stream struct {
 	posted   recvRing // ordered lane, in posting order
 	early    []*early // arrived before a receive was posted
 	sendq    []*SendReq
-	followed crowd
+	followed followList
 	part     int // bytes sent of the message whose Send was suspended
 
 	left    bool   // the peer closed the channel

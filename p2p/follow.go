@@ -24,7 +24,7 @@ type Message interface {
 // follow is the state of a followed message. A message that is not followed has the zero value.
 type follow struct {
 	ended func(error) // nil: it is not followed
-	on    *crowd
+	on    *followList
 	next  *follow
 	prev  *follow
 	of    Message
@@ -32,14 +32,14 @@ type follow struct {
 	at    int       // its place in followers.due, if it has a time limit
 }
 
-// crowd is a list of the followed messages that wait for one peer or for any, in the order in which
-// they were followed. The zero value is empty.
-type crowd struct {
+// followList is a list of the followed messages that wait for one peer or for any, in the order in
+// which they were followed. The zero value is empty.
+type followList struct {
 	root follow
 	n    int
 }
 
-func (l *crowd) add(f *follow) {
+func (l *followList) add(f *follow) {
 	if l.root.next == nil {
 		l.root.next, l.root.prev = &l.root, &l.root
 	}
@@ -48,14 +48,14 @@ func (l *crowd) add(f *follow) {
 	l.n++
 }
 
-func (l *crowd) remove(f *follow) {
+func (l *followList) remove(f *follow) {
 	f.prev.next, f.next.prev = f.next, f.prev
 	f.on, f.next, f.prev = nil, nil, nil
 	l.n--
 }
 
 // all returns the messages of the list, which may change while they are handled.
-func (l *crowd) all() []*follow {
+func (l *followList) all() []*follow {
 	all := make([]*follow, 0, l.n)
 	for f := l.root.next; f != nil && f != &l.root; f = f.next {
 		all = append(all, f)
@@ -66,8 +66,8 @@ func (l *crowd) all() []*follow {
 // followers are the followed messages of a channel.
 type followers struct {
 	n      int
-	ends   int   // messages that have ended
-	any    crowd // receives from any slot that have not been matched
+	ends   int        // messages that have ended
+	any    followList // receives from any slot that have not been matched
 	due    dues
 	doubt  bool // a link has gone down: some may have failed
 	waiter Wait // of Attend

@@ -106,11 +106,11 @@ func leaver(t *testing.T, linger time.Duration) (x *leavers, c *p2p.Channel) {
 	x.held.Store(true)
 	put(b, far, 0, 2)
 	b.Close()
-	a.MarkDead(1, 2, errVacated)
+	a.MarkDead(1, 2, errLeft)
 	return x, c
 }
 
-var errVacated = errors.New("it left")
+var errLeft = errors.New("it left")
 
 // await takes the message seq of rank 1 at rank 0.
 func await(p *p2p.Proxy, c *p2p.Channel, seq uint64) error {
@@ -135,7 +135,7 @@ func TestLastFramesOfLeaverArrive(t *testing.T) {
 		t.Fatalf("what it sent last: %v", err)
 	}
 	var gone *p2p.PeerError
-	if err := await(x.all[0], c, 3); !errors.As(err, &gone) || !errors.Is(err, errVacated) {
+	if err := await(x.all[0], c, 3); !errors.As(err, &gone) || !errors.Is(err, errLeft) {
 		t.Errorf("what it never sent: %v", err)
 	}
 	b := x.settle(1, 3)
@@ -146,7 +146,7 @@ func TestLastFramesOfLeaverArrive(t *testing.T) {
 // No rank waits for a leaver longer than Linger.
 func TestLingerEnds(t *testing.T) {
 	x, c := leaver(t, 20*time.Millisecond)
-	if err := await(x.all[0], c, 2); !errors.Is(err, errVacated) {
+	if err := await(x.all[0], c, 2); !errors.Is(err, errLeft) {
 		t.Errorf("what the network keeps: %v", err)
 	}
 }
@@ -164,7 +164,7 @@ func TestNewIncarnationEndsOldLink(t *testing.T) {
 			go func() { over <- await(x.all[0], c, 2) }()
 			b := x.settle(1, 3)
 			come(x.all[0], b)
-			if err := <-over; !errors.Is(err, errVacated) {
+			if err := <-over; !errors.Is(err, errLeft) {
 				t.Errorf("what the network keeps: %v", err)
 			}
 			b.Reconnect(0)
@@ -179,13 +179,13 @@ func TestNextIncarnationStays(t *testing.T) {
 	b := x.settle(1, 3)
 	b.Reconnect(0)
 	linked(t, x.all[0], 3)
-	x.all[0].MarkDead(1, 2, errVacated)
+	x.all[0].MarkDead(1, 2, errLeft)
 	if life := x.all[0].Linked(1); life != 3 {
 		t.Errorf("linked with incarnation %d, want 3", life)
 	}
 	x.held.Store(false)
 	b.Close()
-	x.all[0].MarkDead(1, 3, errVacated)
+	x.all[0].MarkDead(1, 3, errLeft)
 	linked(t, x.all[0], 0)
 }
 

@@ -179,7 +179,7 @@ func (g *Group) watch() error {
 func (g *Group) locate(places []join.Place) {
 	index := map[uint64]int{}
 	hosts := make([]int, len(g.v.Active))
-	crowds := map[join.CPUSet]int{}
+	ranksOn := map[join.CPUSet]int{}
 	cores := 0 // 0: as many as ranks
 	mapped := g.job.session.Mapped
 	for i, slot := range g.v.Active {
@@ -191,11 +191,11 @@ func (g *Group) locate(places []join.Place) {
 		}
 		hosts[i] = h
 		mapped = mapped && p.Maps
-		crowds[p.CPUSet()]++
+		ranksOn[p.CPUSet()]++
 	}
 	for _, slot := range g.v.Active {
 		p := places[g.v.ranks[slot]]
-		if crowds[p.CPUSet()] > p.Cores && (cores == 0 || p.Cores < cores) {
+		if ranksOn[p.CPUSet()] > p.Cores && (cores == 0 || p.Cores < cores) {
 			cores = p.Cores
 		}
 	}

@@ -351,7 +351,7 @@ func (c *call) explain(rank int, err error) error {
 		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, Err: peer.Err}
 	case errors.Is(err, p2p.ErrRevoked):
 		return &RankError{Rank: rank, Epoch: g.v.epoch, Call: c.name, Reporter: g.rank,
-			Err: fmt.Errorf("it has closed the window, or it is another life of it: %w", err)}
+			Err: fmt.Errorf("it has closed the window, or it is another incarnation of it: %w", err)}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
@@ -469,13 +469,13 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 	p *part) error {
 	c := w.begin(ctx, name)
 	w.reap(p)
-	t, life, to := w.transfer(), p.incarnation, p.data
+	t, incarnation, to := w.transfer(), p.incarnation, p.data
 	var s p2p.Signal
 	var value func() uint64
 	if counter >= 0 {
 		signals := p.signals
 		s, value = p.signal, func() uint64 { // the lock may have been released since
-			if now := w.again(rank, life); now != nil {
+			if now := w.again(rank, incarnation); now != nil {
 				return w.tag<<countBits | now.sent[counter] + 1
 			}
 			return 0 // the link refuses it: its peer is gone
@@ -487,7 +487,7 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 		w.spare = append(w.spare, t)
 		return c.leave(rank, err)
 	}
-	if p = w.again(rank, life); p == nil {
+	if p = w.again(rank, incarnation); p == nil {
 		w.g.job.proxy.CancelTransfer(t)
 		return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
 	}
@@ -518,14 +518,14 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 		return nil
 	}
 	c := w.begin(ctx, "flush")
-	life := p.incarnation
+	incarnation := p.incarnation
 	p.flushes++
 	for len(p.pending) > 0 && err == nil {
 		t := p.pending[0].Transfer
 		if e := w.g.msgs.WaitTransfer(c.wait, t); errors.Is(t.Err(), p2p.ErrCancelled) {
 			err = e // of WaitTransfer
 		}
-		if p = w.again(rank, life); p == nil {
+		if p = w.again(rank, incarnation); p == nil {
 			return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
 		}
 		if err != nil {
@@ -545,8 +545,8 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 
 // again returns rank's part after the lock was released, or nil if the slot has another incarnation
 // or the window is closed; all transfers have ended then. With the proxy's lock.
-func (w *Window) again(rank int, life uint64) *part {
-	if w.closed || rank >= len(w.parts) || w.parts[rank].incarnation != life {
+func (w *Window) again(rank int, incarnation uint64) *part {
+	if w.closed || rank >= len(w.parts) || w.parts[rank].incarnation != incarnation {
 		return nil
 	}
 	return &w.parts[rank]
@@ -639,11 +639,11 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 		b = p.mapping.Mem[:w.n:w.n]
 	default:
 		var m *p2p.Mapping
-		id, life := p.data.ID, p.incarnation
+		id, incarnation := p.data.ID, p.incarnation
 		if m, err = w.g.msgs.Map(c.wait, rank, id); err != nil {
 			break
 		}
-		switch p = w.again(rank, life); {
+		switch p = w.again(rank, incarnation); {
 		case p == nil:
 			m.Release()
 			err = &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone}

@@ -125,13 +125,13 @@ func (c *carriage) free(ctx context.Context, v *visit) error {
 		p.Unlock()
 		return err
 	}
-	k, life := w.begin(ctx, c.name), part.incarnation
+	k, incarnation := w.begin(ctx, c.name), part.incarnation
 	for w.reap(part); err == nil && !v.over(); {
 		if err = w.g.msgs.Err(); err == nil {
 			err = p.Progress(k.wait)
 		}
 		if err == nil {
-			if part = w.again(c.rank, life); part == nil {
+			if part = w.again(c.rank, incarnation); part == nil {
 				err = &p2p.PeerError{Rank: w.g.jobRank(c.rank), Err: p2p.ErrPeerGone}
 				break
 			}

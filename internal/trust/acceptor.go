@@ -34,9 +34,9 @@ func DefaultMax() int {
 // and less than a kilobyte, and no goroutine: one goroutine accepts, and one reads from all
 // connections. A connection is closed when it sends an invalid message, when its first message does
 // not arrive within Timeout, or its second within Timeout after that. If there are more than Max,
-// some are closed: see crowd. A member of the job has usually sent its first message by then, which
-// strangers cannot make; if it was slow it dials again. A client where none is taken keeps its
-// place among strangers, and has Timeout for both messages.
+// some are closed: see pending. A member of the job has usually sent its first message by then,
+// which strangers cannot make; if it was slow it dials again. A client where none is taken keeps
+// its place among strangers, and has Timeout for both messages.
 type Acceptor struct {
 	Listener net.Listener // its connections implement syscall.Conn
 	Secret   []byte       // the job's, of at least MinSecret bytes
@@ -65,16 +65,16 @@ type Acceptor struct {
 
 	mu       sync.Mutex
 	poll     *epoll.Instance // nil: Serve has not begun
-	crowd    *crowd
-	unproved map[uint64]*candidate // those in the crowd, by id
+	pending  *pending
+	unproved map[uint64]*candidate // those in pending, by id
 	proved   map[*candidate]struct{}
 	last     uint64
 	closed   bool
 	end      chan struct{} // closed by Close
 }
 
-// ErrCrowded says that a connection was closed in favour of others: see Acceptor.
-var ErrCrowded = errors.New("it had proved nothing when there were too many connections")
+// ErrDisplaced says that a connection was closed in favour of others: see Acceptor.
+var ErrDisplaced = errors.New("it had proved nothing when there were too many connections")
 
 // source is the origin of a connection as the kernel knows it: the peer's address, or its process.
 type source struct {
@@ -154,7 +154,7 @@ func (a *Acceptor) begin() error {
 	if a.Max <= 0 {
 		a.Max = DefaultMax()
 	}
-	a.poll, a.crowd, a.unproved, a.proved = p, newCrowd(a.Max), map[uint64]*candidate{}, map[*candidate]struct{}{}
+	a.poll, a.pending, a.unproved, a.proved = p, newPending(a.Max), map[uint64]*candidate{}, map[*candidate]struct{}{}
 	a.wg.Go(a.read)
 	return nil
 }
@@ -205,9 +205,9 @@ func (a *Acceptor) enter(c *candidate) (out []dropped) {
 	}
 	a.unproved[c.id] = c
 	now := time.Now()
-	idle := a.crowd.size() == 0
-	if victim := a.crowd.enter(&c.member, now); victim != nil {
-		out = append(out, a.crowdedLocked(victim))
+	idle := a.pending.size() == 0
+	if victim := a.pending.enter(&c.member, now); victim != nil {
+		out = append(out, a.displacedLocked(victim))
 	}
 	if idle {
 		a.poll.WakeAt(now.Add(a.Timeout))
@@ -215,27 +215,27 @@ func (a *Acceptor) enter(c *candidate) (out []dropped) {
 	return a.advanceLocked(c, now, out)
 }
 
-// crowdedLocked removes a connection that the crowd displaced.
-func (a *Acceptor) crowdedLocked(m *member) dropped {
+// displacedLocked removes a connection that another one has displaced.
+func (a *Acceptor) displacedLocked(m *member) dropped {
 	c := m.who
 	a.forgetLocked(c)
-	return dropped{c, ErrCrowded}
+	return dropped{c, ErrDisplaced}
 }
 
 // shed makes room when this process has no descriptors left.
 func (a *Acceptor) shed() (out []dropped) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.crowd != nil {
-		if m := a.crowd.shed(); m != nil {
-			out = append(out, a.crowdedLocked(m))
+	if a.pending != nil {
+		if m := a.pending.shed(); m != nil {
+			out = append(out, a.displacedLocked(m))
 		}
 	}
 	return out
 }
 
 func (a *Acceptor) forgetLocked(c *candidate) {
-	a.crowd.leave(&c.member)
+	a.pending.leave(&c.member)
 	delete(a.unproved, c.id)
 }
 
@@ -255,7 +255,7 @@ func (a *Acceptor) read() {
 				out = a.advanceLocked(c, now, out)
 			}
 		}
-		for m := a.crowd.oldest(); m != nil; m = a.crowd.oldest() {
+		for m := a.pending.oldest(); m != nil; m = a.pending.oldest() {
 			if end := m.since.Add(a.Timeout); now.Before(end) {
 				a.poll.WakeAt(end)
 				break
@@ -296,8 +296,8 @@ func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []d
 			if c.half.client != "" && !a.Clients {
 				continue // it makes no room for itself among those that can be accepted
 			}
-			if victim := a.crowd.open(&c.member, now); victim != nil {
-				out = append(out, a.crowdedLocked(victim))
+			if victim := a.pending.open(&c.member, now); victim != nil {
+				out = append(out, a.displacedLocked(victim))
 			}
 			continue
 		}

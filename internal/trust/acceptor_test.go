@@ -182,17 +182,17 @@ func honest(t *testing.T, addr string) error {
 
 // An end that is slow to speak keeps its place while another source floods the listener.
 func TestSlowConnectionsOfOtherSourcesStay(t *testing.T) {
-	var crowded atomic.Int64
+	var displaced atomic.Int64
 	addr := serve(t, &Acceptor{Timeout: patience, Max: 32, Refused: func(_ net.Conn, err error) {
-		if errors.Is(err, ErrCrowded) {
-			crowded.Add(1)
+		if errors.Is(err, ErrDisplaced) {
+			displaced.Add(1)
 		}
 	}})
 	slow := dial(t, addr)
 	attack(t, addr, 100, &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}, nil)
-	for deadline := time.Now().Add(patience); crowded.Load() < 200; runtime.Gosched() {
+	for deadline := time.Now().Add(patience); displaced.Load() < 200; runtime.Gosched() {
 		if time.Now().After(deadline) {
-			t.Fatalf("only %d connections made room", crowded.Load())
+			t.Fatalf("only %d connections made room", displaced.Load())
 		}
 	}
 	if _, err := rank.shake(slow); err != nil {
@@ -203,12 +203,12 @@ func TestSlowConnectionsOfOtherSourcesStay(t *testing.T) {
 // A connection that has proved itself is not closed for others' sake, however long Admit takes.
 func TestProvedConnectionsSurviveFlood(t *testing.T) {
 	asked, answer := make(chan struct{}), make(chan struct{})
-	crowded := make(chan error)
+	displaced := make(chan error)
 	addr := serve(t, &Acceptor{Timeout: 100 * patience, Max: 2,
 		Admit: func(net.Conn, Hello) error { close(asked); <-answer; return nil },
 		Refused: func(_ net.Conn, err error) {
 			select {
-			case crowded <- err:
+			case displaced <- err:
 			case <-answer:
 			}
 		},
@@ -220,8 +220,8 @@ func TestProvedConnectionsSurviveFlood(t *testing.T) {
 	attack(t, addr, 1, nil, nil)
 	for range 20 {
 		select {
-		case err := <-crowded:
-			if !errors.Is(err, ErrCrowded) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		case err := <-displaced:
+			if !errors.Is(err, ErrDisplaced) && !errors.Is(err, io.ErrUnexpectedEOF) {
 				t.Errorf("refused for %v", err)
 			}
 		case <-time.After(patience):
@@ -250,7 +250,7 @@ func TestSlowConnectionsEnd(t *testing.T) {
 		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("connection %d lives on", i)
 		}
-		if err := <-refused; !errors.Is(err, ErrCrowded) && !errors.Is(err, os.ErrDeadlineExceeded) {
+		if err := <-refused; !errors.Is(err, ErrDisplaced) && !errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("refused for %v", err)
 		}
 	}
@@ -342,7 +342,7 @@ func TestShedWhenOutOfDescriptors(t *testing.T) {
 func held(a *Acceptor) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return a.crowd != nil && a.crowd.size() > 0
+	return a.pending != nil && a.pending.size() > 0
 }
 
 // A listener that fails for a while is not given up, and one that is waiting to try again can be

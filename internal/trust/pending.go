@@ -5,18 +5,18 @@ import (
 	"time"
 )
 
-// crowd decides which unauthenticated connections are kept. It is pure: no I/O, no clock.
+// pending decides which unauthenticated connections are kept. It is pure: no I/O, no clock.
 //
 // A connection is silent until its first message has arrived, and opened from then on. Each class
 // has its own room, so that connections which any stranger can make displace each other, but never
 // one that has sent what only a member of the job can make, or a client where clients are taken. If
 // a class is full, the source with the most connections in it loses its oldest one; of sources with
 // equally many, the one with the oldest.
-type crowd struct {
+type pending struct {
 	silent, opened class
 }
 
-// member is a connection in a crowd.
+// member is an unauthenticated connection.
 type member struct {
 	source source
 	since  time.Time // when it entered its class
@@ -33,38 +33,38 @@ type class struct {
 	sources map[source]*list.List
 }
 
-// newCrowd returns a crowd for at most size connections, and at least one of each class.
-func newCrowd(size int) *crowd {
+// newPending returns a pending for at most size connections, and at least one of each class.
+func newPending(size int) *pending {
 	room := max(size/2, 1)
-	return &crowd{silent: newClass(room), opened: newClass(room)}
+	return &pending{silent: newClass(room), opened: newClass(room)}
 }
 
 func newClass(room int) class {
 	return class{room: room, all: list.New(), sources: map[source]*list.List{}}
 }
 
-// size returns the number of connections in the crowd.
-func (c *crowd) size() int { return c.silent.all.Len() + c.opened.all.Len() }
+// size returns the number of connections.
+func (c *pending) size() int { return c.silent.all.Len() + c.opened.all.Len() }
 
 // enter adds a new connection and returns the one that it displaces, or nil.
-func (c *crowd) enter(m *member, now time.Time) (out *member) { return c.silent.add(m, now) }
+func (c *pending) enter(m *member, now time.Time) (out *member) { return c.silent.add(m, now) }
 
 // open moves m, whose first message was valid, and returns the connection that it displaces, or
 // nil.
-func (c *crowd) open(m *member, now time.Time) (out *member) {
+func (c *pending) open(m *member, now time.Time) (out *member) {
 	c.leave(m)
 	return c.opened.add(m, now)
 }
 
 // leave removes m, if it is in.
-func (c *crowd) leave(m *member) {
+func (c *pending) leave(m *member) {
 	if m.class != nil {
 		m.class.remove(m)
 	}
 }
 
 // shed removes and returns the least valuable connection, or nil.
-func (c *crowd) shed() *member {
+func (c *pending) shed() *member {
 	for _, k := range []*class{&c.silent, &c.opened} {
 		if out := k.victim(); out != nil {
 			k.remove(out)
@@ -75,7 +75,7 @@ func (c *crowd) shed() *member {
 }
 
 // oldest returns the connection that has been in its class for longest, or nil.
-func (c *crowd) oldest() *member {
+func (c *pending) oldest() *member {
 	a, b := first(c.silent.all), first(c.opened.all)
 	if a == nil || b != nil && b.since.Before(a.since) {
 		return b

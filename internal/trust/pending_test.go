@@ -11,8 +11,8 @@ import (
 func from(a byte) source { return source{addr: netip.AddrFrom4([4]byte{10, 0, 0, a})} }
 
 // A full class loses the oldest connection of the source that holds most.
-func TestCrowdEvictsOldestOfLargestSource(t *testing.T) {
-	c := newCrowd(8) // four of each class
+func TestPendingEvictsOldestOfLargestSource(t *testing.T) {
+	c := newPending(8) // four of each class
 	now := time.Unix(0, 0)
 	enter := func(s source) (m, out *member) {
 		now = now.Add(time.Second)
@@ -35,7 +35,7 @@ func TestCrowdEvictsOldestOfLargestSource(t *testing.T) {
 		t.Error("the only connection of its source has gone")
 	}
 	// Of sources that hold alike many, the one whose oldest is oldest.
-	c = newCrowd(8)
+	c = newPending(8)
 	one, _ = enter(from(1))
 	for i := range byte(3) {
 		enter(from(2 + i))
@@ -46,8 +46,8 @@ func TestCrowdEvictsOldestOfLargestSource(t *testing.T) {
 }
 
 // Connections that strangers can make do not displace those whose first message was valid.
-func TestCrowdKeepsOpenedFromSilent(t *testing.T) {
-	c := newCrowd(8)
+func TestPendingKeepsOpenedFromSilent(t *testing.T) {
+	c := newPending(8)
 	now := time.Unix(0, 0)
 	var honest []*member
 	for range 4 {
@@ -89,10 +89,10 @@ func TestCrowdKeepsOpenedFromSilent(t *testing.T) {
 
 // Invariants: a class stays within its room; a new connection is never displaced, nor one of a
 // source that has fewer than another; and the lists agree with each other.
-func TestCrowdInvariants(t *testing.T) {
+func TestPendingInvariants(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		size := rapid.IntRange(2, 12).Draw(t, "size")
-		c := newCrowd(size)
+		c := newPending(size)
 		now := time.Unix(0, 0)
 		var in []*member // by age
 		check := func(k *class, m, out *member) {

@@ -500,7 +500,7 @@ func (h *half) session() *Session {
 const warnings = 5
 
 // LogRefused returns an Acceptor's Refused that logs: the first few ends in a minute that do not
-// know the secret, or crowd the listener, as warnings, everything else for debugging. A peer that
+// know the secret, or fill the listener, as warnings, everything else for debugging. A peer that
 // leaves within a handshake, or that Admit refuses, is normal.
 func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 	var mu sync.Mutex
@@ -508,7 +508,7 @@ func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 	var n int
 	return func(c net.Conn, err error) {
 		level, more := slog.LevelDebug, ""
-		if errors.Is(err, ErrAuth) || errors.Is(err, ErrCrowded) {
+		if errors.Is(err, ErrAuth) || errors.Is(err, ErrDisplaced) {
 			mu.Lock()
 			if now := time.Now(); now.Sub(since) >= time.Minute {
 				since, n = now, 0

@@ -443,7 +443,7 @@ func TestLogRefusedIsLimited(t *testing.T) {
 	out.Reset()
 	for range 3 * warnings {
 		refused(&script{}, fmt.Errorf("wrapped: %w", ErrAuth))
-		refused(&script{}, ErrCrowded)
+		refused(&script{}, ErrDisplaced)
 	}
 	if got := out.String(); strings.Count(got, "level=WARN") != warnings ||
 		strings.Count(got, "level=DEBUG") != 5*warnings || strings.Count(got, "more of them") != 1 ||

@@ -629,19 +629,19 @@ type Straggler struct {
 // on a delay does not count: in a ring every rank waits for its neighbour, and only the late one
 // waits for none.
 func Stragglers(ranks, before []Rank) []Straggler {
-	type life struct {
+	type incarnation struct {
 		rank        int
 		incarnation string
 	}
 	type pair struct {
-		life
+		incarnation
 		peer int
 	}
 	base := map[pair]float64{}
 	for _, r := range before {
 		if r.Snapshot != nil {
 			for _, l := range r.Snapshot.Links {
-				base[pair{life{r.Rank, r.Snapshot.Incarnation}, l.Rank}] = l.Waited
+				base[pair{incarnation{r.Rank, r.Snapshot.Incarnation}, l.Rank}] = l.Waited
 			}
 		}
 	}
@@ -657,7 +657,7 @@ func Stragglers(ranks, before []Rank) []Straggler {
 			continue
 		}
 		for _, l := range r.Snapshot.Links {
-			d := max(0, l.Waited-base[pair{life{r.Rank, r.Snapshot.Incarnation}, l.Rank}])
+			d := max(0, l.Waited-base[pair{incarnation{r.Rank, r.Snapshot.Incarnation}, l.Rank}])
 			of(r.Rank).Waited += d
 			of(l.Rank).Kept += d
 		}

@@ -34,7 +34,7 @@ type Machine struct {
 	now  uint64
 	acts []Action
 
-	incarnations [][]life // the known ones of each slot, in the order of discovery; the active one is always there
+	incarnations [][]peerState // the known ones of each slot in the order of discovery, the active one among them
 
 	// Evidence. Decisions based on it are made at a tick, and void as soon as the evidence changes.
 	reported []Peer // what this incarnation published last
@@ -78,8 +78,8 @@ const (
 	linkDown
 )
 
-// life is what a machine knows of one incarnation in a slot.
-type life struct {
+// peerState is what a machine knows of one incarnation in a slot.
+type peerState struct {
 	incarnation uint64
 	over        bool // dead, condemned, or left: no view that this machine proposes has it
 	why         string
@@ -94,8 +94,9 @@ type life struct {
 	admit       bool   // the program called Admit while it waited
 }
 
-// maxLives bounds the incarnations remembered of one slot: the newest ones, and the active one.
-const maxLives = 8
+// maxIncarnations bounds the incarnations remembered of one slot: the newest ones, and the active
+// one.
+const maxIncarnations = 8
 
 // New returns a machine and its first actions.
 func New(cfg Config) (*Machine, []Action, error) {
@@ -110,7 +111,7 @@ func New(cfg Config) (*Machine, []Action, error) {
 			"expected a slot within the view or MaxSize (at most %d), an incarnation, and no negative numbers",
 			cfg.Slot, cfg.MaxSize, cfg.Incarnation, cfg.Window, cfg.Proposers, MaxSlots)
 	}
-	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, incarnations: make([][]life, cfg.MaxSize),
+	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, incarnations: make([][]peerState, cfg.MaxSize),
 		broken: map[[2]int]uint64{}}
 	if m.know(cfg.View); cfg.View.Has(m.me.Slot, m.me.Incarnation) {
 		m.role = member
@@ -212,7 +213,7 @@ func (m *Machine) Step(ev Event) []Action {
 			l.ask, l.admit = 0, false
 		}
 	case Admit:
-		for _, p := range m.waiting(func(*life) bool { return true }) {
+		for _, p := range m.waiting(func(*peerState) bool { return true }) {
 			m.find(p).admit = true
 		}
 	case ViewSeen:
@@ -255,7 +256,7 @@ func (m *Machine) do(a Action) { m.acts = append(m.acts, a) }
 
 // find returns what is known of an incarnation, or nil. The pointer is valid until the next call of
 // heard.
-func (m *Machine) find(p Peer) *life {
+func (m *Machine) find(p Peer) *peerState {
 	if p.Slot < 0 || p.Slot >= len(m.incarnations) || p.Incarnation == 0 {
 		return nil
 	}
@@ -268,25 +269,25 @@ func (m *Machine) find(p Peer) *life {
 }
 
 // heard is like find, but adds an unknown incarnation. It returns nil for one that is impossible.
-func (m *Machine) heard(p Peer) *life {
+func (m *Machine) heard(p Peer) *peerState {
 	if l := m.find(p); l != nil || p.Slot < 0 || p.Slot >= len(m.incarnations) || p.Incarnation == 0 {
 		return l
 	}
 	ls := m.incarnations[p.Slot]
-	if len(ls) >= maxLives {
+	if len(ls) >= maxIncarnations {
 		oldest := 0
 		if ls[0].incarnation == m.view.at(p.Slot).Incarnation {
 			oldest = 1
 		}
 		ls = slices.Delete(ls, oldest, oldest+1)
 	}
-	m.incarnations[p.Slot] = append(ls, life{incarnation: p.Incarnation})
+	m.incarnations[p.Slot] = append(ls, peerState{incarnation: p.Incarnation})
 	return &m.incarnations[p.Slot][len(m.incarnations[p.Slot])-1]
 }
 
 // peers yields the incarnations that are active in the view and not over, by slot, this one
 // included.
-func (m *Machine) peers(yield func(Peer, *life) bool) {
+func (m *Machine) peers(yield func(Peer, *peerState) bool) {
 	for i, s := range m.view.Slots {
 		if p := (Peer{i, s.Incarnation}); s.Incarnation != 0 {
 			if l := m.find(p); !l.over && !yield(p, l) {
@@ -297,7 +298,7 @@ func (m *Machine) peers(yield func(Peer, *life) bool) {
 }
 
 // finish records a verdict.
-func (m *Machine) finish(l *life, what, cause string) {
+func (m *Machine) finish(l *peerState, what, cause string) {
 	if l == nil || l.over {
 		return
 	}
@@ -333,7 +334,7 @@ func (m *Machine) retract(p, q Peer) {
 }
 
 // linkDown records that a link broke, or could not be made.
-func (m *Machine) linkDown(l *life, cause string) {
+func (m *Machine) linkDown(l *peerState, cause string) {
 	switch {
 	case l.link != linkDown:
 		l.link, l.next = linkDown, m.now
@@ -350,7 +351,7 @@ func (m *Machine) linkDown(l *life, cause string) {
 }
 
 // later schedules the next probe or warm-up of l, after a pause that doubles each time.
-func (m *Machine) later(l *life) {
+func (m *Machine) later(l *peerState) {
 	l.busy, l.next = false, m.now+1<<min(max(l.tries-1, 0), 30)
 }
 
@@ -517,7 +518,7 @@ func (m *Machine) tally() {
 // them), and in which the slot was as it is now: an older request may be of an incarnation that was
 // admitted and has left again. For the same reason a slot is left in one change and entered in
 // another.
-func (m *Machine) waiting(ok func(*life) bool) []Peer {
+func (m *Machine) waiting(ok func(*peerState) bool) []Peer {
 	newest := uint64(0)
 	for p := range m.peers {
 		newest = max(newest, m.view.Slots[p.Slot].Since)
@@ -556,7 +557,7 @@ func (m *Machine) propose() {
 			stay = append(stay, i)
 		}
 	}
-	in := m.waiting(func(l *life) bool { return m.cfg.AutoAdmit || l.admit })
+	in := m.waiting(func(l *peerState) bool { return m.cfg.AutoAdmit || l.admit })
 	if len(stay) == 0 { // without members there is no decision, so this one stays
 		stay = []int{m.me.Slot}
 		out = slices.DeleteFunc(out, func(s int) bool { return s == m.me.Slot })
@@ -621,7 +622,7 @@ func (m *Machine) know(v View) {
 	was := m.view
 	m.view = v
 	if n := v.Size() - len(m.incarnations); n > 0 {
-		m.incarnations = append(m.incarnations, make([][]life, n)...)
+		m.incarnations = append(m.incarnations, make([][]peerState, n)...)
 	}
 	for i, s := range v.Slots {
 		if o := was.at(i); o.Incarnation != s.Incarnation {
@@ -641,7 +642,7 @@ func (m *Machine) know(v View) {
 	m.evidence(true)
 	m.wanted, m.retryAt, m.fails, m.blind = false, 0, 0, false
 
-	able := m.waiting(func(l *life) bool { return l.admit })
+	able := m.waiting(func(l *peerState) bool { return l.admit })
 	for i := range m.incarnations {
 		for j := range m.incarnations[i] {
 			l := &m.incarnations[i][j]
@@ -713,7 +714,7 @@ func (m *Machine) rejoin(incarnation uint64) {
 }
 
 // unanswered reports whether a probe or a warm-up has had no answer for a window.
-func (m *Machine) unanswered(l *life) bool {
+func (m *Machine) unanswered(l *peerState) bool {
 	return l.busy && m.now-l.next >= uint64(max(m.cfg.Window, 1))
 }
 

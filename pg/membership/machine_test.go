@@ -38,7 +38,7 @@ func TestNewRefuses(t *testing.T) {
 		t.Errorf("a new machine: %+v", m)
 	}
 	if newMachine(t, Config{Slot: 1, Incarnation: 3, View: v}).Member() {
-		t.Error("another life is a member")
+		t.Error("another incarnation is a member")
 	}
 }
 
@@ -98,14 +98,14 @@ func TestIncarnationsAreBounded(t *testing.T) {
 				m.Step(ViewSeen{active})
 			}
 		}
-		if len(m.incarnations[1]) > maxLives {
-			t.Errorf("%d lives are remembered", len(m.incarnations[1]))
+		if len(m.incarnations[1]) > maxIncarnations {
+			t.Errorf("%d incarnations are remembered", len(m.incarnations[1]))
 		}
 		for range 10 {
 			m.Step(Tick{})
 		}
 		if acts := m.Step(Dead{Peer{1, active.Slots[1].Incarnation}, "gone"}); len(acts) != 1 {
-			t.Errorf("the active life was forgotten: %v", acts)
+			t.Errorf("the active incarnation was forgotten: %v", acts)
 		}
 	}
 }

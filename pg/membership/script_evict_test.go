@@ -12,7 +12,7 @@ func (s *script) evict(args []string) error {
 	if err != nil {
 		return err
 	}
-	if x := s.w.life(Peer{slot, p.m.View().at(slot).Incarnation}); x != nil {
+	if x := s.w.process(Peer{slot, p.m.View().at(slot).Incarnation}); x != nil {
 		x.condemned = true
 	}
 	s.w.step(p, Evict{slot})

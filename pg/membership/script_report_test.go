@@ -19,7 +19,7 @@ func (s *script) report(args []string) error {
 			return err
 		}
 		r.Unreachable = append(r.Unreachable, x)
-		if l := s.w.life(x); l != nil && l != q {
+		if l := s.w.process(x); l != nil && l != q {
 			s.w.missed[s.w.pair(l, q)] = true
 		}
 	}

@@ -134,7 +134,7 @@ func (w *sim) everybody(but *proc, m mail) {
 
 func (w *sim) index(p *proc) int { return slices.Index(w.procs, p) }
 
-func (w *sim) life(me Peer) *proc {
+func (w *sim) process(me Peer) *proc {
 	for _, p := range w.procs {
 		if p.me == me {
 			return p
@@ -208,7 +208,7 @@ func (w *sim) do(p *proc, acts []Action) {
 				w.everybody(p, mail{ev: Reported{p.me, r}, from: true})
 			}
 		case Warm:
-			w.warm(p, w.life(a.Peer))
+			w.warm(p, w.process(a.Peer))
 		case AskJoin:
 			p.ask = a.Epoch
 			if !p.away {
@@ -362,22 +362,22 @@ func (w *sim) write(c Propose) bool {
 			continue
 		}
 		if o.Incarnation != 0 {
-			p := w.life(Peer{i, o.Incarnation})
+			p := w.process(Peer{i, o.Incarnation})
 			p.removed = true
 			if p.alive && !p.condemned && !slices.ContainsFunc(w.procs, func(q *proc) bool {
 				return v.Has(q.me.Slot, q.me.Incarnation) && w.missed[w.pair(p, q)]
 			}) { // so of two that miss only each other exactly one goes
-				w.fail("%v lives, has never missed one of those that stay, and was removed by %v", p.me, v)
+				w.fail("%v is alive, has never missed one of those that stay, and was removed by %v", p.me, v)
 			}
 			if s.Incarnation != 0 {
-				w.fail("slot %d went from one life to another in one change", i)
+				w.fail("slot %d went from one incarnation to another in one change", i)
 			}
 			if s.Left != v.Epoch {
 				w.fail("slot %d was left in epoch %d, and says %d", i, v.Epoch, s.Left)
 			}
 		}
 		if s.Incarnation != 0 {
-			p := w.life(Peer{i, s.Incarnation})
+			p := w.process(Peer{i, s.Incarnation})
 			if p == nil || p.removed || p.out {
 				w.fail("%v takes back %d/%x, which was removed", v, i, s.Incarnation)
 			}
@@ -427,7 +427,7 @@ func (w *sim) answer(p *proc, v Verdict) {
 }
 
 func (w *sim) truth(p *proc) Verdict {
-	if w.life(p.probes[0]).alive {
+	if w.process(p.probes[0]).alive {
 		return VerdictAlive
 	}
 	return VerdictDead
@@ -586,7 +586,7 @@ func (w *sim) converge() {
 		}
 	}
 	for _, s := range v.Active() {
-		p := w.life(Peer{s, v.Slots[s].Incarnation})
+		p := w.process(Peer{s, v.Slots[s].Incarnation})
 		if !p.alive {
 			w.fail("at the end %v is dead and in %v", p.me, v)
 		}
@@ -654,7 +654,7 @@ func (w *sim) clone() *sim {
 
 func (m *Machine) clone() *Machine {
 	c := *m
-	c.incarnations = make([][]life, len(m.incarnations))
+	c.incarnations = make([][]peerState, len(m.incarnations))
 	for i, ls := range m.incarnations {
 		c.incarnations[i] = slices.Clone(ls)
 	}

@@ -125,7 +125,7 @@ func TestViewChanges(t *testing.T) {
 			epoch = e
 			for _, a := range active {
 				if v.Slots[a].Incarnation != views[0].Slots[a].Incarnation {
-					t.Fatalf("rank %d of a subgroup is another life", a)
+					t.Fatalf("rank %d of a subgroup is another incarnation", a)
 				}
 			}
 			if was := views[0].Active(); (e == 0) != (len(active) == len(was)) ||

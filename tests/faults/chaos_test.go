@@ -28,14 +28,14 @@ const chaosRanks = 8
 
 // chaos is a job of ranks that are killed, stopped, cut off and started again.
 type chaos struct {
-	t     *testing.T
-	s     *rig.Stage
-	rnd   *rand.Rand
-	net   *rig.Switch // nil: one host
-	env   []string
-	ranks [chaosRanks]*rig.Rank // nil: it is down
-	lives uint64
-	did   map[string]int
+	t            *testing.T
+	s            *rig.Stage
+	rnd          *rand.Rand
+	net          *rig.Switch // nil: one host
+	env          []string
+	ranks        [chaosRanks]*rig.Rank // nil: it is down
+	incarnations uint64
+	did          map[string]int
 }
 
 // TestChaos runs verified collectives on eight ranks while they are killed, stopped, evicted and
@@ -85,7 +85,7 @@ func TestChaos(t *testing.T) {
 			store.Signal(syscall.SIGTERM)
 			store.End(0)
 			c.s.Clean()
-			t.Logf("%v, %d lives", c.did, c.lives)
+			t.Logf("%v, %d incarnations", c.did, c.incarnations)
 		})
 	}
 }
@@ -101,9 +101,10 @@ func (c *chaos) launch(rank int) {
 
 // begin has a process that has come go.
 func (c *chaos) begin(r *rig.Rank) {
-	c.lives++
+	c.incarnations++
 	c.ranks[r.Number] = r
-	if reply := r.Do(rig.Command{Verb: "chaos", Seed: c.lives, Counts: []int{0, 3, 300, 20_000}}); reply.Fault != nil {
+	if reply := r.Do(rig.Command{Verb: "chaos", Seed: c.incarnations,
+		Counts: []int{0, 3, 300, 20_000}}); reply.Fault != nil {
 		c.t.Fatal(reply.Fault)
 	}
 }

@@ -27,20 +27,20 @@ const (
 // A stage runs jobs as processes: a store, hosts if there are several, and a process for each rank,
 // which runs several jobs.
 type stage struct {
-	t         *testing.T
-	rig       *rig.Stage
-	transport string
-	net       *rig.Switch // nil: one host
-	store     *rig.Process
-	address   string
-	secret    string
-	jobs      int
-	members   map[int]*member
-	spares    []*member // waiting for a rank to be lost
-	lives     map[int]int
-	events    chan event
-	hosts     int
-	devices   *devices // of ranks that share this process; nil: they have processes
+	t            *testing.T
+	rig          *rig.Stage
+	transport    string
+	net          *rig.Switch // nil: one host
+	store        *rig.Process
+	address      string
+	secret       string
+	jobs         int
+	members      map[int]*member
+	spares       []*member // waiting for a rank to be lost
+	incarnations map[int]int
+	events       chan event
+	hosts        int
+	devices      *devices // of ranks that share this process; nil: they have processes
 }
 
 // member is a rank's process.
@@ -63,7 +63,7 @@ type event struct {
 
 func newStage(t *testing.T, transport, secret string) *stage {
 	s := &stage{t: t, rig: rig.New(t), transport: transport, secret: secret, members: map[int]*member{},
-		lives: map[int]int{}, events: make(chan event, 64)}
+		incarnations: map[int]int{}, events: make(chan event, 64)}
 	var enter []string
 	host := ""
 	switch transport {
@@ -103,8 +103,8 @@ func (s *stage) process(number int) *member {
 	case "tcp":
 		m.host = (number + s.hosts) % s.hosts
 	case "hosts":
-		m.host = (max(number, 0)/2 + s.jobs + s.lives[number]) % s.hosts // a replacement may be elsewhere
-		s.lives[number]++
+		m.host = (max(number, 0)/2 + s.jobs + s.incarnations[number]) % s.hosts // a replacement may be elsewhere
+		s.incarnations[number]++
 	}
 	if s.net != nil {
 		enter = s.net.Hosts[m.host].Enter()

@@ -421,7 +421,7 @@ func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {
 }
 
 func TestNobodyPollsWhileOthersNeedTheProcessors(t *testing.T) {
-	var c crowd
+	var c contention
 	at := int64(time.Hour)
 	if c.note(at, at+late) || c.present(at+late) {
 		t.Error("a short absence was a long one")

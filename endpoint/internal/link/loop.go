@@ -33,7 +33,7 @@ const (
 type Loop struct {
 	poll *epoll.Instance
 	done chan struct{}
-	crowd
+	contention
 	own, waiting yield.Poller // of the loop, and of waiters that poll
 
 	mu      sync.Mutex
@@ -55,19 +55,19 @@ func NewLoop() (*Loop, error) {
 	return l, nil
 }
 
-// crowd knows whether other programs need the processors. Then nobody polls: a thread that wakes up
-// gets a processor sooner than one that has used its share.
-type crowd struct {
+// contention knows whether other programs need the processors. Then threads sleep and do not poll:
+// one that wakes up gets a processor sooner than one that has used its share.
+type contention struct {
 	until atomic.Int64 // no polling
 	pause atomic.Int64 // how long the last time; 0: there was none, or it is long over
 }
 
 // present reports whether polling is to be avoided at a time.
-func (c *crowd) present(at int64) bool { return at < c.until.Load() }
+func (c *contention) present(at int64) bool { return at < c.until.Load() }
 
 // yield leaves the processor to other threads that are ready, one of which may be the peer's. It
 // returns the time after that, and whether it was long after before, when the thread ran last.
-func (c *crowd) yield(p *yield.Poller, before int64) (at int64, long bool) {
+func (c *contention) yield(p *yield.Poller, before int64) (at int64, long bool) {
 	p.Yield()
 	at = now()
 	return at, c.note(before, at)
@@ -76,7 +76,7 @@ func (c *crowd) yield(p *yield.Poller, before int64) (at int64, long bool) {
 // note records that a thread has run at before and at, and yielded between. A single long absence
 // may be an accident and stops the polling for a moment only. Each that follows soon doubles the
 // time, and a part of the time without any halves it.
-func (c *crowd) note(before, at int64) (long bool) {
+func (c *contention) note(before, at int64) (long bool) {
 	pause := c.pause.Load()
 	switch {
 	case at-before > late:

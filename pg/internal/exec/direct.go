@@ -309,8 +309,8 @@ func (x *direct) fresh(all []byte, active []int, size int) (fresh []entry) {
 	return fresh
 }
 
-// crowded forgets the allocations of ranks that have named many. Before an exchange.
-func (x *direct) crowded(me int) {
+// forgetMany forgets the allocations of ranks that have named many. Before an exchange.
+func (x *direct) forgetMany(me int) {
 	for slot := range x.known {
 		if len(x.known[slot]) < mostKnown {
 			continue

@@ -126,7 +126,7 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	clear(m.mine)
 	m.mine[2] = at.pause
 	d := r.onDevice()
-	r.direct.crowded(r.rank)
+	r.direct.forgetMany(r.rank)
 	if m.exposure != nil {
 		in, out := c.loaded(r.rank, elem)
 		var access, reads byte

@@ -13,7 +13,7 @@ import (
 
 var (
 	// ErrStarted says that a job began without this incarnation of a rank.
-	ErrStarted = errors.New("the job began without this life of the rank")
+	ErrStarted = errors.New("the job began without this incarnation of the rank")
 	// ErrOver says that a job ended while this rank waited for admission.
 	ErrOver = errors.New("all ranks of the job are gone")
 	// ErrOut says that this rank was removed while it waited for admission.

@@ -143,7 +143,7 @@ func (ro *Roster) Start() {
 		case r < view.Size() && view.Slots[r].Incarnation != 0:
 			ro.proxy.Expect(r, view.Slots[r].Incarnation)
 		default:
-			ro.proxy.Vacate(r, 0, NoProcess(r))
+			ro.proxy.MarkDeadUnlinked(r, 0, NoProcess(r))
 		}
 	}
 	ro.wg.Add(3)
@@ -264,7 +264,8 @@ func (ro *Roster) run() {
 			ro.queue = ro.queue[1:]
 			ro.mu.Unlock()
 			if d, ok := e.(membership.LinkDown); ok && !ro.m.View().Has(d.Slot, d.Incarnation) {
-				ro.proxy.Vacate(d.Slot, d.Incarnation, NoProcess(d.Slot)) // the next process may take the slot
+				// The next process may take the slot.
+				ro.proxy.MarkDeadUnlinked(d.Slot, d.Incarnation, NoProcess(d.Slot))
 			}
 			acts = ro.m.Step(e)
 			continue
@@ -386,7 +387,7 @@ func (ro *Roster) enter(a membership.Enter) {
 	if !old.Has(ro.self.Slot, ro.self.Incarnation) {
 		for r := range ro.cfg.MaxSize {
 			if r != ro.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) {
-				ro.proxy.Vacate(r, 0, NoProcess(r))
+				ro.proxy.MarkDeadUnlinked(r, 0, NoProcess(r))
 			}
 		}
 	}

@@ -160,7 +160,7 @@ func TestProbe(t *testing.T) {
 		want    membership.Verdict
 	}{
 		{"no record", func(f *fixture) {}, membership.VerdictDead},
-		{"another life", func(f *fixture) { f.record(1, 7) }, membership.VerdictDead},
+		{"another incarnation", func(f *fixture) { f.record(1, 7) }, membership.VerdictDead},
 		{"nobody listens", func(f *fixture) { f.record(1, self+1); f.refuses = true }, membership.VerdictDead},
 		{"it answers", func(f *fixture) { f.record(1, self+1); f.answers = true }, membership.VerdictAlive},
 		{"silence", func(f *fixture) { f.record(1, self+1) }, membership.VerdictUnknown},
