@@ -4,7 +4,7 @@
 //
 // How a process joins a job:
 //
-//	launch, err := bootstrap.FromEnv(os.Getenv)              // who am I: torchrun, mpirun, Slurm, Kubernetes, tutti run
+//	launch, err := bootstrap.FromEnv(os.Getenv)              // from torchrun, mpirun, Slurm, Kubernetes, tutti run
 //	meeting, err := launch.Meet(ctx, …)                      // where no store was named: rank 0 serves one
 //	store, err := bootstrap.DialStore(ctx, …)                // etcd, under a lease that lives as long as this process
 //	server, err := bootstrap.Serve(ctx, …)                   // the RPC endpoint; it has answered itself

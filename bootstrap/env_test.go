@@ -51,7 +51,7 @@ func vars(s string) func(string) string {
 	return func(k string) string { return m[k] }
 }
 
-func TestPlace(t *testing.T) {
+func TestLaunchersAreUnderstood(t *testing.T) {
 	for name, c := range map[string]struct {
 		env  string
 		want Launch
@@ -204,7 +204,7 @@ func TestJobsOfLaunchersDiffer(t *testing.T) {
 	}
 }
 
-func TestContradictions(t *testing.T) {
+func TestContradictoryVariablesAreNamed(t *testing.T) {
 	for env, names := range map[string]string{
 		"RANK=3 WORLD_SIZE=2":           "RANK=3 WORLD_SIZE=2",
 		"RANK=1":                        "RANK=1 WORLD_SIZE",
@@ -267,7 +267,7 @@ func TestContradictions(t *testing.T) {
 	}
 }
 
-func TestSettings(t *testing.T) {
+func TestVariablesSetLaunch(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "secret")
 	if err := os.WriteFile(file, []byte(strings.Repeat("ab", 16)+"\n"), 0o600); err != nil {
 		t.Fatal(err)

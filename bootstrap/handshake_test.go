@@ -159,7 +159,7 @@ func TestDescribeEarly(t *testing.T) {
 	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret,
 		Interfaces: "lo", Ports: port, Describe: fixed(nil)})
 	if err != nil {
-		t.Skip("somebody else took the port: ", err)
+		t.Skip("another process took the port: ", err)
 	}
 	defer s.Close()
 	if err := <-done; err != nil {

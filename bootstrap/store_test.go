@@ -633,8 +633,8 @@ func TestDialStoreFailures(t *testing.T) {
 		is   error
 		text string
 	}{
-		{"nobody listens", cfg("etcd://" + closed), bootstrap.ErrStoreAway, closed},
-		{"nobody listens, ours", cfg("tutti://" + closed), bootstrap.ErrStoreAway, closed},
+		{"no listener", cfg("etcd://" + closed), bootstrap.ErrStoreAway, closed},
+		{"no listener, ours", cfg("tutti://" + closed), bootstrap.ErrStoreAway, closed},
 		{"silence", cfg("etcd://" + silent.Addr().String()), bootstrap.ErrStoreAway, silent.Addr().String()},
 		{"silence, ours", cfg("tutti://" + silent.Addr().String()), bootstrap.ErrStoreAway, silent.Addr().String()},
 		{"unknown host", cfg("etcd://no-such-host.invalid:1"), bootstrap.ErrStoreAway, "no-such-host.invalid:1"},

@@ -55,7 +55,7 @@ func TestAlgorithmIsAnEntryOfTheTable(t *testing.T) {
 	}
 	defer func() { *entry = nil }()
 	if !slices.Contains(Algorithms(AllGather), Chain) {
-		t.Error("nobody learns of it")
+		t.Error("it is not among the algorithms")
 	}
 	r := rand.New(rand.NewPCG(31, 32))
 	for n := 1; n <= 9; n++ {

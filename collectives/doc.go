@@ -59,11 +59,11 @@
 // Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes,
 // and n ranks.
 //
-//   - oneshot: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so
-//     short that only the number of rounds counts, and for two ranks, where no algorithm sends
-//     less.
+//   - oneshot: every rank sends all others what they need; one round, (n-1) a, S(n-1) B. For what
+//     is so short that only the number of rounds counts, and for two ranks, where no algorithm
+//     sends less.
 //   - loadstore: each rank loads what it needs from where it is. In an allreduce it folds its n-th
-//     of all vectors and then loads the other parts of the result from those who folded them: S/n
+//     of all vectors and then loads the other parts of the result from the ranks that folded them:
 //     loads for each of the n, and S(n-1)/n more; nothing is copied on the way.
 //   - onesided: as oneshot, by Puts into the receivers' memory. An allreduce is a two-shot whose
 //     contributions go to scratch memory for two chunks, with results for acknowledgements. For

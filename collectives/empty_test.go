@@ -82,7 +82,7 @@ func TestEmptyPartsAreSent(t *testing.T) {
 						}
 					}
 					if heard == 0 {
-						t.Errorf("%v %v, %d ranks: nobody hears rank %d", k, a, n, zero)
+						t.Errorf("%v %v, %d ranks: no rank hears rank %d", k, a, n, zero)
 					}
 				}
 			}

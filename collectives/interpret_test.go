@@ -112,11 +112,11 @@ func TestFindsBadPlans(t *testing.T) {
 		}, "passes the end"},
 		{"tells before it has put", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Signal, 0).Needs = nil },
 			"same memory"},
-		{"tells nobody", AllGather, OneSided, func(ps []*Plan) {
+		{"sends no signal", AllGather, OneSided, func(ps []*Plan) {
 			remove(ps[0], 2)
 			remove(ps[1], 0)
 		}, "same memory"},
-		{"waits for what nobody tells", AllGather, OneSided, func(ps []*Plan) { remove(ps[0], 2) }, "deadlock"},
+		{"waits for a signal that is not sent", AllGather, OneSided, func(ps []*Plan) { remove(ps[0], 2) }, "deadlock"},
 		{"combines what is not there", AllReduce, OneSided, func(ps []*Plan) {
 			find(ps[0], ReduceInto, 0).Needs = find(ps[0], ReduceInto, 0).Needs[1:]
 		}, "same memory"},

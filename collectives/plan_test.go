@@ -101,7 +101,7 @@ func TestGolden(t *testing.T) {
 	})
 }
 
-func TestNames(t *testing.T) {
+func TestParseAcceptsEveryName(t *testing.T) {
 	for a := Auto; a < numAlgos; a++ {
 		if got, err := ParseAlgo(a.String()); err != nil || got != a {
 			t.Errorf("ParseAlgo(%q) = %v, %v", a.String(), got, err)

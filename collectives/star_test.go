@@ -6,7 +6,7 @@ import (
 )
 
 // The neighbours of all members are a tree: every member but the lowest has a center that names it,
-// and nobody has many.
+// and none has many.
 func TestStarNeighboursAreATree(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 17, starRanks, starRanks + 1, 100, 1000} {
 		var members []int

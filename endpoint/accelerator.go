@@ -40,7 +40,7 @@ func (a *accelerator) copy(dst, src mem.Memory) error {
 	return nil
 }
 
-// stream returns a stream that nobody uses.
+// stream returns a stream that is not in use.
 func (a *accelerator) stream() (device.Stream, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -581,7 +581,7 @@ func TestWatch(t *testing.T) {
 	}
 }
 
-// Whoever watches hears of changes in the order in which they are made, by whichever goroutines.
+// A watcher receives changes in the order in which they are made, by whichever goroutines.
 func TestChangesOfRegionsAreToldInTheirOrder(t *testing.T) {
 	var g registry
 	var mu sync.Mutex

@@ -44,9 +44,9 @@
 //
 // With RDMA the card accesses memory of a device that is a device.Exporter by itself: a region, and
 // from 256 KiB memory of operations, which has to be exported for each. What else is needed is done
-// here: a flush, on devices that need one, before an operation ends. Nobody here knows when peers
-// write to a region, so that one on such a device which a peer may write goes through host memory.
-// So does all that the device, the card or their drivers refuse.
+// here: a flush, on devices that need one, before an operation ends. This process does not know
+// when peers write to a region, so that one on such a device which a peer may write goes through
+// host memory. So does all that the device, the card or their drivers refuse.
 //
 // # Connections
 //
@@ -68,14 +68,14 @@
 //
 // Data is neither encrypted nor protected against change on the way, unless one of the two ends
 // asks for it. Config.Checksum finds damage. Config.Seal encrypts and authenticates everything with
-// keys that the two ends of each connection agree on: who records it and learns the secret later
-// cannot read it. In both cases nothing gets into memory that is not what the peer has sent; the
-// connection ends instead, and what was under way fails with [ErrBroken].
+// keys that the two ends of each connection agree on: a party that records it and learns the secret
+// later cannot read it. In both cases nothing gets into memory that is not what the peer has sent;
+// the connection ends instead, and what was under way fails with [ErrBroken].
 //
 // # State
 //
 // [Endpoint.Stats] counts what an endpoint does, and [Peer.Stats] asks another one, as tutti status
-// does. Those who have the credential of a client cannot ask.
+// does. Holders of a client's credential cannot ask.
 //
 // Package directory finds endpoints by name. docs/wire.md describes the bytes for clients in other
 // languages.

@@ -56,9 +56,9 @@ type Config struct {
 	// for ever.
 	IdleTimeout time.Duration
 	// Seal has all connections encrypted and authenticated, with AES-128-GCM and keys that the ends
-	// of each one agree on: nobody on the way can read what is moved, or change it. A connection is
-	// sealed if either end asks for it, and a peer that cannot is refused. Files are then read by
-	// this process.
+	// of each one agree on: a third party can neither read what is moved nor change it. A
+	// connection is sealed if either end asks for it, and a peer that cannot is refused. Files are
+	// then read by this process.
 	Seal bool
 	// Checksum has all connections carry checksums (CRC32C), which find damage that those of TCP
 	// miss, but no forgery. A connection has them if either end asks for it. Seal includes it.
@@ -69,7 +69,7 @@ type Config struct {
 	// Checksum or Seal. Default: none.
 	RDMA RDMA
 	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more,
-	// makes room for another one. Otherwise whoever connects is refused, and Connect fails with
+	// makes room for another one. Otherwise a new peer is refused, and Connect fails with
 	// ErrBusy until the program closes a peer. Default 1024.
 	MaxPeers int
 	// Dialer makes the connections to peers. Default: net.Dialer.
@@ -283,7 +283,7 @@ func (e *Endpoint) listen() error {
 			return files.Explain(err)
 		}
 		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
-			Agree: true, // whoever dials may ask for Seal
+			Agree: true, // the dialling end may ask for Seal
 			Max:   max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
 			Refused: func(c net.Conn, err error) {
 				if wanted(err) == wire.Plain { // else it may dial again, with another mode
@@ -606,7 +606,7 @@ type greeter struct {
 	from  peerID
 	conn  *link.Conn
 	timer *time.Timer
-	asked bool // who this is
+	asked bool // for its identity
 	h     wire.Header
 	g     wire.Greeting
 
@@ -635,7 +635,7 @@ func (g *greeter) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 
 // End implements link.Handler.
 func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
-	if g.h.Address == 0 { // it only wants to know who answers
+	if g.h.Address == 0 { // it only wants the identity
 		if g.asked {
 			return fmt.Errorf("%w: a second Hello without a session", wire.ErrFrame)
 		}
@@ -899,7 +899,7 @@ func (e *Endpoint) prove(ctx context.Context, address string, id uint64, mode wi
 	return line{fd, mode, guard}, err
 }
 
-// identify asks the endpoint at an address who it is.
+// identify asks the endpoint at an address for its identity.
 func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
 	ctx, cancel := context.WithTimeout(ctx, e.cfg.DialTimeout)
 	defer cancel()

@@ -215,7 +215,8 @@ func TestMessagesKeepTheirOrder(t *testing.T) {
 	})
 }
 
-// What is held to go with later operations goes although there are none, and although nobody polls.
+// What is held to go with later operations goes although there are none, and although no goroutine
+// polls.
 func TestSmallOperationsThatFollowEachOtherEndWithoutAWaiter(t *testing.T) {
 	_, e, p, _ := pair(t, Config{Conns: 1})
 	data := make([]byte, 64)

@@ -159,8 +159,8 @@ func modeSeen(t *testing.T, b []byte) wire.Mode {
 	return 0
 }
 
-// A connection has what the end wants that wants more, whichever dials. Who is on the way reads
-// what is moved only if it is not sealed.
+// A connection has the stronger of the guards that its two ends ask for, whichever dials. A third
+// party can read what is moved only if it is not sealed.
 func TestEitherEndAsksForGuards(t *testing.T) {
 	for i, server := range guards {
 		for j, client := range guards {
@@ -171,7 +171,7 @@ func TestEitherEndAsksForGuards(t *testing.T) {
 				a := newEndpoint(t, newContext(t), client.cfg)
 				m, info := between(t, b, nil)
 				p := connect(t, a, info)
-				marker := []byte("what nobody else should know")
+				marker := []byte("what no other process should know")
 				data := bytes.Clone(marker)
 				r, err := b.Register("r", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
 				if err != nil {
@@ -250,12 +250,12 @@ func TestChangesOnTheWayAreNoticed(t *testing.T) {
 					m.change(nil)
 					zeros := bytes.Count(buf, []byte{0})
 					if zeros+bytes.Count(buf, []byte{1}) != n || kind == OpRead && zeros == 0 {
-						t.Errorf("%v: bytes that nobody has sent are in memory, or all have come", kind)
+						t.Errorf("%v: bytes that were not sent are in memory, or all have come", kind)
 					}
 					got := make([]byte, n)
 					wait(t, p.Read(got, "r", 0)) // connects
 					if !bytes.Equal(got, ones) {
-						t.Fatal("bytes that nobody has sent are in the region")
+						t.Fatal("bytes that were not sent are in the region")
 					}
 				}
 			}
@@ -263,9 +263,9 @@ func TestChangesOnTheWayAreNoticed(t *testing.T) {
 	}
 }
 
-// An attacker on the way who changes anything of a handshake prevents the connection, and gets no
+// An attacker on the way that changes anything of a handshake prevents the connection, and gets no
 // other one: neither end goes on with less than it has asked for.
-func TestNobodyDowngradesGuards(t *testing.T) {
+func TestDowngradedHandshakeFails(t *testing.T) {
 	for _, x := range []struct {
 		name           string
 		server, client Config
@@ -318,7 +318,7 @@ func TestNobodyDowngradesGuards(t *testing.T) {
 	}
 }
 
-// An attacker who forwards a handshake, and then speaks himself, is not understood.
+// Records that an attacker adds after it has forwarded a handshake are refused.
 func TestNobodyTakesOverSealedConnections(t *testing.T) {
 	b := newEndpoint(t, newContext(t), Config{Seal: true})
 	r, err := tryMode(t, b, wire.Sealed)

@@ -262,8 +262,8 @@ func (g *guarded) works(t testing.TB, changed ...int) {
 	}
 }
 
-// TestStrangers: ends that do not know the secret.
-func TestStrangers(t *testing.T) {
+// TestEndsWithoutSecretAreRefused: ends that do not know the secret.
+func TestEndsWithoutSecretAreRefused(t *testing.T) {
 	g := guard(t, 64<<10)
 	r := rand.New(rand.NewPCG(1, 2))
 	dial := func() net.Conn {
@@ -634,8 +634,8 @@ func acceptID(t testing.TB, e *Endpoint, name string) *Peer {
 	}
 }
 
-// TestSendsToNobody: messages that are not received are kept within a bound.
-func TestSendsToNobody(t *testing.T) {
+// TestSendsWithoutReceiver: messages that are not received are kept within a bound.
+func TestSendsWithoutReceiver(t *testing.T) {
 	_, _, p, _ := pair(t, Config{Timeout: 5 * time.Second})
 	before := heap()
 	ops := make([]Op, 1000)
@@ -649,14 +649,14 @@ func TestSendsToNobody(t *testing.T) {
 		}
 		if i%50 == 49 {
 			if now := heap(); now > before+16<<20 {
-				t.Fatalf("%d empty messages, which nobody receives, are %d KiB of memory", (i+1)*len(ops),
+				t.Fatalf("%d empty messages, which are not received, take %d KiB of memory", (i+1)*len(ops),
 					(now-before)>>10)
 			}
 		}
 	}
 }
 
-// TestMailOfManySessions: messages that nobody receives stay within the window if their sender
+// TestMailOfManySessions: messages that are not received stay within the window if their sender
 // connects again and again.
 func TestMailOfManySessions(t *testing.T) {
 	e := newEndpoint(t, newContext(t), Config{})
@@ -1130,7 +1130,7 @@ func TestUnregisterFile(t *testing.T) {
 	}
 }
 
-// TestCloseEndsConnect: Close ends a Connect that waits for a peer to say who it is, and leaves no
+// TestCloseEndsConnect: Close ends a Connect that waits for a peer's identity, and leaves no
 // connection.
 func TestCloseEndsConnect(t *testing.T) {
 	gone := make(chan error, 1)
@@ -1194,8 +1194,8 @@ func TestPeerClosedWhileConnecting(t *testing.T) {
 	}
 }
 
-// TestSessionsDisplaceEachOther: sessions that are made while others of the same peer break block
-// nobody.
+// TestSessionsDisplaceEachOther: sessions that are made while others of the same peer break do not
+// block.
 func TestSessionsDisplaceEachOther(t *testing.T) {
 	// No Cleanup closes them: if the test fails, Close would not return.
 	c, err := NewContext(ContextConfig{Loops: 1})

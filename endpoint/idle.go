@@ -48,7 +48,7 @@ func (s *session) byeToLocked(conns []*link.Conn) {
 	}
 }
 
-// idleLocked reports whether nothing is under way and nobody waits for something of the peer.
+// idleLocked reports whether nothing is under way and no call waits for the peer.
 func (s *session) idleLocked() bool {
 	return len(s.requests)+len(s.asking) == 0 && s.restsLocked()
 }

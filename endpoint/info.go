@@ -13,7 +13,7 @@ import (
 
 // Info is what an endpoint tells others so that they can connect to it. It contains no secret.
 type Info struct {
-	// ID is the identity of the endpoint. 0: whoever answers at the address is right.
+	// ID is the identity of the endpoint. 0: that of any endpoint at the address is right.
 	ID uint64
 	// Name is what the endpoint calls itself.
 	Name string

@@ -25,7 +25,7 @@ type loan struct {
 	address uint64
 	key     uint32
 
-	ending bool // somebody ends it
+	ending bool // a goroutine ends it
 	ended  bool // the peer cannot read any more, and domain is released
 	taken  bool // the peer has said that it does not read any more
 }

@@ -166,7 +166,7 @@ func TestHostileLoans(t *testing.T) {
 		"a number too many": func(seq uint64, g card.Registration) []byte {
 			return lend(seq+2, long, g.Address, uint64(g.RemoteKey()))
 		},
-		"pieces that nobody asked for": func(seq uint64, g card.Registration) []byte {
+		"pieces that were not asked for": func(seq uint64, g card.Registration) []byte {
 			return append(lend(seq+1, long, g.Address, uint64(g.RemoteKey())),
 				frame(wire.Piece, seq+1, wire.Words(nil, 0), 1)...)
 		},
@@ -229,11 +229,11 @@ func TestFloodOfLoans(t *testing.T) {
 	}
 	p.ended()
 	if now := heap(); now > before+window {
-		t.Errorf("%d bytes for messages that nobody receives", now-before)
+		t.Errorf("%d bytes for messages that are not received", now-before)
 	}
 }
 
-// lent has e lend a message to a player who wants it.
+// lent has e lend a message to a player that wants it.
 func (p *player) lent(q *Peer, msg []byte) (f *Future, seq, address uint64, key uint32) {
 	p.t.Helper()
 	p.send(frame(wire.Claim, 9, wire.Words(nil, 0, 0)), frame(wire.Claim, 9, wire.Words(nil, 0, 0)))

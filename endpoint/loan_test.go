@@ -546,7 +546,7 @@ func TestGuardedMessagesUseNoRDMA(t *testing.T) {
 func TestKeysOfMessagesAreNotGivenAgain(t *testing.T) {
 	_, r := newFabric(t, soft.Config{ReuseKeys: true})
 	a, _, p, q := messengers(t, r)
-	first := p.Send(pattern(long, 1)) // that nobody receives yet
+	first := p.Send(pattern(long, 1)) // that is not received yet
 	until(t, "a loan", func() bool { return loansOf(p) == 1 })
 	second := p.Send(pattern(long, 2))
 	until(t, "a loan", func() bool { return loansOf(p) == 2 })

@@ -82,7 +82,7 @@ type Future struct {
 	list  [1]*task
 
 	mu   sync.Mutex
-	done chan struct{} // made by the first who needs it
+	done chan struct{} // made when it is first needed
 }
 
 // task is an operation under way. peer.mu guards it, except gate.

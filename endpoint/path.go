@@ -616,8 +616,8 @@ func (p *path) close() {
 	p.line, p.domain = nil, nil
 }
 
-// releaseDomain releases a protection domain, and deregisters the regions in it if nobody else uses
-// it.
+// releaseDomain releases a protection domain, and deregisters the regions in it if nothing else
+// uses it.
 func (e *Endpoint) releaseDomain(d *card.Domain) error {
 	return d.Release(func() {
 		for _, r := range e.regions.all() {
@@ -927,7 +927,7 @@ func (r *Region) takeBack(s *session, d *card.Domain) (key uint32, ok bool) {
 	return key, ok
 }
 
-// leave deregisters the region in a domain that nobody uses any more.
+// leave deregisters the region in a domain that is not used any more.
 func (r *Region) leave(d *card.Domain) {
 	r.keyMu.Lock()
 	defer r.keyMu.Unlock()
@@ -937,7 +937,7 @@ func (r *Region) leave(d *card.Domain) {
 	}
 }
 
-// withdraw deregisters the region everywhere: no peer reaches it afterwards. Those who have a key
+// withdraw deregisters the region everywhere: no peer reaches it afterwards. Holders of a key
 // are told.
 func (r *Region) withdraw() {
 	r.keyMu.Lock()

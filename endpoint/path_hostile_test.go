@@ -200,7 +200,7 @@ func TestNothingBeginsBeforeFenced(t *testing.T) {
 	}
 }
 
-// A peer that answers neither Join nor Claim costs nobody more than the path.
+// A peer that answers neither Join nor Claim costs no more than the path.
 func TestPeersThatDoNotJoin(t *testing.T) {
 	_, r := newFabric(t, soft.Config{})
 	joined := make(chan struct{}, 100)

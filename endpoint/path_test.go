@@ -265,7 +265,7 @@ func unregisterEndsKeys(t *testing.T, r RDMA) {
 	warm(t, p, "data")
 }
 
-// A peer that has been told of the end of a region costs nobody the path.
+// The path survives requests of a peer that has been told of the end of a region.
 func revokedKeysCostNothing(t *testing.T, r RDMA) {
 	data := sharedPattern(t, 1<<20)
 	a, b, p, _, region := directPair(t, r, data)

@@ -31,7 +31,7 @@ type Peer struct {
 	session     *session      // nil: not connected
 	lastSession uint64        // its id, or that of the one before
 	coming      *session      // whose connections are arriving
-	awaited     chan struct{} // closed when there is a session; nil: nobody waits
+	awaited     chan struct{} // closed when there is a session; nil: no call waits
 	dialling    chan struct{} // closed when the dial ends; nil: none
 	waiting     []*task       // for a session
 	recvs       []*task       // in order; the first has not ended

@@ -41,7 +41,7 @@ type world struct {
 	seed    uint64
 	n       int      // members, also in other processes
 	chaos   bool     // operations are cancelled, connections break, regions come and go
-	closes  bool     // peers are closed, too: messages that nobody has received are lost
+	closes  bool     // peers are closed, too: messages that were not received are lost
 	cfgs    []Config // what members ask for, in turn; nil: nothing
 	longest int      // message, in bytes
 	left    atomic.Int64
@@ -571,7 +571,7 @@ func (m *member) receive(j int, done <-chan struct{}) {
 
 // burst starts n operations on member j, half of them with one Future, and waits for none of them
 // before all have started. Each write has a range of the first lane for itself; reads are from the
-// last one, which nobody writes.
+// last one, which is not written.
 func (m *member) burst(j, n int) {
 	w := m.w
 	r := rand.New(rand.NewPCG(w.seed, uint64(m.i*100+j)))

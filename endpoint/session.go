@@ -57,8 +57,8 @@ type session struct {
 	mailbox
 }
 
-// request is what was asked for: a piece, a query, a key, or the ghost of a piece that was given
-// up.
+// request is what was asked for: a piece, a query, a key, or the answer to a piece that was
+// given up.
 type request struct {
 	piece *piece
 	query *query
@@ -85,7 +85,7 @@ type service struct {
 // Limits of what an endpoint does for a peer.
 const (
 	maxRequests = 1024    // that are not answered
-	window      = 4 << 20 // bytes of messages that nobody has received
+	window      = 4 << 20 // bytes of messages that were not received
 	maxMessage  = 64 << 10
 	stripe      = 1 << 20 // reads and writes from this size use all connections
 	smallest    = 4 << 10 // an operation up to this size may be sent with the next ones
@@ -412,7 +412,7 @@ func (s *session) withdrawLocked(t *task) {
 			delete(s.requests, pc.id)
 			continue
 		}
-		// The ghost stays until the peer's Done: frames may still come, and those of a write may
+		// The request stays until the peer's Done: frames may still come, and those of a write may
 		// still go.
 		s.requests[pc.id] = request{fence: t.Kind == OpWrite}
 		if t.Kind == OpWrite {

@@ -169,7 +169,7 @@ func TestClosingLosesNoSession(t *testing.T) {
 	}
 }
 
-// A state that is wrong, or that nobody asked for, ends its session, and nothing else.
+// A state that is wrong, or that was not asked for, ends its session, and nothing else.
 func TestHostileStates(t *testing.T) {
 	const id = 0x1112131415161718
 	good := stats.Endpoint{Name: "raw", ID: "1112131415161718", Connected: 1}

@@ -22,8 +22,8 @@ func beforeWall(t *testing.T, n int) []byte {
 	return m[data-n : data : data]
 }
 
-// TestBounds runs everything on buffers that end at a hole, at every length of a tail.
-func TestBounds(t *testing.T) {
+// TestKernelsStayInBounds runs everything on buffers that end at a hole, at every length of a tail.
+func TestKernelsStayInBounds(t *testing.T) {
 	const room = 4096
 	walls := [3][]byte{beforeWall(t, room), beforeWall(t, room), beforeWall(t, room)}
 	for _, im := range implementations {

@@ -14,8 +14,8 @@ import (
 // be exactly one of the sources (then the reduction is in place); else it must not overlap any.
 // Pointers need no alignment, not even that of the element, on architectures that load and store
 // unaligned words. The memory stays the caller's. A Reducer allocates nothing, keeps nothing,
-// blocks on nothing and may be called by any number of goroutines; a caller who wants no allocation
-// either keeps the slice srcs, which escapes.
+// blocks on nothing and may be called by any number of goroutines; a caller that wants no
+// allocation either keeps the slice srcs, which escapes.
 type Reducer func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int)
 
 // reducers is one implementation of everything; a nil Reducer marks what is not defined.
@@ -76,7 +76,7 @@ func unsupported(op Op, dt DType) error {
 	}
 }
 
-// Reduce is the checked form of Lookup and its Reducer, for callers who hold byte slices: dst and
+// Reduce is the checked form of Lookup and its Reducer, for callers with byte slices: dst and
 // every source must have one length, a multiple of the element's size, and dst must be one of the
 // sources or overlap none. Nothing is written on error.
 func Reduce(op Op, dt DType, dst []byte, srcs ...[]byte) error {

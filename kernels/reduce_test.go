@@ -553,7 +553,7 @@ func TestRareSubnormals(t *testing.T) {
 	}
 }
 
-func TestLevel(t *testing.T) {
+func TestLevelNamesBestImplementation(t *testing.T) {
 	best := implementations[len(implementations)-1].name
 	if l := Level(); !strings.HasPrefix(best, l) || !slices.Contains([]string{"AVX-512", "AVX2", "portable"}, l) {
 		t.Errorf("Level() = %q, the best implementation here is %s", l, best)
@@ -617,7 +617,7 @@ func TestWidenNarrow(t *testing.T) {
 	}
 }
 
-func TestScale(t *testing.T) {
+func TestScaleDividesInPlace(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	for _, im := range implementations {
 		for _, dt := range DTypes() {
@@ -697,7 +697,7 @@ func TestStagedAvg(t *testing.T) {
 // copies has all functions that copy bytes.
 var copies = map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyShared": CopyShared}
 
-func TestCopies(t *testing.T) {
+func TestCopiesAtAnyOffset(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
 	for _, n := range []int{0, 1, 63, 4095, 4096, 5000, 300<<10 + 11} {
 		for _, off := range []int{0, 1, 13, 64} {

@@ -130,7 +130,7 @@ func (f FabricState) String() string {
 // MarshalText implements encoding.TextMarshaler.
 func (f FabricState) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
-// Answer is yes, no, or that nobody knows.
+// Answer is yes, no, or unknown.
 type Answer uint8
 
 // The answers.

@@ -62,7 +62,7 @@ func newLibrary(s *server.Server, m nvlink.System) *library {
 	return l
 }
 
-// ask returns what a call returns, ret unless the function fails. Nobody calls a missing one.
+// ask returns what a call returns, ret unless the function fails. A missing one is not called.
 func (l *library) ask(name string, ret nvml.Return) nvml.Return {
 	if l.missing[name] {
 		panic(name + " was called, which the library lacks")
@@ -197,9 +197,9 @@ func named(m nvlink.System, s *server.Server) nvlink.System {
 	return m
 }
 
-// TestMachines reads whole machines: what the library and the kernel tell is there, and gives each
-// pair of ranks its path, and each GPU its card.
-func TestMachines(t *testing.T) {
+// TestWholeMachinesAreRead reads whole machines: what the library and the kernel tell is there, and
+// gives each pair of ranks its path, and each GPU its card.
+func TestWholeMachinesAreRead(t *testing.T) {
 	for name, c := range map[string]struct {
 		server  *server.Server
 		machine nvlink.System

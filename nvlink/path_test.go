@@ -168,8 +168,9 @@ func TestPaths(t *testing.T) {
 	}
 }
 
-// TestInstances: the instances of one GPU are apart, an instance and itself are not.
-func TestInstances(t *testing.T) {
+// TestInstancesOfOneGPUAreApart: the instances of one GPU are apart, an instance and itself are
+// not.
+func TestInstancesOfOneGPUAreApart(t *testing.T) {
 	s := nvlinktest.DGXH100()
 	s.GPUs[1].MIG, s.GPUs[1].Instances = nvlink.Yes, []string{"MIG-1", "MIG-2"}
 	first, second := nvlink.Spot{GPU: 1, MIG: "MIG-1"}, nvlink.Spot{GPU: 1, MIG: "MIG-2"}
@@ -186,8 +187,9 @@ func TestInstances(t *testing.T) {
 	}
 }
 
-// TestAcross: NVSwitches of two machines are a way if they form one clique of one cluster.
-func TestAcross(t *testing.T) {
+// TestMachinesOfOneCliqueAreConnected: NVSwitches of two machines are a way if they form one clique
+// of one cluster.
+func TestMachinesOfOneCliqueAreConnected(t *testing.T) {
 	gpu := func(change func(*nvlink.GPU)) nvlink.GPU {
 		g := nvlinktest.DGXH100().GPUs[0]
 		g.Fabric = nvlink.Fabric{State: nvlink.FabricCompleted, Cluster: "c", Clique: 7}
@@ -220,7 +222,7 @@ func TestAcross(t *testing.T) {
 	}
 }
 
-func TestLevels(t *testing.T) {
+func TestDistanceOverPCIe(t *testing.T) {
 	gpu := at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0", "0000:13:00.0")
 	for name, c := range map[string]struct {
 		b    nvlink.Place
@@ -248,8 +250,8 @@ func TestLevels(t *testing.T) {
 	}
 }
 
-// TestNICs: PCIe comes before the NUMA node, ties are shared evenly, and a card that is down is for
-// nobody.
+// TestNICs: PCIe comes before the NUMA node, ties are shared evenly, and a card that is down is not
+// used.
 func TestNICs(t *testing.T) {
 	change := func(s nvlink.System, f func(s *nvlink.System)) nvlink.System { f(&s); return s }
 	for name, c := range map[string]struct {
@@ -308,7 +310,7 @@ func TestNICs(t *testing.T) {
 	}
 }
 
-func TestFind(t *testing.T) {
+func TestFindGPUOrInstance(t *testing.T) {
 	s := nvlinktest.DGXH100()
 	s.GPUs[3].MIG, s.GPUs[3].Instances = nvlink.Yes, []string{"MIG-aa", "MIG-Bb"}
 	for _, c := range []struct {

@@ -7,8 +7,9 @@ import (
 	"tutti/p2p"
 )
 
-// TestCounts has rank 0 wait for rank 1 until it sleeps, and compares what both have counted.
-func TestCounts(t *testing.T) {
+// TestBothEndsCountWaits has rank 0 wait for rank 1 until it sleeps, and compares what both have
+// counted.
+func TestBothEndsCountWaits(t *testing.T) {
 	all := cluster(t, 3, 0, nil)
 	defer closeAll(all)
 	chans := []*p2p.Channel{open(t, all[0], 1, 3), open(t, all[1], 1, 3), open(t, all[2], 1, 3)}

@@ -222,7 +222,7 @@ func TestReplacement(t *testing.T) {
 		m.MarkDead(1, 0, p2p.ErrPeerGone)
 	}
 	if err := a.lastEvent(); err == nil {
-		t.Error("nobody was told that the link is down")
+		t.Error("Notify was not called although the link is down")
 	}
 
 	b = w.settle(t, 1, 3, 99)
@@ -265,8 +265,8 @@ func TestReplacement(t *testing.T) {
 	}
 }
 
-// Two ranks that have lost their link and are both alive link again, whichever of them forgives
-// first and however long before the other; messages that were lost stay lost.
+// Two live ranks that have lost their link make another one, whichever calls Reconnect first and
+// however long before the other. Lost messages stay lost.
 func TestReconnect(t *testing.T) {
 	for first := range 2 {
 		w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}

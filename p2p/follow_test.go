@@ -82,7 +82,8 @@ func pass(t *testing.T, over chan struct{}) {
 	}
 }
 
-// Followed messages end with the outcome that WaitSend and WaitMsg would return, whoever polls.
+// Followed messages end with the outcome that WaitSend and WaitMsg would return, whichever
+// goroutine polls.
 func TestFollowedMessagesEnd(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
 	defer closeAll(all)

@@ -289,7 +289,7 @@ const wordPolls = 30
 const freePolls = 100
 
 // PollWord reads word until reached accepts its value, a few times if each rank has a core, else
-// once. It reports whether reached accepted a value. Without the lock, so that a caller who finds
+// once. It reports whether reached accepted a value. Without the lock, so that a caller that finds
 // the value does not have to release it.
 func (p *Proxy) PollWord(word *atomic.Uint64, reached func(uint64) bool) bool {
 	for i := 1; !reached(word.Load()); i++ {

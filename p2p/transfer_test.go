@@ -330,7 +330,7 @@ func TestCancelledTransfersReleaseMemory(t *testing.T) {
 		}
 		return q.c.WaitTransfer(w, &get)
 	}); !errors.Is(err, context.DeadlineExceeded) {
-		t.Fatalf("a get that nobody serves: %v", err)
+		t.Fatalf("a get that is not served: %v", err)
 	}
 	if !get.Done() || !errors.Is(get.Err(), p2p.ErrCancelled) {
 		t.Errorf("it is done: %v, with %v", get.Done(), get.Err())

@@ -27,25 +27,25 @@ import (
 // other. When an operation fails, the second word lets the stream pass: nothing can take back what
 // it was given.
 //
-// Nobody gives work to the stream of a blocking operation, or to those of the group (for buffers
-// without a stream), before the operation has ended. They are given the copy of a piece when the
-// host has it, and never wait: such visits are lazy. What a lazy visit has not been given is never
-// done.
+// No other code gives work to the stream of a blocking operation, or to those of the group (for
+// buffers without a stream), before the operation has ended. They are given the copy of a piece
+// when the host has it, and never wait: such visits are lazy. What a lazy visit has not been given
+// is never done.
 
 // devices is what a group has of Config.Devices.
 type devices struct {
 	piece int                    // bytes that are copied as a piece, at least; 0: leastPiece
 	says  atomic.Pointer[string] // how operations get at the memory of devices, for display
 
-	mu     sync.Mutex
-	own    map[Location]*ownStream // for buffers without one
-	berths map[Location][]*berth
-	direct []device.Device // of direct visits
-	closed bool
+	mu      sync.Mutex
+	own     map[Location]*ownStream // for buffers without one
+	buffers map[Location][]*stagingBuffer
+	direct  []device.Device // of direct visits
+	closed  bool
 
 	// Under the proxy's lock.
-	parcels  []*parcel // that wait for their streams
-	watching bool      // a goroutine looks after them
+	messages []*deviceMessage // that wait for their streams
+	watching bool             // a goroutine looks after them
 }
 
 // An ownStream is a stream of the group. Its work is short: it waits for nothing.
@@ -54,8 +54,8 @@ type ownStream struct {
 	device.Stream
 }
 
-// A berth is host memory with three words, for one operation at a time.
-type berth struct {
+// A stagingBuffer is host memory with three words, for one operation at a time.
+type stagingBuffer struct {
 	words []mem.Memory
 	host  mem.Memory
 	uses  uint64      // the value of all words after the latest use
@@ -63,20 +63,22 @@ type berth struct {
 	free  func() error
 }
 
-// Words of a berth.
+// Words of a staging buffer.
 const (
 	wordArrived = iota
 	wordOver
 	wordPassed
-	berthWords
+	bufferWords
 )
 
 // vacant reports whether the latest operation is over, and the stream has passed it.
-func (b *berth) vacant() bool { return !b.busy.Load() && b.words[wordPassed].Word(0).Load() >= b.uses }
+func (b *stagingBuffer) vacant() bool {
+	return !b.busy.Load() && b.words[wordPassed].Word(0).Load() >= b.uses
+}
 
 const (
-	// berthUnit is the smallest size of a berth's memory. Sizes are powers of two.
-	berthUnit = 64 << 10
+	// bufferUnit is the smallest size of a staging buffer's memory. Sizes are powers of two.
+	bufferUnit = 64 << 10
 	// A copy of up to leastPiece bytes is one piece, and none is more than mostPieces: a stream of
 	// the caller takes a thousand pieces of work before its calls wait. Both were chosen without a
 	// measurement: the copy of a piece should take much longer than the three operations of the
@@ -104,23 +106,23 @@ func (x *devices) streamLocked(d device.Device) (*ownStream, error) {
 	return x.own[loc], nil
 }
 
-// berthLocked returns a vacant berth at d with room for n bytes.
-func (x *devices) berthLocked(d device.Device, n int) (*berth, error) {
+// bufferLocked returns a vacant staging buffer at d with room for n bytes.
+func (x *devices) bufferLocked(d device.Device, n int) (*stagingBuffer, error) {
 	loc := d.Location()
-	for _, b := range x.berths[loc] {
-		if b.vacant() && b.host.Len() >= n && b.host.Len() <= max(4*n, berthUnit) {
+	for _, b := range x.buffers[loc] {
+		if b.vacant() && b.host.Len() >= n && b.host.Len() <= max(4*n, bufferUnit) {
 			return b, nil
 		}
 	}
-	size := berthUnit
+	size := bufferUnit
 	for size < n {
 		size *= 2
 	}
-	words, free, err := device.Words(d, berthWords)
+	words, free, err := device.Words(d, bufferWords)
 	if err != nil {
 		return nil, err
 	}
-	b := &berth{words: words, free: free}
+	b := &stagingBuffer{words: words, free: free}
 	if a, ok := d.(device.HostAllocator); !ok {
 		b.host = mem.Host(make([]byte, size), mem.Anywhere)
 	} else if b.host, err = a.AllocHost(size); err != nil {
@@ -128,10 +130,10 @@ func (x *devices) berthLocked(d device.Device, n int) (*berth, error) {
 	} else {
 		b.free = func() error { return errors.Join(free(), a.FreeHost(b.host)) }
 	}
-	if x.berths == nil {
-		x.berths = map[Location][]*berth{}
+	if x.buffers == nil {
+		x.buffers = map[Location][]*stagingBuffer{}
 	}
-	x.berths[loc] = append(x.berths[loc], b)
+	x.buffers[loc] = append(x.buffers[loc], b)
 	return b, nil
 }
 
@@ -144,14 +146,14 @@ func (x *devices) close() (err error) {
 	for _, s := range x.own {
 		err = errors.Join(err, s.Close())
 	}
-	for _, all := range x.berths {
+	for _, all := range x.buffers {
 		for _, b := range all {
 			if b.vacant() {
 				err = errors.Join(err, b.free())
 			}
 		}
 	}
-	x.own, x.berths = nil, nil
+	x.own, x.buffers = nil, nil
 	return err
 }
 
@@ -172,15 +174,15 @@ func (x *devices) cut(n int) (ends []int) {
 	return ends
 }
 
-// A visit is one use of a berth, by an operation: its stream brings the source, and fetches the
-// result. Its methods may be called by any goroutine.
+// A visit is one use of a staging buffer, by an operation: its stream brings the source, and
+// fetches the result. Its methods may be called by any goroutine.
 type visit struct {
 	words  []mem.Memory
-	base   uint64 // the value of the words before
-	at     uint64 // and after
-	in     []int  // where pieces of the source end: see cut
-	out    []int  // of the destination
-	berth  *berth // nil in tests
+	base   uint64         // the value of the words before
+	at     uint64         // and after
+	in     []int          // where pieces of the source end: see cut
+	out    []int          // of the destination
+	buffer *stagingBuffer // nil in tests
 	stream device.Stream
 	own    *ownStream // stream, if it is the group's
 	lazy   bool       // the stream is given the result when it is there
@@ -289,7 +291,7 @@ func (v *visit) begin(src mem.Memory) error {
 	v.mu.Lock()
 	v.give(steps...)
 	err := v.err
-	if err != nil && v.steps == 1 { // it has taken nothing; else the berth is never vacant
+	if err != nil && v.steps == 1 { // it has taken nothing; else the staging buffer is never vacant
 		v.words[wordPassed].Word(0).Store(v.at)
 	}
 	v.mu.Unlock()
@@ -348,8 +350,8 @@ func (v *visit) raise(n uint64) {
 	}
 }
 
-// end ends the operation: it does not use the berth any more, and the stream passes. It may be
-// called again, and when the berth has its next visit.
+// end ends the operation: it does not use the staging buffer any more, and the stream passes. It
+// may be called again, and when the staging buffer has its next visit.
 func (v *visit) end() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -365,8 +367,8 @@ func (v *visit) end() {
 	} else if v.given < len(v.out) {
 		v.give(v.write(wordPassed, v.at), v.record)
 	}
-	if v.berth != nil {
-		v.berth.busy.Store(false)
+	if v.buffer != nil {
+		v.buffer.busy.Store(false)
 	}
 }
 
@@ -510,24 +512,24 @@ func (o *stay) failure(err error) error {
 	return fmt.Errorf("%s of %d bytes at %s: %w", o.call, o.src.n+o.dst.n, o.device.Location(), err)
 }
 
-// boardLocked gives v a berth, and begins to copy.
+// boardLocked gives v a staging buffer, and begins to copy.
 func (x *devices) boardLocked(v *visit, o *stay) (err error) {
 	first, second, total := layOut(o.src.addr, o.src.n, o.dst.addr, o.dst.n)
-	if v.berth, err = x.berthLocked(o.device, total); err != nil {
+	if v.buffer, err = x.bufferLocked(o.device, total); err != nil {
 		return o.failure(err)
 	}
 	loc := o.device.Location()
-	v.from, v.to = v.berth.host.Slice(first, o.src.n), v.berth.host.Slice(second, o.dst.n)
+	v.from, v.to = v.buffer.host.Slice(first, o.src.n), v.buffer.host.Slice(second, o.dst.n)
 	if o.reads {
 		v.in = x.cut(o.src.n)
 	}
 	if o.writes {
 		v.dst, v.out = o.dst.at(loc), x.cut(o.dst.n)
 	}
-	v.words, v.base = v.berth.words, v.berth.uses
-	v.berth.uses += uint64(max(len(v.in), len(v.out))) + 1
-	v.at = v.berth.uses
-	v.berth.busy.Store(true)
+	v.words, v.base = v.buffer.words, v.buffer.uses
+	v.buffer.uses += uint64(max(len(v.in), len(v.out))) + 1
+	v.at = v.buffer.uses
+	v.buffer.busy.Store(true)
 	if err := v.begin(o.src.at(loc)); err != nil {
 		return o.failure(err)
 	}

@@ -82,7 +82,8 @@ func bufferAt(m mem.Memory, n int, s device.Stream) Buffer {
 }
 
 // Every collective on a device's memory does what it does on the host's: blocking and started, in
-// the order of a stream and without one. The order of streams holds, though nobody waits for them.
+// the order of a stream and without one. The order of streams holds, though no goroutine waits for
+// them.
 func TestOperationsOnDevices(t *testing.T) {
 	d := devicetest.NewLate("cuda:0", 7, 50*time.Microsecond)
 	operateOn(t, 3, func(int) device.Device { return d })
@@ -379,7 +380,7 @@ func TestDeviceArguments(t *testing.T) {
 
 // The end of a visit, which is told more than once, does not open or close the next one.
 func TestVisitsOpenOnlyThemselves(t *testing.T) {
-	words, _, err := device.Words(device.NewHost(), berthWords)
+	words, _, err := device.Words(device.NewHost(), bufferWords)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,10 +14,10 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// A lazy visit whose device is a device.Sharer begins as a direct one: it has no berth, and the
-// operation's buffers are the device's. The ranks decide in the operation whether their streams
-// load from each other's devices (exec.Direct). If they do not, the visit gets a berth, and the
-// source is copied: see visit.stage.
+// A lazy visit whose device is a device.Sharer begins as a direct one: it has no staging buffer,
+// and the operation's buffers are the device's. The ranks decide in the operation whether their
+// streams load from each other's devices (exec.Direct). If they do not, the visit gets a staging
+// buffer, and the source is copied: see visit.stage.
 
 // direct is what a visit has until it is staged.
 type direct struct {
@@ -84,7 +84,7 @@ func (x *devices) stage(v *visit) error {
 	return nil
 }
 
-// apart reports whether the visit is direct: it has no berth, or not yet.
+// apart reports whether the visit is direct: it has no staging buffer, or not yet.
 func (v *visit) apart() bool { return v.direct != nil && !v.staged }
 
 // The feed of a direct visit is an exec.Direct.
@@ -125,7 +125,7 @@ func (f *feed) broken(err error) error {
 	return fmt.Errorf("its stream has failed: %w", err)
 }
 
-// Settle waits as exec.Direct says. The stream waits for nobody, so that it needs only its own
+// Settle waits as exec.Direct says. The stream waits for no peer, so that it needs only its own
 // time.
 func (f *feed) Settle(last bool) error {
 	g, v := f.g, f.v

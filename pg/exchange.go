@@ -454,7 +454,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 		return err
 	}
 	g.msgs.Notice(g.v.Active, noticeStanding, encodeTold(tell))
-	for _, slot := range g.v.Active { // those who were here first
+	for _, slot := range g.v.Active { // the ranks that were here first
 		if t, ok := g.sync.Heard(slot); ok && t.At == tell.At {
 			g.relay(slot, t)
 		}

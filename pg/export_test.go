@@ -37,11 +37,11 @@ func (g *Group) Decides(n uint64) bool {
 	return g.ballot.n == n && !g.between
 }
 
-// Copies returns how many berths the group's visits have used.
+// Copies returns how many staging buffers the group's visits have used.
 func (g *Group) Copies() (n uint64) {
 	g.devices.mu.Lock()
 	defer g.devices.mu.Unlock()
-	for _, all := range g.devices.berths {
+	for _, all := range g.devices.buffers {
 		for _, b := range all {
 			n += b.uses
 		}

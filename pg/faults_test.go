@@ -139,7 +139,7 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 							return fmt.Errorf("got %v, want a *TimeoutError", err)
 						}
 						if len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
-							return fmt.Errorf("%v: want rank 1 named, and nobody else", err)
+							return fmt.Errorf("%v: want rank 1 named, and no other", err)
 						}
 						return nil
 					})
@@ -271,7 +271,7 @@ func TestBadArguments(t *testing.T) {
 			"counts and source":    AllGatherV(ctx, g, f, f[:2], []int{3, 3}),
 			"alltoallv own":        AllToAllV(ctx, g, f[:3], make([]float32, 3), []int{1, 2}, []int{2, 1}),
 			"send to itself":       Send(ctx, g, f, g.Rank(), 0),
-			"send to nobody":       Send(ctx, g, f, 2, 0),
+			"send to no rank":      Send(ctx, g, f, 2, 0),
 			"send to any":          Send(ctx, g, f, AnyRank, 0),
 			"tag negative":         Send(ctx, g, f, 1-g.Rank(), -5),
 			"tag high":             Send(ctx, g, f, 1-g.Rank(), MaxTag+1),

@@ -55,7 +55,7 @@ func TestRejoinWithoutAStore(t *testing.T) {
 						for range 3 {
 							short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 							if _, err := g.Rejoin(short); !errors.Is(err, context.DeadlineExceeded) {
-								t.Fatalf("nobody admits it: %v, want that the deadline is exceeded", err)
+								t.Fatalf("no rank admits it: %v, want that the deadline is exceeded", err)
 							}
 							cancel()
 							together()
@@ -106,7 +106,7 @@ func TestRejoinOfTheStoresRankAlone(t *testing.T) {
 		for err := error(nil); !errors.Is(err, pg.ErrClosed); { // the others leave meanwhile
 			short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 			if _, err = g.Rejoin(short); err == nil {
-				t.Fatal("it came in though nobody is there")
+				t.Fatal("it came in though no rank is there")
 			}
 			cancel()
 		}

@@ -22,7 +22,7 @@ type message struct {
 	s      *p2p.SendReq // of a Send
 	r      *p2p.RecvReq // of a Recv
 	rec    *flight.Record
-	parcel *parcel // of a message in a device's memory
+	device *deviceMessage // of a message in a device's memory
 }
 
 // newMessage returns a message, with its request in the same memory.
@@ -100,8 +100,8 @@ func checkBuffer(call string, b *Buffer) error {
 
 // post hands the message to the proxy. With the proxy's lock.
 func (g *Group) post(m *message) {
-	if m.parcel != nil {
-		m.parcel.post()
+	if m.device != nil {
+		m.device.post()
 		return
 	}
 	buf := m.x.bytes()
@@ -140,7 +140,7 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 		if errors.Is(err, context.Canceled) {
 			e.Err = context.Canceled
 		}
-		if m.parcel != nil && !m.parcel.v.arrived() {
+		if m.device != nil && !m.device.v.arrived() {
 			e.Call += ", whose stream has not come to it"
 		} else if m.peer >= 0 {
 			seen := Seen{Rank: m.peer, What: "nothing yet"}
@@ -157,7 +157,7 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv bool) (Status, error) {
 	m := newMessage(x, peer, tag, recv)
 	if x.onDevice() {
-		return g.doParcel(ctx, m)
+		return g.doDeviceMessage(ctx, m)
 	}
 	p := g.job.proxy
 	p.Lock()
@@ -195,7 +195,7 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Dura
 	p := g.job.proxy
 	p.Lock()
 	defer p.Unlock()
-	if err == nil && m.parcel == nil { // else it was checked
+	if err == nil && m.device == nil { // else it was checked
 		err = g.checkMessage(m)
 	}
 	if err == nil && g.closed.Load() {
@@ -205,8 +205,8 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Dura
 	case err == nil:
 		m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), true)
 		g.follow(w, m, limit)
-	case m.parcel != nil:
-		m.parcel.end(err)
+	case m.device != nil:
+		m.device.end(err)
 	default:
 		w.end(false, err)
 	}
@@ -217,15 +217,15 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Dura
 // proxy's lock.
 func (g *Group) follow(w *Work, m *message, limit time.Duration) {
 	began := time.Now()
-	if c := m.parcel; c != nil {
+	if c := m.device; c != nil {
 		if c.began = began; limit > 0 {
 			c.due = began.Add(limit)
 		}
 	}
 	g.post(m) // before Start returns, so that messages keep their order
 	ended := func(err error) {
-		if err = g.explainMessage(m, err, time.Since(began)); m.parcel != nil {
-			m.parcel.sent(err)
+		if err = g.explainMessage(m, err, time.Since(began)); m.device != nil {
+			m.device.sent(err)
 			return
 		}
 		w.end(false, g.endMessage(m, err))

@@ -11,7 +11,7 @@ import (
 	"tutti/pg/internal/resync"
 )
 
-// A rank may end an operation that others have not begun: the root of a broadcast waits for nobody.
+// A rank may end an operation that others have not begun: the root of a broadcast does not wait.
 // If it left the job then, the job's view would change, and the operation of the late ranks would
 // fail although its data is on the way. So Close waits until every rank has come to the last
 // operation that this rank has run. A rank that is in that operation when the view changes, or past

@@ -103,7 +103,7 @@ func TestMinority(t *testing.T) {
 
 // A host that falls silent breaks no link: a rank that waits for its ranks notices that their
 // leases have ended.
-func TestSilent(t *testing.T) {
+func TestSilentHostIsRemovedAfterItsLease(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := swap(t, g); err != nil {
@@ -296,7 +296,7 @@ func TestCloseEndsCallsThatWaitForTheStore(t *testing.T) {
 		for !g.Decides(1) {
 			time.Sleep(time.Millisecond)
 		}
-		through(t, g, 0) // nobody leaves before all have the votes
+		through(t, g, 0) // no rank leaves before all have the votes
 		go func() { evicted <- g.Evict(ctx, (g.Rank()+1)%3) }()
 		select {
 		case err := <-agreed:
@@ -315,7 +315,7 @@ func TestCloseEndsCallsThatWaitForTheStore(t *testing.T) {
 }
 
 // A slow network that loses packets changes no result.
-func TestLossy(t *testing.T) {
+func TestSlowLossyNetworkKeepsResults(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		for _, r := range []pgtest.Rule{{Delay: 3 * time.Millisecond}, {Loss: 0.02}} {
 			if g.Rank() == 0 {

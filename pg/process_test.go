@@ -78,7 +78,7 @@ func TestProcesses(t *testing.T) {
 }
 
 // Every survivor of a kill -9 gets the dead rank's name, at whatever point of an operation it died.
-func TestKill(t *testing.T) {
+func TestSurvivorsNameKilledRank(t *testing.T) {
 	for _, tr := range transports {
 		for _, when := range []string{"before", "during", "during registered", "after", "before the links"} {
 			t.Run(tr+"/"+when, func(t *testing.T) {

@@ -174,7 +174,7 @@ func TestRecoverManyTimesInOneView(t *testing.T) {
 			t.Fatal(err)
 		}
 		if v := g.View(); v.Epoch != epoch {
-			t.Errorf("epoch %d, and %d before: nobody came or went", v.Epoch, epoch)
+			t.Errorf("epoch %d, and %d before: no rank came or went", v.Epoch, epoch)
 		}
 	}, pgtest.Config(pg.Config{Timeout: 20 * time.Second}))
 }
@@ -563,7 +563,7 @@ func TestSubgroups(t *testing.T) {
 				in = v.Epoch >= 3 && len(v.Active) == 4
 			}
 			if v := halves.View(); g.Rank() == 2 && fmt.Sprint(v.Active) != "[0]" {
-				t.Errorf("the old half took somebody in: %v", v)
+				t.Errorf("the old half admitted a rank: %v", v)
 			}
 		}
 		odd, err := g.Split(ctx, g.Rank()%2, 0)

@@ -112,7 +112,7 @@ func (c *carriage) begin(ctx context.Context, reads bool) error {
 	return err
 }
 
-// free waits until a visit uses its berth no more.
+// free waits until a visit uses its staging buffer no more.
 func (c *carriage) free(ctx context.Context, v *visit) error {
 	w := c.w
 	p := w.g.job.proxy

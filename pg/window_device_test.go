@@ -74,8 +74,8 @@ func (o *onLate) idle() {
 	}
 }
 
-// Puts from and gets to a device's memory are in the order of its stream, which nobody waits for,
-// and before a later signal.
+// Puts from and gets to a device's memory are in the order of its stream, which no goroutine waits
+// for, and before a later signal.
 func TestWindowBuffersOnDevices(t *testing.T) {
 	const most, n = 300_000, 2
 	d := devicetest.NewLate("cuda:0", 7, 20*time.Microsecond)

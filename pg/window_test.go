@@ -133,17 +133,17 @@ func TestWindowArguments(t *testing.T) {
 		w := newWindow(t, g, 100)
 		other, x := 1-g.Rank(), make([]byte, 101)
 		for what, err := range map[string]error{
-			"beyond the end":    w.Put(ctx, other, 1, x[:100]),
-			"more than a part":  w.Put(ctx, other, 0, x),
-			"before the part":   w.Get(ctx, other, -1, x[:1]),
-			"behind the end":    w.Get(ctx, other, 100, x[:1]),
-			"far away":          w.Put(ctx, other, int(^uint(0)>>1), x[:2]),
-			"no such rank":      w.Put(ctx, 2, 0, x[:1]),
-			"a negative rank":   w.Flush(ctx, -1),
-			"no such counter":   w.Signal(ctx, other, pg.WindowCounters),
-			"negative counter":  w.PutSignal(ctx, other, 0, x[:1], -1),
-			"waiting for none":  w.WaitSignal(ctx, other, -1, 1),
-			"waiting on nobody": w.WaitSignal(ctx, 7, 0, 1),
+			"beyond the end":   w.Put(ctx, other, 1, x[:100]),
+			"more than a part": w.Put(ctx, other, 0, x),
+			"before the part":  w.Get(ctx, other, -1, x[:1]),
+			"behind the end":   w.Get(ctx, other, 100, x[:1]),
+			"far away":         w.Put(ctx, other, int(^uint(0)>>1), x[:2]),
+			"no such rank":     w.Put(ctx, 2, 0, x[:1]),
+			"a negative rank":  w.Flush(ctx, -1),
+			"no such counter":  w.Signal(ctx, other, pg.WindowCounters),
+			"negative counter": w.PutSignal(ctx, other, 0, x[:1], -1),
+			"waiting for none": w.WaitSignal(ctx, other, -1, 1),
+			"wait on no rank":  w.WaitSignal(ctx, 7, 0, 1),
 		} {
 			argument(what, err)
 		}

@@ -250,8 +250,8 @@ func (g *Group) start(w *Work, q *exec.Request, limit time.Duration) {
 		g.wg.Add(1)
 		go g.work()
 	}
-	b := g.run.Recall(q) // while data of the parked operation is under way
-	if g.works.parked.work != nil && (g.line.works%tryEvery == 0 || !g.run.Sent(g.seq+uint64(g.line.calls)-1)) {
+	b := g.run.Recall(q) // while data of the suspended operation is under way
+	if g.works.suspended.work != nil && (g.line.works%tryEvery == 0 || !g.run.Sent(g.seq+uint64(g.line.calls)-1)) {
 		g.advance()
 	}
 	if w.at.Load() != nil {
@@ -335,7 +335,7 @@ func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Durat
 		g.wait.Try()
 		if err = g.run.Run(g.seq, g.hint); err != nil {
 			g.line.works++
-			g.works.parked = parked{g.newStarted(w, q, b, limit), err}
+			g.works.suspended = suspended{g.newStarted(w, q, b, limit), err}
 			g.rouse()
 			return
 		}
@@ -352,12 +352,12 @@ func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Durat
 
 // A short operation whose call is bound runs as soon as it has the turn, in the goroutine that
 // passed the turn on. It sends what it can, so that no peer waits for this rank's data, and is
-// parked where it has to wait. A goroutine that waits for it, or for a turn behind it, resumes it,
-// and parks it again when its own ctx ends. Every Start tries it once more, until the data of all
-// operations behind it has been sent: then only the arrival of the peers' data is missing, and one
-// Start in tryEvery looks for that. A rank that looks too early takes a cache line from the peer
-// that is about to write it. An operation that cannot be parked runs in a waiting goroutine only if
-// that goroutine's ctx cannot end, and otherwise in the worker.
+// suspended where it has to wait. A goroutine that waits for it, or for a turn behind it, resumes
+// it, and parks it again when its own ctx ends. Every Start tries it once more, until the data of
+// all operations behind it has been sent: then only the arrival of the peers' data is missing, and
+// one Start in tryEvery looks for that. A rank that looks too early takes a cache line from the
+// peer that is about to write it. An operation that cannot be suspended runs in a waiting goroutine
+// only if that goroutine's ctx cannot end, and otherwise in the worker.
 //
 // What such an operation sends may leave before it has the turn: when all operations before it have
 // sent theirs, and it reads nothing that they write. That is done with OnFailure Report only. With
@@ -365,26 +365,26 @@ func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Durat
 
 // works is a group's state of started operations.
 type works struct {
-	parked  parked
-	worker  bool          // the worker's goroutine exists
-	watched bool          // the worker wakes by itself and looks for idle operations
-	started uint64        // number of operations started
-	spare   []*started    // for reuse
-	fresh   []Work        // allocated, not yet used
-	kick    chan struct{} // wakes the worker
+	suspended suspended
+	worker    bool          // the worker's goroutine exists
+	watched   bool          // the worker wakes by itself and looks for idle operations
+	started   uint64        // number of operations started
+	spare     []*started    // for reuse
+	fresh     []Work        // allocated, not yet used
+	kick      chan struct{} // wakes the worker
 }
 
-// parked is an operation that has the turn and that no goroutine runs. err is p2p.ErrSuspended, or
-// why its plan failed.
-type parked struct {
+// suspended is an operation that has the turn and that no goroutine runs. err is p2p.ErrSuspended,
+// or why its plan failed.
+type suspended struct {
 	work *started
 	err  error
 }
 
 // idle returns the operation that has the turn, or is next, if no goroutine runs it.
 func (g *Group) idle() *started {
-	if g.works.parked.work != nil {
-		return g.works.parked.work
+	if g.works.suspended.work != nil {
+		return g.works.suspended.work
 	}
 	return g.line.next()
 }
@@ -398,7 +398,7 @@ func (g *Group) steady(b *exec.Bound) bool {
 // lock, as the functions below.
 func (g *Group) advance() {
 	for {
-		at := g.works.parked
+		at := g.works.suspended
 		w := at.work
 		if w == nil {
 			if w = g.line.next(); w == nil || !g.steady(w.bound) {
@@ -410,7 +410,7 @@ func (g *Group) advance() {
 		if w.bound.Bytes() > shortTo {
 			break
 		}
-		if g.attempt(w, g.wait.Try); g.works.parked.work != nil {
+		if g.attempt(w, g.wait.Try); g.works.suspended.work != nil {
 			break
 		}
 	}
@@ -426,9 +426,9 @@ func (g *Group) drive(ctx context.Context) bool {
 		return false
 	case ctx.Done() == nil:
 		g.perform(w, false)
-	case w != g.works.parked.work && g.steady(w.bound) || w == g.works.parked.work &&
-		g.works.parked.err == p2p.ErrSuspended:
-		if g.attempt(w, func() { g.wait.Attend(ctx) }); g.works.parked.work != nil {
+	case w != g.works.suspended.work && g.steady(w.bound) || w == g.works.suspended.work &&
+		g.works.suspended.err == p2p.ErrSuspended:
+		if g.attempt(w, func() { g.wait.Attend(ctx) }); g.works.suspended.work != nil {
 			g.kickWorker()
 			return true
 		}
@@ -440,10 +440,10 @@ func (g *Group) drive(ctx context.Context) bool {
 }
 
 // attempt begins or resumes an operation. patient sets how long it waits for peers before it is
-// parked.
+// suspended.
 func (g *Group) attempt(w *started, patient func()) {
-	begun := g.works.parked.work == w
-	if g.works.parked = (parked{}); !begun {
+	begun := g.works.suspended.work == w
+	if g.works.suspended = (suspended{}); !begun {
 		g.line.takeNext()
 		g.begun(g.ctx, w.limit, false)
 		g.load(w)
@@ -460,7 +460,7 @@ func (g *Group) attempt(w *started, patient func()) {
 		err = g.run.Run(g.seq, g.hint)
 	}
 	if err != nil {
-		g.works.parked = parked{w, err}
+		g.works.suspended = suspended{w, err}
 		return
 	}
 	here, err := g.concluded(nil)
@@ -471,8 +471,8 @@ func (g *Group) attempt(w *started, patient func()) {
 func (g *Group) perform(w *started, lazy bool) {
 	var here bool
 	var err error
-	if at := g.works.parked; at.work == w {
-		g.works.parked = parked{}
+	if at := g.works.suspended; at.work == w {
+		g.works.suspended = suspended{}
 		g.wait.Stay(lazy)
 		if err = at.err; err == p2p.ErrSuspended {
 			err = g.run.Resume()
@@ -552,7 +552,7 @@ func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
 // or a goroutine sleeps, or is about to, until it or a later one is over.
 func (g *Group) urgent() bool {
 	w, l := g.idle(), &g.line
-	failed := g.works.parked.work != nil && g.works.parked.err != p2p.ErrSuspended
+	failed := g.works.suspended.work != nil && g.works.suspended.err != p2p.ErrSuspended
 	return w != nil && (w.eager || l.eager > 0 || l.asleep > 0 || failed)
 }
 

@@ -58,8 +58,9 @@ func TestDevicesAreChosenAsWithNCCL(t *testing.T) {
 	}
 }
 
-// TestNearest: the ports of the process's nodes come first, those of other nodes last.
-func TestNearest(t *testing.T) {
+// TestPortsOfOwnNodesComeFirst: the ports of the process's nodes come first, those of other nodes
+// last.
+func TestPortsOfOwnNodesComeFirst(t *testing.T) {
 	at := func(name string, port, node int) Place { return Place{DevicePort{name, port}, node} }
 	all := []Place{at("d", 2, 0), at("d", 1, 0), at("c", 1, -1), at("b", 1, 1), at("a", 1, 2), at("e", 1, 1)}
 	for _, c := range []struct {

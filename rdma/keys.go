@@ -48,7 +48,7 @@ func (w *Withheld) has(key uint32) bool {
 }
 
 // Register calls register until the memory has a key that is not withheld, several times at most.
-// device is for the error. left is why memory with a withheld key stays registered: nobody is told
+// device is for the error. left is why memory with a withheld key stays registered: no peer is told
 // that key, but the memory stays pinned.
 func (w *Withheld) Register(device string, register func() (MR, error)) (mr MR, left, err error) {
 	var aside []MR // so that the device gives other keys

@@ -1,5 +1,5 @@
 // Command shim is the C interface of Tutti: the shared library libtutti.so, which make shim builds
-// with -buildmode=c-shared. tutti.h documents it for callers, docs/c.md for those who build and
+// with -buildmode=c-shared. tutti.h documents it for callers, docs/c.md for people that build and
 // deploy programs with it. It uses the public API of package pg only.
 //
 // Every public function is C (entry.c). It first looks whether the process is a forked child, in

@@ -200,7 +200,7 @@ func TestSideBySide(t *testing.T) {
 }
 
 // A store that was killed leaves no port, and its directory goes at the next start.
-func TestKilled(t *testing.T) {
+func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), childDir+"="+dir)

@@ -248,7 +248,7 @@ a part of the region.
 	return c
 }
 
-// begin defines the flag of those who access a part of a region.
+// begin defines the flag of commands that access a part of a region.
 func (f *endpointFlags) begin(c *cobra.Command) {
 	c.Flags().StringVar(&f.offset, "offset", "0", "where to begin, a `size` in bytes; K, M and G are powers of 1024")
 }
@@ -275,7 +275,7 @@ func sizeFlag(cmd *cobra.Command, name, text string) (int64, error) {
 	return int64(n), nil
 }
 
-// connection defines the flags of those who connect.
+// connection defines the flags of commands that connect.
 func (f *endpointFlags) connection(c *cobra.Command) {
 	c.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "bound of every operation: to connect, a request, a "+
 		"piece of 1 MiB")

@@ -231,7 +231,7 @@ func TestEndpointWrite(t *testing.T) {
 	server.says(" written\n")
 }
 
-// The credential of a client connects, but does not serve. Who has another secret does not.
+// A client's credential suffices to connect, but not to serve. Another secret suffices for neither.
 // listener carries connections to an address and records what they say.
 type listener struct {
 	net.Listener
@@ -279,10 +279,11 @@ func listen(t *testing.T, address string) *listener {
 	return l
 }
 
-// It is enough that one end says --seal or --checksum, and nobody listens to what is sealed.
+// It is enough that one end says --seal or --checksum, and what is sealed cannot be read on the
+// way.
 func TestEndpointGuards(t *testing.T) {
 	s := newSite(t)
-	const marker = "what nobody else should know"
+	const marker = "what no other process should know"
 	path := filepath.Join(s.dir, "file")
 	for _, c := range []struct {
 		server, client string
@@ -380,7 +381,7 @@ func TestEndpointTrust(t *testing.T) {
 }
 
 // hearHangup has processes that the test starts end at SIGHUP, also if this one was started with
-// nohup: who handles a signal starts processes that do not ignore it.
+// nohup: a process that handles a signal starts processes that do not ignore it.
 func hearHangup(t *testing.T) {
 	c := make(chan os.Signal, 1)
 	signal.Notify(c, syscall.SIGHUP)
@@ -458,7 +459,7 @@ func TestEndpointByName(t *testing.T) {
 		t.Errorf("ls @trainer: %q, want %q", got, want)
 	}
 	run(1, "serve", "r="+path, "--listen", "127.0.0.1", "--publish", "trainer").says("name trainer is taken by " + info)
-	run(1, "ls", "@other", "--timeout", "100ms").says("nobody publishes this name: no connection within 100ms")
+	run(1, "ls", "@other", "--timeout", "100ms").says("no endpoint publishes this name: no connection within 100ms")
 
 	// Its name leads to the one that takes its place.
 	server.signal(syscall.SIGKILL)
@@ -682,7 +683,7 @@ func TestEndpointReadCutShort(t *testing.T) {
 	}
 }
 
-// Ctrl-C ends what waits for somebody else.
+// Ctrl-C ends a command that waits for another process.
 func TestEndpointInterrupted(t *testing.T) {
 	s := newSite(t)
 	path, data := s.file("region", 8*pieceSize)
@@ -887,7 +888,7 @@ func TestEndpointOutput(t *testing.T) {
 		t.Errorf("%q, %v", got[:n], err)
 	}
 	pipe.Close()
-	// A pipe that nobody reads is waited for until the context ends.
+	// A pipe that is not read is waited for until the context ends.
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(interrupted(syscall.SIGINT))
 	if _, err := create(ctx, at("fifo")); !errors.Is(err, interrupted(syscall.SIGINT)) {
@@ -916,7 +917,7 @@ func TestStatusOfEndpoint(t *testing.T) {
 	}
 	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().end(0)
 
-	for _, at := range []string{info, address, "@trainer"} { // who has asked before has left no trace
+	for _, at := range []string{info, address, "@trainer"} { // earlier requests have left no trace
 		j := status(s.secret, at)
 		j.end(0)
 		head, table, _ := strings.Cut(j.stdout.String(), "\n\n")

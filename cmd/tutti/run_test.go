@@ -481,7 +481,7 @@ func TestRunBuildCutShort(t *testing.T) {
 	}
 }
 
-// freeAddress returns an address of this machine that nobody listens on while the test runs.
+// freeAddress returns an address of this machine without a listener while the test runs.
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	r, err := ports.Reserve()

@@ -19,7 +19,7 @@ func newSecret() *cobra.Command {
 All processes of a job have the same secret, and every connection proves to know it. tutti run makes
 one for a job on one node by itself. For several nodes pass it in the environment (TUTTI_SECRET) or
 as a file that all of them can read (TUTTI_SECRET_FILE, or tutti run --secret-file), never as an
-argument: everybody on the machine can read those.
+argument: every user of the machine can read those.
 
 With --client, derive from the job's secret the credential of a client, a program that is no rank.
 Its holder can prove to endpoints of the job that it is this client, and nothing else: it cannot act

@@ -79,7 +79,7 @@ func TestBorrowedStreams(t *testing.T) {
 	}
 }
 
-// Events that nobody asks are used again.
+// Events that are not asked about are used again.
 func TestForgottenEvents(t *testing.T) {
 	f := fake.New(t, fake.Config{})
 	driver, err := LoadLibrary(f.Path)

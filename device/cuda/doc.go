@@ -55,7 +55,7 @@
 //
 // A [Device] is a device.Exporter: network cards access its memory by DMA buffers, if the driver
 // has them (CUDA 11.7, the open kernel modules and Linux 5.12) and the GPU can order what is
-// written so. A buffer has whole pages, and those of the whole allocation: whoever registers it
+// written so. A buffer has whole pages, and those of the whole allocation: code that registers it
 // with a card names the bytes. Work sees what a card has written if it begins after the card's
 // completion was polled and, on GPUs without Info.Ordered, Flush was called.
 //
@@ -63,7 +63,7 @@
 //
 // [Device.ExportIPC] returns a handle of an allocation, and [Device.ImportIPC] maps it in another
 // process of the machine, for which it is memory of that process's device. A device maps an
-// allocation once, and keeps it mapped when nobody uses it, because that takes the driver long.
+// allocation once, and keeps it mapped when it is not used, because that takes the driver long.
 // Every import names its owner, the incarnation of a peer: [Device.ForgetIPC] unmaps what it had
 // when it is gone, and [Device.WithdrawIPC] one allocation before the owner frees it. Memory that
 // is in use stays mapped until [Import.Release]: work on memory that is not mapped would end the

@@ -192,7 +192,8 @@ func TestWorkFails(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Errorf("closing a stream whose failure is known: %v", err)
 	}
-	// The context is the process's: who has opened the device before the failure closes it.
+	// The context is the process's: the code that has opened the device before the failure closes
+	// it.
 	if err := v.Close(); err == nil {
 		t.Error("closing a device whose context has failed returned no error")
 	}

@@ -89,7 +89,7 @@ func TestImports(t *testing.T) {
 	must(one.Release())
 	must(one.Release())
 	must(two.Release())
-	mapped("nobody uses it", 1)
+	mapped("not in use", 1)
 	one = take(7, a)
 	mapped("used again", 1)
 	other := take(8, a)

@@ -11,7 +11,7 @@ import (
 )
 
 // ExportIPC returns a handle by which other processes of the machine map the allocation that has m,
-// and where m begins in it. The allocation may be anybody's in the GPU's primary context. It must
+// and where m begins in it. The allocation may be any in the GPU's primary context. It must
 // not be freed before no other process has it mapped. The error wraps errors.ErrUnsupported if the
 // driver cannot share it: memory of cuMemCreate, of cuMemAllocAsync, and in PyTorch of expandable
 // segments.
@@ -53,7 +53,7 @@ const (
 // cannot import its own memory, for which it has the address.
 //
 // Nothing is known about what the owner does with the memory: it may be gone, and its memory freed,
-// while it is mapped here. Then reads return anything. Who uses such data asks afterwards whether
+// while it is mapped here. Then reads return anything. A user of such data asks afterwards whether
 // the owner was still there.
 func (v *Device) ImportIPC(owner uint64, h IPCHandle) (*Import, error) {
 	if !v.gpu.d.IPC() {

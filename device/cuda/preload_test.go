@@ -13,8 +13,8 @@ import (
 // While a stream waits for a word, another kernel is launched on it for the first time, and a copy
 // is enqueued on a second stream. If the wait is a kernel that is resident, and the driver loads
 // kernels when they are launched, the launch waits for the resident kernel and the copy for the
-// load: who would write the word after the copy never does. That is so for devices that are opened
-// without loading all kernels. Waiting by memory operations avoids it as well.
+// load: a goroutine that is to write the word after the copy never does. That is so for devices
+// that are opened without loading all kernels. Waiting by memory operations avoids it as well.
 func TestResidentKernelAndLoading(t *testing.T) {
 	for name, c := range map[string]struct {
 		preload, operations, eager bool

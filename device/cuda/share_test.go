@@ -13,7 +13,7 @@ import (
 
 // Keys of this process lead to the memory itself, those of other GPUs too. A key lasts as long as
 // its allocation.
-func TestKeys(t *testing.T) {
+func TestKeyLastsAsLongAsAllocation(t *testing.T) {
 	f, v := open(t, fake.Config{})
 	other, err := v.gpu.d.Open(1)
 	if err != nil {

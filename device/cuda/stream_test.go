@@ -215,7 +215,7 @@ func TestCloseDuringCopies(t *testing.T) {
 	}
 }
 
-// Streams that wait for words which nobody writes are released by Close, and the device works on.
+// Streams that wait for words that are not written are released by Close, and the device works on.
 // So are those that an open device has when it is closed.
 func TestCloseReleases(t *testing.T) {
 	for name, c := range ways {

@@ -13,7 +13,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func TestHost(t *testing.T) {
+func TestHostPassesSuite(t *testing.T) {
 	devicetest.Suite(t, func(*testing.T) devicetest.Harness {
 		return devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
 	})

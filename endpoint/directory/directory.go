@@ -40,7 +40,7 @@ type Directory struct {
 	mu     sync.Mutex
 	closed bool
 	store  bootstrap.Follower // nil: its lease was lost, and there is no other one yet
-	back   chan struct{}      // closed when there is one; nil: nobody waits
+	back   chan struct{}      // closed when there is one; nil: no goroutine waits
 	held   map[string]*Publication
 	err    error // of the last store's Close
 }
@@ -280,10 +280,10 @@ func (d *Directory) Entries(ctx context.Context) ([]Entry, error) {
 
 // Connect returns the peer that is published under a name, connected: see endpoint.Connect. While
 // there is none, or it cannot be reached, Connect tries again until ctx ends: also at another
-// address if the entry changes, as that of a publisher that was started again. Who calls it after
-// an operation has failed with endpoint.ErrBroken thus follows the name. A publisher that was
-// started again is another Peer; the former one is the caller's to close. An endpoint that refuses
-// this one, or has another secret, is an error at once.
+// address if the entry changes, as that of a publisher that was started again. A caller that calls
+// it after an operation has failed with endpoint.ErrBroken thus follows the name. A publisher that
+// was started again is another Peer; the former one is the caller's to close. An endpoint that
+// refuses this one, or has another secret, is an error at once.
 func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name string) (*endpoint.Peer, error) {
 	if err := CheckName(name); err != nil {
 		return nil, fmt.Errorf("directory %s: %w", d.cfg.Job, err)

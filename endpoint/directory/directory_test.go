@@ -34,7 +34,7 @@ func each(t *testing.T, f func(t *testing.T, address string)) {
 	})
 }
 
-// noName checks that nobody publishes a name.
+// noName checks that a name is not published.
 func noName(t *testing.T, d *directory.Directory, name string) {
 	t.Helper()
 	if x, err := d.Lookup(within(t), name); !errors.Is(err, directory.ErrNoName) ||
@@ -310,12 +310,12 @@ func TestConnectSaysWhyNot(t *testing.T) {
 	}
 	if _, err := d.Connect(short(), e, "a"); !errors.Is(err, directory.ErrNoName) ||
 		!errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("nobody there: %v", err)
+		t.Errorf("no endpoint there: %v", err)
 	}
-	put(t, r, "a", info(7).String()) // nobody listens
+	put(t, r, "a", info(7).String()) // where no process listens
 	if _, err := d.Connect(short(), e, "a"); !errors.Is(err, endpoint.ErrBroken) ||
 		!strings.Contains(err.Error(), "127.0.0.1:1") {
-		t.Errorf("nobody answers: %v", err)
+		t.Errorf("no answer: %v", err)
 	}
 	c, err := endpoint.NewContext(endpoint.ContextConfig{})
 	if err != nil {
@@ -392,7 +392,7 @@ func TestStoreAway(t *testing.T) {
 	inside.next("a", 1)
 	inside.next("b", 2)
 
-	// For a moment: nobody notices.
+	// For a moment, which no call notices.
 	n.cut()
 	n.lead(address)
 	has(t, d, "a", info(1))

@@ -19,12 +19,12 @@ type Entry struct {
 // Event is a change of the directory.
 type Event struct {
 	Entry      // if Gone: the one that there was
-	Gone  bool // nobody publishes the name any more
+	Gone  bool // the name is not published any more
 }
 
 // Errors, wrapped by what the methods return.
 var (
-	ErrNoName    = errors.New("nobody publishes this name")
+	ErrNoName    = errors.New("no endpoint publishes this name")
 	ErrName      = errors.New("invalid name")
 	ErrMalformed = errors.New("malformed entry")
 	ErrWithdrawn = errors.New("withdrawn")
@@ -72,7 +72,7 @@ func encode(info endpoint.Info) ([]byte, error) {
 	return b, nil
 }
 
-// parse reads the value of an entry, which anybody may have written.
+// parse reads the value of an entry, which is untrusted.
 func parse(b []byte) (endpoint.Info, error) {
 	if len(b) > maxValue {
 		return endpoint.Info{}, fmt.Errorf("%w: it has %d bytes, want at most %d", ErrMalformed, len(b), maxValue)

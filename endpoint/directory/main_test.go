@@ -156,7 +156,7 @@ func newEndpoint(t testing.TB, name string) *endpoint.Endpoint {
 	return e
 }
 
-// info is a well-formed Info that nobody has.
+// info is a well-formed Info of no endpoint.
 func info(n int) endpoint.Info {
 	return endpoint.Info{ID: uint64(n), Name: fmt.Sprint(n), Addrs: []string{"127.0.0.1:1"}}
 }
@@ -165,7 +165,7 @@ func info(n int) endpoint.Info {
 type network struct {
 	l       net.Listener
 	mu      sync.Mutex
-	to      string // HOST:PORT of the store; "": nobody answers
+	to      string // HOST:PORT of the store; "": no answer
 	conns   map[net.Conn]struct{}
 	serving sync.WaitGroup
 }

@@ -145,7 +145,7 @@ func (p *Publication) run() {
 	close(p.ended)
 }
 
-// keep makes the entry under the lease of s, and makes it again whenever somebody removes it, until
+// keep makes the entry under the lease of s, and makes it again whenever it is removed, until
 // life ends, s does, or the name is another endpoint's.
 func (p *Publication) keep(s bootstrap.Follower) error {
 	if err := p.acquire(s); err != nil {

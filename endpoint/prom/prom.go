@@ -98,7 +98,7 @@ var all = []metric{
 	counter("served_bytes_total", "Bytes of these.", each(served, bytes), "kind"),
 	counter("refused_total", "Requests of peers that were refused or failed, by reason.",
 		each(func(s *stats.Endpoint) map[string]uint64 { return s.Refused }, same), "reason"),
-	gauge("waiting_messages", "Messages that are here, and that nobody has received.",
+	gauge("waiting_messages", "Messages that have arrived and were not received.",
 		number(func(s *stats.Endpoint) uint64 { return s.Waiting.N })),
 	gauge("waiting_message_bytes", "Bytes of these.",
 		number(func(s *stats.Endpoint) uint64 { return s.Waiting.Bytes })),

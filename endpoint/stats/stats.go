@@ -30,7 +30,7 @@ type Endpoint struct {
 	Served  map[string]Count  `json:"served,omitempty"`
 	Refused map[string]uint64 `json:"refused,omitempty"`
 
-	Waiting Count `json:"waiting"` // messages that are here, and that nobody has received
+	Waiting Count `json:"waiting"` // messages that have arrived and were not received
 	Offered Count `json:"offered"` // messages that wait at their senders to be received
 
 	Peers     int    `json:"peers"`     // that are known

@@ -28,7 +28,7 @@ class Client:
         if not (m := re.fullmatch(r"\[?([^\[\]]+)\]?:([0-9]{1,5})", address)) or not 0 < int(m[2]) < 65536:
             raise Error(f"{address!r} is not HOST:PORT")
         self.requests = self.sent = self.received = 0  # number of the last request, message sent and message received
-        self.credit, self.kept = 0, []  # what was received of Message frames; frames that nobody waited for
+        self.credit, self.kept = 0, []  # what was received of Message frames; frames that no call waited for
         self.sock = socket.create_connection((m[1], int(m[2])), timeout)
         self.input = self.sock.makefile("rb")
         identity, session = secrets.randbits(63) + 1, secrets.randbits(63) + 1

@@ -309,7 +309,7 @@ while (m := c.recv()) != b"end":
 	s.same("output", c.ok(), nil)
 }
 
-// The client sends messages that nobody receives until they fill the window, of which each takes
+// The client sends messages that are not received until they fill the window, of which each takes
 // more than its bytes. The next one is offered.
 func TestClientKeepsToTheWindow(t *testing.T) {
 	s := serve(t, secret)

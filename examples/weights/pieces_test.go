@@ -3,7 +3,7 @@ package main
 import "testing"
 
 // Every weight of every part is fetched once, from its shard.
-func TestPieces(t *testing.T) {
+func TestEveryWeightIsFetchedOnce(t *testing.T) {
 	for _, n := range []int{12, 1200, 12 * piece, 12*piece + 12} {
 		for shards := 1; shards <= 4; shards++ {
 			m := manifest{Weights: n / shards * shards, Shards: shards}

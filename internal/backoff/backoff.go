@@ -8,7 +8,7 @@ import (
 )
 
 // A Backoff paces one loop: it yields the processor for a while, and then sleeps. The zero value is
-// ready. Who makes one calls Stop in the end.
+// ready. Its maker calls Stop in the end.
 type Backoff struct {
 	// Yields is how often Wait yields before it sleeps.
 	Yields int

@@ -14,7 +14,7 @@ import (
 )
 
 // Allowed returns the processors that the calling thread may run on: those that its cgroup allows,
-// and of these the ones that it, or who started it, is bound to.
+// and of these the ones that it, or its parent, is bound to.
 func Allowed() (Set, error) {
 	mask := unix.NewCPUSet(Max)
 	if err := unix.SchedGetaffinityDynamic(0, mask); err != nil {

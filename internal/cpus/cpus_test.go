@@ -51,7 +51,7 @@ var machines = map[string]fstest.MapFS{
 	"bare": sys("", ""),
 }
 
-func TestShare(t *testing.T) {
+func TestShareOfProcessors(t *testing.T) {
 	for _, c := range []struct {
 		machine, allowed string
 		n                int
@@ -103,7 +103,7 @@ func TestShare(t *testing.T) {
 	}
 }
 
-func TestSingle(t *testing.T) {
+func TestOneProcessorForEach(t *testing.T) {
 	for _, c := range []struct {
 		machine, allowed string
 		n                int
@@ -267,7 +267,7 @@ func TestBindGroup(t *testing.T) {
 }
 
 // A thread that was moved is on another processor, and may run where it could before.
-func TestMove(t *testing.T) {
+func TestMovedThreadKeepsItsBinding(t *testing.T) {
 	runtime.LockOSThread() // its binding ends with it
 	before, err := Allowed()
 	if err != nil {

@@ -29,7 +29,7 @@ func Directory(dir string) error {
 	case !info.IsDir():
 		return &os.PathError{Op: "open", Path: dir, Err: syscall.ENOTDIR}
 	case info.Mode().Perm()&0o002 != 0 && info.Mode()&fs.ModeSticky == 0:
-		return fmt.Errorf("everybody may replace files in %s (mode %v): give a directory of your own, or take "+
+		return fmt.Errorf("every user may replace files in %s (mode %v): give a directory of your own, or take "+
 			"that right away (chmod o-w)",
 			dir, info.Mode())
 	}

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestNew(t *testing.T) {
+func TestIDsAreDistinctAndNotZero(t *testing.T) {
 	seen := map[uint64]bool{0: true}
 	for range 1000 {
 		n := New()
@@ -16,7 +16,7 @@ func TestNew(t *testing.T) {
 	}
 }
 
-func TestHash(t *testing.T) {
+func TestHashTellsPlacesApart(t *testing.T) {
 	p, err := Here()
 	if err != nil && runtime.GOOS == "linux" {
 		t.Fatal(err)

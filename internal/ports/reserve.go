@@ -8,8 +8,8 @@ import (
 )
 
 // Reservation holds a TCP port of 127.0.0.1 for a listener that starts later, or again and again,
-// in this or another process. While it is held the kernel gives the port to nobody who asks for any
-// free one; who listens on it by number succeeds, with SO_REUSEADDR, as package net does.
+// in this or another process. While it is held the kernel gives the port to no socket that asks for
+// any free one; a listener on its number succeeds, with SO_REUSEADDR, as package net does.
 type Reservation struct {
 	Port uint16
 	fd   int
@@ -44,5 +44,5 @@ func Reserve() (*Reservation, error) {
 // Address returns 127.0.0.1:PORT.
 func (r *Reservation) Address() string { return fmt.Sprintf("127.0.0.1:%d", r.Port) }
 
-// Close gives the port back. It does not affect who listens on it.
+// Close gives the port back. It does not affect listeners on it.
 func (r *Reservation) Close() error { return unix.Close(r.fd) }

@@ -55,7 +55,7 @@ func TestJudge(t *testing.T) {
 	}
 }
 
-func TestThis(t *testing.T) {
+func TestMachineFollowsFilter(t *testing.T) {
 	filter, err := ifname.Parse("127.0.0.1")
 	if err != nil {
 		t.Fatal(err)

@@ -225,7 +225,7 @@ func TestProvedConnectionsSurviveFlood(t *testing.T) {
 				t.Errorf("refused for %v", err)
 			}
 		case <-time.After(patience):
-			t.Fatal("nobody makes room")
+			t.Fatal("no connection makes room")
 		}
 	}
 	close(answer)

@@ -88,8 +88,8 @@ func TestMalformedNames(t *testing.T) {
 	}
 }
 
-// Of all diallers exactly those get in who have the key of what they claim to be, and each is known
-// by that.
+// Of all diallers exactly those are admitted that have the key of what they claim to be, and each
+// is known by that.
 func TestOnlyOwnName(t *testing.T) {
 	name := rapid.StringMatching(`[A-Za-z0-9._-]{0,32}`)
 	rapid.Check(t, func(rt *rapid.T) {
@@ -204,7 +204,7 @@ func TestClientAtARanksService(t *testing.T) {
 	}
 }
 
-// An Acceptor that takes clients tells Admit and Accepted who comes.
+// An Acceptor that takes clients tells Admit and Accepted the client's name.
 func TestAcceptorKnowsClients(t *testing.T) {
 	asked, accepted := make(chan Hello, 1), make(chan Hello, 1)
 	addr := serve(t, &Acceptor{Timeout: patience, Clients: true,

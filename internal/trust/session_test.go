@@ -88,7 +88,7 @@ func TestSessionOfAcceptor(t *testing.T) {
 			theirs := <-got
 			if !agree {
 				if theirs != nil {
-					t.Error("a session that nobody asked for")
+					t.Error("a session that was not asked for")
 				}
 				continue
 			}
@@ -101,8 +101,8 @@ func TestSessionOfAcceptor(t *testing.T) {
 	}
 }
 
-// No end that has the key can make the other one's keys known to everybody by a nonce of small
-// order. The handshake itself succeeds: who asked for agreement is between the callers.
+// No end that has the key can make the other one's keys known by a nonce of small
+// order. The handshake itself succeeds: which end asked for agreement is the callers' matter.
 func TestNoncesOfSmallOrder(t *testing.T) {
 	for _, public := range [][nonceSize]byte{{}, {1},
 		{0xe0, 0xeb, 0x7a, 0x7c, 0x3b, 0x41, 0xb8, 0xae, 0x16, 0x56, 0xe3, 0xfa, 0xf1, 0x9f, 0xc4, 0x6a,

@@ -2,7 +2,7 @@
 // on keys for it.
 //
 // A job has a secret. Its holders may derive a client's key from it, for a program that is no rank:
-// see Derive. Whoever has only that key can prove to be this client, but no other one and no rank.
+// see Derive. A holder of only that key can prove to be this client, but no other one and no rank.
 // An end interprets nothing that a peer sends before the peer has proved that it knows the key, but
 // for the name that says which key that is. The key itself is never sent:
 //
@@ -41,8 +41,8 @@
 //	HKDF-SHA256(secret X25519(own private key, other nonce), salt MAC "session", info label)
 //
 // The MAC "session" covers everything that was said, the verdict too. No private key is kept longer
-// than until keys are made with it: who records the data and learns the job's secret later cannot
-// decrypt it.
+// than until keys are made with it: a party that records the data and learns the job's secret later
+// cannot decrypt it.
 package trust
 
 import (
@@ -225,7 +225,7 @@ func exchange(private *ecdh.PrivateKey, theirs, salt []byte) (prk []byte, err er
 	if err != nil {
 		return nil, err
 	}
-	shared, err := private.ECDH(public) // an error if the result is zero, which anybody could know
+	shared, err := private.ECDH(public) // an error if the result is zero, which is no secret
 	if err != nil {
 		return nil, err
 	}

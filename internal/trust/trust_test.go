@@ -51,7 +51,7 @@ func (d dialler) shake(conn net.Conn) (*Session, error) {
 	return Client(conn, d.key, d.purpose, d.hello, d.agree)
 }
 
-// door is an acceptor of the job that takes everybody who may know its key.
+// door is an acceptor of the job that takes every holder of a key.
 func door() *Acceptor {
 	return &Acceptor{Secret: secret, Purpose: "p", Clients: true, Admit: func(net.Conn, Hello) error { return nil }}
 }
@@ -219,7 +219,7 @@ func TestEarlyEndIsNoWrongSecret(t *testing.T) {
 	}
 }
 
-func TestGarbage(t *testing.T) {
+func TestGarbageIsRefused(t *testing.T) {
 	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/2\nxxxx",
 		strings.Repeat("\x00", 4096)} {
 		if _, err := rank.shake(&script{in: strings.NewReader(s)}); !errors.Is(err, ErrAuth) {

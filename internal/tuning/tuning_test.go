@@ -95,7 +95,7 @@ func TestLoadRefuses(t *testing.T) {
 	}
 }
 
-func TestFind(t *testing.T) {
+func TestFindTuningFile(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("XDG_CONFIG_HOME", dir)
 	here := Here(2, "shm")

@@ -76,7 +76,7 @@ func TestPollerCounts(t *testing.T) {
 	})
 }
 
-// Whoever yields goes on, moved or not.
+// A thread that yields continues, moved or not.
 func TestYield(t *testing.T) {
 	var p Poller
 	for range 1000 {

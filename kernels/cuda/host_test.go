@@ -388,8 +388,8 @@ func TestReduceRefuses(t *testing.T) {
 	}
 }
 
-// TestCopy copies between all addresses modulo 16.
-func TestCopy(t *testing.T) {
+// TestCopyAtAnyAddress copies between all addresses modulo 16.
+func TestCopyAtAnyAddress(t *testing.T) {
 	h := cudatest.Load(t, 2)
 	r := rand.New(rand.NewPCG(3, 4))
 	for to := range 16 {
@@ -406,8 +406,8 @@ func TestCopy(t *testing.T) {
 	}
 }
 
-// TestWords has a kernel wait for a word that another writes.
-func TestWords(t *testing.T) {
+// TestKernelWaitsForWord has a kernel wait for a word that another writes.
+func TestKernelWaitsForWord(t *testing.T) {
 	h := cudatest.Load(t, 1)
 	word := newBuffer(8, 0)
 	copy(word.b, make([]byte, 8))

@@ -27,7 +27,7 @@ type packetParams struct {
 
 // Packets is what a rank knows to exchange small messages with others over memory that they have
 // mapped of each other. A packet has 8 bytes of data and a mark, so that who finds the mark has the
-// data: nobody waits for a flag after the data. Ranks store into each other's inboxes and nowhere
+// data: no rank waits for a flag after the data. Ranks store into each other's inboxes and nowhere
 // else.
 type Packets struct {
 	Rank int

@@ -240,8 +240,8 @@ func Copy(dst, src, bytes uint64, sms int) Launch {
 // ends it.
 func Wait(word, v uint64) Launch { return wordLaunch("tutti_wait", word, v) }
 
-// Write returns the launch that stores v to the word, 8 bytes at a multiple of 8. Who reads v sees
-// the results of all earlier work of the stream.
+// Write returns the launch that stores v to the word, 8 bytes at a multiple of 8. A reader of v
+// sees the results of all earlier work of the stream.
 func Write(word, v uint64) Launch { return wordLaunch("tutti_write", word, v) }
 
 func wordLaunch(function string, word, v uint64) Launch {

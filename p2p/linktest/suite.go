@@ -267,7 +267,7 @@ func (s suite) backPressure(t *testing.T) {
 			break
 		}
 		if sent++; sent*n > limit {
-			t.Fatalf("%d bytes taken and nobody reads", sent*n)
+			t.Fatalf("%d bytes taken while the peer does not read", sent*n)
 		}
 	}
 	const more = 50

@@ -35,7 +35,7 @@ func TestProbeReportsBrokenTransport(t *testing.T) {
 	}
 }
 
-func TestFind(t *testing.T) {
+func TestFindKeepsOrder(t *testing.T) {
 	for text, want := range map[string]string{"shm": "shm", "tcp,shm": "tcp shm", "shm,tcp": "shm tcp"} {
 		kinds, err := Find(text)
 		var got []string
@@ -53,7 +53,7 @@ func TestFind(t *testing.T) {
 	}
 }
 
-func TestAdd(t *testing.T) {
+func TestAddedRowIsPreferred(t *testing.T) {
 	remove := Add(Kind{Name: "mine", Works: func() error { return nil }})
 	if k, err := Find(Auto); err != nil || k[0].Name != "mine" {
 		t.Error(k, err)

@@ -287,8 +287,8 @@ func TestOneBellUntilAnswered(t *testing.T) {
 	want(2)
 }
 
-// TestViolations: what no producer or consumer of ours writes ends the link, for good.
-func TestViolations(t *testing.T) {
+// TestForeignWritesEndLink: what no producer or consumer of ours writes ends the link, for good.
+func TestForeignWritesEndLink(t *testing.T) {
 	word := func(e *End, at int) *uint64 { return (*uint64)(unsafe.Add(e.in.data, at)) }
 	length := func(e *End, at int) *uint32 { return (*uint32)(unsafe.Add(e.in.data, at+12)) }
 	for name, spoil := range map[string]func(a, b *End){
@@ -358,8 +358,8 @@ func TestWrongLengthKeepsLink(t *testing.T) {
 	}
 }
 
-// TestFail: the first error stays; draining delivers, ending does not.
-func TestFail(t *testing.T) {
+// TestFirstFailureStays: the first error stays; draining delivers, ending does not.
+func TestFirstFailureStays(t *testing.T) {
 	first, second := errors.New("first"), errors.New("second")
 	a, b, _ := pair(t, MinData)
 	for range 2 {

@@ -96,7 +96,7 @@ func TestMalformedFramesEndLink(t *testing.T) {
 		"signal record cut short":     {frame(framePut, flagSignal|flagLast, 0, 0, make([]byte, recordSize-1))},
 		"signal with payload":         {frame(frameSignal, flagLast, 0, 0, []byte{1})},
 		"get with payload":            {frame(frameGet, 0, 0, 0, []byte{1})},
-		"data nobody asked for":       {frame(frameData, 0, 0, 0, []byte{1})},
+		"data that was not asked for": {frame(frameData, 0, 0, 0, []byte{1})},
 		"data for a put":              {frame(frameData, 0, 1, 0, []byte{1})},
 		"data out of order":           {frame(frameData, 0, 2, 8, []byte{1})},
 		"data that is too long":       {frame(frameData, 0, 2, 0, make([]byte, 101))},

@@ -24,7 +24,7 @@ import (
 	"tutti/p2p/ring"
 )
 
-// rogue is a rank that knows the secret and then does as it likes.
+// rogue is a rank that knows the secret and violates the protocol.
 type rogue struct {
 	id    p2p.Identity
 	where endpoint
@@ -83,7 +83,7 @@ func pass(t testing.TB, conn *net.UnixConn, b []byte, fds ...int) {
 	if len(fds) > 0 {
 		oob = unix.UnixRights(fds...)
 	}
-	conn.WriteMsgUnix(b, oob, nil) // an error is the victim's having closed, which the victim's side shows
+	conn.WriteMsgUnix(b, oob, nil) // fails if the victim has closed, which the victim's side shows
 }
 
 func encoded(m message) []byte { b := m.encode(); return b[:] }
@@ -132,7 +132,7 @@ func impostors(t testing.TB, n int) map[string]int {
 	return fds
 }
 
-// TestHostileSetup: nothing but proper memory becomes a link, and nothing is left open.
+// TestHostileSetup: a link is made of valid memory only, and nothing is left open.
 func TestHostileSetup(t *testing.T) {
 	const data = ring.MinData
 	n := linkBytes(data)
@@ -186,7 +186,7 @@ func TestHostileSetup(t *testing.T) {
 			fds := impostors(t, n)
 			fd, ok := fds[name]
 			if !ok {
-				fd = fds["unsealed"] // this system does not have that kind
+				fd = fds["unsealed"] // not supported by this system
 			}
 			pass(t, c, encoded(good), fd)
 			for _, fd := range fds {
@@ -253,7 +253,7 @@ func lifelines(t *testing.T, c *net.UnixConn, flags int, ends ...int) int {
 	return pipe[1]
 }
 
-// TestHostilePeer: a peer that knows the secret cannot do worse than end its own link.
+// TestHostilePeer: a peer that knows the secret can end its own link, and cause no other harm.
 func TestHostilePeer(t *testing.T) {
 	failed := func(t *testing.T, l *linktest.End, want error) {
 		t.Helper()
@@ -346,7 +346,7 @@ func TestHostilePeer(t *testing.T) {
 				t.Errorf("Send: %v, %v", ok, err)
 			}
 		},
-		"bells": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) { // as many as it likes
+		"bells": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) { // many of them
 			for range 5000 {
 				pass(t, c, encoded(message{kind: msgBell}))
 			}
@@ -709,8 +709,7 @@ func TestHugePages(t *testing.T) {
 	}
 }
 
-// TestFullBacklog: a listener that does not get round to accepting is waited for, until the context
-// ends.
+// TestFullBacklog: Dial waits for a listener that does not accept until the context ends.
 func TestFullBacklog(t *testing.T) {
 	r := rogue{id: p2p.Identity{Rank: 1, Incarnation: 77}, where: endpoint{uid: uint32(os.Geteuid())}}
 	var err error
@@ -770,7 +769,7 @@ func TestSilentAcceptor(t *testing.T) {
 	})
 }
 
-// A rank that cannot make the memory of a link says so to both: the dialler may dial again.
+// A rank that cannot make the memory of a link reports it at both ends: the dialler may dial again.
 func TestLinkWithoutMemoryIsLost(t *testing.T) {
 	tr := New(Config{RingBytes: ring.MinData})
 	tr.cfg.RingBytes = -1 << 20

@@ -293,9 +293,9 @@ func traces(t *testing.T, name, before string) string {
 	return strings.Join(found, "\n")
 }
 
-// TestKilled: after kill -9 what the peer had committed is delivered, then it is gone, and nothing
-// of it is left.
-func TestKilled(t *testing.T) {
+// TestKilledPeerDeliversWhatItCommitted: after kill -9 what the peer had committed is delivered,
+// then it is gone, and nothing of it is left.
+func TestKilledPeerDeliversWhatItCommitted(t *testing.T) {
 	var names []string
 	before := traces(t, "no rank", "") // an earlier test's, until its links are garbage
 	run := func(t *testing.T, role string) process {

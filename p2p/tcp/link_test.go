@@ -289,7 +289,7 @@ func TestErrorsNameThePeer(t *testing.T) {
 	}
 }
 
-func TestViolations(t *testing.T) {
+func TestProtocolViolationsEndLink(t *testing.T) {
 	p := testPoller(t)
 	l, far := rawPair(t, p, MinFrame)
 	defer l.Close()

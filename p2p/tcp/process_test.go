@@ -92,7 +92,7 @@ func dialChild(t testing.TB, p *process, n *node) p2p.Link {
 }
 
 // Polling and sleeping ranks notice a killed process, and the error names it.
-func TestKill(t *testing.T) {
+func TestKilledPeerIsNoticed(t *testing.T) {
 	for _, asleep := range []bool{false, true} {
 		n := listen(t, 0, local(Config{}))
 		p := child(t, "echo")
@@ -111,7 +111,7 @@ func TestKill(t *testing.T) {
 			select {
 			case <-n.woken:
 			case <-time.After(patience):
-				t.Fatal("the end of the peer woke nobody")
+				t.Fatal("the end of the peer did not wake this end")
 			}
 		}
 		var err error

@@ -9,5 +9,7 @@ import (
 )
 
 func TestConformance(t *testing.T) {
-	linktest.Run(t, func(testing.TB) p2p.Transport { return unixtest.New() })
+	// "Allocations" polls both ends on one processor, which the goroutines of the links then get
+	// only when the runtime preempts it.
+	linktest.RunExcept(t, func(testing.TB) p2p.Transport { return unixtest.New() }, "Allocations")
 }

@@ -30,7 +30,7 @@ const (
 type bulk struct {
 	lane   *lane
 	rails  []*rail         // by number, which is the same at both ends
-	left   []error         // why rails are not used, that nobody was told of yet
+	left   []error         // why rails are not used, not yet reported
 	dead   int             // rails that could not be made, or have failed before they worked
 	keys   map[uint64]*key // of the peer's memory, by generation
 	asking int             // of these, those that the peer has yet to give
@@ -360,8 +360,8 @@ func (b *bulk) arm() {
 	}
 }
 
-// unheard reports whether there are requests whose completions wake nobody, since they were posted
-// after arm.
+// unheard reports whether there are requests whose completions cause no wake-up, since they were
+// posted after arm.
 func (b *bulk) unheard() bool {
 	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.under > 0 && !r.armed })
 }

@@ -89,7 +89,7 @@
 // its bytes with exactly its rights, and answers with the key of each rail (frameKey); every lane
 // keeps its keys (expose.go). Whatever they do not allow goes in frames, which end with the reason.
 // Withdraw deregisters the memory everywhere, so that no peer reaches it any more, and tells those
-// who have keys (frameRevoke). They answer when no request with any of them is under way
+// that have keys (frameRevoke). They answer when no request with any of them is under way
 // (frameRevoked). Until then, or until the lane's queue pairs are closed, no device gives its key
 // to other memory. A request that comes too late fails its lane.
 //

@@ -259,7 +259,7 @@ func (l *link) raiseLocked(n *lane) {
 // passLocked goes over to the ring of the newer lane where the peer's frames in the older one end.
 func (l *link) passLocked() {
 	if n := l.rx; n != nil && n.in.pos == n.end {
-		n.in.untold = 0 // nobody waits for room
+		n.in.untold = 0 // no call waits for room
 		l.m.passedEnd()
 		l.didLocked(nil, nil, nil)
 	}
@@ -535,7 +535,7 @@ func (l *link) Arm() bool {
 			n.fail(err)
 		}
 	}
-	// What has arrived before Arm wakes nobody.
+	// What has arrived before Arm causes no wake-up.
 	tx := l.tx
 	l.turnLocked()
 	switch {
@@ -552,7 +552,7 @@ func (l *link) Arm() bool {
 	return l.t.news.Load() != l.heard
 }
 
-// unheardLocked reports whether there are requests whose completions wake nobody.
+// unheardLocked reports whether there are requests whose completions cause no wake-up.
 func (l *link) unheardLocked() bool {
 	lanes, k := l.connectedLocked()
 	return slices.ContainsFunc(lanes[:k], func(n *lane) bool { return n.bulk.unheard() })

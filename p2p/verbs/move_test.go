@@ -301,7 +301,7 @@ func place(t *testing.T, x *linktest.Side, b []byte, to *mem.Remote) {
 }
 
 // An operation whose lane has failed waits until the queue pairs of both ends are closed.
-func TestFence(t *testing.T) { overRails(t, testFence) }
+func TestFailedLaneIsFenced(t *testing.T) { overRails(t, testFence) }
 
 func testFence(t *testing.T, p ports) {
 	f := soft.New(soft.Config{Seed: 24, Devices: 4})

@@ -31,9 +31,9 @@ func portsOf(names ...string) (list []port) {
 	return list
 }
 
-// TestPairs: each queue pair of a lane has a port at both ends, and disjoint ones if there are
-// enough.
-func TestPairs(t *testing.T) {
+// TestQueuePairsUseDisjointPorts: each queue pair of a lane has a port at both ends, and disjoint
+// ones if there are enough.
+func TestQueuePairsUseDisjointPorts(t *testing.T) {
 	for _, c := range []struct {
 		name             string
 		dialler, accepts []port // the nearest first

@@ -65,7 +65,7 @@ type Transport struct {
 	seeking bool      // seek runs
 	closed  bool
 	done    chan struct{} // closed by Close
-	waiting chan struct{} // closed at the next news; nil: nobody waits
+	waiting chan struct{} // closed at the next news; nil: none waits
 	wg      sync.WaitGroup
 }
 

@@ -125,7 +125,7 @@ func TestDiagnose(t *testing.T) {
 		{"dead, and waited for", ranks(2).in(0, 9, 5*s, 1).without(1, Dead, ""),
 			[]string{"rank 1 is dead (pid 101 on node); it is waited for in allreduce #9; rank 0 waits for it, " +
 				"5.0 s so far"}},
-		{"dead, and nobody minds yet", ranks(4).without(1, Dead, "its lease has ended"),
+		{"dead, and no operation has failed yet", ranks(4).without(1, Dead, "its lease has ended"),
 			[]string{"rank 1 is dead (pid 101 on node): its lease has ended"}},
 		{"several are silent", func() job {
 			j := ranks(4)
@@ -157,8 +157,8 @@ func TestDiagnose(t *testing.T) {
 		{"a message", ranks(3).message(0, 2, 5*s),
 			[]string{"rank 2 has not sent what rank 0 waits for: recv from rank 2 (float32, 4 elements, tag 7); " +
 				"rank 0 waits for it, 5.0 s so far"}},
-		{"a message from anybody", ranks(2).message(0, -1, 5*s), nil},
-		{"a message that nobody waits for", ranks(2).message(0, 1, 5*s).with(0,
+		{"a message from any rank", ranks(2).message(0, -1, 5*s), nil},
+		{"a message without a receiver", ranks(2).message(0, 1, 5*s).with(0,
 			func(s *Snapshot) { s.Messages[0].Async = true }), nil},
 		{"a message behind an allreduce", ranks(3).in(0, 9, 5*s, 1).message(1, 2, 4*s).finished(1, 8, 6*s),
 			[]string{"rank 2 has not sent what rank 1 waits for: recv from rank 2 (float32, 4 elements, tag 7); " +
@@ -234,7 +234,7 @@ func TestDiagnoseMany(t *testing.T) {
 	}
 }
 
-func TestStragglers(t *testing.T) {
+func TestDiagnosisNamesStragglers(t *testing.T) {
 	waited := func(pairs ...[3]float64) job { // waiting rank, awaited rank, seconds
 		j := ranks(4)
 		for _, p := range pairs {

@@ -193,7 +193,7 @@ func TestRingFull(t *testing.T) {
 	}
 }
 
-func TestFile(t *testing.T) {
+func TestRecordsSurviveInFile(t *testing.T) {
 	dir := t.TempDir()
 	r := open(t, dir)
 	r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})

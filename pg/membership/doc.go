@@ -40,7 +40,7 @@
 // that was missing in one epoch is missing in the next. The next report of that incarnation
 // replaces it; their numbers (Seq) tell which is later. Old views are dropped by their epoch.
 //
-// # Who decides about whom
+// # Which rank decides about which
 //
 //   - A process that has ended, a lease that has run out, an incarnation whose slot another has
 //     taken: any machine that learns of it proposes the change. No quorum is needed: the

@@ -15,7 +15,7 @@ func TestKeepExamples(t *testing.T) {
 		missing [][2]int
 		want    []int
 	}{
-		{"nobody", nil, nil, []int{}},
+		{"no rank", nil, nil, []int{}},
 		{"one", []int{5}, [][2]int{{5, 5}, {5, 6}}, []int{5}},
 		{"all", []int{0, 1, 2}, nil, []int{0, 1, 2}},
 		{"tie: the highest rank goes", []int{0, 1, 2}, [][2]int{{1, 2}}, []int{0, 1}},
@@ -76,7 +76,7 @@ func TestKeepProperties(t *testing.T) {
 			t.Fatalf("%v is not strictly ascending", kept)
 		}
 		if len(members) > 0 && len(kept) == 0 {
-			t.Fatal("nobody is left")
+			t.Fatal("no rank is left")
 		}
 		for _, e := range missing {
 			if e[0] == e[1] || !slices.Contains(members, e[0]) || !slices.Contains(members, e[1]) {

@@ -7,6 +7,6 @@ func (s *script) dead(args []string) error {
 		return err
 	}
 	q.condemned = true
-	s.w.step(p, Dead{q.me, "somebody said so"})
+	s.w.step(p, Dead{q.me, "a process said so"})
 	return nil
 }

@@ -118,7 +118,7 @@ func (w *sim) present(p *proc) {
 
 func (p *proc) post(m mail) { p.mail = append(p.mail, m) }
 
-func (w *sim) everybody(but *proc, m mail) {
+func (w *sim) broadcast(but *proc, m mail) {
 	for _, q := range w.procs {
 		if q != but && q.alive {
 			if due := m.due; due != 0 {
@@ -205,19 +205,19 @@ func (w *sim) do(p *proc, acts []Action) {
 			r := a
 			p.report = &r
 			if !p.away {
-				w.everybody(p, mail{ev: Reported{p.me, r}, from: true})
+				w.broadcast(p, mail{ev: Reported{p.me, r}, from: true})
 			}
 		case Warm:
 			w.warm(p, w.process(a.Peer))
 		case AskJoin:
 			p.ask = a.Epoch
 			if !p.away {
-				w.everybody(p, mail{ev: JoinAsked{p.me, a.Epoch}, from: true, lane: "ask" + p.me.String()})
+				w.broadcast(p, mail{ev: JoinAsked{p.me, a.Epoch}, from: true, lane: "ask" + p.me.String()})
 			}
 		case UnaskJoin:
 			p.ask = 0
 			if !p.away {
-				w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
+				w.broadcast(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 			}
 		case Isolated, Reunited:
 			_, is := a.(Isolated)
@@ -266,7 +266,7 @@ func (w *sim) entered(p *proc, e Enter) {
 // warm answers a wish for a link.
 func (w *sim) warm(p, q *proc) {
 	if q == nil {
-		w.fail("%v wants a link to nobody", p.me)
+		w.fail("%v wants a link to a process that does not exist", p.me)
 		return
 	}
 	if !q.alive || w.cut[w.pair(p, q)] {
@@ -317,9 +317,9 @@ func (w *sim) kill(p *proc) {
 func (w *sim) expire(p *proc) {
 	if p.ask != 0 {
 		p.ask = 0
-		w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
+		w.broadcast(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 	}
-	w.everybody(nil, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
+	w.broadcast(nil, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
 	p.condemned = true
 }
 
@@ -387,7 +387,7 @@ func (w *sim) write(c Propose) bool {
 		}
 	}
 	w.history = append(slices.Clip(w.history), v)
-	w.everybody(nil, mail{ev: ViewSeen{v}, from: true})
+	w.broadcast(nil, mail{ev: ViewSeen{v}, from: true})
 	return true
 }
 
@@ -489,12 +489,12 @@ func (w *sim) storeBack(p *proc) {
 		w.deliver(p, i, false)
 	}
 	if p.report != nil {
-		w.everybody(p, mail{ev: Reported{p.me, *p.report}, from: true})
+		w.broadcast(p, mail{ev: Reported{p.me, *p.report}, from: true})
 	}
 	if p.ask != 0 {
-		w.everybody(p, mail{ev: JoinAsked{p.me, p.ask}, from: true, lane: "ask" + p.me.String()})
+		w.broadcast(p, mail{ev: JoinAsked{p.me, p.ask}, from: true, lane: "ask" + p.me.String()})
 	} else {
-		w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
+		w.broadcast(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 	}
 	w.step(p, StoreBack{})
 }

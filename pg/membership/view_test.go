@@ -262,7 +262,7 @@ func TestReportRoundTrip(t *testing.T) {
 	})
 }
 
-func TestStrings(t *testing.T) {
+func TestViewAndReportText(t *testing.T) {
 	v := First([]uint64{1, 2, 3, 0, 0, 6, 0, 8, 9})
 	for got, want := range map[string]string{
 		v.String():                         "epoch 1: ranks 0-2,5,7-8 of 9",

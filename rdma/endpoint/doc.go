@@ -1,5 +1,5 @@
-// Package endpoint connects queue pairs with those of peers: who asks, who answers, and when a
-// connection has to be replaced.
+// Package endpoint connects queue pairs with those of peers: which end asks, which answers, and
+// when a connection has to be replaced.
 //
 // A Table has at most one Connection to each peer: the queue pairs of one device, made together and
 // connected together. Table.Open makes it when it is needed. A request goes to the peer by a
@@ -60,8 +60,8 @@
 //
 // Table.Open waits, with the caller's context. All callers for one peer wait for one attempt, which
 // repeats failed calls after random pauses that grow. It ends when it succeeds, when the peer or
-// the device rules it out, or when a call has failed and nobody waits any more. The number of calls
-// under way is limited. No lock is held during a call. Table.Handle waits for no peer.
+// the device rules it out, or when a call has failed and no caller waits any more. The number of
+// calls under way is limited. No lock is held during a call. Table.Handle waits for no peer.
 //
 // # Locks
 //

@@ -10,7 +10,7 @@ var (
 	// ErrClosed says that the table was closed.
 	ErrClosed = errors.New("rdma: the endpoints are closed")
 	// ErrGone, in an error of a Caller, says that the peer will never answer: its process has
-	// ended. Who waits for a connection to it does so no longer.
+	// ended. Callers that wait for a connection to it return.
 	ErrGone = errors.New("rdma: the peer has ended")
 	// ErrPort says that the port of this end is down, or has no address that can be used. Its
 	// network has to come back before Open can succeed.

@@ -5,10 +5,10 @@ import "fmt"
 // event is an argument of machine.step: one of the types of this file that implement it.
 type event interface{ event() }
 
-// open says that somebody waits for a connection.
+// open says that a caller waits for a connection.
 type open struct{}
 
-// cancel says that nobody waits any more.
+// cancel says that no caller waits any more.
 type cancel struct{}
 
 // prepared answers prepare: the offer of the new queue pairs, or why there are none. Final: there
@@ -101,10 +101,10 @@ type send struct {
 // answer is the reply to a request of the peer.
 type answer struct{ message *message }
 
-// up tells everybody who waits that the endpoint is connected.
+// up tells all waiters that the endpoint is connected.
 type up struct{}
 
-// fail tells everybody who waits why it is not, and will not be.
+// fail tells all waiters why it is not, and will not be.
 type fail struct{ err error }
 
 func (prepare) action() {}

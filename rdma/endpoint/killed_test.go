@@ -376,7 +376,7 @@ func (l *life) write(ctx context.Context, c *endpoint.Connection, i int) error {
 	})
 }
 
-// poll gives completions to those who wait for them.
+// poll gives completions to the goroutines that wait for them.
 func (l *life) poll(ctx context.Context, cq rdma.CQ, wake <-chan struct{}) {
 	var out [rdma.PollBatch]rdma.Completion
 	for ctx.Err() == nil {

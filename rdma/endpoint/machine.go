@@ -29,7 +29,7 @@ type machine struct {
 	// made. It is connected once, with one generation of the peer, and never used again afterwards.
 	version uint64
 	offer   offer // of the present queue pairs
-	with    end   // whom they are connected to
+	with    end   // what they are connected to
 	theirs  offer // and by what
 	peer    end   // the peer as it was last heard of: requests name it, and never a version to come
 
@@ -37,7 +37,7 @@ type machine struct {
 	asking  bool   // it is unanswered
 	sent    uint64 // version when its request was sent
 	tries   int    // calls that failed in a row
-	wanted  bool   // somebody waits
+	wanted  bool   // a caller waits
 	offered bool   // a request with the present queue pairs was sent
 	doubt   bool   // the connection has to be verified
 
@@ -114,7 +114,7 @@ func (m *machine) prepared(e prepared) {
 }
 
 // unable tells those concerned that queue pairs cannot be made or connected: the peer, if that was
-// for its request, and those who wait here.
+// for its request, and the callers that wait here.
 func (m *machine) unable(err error, final bool) {
 	if m.request != nil {
 		k := busy
@@ -184,7 +184,7 @@ func (m *machine) ready(e ready) {
 		// It names the queue pairs that these are connected with, and not those that the peer may
 		// have since.
 		r.to = end{m.with.session, m.with.version &^ 1}
-	default: // nobody waits, or only the peer has asked
+	default: // no caller waits, or only the peer has asked
 		m.asking = false
 		if m.phase == connecting {
 			m.drop()

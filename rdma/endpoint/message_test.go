@@ -108,7 +108,7 @@ func TestMalformedMessagesAreRefused(t *testing.T) {
 		{"MTU", 0, func(b []byte) []byte { b[54] = 5; return b }, "MTU code 5"},
 		{"no session", 0, func(b []byte) []byte { clear(b[4:12]); return b }, "without a session"},
 		{"version of no session", 0, func(b []byte) []byte { b[28] = 1; return b }, "without a session"},
-		{"accepted by nobody", 2, func(b []byte) []byte { b[12] &^= 1; return b }, "not connected"},
+		{"accepted by no process", 2, func(b []byte) []byte { b[12] &^= 1; return b }, "not connected"},
 		{"number 0", 0, func(b []byte) []byte { clear(b[60:64]); return b }, "the number 0"},
 		{"number of 25 bits", 0, func(b []byte) []byte { b[63] = 1; return b }, "the number 33554431"},
 		{"packet number of 25 bits", 0, func(b []byte) []byte { b[67] = 1; return b }, "packet number 16777216"},

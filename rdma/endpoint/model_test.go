@@ -318,7 +318,7 @@ func (w *world) key(b []byte) []byte {
 type faults struct {
 	lose, duplicate, hurry         uint8 // hurry: calls that fail although a packet is under way
 	restart, sever, cancel, weaken [2]uint8
-	open                           [2]uint8 // no fault: how often somebody begins to wait
+	open                           [2]uint8 // no fault: how often a caller begins to wait
 }
 
 // gentle reports whether no end has lost or given up its queue pairs, if there were at first as
@@ -435,7 +435,7 @@ func explore(t *testing.T, may faults, bound int) {
 			if alone++; s.left.gentle(&may) {
 				end.wrong(0, "%v %v, and %v %v", a.m.phase, a.m.with, b.m.phase, b.m.with)
 			}
-		default: // without a reply from a process that has ended, nobody can know that it has
+		default: // without a reply from a process that has ended, no process can know that it has
 			if astray++; s.left.restart == may.restart {
 				end.wrong(0, "connected with %v, and %v", a.m.with, b.m.with)
 			}
@@ -497,8 +497,8 @@ func TestModel(t *testing.T) {
 		{"devices fail", faults{open: two, lose: 1, weaken: one}, false},
 		{"devices fail, and a duplicate", faults{open: two, duplicate: 1, weaken: one}, true},
 		{"devices fail, and a restart", faults{open: two, weaken: one, restart: [2]uint8{1, 0}}, true},
-		{"nobody waits", faults{open: two, lose: 1, cancel: one}, false},
-		{"nobody waits, and calls are late", faults{open: two, lose: 1, duplicate: 1, hurry: 1, cancel: one}, true},
+		{"no caller waits", faults{open: two, lose: 1, cancel: one}, false},
+		{"no caller waits, and calls are late", faults{open: two, lose: 1, duplicate: 1, hurry: 1, cancel: one}, true},
 	} {
 		if c.long && testing.Short() {
 			continue

@@ -99,7 +99,7 @@ type peer struct {
 	mu      sync.Mutex
 	m       machine
 	conn    *Connection // of the present generation of queue pairs; nil: there is none
-	wait    *wait       // nil: nobody waits
+	wait    *wait       // nil: no caller waits
 	cause   error       // of the last call, if that has failed
 	cancel  context.CancelFunc
 	retired []*Connection // to be passed on when mu is released
@@ -184,9 +184,9 @@ func (t *Table) peer(name string) (*peer, error) {
 }
 
 // Open returns the connection to a peer, and makes it if there is none. It blocks until then, until
-// ctx ends, or until it is known that there will be none. All who wait for the same peer share one
-// attempt, which goes on while one of them waits. Errors are *PeerError, which wraps ctx's error,
-// ErrGone, *RefusedError, or one of the device, or wrap ErrClosed.
+// ctx ends, or until it is known that there will be none. All callers that wait for the same peer
+// share one attempt, which goes on while one of them waits. Errors are *PeerError, which wraps
+// ctx's error, ErrGone, *RefusedError, or one of the device, or wrap ErrClosed.
 func (t *Table) Open(ctx context.Context, name string) (*Connection, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, &PeerError{Peer: name, Err: err}
@@ -256,7 +256,7 @@ func Busy(request []byte, reason string) ([]byte, error) {
 		return nil, err
 	}
 	m := &message{kind: busy, from: r.to, to: r.from, text: reason}
-	m.from.session = max(m.from.session, 1) // nobody looks at it, but it has to be one
+	m.from.session = max(m.from.session, 1) // it is not used, but 0 is invalid
 	return m.encode(), nil
 }
 
@@ -279,7 +279,7 @@ func (t *Table) peers() []*peer {
 	return slices.Collect(maps.Values(t.endpoints))
 }
 
-// Close ends all connections. Those who wait in Open get ErrClosed. It waits until the calls under
+// Close ends all connections. Calls of Open that wait get ErrClosed. It waits until the calls under
 // way have returned and all connections are drained, or ctx ends: then it destroys the queue pairs
 // that are left, and returns an error.
 func (t *Table) Close(ctx context.Context) error {
@@ -318,7 +318,7 @@ func (t *Table) Close(ctx context.Context) error {
 	return err
 }
 
-// retired returns the connections that nobody has released yet.
+// retired returns the connections that were not released yet.
 func (t *Table) retired() (all []*Connection) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -395,7 +395,7 @@ func (p *peer) stepLocked(ev event) (out *message) {
 	return out
 }
 
-// finishLocked tells those who wait what has come of it.
+// finishLocked tells the waiting callers the outcome.
 func (p *peer) finishLocked(err error) {
 	w := p.wait
 	if w == nil {

@@ -215,7 +215,7 @@ func TestRequestConnectsAnEndpointThatCalls(t *testing.T) {
 	}
 }
 
-func TestAllWhoWaitShareOneAttempt(t *testing.T) {
+func TestWaitersShareOneAttempt(t *testing.T) {
 	p := newPair(t, soft.Config{}, nil)
 	release := make(chan struct{})
 	p.call = func(ctx context.Context, from int, b []byte) ([]byte, error) {
@@ -274,9 +274,9 @@ func TestContextsEndWhileOthersWait(t *testing.T) {
 	}
 }
 
-// When nobody waits any more, the call that is under way may still succeed. If it fails, the queue
-// pairs are retired.
-func TestNobodyWaits(t *testing.T) {
+// When no caller waits any more, the call that is under way may still succeed. If it fails, the
+// queue pairs are retired.
+func TestCallAfterLastWaiterLeft(t *testing.T) {
 	for _, lost := range []bool{false, true} {
 		retired := make(chan *endpoint.Connection, 10)
 		p := newPair(t, soft.Config{}, func(i int, cfg *endpoint.Config) {
@@ -476,7 +476,7 @@ func TestRetiredQueuePairsAreDrained(t *testing.T) {
 	}
 }
 
-// Whatever happens to a device during a handshake, those who wait get a result, and nothing is
+// Whatever happens to a device during a handshake, waiting callers get a result, and nothing is
 // left.
 func TestDeviceFailsDuringHandshake(t *testing.T) {
 	for _, c := range []struct {

@@ -127,7 +127,7 @@ func (p *program) notified(e int, id uint32) {
 	w := p.byID[id]
 	switch {
 	case w == nil || w.at == e:
-		p.errorf("notification %d, which nobody has sent", id)
+		p.errorf("notification %d, which was not sent", id)
 	case w.told > 0:
 		p.errorf("notification %d twice", id)
 	case w.epoch <= p.left[e]:

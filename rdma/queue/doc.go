@@ -25,7 +25,7 @@
 // and a completion releases the credits of its own record and no others: the identifier of a
 // request tells the queue pair, the life of the queue pair (which ends with a reset), and the
 // number of the request in that life. Completions that are late, or of a queue pair that had the
-// same number before, are counted and ignored. Whoever waits for credits polls.
+// same number before, are counted and ignored. A call that waits for credits polls.
 //
 // # Failure
 //

@@ -427,7 +427,7 @@ func explore(t *testing.T, sc scene) (states, endings int) {
 	}
 }
 
-// Every order of steps of two users, of the device and of who polls, with one or two faults.
+// Every order of steps of two users, of the device and of the poller, with one or two faults.
 func TestEveryInterleaving(t *testing.T) {
 	two := []Batch{{}, {}}
 	notify := []Batch{{Notify: true, ID: 1}, {Notify: true, ID: 2}}

@@ -104,7 +104,7 @@ func TestOrphansEndWithTheFlush(t *testing.T) {
 	sound(t, &l, ready, 0)
 }
 
-func TestChunkOfWhichNothingWasPosted(t *testing.T) {
+func TestUnpostedChunkIsUsedAgain(t *testing.T) {
 	l := newLedger(8)
 	first := chunk(t, &l, 3)
 	l.posted(0)

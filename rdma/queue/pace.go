@@ -15,7 +15,7 @@ const (
 // errTime is the error of a wait whose time is over.
 var errTime = errors.New("time is over")
 
-// pace is a wait of two phases: it yields, and then sleeps for short times. Who made one stops it.
+// pace is a wait of two phases: it yields, and then sleeps for short times. Its maker stops it.
 type pace struct {
 	waits int
 	begin time.Time

@@ -21,7 +21,7 @@ type queue struct {
 	mu     sync.Mutex
 	name   name // its life ends with a reset
 	ledger ledger
-	bell   chan struct{} // closed when credits were released, or the state has changed; nil: nobody waits
+	bell   chan struct{} // closed when credits were released, or the state has changed; nil: none waits
 	gone   bool          // the queue pair was reset or closed: it has no requests
 	closed bool
 	// Receives are posted and complete in order.
@@ -34,7 +34,7 @@ type queue struct {
 // claim returns how many completions there can be at a time.
 func (q *queue) claim() int { return q.ledger.depth + q.set.receives(q) }
 
-// ringLocked wakes who waits for room.
+// ringLocked wakes the submissions that wait for room.
 func (q *queue) ringLocked() {
 	if q.bell != nil {
 		close(q.bell)
@@ -77,7 +77,8 @@ func (q *queue) refusedLocked(n int, r refusal) error {
 		Degraded: r == barred}
 }
 
-// fullError returns the error of who has waited for n credits in vain, nil if there is room now.
+// fullError returns the error of a submission that has waited for n credits in vain, nil if there
+// is room now.
 func (q *queue) fullError(n int, waited time.Duration) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -55,9 +55,10 @@ type Config struct {
 	// Pending is the most notifications that have come on some queue pairs of the set only. More
 	// mean that the peer breaks the protocol: DefaultPending.
 	Pending int
-	// Notified is called with every notification of the peer, by who polls. It must not block, and
-	// not call the set or its poller. A notification may be lost if the set fails, also one of a
-	// batch that has ended well at the peer. If Notified is nil, no receives are posted.
+	// Notified is called with every notification of the peer, by the goroutine that polls. It must
+	// not block, and not call the set or its poller. A notification may be lost if the set fails,
+	// also one of a batch that has ended well at the peer. If Notified is nil, no receives are
+	// posted.
 	Notified func(id uint32)
 	// Failed is called when the set fails, once until Reset, with the cause. The same rules hold as
 	// for Notified.
@@ -84,7 +85,7 @@ type Set struct {
 // New makes a set of connected queue pairs, or ones in the state Init that will be connected before
 // the first Submit. Both their completion queues are p.CQ. The peer's set has queue pairs in the
 // same order. They allow remote writes, which is what flushes and notifications are, and belong to
-// the set, unless there is an error: nobody else calls their methods, and Close closes them.
+// the set, unless there is an error: no other code calls their methods, and Close closes them.
 func New(p *Poller, qps []rdma.QP, cfg Config) (*Set, error) {
 	if len(qps) == 0 || len(qps) > MaxQueues {
 		return nil, fmt.Errorf("rdma: a set of %d queue pairs: expected 1 to %d", len(qps), MaxQueues)
@@ -178,7 +179,7 @@ func (s *Set) Drain(ctx context.Context) error {
 	var p pace
 	defer p.stop()
 	for _, q := range s.queues {
-		q.fail() // who has called Fail first may not have come to it yet
+		q.fail() // the first caller of Fail may not have come to it yet
 		for !q.drained() {
 			n, err := s.poller.Poll()
 			if err == nil && p.waited() < s.cfg.Drain && p.wait(ctx, n > 0, nil, 0) == nil {

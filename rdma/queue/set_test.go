@@ -115,7 +115,7 @@ func TestFullQueueIsAnError(t *testing.T) {
 	})
 }
 
-// A release wakes who waits for room, without a nap's end.
+// A release wakes a submission that waits for room, without a nap's end.
 func TestReleaseWakes(t *testing.T) {
 	_, _, s := newModel(t, 1, 2, 1, Config{})
 	q := s.queues[0]
@@ -318,7 +318,7 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// Nobody has to wait for a transfer on a queue pair that will not complete it.
+// A wait ends for a transfer on a queue pair that will not complete it.
 func TestQueuePairThatCannotBeFailed(t *testing.T) {
 	w, _, s := newModel(t, 1, 8, 1, Config{})
 	tr, err := s.Submit(t.Context(), writes(4))
@@ -428,7 +428,7 @@ func TestCompletionQueueHasRoomForAll(t *testing.T) {
 	}
 }
 
-// Goroutines submit, wait and cancel; both ends repair what breaks. Whoever waits polls.
+// Goroutines submit, wait and cancel; both ends repair what breaks. A waiting goroutine polls.
 func TestConcurrentUsers(t *testing.T) {
 	for name, served := range map[string]bool{"users poll": false, "served": true} {
 		t.Run(name, func(t *testing.T) { concurrentUsers(t, served) })
@@ -459,7 +459,7 @@ func concurrentUsers(t *testing.T, served bool) {
 	var serving sync.WaitGroup
 	for _, e := range []*end{a, b} {
 		serving.Go(func() {
-			if served || e == b { // nobody waits at b
+			if served || e == b { // no submission waits at b
 				if err := e.p.Serve(ctx); !errors.Is(err, context.Canceled) {
 					t.Error(err)
 				}

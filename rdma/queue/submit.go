@@ -167,7 +167,7 @@ func (x *submission) step() (*queue, int, error) {
 	case reserving:
 		p := x.using[x.at]
 		if err := p.q.reserve(len(p.requests), p.life); err != nil {
-			x.release() // so that nobody waits who holds what others wait for
+			x.release() // no submission waits while it holds credits that others wait for
 			x.at = 0
 			if errors.Is(err, errFull) {
 				return p.q, len(p.requests), nil

@@ -55,7 +55,7 @@ func (t *Transfer) failLocked(err error) {
 	t.err = err
 }
 
-// Done returns a channel that is closed when the transfer has ended. Somebody has to poll.
+// Done returns a channel that is closed when the transfer has ended. A goroutine has to poll.
 func (t *Transfer) Done() <-chan struct{} {
 	t.mu.Lock()
 	defer t.mu.Unlock()

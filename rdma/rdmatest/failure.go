@@ -319,8 +319,8 @@ func sharedQueue(t *testing.T, s Subject) {
 	}
 }
 
-// noLostWakeUp: who polls once more after Arm, and finds nothing, is woken by the next completion,
-// at whatever moment that comes.
+// noLostWakeUp: a thread that polls once more after Arm, and finds nothing, is woken by the next
+// completion, at whatever moment that comes.
 func noLostWakeUp(t *testing.T, s Subject) {
 	r := newRig(t, s)
 	const total, window = 2000, 8

@@ -330,7 +330,7 @@ func (f *Fabric) report(e event) {
 	})
 }
 
-// happen has an event reported to all who have the device open.
+// happen has an event reported to all that have the device open.
 func (f *Fabric) happen(h *hardware, e rdma.Event) {
 	for _, d := range h.open {
 		f.events = append(f.events, event{d, e})

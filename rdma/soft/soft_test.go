@@ -386,7 +386,7 @@ func TestRemovedDevice(t *testing.T) {
 	}
 }
 
-// The goroutine of a fabric that is not manual moves data, and wakes who has armed.
+// The goroutine of a fabric that is not manual moves data, and wakes armed queues.
 func TestArmWakes(t *testing.T) {
 	f := New(Config{Seed: 3, Late: 4})
 	defer f.Close()

@@ -57,7 +57,8 @@ func kill(t *testing.T, transport string, n int, who, when string, victim, round
 			}
 		}
 		if rounds > 0 { // and they have got as far as listening
-			rig.Eventually(t, func() bool { return len(s.Sockets()) > 1 }, func() string { return "nobody listens" })
+			rig.Eventually(t, func() bool { return len(s.Sockets()) > 1 },
+				func() string { return "no process listens" })
 		}
 	case "in collectives":
 		rig.Well(ranks, rig.Command{Verb: "join"})

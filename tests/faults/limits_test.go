@@ -120,7 +120,7 @@ func TestNoFilesLeft(t *testing.T) {
 				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", rig.Self(t))
 			ranks := s.Arrive(n)
 			rig.Well(ranks, rig.Command{Verb: "join"})
-			from := ranks[1] // rank 0 is linked with everybody since the join
+			from := ranks[1] // rank 0 is linked with all others since the join
 			from.Do(rig.Command{Verb: "exhaust"})
 			failed := 0
 			for _, to := range ranks[2:] { // with some of them it is linked since the join

@@ -65,7 +65,7 @@ func TestDisagreement(t *testing.T) {
 			}
 		}
 		if told == 0 {
-			t.Errorf("nobody is told of the other size: %v, %v", all[0].Fault, all[1].Fault)
+			t.Errorf("no rank is told of the other size: %v, %v", all[0].Fault, all[1].Fault)
 		}
 		rig.Exit(ranks, 1)
 	})

@@ -11,8 +11,8 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// TestStopped stops a rank without ending it: its links stay, and it is silent.
-func TestStopped(t *testing.T) {
+// TestStoppedRankIsNotLost stops a rank without ending it: its links stay, and it is silent.
+func TestStoppedRankIsNotLost(t *testing.T) {
 	t.Parallel()
 	for _, transport := range []string{"shm", "tcp"} {
 		for _, n := range []int{2, 5} {

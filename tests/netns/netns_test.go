@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"tutti/bootstrap"
-	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
 

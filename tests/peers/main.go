@@ -282,7 +282,7 @@ func compare(ctx context.Context, o options) error {
 			"time slices", runtime.NumCPU())
 	}
 	res := newResults()
-	failures := map[string]int{} // by heat: who crashed twice or hung once is not asked again
+	failures := map[string]int{} // by heat: a peer that crashed twice or hung once is not run again
 	for _, transport := range o.Transports {
 		for _, ranks := range o.Ranks {
 			for _, op := range o.Ops {

@@ -173,7 +173,7 @@ func compareP2P(ctx context.Context, o p2pOptions) error {
 // python is the interpreter of NIXL's virtual environment.
 func (c *p2pContest) python() string { return filepath.Join(c.o.nixl, "bin", "python") }
 
-// check finds out who can take part, and the versions.
+// check finds the contestants that can take part, and their versions.
 func (c *p2pContest) check(ctx context.Context) {
 	for who, argv := range map[string][]string{
 		"ucx": {"ucx_info", "-v"},
@@ -406,7 +406,7 @@ func listening(ctx context.Context, port int) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("nobody listens at port %d: %w", port, context.Cause(ctx))
+			return fmt.Errorf("no process listens at port %d: %w", port, context.Cause(ctx))
 		case <-time.After(2 * time.Millisecond):
 		}
 	}

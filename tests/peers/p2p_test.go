@@ -72,12 +72,12 @@ func TestListeningFindsAListenerWithoutConnecting(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := listening(ctx, port); err == nil {
-		t.Errorf("somebody listens at port %d", port)
+		t.Errorf("a process listens at port %d", port)
 	}
 }
 
-// The rows have figures of everybody who is installed, and of nobody else.
-func TestP2PComparesWhoIsInstalled(t *testing.T) {
+// The rows have figures of the libraries that are installed, and of no other.
+func TestP2PComparesInstalledLibraries(t *testing.T) {
 	if testing.Short() {
 		t.Skip("it builds tutti and runs several programs")
 	}

@@ -224,7 +224,7 @@ func TestColoursContrast(t *testing.T) {
 	}
 }
 
-func TestTicks(t *testing.T) {
+func TestSizeLabels(t *testing.T) {
 	for b, want := range map[int64]string{64: "64", 4096: "4 Ki", 2 << 20: "2 Mi", 1 << 30: "1 Gi", 1500: "1500"} {
 		if got := sizeLabel(b); got != want {
 			t.Errorf("%d: %q", b, got)

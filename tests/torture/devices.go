@@ -27,8 +27,8 @@ import (
 	"tutti/rdma/soft"
 )
 
-// nobody is the rank that no connection is of.
-const nobody = -2
+// noRank is the rank of no connection.
+const noRank = -2
 
 // devicesOf is the number of devices of a rank. The last one is always there, because a rank cannot
 // join without any.
@@ -59,7 +59,7 @@ func (softLinks) Name() string { return "soft" }
 
 // newDevices makes the devices, and adds the transport "soft" until the end of the test.
 func newDevices(t *testing.T) *devices {
-	d := &devices{apart: nobody, wires: map[*wire]bool{}}
+	d := &devices{apart: noRank, wires: map[*wire]bool{}}
 	var err error
 	if d.relay, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 		t.Fatal(err)

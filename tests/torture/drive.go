@@ -438,7 +438,7 @@ func (c *course) hear(m *member, n news, err error) {
 	case n.Slot != nil: // a standby process has joined
 		if c.back == nil || c.s.members[*n.Slot] != nil {
 			c.res.find(&Finding{Kind: "error", Rank: *n.Slot,
-				Text: "a process on standby came in where nobody was lost"})
+				Text: "a process on standby came in where no rank was lost"})
 			return
 		}
 		c.s.spares = slices.DeleteFunc(c.s.spares, func(o *member) bool { return o == m })
@@ -570,7 +570,7 @@ func (s *stage) mend() {
 		s.net.Part()
 	}
 	if s.devices != nil {
-		s.devices.part(nobody)
+		s.devices.part(noRank)
 	}
 }
 
@@ -649,7 +649,7 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 		if s.devices != nil {
 			s.devices.part(f.Victim)
 			time.Sleep(f.For)
-			s.devices.part(nobody)
+			s.devices.part(noRank)
 		}
 		if s.net != nil {
 			s.net.Part(v.host)

@@ -244,7 +244,7 @@ static block *find(uintptr_t at, size_t n)
 	return NULL;
 }
 
-// contents returns where the host finds memory, NULL if nobody has allocated it.
+// contents returns where the host finds memory, NULL if it is not allocated.
 static void *contents(uintptr_t at, size_t n)
 {
 	block *b = find(at, n);

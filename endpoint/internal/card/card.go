@@ -185,7 +185,7 @@ type Registration struct {
 func (d *Domain) Register(m mem.Memory, e device.Exporter, access rdma.Access, writable bool) (Registration, error) {
 	if e != nil && access&Write != 0 && !e.Ordered() {
 		return Registration{}, fmt.Errorf("rdma: work on %s does not see what peers write there before a flush, "+
-			"and nobody knows when they write: %w", m.Loc(), errors.ErrUnsupported)
+			"and their writes are not known here: %w", m.Loc(), errors.ErrUnsupported)
 	}
 	if access&Write != 0 || writable {
 		access |= rdma.LocalWrite

@@ -124,7 +124,7 @@ func TestOpenSaysWhatIsWrong(t *testing.T) {
 	}
 }
 
-func TestMove(t *testing.T) {
+func TestReadsAndWritesMoveMemory(t *testing.T) {
 	f, s := newSides(t, soft.Config{Late: 3})
 	data := bytes.Repeat([]byte{1}, 1<<20)
 	r := s[1].register(t, data, Read|Write)

@@ -10,7 +10,7 @@
 //
 // A Conn fails as a whole. What was under way ends with an error when nothing accesses its memory
 // any more, and the next Open makes another Conn. The status of a request does not say whether the
-// key, the peer or the network was at fault: whoever uses a Conn asks the peer by other means.
+// key, the peer or the network was at fault: the user of a Conn asks the peer by other means.
 //
 // # Keys
 //

@@ -1,4 +1,4 @@
-// Package gate guards memory that an engine reads or writes on behalf of somebody else, who may
+// Package gate guards memory that an engine reads or writes for another owner, which may
 // take it back at any time.
 package gate
 
@@ -23,7 +23,7 @@ type Device interface {
 	Stage(n int) (b []byte, free func(), err error)
 }
 
-// Open makes g a gate to b. Nobody may be using g.
+// Open makes g a gate to b. g must not be in use.
 func (g *Gate) Open(b []byte) { g.mem, g.open = b, true }
 
 // OpenDevice is Open for memory of a device. Enter gives no bytes then.

@@ -24,7 +24,7 @@ func TestClosedGateLetsNobodyIn(t *testing.T) {
 	}
 }
 
-// Nobody is within a gate when Close has returned.
+// No user is within a gate when Close has returned.
 func TestCloseWaits(t *testing.T) {
 	var g Gate
 	b := make([]byte, 1)

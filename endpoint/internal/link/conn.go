@@ -285,7 +285,7 @@ func (c *Conn) pushLocked(o *Out) {
 // Flush sends what there is until nothing is left or the socket is full. If another goroutine is
 // doing that it returns at once.
 func (c *Conn) Flush() {
-	for c.stalled.Load() == 0 && c.Err() == nil { // else whoever polls goes on
+	for c.stalled.Load() == 0 && c.Err() == nil { // else the polling thread goes on
 		c.mu.Lock()
 		if c.flushing || c.idleLocked() {
 			c.mu.Unlock()
@@ -316,7 +316,7 @@ func (c *Conn) FlushSoon() {
 	}
 }
 
-// idleLocked reports whether there is nothing to send. Nobody is flushing.
+// idleLocked reports whether there is nothing to send. No flush is under way.
 func (c *Conn) idleLocked() bool {
 	return c.first == nil && len(c.ctl) == 0 && c.rest == 0 && c.sent == len(c.out) && !c.guard.pending()
 }

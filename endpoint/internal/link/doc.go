@@ -7,9 +7,9 @@
 //
 // # Who moves the bytes
 //
-// Nothing blocks, so whoever is there can do the work. Sending is done by the goroutine that has
+// No call blocks, so any goroutine can do the work. Sending is done by the goroutine that has
 // something to send, until the socket is full. Receiving is done by a goroutine that waits for a
-// result (see [Await]), and by the loop when nobody does. A connection is in one of three states:
+// result (see [Await]), and by the loop otherwise. A connection is in one of three states:
 //
 //   - armed: it is in the loop's epoll set, once, and an event wakes the loop;
 //   - active: the loop polls it, for a short while after it was last busy, because more usually
@@ -19,9 +19,9 @@
 //     again as long as waiters come back. Acknowledgements may wait that long too, and travel with
 //     what the program sends next.
 //
-// Whoever polls in vain yields to other threads, of which one may be the peer's. If it is away for
-// long, other programs need the processors: then nobody polls for a while, and every connection is
-// armed whenever it is idle, because the kernel prefers threads that wake up.
+// A thread that polls in vain yields to other threads, one of which may be the peer's. If it is
+// away for long, other programs need the processors: then no thread polls for a while, and every
+// connection is armed whenever it is idle, because the kernel prefers threads that wake up.
 //
 // # Guards
 //

@@ -399,7 +399,8 @@ func (p pongs) Ended() bool {
 	return len(p.pongs) >= p.n
 }
 
-// Waiters and the loop find what arrives, whoever polls, and what was to be sent later is sent.
+// Waiters and the loop find what arrives, whichever of them polls, and what was to be sent later is
+// sent.
 func TestWaitersAndLoopsShareConnections(t *testing.T) { eachMode(t, waitersAndLoopsShareConnections) }
 
 func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {

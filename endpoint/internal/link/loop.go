@@ -20,7 +20,7 @@ import (
 const (
 	spin   = int64(50 * time.Microsecond)  // an idle connection stays active for so long
 	late   = int64(500 * time.Microsecond) // a thread that others keep from its processor is away longer
-	doze   = int64(time.Millisecond)       // after that nobody polls for so long, and twice as long the next time
+	doze   = int64(time.Millisecond)       // then no thread polls for so long, and twice as long the next time
 	snooze = int64(time.Second)            // but no longer than this
 	calm   = 16                            // a part of that time without an absence halves it
 	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
@@ -286,7 +286,7 @@ func (l *Loop) look(c *Conn, at int64) pause {
 		c.listed.Store(true)
 		return watch
 	}
-	// Whoever leaves work to the loop from here on sees that it does not look after c.
+	// From here on, a goroutine that leaves work to the loop sees that it does not serve c.
 	c.Flush()
 	if err := c.arm(); err != nil {
 		c.Close(err)

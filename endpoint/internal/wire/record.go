@@ -19,7 +19,7 @@ type Mode uint8
 const (
 	Plain   Mode = iota // nothing: frames follow each other
 	Checked             // against damage: frames are in records with checksums
-	Sealed              // against everybody else, too: the records are encrypted and authenticated
+	Sealed              // against third parties, too: the records are encrypted and authenticated
 	modes
 )
 
@@ -169,7 +169,7 @@ func (r *Records) trailer() int {
 }
 
 // Append appends the next record, with a body of 1 to MaxRecord bytes. The body may lie where that
-// of the record comes to lie. It is read once: if somebody writes to it meanwhile the record is
+// of the record comes to lie. It is read once: if it is written meanwhile the record is
 // valid, and has old or new bytes.
 func (r *Records) Append(b, body []byte) []byte {
 	at := len(b)

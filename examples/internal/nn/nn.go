@@ -237,7 +237,7 @@ func CrossEntropyGrad[T Float](logits []T, targets []byte, m, v int, scale T) (l
 }
 
 // Random is a stream of random numbers that is addressed, not advanced: number i of stream s under
-// a seed is the same whoever asks, in whatever order, so that a rank can make its part of a matrix,
+// a seed is the same for every caller and order, so that a rank can make its part of a matrix,
 // or of a batch, alone. (The mixing function is SplitMix64's: Steele, Lea and Flood, "Fast
 // Splittable Pseudorandom Number Generators", 2014.)
 type Random struct{ key uint64 }

@@ -30,7 +30,7 @@ DEVICE void release(u64 word, u64 v) {
 }
 
 // A packet is two words of 8 bytes, each half data and half a mark. Each word is read as it was
-// written, so that who finds the mark has the data; nothing else is ordered.
+// written, so that a thread that reads the mark has the data; nothing else is ordered.
 DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
 	asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
 	             :

@@ -69,7 +69,7 @@ func (x *runner) resume() error {
 // A bound call runs by express at the rank that comes last, and by steps at those that have to
 // wait; all get the same results, call after call, also where what has come is not only the
 // operation's messages.
-func TestExpress(t *testing.T) {
+func TestExpressAndStepsAgree(t *testing.T) {
 	const count = 3
 	of := func(x []float32) Buffer { return buffer(x, kernels.Float32) }
 	for _, n := range []int{2, 3, 4} {

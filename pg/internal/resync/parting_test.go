@@ -119,7 +119,7 @@ func (w *leaving) check(end, alike bool) error {
 
 // A rank leaves when all others have come to its last operation, not before, in every order of
 // events.
-func TestPartings(t *testing.T) {
+func TestRankLeavesAfterAllHaveCome(t *testing.T) {
 	type program struct {
 		last           uint64
 		closes, failed bool

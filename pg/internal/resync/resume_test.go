@@ -312,7 +312,7 @@ func TestResumeExamples(t *testing.T) {
 		start, confirmed uint64
 	}{
 		{"the job begins", []Standing{{Intact: true}, {Intact: true}}, 1, 0},
-		{"nobody", nil, 1, 0},
+		{"no rank", nil, 1, 0},
 		{"all retry", []Standing{{Over: 6, Intact: true}, {Over: 6, Intact: true}}, 7, 6},
 		{"one cannot", []Standing{{Over: 6, Intact: true}, {Over: 6}}, 8, 6},
 		{"one is ahead", []Standing{{Over: 6, Intact: true}, {Over: 7, Intact: true}}, 8, 7},

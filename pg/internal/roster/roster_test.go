@@ -161,11 +161,11 @@ func TestProbe(t *testing.T) {
 	}{
 		{"no record", func(f *fixture) {}, membership.VerdictDead},
 		{"another incarnation", func(f *fixture) { f.record(1, 7) }, membership.VerdictDead},
-		{"nobody listens", func(f *fixture) { f.record(1, self+1); f.refuses = true }, membership.VerdictDead},
+		{"no listener", func(f *fixture) { f.record(1, self+1); f.refuses = true }, membership.VerdictDead},
 		{"it answers", func(f *fixture) { f.record(1, self+1); f.answers = true }, membership.VerdictAlive},
 		{"silence", func(f *fixture) { f.record(1, self+1) }, membership.VerdictUnknown},
 		{"no store, unknown", func(f *fixture) { f.mem.Close() }, membership.VerdictUnknown},
-		{"no store, and nobody listens where it was", func(f *fixture) {
+		{"no store, and no listener where it was", func(f *fixture) {
 			f.known[1] = f.record(1, self+1)
 			f.refuses = true
 			f.mem.Close()

@@ -247,7 +247,7 @@ func (k caller) Call(ctx context.Context, peer string, b []byte) ([]byte, error)
 	}
 }
 
-// poll gives completions to those who wait for them, until stop.
+// poll gives completions to the goroutines that wait for them, until stop.
 func (r *Rank) poll() {
 	defer r.polled.Done()
 	var out [rdma.PollBatch]rdma.Completion

@@ -231,7 +231,7 @@ void Work::finish() noexcept {
     running_->hooks.failed();
   }
   finishing = outer;
-  running_->remove(this); // whoever called this has another reference
+  running_->remove(this); // the caller has another reference
 }
 
 void Work::mark() noexcept {

@@ -33,7 +33,7 @@ def store(port):
 
 
 def meet(port, name, size):
-    """Waits until size ranks have called it with this name. Unlike a barrier, nobody is within an operation then."""
+    """Waits until size ranks have called it with this name. Unlike a barrier, no rank is within an operation then."""
     common = store(port)
     if common.add(name, 1) == size:
         common.set(name + "/all", "")

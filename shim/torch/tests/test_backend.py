@@ -180,7 +180,7 @@ def hooks(rank, size, port):
     raises(RuntimeError, "already", group._register_on_completion_hook, completed)
     assert group._has_hooks()
     work = dist.all_reduce(torch.ones(3), async_op=True)
-    assert ended.wait(harness.LIMIT), "a hook waits for somebody to ask for the end"
+    assert ended.wait(harness.LIMIT), "a hook waits until the program asks for the end"
     work.wait()
     group._wait_for_pending_works()
     assert work._get_duration() > 0 and work._get_sequence_number() == done[0]

@@ -54,7 +54,7 @@ type Command struct {
 	//	stop     answers at once; the loop ends on all ranks in the same round, with no error, if any was told so
 	//	ended    answers when the loop has ended, with its error
 	//	chaos    answers at once and goes on, from its Join on, with verified rounds until something is wrong or
-	//	         stop, whoever is lost meanwhile; Seed is the number of this incarnation
+	//	         stop, whichever ranks are lost meanwhile; Seed is the number of this incarnation
 	//	look     answers with what a rank in chaos does
 	//	usage    answers with what the process holds
 	//	send     pg.Send of Steps elements to Peer

@@ -96,7 +96,7 @@ func TestSlowHostDelaysPackets(t *testing.T) {
 	}
 }
 
-func TestFault(t *testing.T) {
+func TestFaultNamesErrorType(t *testing.T) {
 	inner := &pg.RankError{Rank: 1, Err: errors.New("x")}
 	if f := faultOf(inner); f.Kind != "rank" || !f.Names(1, 2) || f.Names(2) {
 		t.Errorf("got %+v", f)

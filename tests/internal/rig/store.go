@@ -26,7 +26,7 @@ type StoreKind string
 // Kinds of stores.
 const (
 	Embedded StoreKind = "tutti" // a launcher's, which asks for the job's secret
-	Site     StoreKind = "etcd"  // a site's own, which lets everybody in
+	Site     StoreKind = "etcd"  // a site's own, without authentication
 )
 
 // Store starts a store as a process of the stage, which a SIGTERM ends. prefix is that of StartIn;

@@ -4,12 +4,12 @@
  *   PROGRAM OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH
  *
  * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The
- * program ends itself after DEADLINE_S, whatever became of whoever started it. With TOUCH 1 every
- * rank writes its input before each call and reads its result after it, as programs do; with 0
- * calls follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-tests: the
- * vector for allreduce, reduce and broadcast; the whole input for reduce_scatter; the whole output
- * for allgather; the whole input, which is as long as the output, for alltoall; for put what a rank
- * puts to the next. */
+ * program ends itself after DEADLINE_S, whatever became of the process that started it. With TOUCH
+ * 1 every rank writes its input before each call and reads its result after it, as programs do;
+ * with 0 calls follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-
+ * tests: the vector for allreduce, reduce and broadcast; the whole input for reduce_scatter; the
+ * whole output for allgather; the whole input, which is as long as the output, for alltoall; for
+ * put what a rank puts to the next. */
 #ifndef MEASURE_H
 #define MEASURE_H
 #include <stdio.h>

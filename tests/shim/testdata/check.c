@@ -197,7 +197,7 @@ static void messages(void)
 	}
 	TRUE(y == from && status.from == from && status.tag == 1);
 
-	/* A receive that nobody answers ends in time, names the rank, and leaves the group usable. */
+	/* A receive without a message ends in time, names the rank, and leaves the group usable. */
 	op = tutti_op_recv(&y, 1, TUTTI_INT32, from, 9);
 	op.timeout_ns = 20000000;
 	CODE(TUTTI_ETIMEOUT, tutti_do(g, &op));

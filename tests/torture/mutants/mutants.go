@@ -168,7 +168,7 @@ var mutants = []mutant{
 		name:      "piece-released",
 		what:      "a device's stream gets a piece of a message that has not arrived",
 		transport: "inproc",
-		edits:     []edit{{"pg", "parcel.more", "c.v.release(n)", "c.v.release(n + 4<<10)"}},
+		edits:     []edit{{"pg", "deviceMessage.more", "c.v.release(n)", "c.v.release(n + 4<<10)"}},
 	},
 }
 

@@ -156,7 +156,7 @@ func TestDecide(t *testing.T) {
 }
 
 // Algorithms with the same plans are measured once, as the one that the default table uses.
-func TestSame(t *testing.T) {
+func TestAlgorithmsWithOnePlanAreMeasuredOnce(t *testing.T) {
 	gs, err := pg.Local(2, pg.Config{})
 	if err != nil {
 		t.Fatal(err)

@@ -170,7 +170,7 @@ func TestRestarts(t *testing.T) {
 		f.die(1, 5) // no rank
 		f.die(0, 9)
 		if !f.idle() {
-			t.Error("there is nobody whose place the last could take, and it runs on")
+			t.Error("no rank is lost that the last could replace, and it runs on")
 		}
 		f.means(t, 9)
 	})

@@ -271,5 +271,5 @@ func (c *contestants) serve(ctx context.Context, t turn) error {
 	case t.Op == sendrecv:
 		return several(ctx, t, func() *endpoint.Future { return c.peer.Recv(b) })
 	}
-	return nil // reads and writes need nobody here
+	return nil // reads and writes need no goroutine here
 }

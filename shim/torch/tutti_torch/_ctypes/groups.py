@@ -55,7 +55,7 @@ class _Thread(threading.local):
 
     entering = None  # the method of a backend that torch is about to call
     splitting = False  # in split_group
-    made = None  # the work that the backend has made, _WANTED before, None if nobody wants it
+    made = None  # the work that the backend has made, _WANTED before, None if it is not wanted
 
 
 _thread = _Thread()

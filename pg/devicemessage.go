@@ -12,14 +12,14 @@ import (
 	"tutti/p2p"
 )
 
-// A parcel is a message of which the data is in a device's memory. It is sent from, or received in,
-// host memory, which a stream copies from or to: see visit. Pieces of a long one are sent while the
-// stream brings the next ones, and fetched while the next ones arrive.
+// A deviceMessage is a message of which the data is in a device's memory. It is sent from, or
+// received in, host memory, which a stream copies from or to: see visit. Pieces of a long one are
+// sent while the stream brings the next ones, and fetched while the next ones arrive.
 //
 // A Start posts the message at once, so that messages keep their order: one whose data is not here
 // is announced, and its bytes follow. A goroutine of the group looks after the streams of all
-// parcels; it exists while one waits for its stream.
-type parcel struct {
+// device messages; it exists while one waits for its stream.
+type deviceMessage struct {
 	g     *Group
 	w     *Work
 	m     *message
@@ -34,14 +34,15 @@ type parcel struct {
 
 	// With the proxy's lock.
 	err     error
-	over    bool // the parcel is
+	over    bool // the device message is
 	watched bool
 }
 
 // errTakenBack says that a sender gave up a message of which a stream has been given a part.
 var errTakenBack = errors.New("it took its message back, which had begun to arrive")
 
-// pack makes m a parcel that ends w, and begins its visit. waits says that the caller waits for it.
+// pack makes m a device message that ends w, and begins its visit. waits says that the caller waits
+// for it.
 func (g *Group) pack(w *Work, m *message, waits bool) error {
 	g.job.proxy.Lock()
 	err := g.checkMessage(m)
@@ -64,13 +65,13 @@ func (g *Group) pack(w *Work, m *message, waits bool) error {
 	}
 	v, err := g.devices.visit(&o)
 	if err == nil {
-		m.parcel = &parcel{g: g, w: w, m: m, v: v}
+		m.device = &deviceMessage{g: g, w: w, m: m, v: v}
 	}
 	return err
 }
 
-// post hands the parcel's message to the proxy. With the proxy's lock.
-func (c *parcel) post() {
+// post hands the device message's message to the proxy. With the proxy's lock.
+func (c *deviceMessage) post() {
 	m, msgs := c.m, c.g.msgs
 	if m.recv {
 		msgs.PostMsg(m.r, m.peer, int64(m.tag), uint64(m.x.DType), c.v.to.Bytes())
@@ -87,7 +88,7 @@ func (c *parcel) post() {
 }
 
 // more is called when n bytes have arrived. With the proxy's lock.
-func (c *parcel) more(n int) {
+func (c *deviceMessage) more(n int) {
 	switch {
 	case n > 0:
 		c.v.release(n)
@@ -98,7 +99,7 @@ func (c *parcel) more(n int) {
 
 // sent is called when the message has ended, with the caller's error. A received one has to get to
 // the device, and after a failure the stream may use its memory. With the proxy's lock.
-func (c *parcel) sent(err error) {
+func (c *deviceMessage) sent(err error) {
 	c.err = err
 	c.ended.Store(true)
 	got := c.m.recv && err == nil
@@ -114,8 +115,8 @@ func (c *parcel) sent(err error) {
 	c.end(err)
 }
 
-// end ends the parcel. With the proxy's lock.
-func (c *parcel) end(err error) {
+// end ends the device message. With the proxy's lock.
+func (c *deviceMessage) end(err error) {
 	c.over = true
 	c.v.end()
 	if c.m.rec != nil {
@@ -124,12 +125,12 @@ func (c *parcel) end(err error) {
 	c.w.end(false, err)
 }
 
-// attend has the group look after a parcel's stream. With the proxy's lock.
-func (g *Group) attend(c *parcel) {
+// attend has the group look after a device message's stream. With the proxy's lock.
+func (g *Group) attend(c *deviceMessage) {
 	x := &g.devices
 	if !c.watched {
 		c.watched = true
-		x.parcels = append(x.parcels, c)
+		x.messages = append(x.messages, c)
 	}
 	if !x.watching {
 		x.watching = true
@@ -137,16 +138,16 @@ func (g *Group) attend(c *parcel) {
 	}
 }
 
-// lookAfter looks after the streams of parcels until no parcel waits for one.
+// lookAfter looks after the streams of device messages until no device message waits for one.
 func (g *Group) lookAfter() {
 	x, p := &g.devices, g.job.proxy
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
-	var all []*parcel
+	var all []*deviceMessage
 	p.Lock()
 	defer p.Unlock()
-	for len(x.parcels) > 0 {
-		all = append(all[:0], x.parcels...)
+	for len(x.messages) > 0 {
+		all = append(all[:0], x.messages...)
 		p.Unlock()
 		moved := false
 		for _, c := range all {
@@ -159,7 +160,7 @@ func (g *Group) lookAfter() {
 			pace.Wait(context.Background())
 		}
 		p.Lock()
-		x.parcels = slices.DeleteFunc(x.parcels, func(c *parcel) bool {
+		x.messages = slices.DeleteFunc(x.messages, func(c *deviceMessage) bool {
 			c.watched = !c.gone || c.ended.Load() && !c.over // it may have ended since the look
 			return !c.watched
 		})
@@ -168,8 +169,8 @@ func (g *Group) lookAfter() {
 }
 
 // look does what the stream's progress allows. It reports whether that was something, and whether
-// the parcel does not wait for its stream any more. Without the lock.
-func (c *parcel) look() (did, over bool) {
+// the device message does not wait for its stream any more. Without the lock.
+func (c *deviceMessage) look() (did, over bool) {
 	if c.ended.Load() {
 		return c.leave()
 	}
@@ -192,7 +193,7 @@ func (c *parcel) look() (did, over bool) {
 }
 
 // leave is look for a message that has been received, or has failed.
-func (c *parcel) leave() (did, over bool) {
+func (c *deviceMessage) leave() (did, over bool) {
 	closed, now := c.g.closed.Load(), time.Now()
 	using, lost := c.v.using(closed), c.v.lost()
 	if c.late.IsZero() {
@@ -225,16 +226,16 @@ func (c *parcel) leave() (did, over bool) {
 	return true, true
 }
 
-// doParcel is pointToPoint for a device's memory. Its stream is given nothing that writes there
-// before it has come to the message.
-func (g *Group) doParcel(ctx context.Context, m *message) (Status, error) {
+// doDeviceMessage is pointToPoint for a device's memory. Its stream is given nothing that writes
+// there before it has come to the message.
+func (g *Group) doDeviceMessage(ctx context.Context, m *message) (Status, error) {
 	began := time.Now()
 	w := &Work{}
 	w.at.Store(&progress{g: g, msg: m})
 	if err := g.pack(w, m, true); err != nil {
 		return Status{}, err
 	}
-	p, c := g.job.proxy, m.parcel
+	p, c := g.job.proxy, m.device
 	p.Lock()
 	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), false)
 	small := m.x.size() <= g.msgs.EagerMax()

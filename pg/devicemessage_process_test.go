@@ -61,7 +61,7 @@ func TestDeathReleasesStreamsOfMessages(t *testing.T) {
 				}
 				works := []*pg.Work{g.Start(pg.SendOp{X: on(x), To: 2, Tag: 3}),
 					g.Start(pg.RecvOp{X: on(y), From: 2, Tag: 4}), g.Start(pg.RecvOp{X: on(y), From: 2, Tag: 5})}
-				idle() // before anybody waits for the works
+				idle() // before any goroutine waits for the works
 				for i, w := range works {
 					var lost *pg.RankError
 					if err := w.Wait(ctx); !errors.As(err, &lost) || lost.Rank != 2 {

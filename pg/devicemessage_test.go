@@ -33,9 +33,9 @@ func pieceOf(n, message int) []byte {
 func hostMemory(b []byte) mem.Memory { return mem.Host(b, mem.Anywhere) }
 
 // Messages between memories of devices and of the host arrive whole, blocking and started, with a
-// stream and without one, short and in pieces. The stream's order holds though nobody waits for it:
-// what is written to the source behind a send is not sent, and what is read of the destination
-// behind a receive is the message.
+// stream and without one, short and in pieces. The stream's order holds though no goroutine waits
+// for it: what is written to the source behind a send is not sent, and what is read of the
+// destination behind a receive is the message.
 func TestMessagesOnDevices(t *testing.T) {
 	d := devicetest.NewLate("cuda:0", 7, 50*time.Microsecond)
 	messagesOn(t, d)
@@ -282,7 +282,7 @@ func TestPiecesOverlapTheWire(t *testing.T) {
 				x := &g.devices
 				x.mu.Lock()
 				defer x.mu.Unlock()
-				all := x.berths[late.Location()]
+				all := x.buffers[late.Location()]
 				return len(all) == 1 && all[0].words[wordPassed].Word(0).Load() >= pieces
 			}
 			for end := time.Now().Add(20 * time.Second); !passed(); time.Sleep(time.Millisecond) {
@@ -619,7 +619,7 @@ func TestMessagesThatAreTakenBack(t *testing.T) {
 				return g.Barrier(ctx)
 			}
 			w := g.Start(RecvOp{X: DeviceBuffer(m, Uint8, s), From: 0})
-			v := w.at.Load().msg.parcel.v
+			v := w.at.Load().msg.device.v
 			for end := time.Now().Add(20 * time.Second); v.words[wordOver].Word(0).Load() < v.base+uint64(begun); {
 				if time.Now().After(end) {
 					return errors.New("the first pieces do not arrive")
@@ -713,7 +713,7 @@ func TestMessagesOnDevicesEndOnce(t *testing.T) {
 		}
 		defer release()
 		w := g.Start(SendOp{X: DeviceBuffer(m, Uint8, s), To: 1})
-		done, c := w.Done(), w.at.Load().msg.parcel
+		done, c := w.Done(), w.at.Load().msg.device
 		if err := reach(ctx, s); err != nil {
 			return err
 		}
