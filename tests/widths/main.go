@@ -1,7 +1,8 @@
 // Program widths finds lines that are too wide: comments beyond 100 columns, code beyond 120, in
-// the files of Go, C, C++, Python and shell below a directory, the current one by default. Tables
-// and code in Go's documentation, which a tab begins, count as code. A tab goes to the next
-// multiple of four. Data of tests and generated files are not looked at.
+// the files of Go, C, C++, Python and shell below a directory, the current one by default, and
+// prose beyond 160 in Markdown. Tables and code in Go's documentation, which a tab begins, count as
+// code. Tables, code and lines without a blank to wrap at are exempt in Markdown. A tab goes to the
+// next multiple of four. Data of tests and generated files are not looked at.
 //
 //	go run ./tests/widths [DIR]
 package main
@@ -20,6 +21,7 @@ import (
 const (
 	maxComment = 100
 	maxCode    = 120
+	maxProse   = 160
 	tab        = 4
 )
 
@@ -79,6 +81,9 @@ var (
 // check returns the wide lines of a file, as PATH:LINE: and what is wrong; none if it is in another
 // language.
 func check(path string, text []byte) (wide []string) {
+	if filepath.Ext(path) == ".md" {
+		return checkMarkdown(path, text)
+	}
 	mark := marks[filepath.Ext(path)]
 	if mark == "" && script.Match(text) {
 		mark = "#"
@@ -102,6 +107,28 @@ func check(path string, text []byte) (wide []string) {
 		}
 		if w := columns(s); w > limit {
 			wide = append(wide, fmt.Sprintf("%s:%d: %d columns of %s, at most %d are allowed", path, n, w, what, limit))
+		}
+	}
+	return wide
+}
+
+// exempt are lines of Markdown that are not wrapped: rows of tables, indented code, and what has no
+// blank but that of a list's mark.
+var exempt = regexp.MustCompile(`^(\||    |\t|\s*([-*+]|\d+\.)? *\S+$)`)
+
+// checkMarkdown returns the wide lines of prose.
+func checkMarkdown(path string, text []byte) (wide []string) {
+	fenced := false
+	n := 0
+	for line := range bytes.Lines(text) {
+		n++
+		s := strings.TrimSuffix(string(line), "\n")
+		if strings.HasPrefix(strings.TrimLeft(s, " "), "```") {
+			fenced = !fenced
+			continue
+		}
+		if w := columns(s); w > maxProse && !fenced && !exempt.MatchString(s) {
+			wide = append(wide, fmt.Sprintf("%s:%d: %d columns of prose, at most %d are allowed", path, n, w, maxProse))
 		}
 	}
 	return wide
