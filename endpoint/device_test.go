@@ -141,7 +141,7 @@ func TestMemoryOfDevices(t *testing.T) {
 
 // Operations with host and device memory at both ends, many at a time, some cancelled, while other
 // memory is registered and unregistered.
-func TestMemoryOfDevicesInACrowd(t *testing.T) {
+func TestMemoryOfDevicesUnderLoad(t *testing.T) {
 	eachGuard(t, []int{2}, func(t *testing.T, cfg Config) {
 		_, b, p, _, ga, gb := gpuPair(t, cfg)
 		const lane = 600 << 10

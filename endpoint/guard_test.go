@@ -319,7 +319,7 @@ func TestDowngradedHandshakeFails(t *testing.T) {
 }
 
 // Records that an attacker adds after it has forwarded a handshake are refused.
-func TestNobodyTakesOverSealedConnections(t *testing.T) {
+func TestSealedConnectionIsNotTakenOver(t *testing.T) {
 	b := newEndpoint(t, newContext(t), Config{Seal: true})
 	r, err := tryMode(t, b, wire.Sealed)
 	if err != nil {

@@ -1016,9 +1016,9 @@ func TestRecvGivenUpWhileMessageArrives(t *testing.T) {
 	}
 }
 
-// TestOperationsThatNobodyAnswers: operations that have timed out leave no memory behind, however
-// many there were.
-func TestOperationsThatNobodyAnswers(t *testing.T) {
+// TestUnansweredOperationsFreeMemory: operations that have timed out leave no memory behind,
+// however many there were.
+func TestUnansweredOperationsFreeMemory(t *testing.T) {
 	for _, x := range []struct {
 		name   string
 		lookup bool // is answered

@@ -343,7 +343,7 @@ func TestLoansAreOfTheMessageAlone(t *testing.T) {
 }
 
 // A receiver that never answers costs a send its time, and nothing else.
-func TestLoansThatNobodyTakes(t *testing.T) {
+func TestUntakenLoans(t *testing.T) {
 	f, r := newFabric(t, soft.Config{})
 	e := newEndpoint(t, newContext(t), Config{RDMA: r})
 	p, q := newPlayer(t, e, r)

@@ -533,7 +533,7 @@ func TestStatusClasses(t *testing.T) {
 	}
 }
 
-// Who only reads and writes by RDMA sends no frames, and keeps the session nonetheless.
+// A peer that only reads and writes by RDMA sends no frames, and keeps its session.
 func TestRDMAKeepsTheSession(t *testing.T) {
 	_, r := newFabric(t, soft.Config{})
 	data := sharedPattern(t, 100)

@@ -106,7 +106,7 @@ func (r *Region) entry(client string) wire.Entry {
 
 // registry has the regions of an endpoint.
 type registry struct {
-	order   sync.Mutex // held until all have heard of a change, so that they do so in the order of changes
+	order   sync.Mutex // held until all have been told of a change, so that they do so in the order of changes
 	mu      sync.RWMutex
 	names   []string // sorted
 	spans   []placed // of regions in memory, in the order of their first bytes

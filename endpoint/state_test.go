@@ -68,7 +68,7 @@ func TestPeerTellsItsState(t *testing.T) {
 	})
 }
 
-// Who asks for a state that does not come waits until its context ends, or for Config.Timeout.
+// A call for a state that does not come waits until its context ends, or for Config.Timeout.
 func TestStateDoesNotCome(t *testing.T) {
 	const id = 0x1112131415161718
 	asked := make(chan struct{}, 2)

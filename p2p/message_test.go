@@ -188,7 +188,7 @@ func TestReceiveSurvivesCancelledSend(t *testing.T) {
 }
 
 // A message whose bytes come later keeps its place among those of its tag, and holds up no other.
-// What has come is sent while the rest is awaited, and the receiver hears of it.
+// What has come is sent while the rest is awaited, and the receiver is told.
 func TestMessagesWhoseBytesComeLater(t *testing.T) {
 	for _, size := range []int{1, 1000, 300 << 10} {
 		all := cluster(t, 2, 64<<10, nil)

@@ -45,7 +45,7 @@ type devices struct {
 
 	// Under the proxy's lock.
 	messages []*deviceMessage // that wait for their streams
-	watching bool             // a goroutine looks after them
+	watching bool             // a goroutine polls their streams
 }
 
 // An ownStream is a stream of the group. Its work is short: it waits for nothing.

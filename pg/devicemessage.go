@@ -17,7 +17,7 @@ import (
 // sent while the stream brings the next ones, and fetched while the next ones arrive.
 //
 // A Start posts the message at once, so that messages keep their order: one whose data is not here
-// is announced, and its bytes follow. A goroutine of the group looks after the streams of all
+// is announced, and its bytes follow. A goroutine of the group polls the streams of all
 // device messages; it exists while one waits for its stream.
 type deviceMessage struct {
 	g     *Group
@@ -28,8 +28,8 @@ type deviceMessage struct {
 	due   time.Time // when its time is over, zero: not set
 	late  time.Time // until then it waits for its stream after the message has ended, zero: not set
 
-	filled int         // bytes of a message to send that the proxy knows of; of post, then of lookAfter
-	gone   bool        // for lookAfter: it did not wait for its stream any more
+	filled int         // bytes of a message to send that the proxy knows of; of post, then of pollStreams
+	gone   bool        // for pollStreams: it did not wait for its stream any more
 	ended  atomic.Bool // the message is, with err
 
 	// With the proxy's lock.
@@ -125,7 +125,7 @@ func (c *deviceMessage) end(err error) {
 	c.w.end(false, err)
 }
 
-// attend has the group look after a device message's stream. With the proxy's lock.
+// attend has the group poll a device message's stream. With the proxy's lock.
 func (g *Group) attend(c *deviceMessage) {
 	x := &g.devices
 	if !c.watched {
@@ -134,12 +134,12 @@ func (g *Group) attend(c *deviceMessage) {
 	}
 	if !x.watching {
 		x.watching = true
-		g.wg.Go(g.lookAfter)
+		g.wg.Go(g.pollStreams)
 	}
 }
 
-// lookAfter looks after the streams of device messages until no device message waits for one.
-func (g *Group) lookAfter() {
+// pollStreams polls the streams of device messages until none waits for one.
+func (g *Group) pollStreams() {
 	x, p := &g.devices, g.job.proxy
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()

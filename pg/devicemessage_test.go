@@ -700,7 +700,7 @@ func TestManyMessagesOnDevices(t *testing.T) {
 	})
 }
 
-// A message that ends while the group's goroutine is about to look after its stream ends once.
+// A message that ends while the group's goroutine is about to poll its stream ends once.
 func TestMessagesOnDevicesEndOnce(t *testing.T) {
 	d := devicetest.NewLate("cuda:0", 7, 0)
 	each(t, 2, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {

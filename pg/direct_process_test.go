@@ -620,7 +620,7 @@ func TestDirectFallsBackWhenMappingFails(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
 }
 
-// Ranks make the same calls, each on memory of the host or of its GPU and in the way that it likes,
+// Ranks make the same calls, each on memory of the host or of its GPU and in its own way,
 // so that some of them can be direct and some cannot: all have their results.
 func TestDirectAmongOtherOperations(t *testing.T) {
 	const n = 3

@@ -161,7 +161,7 @@ func TestRecover(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Expect(0, syscall.SIGKILL))
 }
 
-// A group recovers in one view as often as the program likes.
+// A group can recover any number of times in one view.
 func TestRecoverManyTimesInOneView(t *testing.T) {
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
 		epoch := g.View().Epoch
@@ -205,7 +205,7 @@ func TestRetry(t *testing.T) {
 		pgtest.Expect(0, syscall.SIGKILL), pgtest.Expect(1, syscall.SIGKILL))
 }
 
-// A replacement walks in at a step boundary, and sends and receives as its predecessor did.
+// A replacement is admitted at a step boundary, and sends and receives as its predecessor did.
 func TestReplacement(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {
@@ -352,7 +352,7 @@ func TestAbort(t *testing.T) {
 	}, pgtest.Transport("shm"))
 }
 
-// A rank that is evicted alive notices it, and comes back as another incarnation.
+// A live rank that is evicted gets ErrEvicted, and rejoins as another incarnation.
 func TestEvictAndRejoin(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -442,7 +442,7 @@ func TestAdmitReturnsSameResultOnAllRanks(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
 }
 
-// The rank that lets others in dies while it does: those that came in and those that were there go
+// The rank that admits others dies while it does: the admitted ranks and the old members go
 // on with the same operation.
 func TestAdmitSurvivesDeathOfAdmitter(t *testing.T) {
 	for round := range 3 {
@@ -805,8 +805,8 @@ func TestUniform(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL), pgtest.Expect(3, syscall.SIGKILL))
 }
 
-// A rank that closes its group in good order is lost to the others like one that died, after all
-// that it owed them.
+// A rank that closes its group without a failure is lost to the others like one that died, after
+// all that it owed them.
 func TestGracefulExit(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {

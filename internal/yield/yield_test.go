@@ -34,7 +34,7 @@ func TestPollerMovesAwayFromAnother(t *testing.T) {
 }
 
 // Where all processors are busy, moves become rare.
-func TestPollerMovesSeldomInACrowd(t *testing.T) {
+func TestPollerMovesSeldomUnderContention(t *testing.T) {
 	var p Poller
 	m := spin(&p, time.Hour, time.Minute, slice+1, never)
 	if n := len(m); n < 60 || n > 70 {

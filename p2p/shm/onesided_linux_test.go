@@ -75,7 +75,7 @@ func (h *hammered) withdraw(d time.Duration) error {
 	return h.node.T.(*Transport).Withdraw(ctx, h.to)
 }
 
-// quiet fails if the memory changes although the child may do what it likes.
+// quiet fails if the memory changes although the child may try anything.
 func (h *hammered) quiet(t *testing.T) {
 	t.Helper()
 	before := bytes.Clone(h.r.Bytes())
@@ -292,7 +292,7 @@ func TestGrantsAreReused(t *testing.T) {
 }
 
 // TestGateEndsPuts: a link whose owner has closed its end takes no put any more, before the other
-// end has heard of it.
+// end has been told.
 func TestGateEndsPuts(t *testing.T) {
 	x, y := linktest.Sides(t, func(testing.TB) p2p.Transport { return New(Config{}) })
 	r := y.Alloc(t, 64)

@@ -96,8 +96,8 @@ type Missed struct{ Peer }
 // may be healthy. It is this rank's vote, for some time or until OnTime; see Report.
 type Late struct{ Peer }
 
-// OnTime withdraws Late: this rank has heard of the incarnation, or does not wait for others' votes
-// any longer.
+// OnTime withdraws Late: this rank has had a message of the incarnation, or does not wait for
+// others' votes any longer.
 type OnTime struct{ Peer }
 
 // Evict removes the active incarnation in Slot, at a program's request.

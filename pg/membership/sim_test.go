@@ -456,7 +456,7 @@ func (w *sim) deliver(p *proc, i int, again bool) {
 }
 
 // tick lets time pass at p, unless a lease would have run out that p does not know of; then it
-// hears of that first.
+// learns of that first.
 func (w *sim) tick(p *proc) {
 	for !p.away {
 		i := slices.IndexFunc(p.mail, func(m mail) bool { return m.due != 0 && m.due <= p.now+1 })

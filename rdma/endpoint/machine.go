@@ -31,7 +31,7 @@ type machine struct {
 	offer   offer // of the present queue pairs
 	with    end   // what they are connected to
 	theirs  offer // and by what
-	peer    end   // the peer as it was last heard of: requests name it, and never a version to come
+	peer    end   // the peer as of its last message: requests name it, and never a version to come
 
 	call    uint64 // number of the last call
 	asking  bool   // it is unanswered

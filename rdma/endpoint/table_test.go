@@ -337,7 +337,7 @@ func TestPeerThatEndsOrRefuses(t *testing.T) {
 	}
 }
 
-func TestCloseWakesThoseWhoWait(t *testing.T) {
+func TestCloseWakesWaiters(t *testing.T) {
 	p := newPair(t, soft.Config{}, nil)
 	began := make(chan struct{})
 	p.call = func(ctx context.Context, from int, b []byte) ([]byte, error) {

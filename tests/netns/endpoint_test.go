@@ -323,9 +323,9 @@ func TestEndpointsOverASlowLink(t *testing.T) {
 	})
 }
 
-// TestEndpointsWhoseCableIsPulled: operations outlast a link that is down for less than their
+// TestEndpointsSurvivePulledCable: operations outlast a link that is down for less than their
 // timeout. Otherwise they end with an error, and the endpoints work again when the link is back.
-func TestEndpointsWhoseCableIsPulled(t *testing.T) {
+func TestEndpointsSurvivePulledCable(t *testing.T) {
 	t.Run("and put back", func(t *testing.T) {
 		modes(t, func(t *testing.T, seal bool) {
 			a, b := pair(t)

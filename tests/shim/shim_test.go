@@ -147,7 +147,7 @@ func TestArbitraryOperationsDoNoHarm(t *testing.T) {
 }
 
 func TestThreadsShareGroups(t *testing.T) {
-	pgtest.Exec(t, 1, program(t, "check-asan", "threads"), sanitizer)
+	pgtest.Exec(t, 1, program(t, "check-asan", "concurrent"), sanitizer)
 }
 
 func TestMismatchNamesBothRanks(t *testing.T) {

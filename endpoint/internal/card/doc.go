@@ -15,7 +15,7 @@
 // # Keys
 //
 // A device may give the key of memory that was deregistered to other memory. A peer that has not
-// heard of the end of the first would reach the second. So the domain has the keys that peers may
+// learnt of the end of the first would reach the second. So the domain has the keys that peers may
 // still use (Withhold), and registers nothing under them.
 //
 // # Locks

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestClosedGateLetsNobodyIn(t *testing.T) {
+func TestClosedGateAdmitsNoUser(t *testing.T) {
 	var g Gate
 	if _, ok := g.Enter(0, 0); ok || g.IsOpen() {
 		t.Error("a gate is open that was never opened")

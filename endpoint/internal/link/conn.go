@@ -115,7 +115,7 @@ type Conn struct {
 	guard   *guard // nil: frames go as they are
 	mode    wire.Mode
 
-	listed   atomic.Bool  // the loop looks after it: it is not armed
+	listed   atomic.Bool  // the loop serves it: it is not armed
 	waiters  atomic.Int32 // that attend
 	parked   atomic.Int32 // waiters that sleep
 	polled   atomic.Int64 // when a waiter left with what it waited for, in nanoseconds

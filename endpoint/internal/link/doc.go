@@ -15,7 +15,7 @@
 //   - active: the loop polls it, for a short while after it was last busy, because more usually
 //     follows, and an armed connection costs a thread's wake-up for each packet;
 //   - attended: a waiter polls it, and the loop leaves it alone. The waiter arms nothing when it
-//     has what it waited for: it leaves the connection to the loop, which looks after tend, and
+//     has what it waited for: it leaves the connection to the loop, which looks again after tend, and
 //     again as long as waiters come back. Acknowledgements may wait that long too, and travel with
 //     what the program sends next.
 //

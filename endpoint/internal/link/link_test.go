@@ -421,7 +421,7 @@ func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {
 	}
 }
 
-func TestNobodyPollsWhileOthersNeedTheProcessors(t *testing.T) {
+func TestNoPollingWhileOthersNeedTheProcessors(t *testing.T) {
 	var c contention
 	at := int64(time.Hour)
 	if c.note(at, at+late) || c.present(at+late) {
@@ -472,7 +472,7 @@ func (e ended) Ended() bool {
 	return ok
 }
 
-func TestAwaitLeavesTheWorkToTheLoopInACrowd(t *testing.T) {
+func TestAwaitLeavesTheWorkToTheLoopUnderContention(t *testing.T) {
 	in := newSink()
 	x, y := couple(t, wire.Plain, newSink(), in)
 	y.loop.until.Store(now() + int64(time.Hour))

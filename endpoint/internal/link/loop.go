@@ -23,7 +23,7 @@ const (
 	doze   = int64(time.Millisecond)       // then no thread polls for so long, and twice as long the next time
 	snooze = int64(time.Second)            // but no longer than this
 	calm   = 16                            // a part of that time without an absence halves it
-	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
+	tend   = int64(100 * time.Microsecond) // the loop serves attended connections so often
 	rounds = 8                             // polls between two looks at the clock
 	seldom = 64                            // polls between two looks whether a waiter has given up
 	patier = 5                             // polling in vain shortens spin at most so many times by half
@@ -216,7 +216,7 @@ func (l *Loop) await(ids []uint64, p pause) ([]uint64, error) {
 	return l.poll.Wait(ids)
 }
 
-// list adds c to the connections that the loop looks after, unless it is one of them.
+// list adds c to the connections that the loop serves, unless it is one of them.
 func (c *Conn) list(active []*Conn) []*Conn {
 	if c == nil || c.released || c.listed.Swap(true) {
 		return active
@@ -225,7 +225,7 @@ func (c *Conn) list(active []*Conn) []*Conn {
 	return append(active, c)
 }
 
-// serve looks after the active connections, and returns those that remain so.
+// serve serves the active connections, and returns those that remain so.
 func (l *Loop) serve(active []*Conn) (remain []*Conn, p pause) {
 	did := true
 	for i := 0; i < rounds && did; i++ {
@@ -282,7 +282,7 @@ func (l *Loop) look(c *Conn, at int64) pause {
 		c.vain++
 	}
 	c.listed.Store(false)
-	if c.waiters.Load() > 0 { // it has come meanwhile, and may have seen that the loop looks after c
+	if c.waiters.Load() > 0 { // it has come meanwhile, and may have seen that the loop serves c
 		c.listed.Store(true)
 		return watch
 	}

@@ -1087,7 +1087,7 @@ static void fuzz(void)
 	free(lens);
 }
 
-/* threads has several threads use the same groups. */
+/* concurrent has several threads use the same groups. */
 static tutti_group both[2];
 
 static void *busy(void *arg)
@@ -1113,7 +1113,7 @@ static void *busy(void *arg)
 	return NULL;
 }
 
-static void threads(void)
+static void concurrent(void)
 {
 	pthread_t threads[4];
 	int i;
@@ -1202,7 +1202,7 @@ int main(int argc, char **argv)
 		void (*f)(void);
 	} parts[] = {{"ops", ops}, {"overlap", overlap}, {"bad", bad}, {"lost", lost}, {"mismatch", mismatch},
 	             {"late", late}, {"kv", kv}, {"jobstore", jobstore}, {"replace", replace}, {"members", members},
-	             {"evict", evict}, {"fuzz", fuzz}, {"threads", threads}};
+	             {"evict", evict}, {"fuzz", fuzz}, {"concurrent", concurrent}};
 	size_t i;
 
 	for (i = 0; argc == 2 && i < sizeof parts / sizeof *parts; i++) {
