@@ -16,8 +16,8 @@
 //     follows, and an armed connection costs a thread's wake-up for each packet;
 //   - attended: a waiter polls it, and the loop leaves it alone. The waiter arms nothing when it
 //     has what it waited for: it leaves the connection to the loop, which looks at it after tend,
-//     and again as long as waiters come back. Acknowledgements may wait that long too, and travel with
-//     what the program sends next.
+//     and again as long as waiters come back. Acknowledgements may wait that long too, and travel
+//     with what the program sends next.
 //
 // A thread that polls in vain yields to other threads, one of which may be the peer's. If it is
 // away for long, other programs need the processors: then no thread polls for a while, and every
