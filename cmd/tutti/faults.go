@@ -138,7 +138,8 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *c
 		return 0, 0, 0, err
 	}
 	defer os.RemoveAll(dir)
-	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n, GoOn: true, MaxRestarts: 1,
+	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n,
+		Elastic: true, MaxRestarts: 1,
 		Quiet: true, NoPrefix: true, Grace: 2 * time.Second,
 		Stdout: os.Stdout, Stderr: os.Stderr, Env: []string{faultsVariable + "=" + dir, "TUTTI_ON_FAILURE=shrink",
 			"TUTTI_TRANSPORT=" + f.transport, "TUTTI_TIMEOUT=60s"}}

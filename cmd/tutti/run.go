@@ -233,7 +233,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)
 	}
 	if f.onFailure != "end" {
-		o.GoOn, o.MaxRestarts, o.Standby = true, f.restarts, f.standby
+		o.Elastic, o.MaxRestarts, o.Standby = true, f.restarts, f.standby
 		o.Env = append(o.Env, "TUTTI_ON_FAILURE="+f.onFailure)
 	}
 	if f.autoAdmit {

@@ -293,7 +293,7 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 				w.ranks[r].m.See(w.view)
 				w.ranks[r].rough = true
 				w.answer(r)
-				w.goOn(r)
+				w.advance(r)
 			})
 		}
 		for s := range modelRanks {
@@ -309,7 +309,7 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					}
 					w.ranks[r].rough = true
 					w.answer(r)
-					w.goOn(r)
+					w.advance(r)
 				})
 			}
 		}
@@ -324,7 +324,7 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					mine := q.standing()
 					mine.Calls = true
 					w.moves(r, mine, q.failed || q.broken || !q.m.Fresh(q.seq))
-					w.goOn(r)
+					w.advance(r)
 				})
 			case p.seq < w.rules.ops:
 				try(say("calls the next operation"), func(w *modelWorld) { w.call(r) })
@@ -367,11 +367,11 @@ func (w *modelWorld) call(r int) {
 		return
 	}
 	p.doing = entering
-	w.goOn(r)
+	w.advance(r)
 }
 
-// goOn continues what rank r waits for between operations.
-func (w *modelWorld) goOn(r int) {
+// advance continues what rank r waits for between operations.
+func (w *modelWorld) advance(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
 	case entering:
@@ -465,7 +465,7 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 			}
 			q.doing = concluding
 			w.moves(r, w.concludes(r), w.ranks[r].broken)
-			w.goOn(r)
+			w.advance(r)
 		})
 	}
 	giveUp := func(outcome int8) func(w *modelWorld) {

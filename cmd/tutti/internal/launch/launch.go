@@ -60,15 +60,15 @@ type Options struct {
 	Bind           Binding
 	Grace          time.Duration // between SIGTERM, or the user's signal, and SIGKILL
 
-	// GoOn keeps the other ranks running when one dies: Env tells them to "shrink" or "retry". The
-	// job begins to end with the first rank that succeeds. It has succeeded if all ranks that were
-	// alive then do. If no rank succeeded, the first death counts.
-	GoOn bool
-	// MaxRestarts is how often each rank that died is started again before the job ends, if GoOn;
-	// its environment then has TUTTI_RESTART.
+	// Elastic keeps the other ranks running when one dies: Env tells them to "shrink" or "retry".
+	// The job begins to end with the first rank that succeeds. It has succeeded if all ranks that
+	// were alive then do. If no rank succeeded, the first death counts.
+	Elastic bool
+	// MaxRestarts is how often each rank that died is started again before the job ends, if
+	// Elastic; its environment then has TUTTI_RESTART.
 	MaxRestarts int
-	// Standby is the number of spare processes that wait to take the place of dead ranks, if GoOn;
-	// unused ones end with the job.
+	// Standby is the number of spare processes that wait to take the place of dead ranks, if
+	// Elastic; unused ones end with the job.
 	Standby int
 
 	Verbose   bool // report the processors of each rank
@@ -121,7 +121,7 @@ type launcher struct {
 	env     func(int) []string
 	failed  bool // the launcher ended the ranks: code is not their own result
 
-	// If GoOn:
+	// If Elastic:
 	again     chan int      // ranks whose next start is due
 	pending   int           // the number of planned starts
 	views     *views        // not nil if processes may wait for admission
@@ -271,7 +271,7 @@ func (l *launcher) who(i int) string {
 // start starts local rank i with pipes to the output.
 func (l *launcher) start(i int) error {
 	c := l.command
-	c.Env, c.Sweep = l.env(i), l.GoOn
+	c.Env, c.Sweep = l.env(i), l.Elastic
 	if n := l.ranks[i].restarts; n > 0 {
 		c.Env = append(c.Env, fmt.Sprintf("TUTTI_RESTART=%d", n))
 	}
@@ -330,7 +330,7 @@ func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 func (l *launcher) supervise(ctx context.Context) error {
 	cancelled, broken := ctx.Done(), l.out.Broken()
 	for {
-		if l.GoOn {
+		if l.Elastic {
 			l.settle()
 		}
 		if l.live+l.pending == 0 {
@@ -364,11 +364,11 @@ func (l *launcher) supervise(ctx context.Context) error {
 			l.fail(CodeLaunch, context.Cause(ctx).Error())
 		}
 	}
-	if l.GoOn && l.code == 0 {
+	if l.Elastic && l.code == 0 {
 		l.code, l.why = l.verdict()
 	}
 	err := l.hold.others(ctx, l) // the store of node 0 serves all nodes until they are done
-	if l.GoOn && !l.failed {
+	if l.Elastic && !l.failed {
 		l.code, l.why = l.verdict() // again: ranks of another node may have succeeded meanwhile
 	}
 	return err
@@ -383,7 +383,7 @@ func (l *launcher) event(e Event) error {
 		l.live--
 		r.ended = true
 		if r.restarts > 0 && !l.stopping {
-			l.goOn(e.ID, CodeNoExec, "could not be started again: "+e.Error)
+			l.rankEnded(e.ID, CodeNoExec, "could not be started again: "+e.Error)
 		} else {
 			l.fail(CodeNoExec, fmt.Sprintf("%s could not be started: %s", l.who(e.ID), e.Error))
 		}
@@ -401,8 +401,8 @@ func (l *launcher) event(e Event) error {
 			l.landed(l.name(e.ID), 0, code, how)
 		}
 		switch {
-		case l.GoOn && !l.stopping:
-			l.goOn(e.ID, code, how)
+		case l.Elastic && !l.stopping:
+			l.rankEnded(e.ID, code, how)
 		case code != 0 && !l.dismissed:
 			l.fail(code, fmt.Sprintf("%s %s", l.who(e.ID), how))
 		case code == 0 && e.ID < l.N:

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// The launcher's behaviour with Options.GoOn: ranks that die leave the others running, are started
-// again, and may be replaced by a process on standby.
+// The launcher's behaviour with Options.Elastic: ranks that die leave the others running, are
+// started again, and may be replaced by a process on standby.
 
 // restartPause is the pause before the restart of a rank that died soon after its start, doubled
 // each time.
@@ -73,8 +73,8 @@ func (l *launcher) dismiss() {
 	l.end(syscall.SIGTERM)
 }
 
-// goOn handles the end of a process while the others continue.
-func (l *launcher) goOn(i, code int, how string) {
+// rankEnded handles the end of a process while the others continue.
+func (l *launcher) rankEnded(i, code int, how string) {
 	r := &l.ranks[i]
 	e, in := l.in[r.pid]
 	switch {
@@ -122,7 +122,7 @@ func (l *launcher) revive(i int) {
 	l.pending--
 	if err := l.start(i); err != nil {
 		l.ranks[i].pid = 0
-		l.goOn(i, CodeNoExec, fmt.Sprintf("could not be started again: %v", err))
+		l.rankEnded(i, CodeNoExec, fmt.Sprintf("could not be started again: %v", err))
 	}
 }
 

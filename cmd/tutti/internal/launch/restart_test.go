@@ -32,7 +32,8 @@ func get[T any](t *testing.T, what string, c <-chan T) (x T) {
 type fake struct{ *launcher }
 
 func newFake(t *testing.T, n, restarts, standby int) fake {
-	l := &launcher{Options: Options{N: n, Nodes: 2, GoOn: true, MaxRestarts: restarts, Standby: standby, Quiet: true},
+	l := &launcher{Options: Options{N: n, Nodes: 2, Elastic: true,
+		MaxRestarts: restarts, Standby: standby, Quiet: true},
 		ranks: make([]rank, n+standby),
 		again: make(chan int, n), in: map[int]entry{}, hold: &store{}, live: n + standby}
 	for i := range l.ranks {
@@ -51,7 +52,7 @@ func (f fake) let(i, slot int) {
 func (f fake) die(i, code int) {
 	f.live--
 	f.ranks[i].ended = true
-	f.goOn(i, code, "exited with code "+strconv.Itoa(code))
+	f.rankEnded(i, code, "exited with code "+strconv.Itoa(code))
 	delete(f.in, f.ranks[i].pid)
 }
 
@@ -281,11 +282,11 @@ func TestJobIsOver(t *testing.T) {
 // TestOtherNodes: how other nodes' ends matter here.
 func TestOtherNodes(t *testing.T) {
 	for _, c := range []struct {
-		name string
-		goOn bool
-		end  *failure // nil: its launcher vanishes
-		why  string   // that this node fails
-		well bool
+		name    string
+		elastic bool
+		end     *failure // nil: its launcher vanishes
+		why     string   // that this node fails
+		well    bool
 	}{
 		{"well", true, &failure{}, "", true},
 		{"its ranks died, and this goes on", true, &failure{Code: 9, Why: "x"}, "", false},
@@ -302,7 +303,7 @@ func TestOtherNodes(t *testing.T) {
 				t.Fatal(err)
 			}
 			s := &store{handle: m.Open(), nodes: 2, failc: make(chan broken, 1), alone: make(chan struct{}),
-				goOn: c.goOn, wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}}
+				elastic: c.elastic, wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}}
 			defer s.handle.Close()
 			ctx, cancel := context.WithCancel(t.Context())
 			nodes := s.handle.Watch(ctx, nodeKeys)

@@ -56,7 +56,7 @@ func (r nodeRecord) differs(n int, other nodeRecord) error {
 }
 
 // failure is how a node ended: Code 0 is success. End: the others have to end too, even with
-// Options.GoOn.
+// Options.Elastic.
 type failure struct {
 	Code int
 	Why  string
@@ -78,7 +78,7 @@ type store struct {
 
 	failc   chan broken   // receives the first failure elsewhere that ends this node too
 	alone   chan struct{} // closed once every other node has ended
-	goOn    bool
+	elastic bool
 	say     func(string)
 	well    atomic.Bool   // another node has succeeded
 	wake    chan struct{} // holds a token after well was set
@@ -111,8 +111,9 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 			l.Job = fmt.Sprintf("run-%012x", ident.New()>>16)
 		}
 	}
-	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}), goOn: l.GoOn,
-		wake: make(chan struct{}, 1), say: func(text string) {
+	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}),
+		elastic: l.Elastic,
+		wake:    make(chan struct{}, 1), say: func(text string) {
 			if !l.Quiet {
 				l.say(text)
 			}
@@ -409,7 +410,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 
 // onFailure returns the ranks' setting of OnFailure.
 func (l *launcher) onFailure() string {
-	if l.GoOn {
+	if l.Elastic {
 		for _, kv := range l.Env {
 			if how, ok := strings.CutPrefix(kv, "TUTTI_ON_FAILURE="); ok {
 				return how
@@ -474,7 +475,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 			f = failure{Code: CodeLaunch, Why: "unreadable record"}
 		}
 		switch {
-		case f.Code != 0 && (f.End || !s.goOn):
+		case f.Code != 0 && (f.End || !s.elastic):
 			fail(f.Code, fmt.Sprintf("node %d: %s", n, f.Why))
 		case f.Code != 0:
 			s.say(fmt.Sprintf("node %d: %s; the others go on", n, f.Why))
@@ -566,7 +567,7 @@ func (s *store) others(ctx context.Context, l *launcher) error {
 	}
 	s.report(l.code, l.why, l.endsAll())
 	var late <-chan time.Time
-	if l.code != 0 && (l.failed || !l.GoOn) {
+	if l.code != 0 && (l.failed || !l.Elastic) {
 		late = time.After(l.Grace + dieBy)
 	}
 	failed := s.failc
