@@ -1297,3 +1297,165 @@ func TestMessageOfIncompleteSession(t *testing.T) {
 	}
 	f[1].Cancel()
 }
+
+// settled fails unless all frames that were sent are handled. It returns the outcomes of messages
+// that have come meanwhile.
+func (r *raw) settled() (taken []wire.Code) {
+	r.t.Helper()
+	r.send(frame(wire.Ping, 1, nil))
+	for {
+		h, body, err := r.next()
+		switch {
+		case err != nil:
+			r.t.Fatal(err)
+		case h.Op == wire.Taken:
+			taken = append(taken, wire.Code(body[0]))
+		case h.Op == wire.Pong:
+			return taken
+		}
+	}
+}
+
+// TestMessageOfSessionThatIsNeverComplete: a message whose sender was told that it has arrived is
+// received, also if its session ends before all of its connections are there.
+func TestMessageOfSessionThatIsNeverComplete(t *testing.T) {
+	check := func(t *testing.T, p *Peer, told bool, next *raw) {
+		buf := make([]byte, 10)
+		f := p.Recv(buf)
+		next.send(frame(wire.Message, 1, nil, []byte("second")...))
+		if wait(t, f); told && string(buf[:f.Result(0).N]) != "first" {
+			t.Errorf("the sender was told that its first message has arrived, the next recv got %q",
+				buf[:f.Result(0).N])
+		}
+	}
+	t.Run("accepted", func(t *testing.T) {
+		e := newEndpoint(t, newContext(t), Config{Timeout: patience / 2})
+		id := newID()
+		r := dialRaw(t, e, testSecret, id)
+		r.send(hello(1, 0, 2))
+		r.expect(wire.Hello)
+		p := r.accepted(e)
+		r.send(frame(wire.Message, 1, nil, []byte("first")...))
+		told := len(r.settled()) > 0
+		r.Close()
+		check(t, p, told, dialRaw(t, e, testSecret, id).session(2))
+	})
+	// The accepting end can have greeted on all connections, and send, before the dialling one has
+	// read the last greeting.
+	t.Run("dialled", func(t *testing.T) {
+		e := newEndpoint(t, newContext(t), Config{Conns: 2, Timeout: patience / 2})
+		first, told := make(chan *raw, 1), make(chan bool, 1)
+		info := rawServer(t, 1, func(r *raw) {
+			h, body, err := r.next()
+			if err != nil {
+				return
+			}
+			if g, err := wire.DecodeGreeting(body); err != nil || g.Index == 0 {
+				r.send(hello(h.Address, 0, 2))
+				first <- r
+				return
+			}
+			r0 := <-first
+			r0.send(frame(wire.Message, 1, nil, []byte("first")...))
+			told <- len(r0.settled()) > 0
+			r0.Close()
+		})
+		if _, err := e.Connect(t.Context(), info); !errors.Is(err, ErrBroken) {
+			t.Fatalf("Connect: %v, want %v", err, ErrBroken)
+		}
+		next := dialRaw(t, e, testSecret, 1).session(2)
+		eventually(t, "the peer is known", func() bool { return len(e.Peers()) == 1 })
+		check(t, e.Peers()[0], <-told, next)
+	})
+}
+
+// TestMessagesOfIncompleteSessionsAreBounded: a session that is not complete takes no more messages
+// than one that is, also if they are given up.
+func TestMessagesOfIncompleteSessionsAreBounded(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	r := dialRaw(t, e, testSecret, newID())
+	r.send(hello(1, 0, 2))
+	r.expect(wire.Hello)
+	var frames [][]byte
+	for i := range maxRequests {
+		frames = append(frames, frame(wire.Dropped, uint64(i+1), nil))
+	}
+	r.send(frames...)
+	r.settled()
+	r.send(frame(wire.Dropped, maxRequests+1, nil))
+	r.ended()
+}
+
+// TestMessagesOfCompleteSessionsAreTold: the sender of messages that came before the session was
+// complete is told of them when it is.
+func TestMessagesOfCompleteSessionsAreTold(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{Timeout: patience / 2})
+	id := newID()
+	a, b := dialRaw(t, e, testSecret, id), dialRaw(t, e, testSecret, id)
+	a.send(hello(1, 0, 2))
+	a.expect(wire.Hello)
+	p := a.accepted(e)
+	const n = maxRequests // as many as may be under way at once
+	for i := range n {
+		a.send(frame(wire.Message, uint64(i+1), nil, byte(i)))
+	}
+	told := len(a.settled())
+	b.send(hello(1, 1, 2))
+	b.expect(wire.Hello)
+	for ; told < n; told++ {
+		h, body := a.expect(wire.Taken)
+		if h.Address != uint64(told+1) || wire.Code(body[0]) != wire.OK {
+			t.Fatalf("message %d ended with %v, want %d with success", h.Address, wire.Code(body[0]), told+1)
+		}
+	}
+	for i := range n {
+		buf := make([]byte, 1)
+		if wait(t, p.Recv(buf)); buf[0] != byte(i) {
+			t.Fatalf("message %d is of %d", i, buf[0])
+		}
+	}
+	a.send(frame(wire.Message, n+1, nil, 1)) // what was told does not count any more
+	a.expect(wire.Taken)
+}
+
+// TestDialledSessionThatIsCompleteTooLate: connections whose last greeting comes after the peer has
+// made a session of its own do not displace it, for it is the later one: nothing of theirs comes
+// after what came on it.
+func TestDialledSessionThatIsCompleteTooLate(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience / 2})
+	ready, late := make(chan bool), make(chan bool)
+	info := rawServer(t, 1, func(r *raw) {
+		h, _, err := r.next()
+		if err != nil {
+			return
+		}
+		close(ready)
+		<-late
+		r.send(hello(h.Address, 0, 1), frame(wire.Message, 1, nil, []byte("old")...))
+		r.ended()
+	})
+	connected := make(chan error, 1)
+	go func() {
+		_, err := e.Connect(t.Context(), info)
+		connected <- err
+	}()
+	<-ready
+	now := dialRaw(t, e, testSecret, 1).session(2)
+	p := e.Peers()[0]
+	buf := make([]byte, 10)
+	now.send(frame(wire.Message, 1, nil, []byte("new")...))
+	f := p.Recv(buf)
+	wait(t, f)
+	if got := string(buf[:f.Result(0).N]); got != "new" {
+		t.Fatalf("got %q", got)
+	}
+	close(late)
+	if err := <-connected; err != nil {
+		t.Errorf("Connect: %v, and there is a session", err)
+	}
+	f = p.Recv(buf)
+	now.send(frame(wire.Message, 2, nil, []byte("newer")...))
+	if err := f.Wait(t.Context()); err != nil || string(buf[:f.Result(0).N]) != "newer" {
+		t.Errorf("after \"new\" comes %q, %v", buf[:f.Result(0).N], err)
+	}
+}

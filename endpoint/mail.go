@@ -1,6 +1,7 @@
 package endpoint
 
 import (
+	"bytes"
 	"fmt"
 	"slices"
 	"sync/atomic"
@@ -24,6 +25,7 @@ type mailbox struct {
 	// Receiving.
 	room        int64               // bytes that this end keeps
 	owedNotes   int                 // messages of which the sender has not been told what has become
+	early       [][]byte            // what it is told of some of them when the session is up
 	arrivals    map[uint64]*arrival // that are not with their recv
 	lastArrival uint64
 	expect      uint64 // number of the last message that has a recv
@@ -222,14 +224,31 @@ func (s *session) arrivedLocked(c *link.Conn, a *arrival, stored bool) error {
 }
 
 // takeNoteLocked tells the sender what has become of a message. In a handler of the connection that
-// carries the note, it may wait for the next frames: a program that receives often answers.
+// carries the note, it may wait for the next frames: a program that receives often answers. Before
+// the session is up the note waits: if it never is, the message is lost.
 func (s *session) takeNoteLocked(c *link.Conn, seq uint64, code wire.Code, n int64) {
-	s.owedNotes--
 	b := wire.Header{Size: wire.OutcomeSize, Address: seq, Op: wire.Taken}.Append(nil)
-	s.conns[0].Later(wire.Outcome{Code: code, Bytes: uint64(n)}.Append(b))
+	b = wire.Outcome{Code: code, Bytes: uint64(n)}.Append(b)
+	if !s.up {
+		s.early = append(s.early, b)
+		return
+	}
+	s.owedNotes--
+	s.conns[0].Later(b)
 	if c != s.conns[0] {
 		s.peer.touchLocked(s.conns[0])
 	}
+}
+
+// takeEarlyNotesLocked sends the notes that waited for the session to be up.
+func (s *session) takeEarlyNotesLocked() {
+	if len(s.early) == 0 {
+		return
+	}
+	s.owedNotes -= len(s.early)
+	s.conns[0].Later(bytes.Join(s.early, nil))
+	s.early = nil
+	s.peer.touchLocked(s.conns[0])
 }
 
 // handOverLocked copies a whole message to its recv.
@@ -524,8 +543,8 @@ func (s *session) withdrawMailLocked(t *task) {
 	}
 }
 
-// closeMailLocked ends what is under way when the session breaks. Whole messages, which their
-// sender knows to have arrived, stay.
+// closeMailLocked ends what is under way when a session breaks that was up. Whole messages, which
+// their sender knows to have arrived, stay.
 func (s *session) closeMailLocked(why error) {
 	p := s.peer
 	for _, x := range s.untaken {

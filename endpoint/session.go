@@ -119,6 +119,8 @@ func (s *session) joinLocked(c *link.Conn, g wire.Greeting) error {
 		return s.err
 	case s.peer.gone != nil:
 		return s.peer.gone
+	case s.dialled && s.peer.session != nil && s.peer.session != s:
+		return errCrossed // the peer has made that one since: messages of this one would be late
 	}
 	if int(g.Count) != len(s.conns) || s.conns[g.Index] != nil && s.conns[g.Index] != c {
 		return fmt.Errorf("%w: connection %d of %d is there already", wire.ErrFrame, g.Index, g.Count)
@@ -130,6 +132,7 @@ func (s *session) joinLocked(c *link.Conn, g wire.Greeting) error {
 	s.step <- struct{}{}
 	if s.joined++; s.joined == len(s.conns) {
 		s.up, s.since = true, time.Now()
+		s.takeEarlyNotesLocked()
 		s.peer.countLocked(func(c *counts) { c.sessions++ })
 		if s.limit != nil {
 			s.limit.Stop()
