@@ -305,8 +305,8 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 // joins reports whether a group with o may have k.
 func (k *key) joins(o *key) bool { return k == o || !k.alone && !o.alone }
 
-// failedLocked notes the error of a group that has k. A fatal status says which key is to be used no
-// more only if the group has one key. Otherwise each is tried without others.
+// failedLocked notes the error of a group that has k. A fatal status bars the key if the group has
+// no other one. Otherwise it may be that of another key, and each is tried without others.
 func (k *key) failedLocked(err error, group []*task) {
 	switch {
 	case !card.Fatal(err):
