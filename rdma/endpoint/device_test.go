@@ -4,6 +4,7 @@ package endpoint_test
 
 import (
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -25,10 +26,20 @@ func leisurely(cfg *endpoint.Config) {
 	cfg.Route.Timeout = 16
 }
 
+// opens and kills are those of make test-rdma, unless make bench-rdma asks for more.
+var (
+	opens = flag.Int("opens", 112, "`number` of opens of TestDeviceSimultaneousOpens")
+	kills = flag.Int("kills", 10, "`number` of processes that each side of TestDeviceKilledProcesses kills")
+)
+
+// TestDeviceSimultaneousOpens: half of the opens are by ranks whose calls are lost and repeated. All
+// ranks restart when they have opened each other.
 func TestDeviceSimultaneousOpens(t *testing.T) {
 	p, names := rdmatest.Devices(t, verbs.Load)
-	t.Log(endpointtest.RunSimultaneous(t, p, names, 8, endpointtest.Faults{}, leisurely))
-	t.Log(endpointtest.RunSimultaneous(t, p, names, 8, endpointtest.Faults{Lose: 0.1, Duplicate: 0.3}, leisurely))
+	for _, faults := range []endpointtest.Faults{{}, {Lose: 0.1, Duplicate: 0.3}} {
+		took := endpointtest.RunSimultaneous(t, p, names, 8, *opens/2, faults, leisurely)
+		t.Logf("at least %d opens of 8 ranks, %+v: %v", *opens/2, faults, took)
+	}
 }
 
 func TestDeviceRestarts(t *testing.T) {
