@@ -57,7 +57,8 @@ func TestSimultaneousOpens(t *testing.T) {
 func TestSimultaneousOpensOfTenThousand(t *testing.T) {
 	f, names := fabric(t, soft.Config{Devices: 8})
 	const n = 101
-	took := endpointtest.RunSimultaneous(t, f, names, n, n*(n-1), endpointtest.Faults{Lose: 0.05, Duplicate: 0.1}, brisk)
+	faults := endpointtest.Faults{Lose: 0.05, Duplicate: 0.1}
+	took := endpointtest.RunSimultaneous(t, f, names, n, n*(n-1), faults, brisk)
 	t.Logf("%d opens took %v", n*(n-1), took)
 }
 
