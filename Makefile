@@ -145,12 +145,15 @@ bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_F
 bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL (P2P_FLAGS="--sizes 64,1M --rounds 3")
 	$(GO) run ./tests/peers p2p --nixl $(NIXL_ENV) $(P2P_FLAGS)
 
-bench-rdma: ## writes over rdma/queue beside ib_write_bw and ib_write_lat, and the times of connections (RDMA_FLAGS="-rounds 3")
+bench-rdma: ## writes over rdma/queue beside ib_write_bw and ib_write_lat, and the times of connections and of links that come back (RDMA_FLAGS="-rounds 3")
 	@tests/softroce/setup.sh >/dev/null
 	@$(GO) build -o .build/rdmabench ./tests/rdmabench
 	@tests/softroce/vmexec .build/rdmabench $(RDMA_FLAGS)
 	@$(GO) test -count=1 -v -run '^TestSimultaneousOpens$$' ./rdma/endpoint -bars
-	@$(GO) test -count=1 -v -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDeviceLinkDownAndUp$$' ./rdma/endpoint -bars
+	@$(GO) test -p 1 -count=1 -v -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDeviceLinkDownAndUp$$' \
+		./rdma/endpoint ./p2p/verbs -bars
+	@VMLIMIT=900 $(GO) test -count=1 -v -timeout 15m -exec $(CURDIR)/tests/softroce/vmexec \
+		-run '^TestDevice(SimultaneousOpens|KilledProcesses)$$' ./rdma/endpoint -opens 10000 -kills 25
 
 bench-against: ## this tree beside commit BASE; fails if a row is slower beyond its interval (AGAINST_FLAGS=--help)
 	@test -n "$(BASE)" || { echo "which commit? make bench-against BASE=COMMIT"; exit 2; }

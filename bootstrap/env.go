@@ -106,6 +106,9 @@ func Variables() []Variable {
 		{"TUTTI_RDMA_GID", "address of an RDMA port that peers are given: an index of its table, an address, or a " +
 			"network (10.0.0.0/8)", "the best: RoCE v2, routed, IPv4"},
 		{"TUTTI_RDMA_QPS", "queue pairs for data on each RDMA port and link, 1 to 16", "1"},
+		{"TUTTI_RDMA_SQ_TIMEOUT", "how long a batch of a program that uses package rdma/queue waits for room in " +
+			"the send queues before it is refused: a duration (10ms) or seconds; negative: not at all. Endpoints " +
+			"submit a refused batch again; links of ranks have no such batches", "10ms"},
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
 		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same " +
@@ -121,8 +124,6 @@ func Variables() []Variable {
 			"also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
 		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range " +
 			"127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
-		{"TUTTI_RDMA_SQ_TIMEOUT", "how long a batch waits for room in the send queues of RDMA queue pairs before it " +
-			"is refused: a duration (10ms) or seconds; negative: not at all", "10ms"},
 		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
 		{"TUTTI_STORE_PASSWORD", "that user's password", "none"},
 		{"TUTTI_STORE_CA", "PEM file of the certificate authorities of an etcds:// store", "the system's"},

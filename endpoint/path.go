@@ -153,6 +153,7 @@ type key struct {
 	known              bool
 	refused            bool
 	barred             bool   // a request with it has failed in a way that another connection does not change
+	alone              bool   // or one of a group that had other keys, too: no group has it and others
 	users              int    // operations aboard
 	revoke             uint64 // number of the peer's Revoke; 0: it is valid
 }
@@ -279,7 +280,7 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 	for len(p.queue) > 0 && len(group) < maxGrouped {
 		t := p.queue[0]
 		local := t.localOf()
-		if !t.ended && len(group) > 0 && bytes+int64(local.Len()) > maxGroup {
+		if !t.ended && len(group) > 0 && (bytes+int64(local.Len()) > maxGroup || !t.key.joins(group[0].key)) {
 			break
 		}
 		p.queue[0] = nil
@@ -301,9 +302,29 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 	return group, requests
 }
 
+// joins reports whether a group with o may have k.
+func (k *key) joins(o *key) bool { return k == o || !k.alone && !o.alone }
+
+// failedLocked notes the error of a group that has k. A fatal status bars the key if the group has
+// no other one. Otherwise it may be that of another key, and each is tried without others.
+func (k *key) failedLocked(err error, group []*task) {
+	switch {
+	case !card.Fatal(err):
+	case slices.ContainsFunc(group, func(t *task) bool { return t.key != k }):
+		k.alone = true
+	default:
+		k.barred = true
+	}
+}
+
 // landLocked goes on with operations whose memory the device does not access any more.
 func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 	s := p.s
+	if err == nil {
+		for _, t := range group {
+			t.key.alone = false
+		}
+	}
 	for _, t := range group {
 		t.flight = nil
 		delete(p.aboard, t)
@@ -320,7 +341,7 @@ func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 		case errors.As(err, new(*card.MemoryError)):
 			s.sendPiecesLocked(t, t.remote)
 		default:
-			t.key.barred = t.key.barred || rdma.Fatal(err)
+			t.key.failedLocked(err, group)
 			p.stranded = append(p.stranded, t)
 		}
 	}

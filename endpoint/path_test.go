@@ -533,6 +533,55 @@ func TestStatusClasses(t *testing.T) {
 	}
 }
 
+// A fatal status of a batch with two regions bars that region alone whose requests fail, also if
+// they are tried without others: the other one goes by RDMA again, and its operations end well.
+func TestFatalStatusBarsItsRegionOnly(t *testing.T) {
+	var bad atomic.Uint32 // the key whose reads fail
+	_, r := newFabric(t, soft.Config{Faults: soft.Faults{
+		Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+			if r.Op == rdma.Read && r.RemoteKey == bad.Load() {
+				return rdma.RemoteAccess
+			}
+			return rdma.Success
+		}}})
+	data, other := sharedPattern(t, 1<<16), sharedPattern(t, 1<<16)
+	slices.Reverse(other)
+	a, b, p, _, _ := directPair(t, r, data)
+	if _, err := b.Register("other", mem.Host(other, mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	warm(t, p, "other")
+	p.mu.Lock()
+	bad.Store(p.session.path.keys[p.known["data"].id].remote)
+	p.mu.Unlock()
+	both := func() {
+		t.Helper()
+		got := [2][]byte{make([]byte, len(data)), make([]byte, len(other))}
+		wait(t, p.Batch([]Op{{Kind: OpRead, Local: mem.Host(got[0], mem.Anywhere), Region: "data"},
+			{Kind: OpRead, Local: mem.Host(got[1], mem.Anywhere), Region: "other"}}))
+		if !bytes.Equal(got[0], data) || !bytes.Equal(got[1], other) {
+			t.Fatal("other bytes")
+		}
+	}
+	both()
+	if n := a.Stats().Detours; n != 1 {
+		t.Fatalf("%d failures of a batch with a bad key, want 1", n)
+	}
+	warm(t, p, "other") // fails if that is barred, too
+	both()              // tries the bad key without the other one
+	warm(t, p, "other")
+	for range 5 {
+		before := directOf(p, OpRead)
+		both()
+		if n := directOf(p, OpRead) - before; n != 1 {
+			t.Errorf("%d operations of a batch have gone by RDMA, want that of the other region", n)
+		}
+	}
+	if n := a.Stats().Detours; n != 2 {
+		t.Errorf("%d failures, want one of the batch and one of the bad key alone", n)
+	}
+}
+
 // A peer that only reads and writes by RDMA sends no frames, and keeps its session.
 func TestRDMAKeepsTheSession(t *testing.T) {
 	_, r := newFabric(t, soft.Config{})

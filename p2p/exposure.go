@@ -73,7 +73,7 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 	}
 	if !r.Shared && !p.cfg.Threads {
 		err := fmt.Errorf("exposing memory: no transport shares it: %w", errors.ErrUnsupported)
-		return nil, errors.Join(err, p.Deregister(r), r.Free())
+		return nil, errors.Join(err, p.deregister(r), r.Free())
 	}
 	p.regions.add(r)
 	b := board{region: r}

@@ -11,54 +11,38 @@ import (
 	"tutti/mem"
 )
 
-// Registrar is a transport to which memory must be registered before transfers (RDMA, GPU).
+// Registrar is a transport that can keep memory registered with its devices. It is told of the
+// regions whose life the proxy knows, those of Alloc and AllocWritable. Transfers from and to other
+// memory work as well.
 type Registrar interface {
-	// Register registers r until Deregister. Called once for a region.
-	Register(r *Region) error
+	// Register says that r lives until Deregister. It is called once for a region, with its memory
+	// in any location.
+	Register(r *Region)
+	// Deregister ends that. Operations with the memory may be under way, if they were given up.
 	Deregister(r *Region) error
 }
 
 // Control returns n bytes of zeroed memory for the engine's own use: slots, credits, pools,
 // scratch, synchronisation, warm-up. All such memory comes from here, and has the location
 // Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
-func (p *Proxy) Control(n int) (*Region, error) {
-	r := heap(n)
-	return r, p.register(r)
-}
+func (p *Proxy) Control(n int) *Region { return heap(n) }
 
 // heap returns a region of plain memory.
 func heap(n int) *Region {
 	return mem.NewRegion(ident.New(), mem.Host(make([]byte, n), Anywhere), false, false, func() error { return nil })
 }
 
-// Register registers the caller's memory with the transports. The caller keeps it alive until
-// Deregister.
-func (p *Proxy) Register(m mem.Memory) (*Region, error) {
-	if err := m.Loc().Validate(); err != nil {
-		return nil, err
-	}
-	r := mem.NewRegion(ident.New(), m, false, false, func() error { return nil })
-	return r, p.register(r)
-}
-
-func (p *Proxy) register(r *Region) error {
-	for i, t := range p.cfg.Transports {
+// register tells the transports of a region.
+func (p *Proxy) register(r *Region) {
+	for _, t := range p.cfg.Transports {
 		if reg, ok := t.(Registrar); ok {
-			if err := reg.Register(r); err != nil {
-				for _, u := range p.cfg.Transports[:i] {
-					if reg, ok := u.(Registrar); ok {
-						reg.Deregister(r)
-					}
-				}
-				return fmt.Errorf("registering %d bytes at %s with %s: %w", r.Len(), r.Loc(), t.Name(), err)
-			}
+			reg.Register(r)
 		}
 	}
-	return nil
 }
 
-// Deregister undoes Register.
-func (p *Proxy) Deregister(r *Region) error {
+// deregister undoes register.
+func (p *Proxy) deregister(r *Region) error {
 	var errs []error
 	for _, t := range p.cfg.Transports {
 		if reg, ok := t.(Registrar); ok {
@@ -84,7 +68,7 @@ func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	p.Lock()
 	defer p.Unlock()
 	if p.closed {
-		return nil, errors.Join(ErrClosed, p.Deregister(r), r.Free())
+		return nil, errors.Join(ErrClosed, p.deregister(r), r.Free())
 	}
 	p.regions.add(r)
 	return r, nil
@@ -120,10 +104,7 @@ func (p *Proxy) alloc(n int, writable bool) (r *Region, err error) {
 	if r == nil {
 		r = heap(n)
 	}
-	if err := p.register(r); err != nil {
-		r.Free()
-		return nil, err
-	}
+	p.register(r)
 	return r, nil
 }
 
@@ -132,7 +113,7 @@ func (p *Proxy) FreeRegion(r *Region) error {
 	if !p.regions.remove(r.ID) {
 		return ErrNoRegion
 	}
-	return errors.Join(p.Deregister(r), r.Free())
+	return errors.Join(p.deregister(r), r.Free())
 }
 
 // Expose opens n bytes of r, from offset off, with these rights to peers that get the remote. The

@@ -334,10 +334,7 @@ func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 			return fmt.Errorf("%w: rank %d sent more than its credit of %d bytes", ErrProtocol, pr.rank, st.c.window)
 		}
 	}
-	buf, err := p.pool.get(n)
-	if err != nil {
-		return err
-	}
+	buf := p.pool.get(n)
 	p.arrivals++
 	e := &early{h: pr.cur, buf: buf, order: p.arrivals}
 	if !unasked {

@@ -1,14 +1,11 @@
 package p2p
 
-import (
-	"fmt"
-	"math/bits"
-)
+import "math/bits"
 
 // pool keeps frames that arrive early, in control memory. Block sizes are powers of two. The
 // credits bound the blocks in use, and so the blocks kept for reuse.
 type pool struct {
-	control func(n int) (*Region, error)
+	control func(n int) *Region
 	regions []*Region
 	free_   [32][][]byte
 }
@@ -18,17 +15,14 @@ const (
 	slabSize = 256 << 10
 )
 
-func (a *pool) get(n int) ([]byte, error) {
+func (a *pool) get(n int) []byte {
 	if n == 0 {
-		return nil, nil
+		return nil
 	}
 	class := bits.Len(uint(max(n, minBlock) - 1))
 	if len(a.free_[class]) == 0 {
 		block := 1 << class
-		r, err := a.control(max(block, slabSize))
-		if err != nil {
-			return nil, fmt.Errorf("memory for messages that arrive early: %w", err)
-		}
+		r := a.control(max(block, slabSize))
 		a.regions = append(a.regions, r)
 		b := r.Bytes()
 		for off := 0; off+block <= len(b); off += block {
@@ -38,7 +32,7 @@ func (a *pool) get(n int) ([]byte, error) {
 	last := len(a.free_[class]) - 1
 	b := a.free_[class][last]
 	a.free_[class] = a.free_[class][:last]
-	return b[:n], nil
+	return b[:n]
 }
 
 func (a *pool) put(b []byte) {

@@ -429,7 +429,7 @@ func (p *Proxy) Close() error {
 	p.pool.free()
 	for _, b := range p.boards {
 		p.regions.remove(b.region.ID)
-		if err := errors.Join(p.Deregister(b.region), b.region.Free()); err != nil && first == nil {
+		if err := errors.Join(p.deregister(b.region), b.region.Free()); err != nil && first == nil {
 			first = err
 		}
 	}

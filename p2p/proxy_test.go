@@ -13,7 +13,6 @@ import (
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
-	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 )
@@ -240,76 +239,78 @@ func (c *counting) Dial(ctx context.Context, to p2p.Identity, ep []byte) (p2p.Li
 	return l, err
 }
 
-// recorder is a transport that must know memory, and remembers where it was said to be.
+// recorder is a transport that is told of memory, and remembers what it was told.
 type recorder struct {
 	p2p.Transport
 	mu    sync.Mutex
 	known map[uint64]p2p.Location
+	twice bool
 }
 
-func (r *recorder) Register(reg *p2p.Region) error {
+func (r *recorder) Register(reg *p2p.Region) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.known[reg.ID] != "" {
-		return errors.New("registered twice")
-	}
+	r.twice = r.twice || r.known[reg.ID] != ""
 	r.known[reg.ID] = reg.Loc()
+}
+
+func (r *recorder) Deregister(reg *p2p.Region) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.known[reg.ID] == "" || len(reg.Bytes()) == 0 {
+		return errors.New("not registered, or freed before")
+	}
+	delete(r.known, reg.ID)
 	return nil
 }
 
-func (r *recorder) Deregister(reg *p2p.Region) error { return nil }
-
-// No memory of the engine's own ever has a GPU's location, whatever the caller's memory has.
-func TestControlMemoryHasWildcardLocation(t *testing.T) {
-	var recs []*recorder
-	all := cluster(t, 2, 0, func(tr p2p.Transport) p2p.Transport {
-		r := &recorder{Transport: tr, known: map[uint64]p2p.Location{}}
-		recs = append(recs, r)
+// Transports are told of allocated memory from its beginning to its end.
+func TestRegistrarsKnowAllocatedMemory(t *testing.T) {
+	r := &recorder{known: map[uint64]p2p.Location{}}
+	all := cluster(t, 1, 0, func(tr p2p.Transport) p2p.Transport {
+		r.Transport = tr
 		return r
 	})
 	defer closeAll(all)
-	mine, err := all[1].Register(mem.Device(0x1000, 100, "cuda:0"))
+	check := func(want ...*p2p.Region) {
+		t.Helper()
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if len(r.known) != len(want) || r.twice {
+			t.Fatalf("%d regions are known, want %d; twice: %v", len(r.known), len(want), r.twice)
+		}
+		for _, w := range want {
+			if loc := r.known[w.ID]; loc != p2p.Anywhere {
+				t.Errorf("region %x is at %q, want %q", w.ID, loc, p2p.Anywhere)
+			}
+		}
+	}
+	x, err := all[0].Alloc(100)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := all[1].Register(mem.Device(0x1000, 100, "gpu0")); err == nil {
-		t.Error("a location that is none was accepted")
-	}
-	a, b := open(t, all[0], 1, 2), open(t, all[1], 1, 2)
-	all[0].Lock()
-	w := patient(context.Background())
-	if err := a.Send(w, 1, p2p.Token{Seq: 1}, make([]byte, 9000)); err != nil { // early: goes to the pool
+	y, err := all[0].AllocWritable(100)
+	if err != nil {
 		t.Fatal(err)
 	}
-	all[0].Unlock()
-	for b.Ledger(0).Held == 0 {
-		all[1].Lock()
-		err := b.Probe(patient(context.Background()))
-		all[1].Unlock()
-		if err != nil {
-			t.Fatal(err)
-		}
+	check(x, y)
+	if err := all[0].FreeRegion(x); err != nil {
+		t.Error(err)
 	}
-	all[1].Lock()
-	var r p2p.Recv
-	b.PostRecv(&r, 0, p2p.Token{Seq: 1}, make([]byte, 9000), false)
-	if err := b.WaitRecv(w, &r); err != nil {
-		t.Fatal(err)
+	check(y)
+	if err := all[0].FreeRegion(y); err != nil {
+		t.Error(err)
 	}
-	all[1].Unlock()
-	if _, err := all[1].Control(100); err != nil {
-		t.Fatal(err)
-	}
-	rec := recs[1]
-	rec.mu.Lock()
-	defer rec.mu.Unlock()
-	if len(rec.known) < 3 {
-		t.Errorf("only %d regions were registered: what early messages lie in is missing", len(rec.known))
-	}
-	for id, loc := range rec.known {
-		if want := map[bool]p2p.Location{true: "cuda:0", false: p2p.Anywhere}[id == mine.ID]; loc != want {
-			t.Errorf("region %x is at %q, want %q", id, loc, want)
-		}
+	check()
+}
+
+// The engine's own memory has the wildcard location: with a GPU's, a transport would choose a path
+// of GPUs for plain host memory.
+func TestControlMemoryHasWildcardLocation(t *testing.T) {
+	all := cluster(t, 1, 0, nil)
+	defer closeAll(all)
+	if r := all[0].Control(100); r.Loc() != p2p.Anywhere || r.Len() != 100 {
+		t.Errorf("%d bytes at %q", r.Len(), r.Loc())
 	}
 }
 

@@ -392,7 +392,7 @@ func (b *bulk) post() {
 		if v.m.Read {
 			access = rdma.LocalWrite
 		}
-		mr, err := r.Register(local, access)
+		mr, err := n.t.source(r.device, local, access)
 		if err != nil { // too much memory is registered, for example
 			b.abandon(v)
 			continue
@@ -408,8 +408,8 @@ func (b *bulk) post() {
 	}
 }
 
-// request posts a request for the next bytes of v, which are registered.
-func (b *bulk) request(r *rail, v *move, local mem.Memory, mr rdma.MR) error {
+// request posts a request for the next bytes of v, which mr is for.
+func (b *bulk) request(r *rail, v *move, local mem.Memory, mr lent) error {
 	op := rdma.Write
 	if v.m.Read {
 		op = rdma.Read
@@ -419,7 +419,7 @@ func (b *bulk) request(r *rail, v *move, local mem.Memory, mr rdma.MR) error {
 	b.chain[0] = rdma.SendRequest{ID: uint64(i), Op: op, Segments: b.segment[:], Signaled: true,
 		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at), RemoteKey: v.key.values[r.number]}
 	if _, err := r.qp.Post(b.chain[:]); err != nil {
-		return errors.Join(err, mr.Close())
+		return errors.Join(err, mr.release())
 	}
 	if r.under == 0 {
 		r.since = time.Now()
@@ -489,7 +489,7 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 		r.under--
 		return nil
 	}
-	if err := p.mr.Close(); err != nil {
+	if err := p.mr.release(); err != nil {
 		return err
 	}
 	v, size := p.move, p.bytes

@@ -6,8 +6,10 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -214,24 +216,16 @@ func deviceSides(tb testing.TB) (x, y *linktest.Side) {
 	return x, y
 }
 
-// command runs a command of the virtual machine.
-func command(tb testing.TB, name string, args ...string) {
-	tb.Helper()
-	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
-		tb.Fatalf("%s %q: %v: %s", name, args, err, out)
-	}
-}
-
 // secondDevice makes the device rxe1 on the network device d1, until the end of the test. It
 // returns ports of both devices, with so many queue pairs each.
 func secondDevice(tb testing.TB, p *verbs.Provider, queuePairs int) ports {
 	tb.Helper()
-	command(tb, "ip", "link", "add", "d1", "type", "dummy")
-	tb.Cleanup(func() { command(tb, "ip", "link", "delete", "d1") })
-	command(tb, "ip", "link", "set", "d1", "mtu", "4500", "up")
-	command(tb, "ip", "addr", "add", "10.97.0.1/24", "dev", "d1")
-	command(tb, "rdma", "link", "add", "rxe1", "type", "rxe", "netdev", "d1")
-	tb.Cleanup(func() { command(tb, "rdma", "link", "delete", "rxe1") })
+	rdmatest.Command(tb, "ip", "link", "add", "d1", "type", "dummy")
+	tb.Cleanup(func() { rdmatest.Command(tb, "ip", "link", "delete", "d1") })
+	rdmatest.Command(tb, "ip", "link", "set", "d1", "mtu", "4500", "up")
+	rdmatest.Command(tb, "ip", "addr", "add", "10.97.0.1/24", "dev", "d1")
+	rdmatest.Command(tb, "rdma", "link", "add", "rxe1", "type", "rxe", "netdev", "d1")
+	tb.Cleanup(func() { rdmatest.Command(tb, "rdma", "link", "delete", "rxe1") })
 	return ports{[2]string{"=rxe0,rxe1", "=rxe0,rxe1"}, queuePairs}
 }
 
@@ -258,7 +252,7 @@ func TestDeviceRails(t *testing.T) {
 	})
 	for i, network := range []string{"d0", "d1"} { // frames go over rxe0
 		put, _ := bytesMoved(x)
-		command(t, "ip", "link", "set", network, "down")
+		rdmatest.Command(t, "ip", "link", "set", network, "down")
 		down := time.Now()
 		for {
 			place(t, x, pattern(size, i), to)
@@ -272,7 +266,7 @@ func TestDeviceRails(t *testing.T) {
 		}
 		moved := time.Since(down)
 		shares(t, x, to, size, []string{"rxe1", "rxe0"}[i])
-		command(t, "ip", "link", "set", network, "up")
+		rdmatest.Command(t, "ip", "link", "set", network, "up")
 		up := time.Now()
 		proven(t, 4, x.End, y.End)
 		t.Logf("%s: a put of %d MiB had gone over the other device %v after it was down; both were used %v after it "+
@@ -280,7 +274,7 @@ func TestDeviceRails(t *testing.T) {
 		shares(t, x, to, size, "rxe0", "rxe1")
 	}
 	survive(t, x, y, 12, 3, 300_000, func(i int) {
-		command(t, "ip", "link", "set", "d1", []string{"down", "up"}[i%2])
+		rdmatest.Command(t, "ip", "link", "set", "d1", []string{"down", "up"}[i%2])
 	})
 	proven(t, 4, x.End, y.End)
 }
@@ -350,9 +344,7 @@ func TestDeviceDataReturns(t *testing.T) {
 	})
 	survive(t, x, y, 12, 3, 300_000, func(i int) {
 		state := []string{"down", "up"}[i%2]
-		if out, err := exec.Command("/bin/ip", "link", "set", "d0", state).CombinedOutput(); err != nil {
-			t.Errorf("%v: %s", err, out)
-		}
+		rdmatest.Command(t, "ip", "link", "set", "d0", state)
 	})
 }
 
@@ -453,23 +445,28 @@ func TestDeviceKilledPutter(t *testing.T) {
 	}
 }
 
-// BenchmarkDeviceData measures puts and gets, moved by the device and in frames, one after another
-// and 8 at a time. Both ends are used by one goroutine. The median is of the times of single
-// rounds: the mean has the pauses of a lossy network.
+// BenchmarkDeviceData measures puts and gets, moved by the device from memory that it knows and
+// from other memory, and in frames, one after another and 8 at a time. Both ends are used by one
+// goroutine. The median is of the times of single rounds: the mean has the pauses of a lossy
+// network.
 func BenchmarkDeviceData(b *testing.B) {
 	x, y := deviceSides(b)
 	const most = 1 << 20
 	r := y.Alloc(b, most)
 	to := y.Expose(b, r, 0, most, mem.Read|mem.Write)
-	local := make([]byte, most)
 	l := inner(x.End)
-	kinds, ways := []string{"put", "get"}, []string{"moved", "frames"}
+	kinds, ways := []string{"put", "get"}, []string{"registered", "moved", "frames"}
+	known := x.Alloc(b, most)
+	x.Node.T.(p2p.Registrar).Register(known)
 	for _, n := range []int{4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, most} {
-		for i := range 8 {
-			put, moved, at := i&1 == 0, i&2 == 0, 1+i>>2*7
-			name := fmt.Sprintf("%s/%dK/%d/%s", kinds[i&1], n>>10, at, ways[i>>1&1])
-			b.Run(name, func(b *testing.B) {
-				if l.least = 0; !moved {
+		for i := range 12 {
+			put, way, at := i&1 == 0, ways[i>>1%3], 1+i/6*7
+			b.Run(fmt.Sprintf("%s/%dK/%d/%s", kinds[i&1], n>>10, at, way), func(b *testing.B) {
+				local := make([]byte, n)
+				if way == "registered" {
+					local = known.Bytes()[:n]
+				}
+				if l.least = 0; way == "frames" {
 					l.least = most + 1
 				}
 				b.SetBytes(int64(at * n))
@@ -481,9 +478,9 @@ func BenchmarkDeviceData(b *testing.B) {
 					for k := range ids[:at] {
 						var err error
 						if put {
-							ids[k], err = x.PutTo(local[:n], to, 0, p2p.Signal{})
+							ids[k], err = x.PutTo(local, to, 0, p2p.Signal{})
 						} else {
-							ids[k], err = x.GetFrom(local[:n], to, 0)
+							ids[k], err = x.GetFrom(local, to, 0)
 						}
 						if err != nil {
 							b.Fatal(err)
@@ -511,8 +508,8 @@ func TestDeviceReturns(t *testing.T) {
 	p, _ := rdmatest.Devices(t, verbs.Load)
 	a, b := linktest.Pair(t, func(testing.TB) p2p.Transport { return New(over(p, 0)) })
 	link := func(state string) {
-		if out, err := exec.Command("/bin/ip", "link", "set", "d0", state).CombinedOutput(); err != nil {
-			t.Errorf("%v: %s", err, out)
+		if out, err := exec.Command("ip", "link", "set", "d0", state).CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out) // not in the goroutine of the test
 		}
 	}
 	raised(t, a, b)
@@ -572,6 +569,146 @@ func TestDeviceReturns(t *testing.T) {
 		}
 		if after < before/3 {
 			t.Errorf("%s: %.0f frames a second, and %.0f before", name, after, before)
+		}
+	}
+}
+
+// timed has TestDeviceLinkDownAndUp fail if it takes longer than it may on a machine that does
+// nothing else.
+var timed = flag.Bool("bars", false, "assert times as well, on a machine that does nothing else")
+
+// stream is puts of a side to slots of the other one, with a signal each, again and again.
+type stream struct {
+	t      *testing.T
+	from   *linktest.Side
+	source [][]byte
+	ids    []uint64
+	rounds []uint64
+	data   *mem.Region
+	to     *mem.Remote
+	words  *mem.Region
+	flags  *mem.Remote
+}
+
+const (
+	slots    = 4
+	slotSize = 256 << 10
+)
+
+func newStream(t *testing.T, from, to *linktest.Side) *stream {
+	s := &stream{t: t, from: from, ids: make([]uint64, slots), rounds: make([]uint64, slots),
+		data: to.Alloc(t, slots*slotSize), words: to.Alloc(t, 64)}
+	s.to = to.Expose(t, s.data, 0, slots*slotSize, mem.Write)
+	s.flags = to.Expose(t, s.words, 0, 64, mem.Signal)
+	for i := range slots {
+		s.source = append(s.source, pattern(slotSize, i))
+		s.put(i)
+	}
+	return s
+}
+
+// put begins the next put to a slot.
+func (s *stream) put(i int) {
+	s.t.Helper()
+	s.rounds[i]++
+	for k := 0; k < slotSize; k += 4096 {
+		binary.LittleEndian.PutUint64(s.source[i][k:], s.rounds[i])
+	}
+	var err error
+	s.ids[i], err = s.from.PutTo(s.source[i], s.to, uint64(i*slotSize),
+		p2p.Signal{At: s.flags, Offset: uint64(8 * i), Value: s.rounds[i]})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// turn makes progress, and checks the puts that have ended. None fails: TCP carries what the device
+// does not.
+func (s *stream) turn(again bool) {
+	s.t.Helper()
+	if err := s.from.Turn(); err != nil {
+		s.t.Fatal(err)
+	}
+	for i, id := range s.ids {
+		c, ok := s.from.Ended[id]
+		if !ok {
+			continue
+		}
+		delete(s.from.Ended, id)
+		s.ids[i] = 0
+		switch v := s.words.Word(8 * i).Load(); {
+		case c.Err != nil:
+			s.t.Fatalf("put %d to slot %d: %v", s.rounds[i], i, c.Err)
+		case v != s.rounds[i]:
+			s.t.Fatalf("put %d to slot %d has ended, and the signal is %d", s.rounds[i], i, v)
+		case !bytes.Equal(s.data.Bytes()[i*slotSize:][:slotSize], s.source[i]):
+			s.t.Fatalf("put %d to slot %d has ended, and other bytes are there", s.rounds[i], i)
+		}
+		if again {
+			s.put(i)
+		}
+	}
+}
+
+// TestDeviceLinkDownAndUp: puts both ways over a link that goes down and comes back are never
+// wrong, and none is lost. When it is back, also after longer than packets are repeated, the device
+// moves as many bytes a second as before.
+func TestDeviceLinkDownAndUp(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	devices, down, up := rdmatest.Veth(t)
+	x, y := linktest.Sides(t, ports{[2]string{"=" + devices[0], "=" + devices[1]}, 1}.open(p, 0))
+	proven(t, 1, x.End, y.End)
+	streams := []*stream{newStream(t, x, y), newStream(t, y, x)}
+	const window, soonest = 200 * time.Millisecond, 2 * time.Second
+	moved := func() uint64 {
+		a, _ := bytesMoved(x)
+		b, _ := bytesMoved(y)
+		return a + b
+	}
+	rate := func(d time.Duration) float64 { // MiB/s by the device
+		begin, at := time.Now(), moved()
+		for time.Since(begin) < d {
+			for _, s := range streams {
+				s.turn(true)
+			}
+		}
+		return float64(moved()-at) / time.Since(begin).Seconds() / (1 << 20)
+	}
+	rate(2 * window)
+	for _, outage := range []time.Duration{100 * time.Millisecond, 2 * time.Second} {
+		var rates []float64
+		for range 9 {
+			rates = append(rates, rate(window))
+		}
+		slices.Sort(rates)
+		before := rates[len(rates)/2]
+		if before == 0 {
+			t.Fatal("the device moves nothing")
+		}
+		down()
+		meanwhile := rate(outage)
+		up()
+		begin, best := time.Now(), 0.0
+		for best < 0.95*before {
+			if best = max(best, rate(window)); time.Since(begin) > linktest.Patience {
+				t.Fatalf("%.1f MiB/s before the link was down, and at most %.1f since", before, best)
+			}
+		}
+		took := time.Since(begin)
+		t.Logf("down for %v: the device moved %.1f MiB/s before, %.1f meanwhile, %.1f within %v of being up again",
+			outage, before, meanwhile, best, took.Round(time.Millisecond))
+		if *timed && took > soonest {
+			t.Errorf("down for %v: the bandwidth was back after %v, expected within %v", outage, took, soonest)
+		}
+	}
+	for late, left := time.Now().Add(linktest.Patience), true; left; {
+		left = false
+		for _, s := range streams {
+			s.turn(false)
+			left = left || slices.ContainsFunc(s.ids, func(id uint64) bool { return id != 0 })
+		}
+		if time.Now().After(late) {
+			t.Fatal("puts do not end")
 		}
 	}
 }

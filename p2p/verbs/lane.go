@@ -42,6 +42,7 @@ type position struct{ pos, seq uint64 }
 // lane is a connection of queue pairs for frames, its rings, and rails for data. The consumer is
 // used under the rules of p2p.Link, everything else with the link's lock.
 type lane struct {
+	t       *Transport // whose regions it moves
 	gen     uint64
 	peer    p2p.Identity
 	ups     uint64    // Transport.ups before its ports were chosen

@@ -33,10 +33,10 @@ type rail struct {
 	armed  bool      // by the latest arm
 }
 
-// piece is a request under way. Its part of the local memory is registered for the time.
+// piece is a request under way.
 type piece struct {
 	move  *move // nil: none
-	mr    rdma.MR
+	mr    lent  // of its part of the local memory
 	bytes int
 }
 
@@ -77,14 +77,14 @@ func (r *rail) probe(chain *[1]rdma.SendRequest) error {
 // polled reports whether the completion queue has to be polled: something may come.
 func (r *rail) polled() bool { return r.state != unused && (r.under > 0 || r.own) }
 
-// halt closes the queue pair, and deregisters the local memory of pieces.
+// halt closes the queue pair, and gives back the local memory of pieces.
 func (r *rail) halt() (err error) {
 	if r.qp != nil {
 		err = r.qp.Close()
 	}
 	for i := range r.pieces {
-		if mr := r.pieces[i].mr; mr != nil {
-			err = errors.Join(err, mr.Close())
+		if mr := r.pieces[i].mr; mr.MR != nil {
+			err = errors.Join(err, mr.release())
 		}
 	}
 	return err

@@ -44,7 +44,8 @@ type Config struct {
 	TCP tcp.Config
 }
 
-// Transport implements p2p.Transport and p2p.Exposer. Its links implement p2p.OneSided.
+// Transport implements p2p.Transport, p2p.Exposer and p2p.Registrar. Its links implement
+// p2p.OneSided.
 type Transport struct {
 	cfg   Config
 	table rma.Table // this rank's exposed memory
@@ -53,6 +54,8 @@ type Transport struct {
 	log   *slog.Logger
 	host  p2p.Host // set by Listen
 	links links
+
+	locals locals // memory that this rank moves from and to
 
 	// Bytes of puts and gets of this rank that its devices have moved.
 	put, got atomic.Uint64
@@ -168,7 +171,7 @@ func (t *Transport) active(but []*device) (ports []port, why error) {
 // make makes the objects of a lane with rings of so many bytes, at the acceptor for a proposal: see
 // propose and accept.
 func (t *Transport) make(n *lane, ring int, theirs *setup, attempt int, wake func()) error {
-	n.ups = t.ups.Load()
+	n.t, n.ups = t, t.ups.Load()
 	n.seen = n.ups
 	active, err := t.active(nil)
 	if err != nil {
@@ -378,6 +381,7 @@ func (t *Transport) Close() error {
 	for _, e := range t.keys.all() {
 		err = errors.Join(err, e.end())
 	}
+	err = errors.Join(err, t.endLocals())
 	if !first {
 		return err
 	}

@@ -4,11 +4,10 @@ package endpoint_test
 
 import (
 	"errors"
+	"flag"
 	"fmt"
-	"os"
 	"os/exec"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
@@ -25,10 +24,20 @@ func leisurely(cfg *endpoint.Config) {
 	cfg.Route.Timeout = 16
 }
 
+// opens and kills are those of make test-rdma, unless make bench-rdma asks for more.
+var (
+	opens = flag.Int("opens", 112, "`number` of opens of TestDeviceSimultaneousOpens")
+	kills = flag.Int("kills", 10, "`number` of processes that each side of TestDeviceKilledProcesses kills")
+)
+
+// TestDeviceSimultaneousOpens: half of the opens are by ranks whose calls are lost and repeated.
+// All ranks restart when they have opened each other.
 func TestDeviceSimultaneousOpens(t *testing.T) {
 	p, names := rdmatest.Devices(t, verbs.Load)
-	t.Log(endpointtest.RunSimultaneous(t, p, names, 8, endpointtest.Faults{}, leisurely))
-	t.Log(endpointtest.RunSimultaneous(t, p, names, 8, endpointtest.Faults{Lose: 0.1, Duplicate: 0.3}, leisurely))
+	for _, faults := range []endpointtest.Faults{{}, {Lose: 0.1, Duplicate: 0.3}} {
+		took := endpointtest.RunSimultaneous(t, p, names, 8, *opens/2, faults, leisurely)
+		t.Logf("at least %d opens of 8 ranks, %+v: %v", *opens/2, faults, took)
+	}
 }
 
 func TestDeviceRestarts(t *testing.T) {
@@ -46,71 +55,6 @@ func TestDeviceFailedQueuePairsAreReplacedUnderLoad(t *testing.T) {
 	}
 }
 
-// run runs a command of the virtual machine.
-func run(t *testing.T, name string, args ...string) {
-	t.Helper()
-	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
-		t.Fatalf("%s %q: %v: %s", name, args, err, out)
-	}
-}
-
-// newVeth makes two devices, each at an end of a virtual cable, and returns them with functions
-// that pull the cable and put it back. The addresses of both ends are this machine's: rules have
-// packets for either of them leave by the other.
-func newVeth(t *testing.T) (devices [2]string, down, up func()) {
-	t.Helper()
-	devices = [2]string{"rv0", "rv1"}
-	ends, addresses := [2]string{"v0", "v1"}, [2]string{"10.98.0.1", "10.98.0.2"}
-	macs := [2]string{"02:00:00:00:00:01", "02:00:00:00:00:02"}
-	set := func(path, value string) {
-		if err := os.WriteFile(path, []byte(value), 0); err != nil {
-			t.Fatal(err)
-		}
-	}
-	run(t, "ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-	run(t, "ip", "rule", "add", "pref", "200", "lookup", "local")
-	run(t, "ip", "rule", "del", "pref", "0", "lookup", "local")
-	for i, e := range ends {
-		for name, value := range map[string]string{"accept_local": "1", "rp_filter": "0", "arp_ignore": "1"} {
-			set("/proc/sys/net/ipv4/conf/"+e+"/"+name, value)
-		}
-		set("/proc/sys/net/ipv6/conf/"+e+"/disable_ipv6", "1")
-		run(t, "ip", "link", "set", e, "mtu", "4500", "address", macs[i])
-		run(t, "ip", "addr", "add", addresses[i]+"/32", "dev", e)
-		run(t, "ip", "rule", "add", "pref", fmt.Sprint(100+i), "oif", e, "lookup", fmt.Sprint(100+i))
-	}
-	// Routes and neighbours go with an interface that is down. One process does it all at once.
-	commands := fmt.Sprintf("link set %s up\nlink set %s up\n", ends[0], ends[1])
-	for i, e := range ends {
-		commands += fmt.Sprintf("route replace %s dev %s table %d\nneigh replace %s lladdr %s dev %s\n",
-			addresses[1-i], e, 100+i, addresses[1-i], macs[1-i], e)
-	}
-	up = func() {
-		t.Helper()
-		ip := exec.Command("ip", "-batch", "-")
-		ip.Stdin = strings.NewReader(commands)
-		if out, err := ip.CombinedOutput(); err != nil {
-			t.Fatalf("%s: %v: %s", commands, err, out)
-		}
-	}
-	up()
-	for i, d := range devices {
-		run(t, "rdma", "link", "add", d, "type", "rxe", "netdev", ends[i])
-	}
-	t.Cleanup(func() {
-		for _, d := range devices {
-			run(t, "rdma", "link", "delete", d)
-		}
-		run(t, "ip", "rule", "add", "pref", "0", "lookup", "local")
-		run(t, "ip", "rule", "del", "pref", "200", "lookup", "local")
-		for i := range ends {
-			run(t, "ip", "rule", "del", "pref", fmt.Sprint(100+i))
-		}
-		run(t, "ip", "link", "del", ends[0])
-	})
-	return devices, func() { t.Helper(); run(t, "ip", "link", "set", ends[1], "down") }, up
-}
-
 // soonest is the time within which the bandwidth is to be back when a link is.
 const soonest = 2 * time.Second
 
@@ -119,7 +63,7 @@ const soonest = 2 * time.Second
 // repeated.
 func TestDeviceLinkDownAndUp(t *testing.T) {
 	p, _ := rdmatest.Devices(t, verbs.Load)
-	devices, down, up := newVeth(t)
+	devices, down, up := rdmatest.Veth(t)
 	both := newStations(t, p, devices, func(cfg *endpoint.Config) {
 		cfg.Route = endpoint.DefaultRoute() // half a second of repetitions
 	})
@@ -175,10 +119,10 @@ func TestDeviceRemovedUnderLoad(t *testing.T) {
 		remove []string
 		cut    bool // the network is gone before the device is
 	}{{[]string{"rdma", "link", "delete", device}, false}, {[]string{"ip", "link", "delete", network}, true}} {
-		run(t, "ip", "link", "add", network, "type", "dummy")
-		run(t, "ip", "link", "set", network, "mtu", "4500", "up")
-		run(t, "ip", "addr", "add", "10.97.0.1/24", "dev", network)
-		run(t, "rdma", "link", "add", device, "type", "rxe", "netdev", network)
+		rdmatest.Command(t, "ip", "link", "add", network, "type", "dummy")
+		rdmatest.Command(t, "ip", "link", "set", network, "mtu", "4500", "up")
+		rdmatest.Command(t, "ip", "addr", "add", "10.97.0.1/24", "dev", network)
+		rdmatest.Command(t, "rdma", "link", "add", device, "type", "rxe", "netdev", network)
 		both := newStations(t, p, [2]string{device, device}, leisurely)
 		l := newLoad(t, both, endpointtest.Patience)
 		l.flows(4 * slotSize)
@@ -228,7 +172,7 @@ func TestDeviceRemovedUnderLoad(t *testing.T) {
 			t.Errorf("%v, want %v", err, rdma.ErrNoDevice)
 		}
 		if !c.cut {
-			run(t, "ip", "link", "delete", network)
+			rdmatest.Command(t, "ip", "link", "delete", network)
 		}
 	}
 }

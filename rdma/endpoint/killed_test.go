@@ -59,8 +59,7 @@ func TestDeviceKilledProcesses(t *testing.T) {
 		runWorker(t, p, names[0], w)
 		return
 	}
-	const kills = 10 // by each side
-	h := &house{t: t, dir: t.TempDir(), workers: map[string]*worker{}, left: map[string]int{"a": kills, "b": kills},
+	h := &house{t: t, dir: t.TempDir(), workers: map[string]*worker{}, left: map[string]int{"a": *kills, "b": *kills},
 		done: make(chan struct{})}
 	h.names = []string{"a0", "a1", "b0", "b1"}
 	h.mu.Lock()

@@ -44,11 +44,16 @@ type packet struct {
 	call   uint64
 	reply  bool
 	m      *message
+	text   string // what String returns
 }
 
-func (p packet) String() string {
-	return fmt.Sprintf("%c gets %v", "ab"[p.to()], p.m)
+// send puts a packet on its way.
+func (w *world) send(p packet) {
+	p.text = fmt.Sprintf("%c gets %v", "ab"[p.to()], p.m)
+	w.packets = append(w.packets, p)
 }
+
+func (p packet) String() string { return p.text }
 
 func (p packet) to() int {
 	if p.reply {
@@ -153,11 +158,10 @@ func (w *world) step(i int, ev event, p *packet) {
 				s.pausing, s.calling = a.call, 0
 			case send:
 				s.calling = a.call
-				w.packets = append(w.packets, packet{caller: i, life: s.life, call: a.call, m: a.message})
+				w.send(packet{caller: i, life: s.life, call: a.call, m: a.message})
 			case answer:
 				answers++
-				w.packets = append(w.packets, packet{caller: p.caller, life: p.life, call: p.call, reply: true,
-					m: a.message})
+				w.send(packet{caller: p.caller, life: p.life, call: p.call, reply: true, m: a.message})
 			}
 		}
 	}
@@ -611,7 +615,8 @@ func TestAnyMessages(t *testing.T) {
 						p.m.to = end{s.m.session, s.m.sent}
 					}
 				}
-				w.packets = append(w.packets[:0], p)
+				w.packets = w.packets[:0]
+				w.send(p)
 				w.deliver(0, false)
 			}
 			if w.err != nil {

@@ -47,7 +47,7 @@ func brisk(cfg *endpoint.Config) {
 
 func TestSimultaneousOpens(t *testing.T) {
 	f, names := fabric(t, soft.Config{Devices: 16})
-	took := endpointtest.RunSimultaneous(t, f, names, 16, endpointtest.Faults{}, nil)
+	took := endpointtest.RunSimultaneous(t, f, names, 16, 240, endpointtest.Faults{}, nil)
 	t.Logf("240 opens took %v", took)
 	if *bars && took > time.Second {
 		t.Errorf("240 opens took %v, expected a second", took)
@@ -57,7 +57,8 @@ func TestSimultaneousOpens(t *testing.T) {
 func TestSimultaneousOpensOfTenThousand(t *testing.T) {
 	f, names := fabric(t, soft.Config{Devices: 8})
 	const n = 101
-	took := endpointtest.RunSimultaneous(t, f, names, n, endpointtest.Faults{Lose: 0.05, Duplicate: 0.1}, brisk)
+	faults := endpointtest.Faults{Lose: 0.05, Duplicate: 0.1}
+	took := endpointtest.RunSimultaneous(t, f, names, n, n*(n-1), faults, brisk)
 	t.Logf("%d opens took %v", n*(n-1), took)
 }
 

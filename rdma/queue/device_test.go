@@ -7,8 +7,10 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"tutti/rdma"
 	"tutti/rdma/rdmatest"
@@ -143,6 +145,52 @@ func TestDeviceFailureAndReset(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+}
+
+// TestDeviceCallsPerMessage: a stream of batches costs at most a call of cgo for 16 writes, polling
+// included.
+func TestDeviceCallsPerMessage(t *testing.T) {
+	const length, batches = 64, 200
+	p, names := rdmatest.Devices(t, verbs.Load)
+	a, b := newEndsOver(t, p, [2]string{names[0], names[0]}, 16, 1, 4*length, 1<<20, Config{})
+	defer b.close()
+	defer a.close()
+	batch := &Batch{}
+	for i := range uint64(length) { // apart, so that each is a request
+		batch.Ops = append(batch.Ops, a.op(b, rdma.Write, 64*i, 128*i, 64))
+	}
+	var under []*Transfer
+	polls, late := 0, time.Now().Add(time.Minute)
+	before := runtime.NumCgoCall()
+	for done := 0; done < batches; {
+		if len(under) < 2 && done+len(under) < batches { // there is room
+			tr, err := a.s.Submit(soon(t), batch)
+			if err != nil {
+				t.Fatal(err)
+			}
+			under = append(under, tr)
+			continue
+		}
+		n, err := a.p.Poll()
+		if err != nil || time.Now().After(late) {
+			t.Fatalf("%d of %d batches, %v", done, batches, err)
+		}
+		if n == 0 { // what a waiting program does with its time is its own matter
+			polls++
+		}
+		for len(under) > 0 && under[0].Ended() {
+			if err := under[0].Err(); err != nil {
+				t.Fatal(err)
+			}
+			under = under[1:]
+			done++
+		}
+	}
+	calls := int(runtime.NumCgoCall()-before) - polls
+	if calls < 2 || calls > batches*length/16 {
+		t.Errorf("%d calls of cgo for %d writes, want at most one for 16", calls, batches*length)
+	}
+	t.Logf("%d writes: %d calls of cgo, and %d polls without a completion", batches*length, calls, polls)
 }
 
 // TestDeviceReplacesWhatCannotBeReset: on a device that cannot reset queue pairs, a set that has

@@ -366,9 +366,7 @@ func (r *Runner) foldFar(f fold, s *collectives.Step) (err error) {
 	for piece*apart > stagedBytes && piece > stagedLeast {
 		piece /= 2
 	}
-	if r.staged, err = r.control(r.staged, apart*piece); err != nil {
-		return err
-	}
+	r.staged = r.control(r.staged, apart*piece)
 	var refused error
 	from := 0
 	r.proxy.Leave()

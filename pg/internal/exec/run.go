@@ -634,9 +634,7 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 	if c.Kind.Layout().In == collectives.All {
 		parts = r.set.Size
 	}
-	if r.wide, err = r.control(r.wide, 4*count*(parts+1)); err != nil {
-		return err
-	}
+	r.wide = r.control(r.wide, 4*count*(parts+1))
 	in, out := r.in, r.out
 	wide := unsafe.Pointer(unsafe.SliceData(r.wide.Bytes()))
 	for i := range parts {
@@ -662,9 +660,9 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 }
 
 // control returns a control region of at least n bytes: old if it is large enough.
-func (r *Runner) control(old *p2p.Region, n int) (*p2p.Region, error) {
+func (r *Runner) control(old *p2p.Region, n int) *p2p.Region {
 	if old != nil && old.Len() >= n {
-		return old, nil
+		return old
 	}
 	return r.proxy.Control(max(n, 4096))
 }
@@ -704,10 +702,7 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 		r.recvs = make([]p2p.Recv, len(prog.Steps))
 	}
 	if prog.Tmp > 0 {
-		var err error
-		if r.tmp, err = r.control(r.tmp, prog.Tmp); err != nil {
-			return err
-		}
+		r.tmp = r.control(r.tmp, prog.Tmp)
 		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Bytes()))
 	}
 	r.prog = prog

@@ -381,11 +381,22 @@ func (c *Cluster) All() (all []int) {
 	return all
 }
 
-// RunSimultaneous has n ranks open each other at the same time, and returns how long that took.
-func RunSimultaneous(t testing.TB, provider rdma.Provider, devices []string, n int, faults Faults,
-	change func(cfg *endpoint.Config)) time.Duration {
+// RunSimultaneous has n ranks open each other at the same time, and returns how long that took. All
+// restart and do it again, until there were at least so many opens.
+func RunSimultaneous(t testing.TB, provider rdma.Provider, devices []string, n, opens int, faults Faults,
+	change func(cfg *endpoint.Config)) (took time.Duration) {
 	c := New(t, provider, devices, n, faults, change)
-	return c.Meet(c.All(), c.All(), faults != Faults{})
+	for {
+		took += c.Meet(c.All(), c.All(), faults != Faults{})
+		if opens -= n * (n - 1); opens <= 0 || t.Failed() {
+			return took
+		}
+		var wg sync.WaitGroup
+		for i := range n {
+			wg.Go(func() { c.Restart(i) })
+		}
+		wg.Wait()
+	}
 }
 
 // RunRestarts has n ranks open each other while others restart, several times.
