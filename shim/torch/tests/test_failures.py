@@ -215,7 +215,8 @@ class Failures(unittest.TestCase):
 
     def interrupt(self, wait):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        names = {"tests": os.path.dirname(os.path.abspath(__file__)), "port": server.port, "wait": wait, "times": INTERRUPTS}
+        names = {"tests": os.path.dirname(os.path.abspath(__file__)), "port": server.port}
+        names |= {"wait": wait, "times": INTERRUPTS}
         start = lambda code, **keywords: subprocess.Popen(  # noqa: E731
             [sys.executable, "-c", textwrap.dedent(code).format(**names)], stdout=subprocess.PIPE, text=True, **keywords
         )
