@@ -1,8 +1,12 @@
 """Programs that tutti run starts as ranks, and that die and are replaced as a test says."""
 
+import contextlib
+import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import harness
@@ -42,3 +46,27 @@ def run(size, flags, code, arguments=(), environment=()):
     if ended.returncode != 0:
         raise AssertionError(f"exit code {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout, ended.stderr
+
+
+@contextlib.contextmanager
+def etcd():
+    """Serves a plain etcd, such as a site has, and gives its address, for TUTTI_STORE."""
+    with tempfile.TemporaryDirectory() as directory:
+        with socket.create_server(("127.0.0.1", 0)) as client, socket.create_server(("127.0.0.1", 0)) as peer:
+            at = ["{}:{}".format(*s.getsockname()) for s in (client, peer)]
+        member = {"Name": "site", "Dir": directory, "Client": at[0], "Peer": at[1], "Cluster": "site=http://" + at[1]}
+        # The tutti command serves a member, to measure stores, until its standard input ends.
+        variables = dict(os.environ, TUTTI_ETCD_MEMBER=json.dumps(member))
+        server = subprocess.Popen([TUTTI], stdin=subprocess.PIPE, env=variables)
+        try:
+            yield "etcd://" + at[0]
+        finally:
+            server.stdin.close()
+            server.wait(harness.LIMIT)
+
+
+def alone(rank, size, code, environment):
+    """Starts a program as a rank of a job without a launcher."""
+    variables = dict(os.environ, PYTHONPATH=os.path.dirname(HERE), RANK=str(rank), WORLD_SIZE=str(size), **environment)
+    program = [sys.executable, "-c", HEADER + textwrap.dedent(code)]
+    return subprocess.Popen(program, env=variables, stdout=subprocess.PIPE, text=True)

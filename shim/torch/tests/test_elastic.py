@@ -1,7 +1,10 @@
 """Groups go on when ranks die, and take replacements in."""
 
+import contextlib
 import os
 import re
+import signal
+import subprocess
 import unittest
 
 import harness
@@ -200,6 +203,33 @@ print("stored")
 """
 
 
+# A job in a site's etcd, without a launcher: the test starts the replacement.
+SITE = (
+    INIT
+    + """
+restarted = "LATE" in os.environ
+step = torch.zeros(1, dtype=torch.long)
+if restarted:
+    assert tutti_torch.active_ranks() == [0, 1, 2]
+else:
+    dist.all_reduce(x := torch.ones(1))
+    assert x.item() == 3
+    step += 1
+    if rank == 0:
+        die()
+    raises(dist.DistBackendError, "rank 0", dist.barrier)
+    dist.all_reduce(x := torch.ones(1))
+    assert x.item() == 2, x  # the same processes go on
+    while tutti_torch.admit() == 0:
+        pass
+dist.broadcast(step, src=1)
+dist.all_reduce(x := torch.ones(1))
+print(rank, step.item(), x.item(), tutti_torch.active_ranks())
+dist.destroy_process_group()
+"""
+)
+
+
 class Elastic(unittest.TestCase):
     def test_operations_leave_empty_slots_as_they_were(self):
         for lost in (0, 1):  # rank 0 too: it hosts no store
@@ -211,6 +241,25 @@ class Elastic(unittest.TestCase):
         out, _ = launched.run(3, [*SHRINK, "--max-restarts", "1"], REPLACED)
         for rank in range(3):
             self.assertIn(f"rank {rank} ends [0, 1, 2]", out)
+
+    def test_rank_is_replaced_in_an_etcd_of_the_site(self):
+        with launched.etcd() as address, contextlib.ExitStack() as ended:
+            secret = subprocess.run([launched.TUTTI, "secret"], capture_output=True, text=True, check=True).stdout
+            site = {"TUTTI_STORE": address, "TUTTI_JOB": "site", "TUTTI_SECRET": secret.strip()}
+            site |= {"TUTTI_ON_FAILURE": "shrink", "TUTTI_LEASE": "2s"}
+
+            def start(rank, **more):
+                process = launched.alone(rank, 3, SITE, {**site, **more})
+                ended.callback(process.communicate)
+                ended.callback(process.kill)
+                return process
+
+            processes = [start(rank) for rank in range(3)]
+            self.assertEqual(processes[0].wait(harness.LIMIT), -signal.SIGKILL)
+            processes[0] = start(0, LATE="1")
+            for rank, process in enumerate(processes):
+                out, _ = process.communicate(timeout=harness.LIMIT)
+                self.assertEqual((process.returncode, out), (0, f"{rank} 1 3.0 [0, 1, 2]\n"))
 
     def test_ranks_agree_while_one_dies(self):
         out, _ = launched.run(3, SHRINK, AGREED)

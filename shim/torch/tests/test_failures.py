@@ -2,10 +2,12 @@
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import unittest
 
 import harness
@@ -155,18 +157,27 @@ import torch, torch.distributed as dist, tutti_torch
 sys.path.insert(0, {tests!r})
 import harness
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's own, also where a shell ignores it
-signal.signal(signal.SIGUSR1, lambda *a: print("handled", flush=True))
+def handled(number, frame):
+    names = []
+    while frame:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    print("handled in", *names, flush=True)
+
+signal.signal(signal.SIGUSR1, handled)
 harness.init(0, 2, {port})
 x = torch.ones(4)
 dist.all_reduce(x)
-try:
-    print("ready", flush=True)
-    {wait}
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-    sys.stdout.flush()
-    os._exit(7)
+for _ in range({times}):
+    try:
+        print("ready", flush=True)
+        {wait}
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+os._exit(7)
 """
+
+INTERRUPTS = 5
 
 PEER = """
 import sys, torch, torch.distributed as dist, tutti_torch
@@ -211,7 +222,8 @@ class Failures(unittest.TestCase):
 
     def interrupt(self, wait):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        names = {"tests": os.path.dirname(os.path.abspath(__file__)), "port": server.port, "wait": wait}
+        names = {"tests": os.path.dirname(os.path.abspath(__file__)), "port": server.port}
+        names |= {"wait": wait, "times": INTERRUPTS}
         start = lambda code, **keywords: subprocess.Popen(  # noqa: E731
             [sys.executable, "-c", textwrap.dedent(code).format(**names)], stdout=subprocess.PIPE, text=True, **keywords
         )
@@ -220,11 +232,19 @@ class Failures(unittest.TestCase):
         limit = threading.Timer(harness.LIMIT, waiting.kill)  # ends its output
         limit.start()
         try:
-            self.assertEqual(waiting.stdout.readline(), "ready\n")
-            waiting.send_signal(signal.SIGUSR1)
-            self.assertEqual(waiting.stdout.readline(), "handled\n")
-            waiting.send_signal(signal.SIGINT)
-            self.assertEqual(waiting.stdout.readline(), "interrupted\n")
+            spent = []
+            for _ in range(INTERRUPTS):
+                self.assertEqual(waiting.stdout.readline(), "ready\n")
+                where = []
+                while not {"all_reduce", "recv"} & set(where):  # the wait has not begun
+                    waiting.send_signal(signal.SIGUSR1)
+                    where = waiting.stdout.readline().split()
+                    self.assertEqual(where[:2], ["handled", "in"])
+                begin = time.monotonic()
+                waiting.send_signal(signal.SIGINT)
+                self.assertEqual(waiting.stdout.readline(), "interrupted\n")
+                spent.append(time.monotonic() - begin)
+            self.assertLess(statistics.median(spent), 0.2, f"seconds from the signal to the exception: {spent}")
             self.assertEqual(waiting.wait(harness.LIMIT), 7)
         finally:
             limit.cancel()

@@ -1,6 +1,7 @@
-"""Programs started by torchrun on two hosts, which are network namespaces of this machine."""
+"""Programs started by torchrun, on this host and on two, which are network namespaces of this machine."""
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,12 @@ import tempfile
 import unittest
 
 import harness
+import launched
+
+EXAMPLE = os.path.join(launched.ROOT, "examples", "launch", "torchrun.sh")
+
+# With the command torchrun of this torch.
+PATH = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
 
 PROGRAM = """
 import os, sys
@@ -65,20 +72,37 @@ class Hosts:
 class Torchrun(unittest.TestCase):
     def launch(self, *rendezvous):
         """Runs the program on both hosts; rendezvous has the options of each for torchrun."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+        self.run_on_hosts([[*torchrun, *options] for options in rendezvous])
+
+    def run_on_hosts(self, commands, files=(), **variables):
+        """Runs a command on each host, with the path of the program behind it.
+
+        Arguments, and the values of variables, have {directory} for the directory of the files, which are given by
+        name and text.
+        """
         with Hosts() as hosts, tempfile.TemporaryDirectory() as directory:
             program = os.path.join(directory, "train.py")
-            with open(program, "w") as f:
-                f.write(PROGRAM)
+            for name, text in [("train.py", PROGRAM), *files]:
+                with open(os.path.join(directory, name), "w") as f:
+                    f.write(text)
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": directory}
+            environment |= {name: value.format(directory=directory) for name, value in variables.items()}
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 environment.pop(name, None)
             agents = []
             try:
-                for node, (host, options) in enumerate(zip(hosts, rendezvous, strict=True)):
-                    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-                    command += ["--nproc-per-node=2", *options, program]
+                for node, (host, command) in enumerate(zip(hosts, commands, strict=True)):
+                    command = [argument.format(directory=directory) for argument in command]
                     with open(os.path.join(directory, str(node)), "w") as output:
-                        agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+                        agents.append(
+                            subprocess.Popen(
+                                ["ip", "netns", "exec", host, *command, program],
+                                env=environment,
+                                stdout=output,
+                                stderr=output,
+                            )
+                        )
                 codes = [agent.wait(harness.LIMIT) for agent in agents]
             finally:
                 for agent in agents:
@@ -110,6 +134,36 @@ class Torchrun(unittest.TestCase):
                 for node in range(2)
             )
         )
+
+    def test_example_on_two_hosts(self):
+        names = ["first", "second"]
+        hosts = "127.0.0.1 localhost\n" + "".join(f"10.77.9.{i + 1} {name}\n" for i, name in enumerate(names))
+        named = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+        named = ["unshare", "--uts", "--mount", "sh", "-c", named]
+        self.run_on_hosts(
+            [[*named, name, "{directory}/hosts", EXAMPLE, "2", sys.executable] for name in names],
+            files=[("hosts", hosts), ("secret", secrets.token_hex(32))],
+            PATH=PATH,
+            HOSTS=",".join(names),
+            ID="example",
+            TUTTI_SECRET_FILE="{directory}/secret",
+        )
+
+
+class Example(unittest.TestCase):
+    def test_example_on_one_host(self):
+        with tempfile.TemporaryDirectory() as directory:
+            program = os.path.join(directory, "train.py")
+            with open(program, "w") as f:
+                f.write(PROGRAM)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": PATH}
+            environment.pop("HOSTS", None)
+            command = [EXAMPLE, "2", sys.executable, program]
+            ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=harness.LIMIT)
+            self.assertEqual(ended.returncode, 0, ended.stdout + ended.stderr)
+            for rank in range(2):
+                with open(os.path.join(directory, f"rank-{rank}")) as f:
+                    self.assertEqual(f.read().strip(), "(0, 0, 0) (1, 1, 0)")
 
 
 if __name__ == "__main__":
