@@ -15,6 +15,15 @@ type Finder interface {
 	Find(loc mem.Location) (Device, error)
 }
 
+// A Preloader is a Finder that can have devices ready before they are asked for.
+type Preloader interface {
+	// Preload opens the devices that the process uses already, and loads onto them what their
+	// streams will need: a device may be unable to load anything while a stream of it waits. It is
+	// called before the first work of a job. Devices that were opened are not opened again. It
+	// returns the errors of all devices that are not ready.
+	Preload() error
+}
+
 // List is a Finder of the devices in it.
 type List []Device
 

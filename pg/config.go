@@ -71,7 +71,8 @@ type Config struct {
 	// device.List, or a cuda.Finder. The caller closes them after Close. Operations on such buffers
 	// copy through host memory, of which each that is under way has its own: as much as its
 	// buffers, but 16 MiB at most for Window.PutBuffer and GetBuffer; or they load from the memory
-	// of peers in place: see PeerDevices. nil: there are none.
+	// of peers in place: see PeerDevices. Join has a device.Preloader open the devices that the
+	// process uses. nil: there are none.
 	Devices device.Finder
 	// PeerDevices says whether collectives on large buffers in the memory of Devices load from the
 	// memory of the other ranks' devices in place, where all ranks are on one machine and the

@@ -39,6 +39,7 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
+	s.preload()
 	if !s.launch.Standby {
 		if err := s.meet(ctx); err != nil {
 			return nil, err
@@ -323,6 +324,7 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	if err != nil {
 		return nil, err
 	}
+	s.preload()
 	fail := func(err error) ([]*Group, error) { return nil, fmt.Errorf("%d local ranks: %w", n, err) }
 	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger,
 		Progress: s.Progress})

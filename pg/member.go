@@ -177,6 +177,7 @@ func (m *Member) form(ctx context.Context, f *bootstrap.Formation, uuid string, 
 	if err != nil {
 		return nil, err
 	}
+	s.preload()
 	s.Job, s.Store, s.Secret, s.formation = uuid, f, f.Secret(), f
 	js, err := s.session()
 	if err != nil {

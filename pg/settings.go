@@ -11,6 +11,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/collectives"
+	"tutti/device"
 	"tutti/p2p"
 	"tutti/p2p/registry"
 	"tutti/pg/internal/exec"
@@ -131,6 +132,15 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 		}
 	}
 	return s, nil
+}
+
+// preload has the devices that the process uses ready before the first operation.
+func (s *settings) preload() {
+	if p, ok := s.Devices.(device.Preloader); ok {
+		if err := p.Preload(); err != nil {
+			s.Logger.Warn("a device is not ready: operations on its memory will try again to open it", "err", err)
+		}
+	}
 }
 
 // session returns the settings for package join.

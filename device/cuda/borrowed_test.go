@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"errors"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -142,6 +143,58 @@ func TestCapturedStreams(t *testing.T) {
 	e, err := s.Record()
 	must(t, err)
 	must(t, e.Wait(t.Context()))
+}
+
+// Preload opens the GPUs whose primary contexts the process has, and those that it is told, once.
+func TestFinderPreloadsGPUsInUse(t *testing.T) {
+	f, d := start(t, fake.Config{Devices: 4})
+	var gpus device.Finder = &Finder{Driver: func() (*Driver, error) { return d, nil }, Ordinals: []int{3}}
+	finder := gpus.(*Finder)
+	opened := func() (open []int) {
+		for n := range finder.open {
+			open = append(open, n)
+		}
+		slices.Sort(open)
+		return open
+	}
+	used, err := d.Open(1)
+	must(t, err)
+	for range 2 {
+		must(t, gpus.(device.Preloader).Preload())
+		if got := opened(); !slices.Equal(got, []int{1, 3}) {
+			t.Errorf("GPUs %v are open, want 1 and 3", got)
+		}
+	}
+	loads := f.Calls()["cuFuncLoad"]
+	v, err := finder.Device(1)
+	must(t, err)
+	if f.Calls()["cuFuncLoad"] != loads || v == used {
+		t.Error("the GPU was opened again when it was asked for")
+	}
+	for call, want := range map[string]string{"cuDevicePrimaryCtxGetState": "is in use", "cuDeviceGetCount": "count"} {
+		f.Fail(call, 1, fake.NotSupported)
+		if err := finder.Preload(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s fails: %v", call, err)
+		}
+	}
+	finder.Ordinals = []int{9, 0}
+	if err := finder.Preload(); err == nil || !strings.Contains(err.Error(), "cuda:9") {
+		t.Errorf("there is no GPU 9: %v", err)
+	}
+	if got := opened(); !slices.Equal(got, []int{0, 1, 3}) {
+		t.Errorf("GPUs %v are open, want 0 as well", got)
+	}
+	must(t, finder.Close(), used.Close())
+	f.Empty(t)
+}
+
+// A process that has not initialized the driver gets none from Preload.
+func TestFinderPreloadLeavesTheDriverAlone(t *testing.T) {
+	var gpus Finder
+	must(t, gpus.Preload())
+	if len(gpus.open) > 0 {
+		t.Error("a GPU was opened")
+	}
 }
 
 // GPUs are opened when they are asked for, once, and closed together.

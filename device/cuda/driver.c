@@ -63,6 +63,7 @@ typedef uint64_t pointer; // CUdeviceptr
 	X(device_get_uuid, "cuDeviceGetUuid", (unsigned char *, int))                                     \
 	X(device_get_instance_uuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                         \
 	X(device_get_pci_bus_id, "cuDeviceGetPCIBusId", (char *, int, int))                               \
+	X(primary_state, "cuDevicePrimaryCtxGetState", (int, unsigned *, int *))                          \
 	X(func_load, "cuFuncLoad", (void *))                                                              \
 	X(stream_is_capturing, "cuStreamIsCapturing", (void *, int *))                                    \
 	X(stream_wait_value, "cuStreamWaitValue64_v2", (void *, pointer, uint64_t, unsigned))             \
@@ -100,6 +101,17 @@ int tutti_cuda_open(const char *path, tutti_cuda **lib, char *why, size_t n)
 	return 0;
 }
 
+int tutti_cuda_loaded(const char *path)
+{
+	void *h = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+	if (!h)
+		return 0;
+	int n, (*count)(int *) = (int (*)(int *))dlsym(h, "cuDeviceGetCount");
+	int loaded = count && count(&n) == 0; // not before cuInit
+	dlclose(h);
+	return loaded;
+}
+
 const char *tutti_cuda_error_name(tutti_cuda *l, int result)
 {
 	const char *s = NULL;
@@ -116,6 +128,14 @@ int tutti_cuda_init(tutti_cuda *l) { return l->init(0); }
 int tutti_cuda_version(tutti_cuda *l, int *version) { return l->driver_get_version(version); }
 int tutti_cuda_count(tutti_cuda *l, int *n) { return l->device_get_count(n); }
 int tutti_cuda_device(tutti_cuda *l, int ordinal, int *device) { return l->device_get(device, ordinal); }
+
+int tutti_cuda_active(tutti_cuda *l, int device, int *active)
+{
+	unsigned flags;
+	*active = 0;
+	return l->primary_state ? l->primary_state(device, &flags, active) : 0;
+}
+
 int tutti_cuda_name(tutti_cuda *l, int device, char *name) { return l->device_get_name(name, TUTTI_CUDA_NAME, device); }
 
 int tutti_cuda_memory(tutti_cuda *l, int device, uint64_t *bytes)

@@ -28,7 +28,38 @@ type Driver struct {
 	contexts map[string]unsafe.Pointer // primary ones that were retained, by Info.name of the GPU
 }
 
-var load = sync.OnceValues(func() (*Driver, error) { return LoadLibrary("libcuda.so.1") })
+// library is what Load opens.
+const library = "libcuda.so.1"
+
+var load = sync.OnceValues(func() (*Driver, error) { return LoadLibrary(library) })
+
+// loaded reports whether the process has initialized the driver that Load opens.
+func loaded() bool {
+	name := C.CString(library)
+	defer C.free(unsafe.Pointer(name))
+	return C.tutti_cuda_loaded(name) != 0
+}
+
+// active returns the GPUs whose primary contexts the process has.
+func (d *Driver) active() (ordinals []int, err error) {
+	n, err := d.count()
+	if err != nil {
+		return nil, err
+	}
+	for i := range n {
+		var device, active C.int
+		if r := C.tutti_cuda_device(d.lib, C.int(i), &device); r != 0 {
+			return nil, d.failure(r, "cuDeviceGet", "find cuda:%d", i)
+		}
+		if r := C.tutti_cuda_active(d.lib, device, &active); r != 0 {
+			return nil, d.failure(r, "cuDevicePrimaryCtxGetState", "ask whether cuda:%d is in use", i)
+		}
+		if active != 0 {
+			ordinals = append(ordinals, i)
+		}
+	}
+	return ordinals, nil
+}
 
 // Load opens the CUDA driver, once in a process. Its error wraps ErrUnavailable and says what is
 // missing. A driver without GPUs is no error.
@@ -73,18 +104,27 @@ func (d *Driver) failure(r C.int, call, format string, args ...any) error {
 	return e
 }
 
-// Devices describes the GPUs that this process may use. It makes no context.
-func (d *Driver) Devices() ([]Info, error) {
+// count returns how many GPUs this process may use.
+func (d *Driver) count() (int, error) {
 	var n C.int
 	switch r := C.tutti_cuda_count(d.lib, &n); r {
 	case 0:
+		return int(n), nil
 	case C.TUTTI_CUDA_NO_DEVICE, C.TUTTI_CUDA_NOT_INITIALIZED: // cuInit has found none
-		return nil, nil
+		return 0, nil
 	default:
-		return nil, d.failure(r, "cuDeviceGetCount", "count the GPUs")
+		return 0, d.failure(r, "cuDeviceGetCount", "count the GPUs")
+	}
+}
+
+// Devices describes the GPUs that this process may use. It makes no context.
+func (d *Driver) Devices() ([]Info, error) {
+	n, err := d.count()
+	if err != nil {
+		return nil, err
 	}
 	all := make([]Info, 0, n)
-	for i := range int(n) {
+	for i := range n {
 		info, _, err := d.info(i)
 		if err != nil {
 			return nil, err

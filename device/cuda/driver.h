@@ -26,6 +26,9 @@ enum {
 // in why. The library stays open.
 int tutti_cuda_open(const char *path, tutti_cuda **lib, char *why, size_t n);
 
+// tutti_cuda_loaded reports whether the process has opened and initialized a library.
+int tutti_cuda_loaded(const char *path);
+
 const char *tutti_cuda_error_name(tutti_cuda *l, int result); // NULL if the driver knows none
 const char *tutti_cuda_error_text(tutti_cuda *l, int result);
 
@@ -33,6 +36,8 @@ int tutti_cuda_init(tutti_cuda *l);
 int tutti_cuda_version(tutti_cuda *l, int *version);
 int tutti_cuda_count(tutti_cuda *l, int *n);
 int tutti_cuda_device(tutti_cuda *l, int ordinal, int *device);
+// Whether the process has the primary context of a device; 0 if the driver cannot tell.
+int tutti_cuda_active(tutti_cuda *l, int device, int *active);
 int tutti_cuda_name(tutti_cuda *l, int device, char *name); // TUTTI_CUDA_NAME bytes
 int tutti_cuda_memory(tutti_cuda *l, int device, uint64_t *bytes);
 int tutti_cuda_uuid(tutti_cuda *l, int device, unsigned char *uuid); // TUTTI_CUDA_UUID bytes

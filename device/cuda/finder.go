@@ -11,11 +11,14 @@ import (
 	"tutti/mem"
 )
 
-// A Finder opens the GPUs of this machine when they are asked for first. It implements
-// device.Finder. The zero Finder is ready; it must not be copied after its first use.
+// A Finder opens the GPUs of this machine when they are asked for first, or by Preload. It
+// implements device.Finder and device.Preloader. The zero Finder is ready; it must not be copied
+// after its first use.
 type Finder struct {
 	// Driver returns the driver, when the first GPU is asked for. nil: Load.
 	Driver func() (*Driver, error)
+	// Ordinals are the driver's numbers of GPUs that Preload opens, beside those in use.
+	Ordinals []int
 
 	mu     sync.Mutex // held while a GPU is opened
 	open   map[int]*Device
@@ -47,11 +50,7 @@ func (f *Finder) Device(ordinal int) (*Device, error) {
 	if f.closed {
 		return nil, fmt.Errorf("cuda: cuda:%d: the finder was closed: %w", ordinal, device.ErrClosed)
 	}
-	load := f.Driver
-	if load == nil {
-		load = Load
-	}
-	driver, err := load()
+	driver, err := f.driver()
 	if err != nil {
 		return nil, err
 	}
@@ -64,6 +63,34 @@ func (f *Finder) Device(ordinal int) (*Device, error) {
 	}
 	f.open[ordinal] = d
 	return d, nil
+}
+
+func (f *Finder) driver() (*Driver, error) {
+	if f.Driver != nil {
+		return f.Driver()
+	}
+	return Load()
+}
+
+// Preload implements device.Preloader. It opens the GPUs in Ordinals, and those whose primary
+// context the process has: PyTorch and the CUDA runtime make it with the first use of a GPU, or
+// when it is set as the current one. In a process that uses no GPU, Preload without Ordinals leaves
+// the driver alone.
+func (f *Finder) Preload() error {
+	if len(f.Ordinals) == 0 && f.Driver == nil && !loaded() {
+		return nil
+	}
+	driver, err := f.driver()
+	if err != nil {
+		return err
+	}
+	active, err := driver.active()
+	errs := []error{err}
+	for _, n := range append(active, f.Ordinals...) {
+		_, err := f.Device(n)
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }
 
 // Close closes the GPUs that were opened: see Device.Close. Idempotent.

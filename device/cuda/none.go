@@ -22,6 +22,10 @@ type Device struct {
 
 var errBuild = fmt.Errorf("%w: this program was built without cgo (CGO_ENABLED=1 is needed, on Linux)", ErrUnavailable)
 
+func loaded() bool { return false }
+
+func (*Driver) active() ([]int, error) { return nil, errBuild }
+
 // Load fails: this build cannot call the driver. Its error wraps ErrUnavailable.
 func Load() (*Driver, error) { return nil, errBuild }
 

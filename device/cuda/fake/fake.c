@@ -450,6 +450,16 @@ EXPORT int cuDevicePrimaryCtxRetain(void **c, int device)
 	END;
 }
 
+EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
+{
+	BEGIN;
+	if (!result)
+		result = device < devices ? OK : INVALID_DEVICE;
+	if (!result)
+		*flags = 0, *active = contexts[device].references > 0;
+	END;
+}
+
 EXPORT int cuCtxEnablePeerAccess(void *peer, unsigned flags)
 {
 	BEGIN_IN;

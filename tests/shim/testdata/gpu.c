@@ -250,10 +250,22 @@ static void refused(void *stream)
 	CU(cu.cuMemFree_v2(x));
 }
 
+/* loads returns how many kernels were loaded. */
+static int loads(void)
+{
+	const char *(*calls)(int, int *) = (const char *(*)(int, int *))look_up("fake_calls"), *name;
+	int i, n;
+
+	for (i = 0; (name = calls(i, &n)) != NULL; i++)
+		if (strcmp(name, "cuFuncLoad") == 0)
+			return n;
+	return 0;
+}
+
 int main(void)
 {
 	void *context, *streams[3] = {NULL};
-	int i;
+	int i, loaded;
 
 	TRUE(tutti_has("cuda") == 1 && tutti_has("streams") == 1);
 	library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -264,12 +276,14 @@ int main(void)
 	const char *(*kernels)(const char *) = (const char *(*)(const char *))look_up("fake_kernels");
 	TRUE(kernels(getenv("KERNELS")) == NULL);
 
-	OK(tutti_join(NULL, &g));
-	OK(tutti_rank(g, &rank));
-	OK(tutti_size(g, &size));
-	device = rank % 2;
+	device = atoi(getenv("TUTTI_RANK")) % 2;
 	CU(cu.cuInit(0));
 	CU(cu.cuDevicePrimaryCtxRetain(&context, device));
+	OK(tutti_join(NULL, &g));
+	loaded = loads();
+	TRUE(loaded > 0); /* for the device that the program uses */
+	OK(tutti_rank(g, &rank));
+	OK(tutti_size(g, &size));
 	CU(cu.cuCtxPushCurrent_v2(context));
 	for (i = 1; i < 3; i++)
 		CU(cu.cuStreamCreate(&streams[i], 1));
@@ -280,6 +294,7 @@ int main(void)
 	}
 	refused(streams[1]);
 	in_order(streams[1]);
+	TRUE(loads() == loaded);
 	OK(tutti_close(g));
 	for (i = 1; i < 3; i++)
 		CU(cu.cuStreamDestroy_v2(streams[i]));
