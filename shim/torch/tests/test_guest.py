@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 # 1000 make the measurement of docs/pytorch.md.
-CYCLES = int(os.environ.get("TUTTI_TEST_CYCLES", "300"))
+CYCLES = int(os.environ.get("TUTTI_TEST_CYCLES", "200"))
 
 
 def killed():
