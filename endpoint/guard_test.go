@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"net"
 	"os"
 	"slices"
@@ -445,5 +446,127 @@ func TestRefusalsEnd(t *testing.T) {
 			t.Errorf("code %d: %v, after %v, want %v", x.code, err, modes, x.want)
 		}
 		mu.Unlock()
+	}
+}
+
+// The bytes of a whole connection, played again to the end that they were said to, are refused in
+// the handshake, whichever end that is: nothing of what they wrote, sent or asked for happens
+// again. Where connections are sealed they are not understood after another handshake either.
+func TestReplays(t *testing.T) {
+	for _, g := range guards {
+		t.Run(g.name, func(t *testing.T) {
+			g.cfg.Conns = 1
+			server, client := g.cfg, g.cfg
+			server.Name, client.DialTimeout = "b", patience/2
+			b := newEndpoint(t, newContext(t), server)
+			a := newEndpoint(t, newContext(t), client)
+			m, info := between(t, b, nil)
+			data := shared(t, 10)
+			copy(data, "----------")
+			region, err := b.Register("r", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
+			if err != nil {
+				t.Fatal(err)
+			}
+			p := connect(t, a, info)
+			q := accept(t, b)
+			got := make([]byte, len(data))
+			wait(t, p.Write([]byte("first"), "r", 0))
+			wait(t, p.Send([]byte("message")))
+			wait(t, p.Read(got, "r", 0))
+			wait(t, q.Recv(got))
+			p.Close()
+			until(t, "the acceptor has seen the end", func() bool { return !q.connected() })
+			said, _ := m.last()
+			m.cut()
+			for way := range said {
+				if len(said[way]) <= past[way] {
+					t.Fatalf("%d bytes were recorded of end %d", len(said[way]), way)
+				}
+			}
+			// Another peer uses the region meanwhile.
+			now := newEndpoint(t, newContext(t), client)
+			other := connect(t, now, b.Info())
+			wait(t, other.Write([]byte("later"), "r", 0))
+			accept(t, b)
+			before := b.Stats()
+			reads, writes := region.Traffic()
+			unchanged := func(what string) {
+				t.Helper()
+				after := b.Stats()
+				if r, w := region.Traffic(); r != reads || w != writes || string(data) != "later-----" {
+					t.Errorf("%s: the region has %q, %d bytes were read and %d written, before %d and %d", what, data,
+						r, w, reads, writes)
+				}
+				if after.Waiting != before.Waiting || after.Sessions != before.Sessions || after.Peers != before.Peers {
+					t.Errorf("%s: there are %d messages, %d sessions and %d peers, before %d, %d and %d", what,
+						after.Waiting.N, after.Sessions, after.Peers, before.Waiting.N, before.Sessions, before.Peers)
+				}
+			}
+			for _, x := range []struct {
+				name string
+				step int // bytes that are said at once
+			}{{"at once", len(said[0])}, {"byte by byte", 1}, {"in pieces", 40}} {
+				c, err := net.Dial("tcp", b.Info().Addrs[0])
+				if err != nil {
+					t.Fatal(err)
+				}
+				c.SetDeadline(time.Now().Add(patience))
+				for part := range slices.Chunk(said[0], x.step) {
+					if _, err := c.Write(part); err != nil {
+						break // it is closed
+					}
+				}
+				answer, err := io.ReadAll(c)
+				if errors.Is(err, os.ErrDeadlineExceeded) || len(answer) > past[1] {
+					t.Errorf("%s: %d bytes are the answer, the handshake has %d: %v", x.name, len(answer), past[1], err)
+				}
+				c.Close()
+				unchanged(x.name)
+			}
+			// What the acceptor said does not prove another one.
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			defer l.Close()
+			wg.Go(func() {
+				for {
+					c, err := l.Accept()
+					if err != nil {
+						return
+					}
+					c.Write(said[1])
+					io.Copy(io.Discard, c)
+					c.Close()
+				}
+			})
+			info.Addrs = []string{l.Addr().String()}
+			if _, err := a.Connect(t.Context(), info); !errors.Is(err, ErrAuth) {
+				t.Errorf("the dialler hears an old connection: %v, want %v", err, ErrAuth)
+			}
+			if g.cfg.Seal {
+				info.Addrs = []string{m.l.Addr().String()}
+				m.change(func(way, off int, b []byte) {
+					if at := max(off, past[0]); way == 0 && at < off+len(b) {
+						copy(b[at-off:], said[0][min(at, len(said[0])):])
+					}
+				})
+				if _, err := a.Connect(t.Context(), info); !errors.Is(err, ErrBroken) {
+					t.Errorf("after another handshake: %v, want %v", err, ErrBroken)
+				}
+				unchanged("after another handshake")
+				m.change(nil)
+			}
+			// The endpoint works, also for the end that was recorded.
+			info = b.Info()
+			p = connect(t, a, info)
+			wait(t, p.Write([]byte("last"), "r", 6))
+			wait(t, other.Read(got, "r", 0))
+			if string(got) != "later-last" {
+				t.Errorf("the region has %q", got)
+			}
+		})
 	}
 }

@@ -3,6 +3,7 @@ package endpoint
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -33,6 +34,9 @@ import (
 var (
 	randomSeed = flag.Uint64("seed", 0, "seed of the random programs; 0: another one each time")
 	randomOps  = flag.Int("ops", 10000, "operations of a random program; -short: a tenth")
+	// tests/netns sets it.
+	randomHosts = flag.String("hosts", "", "network namespaces of TestRandomProcesses, separated by commas, in which "+
+		"each process listens on the interface data; default: this one, loopback")
 )
 
 // world is a random program: what its members do, and what it has found wrong.
@@ -42,6 +46,8 @@ type world struct {
 	n       int      // members, also in other processes
 	chaos   bool     // operations are cancelled, connections break, regions come and go
 	closes  bool     // peers are closed, too: messages that were not received are lost
+	kills   int      // connections to each other member that a member of a burst shuts down
+	at      string   // interfaces, as of Config
 	cfgs    []Config // what members ask for, in turn; nil: nothing
 	longest int      // message, in bytes
 	left    atomic.Int64
@@ -63,6 +69,9 @@ func (w *world) count(what string) {
 	w.counts[what]++
 	w.mu.Unlock()
 }
+
+// breaks reports whether connections are shut down.
+func (w *world) breaks() bool { return w.chaos || w.kills > 0 }
 
 const (
 	longest  = 3 << 20 // message
@@ -96,8 +105,14 @@ type member struct {
 type lane struct {
 	off  int64
 	cur  []byte
-	alts [][]byte // from writes that failed: each byte may have that value
-	zero []bool   // the byte may be 0: the rest of a frame of a write that was given up
+	alts []altered // from writes that failed: each byte may have that value
+	zero []bool    // the byte may be 0: the rest of a frame of a write that was given up
+}
+
+// altered is bytes of a lane from an offset.
+type altered struct {
+	at int
+	b  []byte
 }
 
 func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
@@ -119,7 +134,7 @@ func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
 	if m.c, err = NewContext(ContextConfig{Loops: 1 + r.IntN(2)}); err != nil {
 		return nil, err
 	}
-	cfg := Config{Secret: testSecret, Interfaces: "127.0.0.1", Name: fmt.Sprint("m", i), Conns: conns,
+	cfg := Config{Secret: testSecret, Interfaces: cmp.Or(w.at, "127.0.0.1"), Name: fmt.Sprint("m", i), Conns: conns,
 		Timeout: longTime}
 	if len(w.cfgs) > 0 {
 		asked := w.cfgs[i%len(w.cfgs)]
@@ -158,7 +173,7 @@ func (m *member) peer(j int) *Peer {
 		if m.w.stopped.Load() || m.w.chaos && m.w.left.Load() < 0 {
 			return nil
 		}
-		if !m.w.chaos {
+		if !m.w.breaks() {
 			m.w.errorf("member %d connects to %d: %v", m.i, j, err)
 			return nil
 		}
@@ -188,22 +203,7 @@ func (m *member) disturb(r *rand.Rand, j int) {
 	}
 	switch x := r.IntN(1000); {
 	case x < 12:
-		m.mu.Lock()
-		p := m.peers[j]
-		m.mu.Unlock()
-		if p == nil {
-			return
-		}
-		p.mu.Lock()
-		s := p.session
-		if s != nil {
-			c := s.conns[r.IntN(len(s.conns))]
-			if c != nil && c.Err() == nil {
-				cut(c)
-			}
-		}
-		p.mu.Unlock()
-		m.w.count("cut")
+		m.cut(r, j)
 	case x < 16 && m.w.closes:
 		m.mu.Lock()
 		p := m.peers[j]
@@ -228,6 +228,24 @@ func (m *member) disturb(r *rand.Rand, j int) {
 			m.w.errorf("register again: %v", err)
 		}
 		m.w.count("registered again")
+	}
+}
+
+// cut shuts one of the connections to member j down.
+func (m *member) cut(r *rand.Rand, j int) {
+	m.mu.Lock()
+	p := m.peers[j]
+	m.mu.Unlock()
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s := p.session; s != nil {
+		if c := s.conns[r.IntN(len(s.conns))]; c != nil && c.Err() == nil {
+			cut(c)
+			m.w.count("cut")
+		}
 	}
 }
 
@@ -394,9 +412,10 @@ func (m *member) ended(j int, x *job, res Result, cancelled bool) {
 		why := reason(err)
 		w.count(x.op.Kind.String() + ": " + why)
 		fine := w.stopped.Load() || cancelled && why == ErrCancelled.Error() || x.brief && why == "timeout"
+		fine = fine || w.breaks() && why == ErrBroken.Error()
 		if w.chaos {
 			switch {
-			case why == ErrBroken.Error(), why == ErrStale.Error(), why == ErrNoRegion.Error(),
+			case why == ErrStale.Error(), why == ErrNoRegion.Error(),
 				why == ErrClosed.Error(),
 				x.op.Kind == OpSend && why == ErrCancelled.Error():
 				fine = true
@@ -418,9 +437,13 @@ func (m *member) ended(j int, x *job, res Result, cancelled bool) {
 		l.check(w, fmt.Sprintf("member %d reads from %d", m.i, j), inner, x.at)
 	case x.op.Kind == OpWrite && res.Err == nil:
 		copy(l.cur[x.at:], inner)
-		for _, alt := range l.alts {
-			copy(alt[x.at:], inner)
-		}
+		l.alts = slices.DeleteFunc(l.alts, func(alt altered) bool {
+			from, to := max(x.at, alt.at), min(x.at+len(inner), alt.at+len(alt.b))
+			if from < to {
+				copy(alt.b[from-alt.at:to-alt.at], inner[from-x.at:])
+			}
+			return to-from == len(alt.b)
+		})
 		if l.zero != nil {
 			clear(l.zero[x.at:][:len(inner)])
 		}
@@ -428,9 +451,7 @@ func (m *member) ended(j int, x *job, res Result, cancelled bool) {
 		if l.zero == nil {
 			l.zero = make([]bool, laneSize)
 		}
-		alt := bytes.Clone(l.cur)
-		copy(alt[x.at:], inner)
-		l.alts = append(l.alts, alt)
+		l.alts = append(l.alts, altered{x.at, bytes.Clone(inner)})
 		copy(l.zero[x.at:], yes[:len(inner)])
 	}
 }
@@ -452,7 +473,7 @@ next:
 			continue
 		}
 		for _, alt := range l.alts {
-			if b == alt[at+i] {
+			if k := at + i - alt.at; k >= 0 && k < len(alt.b) && b == alt.b[k] {
 				continue next
 			}
 		}
@@ -526,8 +547,9 @@ func (m *member) receive(j int, done <-chan struct{}) {
 					}
 					m.mu.Unlock()
 				}
-				if strings.HasPrefix(why, "?") || !w.chaos && !w.stopped.Load() && !errors.Is(res.Err,
-					ErrCancelled) && !ended {
+				fine := w.chaos || w.stopped.Load() || ended || errors.Is(res.Err, ErrCancelled) ||
+					w.breaks() && why == ErrBroken.Error()
+				if strings.HasPrefix(why, "?") || !fine {
 					w.errorf("member %d, recv from %d: %v", m.i, j, res.Err)
 				}
 				continue
@@ -571,18 +593,15 @@ func (m *member) receive(j int, done <-chan struct{}) {
 
 // burst starts n operations on member j, half of them with one Future, and waits for none of them
 // before all have started. Each write has a range of the first lane for itself; reads are from the
-// last one, which is not written.
+// last one, which is not written. If connections are killed while they are under way, it starts
+// those that have failed again, all at once.
 func (m *member) burst(j, n int) {
 	w := m.w
 	r := rand.New(rand.NewPCG(w.seed, uint64(m.i*100+j)))
-	p := m.peer(j)
-	if p == nil {
-		return
-	}
 	slot := laneSize / n
-	jobs, ops := make([]*job, n), make([]Op, n)
-	for i := range jobs {
-		x := &job{op: Op{Kind: Kind(1 + r.IntN(3))}}
+	// next makes operation i, with other bytes each time.
+	next := func(i int, kind Kind) *job {
+		x := &job{op: Op{Kind: kind}}
 		var inner []byte
 		switch x.op.Kind {
 		case OpRead:
@@ -591,7 +610,11 @@ func (m *member) burst(j, n int) {
 			x.buf, inner = canaries(k)
 		case OpWrite:
 			x.lane, x.at = m.lanes[j][0], i*slot
-			x.buf, inner = canaries(size(r, slot))
+			k := slot // of one that is repeated nothing is left
+			if w.kills == 0 {
+				k = size(r, slot)
+			}
+			x.buf, inner = canaries(k)
 			fill(inner, r.Uint64())
 		case OpSend:
 			x.buf, inner = canaries(max(size(r, w.longest), 16))
@@ -603,27 +626,68 @@ func (m *member) burst(j, n int) {
 			x.op.Region, x.op.Offset = "r", x.lane.off+int64(x.at)
 		}
 		x.op.Local = mem.Host(inner, mem.Anywhere)
-		jobs[i], ops[i] = x, x.op
+		return x
 	}
-	var fs []*Future
-	for _, op := range ops[:n/2] {
-		fs = append(fs, p.Start(op))
+	var left []int // operations
+	kinds := map[int]Kind{}
+	for i := range n {
+		left, kinds[i] = append(left, i), Kind(1+r.IntN(3))
 	}
-	fs = append(fs, p.Batch(ops[n/2:]))
-	i := 0
-	for _, f := range fs {
-		f.Wait(context.Background())
-		for k := range f.Len() {
-			m.ended(j, jobs[i], f.Result(k), false)
-			i++
+	for kills := w.kills; len(left) > 0 && w.bad.Load() == 0; kills-- {
+		p := m.peer(j)
+		if p == nil {
+			return
 		}
-	}
-	got := make([]byte, lanes*(laneSize+gap))
-	if err := p.Read(got, "r", m.lanes[j][0].off).Wait(context.Background()); err != nil {
-		w.errorf("member %d reads from %d: %v", m.i, j, err)
+		var jobs []*job
+		var ops []Op
+		for _, i := range left {
+			x := next(i, kinds[i])
+			jobs, ops = append(jobs, x), append(ops, x.op)
+		}
+		half := (len(ops) + 1) / 2
+		var fs []*Future
+		for _, op := range ops[:half] {
+			fs = append(fs, p.Start(op))
+		}
+		fs = append(fs, p.Batch(ops[half:]))
+		if kills > 0 {
+			<-fs[r.IntN(half)].Done()
+			m.cut(r, j)
+		}
+		var failed []int
+		k := 0
+		for _, f := range fs {
+			f.Wait(context.Background())
+			for at := range f.Len() {
+				m.ended(j, jobs[k], f.Result(at), false)
+				if f.Result(at).Err != nil {
+					failed = append(failed, left[k])
+				}
+				k++
+			}
+		}
+		left = failed
 	}
 	for k, l := range m.lanes[j] {
-		l.check(w, fmt.Sprintf("lane %d of %d at %d", k, m.i, j), got[k*(laneSize+gap):][:laneSize], 0)
+		l.check(w, fmt.Sprintf("lane %d of %d at %d", k, m.i, j), m.read(j, l.off), 0)
+	}
+}
+
+// read reads a lane at member j, again if the connections break.
+func (m *member) read(j int, off int64) []byte {
+	got := make([]byte, laneSize)
+	for {
+		p := m.peer(j)
+		if p == nil {
+			return got
+		}
+		err := p.Read(got, "r", off).Wait(context.Background())
+		if err == nil || !m.w.breaks() || !errors.Is(err, ErrBroken) {
+			if err != nil {
+				m.w.errorf("member %d reads from %d: %v", m.i, j, err)
+			}
+			return got
+		}
 	}
 }
 
@@ -905,8 +969,15 @@ func TestRandomChild(t *testing.T) {
 	number := func(i int) uint64 { n, _ := strconv.ParseUint(spec[i], 10, 64); return n }
 	w := &world{t: t, seed: number(0), n: int(number(1)), chaos: spec[2] == "chaos", closes: true,
 		longest: longest, counts: map[string]int{}}
-	if spec[2] == "burst" {
+	burst := spec[2] == "burst" || spec[2] == "killed"
+	if burst {
 		w.longest = 66 << 10 // some are too long to go at once
+	}
+	if spec[2] == "killed" {
+		w.kills = 3
+	}
+	if *randomHosts != "" {
+		w.at = "data"
 	}
 	i := int(number(3))
 	w.left.Store(int64(number(4)))
@@ -935,7 +1006,7 @@ func TestRandomChild(t *testing.T) {
 	var recv sync.WaitGroup
 	for j := range w.n {
 		if j != m.i {
-			if spec[2] == "burst" {
+			if burst {
 				work.Go(func() { m.burst(j, int(number(4))/(w.n-1)) })
 			} else {
 				work.Go(func() { m.work(j) })
@@ -959,7 +1030,8 @@ func TestRandomChild(t *testing.T) {
 }
 
 // TestRandomProcesses: random programs of endpoints in four processes. Those of a burst start all
-// of their operations at once, and not fewer of them if the test has to be short.
+// of their operations at once, and not fewer of them if the test has to be short. Those that are
+// killed do so, too, and their connections are shut down meanwhile.
 func TestRandomProcesses(t *testing.T) {
 	for _, x := range []struct {
 		kind    string
@@ -967,7 +1039,9 @@ func TestRandomProcesses(t *testing.T) {
 		ops     int64
 	}{
 		{"calm", false, opsOf() / 2}, {"chaos", false, opsOf() / 2}, {"burst", false, int64(*randomOps)},
+		{"killed", false, opsOf()},
 		{"calm", true, opsOf() / 2}, {"chaos", true, opsOf() / 2}, {"burst", true, int64(*randomOps)},
+		{"killed", true, opsOf()},
 	} {
 		name := x.kind
 		if x.guarded {
@@ -976,6 +1050,12 @@ func TestRandomProcesses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			seed := seedOf(t)
 			const n = 4
+			var hosts []string
+			if *randomHosts != "" {
+				if hosts = strings.Split(*randomHosts, ","); len(hosts) != n {
+					t.Fatalf("-hosts %s: want %d of them", *randomHosts, n)
+				}
+			}
 			type child struct {
 				p   *proctest.Process
 				in  io.WriteCloser
@@ -984,7 +1064,12 @@ func TestRandomProcesses(t *testing.T) {
 			var all []*child
 			var infos strings.Builder
 			for i := range n {
-				cmd := exec.Command(os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s")
+				argv := []string{os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s",
+					"-hosts=" + *randomHosts}
+				if hosts != nil {
+					argv = append([]string{"ip", "netns", "exec", hosts[i]}, argv...)
+				}
+				cmd := exec.Command(argv[0], argv[1:]...)
 				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %s %d %d %v", childVariable, seed, n, x.kind, i,
 					x.ops/n, x.guarded))
 				p, in, out, err := proctest.StartPiped(cmd)

@@ -28,8 +28,9 @@ import (
 // p2pOptions are the flags of peers p2p, parsed.
 type p2pOptions struct {
 	options
-	depth int
-	nixl  string // the virtual environment
+	depth   int
+	nixl    string // the virtual environment
+	lenient bool
 }
 
 // A batch is so many pieces of so many bytes, in every contestant.
@@ -47,6 +48,7 @@ func parseP2P(args []string) (p2pOptions, error) {
 	f.DurationVar(&o.Budget, "budget", 50*time.Millisecond, "about the time of a contestant's turn in a row")
 	f.DurationVar(&o.Deadline, "deadline", 60*time.Second, "time after which a contestant's turn is ended")
 	f.StringVar(&o.nixl, "nixl", cached("nixl"), "virtual environment with NIXL")
+	f.BoolVar(&o.lenient, "lenient", false, "do not end with an error if a row misses its bar")
 	f.StringVar(&o.jsonPath, "json", "", "also write everything, with each round's figures, to this file")
 	f.StringVar(&o.tuttiPath, "tutti", "", "a tutti that is built already; default: build ./cmd/tutti")
 	if err := f.Parse(args); err != nil {
@@ -154,12 +156,13 @@ func compareP2P(ctx context.Context, o p2pOptions) error {
 	}
 	c.progress("")
 	rows := c.rows()
-	if err := c.print(os.Stdout, rows); err != nil {
+	v := judge(rows)
+	if err := c.print(os.Stdout, rows, v); err != nil {
 		return err
 	}
 	if o.jsonPath != "" {
 		b, err := json.MarshalIndent(map[string]any{"machine": machine(), "versions": w.versions, "rows": rows,
-			"notes": w.notes}, "", " ")
+			"missed": v.missed, "notes": w.notes}, "", " ")
 		if err != nil {
 			return err
 		}
@@ -167,7 +170,13 @@ func compareP2P(ctx context.Context, o p2pOptions) error {
 			return fmt.Errorf("writing the results: %w", err)
 		}
 	}
-	return context.Cause(ctx)
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
+	if n := len(v.missed); n > 0 && !o.lenient {
+		return fmt.Errorf("%d comparisons miss their bar: see the list above; with --lenient that is no error", n)
+	}
+	return nil
 }
 
 // python is the interpreter of NIXL's virtual environment.
@@ -451,8 +460,96 @@ func (c *p2pContest) rows() (rows []p2pRow) {
 	return rows
 }
 
-// print prints the table.
-func (c *p2pContest) print(out io.Writer, rows []p2pRow) error {
+// The bars, as the least that a time of others divided by one of Tutti has to be.
+const (
+	barPeer  = 1.0     // UCX and NIXL, every row
+	barRaw   = 0.95    // a plain TCP connection, from barBytes
+	barTrip  = 1 / 1.4 // the same, one call of barSmall bytes at a time
+	barBatch = 5.0     // Tutti's own reads one after another, a batch of them
+
+	barBytes = 1 << 20
+	barSmall = 64
+)
+
+// p2pBar is a row, or two, that a bar is for.
+type p2pBar struct {
+	p2pLine
+	Bar   string  `json:"bar"`
+	Ratio float64 `json:"ratio"`
+	Least float64 `json:"least"`
+}
+
+// verdict is what judge says.
+type verdict struct {
+	met      int      // comparisons
+	missed   []p2pBar // worst first
+	unjudged []string // bars that nothing was measured for
+}
+
+// judge compares rows with the bars. What was not measured is not missed.
+func judge(rows []p2pRow) verdict {
+	const batched = "reads one after another/batched"
+	bars := []string{"ucx/tutti", "nixl/tutti", "bandwidth/raw", "raw/tutti round trip", batched}
+	var v verdict
+	seen := map[string]bool{}
+	compare := func(l p2pLine, bar string, other, ours, least float64) {
+		if !(other > 0 && ours > 0) {
+			return
+		}
+		seen[bar] = true
+		if other/ours >= least {
+			v.met++
+		} else {
+			v.missed = append(v.missed, p2pBar{l, bar, other / ours, least})
+		}
+	}
+	single := map[int64]float64{} // batches whose reads follow one another, by their bytes
+	for _, r := range rows {
+		if r.Op == "batch" && r.Depth == 1 {
+			single[r.Bytes] = r.Median["tutti"]
+		}
+	}
+	for _, r := range rows {
+		ours := r.Median["tutti"]
+		compare(r.p2pLine, bars[0], r.Median["ucx"], ours, barPeer)
+		compare(r.p2pLine, bars[1], r.Median["nixl"], ours, barPeer)
+		switch {
+		case r.Op == "batch" && r.Depth > 1:
+			compare(r.p2pLine, batched, single[r.Bytes], ours, barBatch)
+		case r.Op == "batch":
+		case r.Bytes >= barBytes:
+			compare(r.p2pLine, bars[2], r.Median["raw"], ours, barRaw)
+		case r.Bytes == barSmall && r.Depth == 1:
+			compare(r.p2pLine, bars[3], r.Median["raw"], ours, barTrip)
+		}
+	}
+	slices.SortStableFunc(v.missed, func(a, b p2pBar) int { return cmp.Compare(a.Ratio/a.Least, b.Ratio/b.Least) })
+	for _, bar := range bars {
+		if !seen[bar] {
+			v.unjudged = append(v.unjudged, bar)
+		}
+	}
+	return v
+}
+
+// print prints the bars that were missed.
+func (v verdict) print(out io.Writer) error {
+	fmt.Fprintf(out, "\n%d comparisons meet their bar, %d miss it\n", v.met, len(v.missed))
+	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	if len(v.missed) > 0 {
+		fmt.Fprint(t, "op\tsize\tdepth\tis\tat least\tbar\t\n")
+	}
+	for _, b := range v.missed {
+		fmt.Fprintf(t, "%s\t%s\t%d\t%.2f\t%.2f\t%s\t\n", b.Op, sizeString(b.Bytes), b.Depth, b.Ratio, b.Least, b.Bar)
+	}
+	for _, bar := range v.unjudged {
+		fmt.Fprintf(t, "-\t-\t-\t-\t-\t%s: not measured\t\n", bar)
+	}
+	return t.Flush()
+}
+
+// print prints the table, and what misses a bar.
+func (c *p2pContest) print(out io.Writer, rows []p2pRow, v verdict) error {
 	fmt.Fprintf(out, "%s; two processes over loopback, one connection; microseconds a call, medians over %d rounds\n",
 		machine(), c.o.Rounds)
 	for _, who := range []string{"ucx", "nixl", "iperf3"} {
@@ -485,5 +582,5 @@ func (c *p2pContest) print(out io.Writer, rows []p2pRow) error {
 			fmt.Fprintf(out, "- %s\n", n)
 		}
 	}
-	return nil
+	return v.print(out)
 }
