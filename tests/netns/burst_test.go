@@ -12,11 +12,11 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// TestburstOfEndpoints: 10,000 operations that four endpoints start at once, each on a host of its
+// TestBurstOfEndpoints: 10,000 operations that four endpoints start at once, each on a host of its
 // own, two of them behind a link that is slow and loses frames. They are those of the test
 // TestRandomProcesses of package endpoint, which checks every byte: once in peace, and once while
 // connections are shut down.
-func TestburstOfEndpoints(t *testing.T) {
+func TestBurstOfEndpoints(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "endpoint.test")
 	build := exec.Command("go", "test", "-c", "-o", program, "./endpoint")
 	build.Dir = rig.Module(t)
