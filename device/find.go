@@ -20,12 +20,15 @@ type Preloader interface {
 	// Preload opens the devices that the process uses already, and loads onto them what their
 	// streams will need: a device may be unable to load anything while a stream of it waits. It is
 	// called before the first work of a job. Devices that were opened are not opened again. It
-	// returns the errors of all devices that are not ready.
-	Preload() error
+	// returns all devices that are ready, and the errors of those that are not.
+	Preload() ([]Device, error)
 }
 
 // List is a Finder of the devices in it.
 type List []Device
+
+// Preload implements Preloader.
+func (l List) Preload() ([]Device, error) { return l, nil }
 
 // Find implements Finder.
 func (l List) Find(loc mem.Location) (Device, error) {

@@ -40,7 +40,9 @@ type devices struct {
 	mu      sync.Mutex
 	own     map[Location]*ownStream // for buffers without one
 	buffers map[Location][]*stagingBuffer
-	direct  []device.Device // of direct visits
+
+	waiting map[Location]*ownStream // for those of operations in packets: kernels wait in them
+	direct  []device.Device         // of direct visits
 	closed  bool
 
 	// Under the proxy's lock.
@@ -143,8 +145,10 @@ func (x *devices) close() (err error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.closed = true
-	for _, s := range x.own {
-		err = errors.Join(err, s.Close())
+	for _, all := range []map[Location]*ownStream{x.own, x.waiting} {
+		for _, s := range all {
+			err = errors.Join(err, s.Close())
+		}
 	}
 	for _, all := range x.buffers {
 		for _, b := range all {
@@ -153,7 +157,7 @@ func (x *devices) close() (err error) {
 			}
 		}
 	}
-	x.own, x.buffers = nil, nil
+	x.own, x.waiting, x.buffers = nil, nil, nil
 	return err
 }
 
@@ -190,6 +194,7 @@ type visit struct {
 	to     mem.Memory // of the destination
 	dst    mem.Memory // on the device; empty: nothing is written there
 	merges bool       // parts of the destination stay as they are
+	launch *launch    // nil: the operation is not one in packets
 	direct *direct    // nil: it has copied from the beginning
 	staged bool       // it copies
 
@@ -359,6 +364,9 @@ func (v *visit) end() {
 		return
 	}
 	v.ended = true
+	if l := v.launch; l != nil && l.given.Load() && (v.event == nil || !v.event.Done()) {
+		l.x.Stop()
+	}
 	if v.apart() {
 		return
 	}
@@ -399,7 +407,10 @@ func (v *visit) lost() error {
 // using reports whether the stream uses the memory on the device, or will. If closed is true, the
 // group is closed: a stream that has not come to the operation does not count then.
 func (v *visit) using(closed bool) bool {
-	if v.apart() { // the runner has waited for the stream
+	switch {
+	case v.launch != nil:
+		return v.running()
+	case v.apart(): // the runner has waited for the stream
 		return false
 	}
 	v.mu.Lock()
@@ -418,6 +429,9 @@ func (g *Group) settle(v *visit) {
 	ctx, cancel := context.WithTimeout(context.Background(), grace)
 	defer cancel()
 	for v.using(g.closed.Load()) && v.lost() == nil && pace.Wait(ctx) == nil {
+	}
+	if v.launch != nil {
+		v.account()
 	}
 }
 
@@ -557,34 +571,42 @@ func pointer(m mem.Memory) unsafe.Pointer {
 }
 
 // visit begins the visit of the collective that q asks for, and makes q ask for it on host memory.
-// waits says that its caller waits for it.
-func (g *Group) visit(q *request, waits bool) (*visit, error) {
+// ctx and limit bound what has to be done before, waits says that its caller waits for it. There is
+// no visit if all buffers are empty, or if the stream has recorded the operation.
+func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, waits bool) (v *visit, recorded bool,
+	err error) {
 	d, s, err := g.site(q.Kind.String(), place{q.Dst.Count, q.Dst.Location, q.dst},
 		place{q.Src.Count, q.Src.Location, q.src})
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	q.Dst.Location, q.Src.Location = "", ""
 	g.job.proxy.Lock()
 	c, err := g.check(&q.Request)
 	size, partial := g.v.Size, len(g.v.Active) < g.v.Size || g.job.settings.OnFailure != Report
 	direct := err == nil && d != nil && g.directly(&c, waits || s == nil, d)
+	short := err == nil && d != nil && g.short(&c, d)
 	closed := g.closed.Load()
 	g.job.proxy.Unlock()
 	switch {
 	case err != nil:
-		return nil, err
+		return nil, false, err
 	case closed:
-		return nil, ErrClosed
+		return nil, false, ErrClosed
 	case d == nil: // all are empty
-		return nil, nil
+		return nil, false, nil
+	}
+	if short {
+		if v, recorded, err = g.packetVisit(ctx, &c, d, s, limit, waits); v != nil || recorded || err != nil {
+			return v, recorded, err
+		}
 	}
 	in, out, reads, writes := c.Extents(g.rank, size)
-	v, err := g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
+	v, err = g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
 		src: span{uintptr(q.Src.Ptr), in}, dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
 		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct})
 	if err != nil || direct {
-		return v, err
+		return v, false, err
 	}
 	host := func(b *exec.Buffer, m mem.Memory) {
 		if b.Ptr = nil; b.Count > 0 {
@@ -593,13 +615,16 @@ func (g *Group) visit(q *request, waits bool) (*visit, error) {
 	}
 	host(&q.Src, v.from)
 	host(&q.Dst, v.to)
-	return v, nil
+	return v, false, nil
 }
 
 // startOnDevice is begin for buffers of which one may be in a device's memory. q is a value, so
 // that the requests of other operations need no memory.
 func (g *Group) startOnDevice(q request, limit time.Duration) *Work {
-	v, err := g.visit(&q, false)
+	v, recorded, err := g.visit(g.ctx, &q, limit, false)
+	if recorded && err == nil {
+		return &Work{}
+	}
 	w := g.startVisit(v, err, &q.Request, limit)
 	if now := w.at.Load(); v != nil && now != nil && now.over && now.err != nil {
 		g.settle(v)
@@ -617,6 +642,9 @@ func (g *Group) startVisit(v *visit, err error, q *exec.Request, limit time.Dura
 	}
 	if v != nil {
 		w.at.Store(&progress{g: g, visit: v})
+		if v.launch != nil && v.own != nil {
+			g.packets.loose = w
+		}
 	}
 	g.start(w, q, limit)
 	return w
@@ -624,7 +652,7 @@ func (g *Group) startVisit(v *visit, err error, q *exec.Request, limit time.Dura
 
 // doOnDevice is Do for buffers of which one may be in a device's memory.
 func (g *Group) doOnDevice(ctx context.Context, q request) error {
-	v, err := g.visit(&q, true)
+	v, _, err := g.visit(ctx, &q, g.job.timeout, true)
 	if err != nil {
 		return err
 	}
@@ -652,9 +680,13 @@ func (g *Group) across(v *visit) (here bool, err error) {
 			return false, g.miss(err)
 		}
 	}
-	g.run.Feed(&feed{g, v})
+	if g.run.Feed(&feed{g, v}); v.launch != nil {
+		g.run.Feed(&packetFeed{g: g, v: v})
+		g.packets.running = true
+	}
 	here, err = g.collective()
 	g.run.Feed(nil)
+	g.packets.running = false
 	if v.direct != nil {
 		g.say()
 	}

@@ -84,8 +84,8 @@ func (x *devices) stage(v *visit) error {
 	return nil
 }
 
-// apart reports whether the visit is direct: it has no staging buffer, or not yet.
-func (v *visit) apart() bool { return v.direct != nil && !v.staged }
+// apart reports whether the visit has no staging buffer, or not yet.
+func (v *visit) apart() bool { return v.launch != nil || v.direct != nil && !v.staged }
 
 // The feed of a direct visit is an exec.Direct.
 

@@ -179,6 +179,9 @@ func (g *Group) viewChanged() {
 	if g.sync.Now().Epoch > g.v.epoch && !g.sync.Lost() && g.job.settings.AutoAdmit {
 		g.hint = true
 	}
+	if x := g.packets.now; x != nil && g.moved() && g.sync.Lost() { // graphs may wait for the lost rank
+		x.Stop()
+	}
 	g.rough = true
 	g.answer()
 	testHookChanged(g)
@@ -505,10 +508,11 @@ func (g *Group) open(at resync.Point) error {
 			delete(g.ballots, slot)
 		}
 	}
+	g.disconnect()
 	g.coll, g.hint = c, false
 	g.replace(func(v *groupView) {
 		v.epoch, v.job, v.ranks, v.Size, v.Active = at.View, view, ranks, len(ranks), active
-		v.Hosts = nil // known after the exchange
+		v.Hosts, v.Exchanges = nil, false // known after the exchange
 	})
 	g.run.Open(c, g.v.ranks)
 	g.unmapGone()

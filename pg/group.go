@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tutti/collectives"
+	"tutti/device"
 	"tutti/internal/grain"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
@@ -48,6 +49,7 @@ type Group struct {
 	// Under the proxy's lock, except shown.
 	line    line
 	devices devices
+	packets packets
 	works   works
 	busy    bool                      // a call has the turn
 	seq     uint64                    // number of the latest operation
@@ -95,6 +97,7 @@ type groupView struct {
 	epoch         uint64
 	job           membership.View // in which the group's view was entered
 	ranks         []int           // of the job, by slot
+	Exchanges     bool            // the devices of all ranks do short vectors: see packets.go
 	exec.Topology                 // of the group
 }
 
@@ -118,8 +121,8 @@ func (g *Group) begins() uint64 {
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint64, at membership.View,
 	epoch uint64) (*Group, error) {
 	g := &Group{job: j, rank: rank, name: name, incarnations: incarnations,
-		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)),
-			Algo: j.settings.algo}}}
+		v: &groupView{epoch: epoch, job: at, ranks: ranks, Topology: exec.Topology{Size: len(ranks),
+			Active: upTo(len(ranks)), Algo: j.settings.algo}}}
 	g.works.kick = make(chan struct{}, 1)
 	g.devices.piece = grain.Get().Piece
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
@@ -181,7 +184,7 @@ func (g *Group) locate(places []join.Place) {
 	hosts := make([]int, len(g.v.Active))
 	ranksOn := map[join.CPUSet]int{}
 	cores := 0 // 0: as many as ranks
-	mapped := g.job.session.Mapped
+	mapped, exchanges := g.job.session.Mapped, len(g.v.Active) > 1 && len(g.v.Active) <= device.MaxExchangeRanks
 	for i, slot := range g.v.Active {
 		p := places[g.v.ranks[slot]]
 		h, ok := index[p.Machine]
@@ -190,7 +193,7 @@ func (g *Group) locate(places []join.Place) {
 			index[p.Machine] = h
 		}
 		hosts[i] = h
-		mapped = mapped && p.Maps
+		mapped, exchanges = mapped && p.Maps, exchanges && p.Exchanges
 		ranksOn[p.CPUSet()]++
 	}
 	for _, slot := range g.v.Active {
@@ -201,6 +204,7 @@ func (g *Group) locate(places []join.Place) {
 	}
 	g.replace(func(v *groupView) {
 		v.Hosts, v.Table = nil, nil
+		v.Exchanges = exchanges && len(index) == 1
 		if len(index) > 1 {
 			v.Hosts = hosts
 		}
@@ -363,6 +367,9 @@ func (g *Group) launch() error {
 		return g.err
 	}
 	if err := g.wait.Err(); err != nil {
+		return g.miss(err)
+	}
+	if err := g.repeated(); err != nil {
 		return g.miss(err)
 	}
 	if b := g.run.Bound(); b == nil || !g.run.Current(b) {
@@ -695,6 +702,7 @@ func (g *Group) Close() error {
 	p.Lock()
 	g.begun(g.ctx, g.job.timeout, true)
 	g.run.Free()
+	g.disconnect()
 	unused := g.devices.close()
 	delete(g.job.groups, g)
 	g.leave()

@@ -327,7 +327,7 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	s.preload()
 	fail := func(err error) ([]*Group, error) { return nil, fmt.Errorf("%d local ranks: %w", n, err) }
 	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger,
-		Progress: s.Progress})
+		Progress: s.Progress, Exchanges: s.exchanges})
 	if err != nil {
 		return fail(err)
 	}

@@ -343,6 +343,7 @@ func (g *Group) Abort(cause error) {
 	if g.aborted == nil && !g.closed.Load() {
 		g.aborted = fmt.Errorf("rank %d: %w: %w", g.rank, ErrAborted, cause)
 		a := &wireAbort{Kind: abortCall, A: g.rank, B: g.rank, Text: cause.Error()}
+		g.disconnect()
 		g.coll.Abort(g.aborted, a.encode())
 		g.msgs.Abort(g.aborted, a.encode())
 	}

@@ -25,6 +25,8 @@ type settings struct {
 	algo   collectives.Algo
 	single exec.Single
 	kinds  []registry.Kind // transports
+	// Devices that were ready when the rank joined exchange packets: see packets.go.
+	exchanges bool
 
 	meeting   *bootstrap.Meeting   // where ranks without a store meet; nil: the job has a store
 	formation *bootstrap.Formation // nil: the job is not one of Member.Form
@@ -136,9 +138,17 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 
 // preload has the devices that the process uses ready before the first operation.
 func (s *settings) preload() {
-	if p, ok := s.Devices.(device.Preloader); ok {
-		if err := p.Preload(); err != nil {
-			s.Logger.Warn("a device is not ready: operations on its memory will try again to open it", "err", err)
+	p, ok := s.Devices.(device.Preloader)
+	if !ok {
+		return
+	}
+	ready, err := p.Preload()
+	if err != nil {
+		s.Logger.Warn("a device is not ready: operations on its memory will try again to open it", "err", err)
+	}
+	for _, d := range ready {
+		if _, ok := d.(device.Exchanger); ok && s.PeerDevices != "off" && !s.AutoAdmit {
+			s.exchanges = true
 		}
 	}
 }
@@ -148,7 +158,8 @@ func (s *settings) session() (*join.Settings, error) {
 	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Secret: s.Secret, Transports: s.transports,
 		Progress:   s.Progress,
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
-		Survives: s.OnFailure != Report, Algo: s.algo, Dial: s.Dialer, Logger: s.Logger, OpenStore: s.openStore}
+		Survives: s.OnFailure != Report, Algo: s.algo, Exchanges: s.exchanges, Dial: s.Dialer, Logger: s.Logger,
+		OpenStore: s.openStore}
 	if s.MaxSize == 1 {
 		return js, nil
 	}

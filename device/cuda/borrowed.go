@@ -22,8 +22,9 @@ import (
 // The work of its methods is in the order of the stream with the caller's own, so all of it goes to
 // the driver at once: a call waits, like those of CUDA, while the stream has a thousand operations
 // that are not done. Host memory that is copied must be pinned memory of AllocHost. A stream that
-// is being captured into a graph takes no work: a graph would repeat the values of words. Close
-// does nothing, so what waits for a word is not released by it.
+// is being captured into a graph takes no work but that of an exchange (device.Exchange): a graph
+// would repeat the values of words. Close does nothing, so what waits for a word is not released by
+// it.
 func (v *Device) Borrow(handle uintptr) device.Stream { return borrowed{v, queue(handle)} }
 
 // A borrowed stream has no state.
@@ -34,15 +35,20 @@ type borrowed struct {
 
 // accept returns why the stream takes no work, if it does not.
 func (b borrowed) accept() error {
-	if err := b.v.open(); err != nil {
-		return err
-	}
-	captured, err := b.v.gpu.captured(b.queue)
+	captured, err := b.Capturing()
 	if err == nil && captured {
 		err = fmt.Errorf("cuda: %s: the stream is being captured into a graph, which cannot hold this work: end the "+
 			"capture first: %w", b.v.loc, errors.ErrUnsupported)
 	}
 	return err
+}
+
+// Capturing implements device.Capturer.
+func (b borrowed) Capturing() (bool, error) {
+	if err := b.v.open(); err != nil {
+		return false, err
+	}
+	return b.v.gpu.captured(b.queue)
 }
 
 // Copy implements device.Stream.

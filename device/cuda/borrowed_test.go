@@ -160,7 +160,11 @@ func TestFinderPreloadsGPUsInUse(t *testing.T) {
 	used, err := d.Open(1)
 	must(t, err)
 	for range 2 {
-		must(t, gpus.(device.Preloader).Preload())
+		ready, err := gpus.(device.Preloader).Preload()
+		must(t, err)
+		if len(ready) != 2 {
+			t.Errorf("%d devices are ready, want 2", len(ready))
+		}
 		if got := opened(); !slices.Equal(got, []int{1, 3}) {
 			t.Errorf("GPUs %v are open, want 1 and 3", got)
 		}
@@ -173,12 +177,12 @@ func TestFinderPreloadsGPUsInUse(t *testing.T) {
 	}
 	for call, want := range map[string]string{"cuDevicePrimaryCtxGetState": "is in use", "cuDeviceGetCount": "count"} {
 		f.Fail(call, 1, fake.NotSupported)
-		if err := finder.Preload(); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := finder.Preload(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s fails: %v", call, err)
 		}
 	}
 	finder.Ordinals = []int{9, 0}
-	if err := finder.Preload(); err == nil || !strings.Contains(err.Error(), "cuda:9") {
+	if _, err := finder.Preload(); err == nil || !strings.Contains(err.Error(), "cuda:9") {
 		t.Errorf("there is no GPU 9: %v", err)
 	}
 	if got := opened(); !slices.Equal(got, []int{0, 1, 3}) {
@@ -191,8 +195,9 @@ func TestFinderPreloadsGPUsInUse(t *testing.T) {
 // A process that has not initialized the driver gets none from Preload.
 func TestFinderPreloadLeavesTheDriverAlone(t *testing.T) {
 	var gpus Finder
-	must(t, gpus.Preload())
-	if len(gpus.open) > 0 {
+	ready, err := gpus.Preload()
+	must(t, err)
+	if len(ready) > 0 || len(gpus.open) > 0 {
 		t.Error("a GPU was opened")
 	}
 }

@@ -15,7 +15,7 @@ import (
 )
 
 // Device is a GPU. It implements device.Device, device.HostAllocator, device.Exporter and
-// device.Sharer.
+// device.Exchanger.
 type Device struct {
 	gpu       *gpu
 	info      Info

@@ -76,13 +76,13 @@ func (f *Finder) driver() (*Driver, error) {
 // context the process has: PyTorch and the CUDA runtime make it with the first use of a GPU, or
 // when it is set as the current one. In a process that uses no GPU, Preload without Ordinals leaves
 // the driver alone.
-func (f *Finder) Preload() error {
+func (f *Finder) Preload() (ready []device.Device, err error) {
 	if len(f.Ordinals) == 0 && f.Driver == nil && !loaded() {
-		return nil
+		return nil, nil
 	}
 	driver, err := f.driver()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	active, err := driver.active()
 	errs := []error{err}
@@ -90,7 +90,12 @@ func (f *Finder) Preload() error {
 		_, err := f.Device(n)
 		errs = append(errs, err)
 	}
-	return errors.Join(errs...)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, d := range f.open {
+		ready = append(ready, d)
+	}
+	return ready, errors.Join(errs...)
 }
 
 // Close closes the GPUs that were opened: see Device.Close. Idempotent.

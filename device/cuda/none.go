@@ -17,7 +17,7 @@ type Device struct {
 	device.Device
 	device.HostAllocator
 	device.Exporter
-	device.Sharer
+	device.Exchanger
 }
 
 var errBuild = fmt.Errorf("%w: this program was built without cgo (CGO_ENABLED=1 is needed, on Linux)", ErrUnavailable)

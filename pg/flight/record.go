@@ -2,6 +2,7 @@ package flight
 
 import (
 	"fmt"
+	"math"
 
 	"tutti/collectives"
 	"tutti/kernels"
@@ -43,6 +44,13 @@ func (c Call) Root() int { return int(int32(c >> 32)) }
 
 // With returns c with another algorithm.
 func (c Call) With(a collectives.Algo) Call { return c&^(0xff<<24) | Call(a)<<24 }
+
+// inPackets is the root of an AllReduce that the ranks' devices do in packets.
+const inPackets = 1
+
+// InPackets returns c, an AllReduce, as one that the ranks' devices do in packets, without messages
+// of the hosts.
+func (c Call) InPackets() Call { return c&math.MaxUint32 | inPackets<<32 }
 
 // Name returns the name of the kind.
 func (c Call) Name() string {
@@ -98,6 +106,10 @@ func details(c Call, count uint64) string {
 		s += fmt.Sprintf(", %d elements a rank", count)
 	}
 	switch kind {
+	case collectives.AllReduce:
+		if c.Root() == inPackets {
+			s += ", on devices, in packets"
+		}
 	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
 		s += fmt.Sprintf(", root %d", c.Root())
 	}

@@ -14,6 +14,8 @@
 //   - A kernel is loaded when it is launched first, when its attributes are asked for, or by
 //     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
+//   - A stream that is captured records its kernels into a graph, and refuses other work. A graph
+//     is launched any number of times.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
 //   - Kernels access the memory of another device of the process after cuCtxEnablePeerAccess only.
 //   - Freeing waits until all streams of the context have done their work.
@@ -96,7 +98,7 @@ struct tutti_host_kernel {
 	void (*run)(const void *params, unsigned grid, unsigned block, unsigned shared);
 };
 
-enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 64, MAX_PARAMS = 4096 };
+enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 96, MAX_PARAMS = 4096 };
 
 typedef struct context {
 	int device, references, error; // error: of work that has failed
@@ -163,7 +165,13 @@ typedef struct stream {
 	context *context;
 	queue *queue;
 	int pending, destroyed, capturing;
+	struct graph *graph; // that gets its work while it is captured; NULL: the test says that it is
 } stream;
+
+typedef struct graph { // kernels, in the order of a stream
+	context *context;
+	work *first, **last;
+} graph;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed; // anything
@@ -1008,6 +1016,95 @@ EXPORT int cuEventQuery(void *e)
 	END;
 }
 
+EXPORT int cuStreamBeginCapture_v2(void *s, int mode)
+{
+	BEGIN_IN;
+	if (!result && (mode != 0 || (uintptr_t)s <= 1 || stream_of(c, s)->capturing)) // GLOBAL
+		result = INVALID_VALUE;
+	if (!result) {
+		graph *g = calloc(1, sizeof *g);
+		g->context = c;
+		g->last = &g->first;
+		stream_of(c, s)->graph = g;
+		stream_of(c, s)->capturing = 1;
+	}
+	END;
+}
+
+EXPORT int cuStreamEndCapture(void *s, void **found)
+{
+	BEGIN_IN;
+	if (!result && !stream_of(c, s)->graph)
+		result = INVALID_VALUE;
+	if (!result) {
+		*found = stream_of(c, s)->graph;
+		stream_of(c, s)->graph = NULL;
+		stream_of(c, s)->capturing = 0;
+	}
+	END;
+}
+
+static work *copy_work(const work *w)
+{
+	size_t n = sizeof *w + w->kernel->params;
+	return memcpy(malloc(n), w, n);
+}
+
+EXPORT int cuGraphInstantiateWithFlags(void **found, void *from, unsigned long long flags)
+{
+	BEGIN_IN;
+	if (!result && flags)
+		result = INVALID_VALUE;
+	if (!result) {
+		graph *g = calloc(1, sizeof *g);
+		g->context = c;
+		g->last = &g->first;
+		for (work *w = ((graph *)from)->first; w; w = w->next) {
+			*g->last = copy_work(w);
+			g->last = &(*g->last)->next;
+		}
+		*g->last = NULL;
+		*found = g;
+	}
+	END;
+}
+
+EXPORT int cuGraphLaunch(void *from, void *s)
+{
+	BEGIN_IN;
+	if (!result && stream_of(c, s)->capturing)
+		result = CAPTURE_UNSUPPORTED;
+	for (work *w = ((graph *)from)->first; w && !result; w = w->next) {
+		work *again = copy_work(w);
+		again->next = NULL;
+		give(stream_of(c, s), again);
+	}
+	END;
+}
+
+static void end_graph(graph *g)
+{
+	for (work *w = g->first, *next; w; w = next) {
+		next = w->next;
+		free(w);
+	}
+	free(g);
+}
+
+EXPORT int cuGraphDestroy(void *g)
+{
+	BEGIN_IN;
+	end_graph(g);
+	END;
+}
+
+EXPORT int cuGraphExecDestroy(void *g)
+{
+	BEGIN_IN;
+	end_graph(g);
+	END;
+}
+
 EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 {
 	BEGIN_IN;
@@ -1070,7 +1167,8 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 	if (!result && (!x || y != 1 || z != 1 || !bx || bx > 1024 || by != 1 || bz != 1 || extra || shared > 48 << 10 ||
 			k->kernel->params > MAX_PARAMS))
 		result = INVALID_VALUE;
-	if (!result && stream_of(c, s)->capturing)
+	stream *to_stream = result ? NULL : stream_of(c, s);
+	if (!result && to_stream->capturing && !to_stream->graph)
 		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		load(k);
@@ -1092,8 +1190,11 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 		}
 		if (result)
 			free(w);
-		else
-			give(stream_of(c, s), w);
+		else if (to_stream->graph) {
+			*to_stream->graph->last = w;
+			to_stream->graph->last = &w->next;
+		} else
+			give(to_stream, w);
 	}
 	END;
 }

@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <thread>
 #include <vector>
@@ -16,6 +17,10 @@ struct HostThread {
 };
 
 static thread_local HostThread host_thread;
+
+static inline unsigned long long host_nanoseconds() {
+	return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 static inline void host_pause() { sched_yield(); }
 

@@ -38,14 +38,43 @@ DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
 	             : "memory");
 }
 
-// loadPacket reports whether both words of a packet have the mark.
-DEVICE bool loadPacket(u64 at, u32 &low, u32 &high, u32 mark) {
-	u32 first, second;
+// loadPacket reads both words of a packet, each with its mark.
+DEVICE void loadPacket(u64 at, u32 &low, u32 &first, u32 &high, u32 &second) {
 	asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
 	             : "=r"(low), "=r"(first), "=r"(high), "=r"(second)
 	             : "l"(at)
 	             : "memory");
-	return first == mark && second == mark;
+}
+
+// glance reads a word that another processor writes, and orders nothing.
+DEVICE u64 glance(u64 word) {
+	u64 v;
+	asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+	return v;
+}
+
+// number and setNumber read and write a number that threads of this device share.
+DEVICE u32 number(u64 at) {
+	u32 v;
+	asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+	return v;
+}
+DEVICE void setNumber(u64 at, u32 v) {
+	asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(at), "r"(v) : "memory");
+}
+
+// claim makes a number 1 if it was 0, and reports whether it was.
+DEVICE bool claim(u64 at) {
+	u32 was;
+	asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(was) : "l"(at) : "memory");
+	return was == 0;
+}
+
+// nanoseconds is a clock of the device.
+DEVICE u64 nanoseconds() {
+	u64 v;
+	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+	return v;
 }
 
 // pause lets others run while this thread polls.
@@ -65,12 +94,20 @@ DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
 	__atomic_store_n(&p[0], low | u64(mark) << 32, __ATOMIC_RELAXED);
 	__atomic_store_n(&p[1], high | u64(mark) << 32, __ATOMIC_RELAXED);
 }
-DEVICE bool loadPacket(u64 at, u32 &low, u32 &high, u32 mark) {
+DEVICE void loadPacket(u64 at, u32 &low, u32 &first, u32 &high, u32 &second) {
 	u64 *p = reinterpret_cast<u64 *>(at);
-	u64 first = __atomic_load_n(&p[0], __ATOMIC_RELAXED), second = __atomic_load_n(&p[1], __ATOMIC_RELAXED);
-	low = u32(first), high = u32(second);
-	return first >> 32 == mark && second >> 32 == mark;
+	u64 front = __atomic_load_n(&p[0], __ATOMIC_RELAXED), back = __atomic_load_n(&p[1], __ATOMIC_RELAXED);
+	low = u32(front), first = u32(front >> 32), high = u32(back), second = u32(back >> 32);
 }
+DEVICE u64 glance(u64 word) { return __atomic_load_n(reinterpret_cast<u64 *>(word), __ATOMIC_RELAXED); }
+DEVICE u32 number(u64 at) { return __atomic_load_n(reinterpret_cast<u32 *>(at), __ATOMIC_RELAXED); }
+DEVICE void setNumber(u64 at, u32 v) { __atomic_store_n(reinterpret_cast<u32 *>(at), v, __ATOMIC_RELAXED); }
+DEVICE bool claim(u64 at) {
+	u32 none = 0;
+	u32 *p = reinterpret_cast<u32 *>(at);
+	return __atomic_compare_exchange_n(p, &none, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+DEVICE u64 nanoseconds() { return host_nanoseconds(); }
 DEVICE void pause() { host_pause(); }
 
 #endif

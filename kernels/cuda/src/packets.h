@@ -15,13 +15,37 @@ DEVICE u64 payload(const PacketParams &p, u64 packet) {
 	return data;
 }
 
-// receive waits for a packet and reports whether it came before this rank was told to stop.
-DEVICE bool receive(const PacketParams &p, u64 at, u64 &data) {
-	u32 low, high;
-	for (u32 polls = 1; !loadPacket(at, low, high, p.call); polls++) {
+// giveUp says why, unless another thread has.
+DEVICE void giveUp(const PacketParams &p, u64 why) {
+	if (claim(p.calls))
+		release(p.words + 8, why);
+}
+
+// A Wait is what a thread knows while it waits for packets.
+struct Wait {
+	u64 began;
+	u64 stop; // as it was then
+};
+
+// receive waits for a packet of a rank, and reports whether it came.
+DEVICE bool receive(const PacketParams &p, const Wait &w, u64 at, u32 rank, u32 mark, u64 &data) {
+	u32 low, high, first, second;
+	for (u32 polls = 1;; polls++) {
+		loadPacket(at, low, first, high, second);
+		if (first == mark && second == mark)
+			break;
+		// What was there before has the number of the call before the last.
+		if (first != mark && (first & kNumber) == (mark & kNumber)) {
+			giveUp(p, kDiffers | u64(rank) << 8 | u64(first) << 32);
+			return false;
+		}
 		if (polls % 64 != 0)
 			continue;
-		if (acquire(p.stop) != 0)
+		if (acquire(p.words) != 0)
+			giveUp(p, kStopped);
+		else if (p.limit != 0 && nanoseconds() - w.began > p.limit)
+			giveUp(p, kLate | u64(rank) << 8);
+		if (number(p.calls) != 0)
 			return false;
 		pause();
 	}
@@ -36,32 +60,46 @@ DEVICE void allReducePackets(const PacketParams &p) {
 	typedef typename T::Bits Bits;
 	const u32 per = 8 / sizeof(Bits), bits = 8 * sizeof(Bits);
 	const u64 step = threads(), packets = (p.n + per - 1) / per;
+	if (number(p.calls) != 0) {
+		if (position() == 0)
+			release(p.words + 16, 1);
+		return;
+	}
+	// The word of the host is far away; it is on its way while packets are.
+	const Wait w = {nanoseconds(), glance(p.words)};
 	ROLL
 	for (u64 i = position(); i < packets; i += step) {
+		const u32 call = number(p.calls + 4 + 4 * i) + 1, mark = p.call | (call & kNumber);
+		const u64 half = u64(call & 1) * p.ranks * p.slot;
 		u64 data = payload<Bits>(p, i);
 		ROLL
 		for (u32 r = 0; r < p.ranks; r++)
 			if (r != p.rank)
-				storePacket(p.inbox[r] + p.rank * p.slot + i * 16, u32(data), u32(data >> 32), p.call);
+				storePacket(p.inbox[r] + half + p.rank * p.slot + i * 16, u32(data), u32(data >> 32), mark);
 	}
 	ROLL
 	for (u64 i = position(); i < packets; i += step) {
+		const u32 call = number(p.calls + 4 + 4 * i) + 1, mark = p.call | (call & kNumber);
+		const u64 half = u64(call & 1) * p.ranks * p.slot;
 		typename T::Acc a[per] = {};
 		ROLL
 		for (u32 r = 0; r < p.ranks; r++) {
 			u64 data;
 			if (r == p.rank)
 				data = payload<Bits>(p, i);
-			else if (!receive(p, p.inbox[p.rank] + r * p.slot + i * 16, data)) {
-				release(p.failed, 1);
+			else if (!receive(p, w, p.inbox[p.rank] + half + r * p.slot + i * 16, r, mark, data))
 				return;
-			}
 			UNROLL
 			for (u32 k = 0; k < per; k++) {
 				auto x = Op::enter(T::widen(Bits(data >> (bits * k))), p.flip);
 				a[k] = r == 0 ? x : Op::exact(a[k], x);
 			}
 		}
+		if (w.stop != 0) {
+			giveUp(p, kStopped);
+			return;
+		}
+		setNumber(p.calls + 4 + 4 * i, call);
 		UNROLL
 		for (u32 k = 0; k < per; k++) {
 			if (i * per + k >= p.n)

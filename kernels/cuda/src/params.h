@@ -51,6 +51,17 @@ struct WordParams {
 	u64 value;
 };
 
+// Why a kernel gave up, in the low byte of a word; the next byte is a rank, and the upper half the
+// mark that came from it.
+enum : u64 {
+	kStopped = 1, // it was told to
+	kLate = 2,    // the rank's packets did not come within the limit
+	kDiffers = 3, // the rank made another call
+};
+
+// A mark has the number of the call in its low bits, and what the call is above them.
+enum : u32 { kNumber = 511 };
+
 // PacketParams combines the n elements of all ranks into dst. Rank r writes its packets into slot r
 // of every other rank's inbox, and reads its own inbox.
 struct PacketParams {
@@ -60,12 +71,13 @@ struct PacketParams {
 	u64 flip;
 	u64 divisor;
 	u64 magic;
-	u64 slot;   // bytes
-	u64 stop;   // a word; the kernel gives up when it is not 0
-	u64 failed; // a word that becomes 1 if the kernel gave up
+	u64 slot;  // bytes
+	u64 calls; // of this rank: 0 until a kernel gave up, then by packet the number of its latest call; 4 bytes each
+	u64 words; // of the host: stop, and if it is not 0 kernels give up; why one gave up; 1 if one began later
+	u64 limit; // nanoseconds that a kernel waits; 0: it is not bounded
 	u32 ranks;
 	u32 rank;
 	u32 flags;
-	u32 call;     // what marks the packets of this call
+	u32 call; // what the call is, as in a mark
 	u64 inbox[8]; // of every rank
 };

@@ -61,6 +61,13 @@ type Feed interface {
 	Have(n int)
 }
 
+// A Whole is a Feed of a call that is done without messages. It is not run again after a failure.
+type Whole interface {
+	Feed
+	// Do returns when the call is over. It is called with the proxy's lock, which it may release.
+	Do() error
+}
+
 // All is more bytes than a source has.
 const All = math.MaxInt
 
@@ -112,6 +119,7 @@ type Runner struct {
 	over     uint64   // bit k: step next+k, a later one, has been made out of turn
 	worked   int      // bytes that the running step has made with the lock
 	dirty    bool     // the operation works in place and has begun to write
+	whole    bool     // the running or the last call is done without messages
 	mapped   mapped   // the peers' memory, in a load-store plan
 	direct   direct   // the same in the memory of devices
 	outcomes outcomes // of exchanges, since Open
@@ -188,7 +196,17 @@ func (r *Runner) Unbind() {
 // grown. Errors are those of the proxy. After p2p.ErrSuspended, which only bound calls return,
 // Resume continues.
 func (r *Runner) Run(seq uint64, hint bool) error {
-	r.seq, r.dirty, r.ahead, r.looking = seq, false, 0, false
+	r.seq, r.dirty, r.ahead, r.looking, r.whole = seq, false, 0, false, false
+	if w, ok := r.feed.(Whole); ok {
+		r.tok = r.cur.Token(seq, collectives.Auto)
+		r.tok.Call = uint64(flight.Call(r.tok.Call).InPackets())
+		r.history[seq%uint64(len(r.history))] = r.tok
+		r.dirty, r.whole = true, true
+		if err := r.coll.Begin(r.tok, false); err != nil {
+			return err
+		}
+		return w.Do()
+	}
 	if b := r.bound; b != nil {
 		if !b.asks {
 			if err := r.stage(); err != nil {
@@ -916,7 +934,15 @@ func (r *Runner) Awaits() (slots []int) {
 	if r.sending >= 0 {
 		slots = append(slots, r.sending)
 	}
-	if r.prog == nil {
+	switch {
+	case r.whole:
+		for _, slot := range r.set.Active {
+			if slot != r.rank {
+				slots = append(slots, slot)
+			}
+		}
+		return slots
+	case r.prog == nil:
 		return slots
 	}
 	for _, n := range r.prog.recvs {
@@ -1027,7 +1053,7 @@ func (r *Runner) Settle(now Topology) {
 }
 
 // Stop ends the operation after a failure.
-func (r *Runner) Stop() { r.prog, r.sending, r.ahead, r.looking = nil, -1, 0, false }
+func (r *Runner) Stop() { r.prog, r.sending, r.ahead, r.looking, r.whole = nil, -1, 0, false, false }
 
 // Confirm is a small exchange after an operation of a uniform group. When it returns nil, every
 // rank has the result.

@@ -26,7 +26,7 @@ func Local(n int, s *Settings) ([]*Session, error) {
 		of := *s
 		of.Rank = r
 		ss := New(&of)
-		ss.Here = Place{Cores: runtime.NumCPU(), Algo: s.Algo, Incarnation: ss.Self.Incarnation}
+		ss.Here = Place{Cores: runtime.NumCPU(), Algo: s.Algo, Exchanges: s.Exchanges, Incarnation: ss.Self.Incarnation}
 		ss.Proxy = p2p.New(p2p.Config{Self: ss.Self, Size: n, Secret: secret, Resolve: resolve,
 			Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
 			Threads:    true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger, Progress: s.Progress})

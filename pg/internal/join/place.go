@@ -12,6 +12,7 @@ type Place struct {
 	CPUs        uint64 // hash of the numbers of the processors that the rank may run on
 	Cores       int    // their number
 	Maps        bool   // its memory can be mapped by ranks of its machine
+	Exchanges   bool   // its devices combine short vectors with those of other ranks
 	Algo        collectives.Algo
 	Table       uint64 // hash of the table of algorithms
 	Incarnation uint64
@@ -29,6 +30,9 @@ func (p Place) Encode(b []byte) {
 		b[20] = 1
 	}
 	b[21] = byte(p.Algo)
+	if p.Exchanges {
+		b[22] = 1
+	}
 	binary.LittleEndian.PutUint64(b[24:], p.Table)
 	binary.LittleEndian.PutUint64(b[32:], p.Incarnation)
 }
@@ -37,7 +41,8 @@ func (p Place) Encode(b []byte) {
 func DecodePlace(b []byte) Place {
 	return Place{Machine: binary.LittleEndian.Uint64(b), CPUs: binary.LittleEndian.Uint64(b[8:]),
 		Cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
-		Maps:  b[20] == 1, Algo: collectives.Algo(b[21]), Table: binary.LittleEndian.Uint64(b[24:]),
+		Maps:  b[20] == 1, Exchanges: b[22] == 1, Algo: collectives.Algo(b[21]),
+		Table:       binary.LittleEndian.Uint64(b[24:]),
 		Incarnation: binary.LittleEndian.Uint64(b[32:])}
 }
 

@@ -35,6 +35,7 @@ type Settings struct {
 	Window              time.Duration // how long two live ranks may be unable to reach each other
 	Survives            bool          // the job goes on when a rank is lost
 	Progress            bool          // the proxy has a goroutine of its own
+	Exchanges           bool          // of the rank's Place
 	Algo                collectives.Algo
 	Table               *collectives.Table // this rank's table, which is used if all others have it; nil: the default
 	Dial                dial.Func          // makes the connections; nil: net.Dialer
@@ -96,7 +97,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		pc.ConnectTimeout = max(s.Window, time.Second)
 	}
 	ss.Here = Place{CPUs: allowedCPUs(), Cores: runtime.NumCPU(), Algo: s.Algo, Table: s.Table.Hash(),
-		Incarnation: ss.Self.Incarnation}
+		Exchanges: s.Exchanges, Incarnation: ss.Self.Incarnation}
 	if s.MaxSize == 1 {
 		ss.Proxy = p2p.New(pc)
 		return nil

@@ -1,0 +1,279 @@
+//go:build cgo && linux
+
+package cuda
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda/fake"
+	"tutti/device/cuda/program"
+	"tutti/kernels"
+	"tutti/mem"
+)
+
+// exchanges returns the connected exchanges of ranks of this process, on these devices.
+func exchanges(t *testing.T, on []*Device) []device.Exchange {
+	t.Helper()
+	all := make([]device.Exchange, len(on))
+	keys, offsets := make([][]byte, len(on)), make([]uint64, len(on))
+	for r, v := range on {
+		x, err := v.NewExchange(r, len(on))
+		must(t, err)
+		keys[r], offsets[r], err = x.Inbox()
+		must(t, err)
+		all[r] = x
+	}
+	for r, v := range on {
+		inboxes := make([]device.Shared, len(on))
+		for k := range on {
+			s, err := v.Import(uint64(k), keys[k])
+			must(t, err)
+			inboxes[k] = s
+		}
+		must(t, all[r].Connect(inboxes, offsets))
+	}
+	return all
+}
+
+// number returns memory with a number of 4 bytes.
+func number(t *testing.T, f *fake.Driver, v *Device, n uint32) mem.Memory {
+	m := alloc(t, v, 4)
+	binary.LittleEndian.PutUint32(f.Bytes(m), n)
+	return m
+}
+
+func value(f *fake.Driver, m mem.Memory) uint32 { return binary.LittleEndian.Uint32(f.Bytes(m)) }
+
+// Ranks on one GPU, and on several, combine vectors on streams of their own and of the program, in
+// any mixture: the calls of an exchange are in their order.
+func TestExchange(t *testing.T) {
+	for _, gpus := range []int{1, 3} {
+		for name, c := range ways {
+			t.Run(fmt.Sprintf("%d GPUs, %s", gpus, name), func(t *testing.T) {
+				const n, calls = 3, 20
+				c.Devices = gpus
+				f, d := start(t, c)
+				t.Cleanup(func() { f.Empty(t) })
+				var on []*Device
+				for i := range gpus {
+					v, err := d.Open(i)
+					must(t, err)
+					t.Cleanup(func() { must(t, v.Close()) })
+					on = append(on, v)
+				}
+				for len(on) < n {
+					on = append(on, on[0])
+				}
+				all := exchanges(t, on)
+				var numbers []mem.Memory
+				var ends []device.Event
+				for r, x := range all {
+					v := on[r]
+					m := number(t, f, v, 1<<r)
+					streams := []device.Stream{newStreamOf(t, v), newStreamOf(t, v), v.Borrow(uintptr(foreign(t, v)))}
+					for i := range calls {
+						s := streams[(i*i+r)%len(streams)]
+						must(t, x.AllReduce(s, kernels.Sum, kernels.Uint32, m, m, time.Minute))
+						e, err := s.Record()
+						must(t, err)
+						ends = append(ends, e)
+					}
+					numbers = append(numbers, m)
+				}
+				for _, e := range ends {
+					must(t, e.Wait(t.Context()))
+				}
+				want := uint32(7)
+				for range calls - 1 {
+					want *= n
+				}
+				for r, m := range numbers {
+					if got := value(f, m); got != want {
+						t.Errorf("rank %d has %d, want %d", r, got, want)
+					}
+					if why, again := all[r].Failure(); why != nil || again {
+						t.Errorf("rank %d: %v, %v", r, why, again)
+					}
+				}
+			})
+		}
+	}
+}
+
+// A graph repeats the calls that a stream of the program has recorded, between others. A copy is
+// refused meanwhile.
+func TestExchangeInGraphs(t *testing.T) {
+	const n, launches = 2, 5
+	f, v := open(t, fake.Config{})
+	p := program.Open(t, f.Path, 0)
+	all := exchanges(t, []*Device{v, v})
+	var streams []uintptr
+	var graphs []*program.Graph
+	var numbers []mem.Memory
+	for r, x := range all {
+		s, err := p.Stream()
+		must(t, err)
+		m := number(t, f, v, uint32(1+r))
+		g, err := p.Capture(s, func() error {
+			b := v.Borrow(s)
+			capturing, err := b.(device.Capturer).Capturing()
+			if err != nil || !capturing {
+				t.Errorf("capturing: %v, %v", capturing, err)
+			}
+			if err := b.Copy(m, m); !errors.Is(err, errors.ErrUnsupported) {
+				t.Errorf("a copy: %v", err)
+			}
+			for range 3 {
+				if err := x.AllReduce(b, kernels.Sum, kernels.Uint32, m, m, time.Minute); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		must(t, err)
+		if got := value(f, m); got != uint32(1+r) {
+			t.Errorf("recorded work has made %d of %d", got, 1+r)
+		}
+		streams, graphs, numbers = append(streams, s), append(graphs, g), append(numbers, m)
+	}
+	for range launches {
+		for r, x := range all {
+			must(t, graphs[r].Launch(streams[r]))
+			must(t, x.AllReduce(v.Borrow(streams[r]), kernels.Max, kernels.Uint32, numbers[r], numbers[r], time.Minute))
+		}
+	}
+	want := uint32(3)
+	for range 3*launches - 1 {
+		want *= 2
+	}
+	for r, s := range streams {
+		must(t, p.Finish(s, patience))
+		if got := value(f, numbers[r]); got != want {
+			t.Errorf("rank %d has %d, want %d", r, got, want)
+		}
+		must(t, graphs[r].Close(), p.Destroy(s))
+	}
+}
+
+// A call that waits ends when the exchange is stopped, when its limit is over, and when another
+// rank makes another call. What is given or repeated afterwards ends at once, and is reported. The
+// stream goes on, and the context is usable.
+func TestExchangeFailures(t *testing.T) {
+	for name, c := range map[string]struct {
+		limit time.Duration
+		other func(t *testing.T, all []device.Exchange, s device.Stream, m mem.Memory)
+		want  device.ExchangeError
+	}{
+		"stopped": {0, func(t *testing.T, all []device.Exchange, _ device.Stream, _ mem.Memory) { all[0].Stop() },
+			device.ExchangeError{Stopped: true}},
+		"late": {time.Millisecond, func(*testing.T, []device.Exchange, device.Stream, mem.Memory) {},
+			device.ExchangeError{Rank: 1}},
+		"differs": {0, func(t *testing.T, all []device.Exchange, s device.Stream, m mem.Memory) {
+			must(t, all[1].AllReduce(s, kernels.Min, kernels.Int8, m, m, 0))
+		}, device.ExchangeError{Rank: 1, Differs: true, Op: kernels.Min, DType: kernels.Int8, Count: 4}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, v := open(t, fake.Config{})
+			all := exchanges(t, []*Device{v, v})
+			s, other := newStreamOf(t, v), newStreamOf(t, v)
+			m := number(t, f, v, 5)
+			must(t, all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, c.limit))
+			c.other(t, all, other, number(t, f, v, 6))
+			must(t, wait(s))
+			why, again := all[0].Failure()
+			if why == nil || *why != c.want || again || value(f, m) != 5 || why.Error() == "" {
+				t.Errorf("%+v, %v, and the number is %d: want %+v", why, again, value(f, m), c.want)
+			}
+			must(t, all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0), wait(s))
+			if _, again := all[0].Failure(); !again {
+				t.Error("a call after that is not reported")
+			}
+			if _, again := all[0].Failure(); again {
+				t.Error("and is reported twice")
+			}
+			x := bytes.Repeat([]byte{1}, 4)
+			must(t, s.Copy(m, mem.Host(x, mem.Anywhere)), wait(s))
+			if value(f, m) != 0x01010101 {
+				t.Error("the stream does not work any more")
+			}
+			must(t, wait(other))
+		})
+	}
+}
+
+// A call on a stream that has more work than the driver is given returns at once, and those on
+// another stream behind it are in their order all the same.
+func TestExchangeBehindManyOperations(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	all := exchanges(t, []*Device{v, v})
+	word := wordsOf(t, v, 1)[0]
+	s, other := newStreamOf(t, v), newStreamOf(t, v)
+	m, o := number(t, f, v, 1), number(t, f, v, 2)
+	must(t, s.WaitValue(word, 1))
+	for range 2 * mostInFlight {
+		must(t, s.Copy(m, o))
+	}
+	third, x, y := newStreamOf(t, v), number(t, f, v, 10), number(t, f, v, 20)
+	must(t, all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, time.Minute),
+		all[0].AllReduce(third, kernels.Max, kernels.Uint32, x, x, time.Minute),
+		all[1].AllReduce(other, kernels.Sum, kernels.Uint32, o, o, time.Minute),
+		all[1].AllReduce(other, kernels.Max, kernels.Uint32, y, y, time.Minute))
+	word.Word(0).Store(1)
+	must(t, wait(s), wait(third), wait(other))
+	if value(f, m) != 4 || value(f, o) != 4 || value(f, x) != 20 || value(f, y) != 20 {
+		t.Errorf("%d, %d, %d and %d", value(f, m), value(f, o), value(f, x), value(f, y))
+	}
+}
+
+// What cannot be is refused, and a driver's failure leaves nothing.
+func TestExchangeRefuses(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	for _, c := range [][2]int{{0, 1}, {2, 2}, {-1, 2}, {0, device.MaxExchangeRanks + 1}} {
+		if _, err := v.NewExchange(c[0], c[1]); !errors.Is(err, errors.ErrUnsupported) {
+			t.Errorf("rank %d of %d: %v", c[0], c[1], err)
+		}
+	}
+	blocks := f.Census().DeviceBlocks
+	for _, call := range []string{"cuMemAlloc_v2", "cuMemcpyAsync", "cuStreamCreate"} {
+		f.Fail(call, 1, fake.OutOfMemory)
+		if _, err := v.NewExchange(0, 2); err == nil || f.Census().DeviceBlocks != blocks {
+			t.Errorf("%s fails: %v, %d allocations", call, err, f.Census().DeviceBlocks)
+		}
+	}
+	x := exchanges(t, []*Device{v, v})[0]
+	m := alloc(t, v, device.MaxExchangeBytes+4)
+	s := newStreamOf(t, v)
+	host := mem.Host(make([]byte, 4), mem.Anywhere)
+	for what, err := range map[string]error{
+		"host memory":    x.AllReduce(s, kernels.Sum, kernels.Int32, host, host, 0),
+		"a long vector":  x.AllReduce(s, kernels.Sum, kernels.Int32, m, m, 0),
+		"other lengths":  x.AllReduce(s, kernels.Sum, kernels.Int32, m.Slice(0, 8), m.Slice(0, 4), 0),
+		"another stream": x.AllReduce(nil, kernels.Sum, kernels.Int32, m.Slice(0, 8), m.Slice(0, 8), 0),
+	} {
+		if err == nil {
+			t.Errorf("%s is accepted", what)
+		}
+	}
+	must(t, x.AllReduce(s, kernels.Sum, kernels.Int32, m.Slice(0, 4), m.Slice(0, 4), 0))
+	other := v.Borrow(uintptr(foreign(t, v)))
+	for _, call := range []string{"cuStreamWaitValue64_v2", "cuLaunchKernel", "cuStreamWriteValue64_v2"} {
+		var failed *Error
+		f.Fail(call, 1, fake.NotSupported)
+		err := x.AllReduce(other, kernels.Sum, kernels.Int32, m.Slice(0, 4), m.Slice(0, 4), 0)
+		if !errors.As(err, &failed) {
+			t.Errorf("%s fails: %v", call, err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	e, err := s.Record()
+	must(t, err)
+	must(t, e.Wait(ctx))
+}

@@ -1,0 +1,486 @@
+package pg
+
+import (
+	"cmp"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/device"
+	"tutti/internal/backoff"
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/pg/flight"
+	"tutti/pg/internal/exec"
+)
+
+// Short vectors in the memory of devices are combined by the devices alone, in packets: a kernel of
+// each rank stores what the rank has into memory of the others, and combines what it got
+// (device.Exchange). The hosts send no messages for them. It is done in groups of which every rank
+// had a device.Exchanger when it joined, and which is on one machine, so that all ranks decide
+// alike; an allreduce of up to device.MaxExchangeBytes is then in the memory of devices at all
+// ranks, or at none.
+//
+// The kernel of a started operation goes to the caller's stream in Start, that of any other to a
+// stream of the group when it has the turn. Kernels of one group run in the order of the
+// operations, because an operation of Start on a stream waits for earlier ones that have none. The
+// operation itself has its place in the order of the group's operations, and its turn ends when
+// the kernel has. If it fails, for whatever reason, the exchange is stopped: a word lets all
+// kernels of the group end without a result. So it is when the group leaves the view, is aborted
+// or closed.
+//
+// The ranks make an exchange when the first such operation of a view is called, by two exchanges
+// of messages, for which the call waits: all of them have the memory of all others then, or none
+// uses it and such operations go through the host in this view.
+//
+// A stream that records its work gets the kernel and nothing else, and the operation is over: it
+// has no place in the order of operations. The launches of the graph do have one among each other
+// and among the group's other operations in packets, which the program keeps the same at all
+// ranks, and apart in time as the stream of a rank does. A kernel of a graph waits for
+// Config.Timeout at most; what it has failed with is the error of the group's next operation. The
+// exchange of a former view is stopped, so that a graph from there ends without a result, and the
+// next operation says that it has to be captured again.
+
+// packets is a group's state of its exchanges. All fields are under the proxy's lock.
+type packets struct {
+	now     *exchange // of the view; nil: not made, or refused
+	running bool      // the call that has the turn is one in packets
+	refused error     // why operations go through the host in this view
+	former  []*exchange
+	loose   *Work // the latest started one without a stream of the caller
+}
+
+// An exchange is a device.Exchange of a group's view.
+type exchange struct {
+	device.Exchange
+	loc   Location
+	epoch uint64
+	// The first failure is that of an operation, or was reported; operations that the device has
+	// not come to look like graphs.
+	reported, blind atomic.Bool
+}
+
+// A launch is the kernel of a visit.
+type launch struct {
+	x        *exchange
+	src, dst mem.Memory
+	op       Reduction
+	dtype    DType
+	limit    time.Duration
+	given    atomic.Bool // to the stream
+}
+
+// short reports whether the devices do the call. With the proxy's lock.
+func (g *Group) short(c *exec.Call, d device.Device) bool {
+	_, able := d.(device.Exchanger)
+	n := c.Bytes(g.v.Size)
+	return able && g.v.Exchanges && c.Kind == collectives.AllReduce && n > 0 && n <= device.MaxExchangeBytes
+}
+
+// packetVisit begins the visit of an operation in packets. It returns nil if such operations go
+// through the host in this view. ctx bounds the making of an exchange. If the stream records its
+// work, recorded is true and there is no visit.
+func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, s device.Stream, limit time.Duration,
+	waits bool) (v *visit, recorded bool, err error) {
+	if r, ok := s.(device.Capturer); ok {
+		if recorded, err = r.Capturing(); err != nil {
+			return nil, false, err
+		}
+	}
+	if recorded && waits {
+		return nil, false, fmt.Errorf("%v on a stream that is being captured: it cannot be waited for, so it has to "+
+			"be started: %w", c.Kind, errors.ErrUnsupported)
+	}
+	p := g.job.proxy
+	p.Lock()
+	x, refused, loose := g.packets.now, g.packets.refused, g.packets.loose
+	switch {
+	case recorded && x == nil:
+		p.Unlock()
+		why := "none was made"
+		if refused != nil {
+			why = refused.Error()
+		}
+		return nil, false, fmt.Errorf("%v on a stream that is being captured: the ranks have no exchange in this view "+
+			"(%s): run it once before the capture: %w", c.Kind, why, errors.ErrUnsupported)
+	case g.err != nil || g.aborted != nil || g.closed.Load():
+		err = cmp.Or(g.aborted, g.err, ErrClosed)
+	}
+	made := (x != nil || refused != nil) && !g.rough
+	p.Unlock()
+	if err != nil {
+		return nil, false, err
+	}
+	if !recorded && !made {
+		if x, err = g.connect(ctx, d.(device.Exchanger), d.Location()); err != nil {
+			return nil, false, err
+		}
+	}
+	switch {
+	case x == nil:
+		return nil, false, nil
+	case x.loc != d.Location():
+		return nil, false, &ArgumentError{Call: c.Kind.String(), Arg: "a buffer's location", Got: string(d.Location()),
+			Want: fmt.Sprintf("%q, where this rank's allreduces of up to %d bytes began in this view", x.loc,
+				device.MaxExchangeBytes)}
+	}
+	n := c.Bytes(c.Slots)
+	at := func(ptr unsafe.Pointer) mem.Memory { return mem.Device(uint64(uintptr(ptr)), n, d.Location()) }
+	l := &launch{x: x, src: at(c.In), dst: at(c.Out), op: c.Op, dtype: c.DType, limit: limit}
+	if recorded {
+		return nil, true, x.AllReduce(s, l.op, l.dtype, l.dst, l.src, l.limit)
+	}
+	v = &visit{stream: s, launch: l}
+	if s != nil && !waits {
+		if loose != nil {
+			if err := loose.Wait(ctx); err != nil && ctx.Err() != nil {
+				return nil, false, err
+			}
+		}
+		return v, false, v.launchNow()
+	}
+	if s == nil {
+		if v.own, err = g.devices.waitingStream(d); err != nil {
+			return nil, false, err
+		}
+		v.stream = v.own.Stream
+	}
+	return v, false, nil
+}
+
+// waitingStream returns a stream of the group at d, in which kernels wait for other ranks.
+func (x *devices) waitingStream(d device.Device) (*ownStream, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return nil, ErrClosed
+	}
+	if s := x.waiting[d.Location()]; s != nil {
+		return s, nil
+	}
+	s, err := d.Stream()
+	if err != nil {
+		return nil, err
+	}
+	if x.waiting == nil {
+		x.waiting = map[Location]*ownStream{}
+	}
+	x.waiting[d.Location()] = &ownStream{Stream: s}
+	return x.waiting[d.Location()], nil
+}
+
+// launchNow gives the stream the kernel.
+func (v *visit) launchNow() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	l := v.launch
+	l.given.Store(true)
+	v.give(func(s device.Stream) error { return l.x.AllReduce(s, l.op, l.dtype, l.dst, l.src, l.limit) }, v.record)
+	return v.err
+}
+
+// running reports whether the stream has the kernel and has not done it.
+func (v *visit) running() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.launch.given.Load() && v.err == nil && v.event != nil && !v.event.Done()
+}
+
+// A rank tells the others of its inbox, or why it has none.
+const (
+	inboxText  = 320
+	inboxWords = (2 + 8 + inboxText) / 8 // length of the key, offset, key or text
+)
+
+// connect makes the exchange of this view, at all ranks alike: nil if one of them cannot.
+func (g *Group) connect(ctx context.Context, d device.Exchanger, loc Location) (*exchange, error) {
+	if err := g.step(ctx); err != nil {
+		return nil, err
+	}
+	p := g.job.proxy
+	p.Lock()
+	v, coll := g.v, g.coll
+	x, refused := g.packets.now, g.packets.refused
+	p.Unlock()
+	if x != nil || refused != nil || !v.Exchanges {
+		return x, nil
+	}
+	made, bad := d.NewExchange(slices.Index(v.Active, g.rank), len(v.Active))
+	mine := make([]byte, 8*inboxWords)
+	if bad == nil {
+		key, offset, err := made.Inbox()
+		if bad = err; err == nil {
+			binary.LittleEndian.PutUint16(mine, uint16(len(key)))
+			binary.LittleEndian.PutUint64(mine[2:], offset)
+			copy(mine[10:], key)
+		}
+	}
+	if bad != nil {
+		copy(mine[10:], bad.Error())
+	}
+	all, err := g.exchangeBytes(ctx, mine)
+	if err != nil {
+		return nil, err
+	}
+	// refusal returns the first rank's text.
+	refusal := func(all []byte, failed func(b []byte) bool) error {
+		for _, slot := range v.Active {
+			if b := all[slot*len(mine):][:len(mine)]; failed(b) {
+				return fmt.Errorf("rank %d: %s", slot, trimZeros(b[10:]))
+			}
+		}
+		return nil
+	}
+	why := refusal(all, func(b []byte) bool { return binary.LittleEndian.Uint16(b) == 0 })
+	if why == nil {
+		clear(mine)
+		if err := g.openInboxes(d, made, v, all); err != nil {
+			copy(mine[10:], err.Error())
+		}
+		if all, err = g.exchangeBytes(ctx, mine); err != nil {
+			return nil, err
+		}
+		why = refusal(all, func(b []byte) bool { return b[10] != 0 })
+	}
+	p.Lock()
+	defer p.Unlock()
+	switch {
+	case g.coll != coll: // the operation is over: others may have begun it
+		return nil, fmt.Errorf("the group has entered another view: %w", g.sinceMoved())
+	case why != nil:
+		g.packets.refused = why
+		g.job.log.Info("short vectors in the memory of devices go through the hosts", "group", g.id(), "why", why)
+		return nil, nil
+	}
+	g.packets.now = &exchange{Exchange: made, loc: loc, epoch: v.epoch}
+	return g.packets.now, nil
+}
+
+// sinceMoved returns what an operation fails with that the group has moved on without.
+func (g *Group) sinceMoved() error {
+	if g.lost != nil {
+		return g.lost
+	}
+	return errMoved
+}
+
+// openInboxes maps the inboxes of the other ranks.
+func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupView, all []byte) error {
+	n := len(all) / v.Size
+	inboxes, offsets := make([]device.Shared, len(v.Active)), make([]uint64, len(v.Active))
+	for i, slot := range v.Active {
+		b := all[slot*n:][:n]
+		length := int(binary.LittleEndian.Uint16(b))
+		if length > device.MaxKey {
+			return fmt.Errorf("%w: a key of %d bytes from rank %d", p2p.ErrProtocol, length, slot)
+		}
+		offsets[i] = binary.LittleEndian.Uint64(b[2:])
+		if slot == g.rank {
+			continue
+		}
+		var err error
+		if inboxes[i], err = g.job.imports(d, g.job.places[v.ranks[slot]].Incarnation, b[10:][:length]); err != nil {
+			return fmt.Errorf("rank %d: %w", slot, err)
+		}
+	}
+	return made.Connect(inboxes, offsets)
+}
+
+// trimZeros returns text without the zeros behind it.
+func trimZeros(text []byte) []byte {
+	for len(text) > 0 && text[len(text)-1] == 0 {
+		text = text[:len(text)-1]
+	}
+	return text
+}
+
+// step enters the view that is due.
+func (g *Group) step(ctx context.Context) error {
+	if err := g.enter(ctx, "allreduce", nil); err != nil {
+		return err
+	}
+	defer g.leave()
+	if !g.rough {
+		return nil
+	}
+	return g.ready()
+}
+
+// exchangeBytes is exchange of bytes.
+func (g *Group) exchangeBytes(ctx context.Context, mine []byte) ([]byte, error) {
+	words := make([]int64, len(mine)/8)
+	for i := range words {
+		words[i] = int64(binary.LittleEndian.Uint64(mine[8*i:]))
+	}
+	got, err := g.exchange(ctx, words)
+	if err != nil {
+		return nil, err
+	}
+	var all []byte
+	for _, w := range got {
+		all = binary.LittleEndian.AppendUint64(all, uint64(w))
+	}
+	return all, nil
+}
+
+// disconnect stops the exchange of the view, which ends. With the proxy's lock.
+func (g *Group) disconnect() {
+	if x := g.packets.now; x != nil {
+		x.Stop()
+		g.packets.former = append(g.packets.former, x)
+	}
+	g.packets.now, g.packets.refused = nil, nil
+}
+
+// repeated returns why work that a graph has repeated has no result, or nil. With the proxy's lock.
+func (g *Group) repeated() error {
+	for _, x := range g.packets.former {
+		if x.unreported() != nil {
+			return fmt.Errorf("a graph with operations of this group was captured in view %d, which is over: its "+
+				"launch has no result, capture it again", x.epoch)
+		}
+	}
+	if x := g.packets.now; x != nil && !g.packets.running {
+		if why := x.unreported(); why != nil {
+			return fmt.Errorf("the launch of a graph with operations of this group has no result: %w", why)
+		}
+	}
+	return nil
+}
+
+// unreported returns why work has no result, once, unless that is an operation's.
+func (x *exchange) unreported() *device.ExchangeError {
+	why, again := x.Failure()
+	if why == nil || x.reported.Swap(true) && !again || x.blind.Load() {
+		return nil
+	}
+	return why
+}
+
+// account says that the failure of a visit's exchange is that of its operation, if there is one.
+func (v *visit) account() {
+	x := v.launch.x
+	if v.running() {
+		x.blind.Store(true)
+	} else if why, _ := x.Failure(); why != nil {
+		x.reported.Store(true)
+	}
+}
+
+// fate returns the error of an operation whose kernel has ended without a result. With the proxy's
+// lock.
+func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
+	slot := g.v.Active[min(why.Rank, len(g.v.Active)-1)]
+	switch {
+	case why.Stopped:
+		if err := g.coll.Err(); err != nil {
+			return err
+		}
+		return errMoved
+	case why.Differs:
+		ours := g.run.Token()
+		c := exec.Call{Kind: collectives.AllReduce, Op: why.Op, DType: why.DType, Count: why.Count}
+		theirs := c.Token(ours.Seq, collectives.Auto)
+		theirs.Call = uint64(flight.Call(theirs.Call).InPackets())
+		return &p2p.Disagreement{Rank: slot, Ours: ours, Theirs: theirs}
+	}
+	return fmt.Errorf("its device: %w: %w", why, p2p.ErrTimeout)
+}
+
+// A packetFeed is the exec.Whole of a visit with a launch.
+type packetFeed struct {
+	g     *Group
+	v     *visit
+	alone time.Time // when a rank was seen to be gone; it may have done its part
+}
+
+// Need implements exec.Feed.
+func (f *packetFeed) Need(int) error { return nil }
+
+// Have implements exec.Feed.
+func (f *packetFeed) Have(int) {}
+
+// Do implements exec.Whole.
+func (f *packetFeed) Do() error {
+	g, v := f.g, f.v
+	l := v.launch
+	if g.packets.now != l.x { // the group has moved since
+		return g.sinceMoved()
+	}
+	if !l.given.Load() {
+		if err := v.launchNow(); err != nil {
+			return fmt.Errorf("its stream has failed: %w", err)
+		}
+	}
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	if g.wait.Waited() == 0 {
+		g.wait.Since(time.Now())
+	}
+	for n := 0; v.running(); n++ {
+		g.job.proxy.Look()
+		if err := f.hopeless(); err != nil {
+			return err
+		}
+		if n%looksAPatience == looksAPatience-1 { // the others are told who is late
+			if err := g.job.proxy.Progress(&g.wait); err != nil {
+				return err
+			}
+			continue
+		}
+		g.job.proxy.Leave()
+		pace.Wait(context.Background())
+		g.job.proxy.Return()
+	}
+	if err := v.have(context.Background()); err != nil {
+		return fmt.Errorf("its stream has failed: %w", err)
+	}
+	if why, _ := l.x.Failure(); why != nil {
+		l.x.reported.Store(true)
+		return g.fate(l.x, why)
+	}
+	return nil
+}
+
+// looksAPatience is how many looks at a kernel are between two at the time that it takes.
+const looksAPatience = 64
+
+// hopeless returns why the kernel will not have a result, or nil.
+func (f *packetFeed) hopeless() error {
+	g := f.g
+	if err := g.coll.Err(); err != nil {
+		return err
+	}
+	if g.closed.Load() {
+		return ErrClosed
+	}
+	if err := g.wait.Err(); err != nil {
+		return err
+	}
+	if g.job.roster != nil && g.moved() && g.sync.Lost() {
+		return errMoved
+	}
+	for _, slot := range g.v.Active {
+		if slot == g.rank {
+			continue
+		}
+		err := g.job.proxy.Down(g.jobRank(slot))
+		if err == nil && g.coll.Closed(slot) {
+			err = p2p.ErrPeerGone
+		}
+		switch {
+		case err == nil:
+		case f.alone.IsZero():
+			f.alone = time.Now()
+		case time.Since(f.alone) > grace:
+			return &p2p.PeerError{Rank: g.v.ranks[slot], Err: err}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,474 @@
+//go:build cgo && linux
+
+package pg
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda"
+	"tutti/device/cuda/fake"
+	"tutti/device/cuda/program"
+	"tutti/mem"
+)
+
+// A packetRank is a rank with a GPU of the fake driver.
+type packetRank struct {
+	*Group
+	d *cuda.Device
+	f *fake.Driver
+}
+
+// number returns memory with a number of 4 bytes, of Uint32.
+func (r packetRank) number(n uint32) (mem.Memory, error) {
+	m, err := r.d.Alloc(4)
+	if err == nil {
+		binary.LittleEndian.PutUint32(r.f.Bytes(m), n)
+	}
+	return m, err
+}
+
+func (r packetRank) value(m mem.Memory) uint32 { return binary.LittleEndian.Uint32(r.f.Bytes(m)) }
+
+// exchanged reports whether the group has an exchange.
+func (g *Group) exchanged() bool {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.packets.now != nil
+}
+
+// onPackets runs f on n ranks of this process, on one GPU or each on its own.
+func onPackets(t *testing.T, n int, c fake.Config, cfg Config, f func(ctx context.Context, r packetRank) error) {
+	t.Helper()
+	driver := fake.New(t, c)
+	lib, err := cuda.LoadLibrary(driver.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	finder := &cuda.Finder{Driver: func() (*cuda.Driver, error) { return lib, nil }}
+	for i := range max(c.Devices, 1) {
+		finder.Ordinals = append(finder.Ordinals, i)
+	}
+	t.Cleanup(func() {
+		if err := finder.Close(); err != nil {
+			t.Error(err)
+		}
+		driver.Empty(t)
+	})
+	cfg.Devices = finder
+	each(t, n, cfg, func(ctx context.Context, g *Group) error {
+		d, err := finder.Device(g.Rank() % max(c.Devices, 1))
+		if err != nil {
+			return err
+		}
+		return f(ctx, packetRank{g, d, driver})
+	})
+}
+
+// Short allreduces of all lengths in blocking calls, started on a stream and without one have the
+// bits of the host's, and nothing is copied to the host. Operations on the host are between them.
+func TestPackets(t *testing.T) {
+	for name, c := range map[string]fake.Config{"one GPU": {}, "a GPU each": {Devices: 3},
+		"one GPU, waiting by kernels": {NoMemoryOps: true}} {
+		t.Run(name, func(t *testing.T) {
+			onPackets(t, 3, c, Config{}, func(ctx context.Context, r packetRank) error {
+				s, m, release, err := streamWith(r.d, 2*device.MaxExchangeBytes)
+				if err != nil {
+					return err
+				}
+				defer release()
+				p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+				own, err := p.Stream()
+				if err != nil {
+					return err
+				}
+				defer p.Destroy(own)
+				const most = device.MaxExchangeBytes
+				dst, src := m.Slice(0, most), m.Slice(most, most)
+				for i, n := range []int{4, 64, most, 1000, 4, 8, 4} {
+					x := make([]byte, n)
+					for k := range x {
+						x[k] = byte(k * (r.Rank() + 3))
+					}
+					copy(r.f.Bytes(src), x)
+					if err := r.Do(ctx, AllReduceOp{Dst: BufferOf(x), Op: Avg}); err != nil {
+						return err
+					}
+					on := []device.Stream{nil, s, r.d.Borrow(own)}[i%3]
+					op := AllReduceOp{Dst: DeviceBuffer(dst.Slice(0, n), Uint8, on),
+						Src: DeviceBuffer(src.Slice(0, n), Uint8, on), Op: Avg}
+					for round := range 3 {
+						clear(r.f.Bytes(dst))
+						if (round+r.Rank())%2 == 0 { // blocking and started ones are the same operation
+							err = r.Do(ctx, op)
+						} else {
+							err = r.Start(op).Wait(ctx)
+						}
+						if err != nil {
+							return err
+						}
+						got := r.f.Bytes(dst)
+						if !bytes.Equal(got[:n], x) || bytes.Count(got[n:], []byte{0}) != len(got)-n {
+							return fmt.Errorf("%d bytes, round %d: not those of the host", n, round)
+						}
+					}
+				}
+				if r.Copies() > 0 || !r.exchanged() {
+					return fmt.Errorf("the exchange is there: %v, and operations have used %d pieces of the host's "+
+						"memory", r.exchanged(), r.Copies())
+				}
+				return nil
+			})
+		})
+	}
+}
+
+// Operations that are started on several streams, and without one, depend on each other in the
+// order of their calls. Start does not wait for the streams, which begin late.
+func TestPacketsInTheOrderOfCalls(t *testing.T) {
+	const n, many = 2, 60
+	onPackets(t, n, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
+		m, err := r.number(uint32(1 + r.Rank()))
+		if err != nil {
+			return err
+		}
+		var streams []device.Stream
+		for range 2 {
+			s, err := r.d.Stream()
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			streams = append(streams, s)
+		}
+		if err := r.Do(ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}); err != nil { // connects
+			return err
+		}
+		words, free, err := device.Words(r.d, 1)
+		if err != nil {
+			return err
+		}
+		defer free()
+		for _, s := range streams {
+			if err := s.WaitValue(words[0], 1); err != nil {
+				return err
+			}
+		}
+		var works []*Work
+		for i := range many {
+			works = append(works, r.Start(AllReduceOp{Dst: DeviceBuffer(m, Uint32, streams[i%2]), Op: Sum}))
+		}
+		words[0].Word(0).Store(1)
+		for i := range 6 {
+			s := streams[i%2]
+			if i%3 == 0 {
+				s = nil
+			}
+			works = append(works, r.Start(AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Max}))
+		}
+		for i, w := range works {
+			if err := w.Wait(ctx); err != nil {
+				return fmt.Errorf("operation %d: %w", i, err)
+			}
+		}
+		want := uint32(3)
+		for range many {
+			want *= n
+		}
+		if got := r.value(m); got != want || r.Copies() > 0 {
+			return fmt.Errorf("%d, want %d; %d pieces of the host's memory", got, want, r.Copies())
+		}
+		return nil
+	})
+}
+
+// Ranks whose operations differ get errors that say how, whether both are in packets or one is on
+// the host. The group works again after Recover.
+func TestPacketsMismatch(t *testing.T) {
+	onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
+		m, err := r.number(1)
+		if err != nil {
+			return err
+		}
+		b := DeviceBuffer(m, Uint32, nil)
+		good := func() error {
+			binary.LittleEndian.PutUint32(r.f.Bytes(m), 5)
+			if err := r.Do(ctx, AllReduceOp{Dst: b, Op: Sum}); err != nil || r.value(m) != 10 {
+				return fmt.Errorf("%d, %w", r.value(m), err)
+			}
+			return nil
+		}
+		if err := good(); err != nil {
+			return err
+		}
+		for name, c := range []struct {
+			op    [2]Operation
+			words string
+		}{
+			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: b, Op: Max}}, "max"},
+			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: DeviceBuffer(m, Int8, nil), Op: Sum}}, "int8"},
+			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: BufferOf([]uint32{1}), Op: Sum}},
+				"in packets"},
+		} {
+			err := r.Do(ctx, c.op[r.Rank()])
+			var differ *MismatchError
+			if !errors.As(err, &differ) || !strings.Contains(err.Error(), c.words) {
+				return fmt.Errorf("case %v: %v, want a mismatch with %q", name, err, c.words)
+			}
+			if err := r.Do(ctx, AllReduceOp{Dst: b, Op: Sum}); err == nil {
+				return errors.New("the group has not failed")
+			}
+			if err := r.Recover(ctx); err != nil {
+				return err
+			}
+			if err := good(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// A rank that does not come leaves the others with a timeout, in blocking and in started calls. The
+// stream is released and goes on, and the group after Recover.
+func TestPacketsTimeout(t *testing.T) {
+	for _, started := range []bool{false, true} {
+		timedOut := make(chan struct{})
+		onPackets(t, 2, fake.Config{}, Config{Timeout: 300 * time.Millisecond}, func(ctx context.Context,
+			r packetRank) error {
+			s, err := r.d.Stream()
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			m, err := r.number(1)
+			if err != nil {
+				return err
+			}
+			op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum}
+			if err := r.Do(ctx, op); err != nil {
+				return err
+			}
+			if r.Rank() == 1 {
+				<-timedOut
+			} else {
+				if started {
+					err = r.Start(op).Wait(ctx)
+				} else {
+					err = r.Do(ctx, op)
+				}
+				close(timedOut)
+				var late *TimeoutError
+				if !errors.As(err, &late) || len(late.Missing) != 1 || late.Missing[0].Rank != 1 {
+					return fmt.Errorf("%v, want that rank 1 is missing", err)
+				}
+				if err := reach(ctx, s); err != nil {
+					return fmt.Errorf("the stream: %w", err)
+				}
+			}
+			if err := r.Recover(ctx); err != nil {
+				return err
+			}
+			binary.LittleEndian.PutUint32(r.f.Bytes(m), 4)
+			if err := r.Start(op).Wait(ctx); err != nil || r.value(m) != 8 {
+				return fmt.Errorf("after that: %d, %w", r.value(m), err)
+			}
+			return nil
+		})
+	}
+}
+
+// Started operations end, and their streams pass, when the group is aborted or closed by another
+// rank.
+func TestPacketsAbort(t *testing.T) {
+	for _, abort := range []bool{true, false} {
+		ready := make(chan struct{})
+		onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
+			s, err := r.d.Stream()
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			m, err := r.number(1)
+			if err != nil {
+				return err
+			}
+			op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum}
+			if err := r.Do(ctx, op); err != nil {
+				return err
+			}
+			if r.Rank() == 1 {
+				if <-ready; abort {
+					r.Abort(errors.New("enough"))
+				}
+				return nil
+			}
+			close(ready)
+			works := []*Work{r.Start(op), r.Start(op)}
+			for _, w := range works {
+				if err := w.Wait(ctx); err == nil || abort != errors.Is(err, ErrAborted) {
+					return fmt.Errorf("%v", err)
+				}
+			}
+			return reach(ctx, s)
+		})
+	}
+}
+
+// A graph of operations in packets is captured and launched many times, between other operations.
+// Other operations are refused in a capture, and those before the first exchange. A graph of a view
+// that is over has no result, and the next operation says so.
+func TestPacketsInGraphs(t *testing.T) {
+	const launches = 7
+	onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
+		p := program.Open(t, r.f.Path, 0)
+		s, err := p.Stream()
+		if err != nil {
+			return err
+		}
+		defer p.Destroy(s)
+		m, err := r.number(1)
+		if err != nil {
+			return err
+		}
+		large, err := r.d.Alloc(device.MaxExchangeBytes + 4)
+		if err != nil {
+			return err
+		}
+		on := r.d.Borrow(s)
+		op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, on), Op: Sum}
+		unconnected, err := p.Capture(s, func() error {
+			if err := r.Start(op).Wait(ctx); !errors.Is(err, errors.ErrUnsupported) ||
+				!strings.Contains(err.Error(), "run it once before the capture") {
+				return fmt.Errorf("before the first exchange: %w", err)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(unconnected.Close(), r.Do(ctx, op)); err != nil {
+			return err
+		}
+		capture := func() (*program.Graph, error) {
+			return p.Capture(s, func() error {
+				for name, o := range map[string]Operation{
+					"a long vector":     AllReduceOp{Dst: DeviceBuffer(large, Uint8, on), Op: Sum},
+					"another operation": BroadcastOp{X: DeviceBuffer(m, Uint32, on)},
+					"a send":            SendOp{X: DeviceBuffer(m, Uint32, on), To: 1 - r.Rank()},
+				} {
+					if err := r.Start(o).Wait(ctx); !errors.Is(err, errors.ErrUnsupported) {
+						return fmt.Errorf("%s: %w", name, err)
+					}
+				}
+				if err := r.Do(ctx, op); !errors.Is(err, errors.ErrUnsupported) {
+					return fmt.Errorf("a blocking call: %w", err)
+				}
+				for range 2 {
+					if err := r.Start(op).Wait(ctx); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		}
+		graph, err := capture()
+		if err != nil {
+			return err
+		}
+		defer func() { graph.Close() }()
+		run := func(doubled int) error {
+			for range launches {
+				if err := graph.Launch(s); err != nil {
+					return err
+				}
+				if err := r.Start(op).Wait(ctx); err != nil {
+					return err
+				}
+			}
+			if err := p.Finish(s, 20*time.Second); err != nil {
+				return err
+			}
+			if got := r.value(m); got != 1<<doubled {
+				return fmt.Errorf("%d, want %d", got, 1<<doubled)
+			}
+			return nil
+		}
+		if err := run(1 + 3*launches); err != nil {
+			return err
+		}
+		// Another view, of the same ranks.
+		if err := r.Do(ctx, []Operation{BarrierOp{}, BroadcastOp{X: BufferOf([]byte{1})}}[r.Rank()]); err == nil {
+			return errors.New("the operations do not differ")
+		}
+		if err := r.Recover(ctx); err != nil {
+			return err
+		}
+		before := r.value(m)
+		if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+			return err
+		}
+		err = r.Barrier(ctx)
+		if err == nil || !strings.Contains(err.Error(), "capture it again") || r.value(m) != before {
+			return fmt.Errorf("after a graph of another view: %v, and %d instead of %d", err, r.value(m), before)
+		}
+		if err := errors.Join(r.Recover(ctx), r.Do(ctx, op), graph.Close()); err != nil {
+			return err
+		}
+		if graph, err = capture(); err != nil {
+			return err
+		}
+		binary.LittleEndian.PutUint32(r.f.Bytes(m), 1)
+		if err := r.Barrier(ctx); err != nil {
+			return err
+		}
+		return run(3 * launches)
+	})
+}
+
+// The launch of a graph that another rank does not repeat ends when Config.Timeout is over, and the
+// next operation fails with that.
+func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
+	onPackets(t, 2, fake.Config{}, Config{Timeout: 300 * time.Millisecond}, func(ctx context.Context,
+		r packetRank) error {
+		p := program.Open(t, r.f.Path, 0)
+		s, err := p.Stream()
+		if err != nil {
+			return err
+		}
+		defer p.Destroy(s)
+		m, err := r.number(1)
+		if err != nil {
+			return err
+		}
+		op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, r.d.Borrow(s)), Op: Sum}
+		if err := r.Do(ctx, op); err != nil {
+			return err
+		}
+		if r.Rank() == 0 {
+			graph, err := p.Capture(s, func() error { return r.Start(op).Wait(ctx) })
+			if err != nil {
+				return err
+			}
+			defer graph.Close()
+			if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+				return err
+			}
+		}
+		err = r.Barrier(ctx)
+		if err == nil || r.Rank() == 0 && !strings.Contains(err.Error(), "nothing came from rank 1") {
+			return fmt.Errorf("%v", err)
+		}
+		if err := r.Recover(ctx); err != nil {
+			return err
+		}
+		return r.Do(ctx, op)
+	})
+}
