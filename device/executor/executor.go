@@ -1,4 +1,6 @@
-// Package executor runs plans of package collectives on the streams of a device.
+// Package executor runs plans of package collectives on the streams of a device. It is the test of
+// plans, and of the contract of streams, in every order in which a device may do its work: group
+// operations do not use it, because the runner of package pg drives their streams itself.
 //
 // A plan's Copy and ReduceInto steps are enqueued on a stream, all at once and in the plan's order.
 // All others are steps of the network, represented by an [Exchange]: it moves data between the

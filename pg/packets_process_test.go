@@ -1,0 +1,196 @@
+//go:build cgo && linux
+
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda/fake"
+	"tutti/mem"
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+// memoryOps are the two ways in which streams wait for words.
+var memoryOps = map[string]fake.Config{"memory operations": {}, "kernels": {NoMemoryOps: true}}
+
+// startedSizes are those of operations in packets, and of some that go through the host.
+var startedSizes = []int{64, 1 << 20}
+
+// A flow is a stream of a rank's program, with memory for its operations.
+type flow struct {
+	d *gpu
+	s device.Stream
+	m mem.Memory
+}
+
+// start starts several sums, each in place on the results of the one before, on all ranks' bytes.
+// It waits for neither.
+func (f *flow) start(g *pg.Group) (works []*pg.Work) {
+	b := pg.DeviceBuffer(f.m, pg.Uint8, f.s)
+	for _, op := range []pg.Reduction{pg.BitOr, pg.BitOr, pg.BitOr} {
+		works = append(works, g.Start(pg.AllReduceOp{Dst: b, Op: op}))
+	}
+	return works
+}
+
+// fill gives the memory the rank's bytes, in the order of the stream.
+func (f *flow) fill(v byte) error {
+	if err := f.s.Copy(f.m, mem.Host(slices.Repeat([]byte{v}, f.m.Len()), mem.Anywhere)); err != nil {
+		return err
+	}
+	return f.passes()
+}
+
+// passes returns an error if the stream does not do its work, or the context cannot be used.
+func (f *flow) passes() error {
+	e, err := f.s.Record()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	if err := e.Wait(ctx); err != nil {
+		return fmt.Errorf("the stream was not released: %w", err)
+	}
+	return nil
+}
+
+// sum runs the started operations to their end. It returns their error, or one that the test fails
+// with.
+func (f *flow) sum(ctx context.Context, g *pg.Group, want ...byte) (failed, bad error) {
+	if err := f.fill(1 << g.Rank()); err != nil {
+		return nil, err
+	}
+	for _, w := range f.start(g) {
+		failed = errors.Join(failed, w.Wait(ctx))
+	}
+	if err := f.passes(); err != nil {
+		return failed, err
+	}
+	got := f.d.fake.Bytes(f.m)
+	if failed == nil && (!slices.Contains(want, got[0]) || slices.Max(got) != slices.Min(got)) {
+		return nil, fmt.Errorf("the result is %d.., want one of %v", got[0], want)
+	}
+	return failed, nil
+}
+
+// onFlow runs f on three processes, each with its GPU.
+func onFlow(t *testing.T, c fake.Config, size int, cfg pg.Config, f func(t *testing.T, f *flow, g *pg.Group),
+	opts ...pgtest.Option) {
+	d := openGPUOf(t, ofRank(), c)
+	cfg.Devices = device.List{d}
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		s, err := d.Stream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		f(t, &flow{d, s, d.alloc(t, make([]byte, size))}, g)
+	}, append(opts, pgtest.Transport("shm"), pgtest.Config(cfg))...)
+}
+
+// A process dies among operations that others have started on their streams. These end, the streams
+// are released, the contexts can be used, and the survivors go on.
+func TestDeathAmongStartedOperations(t *testing.T) {
+	const n, victim = 3, 1
+	for name, c := range memoryOps {
+		for _, size := range startedSizes {
+			t.Run(fmt.Sprintf("%s, %d bytes", name, size), func(t *testing.T) {
+				cfg := pg.Config{OnFailure: pg.Shrink}
+				onFlow(t, c, size, cfg, func(t *testing.T, f *flow, g *pg.Group) {
+					ctx := t.Context()
+					for range 3 {
+						if failed, bad := f.sum(ctx, g, 7); failed != nil || bad != nil {
+							t.Fatal(failed, bad)
+						}
+					}
+					if (g.Copies() == 0) != (size < 1<<20) {
+						t.Errorf("%d pieces of the host's memory were used", g.Copies())
+					}
+					if g.Rank() == victim {
+						if err := f.fill(1 << victim); err != nil {
+							t.Fatal(err)
+						}
+						f.start(g)
+						pgtest.Kill(t)
+					}
+					for len(g.View().Active) == n {
+						failed, bad := f.sum(ctx, g, 7, 5)
+						if bad != nil {
+							t.Fatal(bad)
+						}
+						if failed == nil {
+							continue
+						}
+						if lostRank(failed) != victim {
+							t.Fatal(failed)
+						}
+						if err := g.Recover(ctx); err != nil {
+							t.Fatal(err)
+						}
+					}
+					for range 3 {
+						if failed, bad := f.sum(ctx, g, 5); failed != nil || bad != nil {
+							t.Fatal(failed, bad)
+						}
+					}
+					if err := g.Barrier(ctx); err != nil {
+						t.Fatal(err)
+					}
+				}, pgtest.Expect(victim, syscall.SIGKILL))
+			})
+		}
+	}
+}
+
+// A process is stopped while others have started operations on their streams. These end in time,
+// the streams are released, and all go on when it is back.
+func TestDeadlinesOfStartedOperations(t *testing.T) {
+	const victim = 2
+	for name, c := range memoryOps {
+		for _, size := range startedSizes {
+			t.Run(fmt.Sprintf("%s, %d bytes", name, size), func(t *testing.T) {
+				onFlow(t, c, size, pg.Config{}, func(t *testing.T, f *flow, g *pg.Group) {
+					ctx := t.Context()
+					control := pgtest.InjectFaults(t)
+					if failed, bad := f.sum(ctx, g, 7); failed != nil || bad != nil {
+						t.Fatal(failed, bad)
+					}
+					if g.Rank() == 0 {
+						control.Stop(victim, 2*time.Second)
+					}
+					for {
+						if err := f.fill(1 << g.Rank()); err != nil {
+							t.Fatal(err)
+						}
+						b := pg.DeviceBuffer(f.m, pg.Uint8, f.s)
+						failed := g.StartWithin(300*time.Millisecond, pg.AllReduceOp{Dst: b, Op: pg.BitOr}).Wait(ctx)
+						if err := f.passes(); err != nil {
+							t.Fatalf("after %v: %v", failed, err)
+						}
+						if failed != nil {
+							break
+						}
+					}
+					if err := g.Recover(ctx); err != nil {
+						t.Fatal(err)
+					}
+					if failed, bad := f.sum(ctx, g, 7); failed != nil || bad != nil {
+						t.Fatal(failed, bad)
+					}
+					if err := g.Barrier(ctx); err != nil {
+						t.Fatal(err)
+					}
+				}, pgtest.Faults(nil))
+			})
+		}
+	}
+}
