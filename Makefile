@@ -20,6 +20,9 @@ MPI_ENV     ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/mpi
 CUDA_DEPS   := clang-19 g++ python3-venv
 PTXAS       := 13.5.37
 PTXAS_ENV   := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/ptxas
+# What test-gpu finds accesses outside of memory with, in the user's cache.
+SANITIZER     := 13.5.25
+SANITIZER_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/sanitizer
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
@@ -34,7 +37,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-rdma bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -177,7 +180,10 @@ deps-rdma: ## a virtual machine with Soft-RoCE from Debian's packages in the use
 deps-cuda: ## what compiles the kernels for CUDA devices, and ptxas $(PTXAS) in $(PTXAS_ENV), 200 MB, once
 	$(APT_GET) update -qq
 	$(APT_GET) install -y -qq --no-install-recommends $(CUDA_DEPS)
-	@kernels/cuda/ptxas.sh $(PTXAS) $(PTXAS_ENV)
+	@kernels/cuda/package.sh nvidia-cuda-nvcc $(PTXAS) ptxas $(PTXAS_ENV)
+
+deps-gpu: ## compute-sanitizer $(SANITIZER) for test-gpu in $(SANITIZER_ENV), 60 MB, once
+	@kernels/cuda/package.sh nvidia-cuda-sanitizer-api $(SANITIZER) compute-sanitizer $(SANITIZER_ENV)
 
 deps-torch: ## a virtual environment with torch $(TORCH) in $(TORCH_ENV), several GB, once
 	@shim/torch/deps.sh $(TORCH) $(TORCH_ENV)

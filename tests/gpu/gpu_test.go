@@ -20,7 +20,9 @@ import (
 	"tutti/device/cuda/fake"
 	"tutti/device/devicetest"
 	"tutti/kernels"
+	"tutti/kernels/cuda/cudatest"
 	"tutti/mem"
+	"tutti/pg"
 )
 
 var (
@@ -42,9 +44,13 @@ func TestMain(m *testing.M) {
 // patience bounds waits that end soon unless the test fails.
 const patience = time.Minute
 
+// library is the path of the driver of the test that runs.
+var library string
+
 // everywhere runs a test on the fake driver and on the machine's GPU.
 func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
-	on := func(t *testing.T, d *cuda.Driver, n int) {
+	on := func(t *testing.T, d *cuda.Driver, path string, n int) {
+		library = path
 		v, err := d.Open(n)
 		if err != nil {
 			t.Fatal(err)
@@ -57,11 +63,12 @@ func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
 		f(t, v)
 	}
 	t.Run("fake", func(t *testing.T) {
-		d, err := cuda.LoadLibrary(fake.New(t, fake.Config{}).Path)
+		path := fake.New(t, fake.Config{}).Path
+		d, err := cuda.LoadLibrary(path)
 		if err != nil {
 			t.Fatal(err)
 		}
-		on(t, d, 0)
+		on(t, d, path, 0)
 	})
 	t.Run("GPU", func(t *testing.T) {
 		d, err := cuda.Load()
@@ -71,7 +78,7 @@ func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
 		}
 		switch {
 		case err == nil && len(all) > 0:
-			on(t, d, *ordinal)
+			on(t, d, "libcuda.so.1", *ordinal)
 		case *required || err != nil && !errors.Is(err, cuda.ErrUnavailable):
 			t.Fatalf("no GPU can be used: %v", err)
 		default:
@@ -224,11 +231,95 @@ func differ(a, b []byte) int {
 	return -1
 }
 
+// Every operation on every type is near what float64 arithmetic makes, for lengths around those of
+// vectors and several alignments. The result was poison before, and what is around it stays so.
+func TestNearFloat64(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		const most, margin, room, poison = 4, 64, 2*64 + 1003*8, 0xFB
+		b, r := newBench(t, v), rand.New(rand.NewPCG(7, 8))
+		all := b.alloc((most + 1) * room)
+		host := make([]byte, all.Len())
+		for _, dt := range kernels.DTypes() {
+			for _, op := range kernels.Ops() {
+				if !kernels.Supported(op, dt) {
+					continue
+				}
+				for _, count := range []int{1, 7, 16, 33, 1003} {
+					size, n := count*dt.Size(), 1+r.IntN(most)
+					for i := range host {
+						host[i] = poison
+					}
+					at := func(i int) int { return i*room + margin + dt.Size()*[]int{0, 1, 3}[r.IntN(3)] }
+					dst := at(most)
+					srcs, from := make([]mem.Memory, n), make([][]byte, n)
+					for i := range srcs {
+						off := at(i)
+						srcs[i], from[i] = all.Slice(off, size), host[off:off+size]
+						cudatest.FillNear(r, dt, from[i])
+					}
+					b.fill(all, host)
+					b.must(b.s.Reduce(op, dt, all.Slice(dst, size), srcs, 0))
+					got := b.bytes(all)
+					if err := cudatest.Near(op, dt, got[dst:dst+size], from); err != nil {
+						t.Error(err)
+					}
+					copy(host[dst:dst+size], got[dst:])
+					if k := differ(got, host); k >= 0 {
+						t.Errorf("%v of %d elements of %v: byte %d was written, which does not belong to it", op, count,
+							dt, k-dst)
+					}
+				}
+			}
+		}
+	})
+}
+
+// Short allreduces of ranks of this process on the GPU are near what float64 arithmetic makes, for
+// every operation and type. The result was poison before.
+func TestShort(t *testing.T) {
+	const n = 3
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		local(t, v, n, func(ctx context.Context, g *pg.Group) error {
+			b := newBench(t, v)
+			const most = 16 << 10
+			dst, src := b.alloc(most), b.alloc(most)
+			for _, dt := range kernels.DTypes() {
+				for _, op := range kernels.Ops() {
+					if !kernels.Supported(op, dt) {
+						continue
+					}
+					all := rand.New(rand.NewPCG(uint64(dt), uint64(op))) // the same at all ranks
+					size := []int{1, 3, 100, most / dt.Size()}[all.IntN(4)] * dt.Size()
+					from := make([][]byte, n)
+					for i := range from {
+						from[i] = make([]byte, size)
+						cudatest.FillNear(all, dt, from[i])
+					}
+					b.fill(src.Slice(0, size), from[g.Rank()])
+					b.fill(dst, bytes.Repeat([]byte{0xFB}, most))
+					if err := g.Do(ctx, pg.AllReduceOp{Dst: pg.DeviceBuffer(dst.Slice(0, size), dt, nil),
+						Src: pg.DeviceBuffer(src.Slice(0, size), dt, nil), Op: op}); err != nil {
+						return fmt.Errorf("%v of %v: %w", op, dt, err)
+					}
+					got := b.bytes(dst)
+					if err := cudatest.Near(op, dt, got[:size], from); err != nil {
+						return err
+					}
+					if bytes.Count(got[size:], []byte{0xFB}) != most-size {
+						return fmt.Errorf("%v of %v: bytes after the result were written", op, dt)
+					}
+				}
+			}
+			return first(g.Barrier(ctx), v.Free(dst), v.Free(src))
+		})
+	})
+}
+
 // TestBandwidths fills the table.
 func TestBandwidths(t *testing.T) {
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		size, rounds := 256<<20, 20
-		if strings.HasPrefix(v.Info().Name, "fake") {
+		if faked(v) {
 			size, rounds = 1<<20, 2
 		}
 		b := newBench(t, v)
@@ -267,9 +358,12 @@ func TestBandwidths(t *testing.T) {
 		row("copy, device to device", whole, 0)
 		for _, dt := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
 			for n := 2; n <= 8; n++ {
-				row(fmt.Sprintf("sum of %d, %v", n, dt), rate((n+1)*size, func() error {
+				what, r := fmt.Sprintf("sum of %d, %v", n, dt), rate((n+1)*size, func() error {
 					return b.s.Reduce(kernels.Sum, dt, dst, srcs[:n], 0)
-				}), whole)
+				})
+				if row(what, r, whole); !faked(v) && r < 0.92*whole {
+					t.Errorf("%s: %.2f of the copy's bandwidth, want at least 0.92", what, r/whole)
+				}
 			}
 		}
 		row("copy, pinned host to device", rate(size, func() error { return b.s.Copy(dst, pinned) }), 0)
@@ -289,9 +383,14 @@ func TestScript(t *testing.T) {
 	}
 	text, err := run("--fake")
 	lines := strings.Split(strings.TrimSpace(text), "\n")
-	if err != nil || !strings.HasPrefix(lines[len(lines)-1], "copy, device to pinned host") ||
-		!strings.Contains(text, "sum of 8, bfloat16") {
+	if err != nil || !strings.HasPrefix(lines[len(lines)-1], "staging 1 MiB") {
 		t.Errorf("run.sh --fake: %v\n%s", err, text)
+	}
+	for _, row := range []string{"sum of 8, bfloat16", "copy, device to pinned host", "allreduce of 4 ranks",
+		"16384 bytes, graph", "first after Join"} {
+		if !strings.Contains(text, row) {
+			t.Errorf("the table has no row %q:\n%s", row, text)
+		}
 	}
 	if _, err := cuda.Load(); err == nil {
 		return // the script runs on a GPU, which this test leaves alone

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Tests the machine's GPU and prints a table of bandwidths last. It fails if a test does, or if
-# there is no GPU. It takes less than 10 minutes.
+# Tests the machine's GPU and prints a table of bandwidths and times last. It fails if a test does,
+# or if there is no GPU. It takes less than 10 minutes.
 #
 #   tests/gpu/run.sh --build          only compiles the tests, to .build/gpu.test
 #   tests/gpu/run.sh [--device N]     runs them; without Go, those that were compiled before
@@ -25,6 +25,7 @@ if [ $compile = yes ] && command -v go >/dev/null; then
 	go test -c -o "$binary" .
 fi
 [ $run = yes ] || exit 0
+times='AllReduceOfLocalRanks|GraphReplay|FirstCollective|Sanitizer|Staging'
 exec timeout 570 "$binary" -test.count 1 \
-	-test.run "^Test(Suite|Reductions|Processes|DeadProcess|Bandwidths)\$/^$kind\$" \
+	-test.run "^Test(Suite|Reductions|NearFloat64|Short|Processes|DeadProcess|Bandwidths|$times)\$/^$kind\$" \
 	-test.timeout 9m -gpu.required -gpu.device "$device"

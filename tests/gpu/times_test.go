@@ -1,0 +1,383 @@
+//go:build cgo && linux
+
+package gpu
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sort"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda"
+	"tutti/device/cuda/program"
+	"tutti/mem"
+	"tutti/pg"
+)
+
+// faked reports whether a device is one of the fake driver, which measures nothing.
+func faked(v *cuda.Device) bool { return strings.HasPrefix(v.Info().Name, "fake") }
+
+// note adds a row to the table. On a GPU, a value beyond the target is an error; 0: there is none.
+// atLeast says on which side of the target the value should be.
+func note(t *testing.T, v *cuda.Device, what string, value float64, unit string, target float64, atLeast bool) {
+	t.Helper()
+	fmt.Fprintf(&table, "%-48s %9.2f %s", what, value, unit)
+	if target == 0 {
+		fmt.Fprintln(&table)
+		return
+	}
+	side := "at most"
+	if atLeast {
+		side = "at least"
+	}
+	fmt.Fprintf(&table, ", target %s %.2f\n", side, target)
+	if !faked(v) && (atLeast && value < target || !atLeast && value > target) {
+		t.Errorf("%s: %.2f %s, want %s %.2f", what, value, unit, side, target)
+	}
+}
+
+// local runs f on n ranks of this process that share the device, and returns their first error.
+func local(t *testing.T, v *cuda.Device, n int, f func(ctx context.Context, g *pg.Group) error) {
+	t.Helper()
+	groups, err := pg.Local(n, pg.Config{Devices: device.List{v}, Timeout: patience})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ranks sync.WaitGroup
+	for _, g := range groups {
+		ranks.Go(func() {
+			if err := f(t.Context(), g); err != nil {
+				t.Errorf("rank %d: %v", g.Rank(), err)
+			}
+		})
+	}
+	ranks.Wait()
+	for _, g := range groups {
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// median returns the middle one of several durations.
+func median(all []time.Duration) time.Duration {
+	sort.Slice(all, func(i, k int) bool { return all[i] < all[k] })
+	return all[len(all)/2]
+}
+
+// copyRate returns the bytes per second that a copy on the device reads and writes together.
+func (b *bench) copyRate(size int) float64 {
+	dst, src := b.alloc(size), b.alloc(size)
+	best := 0.0
+	for range 4 {
+		began := time.Now()
+		for range 10 {
+			b.must(b.s.Copy(dst, src))
+		}
+		b.finish()
+		best = max(best, 20*float64(size)/time.Since(began).Seconds())
+	}
+	b.must(b.v.Free(dst), b.v.Free(src))
+	return best
+}
+
+// TestAllReduceOfLocalRanks compares the time of a large allreduce of 4 ranks on the GPU with that
+// of the bytes that it has to read and write.
+func TestAllReduceOfLocalRanks(t *testing.T) {
+	const n = 4
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		size, rounds := 64<<20, 20
+		if faked(v) {
+			size, rounds = 256<<10, 2
+		}
+		least := 2 * n * float64(size) / newBench(t, v).copyRate(size)
+		times := make([]time.Duration, rounds)
+		local(t, v, n, func(ctx context.Context, g *pg.Group) error {
+			m, err := v.Alloc(size)
+			if err != nil {
+				return err
+			}
+			for round := range rounds {
+				if err := g.Barrier(ctx); err != nil {
+					return err
+				}
+				began := time.Now()
+				if err := g.Do(ctx, pg.AllReduceOp{Dst: pg.DeviceBuffer(m, pg.Float32, nil), Op: pg.Sum}); err != nil {
+					return err
+				}
+				if err := g.Barrier(ctx); err != nil {
+					return err
+				}
+				if g.Rank() == 0 {
+					times[round] = time.Since(began)
+				}
+			}
+			if s := g.Topology(); !strings.Contains(s, "loaded in place") {
+				return fmt.Errorf("the memory was copied to the host: %s", s)
+			}
+			if err := g.Barrier(ctx); err != nil {
+				return err
+			}
+			return v.Free(m)
+		})
+		note(t, v, fmt.Sprintf("allreduce of %d ranks, %d KiB each", n, size>>10), median(times).Seconds()/least,
+			"of the copies' time", 1.25, false)
+	})
+}
+
+// TestGraphReplay measures allreduces of two ranks of this process in graphs, and checks what they
+// make.
+func TestGraphReplay(t *testing.T) {
+	const n, inGraph = 2, 20
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		launches := 50
+		if faked(v) {
+			launches = 2
+		}
+		p := program.Open(t, library, v.Info().Ordinal)
+		for _, size := range []int{8, 256, 4 << 10, 16 << 10} {
+			var worst time.Duration
+			local(t, v, n, func(ctx context.Context, g *pg.Group) error {
+				took, err := replay(ctx, t, g, v, p, size, inGraph, launches)
+				if g.Rank() == 0 {
+					worst = took
+				}
+				return err
+			})
+			note(t, v, fmt.Sprintf("allreduce of %d ranks, %d bytes, graph", n, size),
+				float64(worst)/float64(inGraph*launches)/1e3, "us", 4, false)
+		}
+	})
+}
+
+func replay(ctx context.Context, t *testing.T, g *pg.Group, v *cuda.Device, p *program.Program, size, inGraph,
+	launches int) (took time.Duration, err error) {
+	s, err := p.Stream()
+	if err != nil {
+		return 0, err
+	}
+	defer p.Destroy(s)
+	own, err := v.Stream()
+	if err != nil {
+		return 0, err
+	}
+	defer own.Close()
+	pinned, err := v.AllocHost(size)
+	if err != nil {
+		return 0, err
+	}
+	m, err := v.Alloc(size)
+	if err != nil {
+		return 0, err
+	}
+	move := func(dst, src mem.Memory) error {
+		if err := own.Copy(dst, src); err != nil {
+			return err
+		}
+		e, err := own.Record()
+		if err != nil {
+			return err
+		}
+		return e.Wait(ctx)
+	}
+	for i := range pinned.Bytes() {
+		pinned.Bytes()[i] = byte(i<<1 | g.Rank())
+	}
+	if err := move(m, pinned); err != nil {
+		return 0, err
+	}
+	op := pg.AllReduceOp{Dst: pg.DeviceBuffer(m, pg.Uint8, v.Borrow(s)), Op: pg.Max}
+	if err := g.Do(ctx, op); err != nil { // makes the ranks' exchange
+		return 0, err
+	}
+	graph, err := p.Capture(s, func() error {
+		for range inGraph {
+			if err := g.Start(op).Wait(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	if err := g.Barrier(ctx); err != nil {
+		return 0, err
+	}
+	began := time.Now()
+	for range launches {
+		if err := graph.Launch(s); err != nil {
+			return 0, err
+		}
+	}
+	if err := p.Finish(s, patience); err != nil {
+		return 0, err
+	}
+	took = time.Since(began)
+	want := make([]byte, size)
+	for i := range want {
+		want[i] = byte(i<<1 | 1)
+	}
+	if err := move(pinned, m); err != nil {
+		return 0, err
+	}
+	if k := differ(pinned.Bytes(), want); k >= 0 {
+		return 0, fmt.Errorf("byte %d of %d is %d, want %d", k, size, pinned.Bytes()[k], want[k])
+	}
+	if err := g.Barrier(ctx); err != nil { // a launch without a result would be its error
+		return 0, err
+	}
+	return took, first(graph.Close(), v.Free(m), v.FreeHost(pinned))
+}
+
+func first(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// TestFirstCollective compares the first allreduce of a group with the hundredth.
+func TestFirstCollective(t *testing.T) {
+	const n, calls = 2, 100
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		size, groups := 1<<20, 9
+		if faked(v) {
+			groups = 1
+		}
+		var early, late []time.Duration
+		for range groups {
+			local(t, v, n, func(ctx context.Context, g *pg.Group) error {
+				m, err := v.Alloc(size)
+				if err != nil {
+					return err
+				}
+				defer v.Free(m)
+				for i := range calls {
+					if err := g.Barrier(ctx); err != nil {
+						return err
+					}
+					began := time.Now()
+					op := pg.AllReduceOp{Dst: pg.DeviceBuffer(m, pg.Float32, nil), Op: pg.Sum}
+					if err := g.Do(ctx, op); err != nil {
+						return err
+					}
+					switch took := time.Since(began); {
+					case g.Rank() > 0:
+					case i == 0:
+						early = append(early, took)
+					case i == calls-1:
+						late = append(late, took)
+					}
+				}
+				return g.Barrier(ctx)
+			})
+		}
+		if t.Failed() {
+			return
+		}
+		note(t, v, "allreduce of 1 MiB, first after Join", float64(median(early))/float64(median(late)),
+			"of the hundredth's time", 1.5, false)
+	})
+}
+
+// TestStaging compares what a rank alone copies to the host and back in an operation with copies of
+// the driver in both directions at once.
+func TestStaging(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		size, rounds := 256<<20, 5
+		if faked(v) {
+			size, rounds = 1<<20, 1
+		}
+		b, back := newBench(t, v), newBench(t, v)
+		out, in := b.alloc(size), b.alloc(size)
+		var pinned [2]mem.Memory
+		for i := range pinned {
+			var err error
+			pinned[i], err = v.AllocHost(size)
+			b.must(err)
+		}
+		driver, staged := time.Duration(1<<62), time.Duration(1<<62)
+		for range rounds + 1 {
+			began := time.Now()
+			b.must(b.s.Copy(pinned[0], out), back.s.Copy(in, pinned[1]))
+			b.finish()
+			back.finish()
+			driver = min(driver, time.Since(began))
+		}
+		b.must(v.FreeHost(pinned[0]), v.FreeHost(pinned[1]))
+		local(t, v, 1, func(ctx context.Context, g *pg.Group) error {
+			op := pg.AllReduceOp{Dst: pg.DeviceBuffer(in, pg.Uint8, b.s), Src: pg.DeviceBuffer(out, pg.Uint8, b.s),
+				Op: pg.Sum}
+			for range rounds + 1 {
+				began := time.Now()
+				if err := g.Start(op).Wait(ctx); err != nil {
+					return err
+				}
+				b.finish()
+				staged = min(staged, time.Since(began))
+			}
+			return nil
+		})
+		if !bytes.Equal(b.bytes(in.Slice(0, 4096)), b.bytes(out.Slice(0, 4096))) {
+			t.Error("another result")
+		}
+		note(t, v, fmt.Sprintf("staging %d MiB to the host and back", size>>20), float64(driver)/float64(staged),
+			"of the driver's rate", 0.9, true)
+	})
+}
+
+// TestSanitizer runs the tests of all kernels under NVIDIA's compute-sanitizer, if there is one: it
+// reports accesses outside of allocations, and threads that race in shared memory.
+func TestSanitizer(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		if faked(v) {
+			t.Skip("compute-sanitizer needs a GPU")
+		}
+		sanitizer, err := sanitizer()
+		if err != nil {
+			t.Skip(err)
+		}
+		self, err := os.Executable()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, tool := range []string{"memcheck", "racecheck"} {
+			cmd := exec.CommandContext(t.Context(), sanitizer, "--tool", tool, "--error-exitcode", "77", self,
+				"-test.count=1", "-test.run=^Test(Reductions|NearFloat64|Short)$/^GPU$", "-test.short", "-gpu.required",
+				fmt.Sprint("-gpu.device=", *ordinal))
+			if text, err := cmd.CombinedOutput(); err != nil {
+				t.Errorf("%s: %v\n%s", tool, err, text)
+				continue
+			}
+			fmt.Fprintf(&table, "compute-sanitizer %s: clean\n", tool)
+		}
+	})
+}
+
+// sanitizer returns the path of compute-sanitizer, which make deps-gpu puts into the user's cache.
+func sanitizer() (string, error) {
+	if path, err := exec.LookPath("compute-sanitizer"); err == nil {
+		return path, nil
+	}
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("there is no compute-sanitizer (make deps-gpu): %w", err)
+	}
+	pattern := filepath.Join(cache, "tutti", "sanitizer", "lib", "python*", "site-packages", "nvidia", "*", "bin",
+		"compute-sanitizer")
+	if all, _ := filepath.Glob(pattern); len(all) > 0 {
+		return all[0], nil
+	}
+	return "", fmt.Errorf("there is no compute-sanitizer in PATH or as %s (make deps-gpu)", pattern)
+}
