@@ -59,6 +59,7 @@ type Channel struct {
 	hears     func(slot, key int, value []byte) // see OnNotice
 	relays    relays
 	window    int
+	came      uint64 // see Came
 
 	// Tagged lane.
 	posted  postings // unmatched receives
@@ -86,7 +87,7 @@ type stream struct {
 	early    []*early // arrived before a receive was posted
 	sendq    []*SendReq
 	followed followList
-	part     int // bytes sent of the message whose Send was suspended
+	part     int // bytes sent of the message of which Send has not sent all
 
 	left    bool   // the peer closed the channel
 	until   uint64 // the peer runs neither this operation nor any later one in this epoch; 0: not known
@@ -122,6 +123,9 @@ type Recv struct {
 
 // Done reports whether the message has arrived.
 func (r *Recv) Done() bool { return r.done }
+
+// Came returns the number of messages that Recvs of c have got.
+func (c *Channel) Came() uint64 { return c.came }
 
 // Posted reports whether r was posted since the last Forget.
 func (r *Recv) Posted() bool { return r.buf != nil || r.st != nil }
@@ -625,6 +629,7 @@ func (c *Channel) renew(st *stream) {
 // buffers. A failed operation ends with it.
 func (c *Channel) Forget() {
 	for _, st := range c.streams {
+		st.part = 0
 		for st.posted.size > 0 {
 			r := st.posted.front()
 			st.posted.pop()
@@ -687,6 +692,7 @@ func (c *Channel) advance(r *Recv, h *Header) {
 	if h.Flags&flagLast != 0 {
 		r.done, r.view = true, r.buf
 		r.st.posted.pop()
+		c.came++
 	}
 }
 
@@ -729,38 +735,62 @@ func (c *Channel) ReleaseRecv(r *Recv) {
 // WaitRecv blocks until r is done. It polls r's link most often.
 func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 	for !r.done {
-		if c.err != nil {
-			return c.err
-		}
-		pr := r.st.pr
-		if err := r.st.gone(); err != nil {
-			return err
-		}
-		if r.st.until != 0 {
-			if err := r.st.leaves(r.tok.Seq); err != nil {
-				return err
-			}
-		}
-		if pr.lent != nil {
-			c.p.unlend(pr) // an earlier loan blocks the message that is needed now
-		}
-		if c.p.rush(w, pr) {
-			if !r.done {
-				c.p.Moved(0)
-			}
-			continue
-		}
-		if err := c.p.progress(w, pr); err != nil {
+		if err := c.PollRecv(w, r); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// PollRecv is a round of WaitRecv: it returns when something may have changed.
+func (c *Channel) PollRecv(w *Wait, r *Recv) error {
+	if c.err != nil {
+		return c.err
+	}
+	pr := r.st.pr
+	if err := r.st.gone(); err != nil {
+		return err
+	}
+	if r.st.until != 0 {
+		if err := r.st.leaves(r.tok.Seq); err != nil {
+			return err
+		}
+	}
+	if pr.lent != nil {
+		c.p.unlend(pr) // an earlier loan blocks the message that is needed now
+	}
+	if c.p.rush(w, pr) {
+		if !r.done {
+			c.p.Moved(0)
+		}
+		return nil
+	}
+	return c.p.progress(w, pr)
+}
+
 // Send sends buf to slot as one message. It blocks until the link has taken all of it; then buf may
 // be reused. After ErrSuspended the message may have been sent in part; the next Send to slot must
 // send the same message, and sends the rest.
 func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
+	for {
+		if sent, err := c.SendSome(slot, tok, buf); sent || err != nil {
+			if err == nil {
+				w.calm()
+			}
+			return err
+		}
+		if err := c.PollSend(w, slot); err != nil {
+			return err
+		}
+	}
+}
+
+// PollSend is the waiting of Send between two calls of SendSome.
+func (c *Channel) PollSend(w *Wait, slot int) error { return c.p.progress(w, c.stream(slot).pr) }
+
+// SendSome is Send as far as that needs no waiting. It reports whether the link has taken all of
+// buf. If not, the next message to slot must be the same, and its rest is sent.
+func (c *Channel) SendSome(slot int, tok Token, buf []byte) (sent bool, err error) {
 	st := c.fast[slot]
 	if st == nil {
 		st = c.stream(slot)
@@ -771,43 +801,39 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 	st.part = 0
 	for {
 		if c.err != nil {
-			return c.err
+			return false, c.err
 		}
 		if err := st.unreachable(); err != nil {
-			return c.last(pr, err)
+			return false, c.last(pr, err)
 		}
 		if err := st.leaves(tok.Seq); err != nil {
-			return err
+			return false, err
 		}
-		if pr.link != nil {
-			n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)
-			h.Len, h.Off, h.Flags = uint32(n), uint64(off), 0
-			if off+n == len(buf) {
-				h.Flags = flagLast
-			}
-			if c.hint {
-				h.Flags |= flagHint
-			}
-			if c.push(st, &h, buf[off:off+n]) {
-				c.p.moved += n
-				if off += n; h.Flags&flagLast != 0 {
-					w.calm()
-					return nil
-				}
-				c.p.Moved(0)
-				continue
-			}
+		if pr.link == nil {
+			break
+		}
+		n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)
+		h.Len, h.Off, h.Flags = uint32(n), uint64(off), 0
+		if off+n == len(buf) {
+			h.Flags = flagLast
+		}
+		if c.hint {
+			h.Flags |= flagHint
+		}
+		if !c.push(st, &h, buf[off:off+n]) {
 			if pr.lent != nil { // its credit may be queued behind the loan
 				c.p.unlend(pr)
 			}
+			break
 		}
-		if err := c.p.progress(w, pr); err != nil {
-			if err == ErrSuspended {
-				st.part = off
-			}
-			return err
+		c.p.moved += n
+		if off += n; h.Flags&flagLast != 0 {
+			return true, nil
 		}
+		c.p.Moved(0)
 	}
+	st.part = off
+	return false, nil
 }
 
 // last reads the peer's last frames. If they say why the peer left, it returns that, else err.

@@ -225,6 +225,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 				st.posted.pop()
 				r.view, r.done = payload, true
 				pr.lent = r
+				c.came++
 				return nil
 			}
 			pr.target = r

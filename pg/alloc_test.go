@@ -4,6 +4,7 @@ package pg_test
 
 import (
 	"context"
+	"fmt"
 	"runtime"
 	"testing"
 
@@ -14,7 +15,9 @@ import (
 // Warm, a blocking collective allocates nothing: within one process, and between processes over
 // every transport.
 func TestCollectivesAllocateNothing(t *testing.T) {
-	t.Run("inproc", func(t *testing.T) { pgtest.RunLocal(t, 2, allocateNothing) })
+	for _, n := range []int{2, 4} {
+		t.Run(fmt.Sprintf("inproc, %d ranks", n), func(t *testing.T) { pgtest.RunLocal(t, n, allocateNothing) })
+	}
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) { pgtest.Run(t, 2, allocateNothing, pgtest.Transport(tr)) })
 	}
@@ -30,8 +33,12 @@ func allocateNothing(t *testing.T, g *pg.Group) {
 	}
 	small, parts := big[:64], make([]float32, 64*n)
 	halves := make([]pg.BF16, 5000)
-	counts := []int{10, 20}
-	v, tens := make([]float32, 30), []int{10, 10}
+	counts, tens, total := make([]int, n), make([]int, n), 0
+	for r := range n {
+		counts[r], tens[r] = 10*(r+1), 10
+		total += counts[r]
+	}
+	v := make([]float32, total)
 	for _, c := range []struct {
 		name string
 		call func() error
@@ -49,7 +56,7 @@ func allocateNothing(t *testing.T, g *pg.Group) {
 		{"scatter", func() error { return pg.Scatter(ctx, g, small, parts, 0) }},
 		{"barrier", func() error { return g.Barrier(ctx) }},
 		{"allgatherv", func() error { return pg.AllGatherV(ctx, g, v, big[:counts[g.Rank()]], counts) }},
-		{"alltoallv", func() error { return pg.AllToAllV(ctx, g, v[:20], big[40:60], tens, tens) }},
+		{"alltoallv", func() error { return pg.AllToAllV(ctx, g, v[:10*n], big[1000:1000+10*n], tens, tens) }},
 	} {
 		// Other activity of the process (its lease, a waiter that falls asleep) allocates
 		// occasionally, more on a busy machine. So the minimum of several tries counts, repeated

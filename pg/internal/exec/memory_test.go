@@ -43,7 +43,7 @@ type runner struct {
 
 // ranks makes n ranks in as many groups. Their links lend messages of a chunk where they are taken
 // for memory, and none that is as long as a chunk where they are not.
-func ranks(t *testing.T, n, groups int, memory bool) []*rank {
+func ranks(t testing.TB, n, groups int, memory bool) []*rank {
 	t.Helper()
 	all := make([]*rank, n)
 	everyone := make([]int, n)

@@ -85,6 +85,7 @@ type Runner struct {
 	seq     uint64
 	tok     p2p.Token
 	history [64]p2p.Token // of the latest calls, by number
+	came    uint64        // messages that had come when steps out of turn were last looked for
 
 	set   *planSet   // of the group's topology
 	sets  []*planSet // of the latest topologies, the present one last
@@ -107,7 +108,8 @@ type Runner struct {
 	sent     sent     // Send steps that were made before their plan has run
 	sending  int      // slot that a Send, or a mapping of its memory, waits for, -1: none
 	prog     *program // running; nil between operations
-	next     int      // the running or the next step
+	next     int      // the running or the next step in the order of the plan
+	over     uint64   // bit k: step next+k, a later one, has been made out of turn
 	worked   int      // bytes that the running step has made with the lock
 	dirty    bool     // the operation works in place and has begun to write
 	mapped   mapped   // the peers' memory, in a load-store plan
@@ -213,7 +215,7 @@ func (r *Runner) Run(seq uint64, hint bool) error {
 				return err
 			}
 		}
-		return r.stepsFrom(0, b.prog, b.DType)
+		return r.steps(b.prog, b.DType)
 	}
 	return r.first(hint)
 }
@@ -251,9 +253,9 @@ func (r *Runner) Resume() error {
 		if err := r.receive(r.bound); err == nil || err == p2p.ErrSuspended {
 			return err
 		}
-		r.next = 0
+		return r.steps(r.bound.prog, r.bound.DType)
 	}
-	return r.stepsFrom(r.next, r.bound.prog, r.bound.DType)
+	return r.resume(r.bound.prog, r.bound.DType)
 }
 
 // Dirty reports whether the last operation worked in place, and had begun to write.
@@ -300,6 +302,8 @@ type program struct {
 	lends []bool    // by Recv step: its message may be read in the link's memory
 	waits [][]int32 // by step: the Recv steps that it needs; all others have ended when it begins
 	recvs []int32   // all Recv steps
+	prior []int32   // by Send and Recv step: the one before it with the same verb and peer, or -1
+	apart bool      // steps may be made out of turn
 	sure  []bool    // by step, in a load-store plan: a Send that tells what was made of memory read since the last
 	loads []load    // the peers whose memory a load-store plan loads, ascending
 }
@@ -315,10 +319,19 @@ type planKey struct {
 func compile(p *collectives.Plan) *program {
 	n := len(p.Steps)
 	prog := &program{Plan: p, lent: make([][]int32, n), lends: make([]bool, n), waits: make([][]int32, n),
-		sure: make([]bool, n)}
+		sure: make([]bool, n), prior: make([]int32, n)}
 	loaded := false
+	latest := map[lane]int32{}
 	for i := range p.Steps {
 		s := &p.Steps[i]
+		prog.prior[i] = -1
+		if s.Verb == collectives.Send || s.Verb == collectives.Recv {
+			at := lane{s.Verb, s.Peer}
+			if n, ok := latest[at]; ok {
+				prog.prior[i] = n
+			}
+			latest[at] = int32(i)
+		}
 		for _, n := range s.Needs {
 			if p.Steps[n].Verb == collectives.Recv {
 				prog.waits[i] = append(prog.waits[i], n)
@@ -350,7 +363,15 @@ func compile(p *collectives.Plan) *program {
 		}
 		prog.lent[i] = lent
 	}
+	// The Sends of a load-store plan vouch for what was read before them in the order of the plan.
+	prog.apart = len(prog.loads) == 0 && len(latest) > 2
 	return prog
+}
+
+// lane is what orders Sends, or Recvs, among each other.
+type lane struct {
+	verb collectives.Verb
+	peer int32
 }
 
 // load is a peer, and which of its buffers are loaded.
@@ -696,10 +717,13 @@ func (r *Runner) bytes(ref *collectives.Ref) []byte {
 
 // steps runs a plan over the memories in r. With the proxy's lock, which it releases while it waits
 // or moves much memory.
-func (r *Runner) steps(prog *program, dtype kernels.DType) error { return r.stepsFrom(0, prog, dtype) }
+func (r *Runner) steps(prog *program, dtype kernels.DType) error {
+	r.next, r.over = 0, 0
+	return r.resume(prog, dtype)
+}
 
-// stepsFrom runs the steps from first on; those before have run.
-func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error {
+// resume runs the steps that have not run: from r.next on, except r.over.
+func (r *Runner) resume(prog *program, dtype kernels.DType) error {
 	if len(prog.Steps) > len(r.recvs) {
 		r.recvs = make([]p2p.Recv, len(prog.Steps))
 	}
@@ -711,74 +735,28 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Bytes()))
 	}
 	r.prog = prog
-	inPlace := r.in.ptr == r.out.ptr && !r.dirty && r.cur.Kind.Reduces()
-	for i := first; i < len(prog.Steps); i++ {
-		r.next = i
-		s := &prog.Steps[i]
-		for _, n := range prog.waits[i] {
-			if !r.recvs[n].Done() {
-				if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
-					return err
-				}
-			}
-		}
-		if inPlace && s.Dst.Buf == collectives.Out {
-			r.dirty, inPlace = true, false
-		}
-		switch s.Verb {
-		case collectives.Recv:
-			r.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), prog.lends[i])
+	for ; r.next < len(prog.Steps); r.next, r.over = r.next+1, r.over>>1 {
+		if r.over&1 != 0 {
 			continue
-		case collectives.Send:
-			if r.ahead > 0 {
-				r.ahead--
-				continue
-			}
-			if err := r.settle(); err != nil {
-				return err
-			}
-			if prog.sure[i] {
-				if err := r.verify(); err != nil {
+		}
+		s := &prog.Steps[r.next]
+		for _, n := range prog.waits[r.next] {
+			if !r.recvs[n].Done() {
+				if err := r.await(prog, n, dtype); err != nil {
 					return err
 				}
 			}
-			r.sending = int(s.Peer)
-			if err := r.coll.Send(r.wait, int(s.Peer), r.tok, r.bytes(&s.Src)); err != nil {
-				return err
-			}
-			r.sending = -1
-		case collectives.Copy:
-			var err error
-			if r.direct.call != nil {
-				err = r.copyThere(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
-			} else if addr, reader := r.far(&s.Src); reader != nil {
-				err = r.copyFar(r.at(&s.Dst), int(s.Src.Peer), addr, reader, s.Dst.Len)
-			} else {
-				err = r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
-			}
-			if err != nil {
-				return err
-			}
-		case collectives.ReduceInto:
-			if r.direct.call != nil {
-				if err := r.reduceThere(s, dtype); err != nil {
-					return err
-				}
-			} else if err := r.reduce(prog, i, s, dtype); err != nil {
-				return err
-			}
 		}
-		for _, n := range prog.lent[i] {
-			if n >= 0 {
-				r.coll.ReleaseRecv(&r.recvs[n])
+		if s.Verb == collectives.Send {
+			if err := r.send(prog, s, dtype); err != nil {
+				return err
 			}
+			continue
 		}
-		if r.worked > 0 {
-			r.proxy.Moved(r.worked)
-			r.worked = 0
+		if err := r.step(prog, r.next, dtype); err != nil {
+			return err
 		}
 	}
-	r.next = len(prog.Steps)
 	if err := r.settle(); err != nil {
 		return err
 	}
@@ -791,6 +769,151 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 	}
 	r.prog = nil
 	return nil
+}
+
+// step runs step i, not a Send, whose needs are complete.
+func (r *Runner) step(prog *program, i int, dtype kernels.DType) (err error) {
+	s := &prog.Steps[i]
+	if s.Dst.Buf == collectives.Out && r.in.ptr == r.out.ptr && r.cur.Kind.Reduces() {
+		r.dirty = true
+	}
+	switch s.Verb {
+	case collectives.Recv:
+		r.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), prog.lends[i])
+		return nil
+	case collectives.Copy:
+		if r.direct.call != nil {
+			err = r.copyThere(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
+		} else if addr, reader := r.far(&s.Src); reader != nil {
+			err = r.copyFar(r.at(&s.Dst), int(s.Src.Peer), addr, reader, s.Dst.Len)
+		} else {
+			err = r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len)
+		}
+	case collectives.ReduceInto:
+		if r.direct.call != nil {
+			err = r.reduceThere(s, dtype)
+		} else {
+			err = r.reduce(prog, i, s, dtype)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	for _, n := range prog.lent[i] {
+		if n >= 0 {
+			r.coll.ReleaseRecv(&r.recvs[n])
+		}
+	}
+	if r.worked > 0 {
+		r.proxy.Moved(r.worked)
+		r.worked = 0
+	}
+	return nil
+}
+
+// send runs the next step, a Send whose needs are complete.
+func (r *Runner) send(prog *program, s *collectives.Step, dtype kernels.DType) error {
+	if r.ahead > 0 {
+		r.ahead--
+		return nil
+	}
+	if err := r.settle(); err != nil {
+		return err
+	}
+	if prog.sure[r.next] {
+		if err := r.verify(); err != nil {
+			return err
+		}
+	}
+	r.sending = int(s.Peer)
+	if prog.apart {
+		for turn := 0; ; turn++ {
+			sent, err := r.coll.SendSome(r.sending, r.tok, r.bytes(&s.Src))
+			if err != nil {
+				return err
+			}
+			if sent {
+				break
+			}
+			if err := r.elsewhere(prog, turn, dtype); err != nil {
+				return err
+			}
+			if err := r.coll.PollSend(r.wait, r.sending); err != nil {
+				return err
+			}
+		}
+	} else if err := r.coll.Send(r.wait, r.sending, r.tok, r.bytes(&s.Src)); err != nil {
+		return err
+	}
+	r.sending = -1
+	return nil
+}
+
+// await returns when Recv step n is complete.
+func (r *Runner) await(prog *program, n int32, dtype kernels.DType) error {
+	if !prog.apart {
+		return r.coll.WaitRecv(r.wait, &r.recvs[n])
+	}
+	for turn := 0; ; turn++ {
+		if err := r.elsewhere(prog, turn, dtype); err != nil {
+			return err
+		}
+		if r.recvs[n].Done() {
+			return nil
+		}
+		if err := r.coll.PollRecv(r.wait, &r.recvs[n]); err != nil {
+			return err
+		}
+	}
+}
+
+const (
+	within     = 64 // steps from the next one that may be made out of turn: those with a bit in over
+	againEvery = 16 // turns of a wait after which steps are looked for that no message makes ready
+)
+
+// elsewhere makes a later step that is ready while the next step is not. turn counts the rounds of
+// the wait. Errors of links are left to the step's turn.
+func (r *Runner) elsewhere(prog *program, turn int, dtype kernels.DType) error {
+	came := r.coll.Came()
+	if r.ahead > 0 || turn%againEvery != 0 && came == r.came {
+		return nil
+	}
+	r.came = came
+	for i := r.next + 1; i < min(r.next+within, len(prog.Steps)); i++ {
+		bit := uint64(1) << (i - r.next)
+		if r.over&bit != 0 || !r.ready(prog, i) {
+			continue
+		}
+		s := &prog.Steps[i]
+		if s.Verb == collectives.Send {
+			if sent, err := r.coll.SendSome(int(s.Peer), r.tok, r.bytes(&s.Src)); err != nil || !sent {
+				continue
+			}
+		} else if err := r.step(prog, i, dtype); err != nil {
+			return err
+		}
+		r.over |= bit
+		if s.Verb != collectives.Recv { // the next step may be ready
+			r.came-- // to look again if it is not
+			return nil
+		}
+	}
+	return nil
+}
+
+// ready reports whether step i, a later one than the next, may be made.
+func (r *Runner) ready(prog *program, i int) bool {
+	begun := func(n int32) bool { return int(n) < r.next || r.over>>(int(n)-r.next)&1 != 0 }
+	if n := prog.prior[i]; n >= 0 && !begun(n) {
+		return false
+	}
+	for _, n := range prog.Steps[i].Needs {
+		if !begun(n) || prog.Steps[n].Verb == collectives.Recv && !r.recvs[n].Done() {
+			return false
+		}
+	}
+	return true
 }
 
 // Awaits returns the slots that the running operation waits for.
