@@ -162,8 +162,11 @@ type Proxy struct {
 	wanted   atomic.Int32  // goroutines in Lock
 	behind   atomic.Int32  // goroutines in regain
 	working  atomic.Int32  // goroutines between Leave and Return
-	moved    int           // bytes since the lock was last offered
-	poller   yield.Poller  // of waiters
+
+	oversubscribed atomic.Bool // now; Config has the value at the beginning
+
+	moved  int          // bytes since the lock was last offered
+	poller yield.Poller // of waiters
 
 	ended [16]Completion // buffer for Poll
 
@@ -269,6 +272,7 @@ func New(cfg Config) *Proxy {
 		p.peers[i].rank = i
 	}
 	p.pool.control = p.Control
+	p.oversubscribed.Store(cfg.Oversubscribed)
 	return p
 }
 
@@ -306,7 +310,7 @@ func (p *Proxy) attend() {
 // SetOversubscribed updates Config.Oversubscribed when the number of ranks on the machine is known.
 // With the lock.
 func (p *Proxy) SetOversubscribed(yes bool) {
-	p.cfg.Oversubscribed = yes
+	p.oversubscribed.Store(yes)
 	for _, pr := range p.links {
 		p.tune(pr.link)
 	}
@@ -314,7 +318,7 @@ func (p *Proxy) SetOversubscribed(yes bool) {
 
 // tune tells a link if this rank has its own core. With the lock.
 func (p *Proxy) tune(l Link) {
-	if s, ok := l.(SeldomSleeper); ok && !p.cfg.Oversubscribed {
+	if s, ok := l.(SeldomSleeper); ok && !p.oversubscribed.Load() {
 		s.SleepSeldom()
 	}
 }

@@ -293,7 +293,7 @@ const freePolls = 100
 // the value does not have to release it.
 func (p *Proxy) PollWord(word *atomic.Uint64, reached func(uint64) bool) bool {
 	for i := 1; !reached(word.Load()); i++ {
-		if i == freePolls || p.cfg.Oversubscribed {
+		if i == freePolls || p.oversubscribed.Load() {
 			return false
 		}
 		pause()

@@ -232,7 +232,7 @@ func (p *Proxy) rush(w *Wait, pr *peer) bool {
 }
 
 // hot reports whether w may poll without yielding its core.
-func (p *Proxy) hot(w *Wait) bool { return !w.lazy && !p.cfg.Oversubscribed }
+func (p *Proxy) hot(w *Wait) bool { return !w.lazy && !p.oversubscribed.Load() }
 
 func (p *Proxy) giveWay(w *Wait) error {
 	if p.closed {
@@ -271,7 +271,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 		switch {
 		case p.cfg.Threads || p.wanted.Load() > 0:
 			runtime.Gosched()
-		case p.cfg.Oversubscribed: // the other processors have ranks, too
+		case p.oversubscribed.Load(): // the other processors have ranks, too
 			yield.Now()
 		default:
 			p.poller.Yield()
