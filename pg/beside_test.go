@@ -3,6 +3,7 @@ package pg
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -87,6 +88,47 @@ func BenchmarkBarrierBeside(b *testing.B) {
 			b.ReportMetric(float64(times[len(times)/2].Nanoseconds()), "p50-ns")
 			b.ReportMetric(rate, "allreduces/s")
 			b.ReportMetric(float64(times[len(times)-1].Nanoseconds()), "max-ns")
+			b.ReportMetric(float64(times[len(times)*99/100].Nanoseconds()), "p99-ns")
+		})
+	}
+}
+
+// BenchmarkStartWithoutPeer measures Start of an allreduce while the other rank is absent: it comes
+// when 64 operations have been started.
+func BenchmarkStartWithoutPeer(b *testing.B) {
+	const queue = 64
+	for _, size := range []int{64, 64 << 10, 1 << 20} {
+		b.Run(fmt.Sprint(size), func(b *testing.B) {
+			gs, err := Local(2, Config{Timeout: 20 * time.Second})
+			if err != nil {
+				b.Fatal(err)
+			}
+			ctx := context.Background()
+			works := make([]*Work, queue)
+			x, y := make([]float32, size/4), make([]float32, size/4)
+			var times []time.Duration
+			for b.Loop() {
+				for i := range works {
+					began := time.Now()
+					works[i] = gs[0].Start(AllReduceOp{Dst: BufferOf(x), Op: Sum})
+					times = append(times, time.Since(began))
+				}
+				for range works {
+					if err := AllReduce(ctx, gs[1], y, Sum); err != nil {
+						b.Fatal(err)
+					}
+				}
+				for _, w := range works {
+					if err := w.Wait(ctx); err != nil {
+						b.Fatal(err)
+					}
+				}
+			}
+			for _, g := range gs {
+				g.Close()
+			}
+			slices.Sort(times)
+			b.ReportMetric(float64(times[len(times)/2].Nanoseconds()), "p50-ns")
 			b.ReportMetric(float64(times[len(times)*99/100].Nanoseconds()), "p99-ns")
 		})
 	}
