@@ -31,6 +31,12 @@ import (
 //     another one.
 //   - cause belongs to Group.err, and gave to the last operation; both are cleared by the next
 //     exchange.
+//   - parts is set from the beginning of the wait in Close on: only in a closed group.
+//   - agreement.between is set only while a call has the turn (Group.busy).
+//
+// The tests check this after every event (illegal in export_test.go). Otherwise the fields are
+// independent of each other: lost is for the texts of errors only, and Group.attended concerns
+// messages between two ranks, which belong to no view.
 type passage struct {
 	sync  *resync.Machine // the exchange that the group is in, or was in last
 	rough bool            // the next operation has to check for changes first
@@ -160,6 +166,10 @@ func (g *Group) view(v membership.View) resync.View {
 	return now
 }
 
+// testHookChanged is called, with the proxy's lock, when an event has changed the state of view
+// changes.
+var testHookChanged = func(*Group) {}
+
 // viewChanged reacts to the job's new view. If the group has lost a rank, the next operation begins
 // with an exchange. The operation in flight is left alone: its links to the lost rank fail, or it
 // succeeds if that rank had sent everything before it closed the group. If the group has only
@@ -171,10 +181,12 @@ func (g *Group) viewChanged() {
 	}
 	g.rough = true
 	g.answer()
+	testHookChanged(g)
 }
 
 // hear handles a notice.
 func (g *Group) hear(slot, key int, value []byte) {
+	defer testHookChanged(g)
 	var err error
 	switch key {
 	case noticeStanding:
@@ -465,6 +477,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if g.rough = true; complete {
 		g.settled()
 	}
+	testHookChanged(g)
 	return nil
 }
 

@@ -1,10 +1,43 @@
 package pg
 
 import (
+	"fmt"
 	"testing"
 
 	"tutti/pg/flight"
 )
+
+func init() {
+	testHookChanged = func(g *Group) {
+		if what := g.illegal(); what != "" {
+			panic(fmt.Sprintf("rank %d, operation %d, %+v: %s", g.rank, g.seq, g.passage, what))
+		}
+	}
+}
+
+// illegal returns what contradicts the comment of passage, "" if nothing does. With the proxy's
+// lock.
+func (g *Group) illegal() string {
+	switch {
+	case g.between && !g.busy:
+		return "a call is in Agree, and none has the turn"
+	case g.parts && !g.closed.Load():
+		return "the rank waits in Close, and the group is not closed"
+	case g.joins && g.incarnations != nil:
+		return "the rank comes into a subgroup"
+	case g.joins && g.seq > 0:
+		return "operations have run before the rank was in a view"
+	case g.hint && !g.job.settings.AutoAdmit:
+		return "the ranks are told that the job has grown, without AutoAdmit"
+	case g.gave > g.seq:
+		return "the rank has given up an operation that has not begun"
+	case !g.rough && g.sync.Pending():
+		return "an exchange is under way, and the next operation does not look"
+	case !g.rough && g.sync.Lost():
+		return "a rank is lost, and the next operation does not look"
+	}
+	return ""
+}
 
 // Sent returns the number of bytes that this rank has sent to others.
 func (g *Group) Sent(t *testing.T) (n uint64) {
