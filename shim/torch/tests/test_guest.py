@@ -49,7 +49,7 @@ def footprint():
 def cycles(rank, size, port, directory, n):
     """Makes and destroys a group n times, and returns the footprint after each fifth of the cycles.
 
-    A TCPStore asks the resolver for the name of each client, which may take seconds.
+    The stores are files: some connections to a TCPStore take seconds where no resolver answers.
     """
     seen = []
     for i in range(n):
