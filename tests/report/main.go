@@ -55,10 +55,18 @@ var needsDevice = map[string]bool{
 	"tutti/rdma/verbs TestDeviceTrafficAllocatesNothing":                 true,
 	"tutti/rdma/verbs TestDeviceTwoProcesses":                            true,
 	"tutti/rdma/verbs TestDeviceWithoutReset":                            true,
+	"tutti/tests/gpu TestAllReduceOfLocalRanks/GPU":                      true,
 	"tutti/tests/gpu TestBandwidths/GPU":                                 true,
 	"tutti/tests/gpu TestDeadProcess/GPU":                                true,
+	"tutti/tests/gpu TestFirstCollective/GPU":                            true,
+	"tutti/tests/gpu TestGraphReplay/GPU":                                true,
+	"tutti/tests/gpu TestNearFloat64/GPU":                                true,
 	"tutti/tests/gpu TestProcesses/GPU":                                  true,
 	"tutti/tests/gpu TestReductions/GPU":                                 true,
+	"tutti/tests/gpu TestSanitizer/GPU":                                  true,
+	"tutti/tests/gpu TestSanitizer/fake":                                 true,
+	"tutti/tests/gpu TestShort/GPU":                                      true,
+	"tutti/tests/gpu TestStaging/GPU":                                    true,
 	"tutti/tests/gpu TestSuite/GPU":                                      true,
 }
 
