@@ -307,14 +307,16 @@ func TestPacketsAbort(t *testing.T) {
 			if r.Rank() == 1 {
 				if <-ready; abort {
 					r.Abort(errors.New("enough"))
+					return nil
 				}
-				return nil
+				return r.Close()
 			}
 			close(ready)
 			works := []*Work{r.Start(op), r.Start(op)}
 			for _, w := range works {
-				if err := w.Wait(ctx); err == nil || abort != errors.Is(err, ErrAborted) {
-					return fmt.Errorf("%v", err)
+				err := w.Wait(ctx)
+				if rank := (*RankError)(nil); abort != errors.Is(err, ErrAborted) || abort == errors.As(err, &rank) {
+					return fmt.Errorf("aborted %v: %v", abort, err)
 				}
 			}
 			return reach(ctx, s)
