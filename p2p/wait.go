@@ -111,6 +111,10 @@ func (w *Wait) Err() error {
 	return nil
 }
 
+// Tell calls OnLong's function if that is due, and returns why w has ended, or nil. It is for an
+// operation that waits for something else than frames, and does not wait itself. With the lock.
+func (w *Wait) Tell() error { return w.over(time.Now()) }
+
 // Restart gives w's operation its whole time again.
 func (w *Wait) Restart() { w.began, w.from = time.Time{}, time.Time{} }
 

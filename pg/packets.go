@@ -429,10 +429,9 @@ func (f *packetFeed) Do() error {
 			return err
 		}
 		if n%looksAPatience == looksAPatience-1 { // the others are told who is late
-			if err := g.job.proxy.Progress(&g.wait); err != nil {
+			if err := g.wait.Tell(); err != nil {
 				return err
 			}
-			continue
 		}
 		g.job.proxy.Leave()
 		pace.Wait(context.Background())
