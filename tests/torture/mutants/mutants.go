@@ -48,7 +48,7 @@ var mutants = []mutant{
 		name:      "verify",
 		what:      "readers do not look at the words before they tell others that they are done",
 		transport: "shm",
-		edits:     []edit{{"pg/internal/exec", "Runner.stepsFrom", "if prog.sure[i] {", "if false {"}},
+		edits:     []edit{{"pg/internal/exec", "Runner.send", "if prog.sure[r.next] {", "if false {"}},
 	},
 	{
 		name:      "last-wait",
@@ -147,15 +147,14 @@ var mutants = []mutant{
 		name:      "part",
 		what:      "a message whose sending was interrupted is sent from its beginning again",
 		transport: "tcp",
-		edits:     []edit{{"p2p", "Channel.Send", "st.part = off", "st.part = 0"}},
+		edits:     []edit{{"p2p", "Channel.SendSome", "st.part = off", "st.part = 0"}},
 	},
 	{
 		name:      "dirty",
 		what:      "an input in place that is partly overwritten counts as intact for a retry",
 		transport: "shm",
 		flags:     []string{"-torture.faults", "1"},
-		edits: []edit{{"pg/internal/exec", "Runner.stepsFrom", "r.dirty, inPlace = true, false",
-			"inPlace = false"}},
+		edits: []edit{{"pg/internal/exec", "Runner.step", "r.dirty = true", "r.dirty = false"}},
 	},
 	{
 		name:      "piece-used",
