@@ -154,7 +154,7 @@ var mutants = []mutant{
 		what:      "an input in place that is partly overwritten counts as intact for a retry",
 		transport: "shm",
 		flags:     []string{"-torture.faults", "1"},
-		edits: []edit{{"pg/internal/exec", "Runner.step", "r.dirty = true", "r.dirty = false"}},
+		edits:     []edit{{"pg/internal/exec", "Runner.step", "r.dirty = true", "r.dirty = false"}},
 	},
 	{
 		name:      "piece-used",
