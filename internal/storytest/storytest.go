@@ -2,11 +2,34 @@
 package storytest
 
 import (
+	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/cockroachdb/datadriven"
 )
+
+// Command writes a line of d's input to out and runs the verb that is its first word with the other
+// words. It fails t if there is no such verb, or it returns an error. An empty line is no command.
+func Command[S any](t *testing.T, d *datadriven.TestData, line string, out io.Writer, s S,
+	verbs map[string]func(s S, args []string) error) {
+	t.Helper()
+	f := strings.Fields(line)
+	if len(f) == 0 {
+		return
+	}
+	fmt.Fprintf(out, "> %s\n", strings.Join(f, " "))
+	verb := verbs[f[0]]
+	if verb == nil {
+		d.Fatalf(t, "%s: unknown command", line)
+	}
+	if err := verb(s, f[1:]); err != nil {
+		d.Fatalf(t, "%s: %v", line, err)
+	}
+}
 
 // EveryVerbIsUsed fails t for each key of verbs that is the first word of no line in the files that
 // match pattern.

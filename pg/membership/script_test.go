@@ -72,15 +72,8 @@ func TestScripts(t *testing.T) {
 				s.w.flush()
 			case "do":
 				for line := range strings.Lines(d.Input) {
-					if f := strings.Fields(line); len(f) > 0 && s.w.err == nil {
-						fmt.Fprintf(&s.out, "> %s\n", strings.Join(f, " "))
-						verb := verbs[f[0]]
-						if verb == nil {
-							d.Fatalf(t, "%s: unknown command", line)
-						}
-						if err := verb(s, f[1:]); err != nil {
-							d.Fatalf(t, "%s: %v", line, err)
-						}
+					if s.w.err == nil {
+						storytest.Command(t, d, line, &s.out, s, verbs)
 					}
 				}
 			default:

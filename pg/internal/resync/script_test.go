@@ -49,18 +49,7 @@ func TestScripts(t *testing.T) {
 				s = newScript(n)
 			case "do":
 				for line := range strings.Lines(d.Input) {
-					f := strings.Fields(line)
-					if len(f) == 0 {
-						continue
-					}
-					fmt.Fprintf(&s.out, "> %s\n", strings.Join(f, " "))
-					verb := verbs[f[0]]
-					if verb == nil {
-						d.Fatalf(t, "%s: unknown command", line)
-					}
-					if err := verb(s, f[1:]); err != nil {
-						d.Fatalf(t, "%s: %v", line, err)
-					}
+					storytest.Command(t, d, line, &s.out, s, verbs)
 				}
 			default:
 				d.Fatalf(t, "unknown verb %q", d.Cmd)
