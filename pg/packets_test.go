@@ -236,6 +236,22 @@ func TestPacketsMismatch(t *testing.T) {
 	})
 }
 
+// begun returns a stream, a number in the device's memory and their sum over the ranks, which has
+// run once.
+func (r packetRank) begun(ctx context.Context) (s device.Stream, m mem.Memory, op AllReduceOp, err error) {
+	if s, err = r.d.Stream(); err != nil {
+		return nil, m, op, err
+	}
+	if m, err = r.number(1); err == nil {
+		op = AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum}
+		err = r.Do(ctx, op)
+	}
+	if err != nil {
+		s.Close()
+	}
+	return s, m, op, err
+}
+
 // A rank that does not come leaves the others with a timeout, in blocking and in started calls. The
 // stream is released and goes on, and the group after Recover.
 func TestPacketsTimeout(t *testing.T) {
@@ -243,19 +259,11 @@ func TestPacketsTimeout(t *testing.T) {
 		timedOut := make(chan struct{})
 		onPackets(t, 2, fake.Config{}, Config{Timeout: 300 * time.Millisecond}, func(ctx context.Context,
 			r packetRank) error {
-			s, err := r.d.Stream()
+			s, m, op, err := r.begun(ctx)
 			if err != nil {
 				return err
 			}
 			defer s.Close()
-			m, err := r.number(1)
-			if err != nil {
-				return err
-			}
-			op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum}
-			if err := r.Do(ctx, op); err != nil {
-				return err
-			}
 			if r.Rank() == 1 {
 				<-timedOut
 			} else {
@@ -291,19 +299,11 @@ func TestPacketsAbort(t *testing.T) {
 	for _, abort := range []bool{true, false} {
 		ready := make(chan struct{})
 		onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
-			s, err := r.d.Stream()
+			s, _, op, err := r.begun(ctx)
 			if err != nil {
 				return err
 			}
 			defer s.Close()
-			m, err := r.number(1)
-			if err != nil {
-				return err
-			}
-			op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum}
-			if err := r.Do(ctx, op); err != nil {
-				return err
-			}
 			if r.Rank() == 1 {
 				if <-ready; abort {
 					r.Abort(errors.New("enough"))
