@@ -2,6 +2,7 @@ package p2p
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"time"
@@ -68,6 +69,32 @@ type Header struct {
 
 // HeaderSize is the encoded size of a Header in bytes, little-endian, fields in order.
 const HeaderSize = 48
+
+// Encode writes the encoding of h to b.
+func (h *Header) Encode(b *[HeaderSize]byte) {
+	b[0], b[1] = h.Kind, h.Flags
+	binary.LittleEndian.PutUint16(b[2:], h.Service)
+	binary.LittleEndian.PutUint32(b[4:], h.Len)
+	binary.LittleEndian.PutUint32(b[8:], h.Chan)
+	binary.LittleEndian.PutUint32(b[12:], h.Ack)
+	binary.LittleEndian.PutUint64(b[16:], h.Seq)
+	binary.LittleEndian.PutUint64(b[24:], h.Call)
+	binary.LittleEndian.PutUint64(b[32:], h.Count)
+	binary.LittleEndian.PutUint64(b[40:], h.Off)
+}
+
+// Decode sets h to what b encodes. Any bytes encode a Header.
+func (h *Header) Decode(b *[HeaderSize]byte) {
+	h.Kind, h.Flags = b[0], b[1]
+	h.Service = binary.LittleEndian.Uint16(b[2:])
+	h.Len = binary.LittleEndian.Uint32(b[4:])
+	h.Chan = binary.LittleEndian.Uint32(b[8:])
+	h.Ack = binary.LittleEndian.Uint32(b[12:])
+	h.Seq = binary.LittleEndian.Uint64(b[16:])
+	h.Call = binary.LittleEndian.Uint64(b[24:])
+	h.Count = binary.LittleEndian.Uint64(b[32:])
+	h.Off = binary.LittleEndian.Uint64(b[40:])
+}
 
 // Link is one end of a reliable, ordered path of frames to one incarnation of one peer.
 //

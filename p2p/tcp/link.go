@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"encoding/binary"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -103,30 +102,6 @@ func (l *link) errClosed() error { return fmt.Errorf("%s: %w on this side", l.na
 // MaxFrame implements p2p.Link.
 func (l *link) MaxFrame() int { return l.maxFrame }
 
-func encodeHeader(b *[p2p.HeaderSize]byte, h *p2p.Header) {
-	b[0], b[1] = h.Kind, h.Flags
-	binary.LittleEndian.PutUint16(b[2:], h.Service)
-	binary.LittleEndian.PutUint32(b[4:], h.Len)
-	binary.LittleEndian.PutUint32(b[8:], h.Chan)
-	binary.LittleEndian.PutUint32(b[12:], h.Ack)
-	binary.LittleEndian.PutUint64(b[16:], h.Seq)
-	binary.LittleEndian.PutUint64(b[24:], h.Call)
-	binary.LittleEndian.PutUint64(b[32:], h.Count)
-	binary.LittleEndian.PutUint64(b[40:], h.Off)
-}
-
-func decodeHeader(h *p2p.Header, b *[p2p.HeaderSize]byte) {
-	h.Kind, h.Flags = b[0], b[1]
-	h.Service = binary.LittleEndian.Uint16(b[2:])
-	h.Len = binary.LittleEndian.Uint32(b[4:])
-	h.Chan = binary.LittleEndian.Uint32(b[8:])
-	h.Ack = binary.LittleEndian.Uint32(b[12:])
-	h.Seq = binary.LittleEndian.Uint64(b[16:])
-	h.Call = binary.LittleEndian.Uint64(b[24:])
-	h.Count = binary.LittleEndian.Uint64(b[32:])
-	h.Off = binary.LittleEndian.Uint64(b[40:])
-}
-
 // Send implements p2p.Link.
 func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if uint64(h.Len) != uint64(len(payload)) || len(payload) > l.maxFrame {
@@ -143,7 +118,7 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 		return false, nil
 	}
 	head := l.scratch[:headerSpace]
-	encodeHeader((*[p2p.HeaderSize]byte)(head), h)
+	h.Encode((*[p2p.HeaderSize]byte)(head))
 	taken, e := l.stream.put(head, payload)
 	if e != 0 {
 		return false, l.failErrno("send", e)
@@ -183,7 +158,7 @@ func (l *link) Gather(h *p2p.Header, payload []byte) (bool, error) {
 		l.refused = false
 	}
 	head := l.scratch[:headerSpace]
-	encodeHeader((*[p2p.HeaderSize]byte)(head), h)
+	h.Encode((*[p2p.HeaderSize]byte)(head))
 	s.kept = append(append(s.kept, head...), payload...)
 	return true, nil
 }
@@ -257,7 +232,7 @@ func (l *link) Recv() (*p2p.Header, []byte, error) {
 				return l.none()
 			}
 		}
-		decodeHeader(&l.head, (*[p2p.HeaderSize]byte)(l.buf[l.r:]))
+		l.head.Decode((*[p2p.HeaderSize]byte)(l.buf[l.r:]))
 		if uint64(l.head.Len) > uint64(l.maxFrame) {
 			l.ended = true
 			return nil, nil, l.fail(fmt.Errorf("%w: it announced a frame of %d bytes, at most %d are allowed",

@@ -19,14 +19,14 @@ func TestHeaderEncoding(t *testing.T) {
 	h := p2p.Header{Kind: 1, Flags: 2, Service: 0x0403, Len: 0x08070605, Chan: 0x0c0b0a09, Ack: 0x100f0e0d,
 		Seq: 0x1817161514131211, Call: 0x201f1e1d1c1b1a19, Count: 0x2827262524232221, Off: 0x302f2e2d2c2b2a29}
 	var b [p2p.HeaderSize]byte
-	encodeHeader(&b, &h)
+	h.Encode(&b)
 	for i := range b {
 		if want := byte(i + 1); b[i] != want {
 			t.Fatalf("byte %d of %x is %d, want %d", i, b, b[i], want)
 		}
 	}
 	var d p2p.Header
-	if decodeHeader(&d, &b); d != h {
+	if d.Decode(&b); d != h {
 		t.Errorf("decoded as %+v", d)
 	}
 }
@@ -66,7 +66,7 @@ func testPoller(t testing.TB) *poller {
 func FuzzStream(f *testing.F) {
 	frame := func(n int) []byte {
 		var b [p2p.HeaderSize]byte
-		encodeHeader(&b, header(uint64(n), n))
+		header(uint64(n), n).Encode(&b)
 		return append(b[:], pattern(n, 1)...)
 	}
 	f.Add([]byte(nil), uint64(0))
@@ -86,7 +86,7 @@ func FuzzStream(f *testing.F) {
 		end := p2p.ErrPeerGone
 		for rest := in; len(rest) >= p2p.HeaderSize; {
 			var h p2p.Header
-			decodeHeader(&h, (*[p2p.HeaderSize]byte)(rest))
+			h.Decode((*[p2p.HeaderSize]byte)(rest))
 			if h.Len > maxFrame {
 				end = p2p.ErrProtocol
 				break
@@ -300,7 +300,7 @@ func TestProtocolViolationsEndLink(t *testing.T) {
 		}
 	}
 	var b [p2p.HeaderSize]byte
-	encodeHeader(&b, header(0, 100))
+	header(0, 100).Encode(&b)
 	unix.Write(far, append(b[:], make([]byte, 99)...))
 	if h, payload, err := l.Recv(); h == nil || payload != nil || err != nil {
 		t.Fatal(h, payload, err)
@@ -318,7 +318,7 @@ func TestProtocolViolationsEndLink(t *testing.T) {
 		t.Fatalf("%d bytes, %v", len(payload), err)
 	}
 	l.Release()
-	encodeHeader(&b, header(0, 0))
+	header(0, 0).Encode(&b)
 	binary.LittleEndian.PutUint32(b[4:], 1<<32-1)
 	unix.Write(far, b[:])
 	for range 2 {

@@ -4,7 +4,6 @@ package unixtest
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -276,11 +275,7 @@ func (l *link) receive(f *frame) error {
 	}
 	h := &f.header
 	b := f.data[:]
-	h.Kind, h.Flags, h.Service = b[0], b[1], binary.LittleEndian.Uint16(b[2:])
-	h.Len, h.Chan = binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint32(b[8:])
-	h.Ack, h.Seq = binary.LittleEndian.Uint32(b[12:]), binary.LittleEndian.Uint64(b[16:])
-	h.Call, h.Count = binary.LittleEndian.Uint64(b[24:]), binary.LittleEndian.Uint64(b[32:])
-	h.Off = binary.LittleEndian.Uint64(b[40:])
+	h.Decode((*[p2p.HeaderSize]byte)(b))
 	if h.Len > maxFrame {
 		return fmt.Errorf("%w: a frame of %d bytes, at most %d are allowed", p2p.ErrProtocol, h.Len, maxFrame)
 	}
@@ -333,15 +328,7 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	f := l.out.free()
 	f.header = *h
 	b := f.data[:]
-	b[0], b[1] = h.Kind, h.Flags
-	binary.LittleEndian.PutUint16(b[2:], h.Service)
-	binary.LittleEndian.PutUint32(b[4:], h.Len)
-	binary.LittleEndian.PutUint32(b[8:], h.Chan)
-	binary.LittleEndian.PutUint32(b[12:], h.Ack)
-	binary.LittleEndian.PutUint64(b[16:], h.Seq)
-	binary.LittleEndian.PutUint64(b[24:], h.Call)
-	binary.LittleEndian.PutUint64(b[32:], h.Count)
-	binary.LittleEndian.PutUint64(b[40:], h.Off)
+	h.Encode((*[p2p.HeaderSize]byte)(b))
 	copy(f.payload(), payload)
 	l.out.n++
 	l.change.Broadcast()
