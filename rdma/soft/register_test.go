@@ -40,23 +40,23 @@ func TestRegister(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer d.Close()
-	m, _, err := rdma.Register(d, mem.Host(make([]byte, 5), mem.Anywhere), nil, 0)
+	m, err := rdma.Register(d, mem.Host(make([]byte, 5), mem.Anywhere), nil, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	m.Close()
 	gpu := mem.Device(0x7000, 50, "cuda:0")
 	fd, _ := file(t, 4096)
-	m, at, err := rdma.Register(d, gpu, exporter{fd: fd}, 0)
-	if err != nil || at != 0x7000 {
+	m, err = rdma.Register(d, gpu, exporter{fd: fd}, 0)
+	if at := rdma.Address(gpu); err != nil || at != 0x7000 {
 		t.Fatalf("address %#x, %v", at, err)
 	}
 	m.Close()
-	if m, _, err := rdma.Register(d, gpu, nil, 0); !errors.Is(err, errors.ErrUnsupported) || m != nil {
+	if m, err := rdma.Register(d, gpu, nil, 0); !errors.Is(err, errors.ErrUnsupported) || m != nil {
 		t.Errorf("without an exporter: %v", err)
 	}
 	broken := errors.New("broken")
-	if m, _, err := rdma.Register(d, gpu, exporter{err: broken}, 0); !errors.Is(err, broken) || m != nil {
+	if m, err := rdma.Register(d, gpu, exporter{err: broken}, 0); !errors.Is(err, broken) || m != nil {
 		t.Errorf("an exporter that fails: %v", err)
 	}
 	next, err := unix.Dup(fd)
@@ -65,7 +65,7 @@ func TestRegister(t *testing.T) {
 	}
 	unix.Close(next)
 	refuse = syscall.EOPNOTSUPP
-	if m, _, err := rdma.Register(d, gpu, exporter{fd: fd}, 0); !errors.Is(err, errors.ErrUnsupported) || m != nil {
+	if m, err := rdma.Register(d, gpu, exporter{fd: fd}, 0); !errors.Is(err, errors.ErrUnsupported) || m != nil {
 		t.Errorf("a device that refuses: %v", err)
 	}
 	again, err := unix.Dup(fd)

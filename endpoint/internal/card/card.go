@@ -190,10 +190,8 @@ func (d *Domain) Register(m mem.Memory, e device.Exporter, access rdma.Access, w
 	if access&Write != 0 || writable {
 		access |= rdma.LocalWrite
 	}
-	var at uint64
-	mr, left, err := d.keys.Register(d.card.at.Device, func() (mr rdma.MR, err error) {
-		mr, at, err = rdma.Register(d.dev, m, e, access)
-		return mr, err
+	mr, left, err := d.keys.Register(d.card.at.Device, func() (rdma.MR, error) {
+		return rdma.Register(d.dev, m, e, access)
 	})
 	if left != nil {
 		d.card.cfg.Log.Error("rdma: memory stays registered", "device", d.card.at.Device, "err", left)
@@ -204,7 +202,7 @@ func (d *Domain) Register(m mem.Memory, e device.Exporter, access rdma.Access, w
 	if err != nil {
 		return Registration{}, err
 	}
-	return Registration{mr, at}, nil
+	return Registration{mr, rdma.Address(m)}, nil
 }
 
 // Withhold has Register not use a key, because a peer may. Permit follows for each call.
