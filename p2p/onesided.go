@@ -87,8 +87,9 @@ type Completion struct {
 	// Bytes is the number of bytes moved: all if Err is nil.
 	Bytes int
 	// Err is why the operation failed: an *AccessError, or an error that wraps ErrPeerGone,
-	// ErrClosed or ErrCancelled. A put that failed may have been placed in part; its signal is
-	// never written before all of its data.
+	// ErrClosed or ErrCancelled. It wraps errors.ErrUnsupported if local memory of a device cannot
+	// be reached now: the data has to go through host memory. A put that failed may have been
+	// placed in part; its signal is never written before all of its data.
 	Err error
 }
 
@@ -114,7 +115,8 @@ type Immediate interface {
 // Getter is a link that can read the peer's exposed memory.
 type Getter interface {
 	// Get begins to copy from offset of from to local, which belongs to the link until the
-	// completion, or until Cancel returns. Errors are those of Put.
+	// completion, or until Cancel returns. What it has written to memory of a device, work of the
+	// device sees as package device says: see device.Exporter. Errors are those of Put.
 	Get(id uint64, local mem.Memory, from *mem.Remote, offset uint64) error
 }
 

@@ -42,6 +42,7 @@ func RunExcept(t *testing.T, open func(tb testing.TB) p2p.Transport, names ...st
 		{"Put", s.put}, {"Get", s.get}, {"Signal", s.signal}, {"Strong", s.strong}, {"Words", s.words},
 		{"Completion", s.completion},
 		{"ClosedHere", s.closedHere}, {"Revoke", s.revoke}, {"Flush", s.flush}, {"Now", s.now},
+		{"Locations", s.locations},
 	} {
 		if !slices.Contains(names, c.name) {
 			NoLeaks(t, c.name, c.f)

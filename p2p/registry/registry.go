@@ -14,13 +14,16 @@ import (
 	"sync"
 	"time"
 
+	"tutti/device"
 	"tutti/internal/cpus"
 	"tutti/internal/dial"
 	"tutti/internal/ports"
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/shm"
 	"tutti/p2p/tcp"
 	"tutti/p2p/verbs"
+	"tutti/rdma"
 	rdmaverbs "tutti/rdma/verbs"
 )
 
@@ -35,6 +38,7 @@ type Options struct {
 	PeerTimeout time.Duration // bounds the silence of a host that an operation waits for
 	IdleTimeout time.Duration // bounds it otherwise
 	Dial        dial.Func     // makes the connections; nil: net.Dialer
+	Devices     device.Finder // of the memory that is put and got; nil: there are none
 	Logger      *slog.Logger
 }
 
@@ -82,7 +86,7 @@ var (
 					return nil, err
 				}
 				return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID,
-					QueuePairs: o.RDMAPairs, Nodes: nodes(), TCP: t}), nil
+					QueuePairs: o.RDMAPairs, Nodes: nodes(), Exporter: Exporter(o.Devices), TCP: t}), nil
 			}},
 		{Name: "tcp", Reach: Network, Works: func() error { return nil },
 			Advice: "a firewall may drop connections of this machine with itself",
@@ -95,6 +99,24 @@ var (
 			}},
 	}
 )
+
+// Exporter returns a function that finds the exporters of devices, nil without devices.
+func Exporter(f device.Finder) func(loc mem.Location) (rdma.Exporter, error) {
+	if f == nil {
+		return nil
+	}
+	return func(loc mem.Location) (rdma.Exporter, error) {
+		d, err := f.Find(loc)
+		if err != nil {
+			return nil, err
+		}
+		e, ok := d.(device.Exporter)
+		if !ok {
+			return nil, fmt.Errorf("the device at %s has no DMA buffers: %w", loc, errors.ErrUnsupported)
+		}
+		return e, nil
+	}
+}
 
 // tcpConfig returns the configuration of TCP connections.
 func tcpConfig(o Options) (tcp.Config, error) {

@@ -88,7 +88,7 @@ func (c *Copier) free(o *copyOp) {
 
 // Put implements p2p.Putter.
 func (c *Copier) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s p2p.Signal) error {
-	if err := checkPut(local, to, offset, &s); err != nil {
+	if err := checkPut(local, to, offset, &s, false); err != nil {
 		return err
 	}
 	o, err := c.begin(id)
@@ -107,7 +107,7 @@ func (c *Copier) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64,
 
 // Get implements p2p.Getter.
 func (c *Copier) Get(id uint64, local mem.Memory, from *mem.Remote, offset uint64) error {
-	if err := checkGet(local, from, offset); err != nil {
+	if err := checkGet(local, from, offset, false); err != nil {
 		return err
 	}
 	o, err := c.begin(id)
@@ -294,9 +294,9 @@ func (c *Copier) Cancel(id uint64) {
 	}
 }
 
-// checkPut validates the arguments of a put.
-func checkPut(local mem.Memory, to *mem.Remote, offset uint64, s *p2p.Signal) error {
-	if err := checkLocal("put", local); err != nil {
+// checkPut validates the arguments of a put. devices: local may be memory of a device.
+func checkPut(local mem.Memory, to *mem.Remote, offset uint64, s *p2p.Signal, devices bool) error {
+	if err := checkLocal("put", local, devices); err != nil {
 		return err
 	}
 	if local.Len() > 0 || s.At == nil {
@@ -313,9 +313,9 @@ func checkPut(local mem.Memory, to *mem.Remote, offset uint64, s *p2p.Signal) er
 	return nil
 }
 
-// checkGet validates the arguments of a get.
-func checkGet(local mem.Memory, from *mem.Remote, offset uint64) error {
-	if err := checkLocal("get", local); err != nil {
+// checkGet validates the arguments of a get, as checkPut does.
+func checkGet(local mem.Memory, from *mem.Remote, offset uint64, devices bool) error {
+	if err := checkLocal("get", local, devices); err != nil {
 		return err
 	}
 	if from == nil {
@@ -324,8 +324,8 @@ func checkGet(local mem.Memory, from *mem.Remote, offset uint64) error {
 	return p2p.CheckAccess("get", from, mem.Read, offset, uint64(local.Len()))
 }
 
-func checkLocal(op string, local mem.Memory) error {
-	if !local.Loc().Host() {
+func checkLocal(op string, local mem.Memory, devices bool) error {
+	if !local.Loc().Host() && !devices {
 		return fmt.Errorf("%s with local memory at %s: %w", op, local.Loc(), errors.ErrUnsupported)
 	}
 	return nil

@@ -149,7 +149,7 @@ type frameOp struct {
 	moving    bool // the mover has move
 	framed    bool // the mover is not asked, or not again
 	move      Move
-	local     []byte
+	local     mem.Memory
 	to        mem.Remote // without keys
 	off       uint64
 	moved     int // bytes sent of a put, received of a get
@@ -318,7 +318,7 @@ func (f *Frames) take(h *p2p.Header, payload []byte) error {
 	case frameData:
 		o := f.ops[h.Chan]
 		if o == nil || o.kind != opGet || !o.begun || h.Len == 0 || h.Off != uint64(o.moved) ||
-			!o.cancelled && int64(h.Len) > int64(len(o.local)-o.moved) {
+			!o.cancelled && int64(h.Len) > int64(o.local.Len()-o.moved) {
 			return f.violated("%d bytes at %d for slot %d, which asked for none of them", h.Len, h.Off, h.Chan)
 		}
 		in.get, in.off = o, h.Off
@@ -385,7 +385,7 @@ func (f *Frames) enter(n int) []byte {
 		if in.get.cancelled {
 			return nil
 		}
-		return in.get.local[in.off : in.off+uint64(n)]
+		return in.get.local.Bytes()[in.off : in.off+uint64(n)]
 	case in.entry != nil:
 		m, err := in.entry.Enter(mem.Write, in.off, uint64(n))
 		if err == nil {
@@ -533,7 +533,7 @@ func (f *Frames) ended(slot, status uint32) error {
 	switch {
 	case o == nil || !o.begun || o.kind == opPut && !o.waiting:
 		return f.violated("slot %d ended, in which nothing was to end", slot)
-	case o.kind == opGet && status == statusOK && o.moved < len(o.local) && !o.cancelled:
+	case o.kind == opGet && status == statusOK && o.moved < o.local.Len() && !o.cancelled:
 		return f.violated("slot %d ended before its last byte", slot)
 	case (status == statusCancelled) && !o.told:
 		return f.violated("slot %d was cancelled by the wrong side", slot)
@@ -547,7 +547,7 @@ func (f *Frames) ended(slot, status uint32) error {
 	case err != nil && status&statusSignal != 0:
 		err = p2p.NewAccessError("signal", &o.word, o.signal.Offset, mem.WordSize, err)
 	case err != nil:
-		err = p2p.NewAccessError(o.kind.String(), &o.to, o.off, uint64(len(o.local)), err)
+		err = p2p.NewAccessError(o.kind.String(), &o.to, o.off, uint64(o.local.Len()), err)
 	}
 	f.unqueue(o) // it was cancelled, and the peer has yet to be told
 	f.complete(o, err)
@@ -640,14 +640,14 @@ func (f *Frames) over() error {
 
 // Put implements p2p.Putter.
 func (f *Frames) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s p2p.Signal) error {
-	if err := checkPut(local, to, offset, &s); err != nil {
+	if err := checkPut(local, to, offset, &s, f.mover != nil); err != nil {
 		return err
 	}
 	o, err := f.begin(id, opPut)
 	if err != nil {
 		return err
 	}
-	o.local, o.off, o.strong, o.signal = local.Bytes(), offset, s.Strong, s
+	o.local, o.off, o.strong, o.signal = local, offset, s.Strong, s
 	if to != nil {
 		o.to = *to
 	}
@@ -661,14 +661,14 @@ func (f *Frames) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64,
 
 // Get implements p2p.Getter.
 func (f *Frames) Get(id uint64, local mem.Memory, from *mem.Remote, offset uint64) error {
-	if err := checkGet(local, from, offset); err != nil {
+	if err := checkGet(local, from, offset, f.mover != nil); err != nil {
 		return err
 	}
 	o, err := f.begin(id, opGet)
 	if err != nil {
 		return err
 	}
-	o.local, o.off, o.to = local.Bytes(), offset, *from
+	o.local, o.off, o.to = local, offset, *from
 	f.queue = append(f.queue, o)
 	f.hurry()
 	return nil
@@ -726,10 +726,10 @@ func (f *Frames) Cancel(id uint64) {
 		default:
 			o.cancelled = true
 			if o.waiting && o.kind == opPut { // the answer is under way
-				o.local = nil
+				o.local = mem.Memory{}
 				continue
 			}
-			o.local = nil
+			o.local = mem.Memory{}
 			if o.waiting { // makes the peer stop sending
 				o.waiting = false
 				f.queue = append(f.queue, o)
@@ -781,8 +781,10 @@ func (f *Frames) pump() {
 		if f.turn < len(f.queue) {
 			o := f.queue[f.turn]
 			if n, over, ok = f.next(o, f.turn == 0); ok && over {
-				o.waiting = true
 				f.queue = slices.Delete(f.queue, f.turn, f.turn+1)
+				if o.waiting = o.begun; !o.begun {
+					f.complete(o, o.errStuck())
+				}
 			}
 		} else {
 			i := f.turn - len(f.queue)
@@ -830,8 +832,9 @@ func (f *Frames) send(h *p2p.Header, payload []byte) bool {
 }
 
 // next sends the next frame of an operation of this side. oldest says that everything begun before
-// has been sent. It returns the number of bytes sent, and whether nothing is left. ok is false if
-// nothing was sent, because the link is blocked or a signal has to wait.
+// has been sent. It returns the number of bytes sent, and whether nothing is left: then the
+// operation has begun, or is stuck. ok is false if nothing was sent, because the link is blocked or
+// a signal has to wait.
 func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 	h := p2p.Header{Chan: o.slot, Call: o.to.ID, Seq: o.to.Generation, Off: o.off}
 	if o.cancelled {
@@ -839,18 +842,21 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 		o.told = f.send(&h, nil)
 		return 0, true, o.told
 	}
-	if o.moving || f.offer(o) {
+	switch {
+	case o.moving || f.offer(o):
 		return 0, false, false
+	case o.stuck(): // it has not begun
+		return 0, true, true
 	}
 	if o.kind == opGet {
-		h.Kind, h.Count = frameGet, uint64(len(o.local))
+		h.Kind, h.Count = frameGet, uint64(o.local.Len())
 		ok = f.send(&h, nil)
 		o.begun = o.begun || ok
 		return 0, true, ok
 	}
 	signal := o.word.ID != 0
 	most := f.link.MaxFrame()
-	rest := len(o.local) - o.moved
+	rest := o.local.Len() - o.moved
 	switch {
 	case rest > 0 && signal && o.moved == 0 && rest <= min(together, most-recordSize) && (oldest || !o.strong) &&
 		!f.signals(o):
@@ -858,7 +864,7 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 		for _, v := range [...]uint64{o.word.ID, o.word.Generation, o.signal.Offset, o.signal.Value} {
 			b = binary.LittleEndian.AppendUint64(b, v)
 		}
-		b = append(b, o.local...)
+		b = append(b, o.local.Bytes()...)
 		h.Kind, h.Flags, n, over = framePut, flagLast|flagSignal, rest, true
 		ok = f.send(&h, b)
 	case rest > 0 || !signal:
@@ -867,7 +873,7 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 		if over = n == rest && !signal; over {
 			h.Flags = flagLast
 		}
-		ok = f.send(&h, o.local[o.moved:o.moved+n])
+		ok = f.send(&h, o.local.Bytes()[o.moved:o.moved+n])
 	case o.strong && !oldest || f.signals(o):
 		return 0, false, false
 	default:

@@ -18,7 +18,7 @@ type carrier struct {
 }
 
 func (c *carrier) Move(m *Move) bool {
-	if c.asked++; len(m.Local) < 8 {
+	if c.asked++; m.Local.Len() < 8 {
 		return false
 	}
 	c.moves = append(c.moves, m)
@@ -85,7 +85,7 @@ func TestMovedDataNeedsNoFrames(t *testing.T) {
 	}
 	p, g := c.moves[0], c.moves[1]
 	if p.Read || !g.Read || p.Offset != 8 || g.Offset != 16 || p.Region != 5 || g.Generation != 8 ||
-		len(p.Local) != 16 {
+		p.Local.Len() != 16 {
 		t.Fatalf("moves %+v and %+v", p, g)
 	}
 	if f.Arm() {

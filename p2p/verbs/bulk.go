@@ -72,7 +72,7 @@ func (k *key) allows(m *rma.Move) bool {
 	if m.Read {
 		want = mem.Read
 	}
-	n := uint64(len(m.Local))
+	n := uint64(m.Local.Len())
 	return !k.revoked && k.region == m.Region && k.rights.Has(want) && n <= k.n && m.Offset <= k.n-n
 }
 
@@ -81,8 +81,9 @@ type move struct {
 	m     *rma.Move
 	gen   uint64 // of the peer's memory
 	key   *key
-	at    int // bytes requested
-	under int // pieces under way
+	own   *local // its memory, if it is a device's and no region; nil: not yet
+	at    int    // bytes requested
+	under int    // pieces under way
 	// abandoned: frames have to carry it.
 	abandoned bool
 }
@@ -334,10 +335,22 @@ func (b *bulk) end(v *move, ok bool) {
 func (b *bulk) remove(v *move) {
 	is := func(o *move) bool { return o == v }
 	b.moves, b.queue = slices.DeleteFunc(b.moves, is), slices.DeleteFunc(b.queue, is)
+	b.disown(v)
 	if v.under == 0 {
 		v.m = nil
 		b.spare = append(b.spare, v)
 	}
+}
+
+// disown ends the registration of a move's memory, now or with the last of its pieces.
+func (b *bulk) disown(v *move) {
+	if v.own == nil {
+		return
+	}
+	if err := b.lane.t.end(v.own); err != nil {
+		b.lane.t.log.Warn("rdma: memory stays registered", "reason", err)
+	}
+	v.own = nil
 }
 
 // arm requests a call of wake for the next completion of a request under way, and when it is late.
@@ -378,31 +391,33 @@ func (b *bulk) choose() (best *rail) {
 	return best
 }
 
-// post posts requests as long as there is room, a piece of each move in turn.
+// post posts requests as long as there is room, a piece of each move in turn. It passes those over
+// whose memory is being registered.
 func (b *bulk) post() {
 	n := b.lane
-	for n.err == nil && !b.leaving && len(b.queue) > 0 {
+	for passed := 0; n.err == nil && !b.leaving && passed < len(b.queue); {
 		r := b.choose()
 		if r == nil {
 			return
 		}
 		v := b.queue[0]
-		local := mem.Host(v.m.Local[v.at:][:min(pieceBytes, len(v.m.Local)-v.at)], mem.Anywhere)
-		access := rdma.Access(0)
-		if v.m.Read {
-			access = rdma.LocalWrite
-		}
-		mr, err := n.t.source(r.device, local, access)
-		if err != nil { // too much memory is registered, for example
+		local := v.m.Local.Slice(v.at, min(pieceBytes, v.m.Local.Len()-v.at))
+		mr, err := n.t.source(r.device, v, local)
+		switch {
+		case errors.Is(err, errPreparing):
+			passed++
+		case err != nil: // too much memory is registered, for example
 			b.abandon(v)
 			continue
-		}
-		if err := b.request(r, v, local, mr); err != nil {
-			n.fail(err)
-			return
+		default:
+			passed = 0
+			if err := b.request(r, v, local, mr); err != nil {
+				n.fail(err)
+				return
+			}
 		}
 		b.queue = b.queue[:copy(b.queue, b.queue[1:])]
-		if v.at < len(v.m.Local) {
+		if v.at < v.m.Local.Len() {
 			b.queue = append(b.queue, v)
 		}
 	}
@@ -415,7 +430,7 @@ func (b *bulk) request(r *rail, v *move, local mem.Memory, mr lent) error {
 		op = rdma.Read
 	}
 	i := slices.IndexFunc(r.pieces[:], func(p piece) bool { return p.move == nil })
-	b.segment[0] = rdma.Segment{Address: addressOf(local.Bytes()), Key: mr.LocalKey(), Len: uint32(local.Len())}
+	b.segment[0] = rdma.Segment{Address: rdma.Address(local), Key: mr.LocalKey(), Len: uint32(local.Len())}
 	b.chain[0] = rdma.SendRequest{ID: uint64(i), Op: op, Segments: b.segment[:], Signaled: true,
 		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at), RemoteKey: v.key.values[r.number]}
 	if _, err := r.qp.Post(b.chain[:]); err != nil {
@@ -441,6 +456,7 @@ func (b *bulk) reap(revoked func(gen uint64)) {
 			b.reapRail(r, revoked)
 		}
 	}
+	b.post() // memory may have been registered
 }
 
 func (b *bulk) reapRail(r *rail, revoked func(gen uint64)) {
@@ -505,7 +521,7 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 	}
 	switch {
 	case v.under > 0:
-	case v.at == len(v.m.Local):
+	case v.at == v.m.Local.Len():
 		b.end(v, true)
 	case v.abandoned:
 		b.end(v, false)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"sync/atomic"
 
 	"tutti/mem"
@@ -23,11 +24,41 @@ type device struct {
 	moved atomic.Uint64 // bytes of puts and gets of this rank
 
 	keys rdma.Withheld // of deregistered memory that lanes may use yet
+
+	refused sync.Map // why memory at a location, of another device, cannot be registered
 }
 
-// register registers memory with a key that no peer may use for what was registered before.
-func (d *device) register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
-	r, _, err := d.keys.Register(d.at.String(), func() (rdma.MR, error) { return d.Register(m, access) })
+// refuses returns why memory at loc goes through host memory: it could not be registered once.
+func (d *device) refuses(loc mem.Location) error {
+	if err, ok := d.refused.Load(loc); ok {
+		return err.(error)
+	}
+	return nil
+}
+
+// refuse has refuses return err. That of host memory does not count: what is too much as a whole is
+// registered in pieces.
+func (d *device) refuse(loc mem.Location, err error) {
+	if !loc.Host() {
+		d.refused.Store(loc, err)
+	}
+}
+
+// register registers memory with a device.
+func (t *Transport) register(d *device, m mem.Memory, access rdma.Access) (rdma.MR, error) {
+	var e rdma.Exporter
+	if find := t.cfg.Exporter; find != nil && !m.Loc().Host() {
+		var err error
+		if e, err = find(m.Loc()); err != nil {
+			return nil, err
+		}
+	}
+	return rdma.Register(d.Device, m, e, access)
+}
+
+// registerKey registers memory with a key that no peer may use for what was registered before.
+func (t *Transport) registerKey(d *device, m mem.Memory, access rdma.Access) (rdma.MR, error) {
+	r, _, err := d.keys.Register(d.at.String(), func() (rdma.MR, error) { return t.register(d, m, access) })
 	return r, err
 }
 

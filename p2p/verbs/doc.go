@@ -84,6 +84,9 @@
 // have acknowledged all its pieces. Signals are frames, which are sent after that. Shorter data is
 // frames, too.
 //
+// The local memory may be a GPU's (Config.Exporter). Frames do not carry that: what is not moved
+// ends with errors.ErrUnsupported, and the caller copies it to the host.
+//
 // A request needs a key of the device that it reaches. The first operation on exposed memory asks
 // for the keys (frameClaim). The peer registers the memory with each device of the lane, exactly
 // its bytes with exactly its rights, and answers with the key of each rail (frameKey); every lane

@@ -95,7 +95,7 @@ func access(r mem.Rights) (a rdma.Access) {
 func (e *exposure) grant(l *link, n *lane) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	ok, err := e.register(n.devices)
+	ok, err := e.register(l.t, n.devices)
 	if err != nil {
 		l.t.log.Warn("rdma: puts and gets go in frames: memory cannot be registered", "bytes", e.mem.Len(),
 			"reason", err)
@@ -117,7 +117,7 @@ func (e *exposure) grant(l *link, n *lane) {
 
 // register registers the memory with devices, where it is not yet. False: they have it not, because
 // it was withdrawn, or nothing may be done with it. With mu.
-func (e *exposure) register(devices []*device) (bool, error) {
+func (e *exposure) register(t *Transport, devices []*device) (bool, error) {
 	for d := range e.mrs {
 		if d.removed() { // it does not come back as this one
 			if err := e.deregister(d); err != nil {
@@ -133,7 +133,7 @@ func (e *exposure) register(devices []*device) (bool, error) {
 		if e.mrs[d] != nil {
 			continue
 		}
-		mr, err := d.register(e.mem, rights)
+		mr, err := t.registerKey(d, e.mem, rights)
 		if err != nil {
 			return false, err
 		}

@@ -114,7 +114,7 @@ func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) e
 		b      []byte
 		access rdma.Access
 	}{{l.mine, rdma.LocalWrite | rdma.RemoteWrite}, {l.staged, 0}} {
-		r, err := frames.register(mem.Host(m.b, mem.Anywhere), m.access)
+		r, err := l.t.registerKey(frames.device, mem.Host(m.b, mem.Anywhere), m.access)
 		if err != nil {
 			return err
 		}

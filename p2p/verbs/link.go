@@ -24,8 +24,16 @@ const (
 const lingerTime = 500 * time.Millisecond
 
 // framed is a link whose puts and gets travel as frames, and the data of long ones by RDMA. It
-// implements p2p.OneSided.
-type framed struct{ *rma.Frames }
+// implements p2p.OneSided and p2p.Pather.
+type framed struct {
+	*rma.Frames
+	local p2p.LocationKinds
+}
+
+// Paths implements p2p.Pather.
+func (f framed) Paths() []p2p.Path {
+	return []p2p.Path{{Spec: p2p.PathSpec{Name: Name, Local: f.local, Remote: p2p.HostMemory}, OneSided: f}}
+}
 
 // Distant implements p2p.Distant.
 func (framed) Distant() {}

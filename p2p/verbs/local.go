@@ -11,17 +11,23 @@ import (
 	"tutti/rdma"
 )
 
-// local is a region of this rank whose life is known. It is registered once with each device that
-// moves data from or to it, without rights for peers, until Deregister was called and no piece
-// under way uses it. That is done beside the moves, since it may take long: until then, and if the
-// device refuses it, each piece is registered for its time.
+// local is memory of this rank whose life is known: a region, or a device's memory of one move. It
+// is registered once with each RDMA device that moves data from or to it, without rights for peers,
+// until end was called and no piece under way uses it. That is done beside the moves, since it may
+// take long. Until then, and if the RDMA device refuses it, each piece of host memory is registered
+// for its time. Pieces of a device's memory wait, and end if it is refused.
 type local struct {
-	region *mem.Region // keeps the memory reachable
+	region *mem.Region // keeps the memory reachable; nil: it is that of a move
 	mem    mem.Memory
-	from   uint64 // its first address
+	space  mem.Location // of its addresses: "" for the host's
+	from   uint64       // its first address
+	access rdma.Access
 	mrs    map[*device]*localMR
-	over   bool // it was deregistered
+	over   bool // end was called
 }
+
+// errPreparing says that memory is being registered. There is news when it is.
+var errPreparing = errors.New("memory is being registered")
 
 // localMR is the registration of a region with a device, which is retained.
 type localMR struct {
@@ -29,6 +35,7 @@ type localMR struct {
 	t      *Transport
 	device *device
 	mr     rdma.MR // nil: it is being registered, or was refused
+	err    error   // why it was refused
 	under  int     // pieces under way
 }
 
@@ -38,16 +45,47 @@ type locals struct {
 	list []*local
 }
 
+// newLocal describes m, which moves need access to.
+func newLocal(m mem.Memory, access rdma.Access) *local {
+	return &local{mem: m, space: space(m), from: rdma.Address(m), access: access, mrs: map[*device]*localMR{}}
+}
+
+// space returns what the addresses of m belong to.
+func space(m mem.Memory) mem.Location {
+	if m.Loc().Host() {
+		return ""
+	}
+	return m.Loc()
+}
+
 func (l *local) compare(o *local) int {
-	return cmp.Or(cmp.Compare(l.from, o.from), cmp.Compare(l.mem.Len(), o.mem.Len()))
+	return cmp.Or(cmp.Compare(l.space, o.space), cmp.Compare(l.from, o.from), cmp.Compare(l.mem.Len(), o.mem.Len()))
+}
+
+// findLocked returns the region that m is in, nil if none is known. Of several regions that overlap
+// only the last one before m is looked at.
+func (t *locals) findLocked(m mem.Memory) *local {
+	in, at := space(m), rdma.Address(m)
+	i, _ := slices.BinarySearchFunc(t.list, at, func(l *local, at uint64) int {
+		return cmp.Or(cmp.Compare(l.space, in), cmp.Compare(l.from, at), -1)
+	})
+	if i == 0 {
+		return nil
+	}
+	l := t.list[i-1]
+	if l.space != in || m.Len() > l.mem.Len() || at-l.from > uint64(l.mem.Len()-m.Len()) {
+		return nil
+	}
+	return l
 }
 
 // Register implements p2p.Registrar.
 func (t *Transport) Register(r *mem.Region) {
-	if !r.Loc().Host() || r.Len() == 0 {
+	if r.Len() == 0 {
 		return
 	}
-	l := &local{region: r, mem: r.Memory, from: addressOf(r.Bytes()), mrs: map[*device]*localMR{}}
+	l := newLocal(r.Memory, rdma.LocalWrite)
+	l.region = r
 	t.locals.mu.Lock()
 	defer t.locals.mu.Unlock()
 	i, _ := slices.BinarySearchFunc(t.locals.list, l, (*local).compare)
@@ -64,6 +102,13 @@ func (t *Transport) Deregister(r *mem.Region) error {
 	}
 	l := t.locals.list[i]
 	t.locals.list = slices.Delete(t.locals.list, i, i+1)
+	t.locals.mu.Unlock()
+	return t.end(l)
+}
+
+// end ends the registrations of l, which is in no list.
+func (t *Transport) end(l *local) error {
+	t.locals.mu.Lock()
 	idle := l.endLocked()
 	t.locals.mu.Unlock()
 	return closeAll(idle)
@@ -106,83 +151,97 @@ func (m *localMR) close() error {
 		err = nil // what was removed uses nothing
 	}
 	if err = errors.Join(err, m.device.release()); err != nil {
-		return fmt.Errorf("rdma: a region of %d bytes: %w", m.of.mem.Len(), err)
+		return fmt.Errorf("rdma: %d bytes at %s: %w", m.of.mem.Len(), m.of.mem.Loc(), err)
 	}
 	return nil
 }
 
-// source returns what a piece on a device reaches b with, until release: the registration of the
-// region that b is in, or one of its own.
-func (t *Transport) source(d *device, b mem.Memory, access rdma.Access) (lent, error) {
-	if m := t.registered(d, b); m != nil {
-		return lent{m.mr, m}, nil
+// source returns what the next piece of a move, b, is reached with on a device, until release: the
+// registration of the region that b is in, or of the move's memory, or one of its own. The error
+// wraps errPreparing if that comes later.
+func (t *Transport) source(d *device, v *move, b mem.Memory) (lent, error) {
+	access := rdma.Access(0)
+	if v.m.Read {
+		access = rdma.LocalWrite
+	}
+	host := b.Loc().Host()
+	if !host {
+		if err := d.refuses(b.Loc()); err != nil {
+			return lent{}, err
+		}
+	}
+	t.locals.mu.Lock()
+	l := t.locals.findLocked(b)
+	if l == nil && !host {
+		if v.own == nil {
+			v.own = newLocal(v.m.Local, access)
+		}
+		l = v.own
+	}
+	if l != nil {
+		m := l.mrs[d]
+		switch {
+		case m == nil:
+			m = &localMR{of: l, t: t, device: d}
+			l.mrs[d] = m
+			defer t.begin(m)
+		case m.mr != nil:
+			m.under++
+			t.locals.mu.Unlock()
+			return lent{m.mr, m}, nil
+		case m.err != nil && !host:
+			t.locals.mu.Unlock()
+			return lent{}, m.err
+		}
+	}
+	t.locals.mu.Unlock()
+	if !host {
+		return lent{}, errPreparing
 	}
 	mr, err := d.Register(b, access)
 	return lent{mr, nil}, err
 }
 
-// registered returns the registration of the region that b is in, for one piece more; nil if there
-// is none yet. Of several regions that overlap only the last one before b is looked at.
-func (t *Transport) registered(d *device, b mem.Memory) *localMR {
-	at := addressOf(b.Bytes())
-	t.locals.mu.Lock()
-	list := t.locals.list
-	i, _ := slices.BinarySearchFunc(list, at, func(l *local, at uint64) int {
-		if l.from <= at {
-			return -1
-		}
-		return 1
-	})
-	if i == 0 || at-list[i-1].from > uint64(list[i-1].mem.Len()-b.Len()) || b.Len() > list[i-1].mem.Len() {
-		t.locals.mu.Unlock()
-		return nil
-	}
-	l := list[i-1]
-	m := l.mrs[d]
-	if m != nil {
-		defer t.locals.mu.Unlock()
-		if m.mr == nil {
-			return nil
-		}
-		m.under++
-		return m
-	}
-	m = &localMR{of: l, t: t, device: d}
-	l.mrs[d] = m
-	t.locals.mu.Unlock()
+// begin begins to register memory with a device.
+func (t *Transport) begin(m *localMR) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.closed {
-		d.retain()
+		m.device.retain()
 		t.wg.Go(func() { t.prepare(m) })
 	}
-	return nil
 }
 
-// prepare registers a region with a device.
+// prepare registers memory with a device.
 func (t *Transport) prepare(m *localMR) {
-	mr, err := m.device.Register(m.of.mem, rdma.LocalWrite)
-	if err != nil {
-		t.log.Info("rdma: a region is registered in pieces", "bytes", m.of.mem.Len(), "device", m.device.at,
-			"reason", err)
-		t.releases(m.device)
-		return
-	}
+	of := m.of
+	mr, err := t.register(m.device, of.mem, of.access)
 	var gone []*localMR
 	t.locals.mu.Lock()
-	m.mr = mr
-	if m.of.over {
+	if m.mr, m.err = mr, err; err == nil && of.over {
 		gone = append(gone, m)
 	}
-	for d, o := range m.of.mrs { // a device that was removed comes back as another one
-		if d.removed() && o.mr != nil && o.under == 0 && !m.of.over {
-			delete(m.of.mrs, d)
+	for d, o := range of.mrs { // a device that was removed comes back as another one
+		if err == nil && d.removed() && o.mr != nil && o.under == 0 && !of.over {
+			delete(of.mrs, d)
 			gone = append(gone, o)
 		}
 	}
+	over := of.over
 	t.locals.mu.Unlock()
+	if err != nil {
+		if !over { // else it may have been freed
+			t.log.Info("rdma: memory is not registered as a whole", "bytes", of.mem.Len(), "location", of.mem.Loc(),
+				"device", m.device.at, "reason", err)
+			m.device.refuse(of.mem.Loc(), err)
+		}
+		t.releases(m.device)
+	}
 	if err := closeAll(gone); err != nil {
 		t.log.Warn("rdma: memory stays registered", "reason", err)
+	}
+	if of.space != "" {
+		t.tell()
 	}
 }
 

@@ -9,12 +9,13 @@ import (
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/rma"
+	"tutti/rdma"
 )
 
 // Move implements rma.Mover.
 func (l *link) Move(m *rma.Move) bool {
 	waits := l.haunted.Load() && !m.Read
-	if len(m.Local) < l.least && !waits {
+	if m.Local.Len() < l.least && !waits {
 		return false
 	}
 	l.mu.Lock()
@@ -24,7 +25,7 @@ func (l *link) Move(m *rma.Move) bool {
 		return true
 	}
 	n := l.tx
-	if len(m.Local) < l.least {
+	if m.Local.Len() < l.least {
 		return false
 	}
 	if n == nil || n.err != nil || l.closed || l.state.Load() != live || l.barred.has(m.Generation) {
@@ -155,7 +156,7 @@ func (l *link) endedLocked(n *lane) {
 			if m.Read {
 				count = &l.t.got
 			}
-			count.Add(uint64(len(m.Local)))
+			count.Add(uint64(m.Local.Len()))
 		}
 	}
 	l.moved = append(l.moved, n.bulk.ended...)
@@ -211,6 +212,9 @@ func (l *link) gone(n *lane) map[uint64]*exposure {
 	for generation := range n.revoking {
 		n.permit(generation)
 	}
+	for _, v := range n.bulk.moves {
+		n.bulk.disown(v)
+	}
 	if n.told && !l.closed {
 		l.tellMemoryLocked(n, frameFenced, 0)
 	}
@@ -262,7 +266,7 @@ func (l *link) answerLocked(n *lane, generation uint64, e *exposure) {
 		c.payload = binary.LittleEndian.AppendUint32(c.payload, key)
 	}
 	c.h.Len, c.h.Flags = uint32(len(c.payload)), uint8(e.rights&(mem.Read|mem.Write))
-	c.h.Off, c.h.Count = addressOf(e.mem.Bytes()), uint64(e.mem.Len())
+	c.h.Off, c.h.Count = rdma.Address(e.mem), uint64(e.mem.Len())
 }
 
 // memoryLocked handles a frame about memory. The error is a violation of the protocol.

@@ -442,7 +442,7 @@ func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
 		t.Helper()
 		for i, rail := range inner(y.End).lane.bulk.rails {
 			for range n {
-				mr, err := rail.register(r.Memory, rdma.LocalWrite|rdma.RemoteWrite)
+				mr, err := inner(y.End).t.registerKey(rail.device, r.Memory, rdma.LocalWrite|rdma.RemoteWrite)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -737,7 +737,8 @@ func FuzzMemoryFrames(f *testing.F) {
 		l.base = failing{}
 		defer l.wg.Wait()
 		for i := range 3 {
-			l.Move(&rma.Move{Read: i == 1, Local: make([]byte, 64), Region: 1, Generation: uint64(i / 2)})
+			l.Move(&rma.Move{Read: i == 1, Local: mem.Host(make([]byte, 64), mem.Anywhere), Region: 1,
+				Generation: uint64(i / 2)})
 		}
 		for ; len(b) >= 20; b = b[20:] {
 			h := p2p.Header{Kind: kinds[int(b[0])%len(kinds)], Seq: uint64(b[1]), Call: uint64(b[2]), Flags: b[3],

@@ -40,6 +40,9 @@ type Config struct {
 	// ends counts. A link has twice as much memory. The largest frame is nearly a quarter of
 	// the ring. Default 128 KiB.
 	RingBytes int
+	// Exporter returns the exporter of a device, such as a GPU, from and to whose memory this rank
+	// puts and gets. nil: there are none.
+	Exporter func(loc mem.Location) (rdma.Exporter, error)
 	// TCP configures the connections that make and end links. Of its sizes of frames none counts.
 	TCP tcp.Config
 }
@@ -305,7 +308,13 @@ func (l *listener) Accepted(from p2p.Identity, base p2p.Link) {
 	l.Host.Accepted(from, l.t.wrap(l.t.newLink(from, base, false)))
 }
 
-func (t *Transport) wrap(l *link) p2p.Link { return framed{rma.NewFrames(l, &t.table, t.host.Wake)} }
+func (t *Transport) wrap(l *link) p2p.Link {
+	local := p2p.HostMemory
+	if t.cfg.Exporter != nil {
+		local |= p2p.DeviceMemory
+	}
+	return framed{rma.NewFrames(l, &t.table, t.host.Wake), local}
+}
 
 // Reaches implements p2p.Transport.
 func (t *Transport) Reaches(b []byte) error {
