@@ -129,6 +129,17 @@ func (pr *peer) choose(local, remote mem.Location, to *mem.Remote, n int) (OneSi
 		len(ts.paths), pr.counts.transport, local, remote, errors.ErrUnsupported)}
 }
 
+// Carries reports whether the link to the rank in slot, if there is one, has a path for n bytes
+// between memory at local and to. With the lock.
+func (c *Channel) Carries(slot int, local mem.Location, to *mem.Remote, n int) bool {
+	pr := c.stream(slot).pr
+	if pr.link == nil {
+		return false
+	}
+	_, err := pr.path(local, to.Loc, to, n)
+	return err == nil
+}
+
 // beginTransfer offers a transfer to a link by start until the link takes it.
 func (c *Channel) beginTransfer(w *Wait, t *Transfer, kind transferKind, slot int,
 	choose func(*peer) (OneSided, error), start func(OneSided, uint64) error) error {

@@ -36,6 +36,7 @@ import (
 type devices struct {
 	piece int                    // bytes that are copied as a piece, at least; 0: leastPiece
 	says  atomic.Pointer[string] // how operations get at the memory of devices, for display
+	blind atomic.Bool            // a device does not see what network cards write to its memory
 
 	mu      sync.Mutex
 	own     map[Location]*ownStream // for buffers without one

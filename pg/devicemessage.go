@@ -284,18 +284,28 @@ func (g *Group) doDeviceMessage(ctx context.Context, m *message) (Status, error)
 // bring waits until a visit's stream has come to the operation, with all of the source, at most
 // until ctx ends.
 func (g *Group) bring(ctx context.Context, v *visit) error {
+	return g.hold(ctx, func() (bool, error) {
+		if v.arrived() {
+			return true, nil
+		}
+		return false, v.lost()
+	})
+}
+
+// hold waits for something that a stream does, until ctx ends, the group is closed, or done returns
+// an error.
+func (g *Group) hold(ctx context.Context, done func() (bool, error)) error {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
-	for !v.arrived() {
+	for {
+		if ok, err := done(); ok || err != nil {
+			return err
+		}
 		if g.closed.Load() {
 			return ErrClosed
-		}
-		if err := v.lost(); err != nil {
-			return err
 		}
 		if err := pace.Wait(ctx); err != nil {
 			return err
 		}
 	}
-	return nil
 }

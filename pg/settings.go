@@ -241,7 +241,7 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
 			RDMADevices: s.launch.RDMADevices, RDMAGID: s.launch.RDMAGID, RDMAPairs: s.launch.RDMAPairs,
 			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Dial: s.Dialer,
-			Logger: s.Logger})
+			Devices: s.Devices, Logger: s.Logger})
 		if err != nil {
 			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
 		}

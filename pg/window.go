@@ -29,9 +29,8 @@ const WindowCounters = 16
 //	err = win.WaitSignal(ctx, from, 0, 1) // at the other rank
 //	use(win.Bytes())
 //
-// A part is memory of the host, because other ranks put to it without an action of its owner, and
-// none of the transports reaches a device's memory so. PutBuffer and GetBuffer copy from and to a
-// device through memory of the host.
+// A part is memory of the host, because other ranks put to it without an action of its owner, which
+// a device's memory may need. PutBuffer and GetBuffer put from and get to the memory of a device.
 //
 // Progress: a put over shared memory needs no action of its target. Over a network the target
 // places puts and answers gets while it is in a call of this package; a target that computes for

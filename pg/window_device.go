@@ -6,27 +6,35 @@ import (
 	"fmt"
 
 	"tutti/device"
+	"tutti/mem"
 	"tutti/p2p"
 )
 
-// inFlight is the most pieces of a put or a get that are in host memory at once.
-const inFlight = 4
+const (
+	// inFlight is the most pieces of a put or a get that are in host memory at once.
+	inFlight = 4
+	// leastDirect is the least bytes that a network card is to move from or to the memory of a
+	// device. It has to be given that memory each time, which takes longer than to copy less. The
+	// number is a guess.
+	leastDirect = 256 << 10
+)
 
 // PutBuffer is Put for a Buffer, which may be in a device's memory; offset is in bytes. The
 // device's memory is read in the order of the buffer's stream, and PutBuffer waits for that:
 // afterwards, with any outcome, it may change. Flush reports whether it was placed.
 //
-// After a failure in the middle, a part of it may have been placed. Data goes through pieces of
-// host memory, whose size does not grow with the buffer's.
+// After a failure in the middle, a part of it may have been placed. A network card that can read
+// the device's memory does (GPUDirect RDMA), and PutBuffer waits until it has. Otherwise data goes
+// through pieces of host memory, whose size does not grow with the buffer's.
 func (w *Window) PutBuffer(ctx context.Context, rank, offset int, src Buffer) error {
-	return w.move(ctx, "put", rank, offset, src, w.Put, w.putPieces)
+	return w.move(ctx, "put", rank, offset, src, true)
 }
 
 // GetBuffer is Get for a Buffer, which may be in a device's memory; offset is in bytes. The
 // device's memory is written in the order of the buffer's stream, and GetBuffer waits for that:
-// nothing is written after it has returned.
+// nothing is written after it has returned. Data takes the ways of PutBuffer.
 func (w *Window) GetBuffer(ctx context.Context, rank, offset int, dst Buffer) error {
-	return w.move(ctx, "get", rank, offset, dst, w.Get, w.getPieces)
+	return w.move(ctx, "get", rank, offset, dst, false)
 }
 
 // A carriage is a put or a get of a device's memory, in pieces.
@@ -35,6 +43,7 @@ type carriage struct {
 	name         string
 	rank, offset int
 	x            span
+	reads        bool // the memory of the device, for a put
 	device       device.Device
 	stream       device.Stream
 	piece        int
@@ -42,11 +51,12 @@ type carriage struct {
 	given        int      // pieces that a transfer has, which ends the visit
 }
 
-// move implements PutBuffer and GetBuffer: host does it for memory of the host, pieces for a
-// device's.
-func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buffer,
-	host func(ctx context.Context, rank, offset int, b []byte) error,
-	pieces func(ctx context.Context, c *carriage) error) error {
+// move implements PutBuffer, which reads x, and GetBuffer.
+func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buffer, reads bool) error {
+	host, pieces := w.Get, w.getPieces
+	if reads {
+		host, pieces = w.Put, w.putPieces
+	}
 	g := w.g
 	if err := checkBuffer(name, &x); err != nil {
 		return err
@@ -55,7 +65,7 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 		return host(ctx, rank, offset, x.bytes())
 	}
 	c := &carriage{w: w, name: name, rank: rank, offset: offset, x: span{uintptr(x.Ptr), x.size()},
-		piece: g.devices.piece}
+		reads: reads, piece: g.devices.piece}
 	if _, err := w.reach(name, rank, offset, c.x.n); err != nil {
 		return err
 	}
@@ -72,12 +82,75 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 		ctx, cancel = context.WithTimeout(ctx, limit)
 		defer cancel()
 	}
+	if done, err := c.direct(ctx); done || err != nil {
+		return err
+	}
 	err = pieces(ctx, c)
 	for _, v := range c.visits[c.given:] {
 		v.end()
 		g.settle(v)
 	}
 	return err
+}
+
+// direct has a network card move the data from or to the memory of the device, when the stream has
+// come to that. False: it has not moved all, and the data is to be copied.
+func (c *carriage) direct(ctx context.Context) (done bool, err error) {
+	w, g := c.w, c.w.g
+	e, ok := c.device.(device.Exporter)
+	if !ok || c.x.n < leastDirect || c.rank == g.rank || !c.reads && g.devices.blind.Load() {
+		return false, nil
+	}
+	loc := c.device.Location()
+	p, err := w.reach(c.name, c.rank, c.offset, c.x.n)
+	if err != nil {
+		return false, err
+	}
+	carries := g.msgs.Carries(c.rank, loc, &p.data, c.x.n)
+	g.job.proxy.Unlock()
+	if !carries {
+		return false, nil
+	}
+	if c.stream != nil {
+		event, err := c.stream.Record()
+		if err == nil {
+			err = g.hold(ctx, func() (bool, error) { return event.Done(), nil })
+		}
+		if err == nil {
+			err = event.Wait(ctx) // it has failed, perhaps
+		}
+		if err != nil {
+			return false, c.explain(ctx, err)
+		}
+	}
+	k, p, err := w.enter(ctx, c.name, c.rank, c.offset, c.x.n)
+	if err != nil {
+		return false, err
+	}
+	t, remote := w.transfer(), p.data // p may be replaced meanwhile
+	local := mem.Device(uint64(c.x.addr), c.x.n, loc)
+	if c.reads {
+		err = g.msgs.Put(k.wait, t, c.rank, local, &remote, uint64(c.offset), p2p.Signal{}, nil)
+	} else {
+		err = g.msgs.Get(k.wait, t, c.rank, local, &remote, uint64(c.offset))
+	}
+	if err == nil {
+		err = g.msgs.WaitTransfer(k.wait, t)
+	}
+	w.spare = append(w.spare, t)
+	if errors.Is(err, errors.ErrUnsupported) {
+		return false, k.leave(c.rank, nil)
+	}
+	if err = k.leave(c.rank, err); err != nil || c.reads || e.Ordered() {
+		return err == nil, err
+	}
+	if err := e.Flush(); err != nil {
+		g.devices.blind.Store(true)
+		g.job.log.Warn("a device does not see what network cards write: data is copied to its memory from now on",
+			"location", loc, "err", err)
+		return false, nil
+	}
+	return true, nil
 }
 
 // pieces returns the number of pieces.
@@ -88,7 +161,7 @@ func (c *carriage) at(i int) (offset, n int) { return i * c.piece, min(c.piece, 
 
 // begin begins the visit of the next piece, if there is one, and no more than inFlight others are
 // not over.
-func (c *carriage) begin(ctx context.Context, reads bool) error {
+func (c *carriage) begin(ctx context.Context) error {
 	i := len(c.visits)
 	if i == c.pieces() {
 		return nil
@@ -99,8 +172,8 @@ func (c *carriage) begin(ctx context.Context, reads bool) error {
 		}
 	}
 	at, n := c.at(i)
-	o := stay{call: c.name, device: c.device, stream: c.stream, lazy: true, reads: reads, writes: !reads}
-	if x := (span{c.x.addr + uintptr(at), n}); reads {
+	o := stay{call: c.name, device: c.device, stream: c.stream, lazy: true, reads: c.reads, writes: !c.reads}
+	if x := (span{c.x.addr + uintptr(at), n}); c.reads {
 		o.src = x
 	} else {
 		o.dst = x
@@ -159,11 +232,11 @@ func (c *carriage) explain(ctx context.Context, err error) error {
 
 // putPieces puts the pieces, each while the stream brings the next one.
 func (w *Window) putPieces(ctx context.Context, c *carriage) error {
-	if err := c.begin(ctx, true); err != nil {
+	if err := c.begin(ctx); err != nil {
 		return err
 	}
 	for i := range c.pieces() {
-		if err := c.begin(ctx, true); err != nil {
+		if err := c.begin(ctx); err != nil {
 			return err
 		}
 		v := c.visits[i]
@@ -182,7 +255,7 @@ func (w *Window) putPieces(ctx context.Context, c *carriage) error {
 // getPieces gets the pieces, each while the stream fetches the one before.
 func (w *Window) getPieces(ctx context.Context, c *carriage) error {
 	for i := range c.pieces() {
-		if err := c.begin(ctx, false); err != nil {
+		if err := c.begin(ctx); err != nil {
 			return err
 		}
 		v := c.visits[i]

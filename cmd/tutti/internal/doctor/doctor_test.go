@@ -256,20 +256,23 @@ func TestRDMADevice(t *testing.T) {
 func TestGPUMemory(t *testing.T) {
 	card := "sys/class/infiniband/mlx5_0/ports/1/state"
 	for name, c := range map[string]struct {
-		files []string
-		state State
+		files   []string
+		buffers bool
+		state   State
 	}{
-		"nothing":          {nil, Missing},
-		"no GPU":           {[]string{card}, Missing},
-		"no RDMA":          {[]string{"sys/module/nvidia/version"}, Missing},
-		"without a module": {[]string{card, "sys/module/nvidia/version"}, Warning},
-		"with a module":    {[]string{card, "sys/module/nvidia/version", "sys/module/nvidia_peermem/version"}, Found},
+		"nothing":         {nil, true, Missing},
+		"no GPU":          {[]string{card}, true, Missing},
+		"no RDMA":         {[]string{"sys/module/nvidia/version"}, true, Missing},
+		"without buffers": {[]string{card, "sys/module/nvidia/version"}, false, Warning},
+		"with a module": {[]string{card, "sys/module/nvidia/version", "sys/module/nvidia_peermem/version"}, false,
+			Warning},
+		"with buffers": {[]string{card, "sys/module/nvidia/version"}, true, Found},
 	} {
 		files := map[string]string{}
 		for _, f := range c.files {
 			files[f] = ""
 		}
-		if o := gpuMemory(t.Context(), machine(t, files)); o.state != c.state ||
+		if o := gpuAccess(machine(t, files), c.buffers); o.state != c.state ||
 			(o.advice != "") != (c.state == Warning) {
 			t.Errorf("%s: %+v, want %s", name, o, c.state)
 		}

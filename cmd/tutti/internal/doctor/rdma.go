@@ -208,18 +208,24 @@ func weakGID(g rdma.GIDEntry) string {
 
 // gpuMemory examines whether RDMA devices can access the memory of GPUs.
 func gpuMemory(_ context.Context, h *Host) outcome {
+	if h.Root != "" {
+		return gpuAccess(h, false)
+	}
+	p, err := verbs.Load()
+	return gpuAccess(h, err == nil && p.DMABuf())
+}
+
+// gpuAccess is gpuMemory if libibverbs has DMA buffers, or has not. Nothing else is used:
+// nvidia_peermem is not.
+func gpuAccess(h *Host, buffers bool) outcome {
 	switch {
 	case len(h.rdmaDevices()) == 0:
 		return missing("no RDMA device that could access it", "")
 	case !h.exists("/sys/module/nvidia"):
 		return missing("no NVIDIA driver", "")
-	case h.exists("/sys/module/nvidia_peermem"), h.exists("/sys/module/nv_peer_mem"):
-		return found("RDMA devices access it: nvidia_peermem is loaded")
-	case h.Root == "":
-		if p, err := verbs.Load(); err == nil && p.DMABuf() {
-			return found("nvidia_peermem is not loaded; libibverbs has DMA buffers, if driver and device have them")
-		}
+	case buffers:
+		return found("RDMA devices access it by DMA buffers, if their driver and the GPUs' (the open one) have them")
 	}
-	return warn("RDMA devices cannot access it",
-		"modprobe nvidia_peermem, or install rdma-core 35 or later for DMA buffers")
+	return warn("libibverbs has no DMA buffers: RDMA devices cannot access it, and data is copied through the host",
+		"install rdma-core 35 or later")
 }

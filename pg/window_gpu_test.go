@@ -1,0 +1,243 @@
+//go:build cgo && linux
+
+package pg_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda"
+	"tutti/device/cuda/fake"
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/p2p/registry"
+	"tutti/p2p/tcp"
+	"tutti/p2p/verbs"
+	"tutti/pg"
+	"tutti/rdma/soft"
+)
+
+// newFabric adds the transport "soft" until the end of the test, over a device for each rank.
+func newFabric(t *testing.T, cfg soft.Config) {
+	f := soft.New(cfg)
+	t.Cleanup(f.Close)
+	var made atomic.Int64
+	t.Cleanup(registry.Add(registry.Kind{Name: "soft", Reach: registry.Network, Works: func() error { return nil },
+		New: func(o registry.Options) (p2p.Transport, error) {
+			return verbs.New(verbs.Config{Provider: f, Devices: fmt.Sprint("=soft", made.Add(1)-1),
+				Exporter: registry.Exporter(o.Devices),
+				TCP:      tcp.Config{Interfaces: "127.0.0.1", Logger: o.Logger}}), nil
+		}}))
+}
+
+// A card puts from and gets to the memory of a GPU where it can, in the order of the buffer's
+// stream. Otherwise the data is copied. The results are the same.
+func TestWindowBuffersOverRDMA(t *testing.T) {
+	for name, c := range map[string]struct {
+		fake      fake.Config
+		errno     syscall.Errno // of registrations
+		unflushed bool          // the GPU cannot be flushed
+		puts      bool          // a card does
+		gets      bool
+	}{
+		"ordered":      {fake.Config{DMABuf: true}, 0, false, true, true},
+		"unordered":    {fake.Config{DMABuf: true, Unordered: true}, 0, false, true, true},
+		"no flush":     {fake.Config{DMABuf: true, Unordered: true}, 0, true, true, false},
+		"not exported": {fake.Config{}, 0, false, false, false},
+		"refused":      {fake.Config{DMABuf: true}, syscall.EOPNOTSUPP, false, false, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			newFabric(t, soft.Config{Seed: 1, Late: 3, Faults: soft.Faults{Call: func(_, call string) syscall.Errno {
+				if strings.HasSuffix(call, "of a DMA buffer") {
+					return c.errno
+				}
+				return 0
+			}}})
+			driver := fake.New(t, c.fake)
+			library, err := cuda.LoadLibrary(driver.Path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d, err := library.Open(0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := d.Close(); err != nil {
+					t.Error(err)
+				}
+				driver.Empty(t)
+			})
+			onBoth(t, d, func(g *pg.Group, w *pg.Window) {
+				o := &putter{t, d, driver, g, w, nil}
+				if o.stream, err = d.Stream(); err != nil {
+					t.Error(err)
+					return
+				}
+				defer o.stream.Close()
+				for round, size := range []int{1, 100_000, 1 << 20, windowBytes} {
+					if c.unflushed {
+						driver.Fail("cuFlushGPUDirectRDMAWrites", 1, fake.NotSupported)
+					}
+					put, got := o.round(round, size)
+					if put && (!c.puts || size < 1<<18) || got && (!c.gets || size < 1<<18) {
+						t.Errorf("a card has put %d bytes: %t, got them: %t", size, put, got)
+					}
+				}
+				for late := time.Now().Add(20 * time.Second); !c.unflushed; {
+					put, got := o.round(7, windowBytes)
+					if put == c.puts && got == c.gets {
+						break
+					}
+					if time.Now().After(late) {
+						t.Errorf("a card has put: %t, got: %t", put, got)
+						break
+					}
+				}
+				if n := driver.Calls()["cuFlushGPUDirectRDMAWrites"]; n > 0 != (c.fake.Unordered && c.fake.DMABuf) {
+					t.Errorf("%d flushes", n)
+				}
+				driver.Forget()
+				o.late()
+			})
+		})
+	}
+}
+
+const windowBytes = 3<<20 + 5
+
+// onBoth runs fn in one of two ranks with a window, over the transport "soft".
+func onBoth(t *testing.T, d device.Device, fn func(g *pg.Group, w *pg.Window)) {
+	groups := formed(t, t.Name(), members(t, 2, pg.Config{Transport: "soft", Devices: device.List{d}})...)
+	var wg sync.WaitGroup
+	for _, g := range groups {
+		wg.Go(func() {
+			defer g.Close()
+			ctx := t.Context()
+			w, err := pg.NewWindow(ctx, g, windowBytes)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if g.Rank() == 0 {
+				fn(g, w)
+				err = w.Signal(ctx, 1, 0)
+			} else {
+				err = w.WaitSignal(ctx, 0, 0, 1)
+			}
+			if err = errors.Join(err, g.Barrier(ctx), w.Close(ctx)); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// putter puts to rank 1 and gets from it.
+type putter struct {
+	t      *testing.T
+	d      *cuda.Device
+	driver *fake.Driver
+	g      *pg.Group
+	w      *pg.Window
+	stream device.Stream
+}
+
+// late checks that a put and a get end in time if the buffer's stream does not come, and that the
+// memory stays as it is.
+func (o *putter) late() {
+	t := o.t
+	m, err := o.d.Alloc(windowBytes)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer o.d.Free(m)
+	words, free, err := device.Words(o.d, 1)
+	if err == nil {
+		err = o.stream.WaitValue(words[0], 1)
+	}
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	want := bytes.Repeat([]byte{5}, windowBytes)
+	copy(o.driver.Bytes(m), want)
+	for _, f := range []func(context.Context, int, int, pg.Buffer) error{o.w.PutBuffer, o.w.GetBuffer} {
+		within, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+		err := f(within, 1, 0, pg.DeviceBuffer(m, pg.Uint8, o.stream))
+		cancel()
+		if !errors.As(err, new(*pg.TimeoutError)) || !strings.Contains(err.Error(), "stream") {
+			t.Errorf("a stream that does not come: %v", err)
+		}
+	}
+	words[0].Word(0).Store(1)
+	if err := errors.Join(o.stream.Close(), free()); err != nil {
+		t.Error(err)
+	}
+	if !bytes.Equal(o.driver.Bytes(m), want) {
+		t.Error("the memory has changed")
+	}
+}
+
+// copies returns how many copies the driver was asked for.
+func (o *putter) copies() (n int) {
+	for name, k := range o.driver.Calls() {
+		if strings.HasPrefix(name, "cuMemcpy") {
+			n += k
+		}
+	}
+	return n
+}
+
+// round puts bytes and gets them, and reports whether that took no copy.
+func (o *putter) round(round, size int) (put, got bool) {
+	t, ctx := o.t, o.t.Context()
+	must := func(err error) {
+		if err != nil {
+			t.Errorf("round %d of %d bytes: %v", round, size, err)
+		}
+	}
+	m, err := o.d.Alloc(size)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer o.d.Free(m)
+	want := bytes.Repeat([]byte{byte(10 + round), 3, byte(round)}, size/3+1)[:size]
+	other := bytes.Repeat([]byte{0xee}, size)
+	copyTo := func(dst, src mem.Memory) { must(o.stream.Copy(dst, src)) }
+	copyTo(m, mem.Host(want, mem.Anywhere))
+	before := o.copies()
+	must(o.w.PutBuffer(ctx, 1, windowBytes-size, pg.DeviceBuffer(m, pg.Uint8, o.stream)))
+	put = o.copies() == before
+	copyTo(m, mem.Host(other, mem.Anywhere))
+	must(o.w.Flush(ctx, 1))
+	back := make([]byte, size)
+	must(o.w.Get(ctx, 1, windowBytes-size, back))
+	if !bytes.Equal(back, want) {
+		t.Errorf("round %d: other bytes than those %d were put", round, size)
+	}
+	before = o.copies()
+	must(o.w.GetBuffer(ctx, 1, windowBytes-size, pg.DeviceBuffer(m, pg.Uint8, o.stream)))
+	got = o.copies() == before
+	copyTo(mem.Host(back, mem.Anywhere), m)
+	e, err := o.stream.Record()
+	must(err)
+	within, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	must(e.Wait(within))
+	if !bytes.Equal(back, want) {
+		t.Errorf("round %d: other bytes than those %d were got", round, size)
+	}
+	return put, got
+}
