@@ -16,6 +16,7 @@ const (
 	sendDepth = 256  // requests of a send queue
 	timeout   = 16   // of a packet: 268 ms, eight times; the TCP connection notices dead peers sooner
 	perFrame  = 3    // requests of a frame at most
+	chained   = 32   // that are posted with one call
 	inline    = unit // bytes of a frame of one unit: the word before it, and all but its commit word
 	spare     = 16   // receives for positions, of which there is one for each quarter of the ring
 	idlePolls = 256  // polls of an idle ring for one of the completion queue
@@ -68,7 +69,8 @@ type lane struct {
 	mrs    []rdma.MR // of mine and staged
 	inline int
 
-	posted   int    // requests, since the beginning
+	posted   int    // requests, since the beginning, with those of the chain
+	ready    int    // of these, in the chain
 	finished int    // of these, as far as is known
 	fresh    int    // since the last one with a completion
 	bytes    uint64 // composed since then
@@ -76,8 +78,8 @@ type lane struct {
 	frames   uint64 // that have completed receives
 	woken    chan struct{}
 
-	chain    [perFrame]rdma.SendRequest
-	segments [perFrame][2]rdma.Segment
+	chain    [chained]rdma.SendRequest
+	segments [chained][2]rdma.Segment
 	polled   [rdma.PollBatch]rdma.Completion
 	blank    [rdma.PollBatch]rdma.RecvRequest
 
@@ -245,9 +247,16 @@ func (l *lane) freed(imm uint32) {
 	l.out.freed += more
 }
 
-// request makes request i of the chain: it writes n bytes at from of staged to the peer's
-// ring at to, after a word of zeros if clear is set.
-func (l *lane) request(i int, op rdma.Opcode, to uint64, clear bool, from, n uint64) {
+// request adds a request to the chain: it writes n bytes at from of staged to the peer's ring at
+// to, after a word of zeros if clear is set.
+func (l *lane) request(op rdma.Opcode, to uint64, clear bool, from, n uint64) *rdma.SendRequest {
+	if l.ready == chained {
+		l.post()
+	}
+	i := l.ready
+	l.ready++
+	l.posted++
+	l.fresh++
 	base, key := addressOf(l.staged), l.mrs[1].LocalKey()
 	parts := l.segments[i][:0]
 	if clear {
@@ -262,13 +271,17 @@ func (l *lane) request(i int, op rdma.Opcode, to uint64, clear bool, from, n uin
 	}
 	l.chain[i] = rdma.SendRequest{Op: op, Segments: parts, RemoteAddress: l.theirs.address + to,
 		RemoteKey: l.theirs.key, Inline: all <= l.inline}
+	return &l.chain[i]
 }
 
-// post posts the first k requests of the chain, the last one with a completion if the last
-// such is a quarter of the queue or of the ring ago.
-func (l *lane) post(k int) {
-	l.posted += k
-	if l.fresh += k; l.fresh >= sendDepth/4 || l.bytes >= uint64(len(l.out.data)/4) {
+// post posts the chain, the last request with a completion if the last such is a quarter of the
+// queue or of the ring ago. It holds whole frames.
+func (l *lane) post() {
+	k := l.ready
+	if l.ready = 0; k == 0 || l.err != nil {
+		return
+	}
+	if l.fresh >= sendDepth/4 || l.bytes >= uint64(len(l.out.data)/4) {
 		l.chain[k-1].Signaled = true
 	}
 	if l.chain[k-1].Signaled {
@@ -280,30 +293,40 @@ func (l *lane) post(k int) {
 	}
 }
 
-// send writes a frame to the peer's ring. False: there is no room, or the lane has failed.
+// send writes a frame to the peer's ring, and those that were gathered before. False: there is no
+// room for it, or the lane has failed.
 func (l *lane) send(h *p2p.Header, payload []byte) bool {
+	ok := l.gather(h, payload)
+	l.post()
+	return ok
+}
+
+// gather is send for a frame that may wait for the next post.
+func (l *lane) gather(h *p2p.Header, payload []byte) bool {
 	need := l.out.needs(uint64(len(payload)))
 	if l.err != nil || !l.fits(need) {
 		return false
 	}
+	if l.ready+perFrame > chained {
+		l.post()
+	}
 	tail := l.out.tail
-	k := 0
+	var last *rdma.SendRequest
 	for _, s := range l.out.compose(h, payload) {
 		if s.clear {
-			l.request(k, rdma.Write, s.at-wordLen, true, s.at, s.n)
+			last = l.request(rdma.Write, s.at-wordLen, true, s.at, s.n)
 		} else {
-			l.request(k, rdma.Write, s.at, false, s.at, s.n)
+			last = l.request(rdma.Write, s.at, false, s.at, s.n)
 		}
-		k++
 	}
-	l.chain[k-1].Op, l.chain[k-1].Imm = rdma.WriteImm, immFrame
+	last.Op, last.Imm = rdma.WriteImm, immFrame
 	l.bytes += l.out.tail - tail
-	l.post(k)
 	return true
 }
 
 // turn makes progress: it takes completions, posts receives again, and tells the peer what is free.
 func (l *lane) turn() {
+	l.post()
 	if l.err == nil {
 		l.reap()
 	}
@@ -325,17 +348,15 @@ func (l *lane) probe() int {
 // ask posts a request that completes when everything before it has arrived, and returns the number
 // that finished will have reached then.
 func (l *lane) ask() int {
-	l.request(0, rdma.Write, 0, false, 0, 0)
-	l.chain[0].Signaled = true
-	l.post(1)
+	l.request(rdma.Write, 0, false, 0, 0).Signaled = true
+	l.post()
 	return l.posted
 }
 
 // position tells the peer what is free of the ring here.
 func (l *lane) position() {
-	l.request(0, rdma.WriteImm, 0, false, 0, 0)
-	l.chain[0].Imm = positionImm(l.in.pos)
-	l.post(1)
+	l.request(rdma.WriteImm, 0, false, 0, 0).Imm = positionImm(l.in.pos)
+	l.post()
 }
 
 // arm requests a call of wake for the next completion.

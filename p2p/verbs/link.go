@@ -20,14 +20,26 @@ const (
 	ended    // no more frames
 )
 
+// short is the most bytes of a frame that is gathered with others.
+const short = 4 << 10
+
 // lingerTime bounds how long Close waits for the device to complete what was sent.
 const lingerTime = 500 * time.Millisecond
 
 // framed is a link whose puts and gets travel as frames, and the data of long ones by RDMA. It
-// implements p2p.OneSided and p2p.Pather.
+// implements p2p.OneSided, p2p.Pather and p2p.Gatherer.
 type framed struct {
 	*rma.Frames
+	link  *link
 	local p2p.LocationKinds
+}
+
+// Gather implements p2p.Gatherer.
+func (f framed) Gather(h *p2p.Header, payload []byte) (bool, error) {
+	if err := f.Frames.Err(); err != nil {
+		return false, err
+	}
+	return f.link.offer(h, payload, len(payload) <= short)
 }
 
 // Paths implements p2p.Pather.
@@ -152,7 +164,10 @@ func (l *link) Err() error {
 func (l *link) MaxFrame() int { return l.max }
 
 // Send implements p2p.Link.
-func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
+func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) { return l.offer(h, payload, false) }
+
+// offer implements Send and, with gather, Gatherer.Gather.
+func (l *link) offer(h *p2p.Header, payload []byte, gather bool) (bool, error) {
 	if l.state.Load() != live {
 		return false, l.Err()
 	}
@@ -165,13 +180,17 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if l.closed {
 		return false, l.Err()
 	}
-	sent := l.tx != nil && l.tx.send(h, payload)
+	put := (*lane).send
+	if gather {
+		put = (*lane).gather
+	}
+	sent := l.tx != nil && put(l.tx, h, payload)
 	if !sent {
 		l.turnLocked()
 		switch {
 		case l.state.Load() != live:
 		case l.tx != nil:
-			sent = l.tx.send(h, payload)
+			sent = put(l.tx, h, payload)
 		case l.idleLocked():
 			var err error
 			if sent, err = l.base.Send(h, payload); err != nil {
@@ -387,6 +406,9 @@ func (l *link) Flush() (bool, error) {
 	defer l.mu.Unlock()
 	if l.closed {
 		return false, l.Err()
+	}
+	if l.tx != nil {
+		l.tx.post()
 	}
 	sent := func() bool { return l.tx != nil && l.tx.err == nil && len(l.m.lost) == 0 }
 	if sent() {

@@ -111,6 +111,9 @@ func (l *link) didLocked(reason error, h *p2p.Header, theirs *setup) {
 // goneOverLocked says that frames are sent over n from now on.
 func (l *link) goneOverLocked(n *lane) {
 	old := l.tx
+	if old != nil {
+		old.post()
+	}
 	if l.tx = n; n == nil {
 		return
 	}

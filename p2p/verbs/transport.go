@@ -313,7 +313,7 @@ func (t *Transport) wrap(l *link) p2p.Link {
 	if t.cfg.Exporter != nil {
 		local |= p2p.DeviceMemory
 	}
-	return framed{rma.NewFrames(l, &t.table, t.host.Wake), local}
+	return framed{rma.NewFrames(l, &t.table, t.host.Wake), l, local}
 }
 
 // Reaches implements p2p.Transport.

@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -292,4 +293,102 @@ func FuzzSetup(f *testing.F) {
 			t.Fatalf("%x is accepted as %+v, which is %x", b, s, s.encode())
 		}
 	})
+}
+
+// Frames that are gathered are posted together: a call of the device for at least ten of them, in
+// their order with those that are sent at once, which take a call each.
+func TestPostsPerFrame(t *testing.T) {
+	var posts atomic.Int64
+	f := soft.New(soft.Config{Seed: 51, Faults: soft.Faults{Post: func(device string, _ uint32, i int) syscall.Errno {
+		if device == "soft1" && i == 0 {
+			posts.Add(1)
+		}
+		return 0
+	}}})
+	t.Cleanup(f.Close)
+	a, b := pair(t, f)
+	raised(t, a, b)
+	took := 0
+	// pass passes frames, each by send, and returns the posts meanwhile.
+	pass := func(frames int, send func(i int, h *p2p.Header, payload []byte) (bool, error)) int64 {
+		t.Helper()
+		before := posts.Load()
+		for i := range frames {
+			h, payload := linktest.Frame(took+i, 64, nil)
+			if ok, err := send(i, &h, payload); !ok || err != nil {
+				t.Fatalf("frame %d: %t, %v", i, ok, err)
+			}
+		}
+		if ok, err := a.Flush(); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+		during := posts.Load() - before
+		for late, end := time.Now().Add(linktest.Patience), took+frames; took < end; {
+			h, payload, ok, err := b.Take()
+			if ok && err == nil {
+				err = linktest.Check(took, 64, h, payload)
+				took++
+			}
+			if err != nil || time.Now().After(late) {
+				t.Fatalf("%d frames have arrived: %v", took, err)
+			}
+		}
+		return during
+	}
+	gather := a.Link.(p2p.Gatherer).Gather
+	const frames = 40
+	for range 20 {
+		n := pass(frames, func(_ int, h *p2p.Header, b []byte) (bool, error) { return gather(h, b) })
+		if n > frames/10 {
+			t.Errorf("%d posts for %d frames that are gathered", n, frames)
+		}
+		n = pass(frames, func(_ int, h *p2p.Header, b []byte) (bool, error) { return a.Send(h, b) })
+		if n < frames {
+			t.Errorf("%d posts for %d frames that are sent at once", n, frames)
+		}
+		pass(frames, func(i int, h *p2p.Header, b []byte) (bool, error) {
+			if i%7 == 3 {
+				return a.Send(h, b)
+			}
+			return gather(h, b)
+		})
+	}
+}
+
+// What is gathered and not flushed arrives all the same when the lane is lost.
+func TestGatheredFramesSurviveLanes(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 52})
+	t.Cleanup(f.Close)
+	a, b := pair(t, f)
+	took := 0
+	for range 10 {
+		raised(t, a, b)
+		for i := range 9 {
+			h, payload := linktest.Frame(took+i, 100, nil)
+			if ok, err := a.Link.(p2p.Gatherer).Gather(&h, payload); !ok || err != nil {
+				t.Fatal(ok, err)
+			}
+		}
+		l := inner(a)
+		l.mu.Lock()
+		l.dropLocked(l.lane, errors.New("by the test"))
+		l.mu.Unlock()
+		for late, end := time.Now().Add(linktest.Patience), took+9; took < end; {
+			if _, err := a.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			h, _, err := a.Recv()
+			if h != nil || err != nil {
+				t.Fatal(h, err)
+			}
+			got, payload, ok, err := b.Take()
+			if ok && err == nil {
+				err = linktest.Check(took, 100, got, payload)
+				took++
+			}
+			if err != nil || time.Now().After(late) {
+				t.Fatalf("%d frames have arrived: %v", took, err)
+			}
+		}
+	}
 }
