@@ -69,12 +69,10 @@
 // end, and a skip mark follows, at the place where the consumer polls.
 //
 // The producer composes frames in a copy of the peer's ring. Those that may wait (p2p.Gatherer) are
-// posted together. It writes over a frame when the device has completed its write and the consumer
-// has freed it. The consumer tells the position up to
-// which it has freed the ring as an immediate value of an empty write, each time that this is
-// another quarter.
-// As no frame is larger than a quarter, a producer always finds room when the consumer has read
-// everything.
+// posted together. The producer writes over a frame when the device has completed its write and the
+// consumer has freed it. The consumer tells the position up to which it has freed the ring as an
+// immediate value of an empty write, each time that this is another quarter. As no frame is larger
+// than a quarter, a producer always finds room when the consumer has read everything.
 //
 // # Memory
 //

@@ -361,7 +361,7 @@ func TestGatheredFramesSurviveLanes(t *testing.T) {
 	t.Cleanup(f.Close)
 	a, b := pair(t, f)
 	took := 0
-	for range 10 {
+	for range 4 {
 		raised(t, a, b)
 		for i := range 9 {
 			h, payload := linktest.Frame(took+i, 100, nil)
