@@ -24,8 +24,9 @@ const (
 // afterwards, with any outcome, it may change. Flush reports whether it was placed.
 //
 // After a failure in the middle, a part of it may have been placed. A network card that can read
-// the device's memory does (GPUDirect RDMA), and PutBuffer waits until it has. Otherwise data goes
-// through pieces of host memory, whose size does not grow with the buffer's.
+// the device's memory does (GPUDirect RDMA), and PutBuffer waits until the data is placed, as Flush
+// does. Otherwise data goes through pieces of host memory, whose size does not grow with the
+// buffer's.
 func (w *Window) PutBuffer(ctx context.Context, rank, offset int, src Buffer) error {
 	return w.move(ctx, "put", rank, offset, src, true)
 }
