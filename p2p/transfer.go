@@ -1,8 +1,10 @@
 package p2p
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 
 	"tutti/mem"
@@ -48,14 +50,19 @@ type Path struct {
 // Pather is a link with several paths, in order of preference. A OneSided link without it is a
 // single path between host memory and host memory, with its transport's name.
 type Pather interface {
-	// Paths returns the same paths at every call. They are valid while the link exists.
+	// Paths returns the same paths at every call. They are valid while the link exists. One without
+	// a name has that of the link's transport.
 	Paths() []Path
 }
 
 // pathsOf returns the paths of a link.
 func pathsOf(l Link, transport string) []Path {
 	if m, ok := l.(Pather); ok {
-		return m.Paths()
+		paths := slices.Clone(m.Paths())
+		for i := range paths {
+			paths[i].Spec.Name = cmp.Or(paths[i].Spec.Name, transport)
+		}
+		return paths
 	}
 	if o, ok := l.(OneSided); ok {
 		return []Path{{PathSpec{Name: transport, Local: HostMemory, Remote: HostMemory}, o}}

@@ -26,6 +26,11 @@ import (
 	"tutti/rdma/soft"
 )
 
+// softLinks is the transport over RDMA devices under another name.
+type softLinks struct{ *verbs.Transport }
+
+func (softLinks) Name() string { return "soft" }
+
 // newFabric adds the transport "soft" until the end of the test, over a device for each rank.
 func newFabric(t *testing.T, cfg soft.Config) *soft.Fabric {
 	f := soft.New(cfg)
@@ -33,9 +38,9 @@ func newFabric(t *testing.T, cfg soft.Config) *soft.Fabric {
 	var made atomic.Int64
 	t.Cleanup(registry.Add(registry.Kind{Name: "soft", Reach: registry.Network, Works: func() error { return nil },
 		New: func(o registry.Options) (p2p.Transport, error) {
-			return verbs.New(verbs.Config{Provider: f, Devices: fmt.Sprint("=soft", made.Add(1)-1),
+			return softLinks{verbs.New(verbs.Config{Provider: f, Devices: fmt.Sprint("=soft", made.Add(1)-1),
 				Exporter: registry.Exporter(o.Devices),
-				TCP:      tcp.Config{Interfaces: "127.0.0.1", Logger: o.Logger}}), nil
+				TCP:      tcp.Config{Interfaces: "127.0.0.1", Logger: o.Logger}})}, nil
 		}}))
 	return f
 }

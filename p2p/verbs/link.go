@@ -44,7 +44,7 @@ func (f framed) Gather(h *p2p.Header, payload []byte) (bool, error) {
 
 // Paths implements p2p.Pather.
 func (f framed) Paths() []p2p.Path {
-	return []p2p.Path{{Spec: p2p.PathSpec{Name: Name, Local: f.local, Remote: p2p.HostMemory}, OneSided: f}}
+	return []p2p.Path{{Spec: p2p.PathSpec{Local: f.local, Remote: p2p.HostMemory}, OneSided: f}}
 }
 
 // Distant implements p2p.Distant.
