@@ -226,6 +226,19 @@ static int has_driver(void)
 	return answer == 2;
 }
 
+// has_device reports whether buffers may be in the memory of the CUDA device with a number, which
+// it opens.
+static int has_device(const char *number)
+{
+	struct thread *t;
+	char *end;
+	long n = strtol(number, &end, 10);
+
+	if (*number < '0' || *number > '9' || *end != 0 || n > INT32_MAX || tutti_forked() || (t = tutti_thread()) == NULL)
+		return 0;
+	return GO(t, goHasDevice((int32_t)n));
+}
+
 int tutti_has(const char *feature)
 {
 	static const char *const features[] = {"float8", "bfloat16", "windows", "elastic", "uniform", "shm", "tcp",
@@ -236,6 +249,8 @@ int tutti_has(const char *feature)
 		if (strcmp(feature, features[i]) == 0)
 			return 1;
 	}
+	if (feature != NULL && strncmp(feature, "cuda:", 5) == 0)
+		return has_device(feature + 5);
 	return feature != NULL && (strcmp(feature, "cuda") == 0 || strcmp(feature, "streams") == 0) && has_driver();
 }
 

@@ -84,6 +84,16 @@ var buffers = [...]int{
 // gpus are the GPUs of the host's buffers. They stay open: the host may use them until it ends.
 var gpus cuda.Finder
 
+// goHasDevice returns 1 if buffers may be in the memory of the device with a number, else 0.
+//
+//export goHasDevice
+func goHasDevice(number C.int32_t) C.int {
+	if _, err := gpus.Device(int(number)); err != nil {
+		return 0
+	}
+	return 1
+}
+
 // buffer reads a buffer of the host, on a stream if it is a device's memory.
 func buffer(in *C.tutti_buffer, b *pg.Buffer, name string, used bool, stream unsafe.Pointer,
 	f *C.struct_failure) C.int {

@@ -114,7 +114,8 @@ TUTTI_API uint32_t tutti_abi_version(void);
 
 /* Returns 1 if the library has a feature, else 0: "float8", "bfloat16", "windows", "elastic"
  * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "members", "cuda" and "streams" (buffers
- * in the memory of CUDA devices, in the order of streams: the CUDA driver is installed). */
+ * in the memory of CUDA devices, in the order of streams: the CUDA driver is installed), "cuda:0",
+ * "cuda:1" and so on (the library can use the memory of that device: it opens it). */
 TUTTI_API int tutti_has(const char *feature);
 
 /* Sets a function that blocking calls of this thread call about every 50 ms while they wait;

@@ -16,6 +16,8 @@
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
 //   - A stream that is captured records its kernels into a graph, and refuses other work. A graph
 //     is launched any number of times.
+//   - Functions of the host are work of streams. They may call the library; the real one forbids
+//     that.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
 //   - Kernels access the memory of another device of the process after cuCtxEnablePeerAccess only.
 //   - Freeing waits until all streams of the context have done their work.
@@ -137,7 +139,7 @@ typedef struct event {
 	uint64_t recorded, reached;
 } event;
 
-enum kind { COPY, KERNEL, WAIT, WRITE, EVENT };
+enum kind { COPY, KERNEL, WAIT, WRITE, EVENT, HOST };
 
 struct stream;
 
@@ -149,6 +151,7 @@ typedef struct work {
 	size_t n;
 	uint64_t *word, value;
 	event *event;
+	void (*host)(void *);
 	const struct tutti_host_kernel *kernel;
 	unsigned grid, block, shared;
 	int error; // it fails
@@ -816,6 +819,9 @@ static void perform(context *c, const work *w)
 	case KERNEL:
 		w->kernel->run(w->params, w->grid, w->block, w->shared);
 		break;
+	case HOST:
+		w->host(w->dst);
+		break;
 	case WRITE:
 		__atomic_store_n(w->word, w->value, __ATOMIC_SEQ_CST);
 		break;
@@ -1124,6 +1130,19 @@ EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 			w->dst = to, w->src = from, w->n = n;
 			give(stream_of(c, s), w);
 		}
+	}
+	END;
+}
+
+EXPORT int cuLaunchHostFunc(void *s, void (*f)(void *), void *arg)
+{
+	BEGIN_IN;
+	if (!result && stream_of(c, s)->capturing)
+		result = CAPTURE_UNSUPPORTED;
+	if (!result) {
+		work *w = new_work(HOST, 0);
+		w->host = f, w->dst = arg;
+		give(stream_of(c, s), w);
 	}
 	END;
 }

@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -306,14 +307,16 @@ Staged::Use Backend::gathered() const {
 }
 
 void Backend::close() {
+  if (closed_.exchange(true)) {
+    return;
+  }
+  tutti_group group = group_;
+  api().tutti_close(group); // ends all operations, also one that a thread is starting, with mutex_ held
   {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (closed_) {
-      return;
-    }
-    closed_ = true;
+    group = group_ == group ? 0 : group_.load();
   }
-  api().tutti_close(group_); // ends all operations
+  api().tutti_close(group); // reconfigure had made another one
   {
     std::lock_guard<std::mutex> guard(member_mutex_);
     api().tutti_member_close(member_);
@@ -344,11 +347,8 @@ void Backend::shutdown() {
 
 void Backend::abort() {
   WithoutGil released;
-  {
-    std::lock_guard<std::mutex> guard(mutex_);
-    if (closed_ || group_ == 0) {
-      return;
-    }
+  if (closed_ || group_ == 0) { // without mutex_, which a thread has that waits for ranks in a start
+    return;
   }
   running_->hooks.failed();
   api().tutti_abort(group_, c10::str("rank ", rank_, " has aborted the process group").c_str());
@@ -356,6 +356,12 @@ void Backend::abort() {
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 c10d::ErrorType Backend::getError() {
+  {
+    WithoutGil released;
+    for (const auto& work : running_->all()) { // the program may not have waited on the host
+      work->poll();
+    }
+  }
   switch (running_->error()) {
     case TUTTI_OK:
       return c10d::ErrorType::SUCCESS;
@@ -465,16 +471,22 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex) {
 
 c10::intrusive_ptr<Work> Backend::begin(Task task) {
   running_->reap();
+  running_->rethrow_missed();
   std::lock_guard<std::mutex> guard(mutex_); // collectives start in the order of their numbers
   number(task);
+  place(task);
   return start(std::move(task), 0);
+}
+
+void Backend::refuse_if_closed(const char* title) const {
+  if (closed_) {
+    raise(TUTTI_ECLOSED, std::string(title) + ": the process group was shut down");
+  }
 }
 
 // Gives a task the next number, and its operations their time. With mutex_ held.
 void Backend::number(Task& task) {
-  if (closed_) {
-    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group was shut down");
-  }
+  refuse_if_closed(task.title);
   if (suspended_) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group is suspended: call resume");
   }
@@ -490,12 +502,57 @@ void Backend::number(Task& task) {
   }
 }
 
+// Chooses the stream of a task whose memory is on a device. If the program waits for the end, it is
+// the stream of this thread, and nothing is between the two. Else it is one of the group, which is
+// made to wait for that of the thread, so that this goes on beside the task. With mutex_ held.
+void Backend::place(Task& task) {
+  const std::optional<c10::Device> device = task.device();
+  if (!device) {
+    return;
+  }
+  const c10::Stream current = current_stream(*device);
+  const c10::Stream stream = task.waits ? current : stream_for(task, *device);
+  if (stream != current) {
+    c10::Event before(device->type());
+    before.record(current);
+    before.block(stream);
+  }
+  for (tutti_op& op : task.ops) {
+    op.stream = handle_of(stream);
+  }
+  task.stream = stream;
+  // A program that goes on without lost ranks depends on the outcome of each operation, and one
+  // that receives from any rank on the sender.
+  task.blocks = outlives_ || task.type == OpType::RECVANYSOURCE;
+}
+
+// Returns the group's stream for a task that the program goes on beside: that of collectives, that
+// of sends, or that of receives from a rank. A send does not wait for a receive then. With mutex_
+// held.
+c10::Stream Backend::stream_for(const Task& task, c10::Device device) {
+  constexpr int kCollectives = -3, kSends = -2; // not the number of a peer, or TUTTI_ANY_RANK
+  const int use = !task.message() ? kCollectives : task.type == OpType::SEND ? kSends : task.ops[0].peer;
+  const auto key = std::make_pair(device.index(), use);
+  auto found = streams_.find(key);
+  if (found == streams_.end()) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    found = streams_.emplace(key, guard.getStreamFromGlobalPool(device)).first;
+  }
+  return found->second;
+}
+
 // Makes the work of a task that has a number, and starts its operations, unless there is one that
 // runs already, as handle. With mutex_ held.
 c10::intrusive_ptr<Work> Backend::start(Task task, tutti_work handle) {
   const auto& completer = task.message() ? unordered_ : ordered_;
+  const char* title = task.title;
   auto work = c10::make_intrusive<Work>(rank_, seq_, std::move(task), completer, running_);
-  work->start(group_, handle);
+  try {
+    work->start(group_, handle);
+  } catch (const std::invalid_argument&) {
+    refuse_if_closed(title);
+    throw;
+  }
   for (Extension& extension : extensions_) {
     if (!extension.first) {
       extension.first = work;
@@ -514,6 +571,7 @@ WorkPtr Backend::launch(Task task) {
     return begin(std::move(task));
   }
   running_->reap();
+  running_->rethrow_missed();
   {
     std::lock_guard<std::mutex> guard(mutex_);
     number(task);
@@ -521,6 +579,7 @@ WorkPtr Backend::launch(Task task) {
     if (!coalescing_ && extensions_.empty()) {
       const int code = api().tutti_run(group_, task.ops.data(), kAtOnce.count(), &handle);
       if (code != TUTTI_OK && code != TUTTI_EBUSY) {
+        refuse_if_closed(task.title);
         raise(code, api().tutti_last_error());
       }
     }
@@ -552,7 +611,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
                     ", expected 0 to ", size_ - 1);
   TORCH_CHECK_VALUE(opts.rootTensor == 0, "tutti broadcast: the root tensor is ", opts.rootTensor, ", expected 0");
   const bool root = opts.rootRank == rank_;
-  Staged staged(tensor, root ? Staged::kRead : Staged::kWrite);
+  Staged staged(tensor, place_of({tensor}), root ? Staged::kRead : Staged::kWrite);
   Task task(OpType::BROADCAST, "tutti:broadcast");
   tutti_op op = op_of(TUTTI_OP_BROADCAST);
   op.dst = op.src = staged.buffer(wire_of(tensor.scalar_type()));
@@ -568,14 +627,21 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
   return launch(std::move(task));
 }
 
+// Multiplies the copy that stands for a tensor.
+static void multiply(const Staged& staged, const at::Tensor& factor) {
+  at::AutoDispatchBelowADInplaceOrView raw;
+  const c10::Device place = staged.memory().device();
+  staged.memory().mul_(factor.device() == place || (factor.is_cpu() && factor.dim() == 0) ? factor : factor.to(place));
+}
+
 // Prepares the input of a reduction.
 static Staged reduced(const at::Tensor& tensor, const Reduction& how, Staged::Use use) {
+  const c10::Device place = place_of({tensor});
   if (!how.factor) {
-    return Staged(tensor, use, how.as);
+    return Staged(tensor, place, use, how.as);
   }
-  Staged staged(tensor, use, how.as.value_or(tensor.scalar_type())); // a copy
-  at::AutoDispatchBelowADInplaceOrView raw;
-  staged.memory().mul_(*how.factor);
+  Staged staged(tensor, place, use, how.as.value_or(tensor.scalar_type())); // a copy
+  multiply(staged, *how.factor);
   return staged;
 }
 
@@ -608,7 +674,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
   Task task(OpType::ALLREDUCE_COALESCED, "tutti:all_reduce_coalesced");
   std::vector<Staged> parts;
   if (total_bytes(tensors) <= kFlatten && !how.factor) {
-    parts.emplace_back(tensors, Staged::kReadWrite, how.as);
+    parts.emplace_back(tensors, place_of({tensors}), Staged::kReadWrite, how.as);
   } else {
     for (const auto& tensor : tensors) {
       parts.push_back(reduced(tensor, how, Staged::kReadWrite));
@@ -669,8 +735,9 @@ static void check_lists(const char* what, const Tensors& ones, const std::vector
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   check_lists("all_gather", inputs, outputs, size_);
   const Wire wire = wire_of(inputs[0].scalar_type());
-  Staged source(inputs[0], Staged::kRead);
-  Staged target(outputs[0], gathered());
+  const c10::Device place = place_of({inputs, outputs[0]});
+  Staged source(inputs[0], place, Staged::kRead);
+  Staged target(outputs[0], place, gathered());
   if (!target.copied() && overlap(source, target) && source.memory().data_ptr() != outputs[0][rank_].data_ptr()) {
     source.copy();
   }
@@ -698,8 +765,9 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
                                          " ranks"));
   }
   const Wire wire = wire_of(input.scalar_type());
-  Staged source(input, Staged::kRead);
-  Staged target(output, use);
+  const c10::Device place = place_of({input, output});
+  Staged source(input, place, Staged::kRead);
+  Staged target(output, place, use);
   const auto* own = static_cast<const char*>(target.memory().data_ptr()) + rank * source.memory().nbytes();
   if (overlap(source, target) && source.memory().data_ptr() != own) {
     source.copy();
@@ -763,8 +831,9 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     check_dense(what, inputs[i]);
     check_alike(what, inputs[i], ranks, true);
     const Wire wire = wire_of(inputs[i].scalar_type());
-    Staged source(inputs[i], Staged::kRead);
-    Staged target(ranks, gathered());
+    const c10::Device place = place_of({inputs[i], ranks});
+    Staged source(inputs[i], place, Staged::kRead);
+    Staged target(ranks, place, gathered());
     if (overlap(source, target)) {
       source.copy();
     }
@@ -787,7 +856,12 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "tutti gather: the root is ", opts.rootRank,
                     ", expected 0 to ", size_ - 1);
   const Wire wire = wire_of(input.scalar_type());
-  Staged source(input, Staged::kRead);
+  const bool root = opts.rootRank == rank_;
+  if (root) {
+    check_lists("gather", inputs, outputs, size_);
+  }
+  const c10::Device place = root ? place_of({input, outputs[0]}) : place_of({input});
+  Staged source(input, place, Staged::kRead);
   Task task(OpType::GATHER, "tutti:gather");
   tutti_op op = op_of(TUTTI_OP_GATHER);
   op.src = source.buffer(wire);
@@ -795,9 +869,8 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   op.dst.dtype = wire.dtype;
   op.dst.device = TUTTI_HOST;
   task.keep = {source.memory()};
-  if (opts.rootRank == rank_) {
-    check_lists("gather", inputs, outputs, size_);
-    Staged target(outputs[0], gathered());
+  if (root) {
+    Staged target(outputs[0], place, gathered());
     if (!target.copied() && overlap(source, target) && source.memory().data_ptr() != outputs[0][rank_].data_ptr()) {
       source.copy();
       op.src = source.buffer(wire);
@@ -841,7 +914,12 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c
   TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "tutti scatter: the root is ", opts.rootRank,
                     ", expected 0 to ", size_ - 1);
   const Wire wire = wire_of(output.scalar_type());
-  Staged target(output, Staged::kWrite);
+  const bool root = opts.rootRank == rank_;
+  if (root) {
+    check_lists("scatter", outputs, inputs, size_);
+  }
+  const c10::Device place = root ? place_of({output, inputs[0]}) : place_of({output});
+  Staged target(output, place, Staged::kWrite);
   Task task(OpType::SCATTER, "tutti:scatter");
   tutti_op op = op_of(TUTTI_OP_SCATTER);
   op.dst = target.buffer(wire);
@@ -849,9 +927,8 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c
   op.src.dtype = wire.dtype;
   op.src.device = TUTTI_HOST;
   task.keep = {target.memory()};
-  if (opts.rootRank == rank_) {
-    check_lists("scatter", outputs, inputs, size_);
-    Staged source(inputs[0], Staged::kRead);
+  if (root) {
+    Staged source(inputs[0], place, Staged::kRead);
     if (!source.copied() && overlap(source, target) && target.memory().data_ptr() != inputs[0][rank_].data_ptr()) {
       source.copy();
     }
@@ -869,13 +946,13 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c
 }
 
 // Adds to task the reduction of source, a part for each rank, to output.
-static void scatter_into(Task& task, const Reduction& how, const at::Tensor& output, Staged source) {
+static void scatter_into(Task& task, const Reduction& how, const at::Tensor& output, c10::Device place,
+                         Staged source) {
   if (how.factor) {
     source.copy();
-    at::AutoDispatchBelowADInplaceOrView raw;
-    source.memory().mul_(*how.factor);
+    multiply(source, *how.factor);
   }
-  Staged target(output, Staged::kWrite, how.as);
+  Staged target(output, place, Staged::kWrite, how.as);
   if (overlap(source, target)) {
     source.copy();
   }
@@ -894,7 +971,8 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   check_lists("reduce_scatter", outputs, inputs, size_);
   const Reduction how = reduction_of("reduce_scatter", opts.reduceOp, outputs[0].scalar_type());
   Task task(OpType::REDUCE_SCATTER, "tutti:reduce_scatter");
-  scatter_into(task, how, outputs[0], Staged(inputs[0], Staged::kRead, how.as));
+  const c10::Device place = place_of({outputs, inputs[0]});
+  scatter_into(task, how, outputs[0], place, Staged(inputs[0], place, Staged::kRead, how.as));
   task.inputs = inputs[0];
   task.outputs = {outputs};
   bound(task, opts);
@@ -915,7 +993,8 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, con
   check_scatter("reduce_scatter_tensor", output, input, size_);
   const Reduction how = reduction_of("reduce_scatter_tensor", opts.reduceOp, output.scalar_type());
   Task task(OpType::_REDUCE_SCATTER_BASE, "tutti:_reduce_scatter_base");
-  scatter_into(task, how, output, Staged(input, Staged::kRead, how.as));
+  const c10::Device place = place_of({output, input});
+  scatter_into(task, how, output, place, Staged(input, place, Staged::kRead, how.as));
   task.inputs = {input};
   task.outputs = {{output}};
   bound(task, opts);
@@ -933,7 +1012,8 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   for (size_t i = 0; i < inputs.size(); i++) {
     check_scatter(what, outputs[i], inputs[i], size_);
     const Reduction how = reduction_of(what, opts.reduceOp, outputs[i].scalar_type());
-    scatter_into(task, how, outputs[i], Staged(inputs[i], Staged::kRead, how.as));
+    const c10::Device place = place_of({outputs[i], inputs[i]});
+    scatter_into(task, how, outputs[i], place, Staged(inputs[i], place, Staged::kRead, how.as));
   }
   task.inputs = inputs;
   task.outputs = {outputs};
@@ -1003,7 +1083,9 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
     from.clear();
   }
   Task task(OpType::ALLTOALL_BASE, "tutti:all_to_all");
-  exchange(task, Staged(output, gathered()), Staged(input, Staged::kRead), wire_of(input.scalar_type()), to, from);
+  const c10::Device place = place_of({output, input});
+  exchange(task, Staged(output, place, gathered()), Staged(input, place, Staged::kRead), wire_of(input.scalar_type()),
+           to, from);
   task.inputs = {input};
   task.outputs = {{output}};
   bound(task, opts);
@@ -1025,19 +1107,22 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
     from.push_back(outputs[i].numel());
   }
   Task task(OpType::ALLTOALL, "tutti:all_to_all");
-  exchange(task, Staged(outputs, gathered()), Staged(inputs, Staged::kRead), wire_of(inputs[0].scalar_type()), to,
-           from);
+  const c10::Device place = place_of({outputs, inputs});
+  exchange(task, Staged(outputs, place, gathered()), Staged(inputs, place, Staged::kRead),
+           wire_of(inputs[0].scalar_type()), to, from);
   task.inputs = inputs;
   task.outputs = {outputs};
   bound(task, opts);
   return launch(std::move(task)); // copies the counts
 }
 
-static Task message(OpType type, const char* title, int32_t kind, const Staged& staged, const Tensors& tensors,
-                    int peer, int tag) {
+static Task message(OpType type, const char* title, int32_t kind, Staged::Use use, const Tensors& tensors, int peer,
+                    int tag) {
+  const at::Tensor& tensor = only(use == Staged::kRead ? "send" : "recv", tensors);
+  const Staged staged(tensor, place_of({tensor}), use);
   Task task(type, title);
   tutti_op op = op_of(kind);
-  op.dst = op.src = staged.buffer(wire_of(tensors[0].scalar_type()));
+  op.dst = op.src = staged.buffer(wire_of(tensor.scalar_type()));
   op.peer = peer;
   op.tag = tag;
   task.ops = {op};
@@ -1049,22 +1134,20 @@ static Task message(OpType type, const char* title, int32_t kind, const Staged& 
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
-  Task task = message(OpType::SEND, "tutti:send", TUTTI_OP_SEND, Staged(only("send", tensors), Staged::kRead), tensors,
-                      to, tag);
+  Task task = message(OpType::SEND, "tutti:send", TUTTI_OP_SEND, Staged::kRead, tensors, to, tag);
   set_timeout(task, c10d::kUnsetTimeout);
   return launch(std::move(task));
 }
 
 WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
-  Task task = message(OpType::RECV, "tutti:recv", TUTTI_OP_RECV, Staged(only("recv", tensors), Staged::kWrite), tensors,
-                      from, tag);
+  Task task = message(OpType::RECV, "tutti:recv", TUTTI_OP_RECV, Staged::kWrite, tensors, from, tag);
   set_timeout(task, c10d::kUnsetTimeout);
   return launch(std::move(task));
 }
 
 WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  Task task = message(OpType::RECVANYSOURCE, "tutti:recvAnySource", TUTTI_OP_RECV,
-                      Staged(only("recv", tensors), Staged::kWrite), tensors, TUTTI_ANY_RANK, tag);
+  Task task = message(OpType::RECVANYSOURCE, "tutti:recvAnySource", TUTTI_OP_RECV, Staged::kWrite, tensors,
+                      TUTTI_ANY_RANK, tag);
   set_timeout(task, c10d::kUnsetTimeout);
   return launch(std::move(task));
 }
@@ -1196,8 +1279,8 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   }
   const auto gather = [&](const at::Tensor& to, const at::Tensor& from, Wire as, const std::vector<int64_t>& counts) {
     tutti_op op = op_of(TUTTI_OP_ALLGATHERV);
-    op.dst = Staged(to, Staged::kWrite).buffer(as);
-    op.src = Staged(from, Staged::kRead).buffer(as);
+    op.dst = Staged(to, at::kCPU, Staged::kWrite).buffer(as);
+    op.src = Staged(from, at::kCPU, Staged::kRead).buffer(as);
     op.dst_counts = counts.data();
     op.counts_len = counts.size();
     task.ops.push_back(op);

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -180,6 +181,9 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Work> begin(Task task);
   c10::intrusive_ptr<Work> start(Task task, tutti_work handle);
   void number(Task& task);
+  void place(Task& task);
+  void refuse_if_closed(const char* title) const;
+  c10::Stream stream_for(const Task& task, c10::Device device);
   template <class Given>
   void bound(Task& task, const Given& opts) const; // by the options of c10d
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
@@ -205,6 +209,7 @@ class Backend final : public c10d::Backend {
   bool outlives_ = false; // the group goes on without lost ranks
   std::chrono::milliseconds joined_{0}; // the group's timeout
   std::atomic<tutti_group> group_{0}; // 0: there is none yet
+  std::atomic<bool> closed_{false};
 
   mutable std::mutex member_mutex_; // protects what follows
   mutable tutti_member member_ = 0;
@@ -212,13 +217,13 @@ class Backend final : public c10d::Backend {
   mutable std::mutex mutex_; // protects what follows
   std::vector<c10::intrusive_ptr<Work>> coalesced_;
   bool coalescing_ = false;
-  bool closed_ = false;
   bool suspended_ = false;
   bool formed_ = false; // by reconfigure
   uint64_t seq_ = 0;
   uint64_t barriers_ = 0;
   uint64_t shrinks_ = 0;
   std::vector<Extension> extensions_;
+  std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_; // by device, and what they are for
 
   const std::shared_ptr<std::atomic<uint64_t>> window_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   std::shared_ptr<Running> running_ = std::make_shared<Running>();

@@ -33,6 +33,7 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
   py::module_::import("torch._C._distributed_c10d"); // has the base classes
 
   m.def("set_library", &set_library, py::arg("path"));
+  m.def("_take_for_cuda", &take_for_cuda, py::arg("type")); // for tests
   m.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
   m.def(
       "failed_ranks",

@@ -19,20 +19,21 @@ bool is_float8(ScalarType type) {
   return c10::isFloatingType(type) && c10::elementSize(type) == 1;
 }
 
-// Reports whether an operation can use the memory of tensor.
-bool direct(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+// Reports whether an operation at a place can use the memory of tensor.
+bool usable(const at::Tensor& tensor, c10::Device place) {
+  return (place.is_cpu() ? tensor.is_cpu() : tensor.device() == place) && tensor.is_contiguous() &&
+         !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Returns the memory of parts as one tensor if they lie one after the other, else none.
-std::optional<at::Tensor> joined(const std::vector<at::Tensor>& parts) {
+// Returns the memory of parts as one tensor if they lie one after the other at a place, else none.
+std::optional<at::Tensor> joined(const std::vector<at::Tensor>& parts, c10::Device place) {
   if (parts.empty()) {
     return std::nullopt;
   }
   const at::Tensor& first = parts[0];
   int64_t count = 0;
   for (const at::Tensor& part : parts) {
-    if (!direct(part) || part.storage().unsafeGetStorageImpl() != first.storage().unsafeGetStorageImpl() ||
+    if (!usable(part, place) || part.storage().unsafeGetStorageImpl() != first.storage().unsafeGetStorageImpl() ||
         part.storage_offset() != first.storage_offset() + count || part.scalar_type() != first.scalar_type()) {
       return std::nullopt;
     }
@@ -121,7 +122,7 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
       if (factor == nullptr) {
         invalid(what, "ReduceOp.PREMUL_SUM has no factor: make it with torch.distributed._make_nccl_premul_sum");
       }
-      r.factor = factor->tensor_factor.defined() ? factor->tensor_factor.cpu()
+      r.factor = factor->tensor_factor.defined() ? factor->tensor_factor
                                                  : at::scalar_tensor(factor->double_factor, at::kDouble);
       r.op = TUTTI_SUM;
       break;
@@ -179,7 +180,7 @@ void check_dense(const char* what, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) {
     invalid(what, "only supports dense tensors, got one with layout ", tensor.layout());
   }
-  if (!tensor.is_cpu() && !tensor.is_cuda()) {
+  if (!tensor.is_cpu() && !accepted(tensor.device().type())) {
     invalid(what, "the tensor is on ", tensor.device(), ", expected cpu or cuda");
   }
 }
@@ -205,14 +206,14 @@ void check_alike(const char* what, const at::Tensor& like, const std::vector<at:
   }
 }
 
-Staged::Staged(const at::Tensor& tensor, Use use, std::optional<ScalarType> as) {
-  if (!as && direct(tensor)) {
+Staged::Staged(const at::Tensor& tensor, c10::Device place, Use use, std::optional<ScalarType> as) {
+  if (!as && usable(tensor, place)) {
     memory_ = tensor;
     return;
   }
   at::AutoDispatchBelowADInplaceOrView raw;
   copied_ = true;
-  memory_ = at::empty(tensor.sizes(), at::TensorOptions().dtype(as.value_or(tensor.scalar_type())));
+  memory_ = at::empty(tensor.sizes(), at::TensorOptions().dtype(as.value_or(tensor.scalar_type())).device(place));
   if (use & kRead) {
     memory_.copy_(tensor);
   }
@@ -221,9 +222,9 @@ Staged::Staged(const at::Tensor& tensor, Use use, std::optional<ScalarType> as) 
   }
 }
 
-Staged::Staged(const std::vector<at::Tensor>& parts, Use use, std::optional<ScalarType> as) {
+Staged::Staged(const std::vector<at::Tensor>& parts, c10::Device place, Use use, std::optional<ScalarType> as) {
   at::AutoDispatchBelowADInplaceOrView raw;
-  if (auto whole = joined(parts); whole && !as) {
+  if (auto whole = joined(parts, place); whole && !as) {
     memory_ = *whole;
     return;
   }
@@ -233,7 +234,7 @@ Staged::Staged(const std::vector<at::Tensor>& parts, Use use, std::optional<Scal
     count += part.numel();
   }
   ScalarType type = parts.empty() ? at::kByte : parts[0].scalar_type();
-  memory_ = at::empty({count}, at::TensorOptions().dtype(as.value_or(type)));
+  memory_ = at::empty({count}, at::TensorOptions().dtype(as.value_or(type)).device(place));
   if (use & kRead) {
     int64_t at = 0;
     for (const at::Tensor& part : parts) {
@@ -259,7 +260,7 @@ tutti_buffer Staged::buffer(Wire wire) const {
   b.data = memory_.numel() == 0 ? nullptr : memory_.data_ptr();
   b.count = static_cast<uint64_t>(memory_.numel()) * wire.per;
   b.dtype = wire.dtype;
-  b.device = TUTTI_HOST;
+  b.device = memory_.is_cpu() ? TUTTI_HOST : memory_.device().index();
   return b;
 }
 

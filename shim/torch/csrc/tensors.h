@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "api.h"
+#include "device.h"
 
 namespace tutti_torch {
 
@@ -42,19 +43,22 @@ const at::Tensor& only(const char* what, const std::vector<at::Tensor>& tensors)
 // shapes is true, its shape.
 void check_alike(const char* what, const at::Tensor& like, const std::vector<at::Tensor>& tensors, bool shapes);
 
-// Contiguous host memory that stands for a tensor, or for several one after the other.
+// Contiguous memory that stands for a tensor, or for several one after the other: on the host, or
+// on a device whose memory the library uses. Copies on a device are in the order of this thread's
+// stream there.
 class Staged {
  public:
   enum Use { kRead = 1, kWrite = 2, kReadWrite = 3 };
 
   Staged() = default;
 
-  // Makes memory for tensor: its own if possible, else a copy, which holds its elements if use says
-  // that they are read.
-  Staged(const at::Tensor& tensor, Use use, std::optional<at::ScalarType> as = std::nullopt);
+  // Makes memory for tensor at a place (place_of): its own if possible, else a copy, which holds
+  // its elements if use says that they are read.
+  Staged(const at::Tensor& tensor, c10::Device place, Use use, std::optional<at::ScalarType> as = std::nullopt);
 
   // Makes memory for several tensors of one data type.
-  Staged(const std::vector<at::Tensor>& parts, Use use, std::optional<at::ScalarType> as = std::nullopt);
+  Staged(const std::vector<at::Tensor>& parts, c10::Device place, Use use,
+         std::optional<at::ScalarType> as = std::nullopt);
 
   // Replaces the memory by a copy.
   void copy();

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -26,6 +27,9 @@ constexpr size_t kBrief = 64 << 10;
 // How long a Completer waits for one work before it looks at the others.
 constexpr nanoseconds kOrdered = milliseconds(100);
 constexpr nanoseconds kUnordered = milliseconds(1);
+
+// How long a wait for a stream, which has passed the operations, sleeps before it asks again.
+constexpr nanoseconds kStream = std::chrono::microseconds(20);
 
 uint64_t next_key() {
   static std::atomic<uint64_t> last{0};
@@ -74,7 +78,16 @@ bool Task::brief() const {
   for (const at::Tensor& tensor : keep) {
     bytes += tensor.nbytes();
   }
-  return ops.size() == 1 && bytes <= kBrief;
+  return ops.size() == 1 && bytes <= kBrief && !device();
+}
+
+std::optional<c10::Device> Task::device() const {
+  for (const at::Tensor& tensor : keep) {
+    if (!tensor.is_cpu()) {
+      return tensor.device();
+    }
+  }
+  return std::nullopt;
 }
 
 void Task::end() {
@@ -86,6 +99,7 @@ void Task::end() {
 
 void Work::start(tutti_group group, tutti_work handle) {
   const Api& tutti = api();
+  starting_.store(true, std::memory_order_release);
   handles_.reserve(task_.ops.size());
   if (handle != 0) {
     handles_.push_back(handle);
@@ -95,6 +109,7 @@ void Work::start(tutti_group group, tutti_work handle) {
     handle = 0;
     if (int code = tutti.tutti_start(group, &op, &handle); code != TUTTI_OK) {
       std::string text = tutti.tutti_last_error();
+      starting_.store(false, std::memory_order_release);
       while (!await(kOrdered)) { // those that were started use the memory
       }
       raise(code, text);
@@ -104,20 +119,94 @@ void Work::start(tutti_group group, tutti_work handle) {
   task_.ops.clear();
   if (!handles_.empty()) {
     running_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
-    if (running_->hooks.watches()) {
-      completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
+  }
+  if (task_.stream) {
+    follow();
+  }
+  starting_.store(false, std::memory_order_release);
+  if (!handles_.empty() && running_->hooks.watches()) {
+    completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
+  }
+}
+
+void Work::follow() {
+  c10::StreamGuard on(*task_.stream);
+  try {
+    const bool graph = capturing(*task_.stream);
+    if (task_.after) {
+      task_.end();
+      task_.after = nullptr;
+      copies_ = !graph;
+    }
+    if (graph) { // the operations are over; the graph uses the memory
+      record_uses();
+    }
+    followed_.emplace(task_.stream->device_type());
+    followed_->record(*task_.stream);
+  } catch (...) {
+    starting_.store(false, std::memory_order_release);
+    throw;
+  }
+}
+
+void Work::record_uses() const {
+  for (const at::Tensor& tensor : task_.keep) {
+    record_use(tensor, *task_.stream);
+  }
+  for (const auto& list : task_.outputs) {
+    for (const at::Tensor& tensor : list) {
+      record_use(tensor, *task_.stream);
     }
   }
+}
+
+bool Work::passed() noexcept {
+  try {
+    return !copies_ || !followed_ || followed_->query();
+  } catch (const std::exception&) {
+    return true; // the device has failed, and does nothing more
+  }
+}
+
+bool Work::await_stream(Clock::time_point end) noexcept {
+  while (!passed()) {
+    if (Clock::now() >= end) {
+      return false;
+    }
+    std::this_thread::sleep_for(kStream);
+  }
+  return true;
+}
+
+void Work::order() const {
+  if (const c10::Stream current = current_stream(task_.stream->device()); followed_ && current != *task_.stream) {
+    followed_->block(current);
+  }
+}
+
+bool Work::rely() {
+  if (poll()) {
+    return false;
+  }
+  std::lock_guard<std::mutex> guard(lock_);
+  relied_ = !over_.load(std::memory_order_relaxed);
+  return relied_;
 }
 
 bool Work::poll() noexcept {
   if (over_.load(std::memory_order_acquire)) {
     return true;
   }
+  if (starting_.load(std::memory_order_acquire)) {
+    return false;
+  }
   for (tutti_work handle : handles_) {
     if (api().tutti_work_test(handle) == TUTTI_EBUSY) {
       return false;
     }
+  }
+  if (!passed()) {
+    return false;
   }
   finish();
   return true;
@@ -127,6 +216,9 @@ bool Work::await(nanoseconds time) noexcept {
   if (over_.load(std::memory_order_acquire)) {
     return true;
   }
+  if (starting_.load(std::memory_order_acquire)) {
+    return false;
+  }
   const Clock::time_point end = Clock::now() + time;
   for (tutti_work handle : handles_) {
     int64_t left = std::max<int64_t>(0, nanoseconds(end - Clock::now()).count());
@@ -134,11 +226,18 @@ bool Work::await(nanoseconds time) noexcept {
       return false;
     }
   }
+  if (!await_stream(end)) {
+    return false;
+  }
   finish();
   return true;
 }
 
 bool Work::wait(milliseconds timeout) {
+  if (task_.stream && !task_.blocks && timeout == kNoTimeout && rely()) {
+    order();
+    return true;
+  }
   if (!over_.load(std::memory_order_acquire)) {
     WithoutGil released;
     const Clock::time_point end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
@@ -160,6 +259,9 @@ bool Work::wait(milliseconds timeout) {
   }
   if (error_) {
     std::rethrow_exception(error_);
+  }
+  if (task_.stream) {
+    order();
   }
   return true;
 }
@@ -191,13 +293,16 @@ void Work::conclude() noexcept {
       source_ = status.from;
     }
   }
-  if (code_ == TUTTI_OK) {
+  if (code_ == TUTTI_OK && !task_.stream) {
     try {
       task_.end();
     } catch (...) {
       code_ = TUTTI_EINTERNAL;
       error_ = std::current_exception();
     }
+  }
+  if (error_ && relied_) {
+    running_->missed(error_);
   }
 }
 
@@ -214,6 +319,12 @@ void Work::finish() noexcept {
       return;
     }
     conclude();
+    if (task_.stream && code_ != TUTTI_OK) { // the stream may still have to pass the operations
+      try {
+        record_uses();
+      } catch (const std::exception&) { // the device has failed, and does nothing more
+      }
+    }
     ended_ = Clock::now();
     keep.swap(task_.keep);
     after.swap(task_.after);
@@ -223,7 +334,7 @@ void Work::finish() noexcept {
   if (recorded) {
     recorded();
   }
-  mark();
+  mark(true);
   const Work* outer = std::exchange(finishing, this);
   if (code_ == TUTTI_OK) {
     running_->hooks.ended(opType_, seq_, key_, begun_, ended_);
@@ -234,7 +345,7 @@ void Work::finish() noexcept {
   running_->remove(this); // the caller has another reference
 }
 
-void Work::mark() noexcept {
+void Work::mark(bool over) noexcept {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> guard(lock_);
@@ -245,7 +356,11 @@ void Work::mark() noexcept {
     future = future_;
   }
   try {
-    if (error_) {
+    c10::OptionalStreamGuard on; // a future is in the order of the stream on which it is marked
+    if (task_.stream) {
+      on.reset_stream(*task_.stream);
+    }
+    if (over && error_) {
       future->setError(error_);
     } else if (task_.outputs.size() > 1) {
       future->markCompleted(c10::IValue(task_.outputs));
@@ -270,11 +385,21 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     if (task_.outputs.size() > 1) {
       type = c10::ListType::create(type);
     }
-    future = future_ = c10::make_intrusive<c10::ivalue::Future>(type);
+    std::vector<c10::Device> devices;
+    for (const auto& list : task_.outputs) {
+      for (const at::Tensor& tensor : list) {
+        if (!tensor.is_cpu() && std::find(devices.begin(), devices.end(), tensor.device()) == devices.end()) {
+          devices.push_back(tensor.device());
+        }
+      }
+    }
+    future = future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
     over = over_.load(std::memory_order_relaxed);
   }
   if (over) {
-    mark();
+    mark(true);
+  } else if (task_.stream && !task_.blocks) {
+    mark(!rely());
   } else {
     completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
   }
@@ -310,7 +435,8 @@ int Work::sourceRank() const {
 }
 
 std::vector<at::Tensor> Work::result() {
-  TORCH_CHECK(poll(), "the operation has not ended: call wait before result");
+  TORCH_CHECK(poll() || (task_.stream && !task_.blocks),
+              "the operation has not ended: call wait before result");
   std::vector<at::Tensor> all;
   for (const auto& list : task_.outputs) {
     all.insert(all.end(), list.begin(), list.end());
@@ -377,6 +503,30 @@ bool Running::await_removal(const Work* work, std::chrono::milliseconds limit) {
   return removed_.wait_for(guard, limit, [this, work] {
     return std::none_of(works_.begin(), works_.end(), [work](const auto& other) { return other.get() == work; });
   });
+}
+
+void Running::recovered() noexcept {
+  error_.store(TUTTI_OK);
+  std::lock_guard<std::mutex> guard(mutex_);
+  missed_ = nullptr;
+}
+
+void Running::missed(std::exception_ptr error) noexcept {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!missed_) {
+    missed_ = std::move(error);
+  }
+}
+
+void Running::rethrow_missed() {
+  std::exception_ptr error;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    error = std::exchange(missed_, nullptr);
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
 }
 
 void Running::failed(int code) noexcept {

@@ -1,6 +1,7 @@
 // Works of c10d over works of Tutti.
 #pragma once
 
+#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "api.h"
+#include "device.h"
 #include "hooks.h"
 
 namespace tutti_torch {
@@ -35,24 +37,32 @@ struct Task {
   std::vector<tutti_op> ops;                    // run one after the other
   std::vector<at::Tensor> inputs;               // shown by the profiler
   std::vector<at::Tensor> keep;                 // the memory of ops
-  std::function<void()> after;                  // puts results into outputs; may be empty
-  std::vector<std::vector<at::Tensor>> outputs; // what the future gives
+  std::function<void()> after; // puts results into outputs, at the end, or on stream; may be empty
+  std::vector<std::vector<at::Tensor>> outputs; // what the future gives; the work holds them
   std::chrono::milliseconds limit{0};           // how long the operation may run
   std::chrono::milliseconds timeout{0};         // the same, 0 if it is the group's
   bool waits = false;                           // the program waits for the end before it goes on
+  std::optional<c10::Stream> stream;            // in whose order ops use the memory of a device
+  bool blocks = false;                          // with stream: a wait is one of the host, not of a stream
 
   bool message() const {
     return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
   }
 
-  // Reports whether the task is one small operation.
+  // Reports whether the task is one small operation on the memory of the host.
   bool brief() const;
+
+  // Returns the device whose memory the operations use, if they do.
+  std::optional<c10::Device> device() const;
 
   // Puts results into outputs. What it throws is the outcome.
   void end();
 };
 
 // A Work is one Task under way. It may be used by several threads.
+//
+// A task with a stream is in the order of that stream: wait makes the stream of the calling thread
+// wait, and the host goes on. If the operation fails after that, Running::missed is told.
 class Work final : public c10d::Work {
  public:
   // completer marks futures: that of collectives or that of messages of the group.
@@ -100,8 +110,14 @@ class Work final : public c10d::Work {
 
  private:
   void finish() noexcept;
-  void conclude() noexcept; // with mutex_ held
-  void mark() noexcept;
+  void conclude() noexcept; // with lock_ held
+  void mark(bool over) noexcept;
+  void follow();              // gives the stream what comes after the operations
+  void record_uses() const;   // of the memory, by the stream
+  bool passed() noexcept;     // whether the stream has done that
+  bool await_stream(std::chrono::steady_clock::time_point end) noexcept;
+  void order() const;         // makes the stream of this thread wait
+  bool rely();                // the program goes on without the outcome; false: it is known
 
   const uint64_t seq_;
   const uint64_t key_;
@@ -111,6 +127,9 @@ class Work final : public c10d::Work {
   const std::shared_ptr<Running> running_;
   std::vector<tutti_work> handles_; // released by the destructor, so that waiting needs no lock
   std::atomic<bool> over_{false};
+  std::atomic<bool> starting_{false}; // the operations, or what follows on the stream
+  std::optional<c10::Event> followed_; // with a stream: what it does for the task
+  bool copies_ = false;                // some of that comes after the operations
 
   // What follows is written once, before over_ becomes true.
   int code_ = TUTTI_OK;
@@ -122,6 +141,7 @@ class Work final : public c10d::Work {
   mutable std::mutex lock_; // protects what follows
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool marked_ = false; // or about to be
+  bool relied_ = false; // the program went on before the outcome was known
 };
 
 // Running holds works, and so the memory of their operations, until they have ended: the program
@@ -147,10 +167,13 @@ class Running {
     return error_.load();
   }
   void failed(int code) noexcept;
-  // Forgets the failure: the group is usable again.
-  void recovered() noexcept {
-    error_.store(TUTTI_OK);
-  }
+  // Forgets the failures: the group is usable again.
+  void recovered() noexcept;
+
+  // Keeps the error of an operation with which the program did not wait on the host.
+  void missed(std::exception_ptr error) noexcept;
+  // Throws the first of those, once.
+  void rethrow_missed();
 
   Hooks hooks;
 
@@ -160,6 +183,7 @@ class Running {
   std::condition_variable removed_;
   std::deque<c10::intrusive_ptr<Work>> works_; // in the order of their start
   size_t full_ = 64;                           // the length at which reap looks at all of them
+  std::exception_ptr missed_;
 };
 
 // A Completer marks futures of works that have ended. It has a thread once it has a work.

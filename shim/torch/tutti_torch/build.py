@@ -14,6 +14,7 @@ SOURCES = [
     "interrupt.cpp",
     "store.cpp",
     "jobstore.cpp",
+    "device.cpp",
     "tensors.cpp",
     "hooks.cpp",
     "work.cpp",
@@ -45,20 +46,17 @@ def current(compiled):
         return False
 
 
-def main(directory=HERE, objects=None):
-    import torch
+def flags(torch):
+    """Returns what the compiler needs for code that uses the C++ of torch."""
     from torch.utils import cpp_extension
 
-    source = sources()
-    output = os.path.join(directory, _versions.file_name(torch.__version__))
     version = tuple(int(part) for part in _versions.release(torch.__version__).split(".")[:2])
-    flags = [
+    found = [
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         "-Wall",
         "-std=c++20" if version >= (2, 10) else "-std=c++17",
-        "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
     # Modules share types only if they were compiled for the same ABI, as pybind11 knows it. Torch
@@ -66,10 +64,19 @@ def main(directory=HERE, objects=None):
     for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
         if value is not None:
-            flags.append(f'-DPYBIND11_{name}="{value}"')
-    flags += ["-I", source, "-I", os.path.join(source, "..", "..")]  # tutti_dl.h is beside them, or in shim
+            found.append(f'-DPYBIND11_{name}="{value}"')
     for path in [sysconfig.get_path("include"), *cpp_extension.include_paths()]:
-        flags += ["-isystem", path]
+        found += ["-isystem", path]
+    return found
+
+
+def main(directory=HERE, objects=None):
+    import torch
+
+    source = sources()
+    output = os.path.join(directory, _versions.file_name(torch.__version__))
+    own = [*flags(torch), "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__)]
+    own += ["-I", source, "-I", os.path.join(source, "..", "..")]  # tutti_dl.h is beside them, or in shim
     compiler = os.environ.get("CXX", "g++")
     with tempfile.TemporaryDirectory() as scratch:
         objects = objects or os.environ.get("TUTTI_OBJECTS") or scratch
@@ -80,7 +87,7 @@ def main(directory=HERE, objects=None):
             compiled = os.path.join(objects, f"{name}-{_versions.file_name(torch.__version__)}.o")
             if not current(compiled):
                 print(compiler, name, flush=True)
-                command = [compiler, *flags, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
+                command = [compiler, *own, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
                 subprocess.run(command, check=True)
                 os.replace(compiled + ".new", compiled)
             linked.append(compiled)

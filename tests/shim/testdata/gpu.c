@@ -276,6 +276,8 @@ int main(void)
 	const char *(*kernels)(const char *) = (const char *(*)(const char *))look_up("fake_kernels");
 	TRUE(kernels(getenv("KERNELS")) == NULL);
 
+	TRUE(tutti_has("cuda:0") == 1 && tutti_has("cuda:1") == 1);
+	TRUE(tutti_has("cuda:7") == 0 && tutti_has("cuda:") == 0 && tutti_has("cuda:x") == 0 && tutti_has("cuda:-1") == 0);
 	device = atoi(getenv("TUTTI_RANK")) % 2;
 	CU(cu.cuInit(0));
 	CU(cu.cuDevicePrimaryCtxRetain(&context, device));
