@@ -160,26 +160,27 @@ func (j *job) enterJob(ctx context.Context) (*Group, error) {
 		return nil, err
 	}
 	if running != nil {
-		g, err := j.admitted(ctx, running)
+		admission := join.Rejoin(j.session, running)
+		g, err := j.admitted(ctx, admission)
 		if !errors.Is(err, join.ErrOver) {
 			return g, err
 		}
 		j.log.Info("all ranks that could have let this one in are gone: the job begins anew")
 		ro := j.detach()
 		ro.Stop()
-		if err := j.session.Anew(ctx, ro, running.View); err != nil {
+		if err := admission.Undo(ctx, ro); err != nil {
 			return nil, err
 		}
 	}
-	if s.Rank >= s.Size {
-		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and the store has a job that is "+
-			"over", s.Rank, s.Size)
+	start, err := join.First(j.session)
+	if err != nil {
+		return nil, err
 	}
-	return j.first(ctx)
+	return j.first(ctx, start)
 }
 
 // first begins a job. It returns when all ranks have met.
-func (j *job) first(ctx context.Context) (*Group, error) {
+func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	s, self := j.settings, j.session.Self
 	incarnations := make([]uint64, s.Size)
 	incarnations[s.Rank] = self.Incarnation
@@ -191,7 +192,7 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 	mctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if s.OnFailure != Report {
-		defer j.session.WatchStart(mctx, cancel)()
+		defer start.Watch(mctx, cancel)()
 	}
 	j.proxy.Lock()
 	j.meeting = cancel
@@ -215,7 +216,9 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 	j.meeting = nil
 	// A peer was lost after it met this rank; other ranks may not have met that incarnation.
 	lost := mctx.Err() != nil && ctx.Err() == nil
-	j.session.SetMet(!lost)
+	if !lost {
+		start.Met()
+	}
 	j.proxy.Unlock()
 	if lost {
 		return nil, context.Cause(mctx)
@@ -234,12 +237,11 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 
 // admitted joins a running job. It returns when the other ranks have admitted this one, at one of
 // their step boundaries.
-func (j *job) admitted(ctx context.Context, running *join.Job) (*Group, error) {
-	j.session.SetMet(true)
-	if err := j.follow(running.View, running.First); err != nil {
+func (j *job) admitted(ctx context.Context, admission *join.Admission) (*Group, error) {
+	if err := j.follow(admission.Job.View, admission.Job.First); err != nil {
 		return nil, err
 	}
-	if err := j.session.AwaitAdmission(ctx, j.roster); err != nil {
+	if err := admission.Await(ctx, j.roster); err != nil {
 		if errors.Is(err, join.ErrOut) {
 			err = ErrEvicted
 		}

@@ -30,7 +30,7 @@ func Local(n int, s *Settings) ([]*Session, error) {
 		ss.Proxy = p2p.New(p2p.Config{Self: ss.Self, Size: n, Secret: secret, Resolve: resolve,
 			Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
 			Threads:    true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger, Progress: s.Progress})
-		ss.SetMet(true)
+		ss.met.Store(true)
 		all[r] = ss
 	}
 	for _, ss := range all {

@@ -156,9 +156,6 @@ func (ss *Session) Table() *collectives.Table { return ss.settings.Table }
 // Met reports whether all ranks have been registered. After that, a rank without a record is gone.
 func (ss *Session) Met() bool { return ss.met.Load() }
 
-// SetMet sets whether all ranks have been registered.
-func (ss *Session) SetMet(met bool) { ss.met.Store(met) }
-
 // Explain returns err. If this rank refused connections with another secret, the error says so.
 func (ss *Session) Explain(err error) error {
 	if ss.server == nil || ss.server.Strangers() == 0 {
@@ -298,3 +295,5 @@ func (ss *Session) lookup(ctx context.Context, rank int) (bootstrap.Record, erro
 	}
 	return bootstrap.DecodeRecord(b)
 }
+
+var _ roster.Directory = (*Session)(nil)

@@ -1,0 +1,90 @@
+package join
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"tutti/pg/internal/roster"
+	"tutti/pg/membership"
+)
+
+var (
+	// ErrOver says that a job ended while this rank waited for admission.
+	ErrOver = errors.New("all ranks of the job are gone")
+	// ErrOut says that this rank was removed while it waited for admission.
+	ErrOut = errors.New("this rank was removed before it was in")
+)
+
+// An Admission is the way of a replacement, or of an additional rank, into a running job.
+type Admission struct {
+	Job *Job
+	ss  *Session
+}
+
+// Rejoin begins the admission of a connected session to a running job. A rank without a record is
+// gone from now on: see Session.Met.
+func Rejoin(ss *Session, running *Job) *Admission {
+	ss.met.Store(true)
+	return &Admission{running, ss}
+}
+
+// Await waits until the others have admitted this rank to the job that ro, which has been started,
+// follows. It returns ErrOver if all ranks that could admit it are gone, ErrOut if they have
+// removed it.
+func (a *Admission) Await(ctx context.Context, ro *roster.Roster) error {
+	ss := a.ss
+	if v := ro.View(); ss.Self.Rank < v.Size() && v.Slots[ss.Self.Rank].Incarnation != 0 {
+		ro.Knock()
+	}
+	alive := time.Now() // when a rank that could admit this one was last registered
+	again := time.NewTicker(time.Second)
+	defer again.Stop()
+	for {
+		var in bool
+		if err := ro.Ask(ctx, func(m *membership.Machine) { in = m.Member() }); err != nil {
+			return fmt.Errorf("waiting to be let in (do the others call Admit, or have they AutoAdmit?): %w", err)
+		}
+		ss.Proxy.Lock()
+		out := ro.EvictedLocked()
+		ss.Proxy.Unlock()
+		switch {
+		case out:
+			return ErrOut
+		case in:
+			ro.Joined()
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(2 * time.Millisecond):
+		case <-again.C:
+			if job, err := ss.running(ctx); err != nil || job != nil {
+				alive = time.Now()
+			} else if time.Since(alive) > ss.Store().TTL()+2*time.Second { // more than a loss of their leases
+				return ErrOver
+			}
+		}
+	}
+}
+
+// Undo undoes Await and ro, which has been stopped, so that this rank can join a job that begins.
+// It may already be linked with ranks that belong to the new job.
+func (a *Admission) Undo(ctx context.Context, ro *roster.Roster) error {
+	ss, over := a.ss, a.Job.View
+	if err := ro.Unask(ctx); err != nil {
+		return err
+	}
+	ss.mu.Lock()
+	clear(ss.records)
+	ss.mu.Unlock()
+	ss.met.Store(false)
+	for r := range ss.settings.MaxSize {
+		if l := ss.Proxy.Linked(r); l == 0 || over.Has(r, l) {
+			ss.Proxy.MarkDead(r, 0, roster.NoProcess(r))
+			ss.Proxy.Expect(r, 0)
+		}
+	}
+	return nil
+}
