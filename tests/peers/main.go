@@ -21,7 +21,9 @@
 // warm up, find how many calls fill the time budget, then repeat that --reps times. Each call is
 // measured as programs use it: every rank writes its input, other numbers than for the call before;
 // all meet in a barrier; each takes the time, calls, takes the time; and reads and checks its
-// result. A call takes as long as its slowest rank, a repetition's time is its median call, and the
+// result. If each rank has a processor, the ranks begin together, at a tick of the machine's clock,
+// and a call takes as long as its slowest rank. If ranks share processors, a call takes from the
+// first rank's beginning to the last rank's end. A repetition's time is its median call, and the
 // best repetition is the turn's figure.
 //
 // With --tight calls follow each other at once, as in the benchmarks of the libraries: a

@@ -591,12 +591,16 @@ static double slowest(void *a, double x) { (void)a; return x; }
 static void write_one(void *a, long nr) { (void)a; fprintf(stderr, "write%ld ", nr); write_input(&t, nr); }
 static long read_one(void *a, long nr) { (void)a; fprintf(stderr, "read%ld ", nr); return wrong(&t, t.dst, nr); }
 static void barrier(void *a) { (void)a; fputs("barrier ", stderr); }
-static void maxima(void *a, double *x, size_t n) { (void)a; (void)x; (void)n; }
+static void maxima(void *a, double *x, size_t n) { /* another rank began a second before this one */
+  (void)a;
+  for (size_t i = 0; i < n; i++)
+    if (x[i] < 0) x[i] += 1;
+}
 int main(int argc, char **argv) {
   settings s = parse(argc, argv);
   mode = argv[8];
   t = prepare(&s, s.sizes[0], 0, 1);
-  subject b = {call, slowest, write_one, read_one, barrier, maxima, NULL};
+  subject b = {call, slowest, write_one, read_one, barrier, maxima, NULL, strcmp(mode, "share") == 0 ? 1 << 20 : 1};
   call(&t);
   timing r = measure(&b, &s);
   report(&s, "allreduce", "fake", 0, 1, t.count * sizeof(float), r, r.wrong);
@@ -648,6 +652,12 @@ func TestPeersTouchTheirBuffers(t *testing.T) {
 	}
 	if r, did = measure("work", "0"); strings.Contains(did, "write") || strings.Contains(did, "read") {
 		t.Errorf("the tight loop did %.300s…", did)
+	}
+	if r, _ = measure("work", "1"); r.TimeUs >= 1e6 {
+		t.Errorf("a rank with a processor: %v us, expected its own time", r.TimeUs)
+	}
+	if r, _ = measure("share", "1"); r.TimeUs < 1e6 {
+		t.Errorf("ranks that share processors: %v us, expected the time from the first one's beginning", r.TimeUs)
 	}
 	// idle: what is there is the result of no call, or of the one before
 	for _, mode := range []string{"idle", "spoil"} {

@@ -176,7 +176,7 @@ int main(int argc, char **argv) {
       {
         way w = ways(t, c, spinning)[k];
         agreement a{c, w.run, &t, w.out};
-        subject b = {call, slowest, write_one, read_one, barrier, maxima, &a};
+        subject b = {call, slowest, write_one, read_one, barrier, maxima, &a, n};
         w.run();
         long bad = long(slowest(&a, double(wrong(&t, w.out, 0))));
         quiet(&t);

@@ -405,10 +405,13 @@ func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 }
 
 // touch is a round in the way in which programs use collectives: before each call every rank writes
-// new inputs, and after it reads its result; all have written when the call begins, and the ranks
-// of a machine begin it together. Only the calls are measured. It returns the median over the calls
-// of the slowest rank's time.
+// new inputs, and after it reads its result; all have written when the call begins. Only the calls
+// are measured. It returns the median over the calls. If each rank has a processor, the ranks of a
+// machine begin a call together, and it takes as long as its slowest rank. If they share
+// processors, each begins when it gets one, and a call takes from the first rank's beginning to the
+// last rank's end: a late rank finds what others have done meanwhile.
 func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
+	share := r.g.LocalSize() == r.g.Size() && r.g.Size() > tuning.Cores()
 	r.times = r.times[:0]
 	for range n {
 		in.first++
@@ -416,12 +419,18 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 		if err := r.g.Barrier(ctx); err != nil {
 			return 0, err
 		}
-		machine.together()
-		began := time.Now()
+		if !share {
+			machine.together()
+		}
+		began := machine.now()
 		if err := in.call(ctx); err != nil {
 			return 0, err
 		}
-		r.times = append(r.times, time.Since(began).Seconds())
+		if ended := machine.now(); share {
+			r.times = append(r.times, -began.Seconds(), ended.Seconds())
+		} else {
+			r.times = append(r.times, (ended - began).Seconds())
+		}
 		if r.corrupt != nil {
 			r.corrupt(r.op, r.g.Rank(), in.outputs)
 		}
@@ -430,6 +439,10 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 	if err := pg.AllReduce(ctx, r.g, r.times, pg.Max); err != nil {
 		return 0, err
 	}
-	slices.Sort(r.times)
-	return (r.times[(n-1)/2] + r.times[n/2]) / 2, nil
+	times := r.times
+	if share {
+		times = spans(times)
+	}
+	slices.Sort(times)
+	return (times[(n-1)/2] + times[n/2]) / 2, nil
 }

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -33,5 +34,13 @@ func TestTogetherReturnsAtTick(t *testing.T) {
 			t.Fatalf("called at %v, it returned at %v: the next tick but one is at %v", before, after,
 				(before/tick+2)*tick)
 		}
+	}
+}
+
+func TestSpansFromFirstBeginningToLastEnd(t *testing.T) {
+	// two calls of two ranks: from 10 and 12 to 15 and 13, and from 20 and 19 to 21 and 25
+	times := []float64{max(-10, -12), max(15, 13), max(-20, -19), max(21, 25)}
+	if got := spans(times); !slices.Equal(got, []float64{5, 6}) {
+		t.Errorf("spans of %v, want 5 and 6", got)
 	}
 }
