@@ -142,7 +142,7 @@ generate: ## the SIMD kernels, the CUDA kernels (make deps-cuda), README's table
 bench: build ## the nccl-tests table of every operation on this machine
 	$(BIN)/tutti bench -n 2 --op all --max 4M
 
-bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_FLAGS=--quick)
+bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit; fails if a bar is missed (PEERS_FLAGS=--quick)
 	$(GO) run ./tests/peers --mpi $(MPI_ENV) --json .build/peers.json $(PEERS_FLAGS)
 
 bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL (P2P_FLAGS="--sizes 64,1M --rounds 3")

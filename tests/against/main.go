@@ -37,6 +37,8 @@ import (
 	"syscall"
 	"text/tabwriter"
 	"time"
+
+	"tutti/tests/internal/stats"
 )
 
 type options struct {
@@ -104,7 +106,7 @@ func parseOptions(args []string) (o options, err error) {
 		}
 		o.sizes = append(o.sizes, int(n)<<shift)
 	}
-	switch _, few := bounds(o.rounds, o.confidence); {
+	switch _, few := stats.Bounds(o.rounds, o.confidence); {
 	case err != nil:
 	case few != nil:
 		err = few
@@ -373,9 +375,9 @@ func judge(ctx context.Context, o options, s series) ([]verdict, error) {
 		for i := range ratios {
 			ratios[i] = news[i] / olds[i]
 		}
-		v := verdict{row: r, old: median(olds), new: median(news), ratio: median(ratios)}
+		v := verdict{row: r, old: stats.Median(olds), new: stats.Median(news), ratio: stats.Median(ratios)}
 		var err error
-		if v.lo, v.hi, err = interval(ratios, o.confidence); err != nil {
+		if v.lo, v.hi, err = stats.Interval(ratios, o.confidence); err != nil {
 			return nil, err
 		}
 		all = append(all, v)
@@ -419,7 +421,7 @@ func report(out io.Writer, o options, all []verdict) (worse bool) {
 	t.Flush()
 	fmt.Fprintln(out, "\ngeometric means of the ratio (above 1: slower)")
 	for _, k := range kinds {
-		fmt.Fprintf(out, "%8.3f  %s\n", geomean(means[k]), k)
+		fmt.Fprintf(out, "%8.3f  %s\n", stats.Geomean(means[k]), k)
 	}
 	fmt.Fprintln(out)
 	for _, v := range all {

@@ -4,57 +4,12 @@ package main
 
 import (
 	"fmt"
-	"math"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
 )
-
-func TestBounds(t *testing.T) {
-	// tables of the sign test
-	for _, c := range []struct{ n, k int }{{6, 0}, {8, 0}, {9, 1}, {12, 2}, {20, 5}, {100, 39}} {
-		if k, err := bounds(c.n, 0.95); k != c.k || err != nil {
-			t.Errorf("%d samples: %d, %v; want %d", c.n, k, err, c.k)
-		}
-	}
-	for _, n := range []int{0, 1, 5} {
-		if _, err := bounds(n, 0.95); err == nil {
-			t.Errorf("%d samples have an interval", n)
-		}
-	}
-	for _, c := range []float64{0, 1, -1, 2, math.NaN()} {
-		if _, err := bounds(100, c); err == nil {
-			t.Errorf("a confidence of %v is accepted", c)
-		}
-	}
-}
-
-// The interval holds the median of a skewed distribution as often as it says, and not much more
-// often.
-func TestIntervalHoldsTheMedian(t *testing.T) {
-	rng := rand.New(rand.NewPCG(1, 2))
-	const trials, n = 20_000, 12
-	held := 0
-	for range trials {
-		xs := make([]float64, n)
-		for i := range xs {
-			xs[i] = rng.ExpFloat64()
-		}
-		lo, hi, err := interval(xs, 0.95)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if lo <= math.Ln2 && math.Ln2 <= hi {
-			held++
-		}
-	}
-	if p := float64(held) / trials; p < 0.95 || p > 0.97 { // 0.9614 for 12 samples
-		t.Errorf("it holds the median with a probability of %v", p)
-	}
-}
 
 func TestParseOptions(t *testing.T) {
 	o, err := parseOptions([]string{"--rows", "reg", "--sizes", "64,4K", "--faults", "", "HEAD~3"})

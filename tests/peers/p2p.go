@@ -23,14 +23,14 @@ import (
 	"time"
 
 	"tutti/internal/proctest"
+	"tutti/tests/internal/stats"
 )
 
 // p2pOptions are the flags of peers p2p, parsed.
 type p2pOptions struct {
 	options
-	depth   int
-	nixl    string // the virtual environment
-	lenient bool
+	depth int
+	nixl  string // the virtual environment
 }
 
 // A batch is so many pieces of so many bytes, in every contestant.
@@ -73,6 +73,10 @@ type p2pLine struct {
 	Op    string `json:"op"`
 	Bytes int64  `json:"bytes"`
 	Depth int    `json:"depth"`
+}
+
+func (l p2pLine) String() string {
+	return fmt.Sprintf("%s of %s, %d at a time", l.Op, sizeString(l.Bytes), l.Depth)
 }
 
 // p2pRow is a line with the figures of the contestants, in microseconds a call.
@@ -173,10 +177,10 @@ func compareP2P(ctx context.Context, o p2pOptions) error {
 	if err := context.Cause(ctx); err != nil {
 		return err
 	}
-	if n := len(v.missed); n > 0 && !o.lenient {
-		return fmt.Errorf("%d comparisons miss their bar: see the list above; with --lenient that is no error", n)
+	if o.lenient {
+		return nil
 	}
-	return nil
+	return v.err()
 }
 
 // python is the interpreter of NIXL's virtual environment.
@@ -439,7 +443,7 @@ func (c *p2pContest) rows() (rows []p2pRow) {
 	for _, l := range c.lines() {
 		r := p2pRow{p2pLine: l, Samples: c.samples[l], Median: map[string]float64{}}
 		for who, us := range r.Samples {
-			r.Median[who] = median(us)
+			r.Median[who] = stats.Median(us)
 		}
 		ours := r.Median["tutti"]
 		r.Raw = r.Median["raw"] / ours
@@ -471,21 +475,6 @@ const (
 	barSmall = 64
 )
 
-// p2pBar is a row, or two, that a bar is for.
-type p2pBar struct {
-	p2pLine
-	Bar   string  `json:"bar"`
-	Ratio float64 `json:"ratio"`
-	Least float64 `json:"least"`
-}
-
-// verdict is what judge says.
-type verdict struct {
-	met      int      // comparisons
-	missed   []p2pBar // worst first
-	unjudged []string // bars that nothing was measured for
-}
-
 // judge compares rows with the bars. What was not measured is not missed.
 func judge(rows []p2pRow) verdict {
 	const batched = "reads one after another/batched"
@@ -500,7 +489,7 @@ func judge(rows []p2pRow) verdict {
 		if other/ours >= least {
 			v.met++
 		} else {
-			v.missed = append(v.missed, p2pBar{l, bar, other / ours, least})
+			v.missed = append(v.missed, miss{l.String(), bar, other / ours, least})
 		}
 	}
 	single := map[int64]float64{} // batches whose reads follow one another, by their bytes
@@ -523,29 +512,13 @@ func judge(rows []p2pRow) verdict {
 			compare(r.p2pLine, bars[3], r.Median["raw"], ours, barTrip)
 		}
 	}
-	slices.SortStableFunc(v.missed, func(a, b p2pBar) int { return cmp.Compare(a.Ratio/a.Least, b.Ratio/b.Least) })
+	v.sort()
 	for _, bar := range bars {
 		if !seen[bar] {
 			v.unjudged = append(v.unjudged, bar)
 		}
 	}
 	return v
-}
-
-// print prints the bars that were missed.
-func (v verdict) print(out io.Writer) error {
-	fmt.Fprintf(out, "\n%d comparisons meet their bar, %d miss it\n", v.met, len(v.missed))
-	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	if len(v.missed) > 0 {
-		fmt.Fprint(t, "op\tsize\tdepth\tis\tat least\tbar\t\n")
-	}
-	for _, b := range v.missed {
-		fmt.Fprintf(t, "%s\t%s\t%d\t%.2f\t%.2f\t%s\t\n", b.Op, sizeString(b.Bytes), b.Depth, b.Ratio, b.Least, b.Bar)
-	}
-	for _, bar := range v.unjudged {
-		fmt.Fprintf(t, "-\t-\t-\t-\t-\t%s: not measured\t\n", bar)
-	}
-	return t.Flush()
 }
 
 // print prints the table, and what misses a bar.

@@ -262,7 +262,7 @@ type launch struct {
 // launches returns the commands for h: usually one launch; one for each size if Tutti's --min,
 // --max and --factor cannot express them all.
 func (w *workshop) launches(h heat, cores int) ([]launch, error) {
-	sizes := w.o.Sizes
+	sizes := w.o.sizes(h.op)
 	if h.who == limit {
 		sizes = slices.DeleteFunc(slices.Clone(sizes), func(s int64) bool { return s < smallestLimit })
 		if len(sizes) == 0 {
@@ -380,7 +380,7 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 			}
 		}
 		switch {
-		case err != nil && !h.who.ours() && ctx.Err() == nil && complete(rows, w.o.Sizes):
+		case err != nil && !h.who.ours() && ctx.Err() == nil && complete(rows, w.o.sizes(h.op)):
 			return rows, fmt.Errorf("%w: %w", errEnding, err)
 		case err != nil:
 			return rows, err

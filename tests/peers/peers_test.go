@@ -14,6 +14,7 @@ import (
 	"reflect"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -70,48 +71,6 @@ func TestProgressionsNameExactlyTheSizes(t *testing.T) {
 	})
 }
 
-func TestMedianAndGeomean(t *testing.T) {
-	for _, c := range []struct {
-		xs           []float64
-		median, mean float64
-	}{
-		{[]float64{3}, 3, 3},
-		{[]float64{8, 2}, 5, 4},
-		{[]float64{100, 1, 10}, 10, 10},
-		{[]float64{4, 1, 16, 1}, 2.5, math.Sqrt(8)},
-	} {
-		in := slices.Clone(c.xs)
-		if m, g := median(c.xs), geomean(c.xs); m != c.median || math.Abs(g-c.mean) > 1e-12*g {
-			t.Errorf("%v: median %v, geometric mean %v; want %v, %v", c.xs, m, g, c.median, c.mean)
-		}
-		if !slices.Equal(in, c.xs) {
-			t.Errorf("median changed its argument to %v", c.xs)
-		}
-	}
-	if !math.IsNaN(median(nil)) || !math.IsNaN(geomean(nil)) {
-		t.Error("nothing has no middle")
-	}
-	rapid.Check(t, func(t *rapid.T) {
-		xs := rapid.SliceOfN(rapid.Float64Range(0.01, 1e6), 1, 9).Draw(t, "xs")
-		m := median(xs)
-		below, above := 0, 0
-		for _, x := range xs {
-			if x < m {
-				below++
-			}
-			if x > m {
-				above++
-			}
-		}
-		if below > len(xs)/2 || above > len(xs)/2 {
-			t.Fatalf("median %v of %v: %d below, %d above", m, xs, below, above)
-		}
-		if g := geomean(xs); g < slices.Min(xs)*(1-1e-9) || g > slices.Max(xs)*(1+1e-9) {
-			t.Fatalf("geometric mean %v of %v", g, xs)
-		}
-	})
-}
-
 func TestParseRows(t *testing.T) {
 	h := heat{tutti, "shm", "allreduce", "float32", 2}
 	out := `# size count type
@@ -149,6 +108,13 @@ func TestParseRows(t *testing.T) {
 		if rows := parseRows([]byte(`{"op":"allreduce","bytes":64,"time_us":1,"touch":true}`), h,
 			touch); len(rows) != map[bool]int{true: 1}[touch] {
 			t.Errorf("a row of the loop that touches, where touch is %v: %v", touch, rows)
+		}
+	}
+	for _, bytes := range []string{"0", "4"} { // Tutti's, and the others'
+		rows := parseRows([]byte(`{"op":"barrier","dtype":"uint8","bytes":`+bytes+`,"time_us":1}`),
+			heat{tutti, "shm", barrier, "float32", 2}, false)
+		if len(rows) != 1 || rows[0].Bytes != barrierBytes {
+			t.Errorf("a barrier of %s bytes: %+v", bytes, rows)
 		}
 	}
 	rapid.Check(t, func(t *rapid.T) { // whatever a crashing program writes
@@ -267,9 +233,9 @@ func TestReport(t *testing.T) {
 		table = append(table, strings.Fields(l))
 	}
 	for _, want := range []string{
-		"tcp allreduce float32 2 64 5.00 fail - - - 10.00 - 0.50 - - -",
-		"shm allreduce float32 2 64 2.00 3.00 - - - 1.00 0.50 2.00 4.00 - -",
-		"shm allreduce float32 2 1M - - - - - 30.00 24.00 - - 20.00 1.20",
+		"tcp allreduce float32 2 64 5.00 fail - - - 10.00 - 0.50 - - - - -",
+		"shm allreduce float32 2 64 2.00 3.00 - - - 1.00 0.50 2.00 - 4.00 - - -",
+		"shm allreduce float32 2 1M - - - - - 30.00 24.00 - - - - 20.00 1.20",
 		"0.50 tcp float32",
 		"2 1M 20.0 209.7 40.0 104.9 40.0 104.9",
 	} {
@@ -279,6 +245,73 @@ func TestReport(t *testing.T) {
 	}
 	if _, err := json.Marshal(rep); err != nil {
 		t.Errorf("as JSON: %v", err)
+	}
+}
+
+// Bars are missed by rows that lie below 1 with their whole interval, and by means.
+func TestBarsOfCollectives(t *testing.T) {
+	type cell struct {
+		line
+		peer, ours string // times of the rounds
+	}
+	at := func(transport, op string, ranks int, bytes int64) line {
+		return line{transport, op, "float32", ranks, bytes}
+	}
+	const seven = "10 10 10 10 10 10 10"
+	for _, c := range []struct {
+		name   string
+		who    contestant
+		rows   []cell
+		met    int
+		missed []string // bars, worst first
+	}{
+		{"nothing", tutti, nil, 0, nil},
+		{"no bar", tutti, []cell{{at("shm", "allreduce", 4, 4096), "1", "2"}}, 0, nil},
+		{"fast", tutti, []cell{{at("shm", "barrier", 4, 4), "10", "9"}}, 1, nil},
+		{"slow, too few rounds for an interval", tutti, []cell{{at("shm", "allreduce", 2, 64), "9 9", "10 10"}}, 0,
+			[]string{"short calls on shared memory, 2 and 4 ranks"}},
+		{"slow, perhaps", tutti, []cell{{at("shm", "allreduce", 2, 64), "9 9 9 9 9 9 11", seven}}, 1, nil},
+		{"slow beyond its interval", tutti, []cell{{at("shm", "allreduce", 64, 32<<10), "9 9 9 9 9 9 9", seven}}, 0,
+			[]string{"allreduce of 8 and more ranks"}},
+		{"mean", tutti, []cell{{at("tcp", "allgather", 2, 64), "15", "10"}, {at("tcp", "alltoall", 2, 64), "10", "10"}},
+			2, []string{"tcp, 2 ranks"}},
+		{"registered", tuttiReg, []cell{{at("shm", "allgather", 2, 1<<20), "16", "10"},
+			{at("shm", "alltoall", 2, 1<<20), "9", "10"}}, 1, []string{"registered memory, 2 ranks",
+			"registered memory, 2 ranks"}},
+		{"puts", tutti, []cell{{at("shm", "put", 2, 64), "8", "10"}}, 0, []string{"puts"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			res, o := newResults(), options{}
+			for _, x := range c.rows {
+				o.Sizes = []int64{x.Bytes}
+				for who, times := range map[contestant]string{openMPI: x.peer, c.who: x.ours} {
+					for _, us := range strings.Fields(times) {
+						f, err := strconv.ParseFloat(us, 64)
+						if err != nil {
+							t.Fatal(err)
+						}
+						feed(res, o, heat{who, x.Transport, x.Op, x.Dtype, x.Ranks}, x.Bytes, f)
+					}
+				}
+			}
+			v := res.report(o).judge()
+			var missed []string
+			for _, m := range v.missed {
+				missed = append(missed, m.Bar)
+			}
+			if v.met != c.met || !slices.Equal(missed, c.missed) || (v.err() == nil) != (len(missed) == 0) {
+				t.Errorf("%d meet their bar, %q miss it: %v; want %d and %q", v.met, missed, v.err(), c.met, c.missed)
+			}
+			judged := map[string]bool{}
+			for _, b := range bars {
+				judged[b.name] = !slices.Contains(v.unjudged, b.name)
+			}
+			for _, m := range missed {
+				if !judged[m] {
+					t.Errorf("%q is missed and not measured", m)
+				}
+			}
+		})
 	}
 }
 

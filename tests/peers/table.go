@@ -14,6 +14,8 @@ import (
 	"slices"
 	"strings"
 	"text/tabwriter"
+
+	"tutti/tests/internal/stats"
 )
 
 // A row is one line of a contestant's output. Other fields are ignored.
@@ -48,6 +50,9 @@ func parseRows(out []byte, h heat, touch bool) (rows []row) {
 		if h.who == limit {
 			op = "limit"
 		}
+		if h.op == barrier { // it has no bytes
+			r.Bytes, r.Dtype = barrierBytes, ""
+		}
 		if r.Op = strings.ReplaceAll(r.Op, "_", ""); r.Op != strings.ReplaceAll(op, "_", "") ||
 			(r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) ||
 			(r.Transport != "" && r.Transport != h.transport) ||
@@ -57,6 +62,20 @@ func parseRows(out []byte, h heat, touch bool) (rows []row) {
 		rows = append(rows, r)
 	}
 	return rows
+}
+
+// A barrier is measured as if it had one element.
+const (
+	barrier      = "barrier"
+	barrierBytes = 4
+)
+
+// sizes returns the sizes at which an operation is measured.
+func (o *options) sizes(op string) []int64 {
+	if op == barrier {
+		return []int64{barrierBytes}
+	}
+	return o.Sizes
 }
 
 // largeMessage is the size from which builds for all machines count only with their single copy.
@@ -96,6 +115,10 @@ type line struct {
 	Bytes     int64  `json:"bytes"`
 }
 
+func (l line) String() string {
+	return fmt.Sprintf("%s %s of %s, %d ranks", l.Transport, l.Op, sizeString(l.Bytes), l.Ranks)
+}
+
 // results collects the rounds.
 type results struct {
 	samples map[cell][]float64 // one per round: the best variant's
@@ -114,7 +137,7 @@ func (s *results) add(h heat, rows []row, o options) {
 	}
 	best := map[cell]found{}
 	for _, r := range rows {
-		size, ok := nearest(r.Bytes, o.Sizes)
+		size, ok := nearest(r.Bytes, o.sizes(h.op))
 		if !ok || r.Wrong > 0 {
 			continue
 		}
@@ -135,7 +158,7 @@ func (s *results) add(h heat, rows []row, o options) {
 
 // fail records that h failed, for cells without figures.
 func (s *results) fail(h heat, o options) {
-	for _, size := range o.Sizes {
+	for _, size := range o.sizes(h.op) {
 		s.failed[cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}] = true
 	}
 }
@@ -166,25 +189,6 @@ func complete(rows []row, sizes []int64) bool {
 
 func abs(x int64) int64 { return max(x, -x) }
 
-// median returns the median of xs, which it does not change; the mean of the middle two for an even
-// number; NaN if there are none.
-func median(xs []float64) float64 {
-	if len(xs) == 0 {
-		return math.NaN()
-	}
-	s := slices.Sorted(slices.Values(xs))
-	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2
-}
-
-// geomean returns the geometric mean of positive xs; NaN if there are none.
-func geomean(xs []float64) float64 {
-	var sum float64
-	for _, x := range xs {
-		sum += math.Log(x)
-	}
-	return math.Exp(sum / float64(len(xs)))
-}
-
 // A comparison is one line of the table with its figures; zero stands for none.
 type comparison struct {
 	line
@@ -194,7 +198,10 @@ type comparison struct {
 	BestPeer string               `json:"best_peer,omitempty"`
 	Ratio    float64              `json:"ratio,omitempty"`     // best peer / tutti
 	RatioReg float64              `json:"ratio_reg,omitempty"` // best peer / tutti-reg
-	OfLimit  float64              `json:"of_limit,omitempty"`  // tutti-reg, else tutti / limit, warm
+	// Intervals of the two, from and to; nil if there were too few rounds.
+	Interval    []float64 `json:"interval,omitempty"`
+	IntervalReg []float64 `json:"interval_reg,omitempty"`
+	OfLimit     float64   `json:"of_limit,omitempty"` // tutti-reg, else tutti / limit, warm
 }
 
 // A report is the result of the measurement.
@@ -205,6 +212,7 @@ type report struct {
 	Rows     []comparison      `json:"rows"`
 	// by "transport op ranks=N dtype", "transport" and "all"; with " reg" for registered memory
 	Geomeans map[string]float64 `json:"geomeans"`
+	Missed   []miss             `json:"missed"` // bars, worst first
 	Notes    []string           `json:"notes"`
 }
 
@@ -220,7 +228,7 @@ func (s *results) report(o options) *report {
 	}
 	for c, xs := range s.samples {
 		m := get(c.line)
-		m.Samples[c.column], m.Median[c.column] = xs, median(xs)
+		m.Samples[c.column], m.Median[c.column] = xs, stats.Median(xs)
 	}
 	for c := range s.failed {
 		m := get(c.line)
@@ -235,23 +243,26 @@ func (s *results) report(o options) *report {
 				best, m.BestPeer = v, string(p)
 			}
 		}
-		for column, ratio := range map[contestant]*float64{tutti: &m.Ratio, tuttiReg: &m.RatioReg} {
+		others := m.Samples[m.BestPeer]
+		for _, column := range []contestant{tutti, tuttiReg} {
 			if l.Dtype != "float32" { // no peer has it: compared with Tutti's float32 in the same kind of memory
-				best, m.BestPeer = 0, ""
+				others, m.BestPeer = nil, ""
 				if f32 := lines[line{l.Transport, l.Op, "float32", l.Ranks, l.Bytes}]; f32 != nil {
-					best, m.BestPeer = f32.Median[string(column)], "tutti float32"
+					others, m.BestPeer = f32.Samples[string(column)], "tutti float32"
 				}
 			}
-			if v := m.Median[string(column)]; v > 0 && best > 0 {
-				*ratio = best / v
-				suffix := ""
-				if column == tuttiReg {
-					suffix = " reg"
-				}
-				for _, g := range []string{fmt.Sprintf("%s %s ranks=%d %s", l.Transport, l.Op, l.Ranks, l.Dtype),
-					l.Transport + " " + l.Dtype, "all " + l.Dtype} {
-					groups[g+suffix] = append(groups[g+suffix], *ratio)
-				}
+			ours := m.Samples[string(column)]
+			if len(ours) == 0 || len(others) == 0 {
+				continue
+			}
+			to, interval, suffix := &m.Ratio, &m.Interval, ""
+			if column == tuttiReg {
+				to, interval, suffix = &m.RatioReg, &m.IntervalReg, " reg"
+			}
+			*to, *interval = ratio(others, ours)
+			for _, g := range []string{fmt.Sprintf("%s %s ranks=%d %s", l.Transport, l.Op, l.Ranks, l.Dtype),
+				l.Transport + " " + l.Dtype, "all " + l.Dtype} {
+				groups[g+suffix] = append(groups[g+suffix], *to)
 			}
 		}
 		if floor := m.Median["limit"]; floor > 0 && l.Bytes >= smallestLimit {
@@ -262,7 +273,7 @@ func (s *results) report(o options) *report {
 		rep.Rows = append(rep.Rows, *m)
 	}
 	for g, xs := range groups {
-		rep.Geomeans[g] = geomean(xs)
+		rep.Geomeans[g] = stats.Geomean(xs)
 	}
 	slices.SortFunc(rep.Rows, func(a, b comparison) int {
 		none := func(x float64) float64 {
@@ -294,7 +305,7 @@ func (r *report) print(w io.Writer) error {
 	for _, c := range append(slices.Clone(peerLibraries), tutti, tuttiReg) {
 		columns = append(columns, string(c))
 	}
-	fmt.Fprintf(t, "\ntransport\top\tdtype\tranks\tsize\t%s\tratio\treg\tlimit\tof limit\t\n",
+	fmt.Fprintf(t, "\ntransport\top\tdtype\tranks\tsize\t%s\tratio\t95 %%\treg\t95 %%\tlimit\tof limit\t\n",
 		strings.Join(columns, "\t"))
 	num := func(x float64) string {
 		if x == 0 {
@@ -304,6 +315,12 @@ func (r *report) print(w io.Writer) error {
 			return fmt.Sprintf("%.4f", x)
 		}
 		return fmt.Sprintf("%.2f", x)
+	}
+	span := func(x []float64) string {
+		if x == nil {
+			return "-"
+		}
+		return fmt.Sprintf("%.2f-%.2f", x[0], x[1])
 	}
 	anyLimit := false
 	for _, m := range r.Rows {
@@ -316,7 +333,8 @@ func (r *report) print(w io.Writer) error {
 				fmt.Fprintf(t, "%s\t", num(m.Median[c]))
 			}
 		}
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t\n", num(m.Ratio), num(m.RatioReg), num(m.Median["limit"]), num(m.OfLimit))
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t\n", num(m.Ratio), span(m.Interval), num(m.RatioReg),
+			span(m.IntervalReg), num(m.Median["limit"]), num(m.OfLimit))
 	}
 	if err := t.Flush(); err != nil {
 		return err

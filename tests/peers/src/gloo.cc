@@ -150,6 +150,12 @@ static std::vector<way> ways(task &t, const context &c, const context &spinning)
     w.push_back({"default", [o] { gloo::broadcast(*o); }, t.dst});
     break;
   }
+  case BARRIER: {
+    auto o = std::make_shared<gloo::BarrierOptions>(c);
+    o->setTag(3);
+    w.push_back({"default", [o] { gloo::barrier(*o); }, t.dst});
+    break;
+  }
   default: break;
   }
   return w;

@@ -9,7 +9,7 @@
  * with 0 calls follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-
  * tests: the vector for allreduce, reduce and broadcast; the whole input for reduce_scatter; the
  * whole output for allgather; the whole input, which is as long as the output, for alltoall; for
- * put what a rank puts to the next. */
+ * put what a rank puts to the next; a barrier has none. */
 #ifndef MEASURE_H
 #define MEASURE_H
 #include <stdio.h>
@@ -18,9 +18,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum op { ALLREDUCE, REDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL, BROADCAST, PUT, OPS };
+enum op { ALLREDUCE, REDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL, BROADCAST, PUT, BARRIER, OPS };
 static const char *const op_names[OPS] = {"allreduce", "reduce", "reduce_scatter", "allgather",
-                                          "alltoall", "broadcast", "put"};
+                                          "alltoall", "broadcast", "put", "barrier"};
 
 typedef struct {
   enum op op;
@@ -121,7 +121,7 @@ static inline long differ(const float *x, size_t n, float scale, size_t from) {
 /* Writes the input of call number nr. */
 static inline void write_input(task *t, long nr) {
   float *in = t->in_place || t->op == BROADCAST ? t->dst : t->src;
-  if (t->op == BROADCAST && t->rank != 0) return;
+  if (t->op == BARRIER || (t->op == BROADCAST && t->rank != 0)) return;
   fill(in, t->op == ALLGATHER ? t->part : t->count, (float)(t->rank + 1), (size_t)nr);
 }
 
@@ -161,6 +161,7 @@ static inline long wrong(const task *t, const float *out, long nr) {
     return bad;
   case BROADCAST: return differ(out, t->count, 1, from);
   case PUT: return differ(out, t->count, (float)((t->rank + t->n - 1) % t->n + 1), from);
+  case BARRIER: return 0;
   default: return 1;
   }
 }

@@ -87,6 +87,7 @@ static void call(void *arg) {
   case ALLTOALL: MPI_Alltoall(t->src, part, MPI_FLOAT, t->dst, part, MPI_FLOAT, MPI_COMM_WORLD); break;
   case BROADCAST: MPI_Bcast(t->dst, count, MPI_FLOAT, 0, MPI_COMM_WORLD); break;
   case PUT: put(t); break;
+  case BARRIER: MPI_Barrier(MPI_COMM_WORLD); break;
   default: break;
   }
 }

@@ -1,6 +1,5 @@
-//go:build linux
-
-package main
+// Package stats has what comparisons of measurements need.
+package stats
 
 import (
 	"fmt"
@@ -8,13 +7,18 @@ import (
 	"slices"
 )
 
-// median returns the median of xs, the mean of the middle two for an even number.
-func median(xs []float64) float64 {
+// Median returns the median of xs, which it does not change: the mean of the middle two for an even
+// number, NaN if there are none.
+func Median(xs []float64) float64 {
+	if len(xs) == 0 {
+		return math.NaN()
+	}
 	s := slices.Sorted(slices.Values(xs))
 	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2
 }
 
-func geomean(xs []float64) float64 {
+// Geomean returns the geometric mean of positive xs, NaN if there are none.
+func Geomean(xs []float64) float64 {
 	sum := 0.0
 	for _, x := range xs {
 		sum += math.Log(x)
@@ -22,11 +26,11 @@ func geomean(xs []float64) float64 {
 	return math.Exp(sum / float64(len(xs)))
 }
 
-// bounds returns k such that the interval from the k-th smallest (from 0) of n samples to the k-th
+// Bounds returns k such that the interval from the k-th smallest (from 0) of n samples to the k-th
 // largest holds the median of their distribution with at least the probability confidence, and is
 // the narrowest of these. The number of samples below the median is binomial, whatever the
 // distribution.
-func bounds(n int, confidence float64) (k int, err error) {
+func Bounds(n int, confidence float64) (k int, err error) {
 	if !(confidence > 0 && confidence < 1) {
 		return 0, fmt.Errorf("a confidence of %v: expected more than 0 and less than 1", confidence)
 	}
@@ -45,9 +49,9 @@ func bounds(n int, confidence float64) (k int, err error) {
 	return k, nil
 }
 
-// interval is bounds of xs.
-func interval(xs []float64, confidence float64) (lo, hi float64, err error) {
-	k, err := bounds(len(xs), confidence)
+// Interval is Bounds of xs.
+func Interval(xs []float64, confidence float64) (lo, hi float64, err error) {
+	k, err := Bounds(len(xs), confidence)
 	if err != nil {
 		return 0, 0, err
 	}
