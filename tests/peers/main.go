@@ -4,7 +4,7 @@
 // faster or slower it is.
 //
 //	apt-get install libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev gcc g++
-//	go run ./tests/peers                                        everything: some twelve minutes on two cores
+//	go run ./tests/peers                                        2 and 4 ranks: half an hour on two cores
 //	go run ./tests/peers --quick                                few rounds, short repetitions: does it all work?
 //	go run ./tests/peers --ops allreduce --ranks 2 --transports shm --sizes 64,4K,256K,2M,16M --json out.json
 //
@@ -146,9 +146,9 @@ type options struct {
 func parseOptions(args []string) (options, error) {
 	o := options{}
 	f := flag.NewFlagSet("peers", flag.ContinueOnError)
-	ops := f.String("ops", "allreduce,reduce_scatter,allgather,alltoall,broadcast", "operations; also reduce, put and "+
-		"barrier")
-	sizes := f.String("sizes", "64,512,4K,32K,256K,2M,16M", "bytes, with K, M or G")
+	ops := f.String("ops", "allreduce,reduce_scatter,allgather,alltoall,broadcast,barrier", "operations; also reduce "+
+		"and put")
+	sizes := f.String("sizes", "8,64,512,4K,24K,32K,192K,256K,1536K,2M,12M,16M", "bytes, with K, M or G")
 	ranks := f.String("ranks", "2,4", "numbers of ranks")
 	transports := f.String("transports", "shm,tcp", "shm and tcp")
 	dtypes := f.String("dtypes", "float32", "float32, and others of Tutti alone, compared with its float32")
@@ -157,8 +157,8 @@ func parseOptions(args []string) (options, error) {
 		"these say otherwise")
 	f.IntVar(&o.Rounds, "rounds", 7, "rounds; the median counts; with 6 and more ratios have an interval")
 	f.BoolVar(&o.lenient, "lenient", false, "do not end with an error if a bar is missed")
-	f.IntVar(&o.Reps, "reps", 5, "repetitions at each size in a round; the best counts")
-	f.DurationVar(&o.Budget, "budget", 20*time.Millisecond, "time of one repetition")
+	f.IntVar(&o.Reps, "reps", 3, "repetitions at each size in a round; the best counts")
+	f.DurationVar(&o.Budget, "budget", 8*time.Millisecond, "time of one repetition")
 	f.DurationVar(&o.Deadline, "deadline", 60*time.Second, "time after which a contestant's turn is ended")
 	f.BoolVar(&o.OutOfPlace, "out-of-place", false, "allreduce and reduce from one buffer into another")
 	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; ranks neither write inputs before them nor "+
