@@ -57,6 +57,16 @@ func (h heat) String() string {
 	return fmt.Sprintf("%s %s %s %s on %d ranks", h.who, h.transport, h.op, h.dtype, h.ranks)
 }
 
+// least returns the bytes below which an operation is not: where it divides its data, each rank has
+// an element.
+func (h heat) least() int64 {
+	switch h.op {
+	case "reduce_scatter", "allgather", "alltoall":
+		return int64(4 * h.ranks)
+	}
+	return 0
+}
+
 // enters reports whether c can run h.
 func (c contestant) enters(h heat) bool {
 	switch {
@@ -380,7 +390,7 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 			}
 		}
 		switch {
-		case err != nil && !h.who.ours() && ctx.Err() == nil && complete(rows, w.o.sizes(h.op)):
+		case err != nil && !h.who.ours() && ctx.Err() == nil && complete(rows, w.o.sizes(h.op), h.least()):
 			return rows, fmt.Errorf("%w: %w", errEnding, err)
 		case err != nil:
 			return rows, err

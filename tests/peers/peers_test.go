@@ -131,7 +131,17 @@ func TestParseRows(t *testing.T) {
 func TestNearest(t *testing.T) {
 	sizes := []int64{64, 512, 4096}
 	for b, want := range map[int64]int64{64: 64, 60: 64, 504: 512, 512: 512, 4092: 4096, 16: 0, 1 << 20: 0} {
-		if got, ok := nearest(b, sizes); got != want || ok != (want != 0) {
+		if got, ok := nearest(b, sizes, 0); got != want || ok != (want != 0) {
+			t.Errorf("nearest(%d) = %d, %v; want %d", b, got, ok, want)
+		}
+	}
+}
+
+// 8 bytes of an operation that gives each of 4 ranks an element are 16.
+func TestNearestOfFewerBytesThanRanks(t *testing.T) {
+	h := heat{tutti, "shm", "allgather", "float32", 4}
+	for b, want := range map[int64]int64{16: 8, 64: 64} {
+		if got, ok := nearest(b, []int64{8, 64}, h.least()); got != want || !ok {
 			t.Errorf("nearest(%d) = %d, %v; want %d", b, got, ok, want)
 		}
 	}
@@ -149,7 +159,7 @@ func TestComplete(t *testing.T) {
 		{[]row{{Bytes: 504}, {Bytes: 64}, {Bytes: 64}}, true},
 		{[]row{{Bytes: 512}, {Bytes: 64, Wrong: 1}}, false},
 	} {
-		if got := complete(c.rows, sizes); got != c.want {
+		if got := complete(c.rows, sizes, 0); got != c.want {
 			t.Errorf("%+v: %v", c.rows, got)
 		}
 	}

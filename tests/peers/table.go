@@ -137,7 +137,7 @@ func (s *results) add(h heat, rows []row, o options) {
 	}
 	best := map[cell]found{}
 	for _, r := range rows {
-		size, ok := nearest(r.Bytes, o.sizes(h.op))
+		size, ok := nearest(r.Bytes, o.sizes(h.op), h.least())
 		if !ok || r.Wrong > 0 {
 			continue
 		}
@@ -164,22 +164,22 @@ func (s *results) fail(h heat, o options) {
 }
 
 // nearest returns the requested size of a measurement of b: b itself, or the next above it, since
-// operations round down.
-func nearest(b int64, sizes []int64) (int64, bool) {
-	best, ok := int64(0), false
+// operations round down. Sizes below least stand for that.
+func nearest(b int64, sizes []int64, least int64) (size int64, ok bool) {
+	var best int64
 	for _, s := range sizes {
-		if d := abs(s - b); d <= s/2 && (!ok || d < abs(best-b)) {
-			best, ok = s, true
+		if d := abs(max(s, least) - b); d <= max(s, least)/2 && (!ok || d < best) {
+			size, best, ok = s, d, true
 		}
 	}
-	return best, ok
+	return size, ok
 }
 
-// complete reports whether rows are right and have a figure for each of sizes.
-func complete(rows []row, sizes []int64) bool {
+// complete reports whether rows are right and have a figure for each of sizes; least as in nearest.
+func complete(rows []row, sizes []int64, least int64) bool {
 	seen := map[int64]bool{}
 	for _, r := range rows {
-		size, ok := nearest(r.Bytes, sizes)
+		size, ok := nearest(r.Bytes, sizes, least)
 		if seen[size] = ok; r.Wrong > 0 {
 			return false
 		}
