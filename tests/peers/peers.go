@@ -79,7 +79,7 @@ func (c contestant) enters(h heat) bool {
 	case c == limit:
 		return h.transport == "shm" && h.op == "allreduce"
 	case c == tuttiReg:
-		return h.transport == "shm"
+		return h.transport == "shm" && h.op != barrier
 	}
 	return true
 }

@@ -116,6 +116,9 @@ type line struct {
 }
 
 func (l line) String() string {
+	if l.Op == barrier {
+		return fmt.Sprintf("%s %s, %d ranks", l.Transport, l.Op, l.Ranks)
+	}
 	return fmt.Sprintf("%s %s of %s, %d ranks", l.Transport, l.Op, sizeString(l.Bytes), l.Ranks)
 }
 
