@@ -609,7 +609,8 @@ func TestInstalledPeers(t *testing.T) {
 						for _, r := range rows {
 							seen[r.Bytes] = true
 						}
-						if !seen[128<<10] || (c != limit && !seen[64]) {
+						sizes := w.o.sizes(op)
+						if !seen[sizes[len(sizes)-1]] || (c != limit && !seen[sizes[0]]) {
 							t.Errorf("%s, tight %v: rows %+v", h, w.o.Tight, rows)
 						}
 					}
