@@ -11,6 +11,7 @@ import (
 	"tutti/device"
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/fakegpu"
 	"tutti/mem"
 	"tutti/rdma/soft"
 )
@@ -25,20 +26,8 @@ type exporting struct {
 
 func newExporting(t *testing.T, name string, c fake.Config, r RDMA) *exporting {
 	t.Helper()
-	x := &exporting{t: t, Driver: fake.New(t, c)}
-	d, err := cuda.LoadLibrary(x.Path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if x.Device, err = d.Open(0); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := x.Device.Close(); err != nil {
-			t.Error(err)
-		}
-		x.Empty(t)
-	})
+	x := &exporting{t: t}
+	x.Device, x.Driver = fakegpu.Open(t, 0, c)
 	ctx, err := NewContext(ContextConfig{Devices: []device.Device{x.Device}})
 	if err != nil {
 		t.Fatal(err)

@@ -13,6 +13,7 @@ import (
 	"tutti/device"
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/fakegpu"
 	"tutti/mem"
 )
 
@@ -23,21 +24,7 @@ var ways = map[string]fake.Config{"memory operations": {}, "kernels": {NoMemoryO
 // fakeGPU returns a GPU of a fake driver.
 func fakeGPU(t *testing.T, c fake.Config) device.Device {
 	t.Helper()
-	f := fake.New(t, c)
-	driver, err := cuda.LoadLibrary(f.Path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	d, err := driver.Open(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := d.Close(); err != nil {
-			t.Error(err)
-		}
-		f.Empty(t)
-	})
+	d, _ := fakegpu.Open(t, 0, c)
 	return d
 }
 

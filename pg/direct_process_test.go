@@ -20,6 +20,7 @@ import (
 	"tutti/device"
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/fakegpu"
 	"tutti/kernels"
 	"tutti/mem"
 	"tutti/pg"
@@ -42,21 +43,7 @@ func openGPU(t *testing.T, ordinal int, isolated bool) *gpu {
 func openGPUOf(t *testing.T, ordinal int, c fake.Config) *gpu {
 	t.Helper()
 	c.Devices = 4
-	f := fake.New(t, c)
-	driver, err := cuda.LoadLibrary(f.Path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	d, err := driver.Open(ordinal)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := d.Close(); err != nil {
-			t.Error(err)
-		}
-		f.Empty(t)
-	})
+	d, f := fakegpu.Open(t, ordinal, c)
 	return &gpu{d, f}
 }
 

@@ -17,6 +17,7 @@ import (
 	"tutti/device"
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/fakegpu"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/registry"
@@ -69,27 +70,14 @@ func TestWindowBuffersOverRDMA(t *testing.T) {
 				return 0
 			}
 			f := newFabric(t, soft.Config{Seed: 1, Late: 3, Faults: soft.Faults{Call: refuse}})
-			driver := fake.New(t, c.fake)
-			library, err := cuda.LoadLibrary(driver.Path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			d, err := library.Open(0)
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() {
-				if err := d.Close(); err != nil {
-					t.Error(err)
-				}
-				driver.Empty(t)
-			})
+			d, driver := fakegpu.Open(t, 0, c.fake)
 			onBoth(t, d, func(g *pg.Group, w *pg.Window) {
-				o := &putter{t, d, driver, g, w, nil}
-				if o.stream, err = d.Stream(); err != nil {
+				stream, err := d.Stream()
+				if err != nil {
 					t.Error(err)
 					return
 				}
+				o := &putter{t, d, driver, g, w, stream}
 				defer o.stream.Close()
 				for round, size := range []int{1, 100_000, 1 << 20, windowBytes} {
 					if c.unflushed {

@@ -14,6 +14,7 @@ import (
 
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/fakegpu"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/linktest"
@@ -29,21 +30,7 @@ type gpu struct {
 
 func newGPU(t *testing.T, c fake.Config) *gpu {
 	t.Helper()
-	f := fake.New(t, c)
-	driver, err := cuda.LoadLibrary(f.Path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	d, err := driver.Open(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := d.Close(); err != nil {
-			t.Error(err)
-		}
-		f.Empty(t)
-	})
+	d, f := fakegpu.Open(t, 0, c)
 	return &gpu{f, d}
 }
 
