@@ -135,11 +135,12 @@ func reached(ratio float64, interval []float64) bool {
 	return ratio >= 1 || interval != nil && interval[1] >= 1
 }
 
-// ratio returns the median of the ratios of the rounds, others to ours, and their interval. Without
-// as many rounds of both it is the ratio of the medians, and there is no interval.
+// ratio returns the ratio of the medians of the rounds, others to ours, and the interval of the
+// median of the rounds' ratios: nil if there are too few rounds, or not as many of both.
 func ratio(others, ours []float64) (median float64, interval []float64) {
+	median = stats.Median(others) / stats.Median(ours)
 	if len(others) != len(ours) {
-		return stats.Median(others) / stats.Median(ours), nil
+		return median, nil
 	}
 	ratios := make([]float64, len(ours))
 	for i := range ours {
@@ -148,5 +149,5 @@ func ratio(others, ours []float64) (median float64, interval []float64) {
 	if lo, hi, err := stats.Interval(ratios, confidence); err == nil {
 		interval = []float64{lo, hi}
 	}
-	return stats.Median(others) / stats.Median(ours), interval
+	return median, interval
 }
