@@ -63,16 +63,9 @@ func (g *gpu) sides(t *testing.T, p ports, f *soft.Fabric) (x, y *linktest.Side)
 // refusing returns a fabric whose devices refuse DMA buffers while errno is not 0, and how often
 // they were asked.
 func refusing(t *testing.T, cfg soft.Config) (f *soft.Fabric, errno *atomic.Uint32, asked *atomic.Int64) {
-	errno, asked = new(atomic.Uint32), new(atomic.Int64)
-	cfg.Faults.Call = func(_, call string) syscall.Errno {
-		if !strings.HasSuffix(call, "of a DMA buffer") {
-			return 0
-		}
-		asked.Add(1)
-		return syscall.Errno(errno.Load())
-	}
-	f = soft.New(cfg)
-	t.Cleanup(f.Close)
+	errno = new(atomic.Uint32)
+	f, asked = countCalls(t, cfg, func(call string) bool { return strings.HasSuffix(call, "of a DMA buffer") },
+		func(string) syscall.Errno { return syscall.Errno(errno.Load()) })
 	return f, errno, asked
 }
 

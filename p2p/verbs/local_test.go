@@ -15,22 +15,34 @@ import (
 	"tutti/rdma/soft"
 )
 
-// registrations returns a fabric that counts the registrations of memory, and refuses them while
-// refuse is set.
-func registrations(t *testing.T, cfg soft.Config) (f *soft.Fabric, n *atomic.Int64, refuse *atomic.Bool) {
-	n, refuse = new(atomic.Int64), new(atomic.Bool)
+// countCalls returns a fabric that counts the calls of devices that are picked, each of which fails
+// with what fail returns, unless that is 0.
+func countCalls(t *testing.T, cfg soft.Config, picked func(call string) bool,
+	fail func(call string) syscall.Errno) (f *soft.Fabric, n *atomic.Int64) {
+	n = new(atomic.Int64)
 	cfg.Faults.Call = func(_, call string) syscall.Errno {
-		if !strings.HasPrefix(call, "register") {
+		if !picked(call) {
 			return 0
 		}
 		n.Add(1)
-		if refuse.Load() && strings.Contains(call, "5242883") { // the whole region
-			return syscall.ENOMEM
-		}
-		return 0
+		return fail(call)
 	}
 	f = soft.New(cfg)
 	t.Cleanup(f.Close)
+	return f, n
+}
+
+// registrations returns a fabric that counts the registrations of memory, and refuses them while
+// refuse is set.
+func registrations(t *testing.T, cfg soft.Config) (f *soft.Fabric, n *atomic.Int64, refuse *atomic.Bool) {
+	refuse = new(atomic.Bool)
+	f, n = countCalls(t, cfg, func(call string) bool { return strings.HasPrefix(call, "register") },
+		func(call string) syscall.Errno {
+			if refuse.Load() && strings.Contains(call, "5242883") { // the whole region
+				return syscall.ENOMEM
+			}
+			return 0
+		})
 	return f, n, refuse
 }
 
