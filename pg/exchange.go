@@ -75,6 +75,7 @@ const (
 	standJoins
 	standFailed
 	standCalls
+	standHost
 )
 
 // A notice of key noticePresent says that a rank has reached the boundary before an exchange, and
@@ -100,13 +101,14 @@ const maxAttempt = 1 << 62
 type told struct {
 	place  join.Place
 	ballot uint64 // agreements that the rank has taken part in
+	host   bool   // its short vectors in the memory of devices go through the host: see packets.go
 	cause  []byte
 }
 
 func encodeTold(t resync.Told) []byte {
 	more := t.More.(told)
 	flags := uint64(0)
-	for i, b := range []bool{t.Has, t.Intact, t.Joins, t.Failed, t.Calls} {
+	for i, b := range []bool{t.Has, t.Intact, t.Joins, t.Failed, t.Calls, more.host} {
 		if b {
 			flags |= 1 << i
 		}
@@ -137,7 +139,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	t.Standing = resync.Standing{Over: u(16), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
-		More: told{join.DecodePlace(b[72:]), u(56), b[standingSize:]}}
+		More: told{join.DecodePlace(b[72:]), u(56), flags&standHost != 0, b[standingSize:]}}
 	return t, nil
 }
 
@@ -459,7 +461,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if !mine.Joins { // a rank that comes in was in no epoch before
 		g.coll.Leave(mine.Over)
 	}
-	more := told{place: g.job.session.Here, ballot: g.ballot.count()}
+	more := told{place: g.job.session.Here, ballot: g.ballot.count(), host: g.packets.refused != nil}
 	if mine.Failed {
 		more.cause = g.cause
 	}
@@ -512,7 +514,7 @@ func (g *Group) open(at resync.Point) error {
 	g.coll, g.hint = c, false
 	g.replace(func(v *groupView) {
 		v.epoch, v.job, v.ranks, v.Size, v.Active = at.View, view, ranks, len(ranks), active
-		v.Hosts, v.Exchanges = nil, false // known after the exchange
+		v.Hosts = nil // known after the exchange
 	})
 	g.run.Open(c, g.v.ranks)
 	g.unmapGone()
@@ -559,6 +561,11 @@ func (g *Group) settled() {
 		g.job.shareCores(g)
 	}
 	g.locate(places)
+	for _, slot := range g.v.Active {
+		if s, _ := g.sync.Told(slot); s.More.(told).host {
+			g.refuse(fmt.Errorf("so it was at rank %d in an earlier view", slot))
+		}
+	}
 }
 
 // pause waits for a moment for notices of missing ranks or, if there are none, for any event.

@@ -97,7 +97,6 @@ type groupView struct {
 	epoch         uint64
 	job           membership.View // in which the group's view was entered
 	ranks         []int           // of the job, by slot
-	Exchanges     bool            // the devices of all ranks do short vectors: see packets.go
 	exec.Topology                 // of the group
 }
 
@@ -184,7 +183,7 @@ func (g *Group) locate(places []join.Place) {
 	hosts := make([]int, len(g.v.Active))
 	ranksOn := map[join.CPUSet]int{}
 	cores := 0 // 0: as many as ranks
-	mapped, exchanges := g.job.session.Mapped, len(g.v.Active) > 1 && len(g.v.Active) <= device.MaxExchangeRanks
+	mapped, exchanges := g.job.session.Mapped, len(g.v.Active) <= device.MaxExchangeRanks
 	for i, slot := range g.v.Active {
 		p := places[g.v.ranks[slot]]
 		h, ok := index[p.Machine]
@@ -202,9 +201,11 @@ func (g *Group) locate(places []join.Place) {
 			cores = p.Cores
 		}
 	}
+	if g.packets.refused == nil && (!exchanges || len(index) > 1) {
+		g.packets.refused = errNoExchange
+	}
 	g.replace(func(v *groupView) {
 		v.Hosts, v.Table = nil, nil
-		v.Exchanges = exchanges && len(index) == 1
 		if len(index) > 1 {
 			v.Hosts = hosts
 		}
@@ -541,9 +542,19 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var peer *p2p.PeerError
 	var differ *p2p.Disagreement
 	var aborted *p2p.Aborted
+	var earlier *earlierError
 	switch {
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // handled before
+	case errors.As(err, &earlier):
+		if g.lost != nil && g.lost.Epoch >= earlier.epoch {
+			e := *g.lost
+			e.Call = exec.Spell(now)
+			return &wireAbort{Kind: abortRank, A: g.rank, B: e.Rank, Call: now, Text: e.Err.Error()}, &e
+		}
+		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()},
+			&RankError{Rank: g.rank, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank,
+				Err: mishap(err.Error())}
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {
@@ -614,8 +625,13 @@ func (g *Group) told(a *wireAbort) error {
 		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
 		return g.aborted
 	}
-	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: mishap(a.Text)}
 }
+
+// A mishap is why an operation has failed on a rank that is not lost.
+type mishap string
+
+func (m mishap) Error() string { return string(m) }
 
 // left handles the error of a peer that has moved to another view, which this rank will know soon.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {

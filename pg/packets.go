@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/binary"
@@ -37,7 +38,10 @@ import (
 //
 // The ranks make an exchange when the first such operation of a view is called, by two exchanges
 // of messages, for which the call waits: all of them have the memory of all others then, or none
-// uses it and such operations go through the host in this view.
+// uses it, and such operations go through the host from then on, in all views. So a rank that calls
+// an operation in one view, and another rank that calls it in the next, do not choose different
+// ways. Where a started operation has its turn in a later view than its kernel, it fails, and says
+// so to the other ranks, which may be making the exchange of that view instead.
 //
 // A stream that records its work gets the kernel and nothing else, and the operation is over: it
 // has no place in the order of operations. The launches of the graph do have one among each other
@@ -51,7 +55,7 @@ import (
 type packets struct {
 	now     *exchange // of the view; nil: not made, or refused
 	running bool      // the call that has the turn is one in packets
-	refused error     // why operations go through the host in this view
+	refused error     // why operations go through the host, in this view and all later ones
 	former  []*exchange
 	loose   *Work // the latest started one without a stream of the caller
 }
@@ -80,11 +84,11 @@ type launch struct {
 func (g *Group) short(c *exec.Call, d device.Device) bool {
 	_, able := d.(device.Exchanger)
 	n := c.Bytes(g.v.Size)
-	return able && g.v.Exchanges && c.Kind == collectives.AllReduce && n > 0 && n <= device.MaxExchangeBytes
+	return able && len(g.v.Active) > 1 && c.Kind == collectives.AllReduce && n > 0 && n <= device.MaxExchangeBytes
 }
 
 // packetVisit begins the visit of an operation in packets. It returns nil if such operations go
-// through the host in this view. ctx bounds the making of an exchange. If the stream records its
+// through the host. ctx bounds the making of an exchange. If the stream records its
 // work, recorded is true and there is no visit.
 func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, s device.Stream, limit time.Duration,
 	waits bool) (v *visit, recorded bool, err error) {
@@ -192,100 +196,151 @@ func (v *visit) running() bool {
 	return v.launch.given.Load() && v.err == nil && v.event != nil && !v.event.Done()
 }
 
-// A rank tells the others of its inbox, or why it has none.
+// A rank sends two messages to make an exchange: its inbox, and whether it has mapped those of the
+// others. Each is, little-endian,
+//
+//	0 the view that the rank makes it in | 8 the attempt | 16 which message, 1 or 2
+//	24 length of the key | 32 offset | 40 the key, or why it has none; of the second, why it has
+//	not mapped all, ending with zeros
 const (
-	inboxText  = 320
-	inboxWords = (2 + 8 + inboxText) / 8 // length of the key, offset, key or text
+	messageView    = 0
+	messageAttempt = 8
+	messageStage   = 16
+	messageHead    = 24 // what is before is the same at all ranks
+	messageKey     = 24
+	messageOffset  = 32
+	messageText    = 40
+	messageSize    = messageText + 320
 )
 
-// connect makes the exchange of this view, at all ranks alike: nil if one of them cannot.
+// connect makes the exchange of this view, at all ranks alike: nil if one of them cannot. If the
+// view changes before all ranks have made it, they begin again. If it changes after that, the
+// exchange is one that has stopped.
 func (g *Group) connect(ctx context.Context, d device.Exchanger, loc Location) (*exchange, error) {
-	if err := g.step(ctx); err != nil {
-		return nil, err
-	}
-	p := g.job.proxy
-	p.Lock()
-	v, coll := g.v, g.coll
-	x, refused := g.packets.now, g.packets.refused
-	p.Unlock()
-	if x != nil || refused != nil || !v.Exchanges {
-		return x, nil
-	}
-	made, bad := d.NewExchange(slices.Index(v.Active, g.rank), len(v.Active))
-	mine := make([]byte, 8*inboxWords)
-	if bad == nil {
-		key, offset, err := made.Inbox()
-		if bad = err; err == nil {
-			binary.LittleEndian.PutUint16(mine, uint16(len(key)))
-			binary.LittleEndian.PutUint64(mine[2:], offset)
-			copy(mine[10:], key)
-		}
-	}
-	if bad != nil {
-		copy(mine[10:], bad.Error())
-	}
-	all, err := g.exchangeBytes(ctx, mine)
-	if err != nil {
-		return nil, err
-	}
-	// refusal returns the first rank's text.
-	refusal := func(all []byte, failed func(b []byte) bool) error {
-		for _, slot := range v.Active {
-			if b := all[slot*len(mine):][:len(mine)]; failed(b) {
-				return fmt.Errorf("rank %d: %s", slot, trimZeros(b[10:]))
-			}
-		}
-		return nil
-	}
-	why := refusal(all, func(b []byte) bool { return binary.LittleEndian.Uint16(b) == 0 })
-	if why == nil {
-		clear(mine)
-		if err := g.openInboxes(d, made, v, all); err != nil {
-			copy(mine[10:], err.Error())
-		}
-		if all, err = g.exchangeBytes(ctx, mine); err != nil {
+	for {
+		if err := g.step(ctx); err != nil {
 			return nil, err
 		}
-		why = refusal(all, func(b []byte) bool { return b[10] != 0 })
+		p := g.job.proxy
+		p.Lock()
+		v, at := g.v, g.sync.At()
+		x, refused := g.packets.now, g.packets.refused
+		p.Unlock()
+		if x != nil || refused != nil {
+			return x, nil
+		}
+		made, bad := d.NewExchange(slices.Index(v.Active, g.rank), len(v.Active))
+		mine := make([]byte, messageSize)
+		binary.LittleEndian.PutUint64(mine[messageView:], at.View)
+		binary.LittleEndian.PutUint64(mine[messageAttempt:], at.Attempt)
+		mine[messageStage] = 1
+		if bad == nil {
+			var key []byte
+			var offset uint64
+			if key, offset, bad = made.Inbox(); bad == nil {
+				binary.LittleEndian.PutUint64(mine[messageKey:], uint64(len(key)))
+				binary.LittleEndian.PutUint64(mine[messageOffset:], offset)
+				copy(mine[messageText:], key)
+			}
+		}
+		if bad != nil {
+			copy(mine[messageText:], bad.Error())
+		}
+		all, err := g.exchangeBytes(ctx, mine)
+		if err != nil {
+			return nil, err
+		}
+		if !alike(all, mine[:messageHead], v.Active) {
+			continue
+		}
+		why := refusal(all, v.Active, func(b []byte) bool { return binary.LittleEndian.Uint64(b[messageKey:]) == 0 })
+		if why == nil {
+			clear(mine[messageHead:])
+			mine[messageStage] = 2
+			if err := g.openInboxes(d, made, v, all); err != nil {
+				copy(mine[messageText:], err.Error())
+			}
+			if all, err = g.exchangeBytes(ctx, mine); err != nil {
+				return nil, err
+			}
+			if !alike(all, mine[:messageHead], v.Active) {
+				continue
+			}
+			why = refusal(all, v.Active, func(b []byte) bool { return b[messageText] != 0 })
+		}
+		p.Lock()
+		defer p.Unlock()
+		if why != nil {
+			g.refuse(why)
+			return nil, nil
+		}
+		x = &exchange{Exchange: made, loc: loc, epoch: v.epoch}
+		if g.packets.now = x; g.sync.At() != at { // other ranks may have begun the operation
+			g.disconnect()
+		}
+		return x, nil
 	}
-	p.Lock()
-	defer p.Unlock()
-	switch {
-	case g.coll != coll: // the operation is over: others may have begun it
-		return nil, fmt.Errorf("the group has entered another view: %w", g.sinceMoved())
-	case why != nil:
-		g.packets.refused = why
-		g.job.log.Info("short vectors in the memory of devices go through the hosts", "group", g.id(), "why", why)
-		return nil, nil
-	}
-	g.packets.now = &exchange{Exchange: made, loc: loc, epoch: v.epoch}
-	return g.packets.now, nil
 }
 
-// sinceMoved returns what an operation fails with that the group has moved on without.
-func (g *Group) sinceMoved() error {
-	if g.lost != nil {
-		return g.lost
+// refuse has all later operations go through the host. With the proxy's lock.
+func (g *Group) refuse(why error) {
+	if g.packets.refused == nil {
+		g.packets.refused = why
+		g.job.log.Info("short vectors in the memory of devices go through the hosts", "group", g.id(), "why", why)
 	}
-	return errMoved
+}
+
+// alike reports whether exactly the slots of active have sent a message, and all with this head:
+// then all of them are making the exchange of the same view. The ranks see the same messages, and
+// decide alike.
+func alike(all, head []byte, active []int) bool {
+	for slot := range len(all) / messageSize {
+		b := all[slot*messageSize:][:messageSize]
+		if sent := b[messageStage] != 0; sent != slices.Contains(active, slot) ||
+			sent && !bytes.Equal(b[:messageHead], head) {
+			return false
+		}
+	}
+	return true
+}
+
+// refusal returns the text of the first of the active ranks that has failed.
+func refusal(all []byte, active []int, failed func(message []byte) bool) error {
+	for _, slot := range active {
+		if b := all[slot*messageSize:][:messageSize]; failed(b) {
+			return fmt.Errorf("rank %d: %s", slot, trimZeros(b[messageText:]))
+		}
+	}
+	return nil
+}
+
+// errNoExchange is why most groups have no exchange.
+var errNoExchange = fmt.Errorf("not all ranks are on one machine with devices that combine short vectors, or there "+
+	"are more than %d", device.MaxExchangeRanks)
+
+// An earlierError says that an operation was given to its stream in an earlier view.
+type earlierError struct{ epoch uint64 }
+
+func (e *earlierError) Error() string {
+	return fmt.Sprintf("it was given to its stream in view %d, which is over", e.epoch)
 }
 
 // openInboxes maps the inboxes of the other ranks.
 func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupView, all []byte) error {
-	n := len(all) / v.Size
 	inboxes, offsets := make([]device.Shared, len(v.Active)), make([]uint64, len(v.Active))
 	for i, slot := range v.Active {
-		b := all[slot*n:][:n]
-		length := int(binary.LittleEndian.Uint16(b))
+		b := all[slot*messageSize:][:messageSize]
+		length := binary.LittleEndian.Uint64(b[messageKey:])
 		if length > device.MaxKey {
 			return fmt.Errorf("%w: a key of %d bytes from rank %d", p2p.ErrProtocol, length, slot)
 		}
-		offsets[i] = binary.LittleEndian.Uint64(b[2:])
+		offsets[i] = binary.LittleEndian.Uint64(b[messageOffset:])
 		if slot == g.rank {
 			continue
 		}
 		var err error
-		if inboxes[i], err = g.job.imports(d, g.job.places[v.ranks[slot]].Incarnation, b[10:][:length]); err != nil {
+		owner := g.job.places[v.ranks[slot]].Incarnation
+		if inboxes[i], err = g.job.imports(d, owner, b[messageText:][:length]); err != nil {
 			return fmt.Errorf("rank %d: %w", slot, err)
 		}
 	}
@@ -335,7 +390,7 @@ func (g *Group) disconnect() {
 		x.Stop()
 		g.packets.former = append(g.packets.former, x)
 	}
-	g.packets.now, g.packets.refused = nil, nil
+	g.packets.now = nil
 }
 
 // repeated returns why work that a graph has repeated has no result, or nil. With the proxy's lock.
@@ -411,7 +466,7 @@ func (f *packetFeed) Do() error {
 	g, v := f.g, f.v
 	l := v.launch
 	if g.packets.now != l.x { // the group has moved since
-		return g.sinceMoved()
+		return &earlierError{l.x.epoch}
 	}
 	if !l.given.Load() {
 		if err := v.launchNow(); err != nil {

@@ -97,6 +97,23 @@ func onFlow(t *testing.T, c fake.Config, size int, cfg pg.Config, f func(t *test
 	}, append(opts, pgtest.Transport("shm"), pgtest.Config(cfg))...)
 }
 
+// tellVictim returns on the victim when all other ranks have called it.
+func tellVictim(t *testing.T, g *pg.Group, victim int) {
+	word := pg.BufferOf(make([]byte, 1))
+	for _, slot := range g.View().Active {
+		var err error
+		switch {
+		case g.Rank() != victim && slot == victim:
+			err = g.Do(t.Context(), pg.SendOp{X: word, To: victim})
+		case g.Rank() == victim && slot != victim:
+			err = g.Do(t.Context(), pg.RecvOp{X: word, From: slot})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // A process dies among operations that others have started on their streams. These end, the streams
 // are released, the contexts can be used, and the survivors go on.
 func TestDeathAmongStartedOperations(t *testing.T) {
@@ -115,6 +132,7 @@ func TestDeathAmongStartedOperations(t *testing.T) {
 					if (g.Copies() == 0) != (size < 1<<20) {
 						t.Errorf("%d pieces of the host's memory were used", g.Copies())
 					}
+					tellVictim(t, g, victim)
 					if g.Rank() == victim {
 						if err := f.fill(1 << victim); err != nil {
 							t.Fatal(err)
@@ -149,6 +167,56 @@ func TestDeathAmongStartedOperations(t *testing.T) {
 			})
 		}
 	}
+}
+
+// When a rank dies, one survivor has started three operations. The other one starts each after the
+// one before has ended, so that it has come into the next view by then. The operations end on both,
+// and the survivors go on.
+func TestStartedOperationsOfAnEarlierView(t *testing.T) {
+	const victim = 1
+	onFlow(t, fake.Config{}, 64, pg.Config{OnFailure: pg.Shrink}, func(t *testing.T, f *flow, g *pg.Group) {
+		ctx := t.Context()
+		if failed, bad := f.sum(ctx, g, 7); failed != nil || bad != nil {
+			t.Fatal(failed, bad)
+		}
+		var failed error
+		switch g.Rank() {
+		case victim:
+			tellVictim(t, g, victim)
+			pgtest.Kill(t)
+		case 0:
+			for i := range 3 {
+				w := g.Start(pg.AllReduceOp{Dst: pg.DeviceBuffer(f.m, pg.Uint8, f.s), Op: pg.BitOr})
+				if i == 0 {
+					tellVictim(t, g, victim)
+				}
+				failed = errors.Join(failed, w.Wait(ctx))
+			}
+		case 2:
+			works := f.start(g)
+			tellVictim(t, g, victim)
+			for _, w := range works {
+				failed = errors.Join(failed, w.Wait(ctx))
+			}
+		}
+		if lostRank(failed) != victim {
+			t.Fatal(failed)
+		}
+		if err := f.passes(); err != nil {
+			t.Fatal(err)
+		}
+		if err := g.Recover(ctx); err != nil {
+			t.Fatal(err)
+		}
+		for range 3 {
+			if failed, bad := f.sum(ctx, g, 5); failed != nil || bad != nil {
+				t.Fatal(failed, bad)
+			}
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Expect(victim, syscall.SIGKILL))
 }
 
 // A process is stopped while others have started operations on their streams. These end in time,

@@ -474,3 +474,29 @@ func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
 		return r.Do(ctx, op)
 	})
 }
+
+// Ranks make an exchange of messages of one view, from all its ranks and no others.
+func TestMessagesOfOneView(t *testing.T) {
+	message := func(view, stage byte) []byte {
+		b := make([]byte, messageSize)
+		b[messageView], b[messageStage], b[messageText] = view, stage, view+stage
+		return b
+	}
+	none := make([]byte, messageSize)
+	for name, c := range map[string]struct {
+		all    [][]byte
+		active []int
+		want   bool
+	}{
+		"one view":                         {[][]byte{message(4, 1), message(4, 1)}, []int{0, 1}, true},
+		"a slot that is empty":             {[][]byte{message(4, 1), none, message(4, 1)}, []int{0, 2}, true},
+		"a rank was lost since":            {[][]byte{message(4, 1), none, message(4, 1)}, []int{0, 1, 2}, false},
+		"a rank came in since":             {[][]byte{message(4, 1), message(4, 1), message(4, 1)}, []int{0, 2}, false},
+		"a rank has seen the next view":    {[][]byte{message(4, 1), none, message(5, 1)}, []int{0, 2}, false},
+		"a rank begins, another continues": {[][]byte{message(4, 2), message(4, 1)}, []int{0, 1}, false},
+	} {
+		if got := alike(bytes.Join(c.all, nil), c.all[0][:messageHead], c.active); got != c.want {
+			t.Errorf("%s: alike is %v", name, got)
+		}
+	}
+}

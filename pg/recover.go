@@ -84,8 +84,8 @@ func (g *Group) await(patience time.Duration, changed func() bool) bool {
 // verdict waits until the membership has decided which rank is lost. A rank that cannot reach
 // another is evidence against one of the two, not necessarily against the other.
 func (g *Group) verdict(e *RankError) {
-	if e.Epoch < g.v.epoch {
-		return // the group has gone on without the rank: its device was given the operation before
+	if e.Epoch < g.v.epoch || !slices.Contains(g.v.Active, e.Rank) || errors.As(e.Err, new(mishap)) {
+		return // the group has gone on without the rank, or the rank is not lost
 	}
 	patience := g.job.settings.Window + 2*time.Second
 	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // the rank may have left only this group
