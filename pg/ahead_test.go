@@ -180,12 +180,12 @@ func TestQueueEndsAtTheFirstFailure(t *testing.T) {
 						return err
 					}
 				}
-				limit := 20 * time.Second
-				if how == "timeout" {
-					limit = 300 * time.Millisecond
-				}
 				works := make([]*Work, many)
 				for i := range works {
+					limit := 20 * time.Second
+					if how == "timeout" && i >= good {
+						limit = 300 * time.Millisecond
+					}
 					switch {
 					case g.Rank() == 0 || i < good:
 						works[i] = g.StartWithin(limit, op(i))

@@ -64,10 +64,17 @@ func form(t *testing.T, uuid string, ms ...*pg.Member) []outcome {
 // formLists is form with a list of handles for each member.
 func formLists(t *testing.T, uuid string, ms []*pg.Member, list func(i int) []string) []outcome {
 	t.Helper()
+	return formWithin(t.Context(), t, uuid, ms, list)
+}
+
+// formWithin is formLists, which ctx ends.
+func formWithin(ctx context.Context, t *testing.T, uuid string, ms []*pg.Member,
+	list func(i int) []string) []outcome {
+	t.Helper()
 	all := make([]outcome, len(ms))
 	var wg sync.WaitGroup
 	for i, m := range ms {
-		wg.Go(func() { all[i].g, all[i].err = m.Form(t.Context(), uuid, list(i)) })
+		wg.Go(func() { all[i].g, all[i].err = m.Form(ctx, uuid, list(i)) })
 	}
 	wg.Wait()
 	for _, o := range all {
@@ -191,9 +198,11 @@ func TestFormAfterFailures(t *testing.T) {
 // A Form to which a member does not come ends in time, and names the member. The members can form
 // another group.
 func TestFormWithoutOneMember(t *testing.T) {
-	ms := members(t, 3, pg.Config{Timeout: 300 * time.Millisecond})
+	ms := members(t, 3, pg.Config{})
 	all := handles(ms...)
-	for i, o := range formLists(t, "u", ms[:2], func(int) []string { return all }) {
+	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	for i, o := range formWithin(short, t, "u", ms[:2], func(int) []string { return all }) {
 		if o.err == nil || !strings.Contains(o.err.Error(), "rank 2 is member ") {
 			t.Errorf("rank %d: %v, want that rank 2 is named", i, o.err)
 		}

@@ -256,9 +256,9 @@ func (r packetRank) begun(ctx context.Context) (s device.Stream, m mem.Memory, o
 // stream is released and goes on, and the group after Recover.
 func TestPacketsTimeout(t *testing.T) {
 	for _, started := range []bool{false, true} {
+		const limit = 300 * time.Millisecond
 		timedOut := make(chan struct{})
-		onPackets(t, 2, fake.Config{}, Config{Timeout: 300 * time.Millisecond}, func(ctx context.Context,
-			r packetRank) error {
+		onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
 			s, m, op, err := r.begun(ctx)
 			if err != nil {
 				return err
@@ -268,9 +268,11 @@ func TestPacketsTimeout(t *testing.T) {
 				<-timedOut
 			} else {
 				if started {
-					err = r.Start(op).Wait(ctx)
+					err = r.StartWithin(limit, op).Wait(ctx)
 				} else {
-					err = r.Do(ctx, op)
+					short, cancel := context.WithTimeout(ctx, limit)
+					err = r.Do(short, op)
+					cancel()
 				}
 				close(timedOut)
 				var late *TimeoutError

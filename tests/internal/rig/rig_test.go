@@ -84,7 +84,11 @@ func TestSlowHostDelaysPackets(t *testing.T) {
 		t.Errorf("a host behind a cable of 30ms answers after %v", d)
 	}
 	s.Part()
-	if d := ping(); d >= 60*time.Millisecond {
+	d := ping()
+	for until := time.Now().Add(Patience); d >= 60*time.Millisecond && time.Now().Before(until); { // a busy machine
+		d = ping()
+	}
+	if d >= 60*time.Millisecond {
 		t.Errorf("a host that is not slow any more answers after %v", d)
 	}
 	s.Slow(1, 0, 1)
