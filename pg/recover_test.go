@@ -716,11 +716,21 @@ func TestCancellationEvictsNoRank(t *testing.T) {
 			}
 			mine := ctx
 			switch g.Rank() {
-			case 1:
+			case 1: // when the others have ended the barrier
+				for _, from := range []int{0, 2} {
+					if _, err := pg.Recv(ctx, g, make([]byte, 1), from, 4); err != nil {
+						t.Fatal(err)
+					}
+				}
 				var end context.CancelFunc
 				mine, end = context.WithCancel(ctx)
 				end()
-			case 2:
+			default:
+				if err := pg.Send(ctx, g, []byte{1}, 1, 4); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if g.Rank() == 2 {
 				if _, err := pg.Recv(ctx, g, make([]byte, 1), 1, 3); err != nil {
 					t.Fatal(err)
 				}
