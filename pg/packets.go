@@ -275,8 +275,10 @@ func (g *Group) connect(ctx context.Context, d device.Exchanger, loc Location) (
 			return nil, nil
 		}
 		x = &exchange{Exchange: made, loc: loc, epoch: v.epoch}
-		if g.packets.now = x; g.sync.At() != at { // other ranks may have begun the operation
-			g.disconnect()
+		if g.sync.At() == at {
+			g.packets.now = x
+		} else { // other ranks may have begun the operation
+			g.packets.end(x)
 		}
 		return x, nil
 	}
@@ -387,10 +389,15 @@ func (g *Group) exchangeBytes(ctx context.Context, mine []byte) ([]byte, error) 
 // disconnect stops the exchange of the view, which ends. With the proxy's lock.
 func (g *Group) disconnect() {
 	if x := g.packets.now; x != nil {
-		x.Stop()
-		g.packets.former = append(g.packets.former, x)
+		g.packets.end(x)
 	}
 	g.packets.now = nil
+}
+
+// end stops an exchange whose view is over.
+func (p *packets) end(x *exchange) {
+	x.Stop()
+	p.former = append(p.former, x)
 }
 
 // repeated returns why work that a graph has repeated has no result, or nil. With the proxy's lock.
