@@ -82,6 +82,18 @@ func (f *flow) sum(ctx context.Context, g *pg.Group, want ...byte) (failed, bad 
 	return failed, nil
 }
 
+// goesOn fails the test unless the ranks that are left give sums of their bytes, and meet.
+func (f *flow) goesOn(t *testing.T, g *pg.Group, want byte) {
+	for range 3 {
+		if failed, bad := f.sum(t.Context(), g, want); failed != nil || bad != nil {
+			t.Fatal(failed, bad)
+		}
+	}
+	if err := g.Barrier(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // onFlow runs f on three processes, each with its GPU.
 func onFlow(t *testing.T, c fake.Config, size int, cfg pg.Config, f func(t *testing.T, f *flow, g *pg.Group),
 	opts ...pgtest.Option) {
@@ -155,14 +167,7 @@ func TestDeathAmongStartedOperations(t *testing.T) {
 							t.Fatal(err)
 						}
 					}
-					for range 3 {
-						if failed, bad := f.sum(ctx, g, 5); failed != nil || bad != nil {
-							t.Fatal(failed, bad)
-						}
-					}
-					if err := g.Barrier(ctx); err != nil {
-						t.Fatal(err)
-					}
+					f.goesOn(t, g, 5)
 				}, pgtest.Expect(victim, syscall.SIGKILL))
 			})
 		}
@@ -208,14 +213,7 @@ func TestStartedOperationsOfAnEarlierView(t *testing.T) {
 		if err := g.Recover(ctx); err != nil {
 			t.Fatal(err)
 		}
-		for range 3 {
-			if failed, bad := f.sum(ctx, g, 5); failed != nil || bad != nil {
-				t.Fatal(failed, bad)
-			}
-		}
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
+		f.goesOn(t, g, 5)
 	}, pgtest.Expect(victim, syscall.SIGKILL))
 }
 
