@@ -102,7 +102,7 @@ func (r Remote) String() string {
 func (r Remote) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
 
 // Fabric is a GPU's membership in a fabric of NVSwitches. GPUs with the same cluster and clique
-// reach each other through it, also from different machines if the cluster has a name (MNNVL).
+// reach each other through it. A named cluster may have several machines (MNNVL).
 type Fabric struct {
 	State   FabricState `json:"state"`
 	Cluster string      `json:"cluster,omitempty"` // UUID, "" if the fabric is within one machine

@@ -13,7 +13,6 @@ type Class uint8
 const (
 	ClassHost     Class = iota // through the host's memory: no other way is known
 	ClassPCIe                  // one accesses the other's memory by PCIe
-	ClassMNNVL                 // through NVSwitches, from another machine
 	ClassNVSwitch              // through NVSwitches
 	ClassNVLink                // by NVLinks between the two
 	ClassSame                  // they are the same GPU, or the same instance of one
@@ -21,7 +20,7 @@ const (
 
 // String names c.
 func (c Class) String() string {
-	return [...]string{"host", "PCIe", "MNNVL", "NVSwitch", "NVLink", "same"}[c]
+	return [...]string{"host", "PCIe", "NVSwitch", "NVLink", "same"}[c]
 }
 
 // MarshalText implements encoding.TextMarshaler.
@@ -34,10 +33,10 @@ type Path struct {
 	Level Level `json:"level"`           // how near the two are by PCIe
 }
 
-// String returns a short form: "NV4" for four NVLinks, "NVS18" for 18 to NVSwitches, "MNNVL18" for
-// those to another machine, the level for PCIe ("P2P" if it is not known), "host", "same".
+// String returns a short form: "NV4" for four NVLinks, "NVS18" for 18 to NVSwitches, the level
+// for PCIe ("P2P" if it is not known), "host", "same".
 func (p Path) String() string {
-	name := map[Class]string{ClassNVLink: "NV", ClassNVSwitch: "NVS", ClassMNNVL: "MNNVL"}[p.Class]
+	name := map[Class]string{ClassNVLink: "NV", ClassNVSwitch: "NVS"}[p.Class]
 	switch {
 	case name != "" && p.Links > 0:
 		return fmt.Sprintf("%s%d", name, p.Links)
@@ -95,15 +94,6 @@ func (s System) Path(a, b Spot) Path {
 		p.Class = ClassPCIe
 	}
 	return p
-}
-
-// Across returns the best way between the memories of GPUs of different machines.
-func Across(a, b GPU) Path {
-	if a.MIG == Yes || b.MIG == Yes || a.Problem != "" || b.Problem != "" || a.Fabric.Cluster == "" ||
-		a.Fabric.State != FabricCompleted || !a.Fabric.joins(b.Fabric) || a.switched() == 0 || b.switched() == 0 {
-		return Path{}
-	}
-	return Path{Class: ClassMNNVL, Links: min(a.switched(), b.switched())}
 }
 
 // pair returns what the driver says of two GPUs, nothing if it says nothing.

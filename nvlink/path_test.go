@@ -187,41 +187,6 @@ func TestInstancesOfOneGPUAreApart(t *testing.T) {
 	}
 }
 
-// TestMachinesOfOneCliqueAreConnected: NVSwitches of two machines are a way if they form one clique
-// of one cluster.
-func TestMachinesOfOneCliqueAreConnected(t *testing.T) {
-	gpu := func(change func(*nvlink.GPU)) nvlink.GPU {
-		g := nvlinktest.DGXH100().GPUs[0]
-		g.Fabric = nvlink.Fabric{State: nvlink.FabricCompleted, Cluster: "c", Clique: 7}
-		change(&g)
-		return g
-	}
-	a := gpu(func(*nvlink.GPU) {})
-	for name, c := range map[string]struct {
-		change func(*nvlink.GPU)
-		want   string
-	}{
-		"one clique":       {func(*nvlink.GPU) {}, "MNNVL18"},
-		"a link is down":   {func(g *nvlink.GPU) { g.Links[0].Up = false }, "MNNVL17"},
-		"another clique":   {func(g *nvlink.GPU) { g.Fabric.Clique = 8 }, "host"},
-		"another cluster":  {func(g *nvlink.GPU) { g.Fabric.Cluster = "d" }, "host"},
-		"no cluster":       {func(g *nvlink.GPU) { g.Fabric.Cluster = "" }, "host"},
-		"in progress":      {func(g *nvlink.GPU) { g.Fabric.State = nvlink.FabricInProgress }, "host"},
-		"failed":           {func(g *nvlink.GPU) { g.Fabric.Problem = "x" }, "host"},
-		"MIG":              {func(g *nvlink.GPU) { g.MIG = nvlink.Yes }, "host"},
-		"no link is known": {func(g *nvlink.GPU) { g.Links = nil }, "host"},
-	} {
-		b := gpu(c.change)
-		if got, back := nvlink.Across(a, b).String(), nvlink.Across(b, a).String(); got != c.want || back != c.want {
-			t.Errorf("%s: %s, and back %s; want %s", name, got, back, c.want)
-		}
-	}
-	none := gpu(func(g *nvlink.GPU) { g.Fabric = nvlink.Fabric{State: nvlink.FabricCompleted} })
-	if got := nvlink.Across(none, none); got.Class != nvlink.ClassHost {
-		t.Errorf("two machines with a fabric each: %v", got)
-	}
-}
-
 func TestDistanceOverPCIe(t *testing.T) {
 	gpu := at(0, "pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0", "0000:13:00.0")
 	for name, c := range map[string]struct {
@@ -433,14 +398,11 @@ func TestProperties(t *testing.T) {
 				if p.Class != back.Class || p.Links != back.Links {
 					t.Fatalf("%d to %d: %v, and back %v", i, j, p, back)
 				}
-				if (p.Class == nvlink.ClassSame) != (i == j) || p.Class == nvlink.ClassMNNVL || p.String() == "" {
+				if (p.Class == nvlink.ClassSame) != (i == j) || p.String() == "" {
 					t.Fatalf("%d to %d: %v", i, j, p)
 				}
 				if q := s.Pairs[i][j]; p.Class != nvlink.ClassHost && (q.Read == nvlink.No || q.Write == nvlink.No) {
 					t.Fatalf("%d to %d: %v with %+v", i, j, p, q)
-				}
-				if x := nvlink.Across(s.GPUs[i], s.GPUs[j]); x != nvlink.Across(s.GPUs[j], s.GPUs[i]) {
-					t.Fatalf("%d across %d: %v", i, j, x)
 				}
 			}
 		}
