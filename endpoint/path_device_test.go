@@ -3,15 +3,16 @@
 package endpoint
 
 import (
-	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/rdma/rdmatest"
 	"tutti/rdma/verbs"
@@ -43,28 +44,9 @@ func TestDeviceTwoProcesses(t *testing.T) {
 		io.Copy(io.Discard, os.Stdin)
 		return
 	}
-	child := exec.Command(os.Args[0], "-test.run=^TestDeviceTwoProcesses$")
-	child.Env = append(os.Environ(), servingVariable+"=1")
-	child.Stderr = os.Stderr
-	in, err := child.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer in.Close()
-	out, err := child.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := child.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer child.Wait()
-	defer child.Process.Kill()
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil {
-		t.Fatalf("the child says %q: %v", line, err)
-	}
-	info, err := ParseInfo(line[:len(line)-1])
+	child := proctest.RunPiped(t, proctest.Again([]string{servingVariable + "=1"},
+		"-test.run=^TestDeviceTwoProcesses$"))
+	info, err := ParseInfo(child.Hear())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -88,9 +70,7 @@ func TestDeviceTwoProcesses(t *testing.T) {
 		fs = append(fs, p.Write(make([]byte, 4<<20), "data", 0))
 	}
 	wait(t, fs[0])
-	if err := child.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	child.Signal(unix.SIGKILL)
 	for _, f := range fs {
 		if err := f.Wait(t.Context()); err != nil && !errors.Is(err, ErrBroken) {
 			t.Fatal(err)

@@ -1056,12 +1056,7 @@ func TestRandomProcesses(t *testing.T) {
 					t.Fatalf("-hosts %s: want %d of them", *randomHosts, n)
 				}
 			}
-			type child struct {
-				p   *proctest.Process
-				in  io.WriteCloser
-				out *bufio.Reader
-			}
-			var all []*child
+			var all []*proctest.Child
 			var infos strings.Builder
 			for i := range n {
 				argv := []string{os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s",
@@ -1072,19 +1067,13 @@ func TestRandomProcesses(t *testing.T) {
 				cmd := exec.Command(argv[0], argv[1:]...)
 				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %s %d %d %v", childVariable, seed, n, x.kind, i,
 					x.ops/n, x.guarded))
-				p, in, out, err := proctest.StartPiped(cmd)
-				if err != nil {
-					t.Fatal(err)
-				}
-				t.Cleanup(func() { in.Close(); p.Kill(); p.Wait(); out.Close() })
-				all = append(all, &child{p, in, bufio.NewReader(out)})
+				c := proctest.RunPiped(t, cmd)
+				c.Patience = 5 * time.Minute
+				all = append(all, c)
 			}
-			until := func(c *child, word string) string {
+			until := func(c *proctest.Child, word string) string {
 				for {
-					line, err := c.out.ReadString('\n')
-					if err != nil {
-						t.Fatalf("a process ended: %v %s", err, line)
-					}
+					line := c.Hear()
 					if rest, ok := strings.CutPrefix(line, word); ok {
 						return strings.TrimSpace(rest)
 					}
@@ -1097,27 +1086,24 @@ func TestRandomProcesses(t *testing.T) {
 				infos.WriteString(until(c, "INFO ") + "\n")
 			}
 			for _, c := range all {
-				io.WriteString(c.in, infos.String())
+				c.Tell(strings.TrimSuffix(infos.String(), "\n"))
 			}
 			for _, c := range all {
 				until(c, "DONE")
 			}
 			for _, c := range all {
-				io.WriteString(c.in, "stop\n")
+				c.Tell("stop")
 			}
 			for _, c := range all {
 				until(c, "STOPPED")
 			}
 			for _, c := range all {
-				c.in.Close()
+				c.In.Close()
 			}
 			for i, c := range all {
-				rest, _ := io.ReadAll(c.out)
-				if err := c.p.Wait(); err != nil {
-					t.Errorf("member %d: %v\n%s", i, err, rest)
-				} else {
-					t.Logf("member %d: %s", i, rest)
-				}
+				c.End(0)
+				_, rest, _ := strings.Cut(c.Out.String(), "STOPPED\n")
+				t.Logf("member %d: %s", i, rest)
 			}
 		})
 	}

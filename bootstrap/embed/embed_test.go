@@ -1,14 +1,12 @@
 package embed
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -202,31 +200,13 @@ func TestSideBySide(t *testing.T) {
 // A store that was killed leaves no port, and its directory goes at the next start.
 func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), childDir+"="+dir)
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer out.Close()
-	cmd.Stdout = theirs
-	p, err := proctest.Start(cmd)
-	theirs.Close()
-	if err != nil {
-		t.Fatal(err)
-	}
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil || !strings.HasPrefix(line, "tutti://") {
-		p.Kill()
-		t.Fatal(line, err)
-	}
-	address := strings.TrimSpace(line)
+	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir}))
+	address := p.Hear()
 	c, err := dial(t, address)
 	if err != nil {
 		t.Error(err)
 	}
 	p.Kill()
-	p.Wait()
 	if err == nil {
 		if err := c.Put(t.Context(), "k", nil, false); !errors.Is(err, bootstrap.ErrStoreAway) {
 			t.Errorf("Put to a killed store: %v", err)

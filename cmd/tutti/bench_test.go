@@ -8,6 +8,7 @@ import (
 
 	"tutti/cmd/tutti/internal/bench"
 	"tutti/cmd/tutti/internal/pair"
+	"tutti/internal/proctest"
 )
 
 func TestBench(t *testing.T) {
@@ -16,9 +17,9 @@ func TestBench(t *testing.T) {
 		j := s.command("bench", "-n", "2", "--transport", transport, "--op", "allreduce,alltoall,barrier", "--max",
 			"4K", "--iters", "2", "--rounds", "1", "--json")
 		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
-		j.start().end(0)
+		j.start().End(0)
 		n := 0
-		for line := range strings.Lines(j.stdout.String()) {
+		for line := range strings.Lines(j.Out.String()) {
 			var r bench.Row
 			if err := json.Unmarshal([]byte(line), &r); err != nil {
 				t.Fatalf("%q: %v", line, err)
@@ -30,8 +31,8 @@ func TestBench(t *testing.T) {
 		if n != 3*2+3+1 {
 			t.Errorf("--transport %s: %d rows", transport, n)
 		}
-		if j.stderr.String() != "" {
-			t.Errorf("--transport %s: stderr %q", transport, j.stderr.String())
+		if j.Err.String() != "" {
+			t.Errorf("--transport %s: stderr %q", transport, j.Err.String())
 		}
 	}
 	s.empty()
@@ -43,9 +44,9 @@ func TestBench(t *testing.T) {
 		few := []string{"bench", "-n", "2", "--max", "4K", "--iters", "2", "--rounds", "1", "--json"}
 		j := s.command(append(few, flags...)...)
 		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
-		j.start().end(0)
+		j.start().End(0)
 		n := 0
-		for line := range strings.Lines(j.stdout.String()) {
+		for line := range strings.Lines(j.Out.String()) {
 			var r bench.Row
 			err := json.Unmarshal([]byte(line), &r)
 			touch, queue := slices.Contains(flags, "--touch"), slices.Contains(flags, "--queue")
@@ -54,15 +55,15 @@ func TestBench(t *testing.T) {
 			}
 		}
 		if n == 0 {
-			t.Errorf("%v: no rows: %s", flags, j.stderr.String())
+			t.Errorf("%v: no rows: %s", flags, j.Err.String())
 		}
 	}
 
 	// As a rank of an existing job: rank 0 prints, the others are silent.
-	j := s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
+	j := s.command("run", "-n", "2", proctest.Self(), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
-	j.start().end(0)
-	if out := j.stdout.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") ||
+	j.start().End(0)
+	if out := j.Out.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") ||
 		!strings.Contains(out, "# wrong elements         0") {
 		t.Errorf("stdout %s", out)
 	}
@@ -88,12 +89,12 @@ func TestBenchFaults(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		j := s.command("bench", "--faults", "-n", "3", "--rounds", "2", "--transport", transport, "--json")
 		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
-		j.start().end(0)
-		rows := json.NewDecoder(strings.NewReader(j.stdout.String()))
+		j.start().End(0)
+		rows := json.NewDecoder(strings.NewReader(j.Out.String()))
 		for _, leader := range []bool{false, true} {
 			var r faultRow
 			if err := rows.Decode(&r); err != nil {
-				t.Fatalf("%q: %v", j.stdout.String(), err)
+				t.Fatalf("%q: %v", j.Out.String(), err)
 			}
 			if r.Ranks != 3 || r.Leader != leader || r.Rounds != 2 || r.Detected[0] <= 0 || r.Next[0] < r.Detected[0] ||
 				r.Next[1] < r.Next[0] || r.Admitted[0] <= 0 {
@@ -109,7 +110,7 @@ func TestBenchP2P(t *testing.T) {
 	j := s.command("bench", "--op", "p2p", "--min", "1", "--max", "2M", "--factor", "1024", "--queue", "3", "--iters",
 		"4", "--rounds", "2", "--json")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
-	j.start().end(0)
+	j.start().End(0)
 	type key struct {
 		op           string
 		bytes, depth int
@@ -124,7 +125,7 @@ func TestBenchP2P(t *testing.T) {
 	}
 	want = append(want, key{"batch", 256 << 10, 1}, key{"batch", 256 << 10, 64})
 	var got []key
-	for line := range strings.Lines(j.stdout.String()) {
+	for line := range strings.Lines(j.Out.String()) {
 		var r pair.Row
 		if err := json.Unmarshal([]byte(line), &r); err != nil {
 			t.Fatalf("%q: %v", line, err)
@@ -137,12 +138,12 @@ func TestBenchP2P(t *testing.T) {
 	if !slices.Equal(got, want) {
 		t.Errorf("rows %v, expected %v", got, want)
 	}
-	if j.stderr.String() != "" {
-		t.Errorf("stderr %q", j.stderr.String())
+	if j.Err.String() != "" {
+		t.Errorf("stderr %q", j.Err.String())
 	}
 	s.empty()
 
 	for _, flag := range []string{"--ranks=2", "--transport=shm", "--dtype=float32", "--max=2G", "--queue=-1"} {
-		s.command("bench", "--op", "p2p", flag).start().end(2)
+		s.command("bench", "--op", "p2p", flag).start().End(2)
 	}
 }

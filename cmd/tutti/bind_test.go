@@ -12,6 +12,7 @@ import (
 
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/internal/cpus"
+	"tutti/internal/proctest"
 )
 
 // processors returns the processors that the threads of a process may run on, "" while not all may
@@ -72,7 +73,7 @@ func TestRunBindsRanksToTheirShares(t *testing.T) {
 	} {
 		s := newStage(t)
 		args := append([]string{"run", "-v", "-n", fmt.Sprint(c.n)}, strings.Fields(c.flags)...)
-		j := s.command(append(args, self(t))...)
+		j := s.command(append(args, proctest.Self())...)
 		j.cmd.Env = append(j.cmd.Env, "TUTTI_BIND="+c.env)
 		j.start()
 		for i, p := range s.arrive(c.n) {
@@ -81,12 +82,12 @@ func TestRunBindsRanksToTheirShares(t *testing.T) {
 			}
 			p.tell("exit 0")
 		}
-		j.end(0)
+		j.End(0)
 		for i, set := range c.want {
 			line := fmt.Sprintf("rank %d runs on processors %v\n", i, set)
-			if says := strings.Contains(j.stderr.String(), line); says == strings.Contains(c.flags+c.env, "none") &&
+			if says := strings.Contains(j.Err.String(), line); says == strings.Contains(c.flags+c.env, "none") &&
 				c.flags != "--bind share" {
-				t.Errorf("%s TUTTI_BIND=%s: stderr %q, line %q", c.flags, c.env, j.stderr.String(), line)
+				t.Errorf("%s TUTTI_BIND=%s: stderr %q, line %q", c.flags, c.env, j.Err.String(), line)
 			}
 		}
 		s.empty()
@@ -101,12 +102,12 @@ func TestRunRespectsItsOwnBinding(t *testing.T) {
 	}
 	last := allowed[len(allowed)-1:]
 	s := newStage(t)
-	j := s.command("run", "-n", "2", self(t))
+	j := s.command("run", "-n", "2", proctest.Self())
 	j.cmd.Path, err = exec.LookPath("taskset")
 	if err != nil {
 		t.Fatal(err)
 	}
-	j.cmd.Args = append([]string{"taskset", "-c", last.String(), self(t)}, j.cmd.Args[1:]...)
+	j.cmd.Args = append([]string{"taskset", "-c", last.String(), proctest.Self()}, j.cmd.Args[1:]...)
 	j.start()
 	for i, p := range s.arrive(2) {
 		if got := processors(t, p.PID); got != last.String() {
@@ -114,7 +115,7 @@ func TestRunRespectsItsOwnBinding(t *testing.T) {
 		}
 		p.tell("exit 0")
 	}
-	j.end(0)
+	j.End(0)
 }
 
 // A rank that is started again has the processors of the first; a spare process gets those of the
@@ -126,7 +127,8 @@ func TestReplacementsGetTheProcessorsOfTheirSlots(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := newStage(t)
-	j := s.run("run", "-n", "2", "-v", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--", self(t))
+	j := s.run("run", "-n", "2", "-v", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--",
+		proctest.Self())
 	of := map[string]*puppet{}
 	for range 3 {
 		p := s.next()
@@ -157,8 +159,8 @@ func TestReplacementsGetTheProcessorsOfTheirSlots(t *testing.T) {
 			t.Fatalf("standby in place of rank 1: %s, want %v", processors(t, spare.PID), want[1])
 		}
 	}
-	j.stderr.await(t, fmt.Sprintf("rank 1 (standby 0) runs on processors %v\n", want[1]))
-	j.signal(syscall.SIGINT)
-	j.end(130)
+	j.Err.Await(t, fmt.Sprintf("rank 1 (standby 0) runs on processors %v\n", want[1]))
+	j.Signal(syscall.SIGINT)
+	j.End(130)
 	s.empty()
 }

@@ -26,6 +26,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/endpoint/stats"
+	"tutti/internal/proctest"
 	"tutti/internal/sitetest"
 )
 
@@ -62,8 +63,8 @@ func (s *site) endpoint(args ...string) *tutti {
 func (s *site) serve(args ...string) (server *tutti, info string) {
 	s.t.Helper()
 	server = s.endpoint(append([]string{"serve", "--listen", "127.0.0.1"}, args...)...).start()
-	server.stdout.await(s.t, "\n")
-	info = strings.TrimSuffix(server.stdout.String(), "\n")
+	server.Out.Await(s.t, "\n")
+	info = strings.TrimSuffix(server.Out.String(), "\n")
 	if !strings.HasPrefix(info, "tutti-endpoint://127.0.0.1:") || strings.Contains(info, "\n") {
 		s.t.Fatalf("it prints %q", info)
 	}
@@ -102,16 +103,16 @@ func TestEndpointRead(t *testing.T) {
 
 	for _, at := range []string{info, address} {
 		j := s.endpoint("ls", at).start()
-		j.end(0)
+		j.End(0)
 		want := fmt.Sprintf("a b             0  read\nweights  %d  read\n", len(data))
-		if got := j.stdout.String(); got != want {
+		if got := j.Out.String(); got != want {
 			t.Errorf("ls %s: %q, want %q", at, got, want)
 		}
 	}
 	j := s.endpoint("ls", "--json", info).start()
-	j.end(0)
+	j.End(0)
 	var r remote
-	first, rest, _ := strings.Cut(j.stdout.String(), "\n")
+	first, rest, _ := strings.Cut(j.Out.String(), "\n")
 	if err := json.Unmarshal([]byte(first), &r); err != nil || r != (remote{"a b", 0, "read"}) ||
 		strings.Count(rest, "\n") != 1 {
 		t.Errorf("%+v, %v; %q", r, err, rest)
@@ -131,19 +132,19 @@ func TestEndpointRead(t *testing.T) {
 	} {
 		args := append([]string{"read", info}, strings.Fields(c.args)...)
 		j := s.endpoint(args...).start()
-		j.end(0)
-		if !bytes.Equal([]byte(j.stdout.String()), c.want) || j.stderr.String() != "" {
-			t.Errorf("read %s: %d bytes, which are not the %d expected ones; stderr %q", c.args, len(j.stdout.String()),
-				len(c.want), j.stderr.String())
+		j.End(0)
+		if !bytes.Equal([]byte(j.Out.String()), c.want) || j.Err.String() != "" {
+			t.Errorf("read %s: %d bytes, which are not the %d expected ones; stderr %q", c.args, len(j.Out.String()),
+				len(c.want), j.Err.String())
 		}
 		j = s.endpoint(append(args, "-o", out)...).start()
-		j.end(0)
-		if j.stdout.String() != "" || j.stderr.String() != "" {
-			t.Errorf("read %s -o: stdout %q, stderr %q", c.args, j.stdout.String(), j.stderr.String())
+		j.End(0)
+		if j.Out.String() != "" || j.Err.String() != "" {
+			t.Errorf("read %s -o: stdout %q, stderr %q", c.args, j.Out.String(), j.Err.String())
 		}
 		s.holds(out, c.want)
 	}
-	s.endpoint("read", info, "a b", "-o", out).start().end(0)
+	s.endpoint("read", info, "a b", "-o", out).start().End(0)
 	s.holds(out, nil)
 
 	for _, c := range []struct{ args, says string }{
@@ -154,25 +155,25 @@ func TestEndpointRead(t *testing.T) {
 		{"weights -o " + s.dir, "is a directory"},
 	} {
 		j := s.endpoint(append([]string{"read", info}, strings.Fields(c.args)...)...).start()
-		j.end(1)
+		j.End(1)
 		j.says(c.says)
-		if j.stdout.String() != "" {
-			t.Errorf("read %s: stdout %q", c.args, j.stdout.String())
+		if j.Out.String() != "" {
+			t.Errorf("read %s: stdout %q", c.args, j.Out.String())
 		}
 	}
 	if got := s.names(); !slices.Equal(got, []string{"big", "empty", "out"}) {
 		t.Errorf("the directory has %q", got)
 	}
 
-	server.signal(syscall.SIGINT)
-	server.end(0)
+	server.Signal(syscall.SIGINT)
+	server.End(0)
 	server.says("tutti: a b: 0 B read\n")
 	server.says("tutti: weights: ")
-	if text := server.stderr.String(); strings.Count(text, "\n") != 2 || strings.Contains(text, "written") {
+	if text := server.Err.String(); strings.Count(text, "\n") != 2 || strings.Contains(text, "written") {
 		t.Errorf("stderr %q", text)
 	}
 	j = s.endpoint("read", info, "weights", "-o", out).start()
-	j.end(1)
+	j.End(1)
 	j.says("connection refused")
 }
 
@@ -185,14 +186,14 @@ func TestEndpointWrite(t *testing.T) {
 	address := strings.TrimPrefix(info[:strings.LastIndex(info, "/")], "tutti-endpoint://")
 
 	j := s.endpoint("ls", address).start()
-	j.end(0)
-	if got := j.stdout.String(); !strings.HasSuffix(got, "  read+write\n") {
+	j.End(0)
+	if got := j.Out.String(); !strings.HasSuffix(got, "  read+write\n") {
 		t.Errorf("ls: %q", got)
 	}
-	s.endpoint("write", info, "r", source).start().end(0)
+	s.endpoint("write", info, "r", source).start().End(0)
 	copy(data, news)
 	s.holds(path, data)
-	s.endpoint("write", info, "r", source, "--offset", "1M").start().end(0)
+	s.endpoint("write", info, "r", source, "--offset", "1M").start().End(0)
 	copy(data[1<<20:], news)
 	s.holds(path, data)
 	feed := func(b []byte, args ...string) *tutti {
@@ -200,33 +201,33 @@ func TestEndpointWrite(t *testing.T) {
 		j.cmd.Stdin = bytes.NewReader(b)
 		return j.start()
 	}
-	feed(news[:pieceSize+9], "--offset", "77").end(0)
+	feed(news[:pieceSize+9], "--offset", "77").End(0)
 	copy(data[77:], news[:pieceSize+9])
 	s.holds(path, data)
-	feed(nil).end(0)
+	feed(nil).End(0)
 	s.holds(path, data)
-	feed(slices.Repeat([]byte{1}, 3*pieceSize), "--offset", "100").end(0) // it just fits
+	feed(slices.Repeat([]byte{1}, 3*pieceSize), "--offset", "100").End(0) // it just fits
 	copy(data[100:], slices.Repeat([]byte{1}, 3*pieceSize))
 	s.holds(path, data)
 
 	// What does not fit is known before a file is written, and only at the end of a pipe.
 	j = s.endpoint("write", info, "r", source, "--offset", "2M").start()
-	j.end(1)
+	j.End(1)
 	j.says("2097157 at offset 2097152 are out of the region's bounds")
 	s.holds(path, data)
 	j = feed(news, "--offset", "2M")
-	j.end(1)
+	j.End(1)
 	j.says("the input is longer than the 1048676 bytes of region r from offset 2097152: they have been written")
 	copy(data[2<<20:], news)
 	s.holds(path, data)
 
 	j = s.endpoint("write", fixed, "r", source).start()
-	j.end(1)
+	j.End(1)
 	j.says("cannot be written: its rights are read")
 	s.holds(path, data)
 
-	server.signal(syscall.SIGTERM)
-	server.end(0)
+	server.Signal(syscall.SIGTERM)
+	server.End(0)
 	server.says("tutti: r: 0 B read, ")
 	server.says(" written\n")
 }
@@ -299,13 +300,13 @@ func TestEndpointGuards(t *testing.T) {
 			at := l.Addr().String()
 			for _, args := range [][]string{{"ls", at}, {"read", at, "secrets"}, {"write", at, "secrets", path}} {
 				j := s.endpoint(append(args, strings.Fields(c.client)...)...).start()
-				j.end(0)
-				if got := j.stdout.String(); args[0] == "read" && got != marker {
+				j.End(0)
+				if got := j.Out.String(); args[0] == "read" && got != marker {
 					t.Errorf("read %q", got)
 				}
 			}
-			server.signal(syscall.SIGTERM)
-			server.end(0)
+			server.Signal(syscall.SIGTERM)
+			server.End(0)
 			l.mu.Lock()
 			defer l.mu.Unlock()
 			if n := bytes.Count(l.said.Bytes(), []byte(marker)); n != 0 == c.sealed {
@@ -344,15 +345,15 @@ func TestEndpointTrust(t *testing.T) {
 		run("TUTTI_SECRET_FILE="+file, "read", info, "r"),
 		run("TUTTI_SECRET=that of another job", "read", info, "r", "--secret-file", file),
 	} {
-		j.end(0)
-		if j.stdout.String() != string(data) {
+		j.End(0)
+		if j.Out.String() != string(data) {
 			t.Errorf("%q reads something else", j.cmd.Args)
 		}
 	}
-	run("TUTTI_SECRET="+credential, "write", info, "r", file).end(0)
+	run("TUTTI_SECRET="+credential, "write", info, "r", file).End(0)
 	s.holds(path, append([]byte(credential+"\n"), data[len(credential)+1:]...))
 	j := run("TUTTI_SECRET="+credential, "serve", "r="+path)
-	j.end(codeUsage)
+	j.End(codeUsage)
 	j.says("this is the credential of client web-1")
 
 	other := bootstrap.NewSecret()
@@ -364,16 +365,16 @@ func TestEndpointTrust(t *testing.T) {
 		for _, args := range [][]string{{"ls", info}, {"read", info, "r", "-o", filepath.Join(s.dir, "out")},
 			{"write", info, "r", file}} {
 			j := run("TUTTI_SECRET="+secret, args...)
-			j.end(1)
+			j.End(1)
 			j.says("not authenticated: ")
 			j.says("is it that of the other end?")
-			if text := j.stderr.String() + j.stdout.String(); strings.Contains(text, secret[len(secret)-16:]) {
+			if text := j.Err.String() + j.Out.String(); strings.Contains(text, secret[len(secret)-16:]) {
 				t.Errorf("it shows the secret: %q", text)
 			}
 		}
 	}
-	server.signal(syscall.SIGINT)
-	server.end(0)
+	server.Signal(syscall.SIGINT)
+	server.End(0)
 	server.says("refused a connection")
 	if got := s.names(); !slices.Equal(got, []string{"credential", "region"}) {
 		t.Errorf("the directory has %q", got)
@@ -394,8 +395,8 @@ func TestEndpointServeHangup(t *testing.T) {
 	s := newSite(t)
 	path, _ := s.file("f", 10)
 	server, _ := s.serve("f=" + path)
-	server.signal(syscall.SIGHUP)
-	server.end(0)
+	server.Signal(syscall.SIGHUP)
+	server.End(0)
 	server.says("tutti: f: 0 B read\n")
 }
 
@@ -404,12 +405,12 @@ func TestEndpointServeMetrics(t *testing.T) {
 	path, data := s.file("f", 1000)
 	server := s.endpoint("serve", "r="+path, "--listen", "127.0.0.1", "--name", "node")
 	server.cmd.Env = append(server.cmd.Env, "TUTTI_METRICS=127.0.0.1:0", "TUTTI_LOG=info")
-	server.start().stdout.await(t, "\n")
-	info := strings.TrimSuffix(server.stdout.String(), "\n")
-	server.stderr.await(t, "/metrics")
-	_, rest, _ := strings.Cut(server.stderr.String(), "url=")
+	server.start().Out.Await(t, "\n")
+	info := strings.TrimSuffix(server.Out.String(), "\n")
+	server.Err.Await(t, "/metrics")
+	_, rest, _ := strings.Cut(server.Err.String(), "url=")
 	url, _, _ := strings.Cut(strings.TrimSpace(rest), "\n")
-	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().end(0)
+	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().End(0)
 	get, err := (&http.Client{Timeout: patience}).Get(url)
 	if err != nil {
 		t.Fatal(err)
@@ -421,8 +422,8 @@ func TestEndpointServeMetrics(t *testing.T) {
 	if !strings.Contains(string(b), want) {
 		t.Errorf("%s is not in\n%s", want, b)
 	}
-	server.signal(syscall.SIGTERM)
-	server.end(0)
+	server.Signal(syscall.SIGTERM)
+	server.End(0)
 }
 
 func TestEndpointByName(t *testing.T) {
@@ -433,44 +434,43 @@ func TestEndpointByName(t *testing.T) {
 		t.Helper()
 		j := s.endpoint(args...)
 		j.cmd.Env = append(j.cmd.Env, store)
-		j.start().end(code)
+		j.start().End(code)
 		return j
 	}
 	serve := func(args ...string) (server *tutti, info string) {
 		t.Helper()
 		server = s.endpoint(append([]string{"serve", "--listen", "127.0.0.1"}, args...)...)
 		server.cmd.Env = append(server.cmd.Env, store)
-		server.start().stdout.await(t, "\n")
-		return server, strings.TrimSuffix(server.stdout.String(), "\n")
+		server.start().Out.Await(t, "\n")
+		return server, strings.TrimSuffix(server.Out.String(), "\n")
 	}
-	if got := run(0, "ls").stdout.String(); got != "" {
+	if got := run(0, "ls").Out.String(); got != "" {
 		t.Errorf("ls of nothing: %q", got)
 	}
 	server, info := serve("r="+path, "--publish", "trainer", "--name", "first")
-	if got, want := run(0, "ls").stdout.String(), "trainer  "+info+"\n"; got != want {
+	if got, want := run(0, "ls").Out.String(), "trainer  "+info+"\n"; got != want {
 		t.Errorf("ls: %q, want %q", got, want)
 	}
 	var p published
-	if got := run(0, "ls", "--json").stdout.String(); json.Unmarshal([]byte(got), &p) != nil ||
+	if got := run(0, "ls", "--json").Out.String(); json.Unmarshal([]byte(got), &p) != nil ||
 		p != (published{"trainer", info}) {
 		t.Errorf("ls --json: %q", got)
 	}
-	if got, want := run(0, "ls", "@trainer").stdout.String(), fmt.Sprintf("r  %d  read\n", len(data)); got != want {
+	if got, want := run(0, "ls", "@trainer").Out.String(), fmt.Sprintf("r  %d  read\n", len(data)); got != want {
 		t.Errorf("ls @trainer: %q, want %q", got, want)
 	}
 	run(1, "serve", "r="+path, "--listen", "127.0.0.1", "--publish", "trainer").says("name trainer is taken by " + info)
 	run(1, "ls", "@other", "--timeout", "100ms").says("no endpoint publishes this name: no connection within 100ms")
 
 	// Its name leads to the one that takes its place.
-	server.signal(syscall.SIGKILL)
-	<-server.finished
+	server.Kill()
 	server, _ = serve("r="+path, "--publish", "trainer", "--name", "second")
 	out := filepath.Join(s.dir, "out")
 	run(0, "read", "@trainer", "r", "-o", out)
 	s.holds(out, data)
-	server.signal(syscall.SIGTERM)
-	server.end(0)
-	if got := run(0, "ls").stdout.String(); got != "" {
+	server.Signal(syscall.SIGTERM)
+	server.End(0)
+	if got := run(0, "ls").Out.String(); got != "" {
 		t.Errorf("the name outlives its server: %q", got)
 	}
 }
@@ -520,22 +520,22 @@ func TestEndpointUsage(t *testing.T) {
 		{"write a:1 r " + s.dir, s.dir + " is a directory"},
 	} {
 		j := s.endpoint(strings.Fields(c.args)...).start()
-		j.end(codeUsage)
+		j.End(codeUsage)
 		j.says(c.says)
-		if text := j.stderr.String(); strings.Count(text, "\n") != 2 || j.stdout.String() != "" {
-			t.Errorf("tutti endpoint %s: stdout %q, stderr %q", c.args, j.stdout.String(), text)
+		if text := j.Err.String(); strings.Count(text, "\n") != 2 || j.Out.String() != "" {
+			t.Errorf("tutti endpoint %s: stdout %q, stderr %q", c.args, j.Out.String(), text)
 		}
 	}
 	for _, args := range []string{"serve x=" + path, "ls a:1", "read a:1 r", "write a:1 r " + path} {
 		j := s.run(append([]string{"endpoint"}, strings.Fields(args)...)...)
-		j.end(codeUsage)
+		j.End(codeUsage)
 		j.says("export TUTTI_SECRET=$(tutti secret)")
 	}
 	for _, args := range []string{"", "serve --help", "ls --help", "read --help", "write --help"} {
 		j := s.run(append([]string{"endpoint"}, strings.Fields(args)...)...)
-		j.end(0)
-		if out := j.stdout.String(); !strings.Contains(out, "Usage:\n  tutti endpoint ") || j.stderr.String() != "" {
-			t.Errorf("tutti endpoint %s: stdout %q, stderr %q", args, out, j.stderr.String())
+		j.End(0)
+		if out := j.Out.String(); !strings.Contains(out, "Usage:\n  tutti endpoint ") || j.Err.String() != "" {
+			t.Errorf("tutti endpoint %s: stdout %q, stderr %q", args, out, j.Err.String())
 		}
 	}
 }
@@ -648,26 +648,25 @@ func TestEndpointReadCutShort(t *testing.T) {
 				}
 				switch by {
 				case "SIGINT":
-					j.signal(syscall.SIGINT)
-					j.end(130)
+					j.Signal(syscall.SIGINT)
+					j.End(130)
 					j.says("tutti: interrupted by SIGINT\n")
 				case "SIGTERM":
-					j.signal(syscall.SIGTERM)
-					j.end(143)
+					j.Signal(syscall.SIGTERM)
+					j.End(143)
 					j.says("tutti: interrupted by SIGTERM\n")
 				case "SIGHUP":
-					j.signal(syscall.SIGHUP)
-					j.end(129)
+					j.Signal(syscall.SIGHUP)
+					j.End(129)
 					j.says("tutti: interrupted by SIGHUP\n")
 				case "loss":
-					server.signal(syscall.SIGKILL)
-					<-server.finished
+					server.Kill()
 					d.Close()
 					d.cut()
-					j.end(1)
+					j.End(1)
 					j.says("read of 1048576 bytes of region r from endpoint ")
 				}
-				if text := j.stderr.String(); strings.Count(text, "\n") != 1 {
+				if text := j.Err.String(); strings.Count(text, "\n") != 1 {
 					t.Errorf("stderr %q", text)
 				}
 				if got := s.names(); !slices.Equal(got, left) {
@@ -700,12 +699,12 @@ func TestEndpointInterrupted(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		j.signal(syscall.SIGINT)
-		j.end(130)
+		j.Signal(syscall.SIGINT)
+		j.End(130)
 		j.says("tutti: interrupted by SIGINT\n")
 
 		j = s.endpoint("ls", l.Addr().String(), "--timeout", "50ms").start()
-		j.end(1)
+		j.End(1)
 		j.says("cannot connect: ")
 	})
 	t.Run("who does not read the output", func(t *testing.T) {
@@ -722,8 +721,8 @@ func TestEndpointInterrupted(t *testing.T) {
 		if _, err := r.Read(b[:]); err != nil || b[0] != data[0] {
 			t.Fatalf("%x, %v", b, err)
 		}
-		j.signal(syscall.SIGINT)
-		j.end(130)
+		j.Signal(syscall.SIGINT)
+		j.End(130)
 	})
 	t.Run("who does not write the input", func(t *testing.T) {
 		r, w, err := os.Pipe()
@@ -738,8 +737,8 @@ func TestEndpointInterrupted(t *testing.T) {
 		if _, err := w.Write(data[:2*pieceSize]); err != nil { // more than a pipe holds
 			t.Fatal(err)
 		}
-		j.signal(syscall.SIGINT)
-		j.end(130)
+		j.Signal(syscall.SIGINT)
+		j.End(130)
 	})
 }
 
@@ -748,7 +747,7 @@ func TestEndpointOnTerminal(t *testing.T) {
 	s := newSite(t)
 	path, data := s.file("region", 3*pieceSize)
 	master, slave := terminal(t)
-	var screen buffer
+	var screen proctest.Output
 	read := make(chan struct{})
 	go func() {
 		defer close(read)
@@ -760,9 +759,9 @@ func TestEndpointOnTerminal(t *testing.T) {
 		return j
 	}
 	server := on(s.endpoint("serve", "--listen", "127.0.0.1", "it's="+path, "--write")).start()
-	server.stdout.await(t, "\n")
-	info := strings.TrimSpace(server.stdout.String())
-	screen.await(t, `tutti endpoint read '`+info+`' 'it'\''s' -o FILE`)
+	server.Out.Await(t, "\n")
+	info := strings.TrimSpace(server.Out.String())
+	screen.Await(t, `tutti endpoint read '`+info+`' 'it'\''s' -o FILE`)
 	if sh, err := exec.LookPath("sh"); err == nil {
 		b, err := exec.Command(sh, "-c", "printf %s/ "+quoted(info)+" "+quoted("it's")).Output()
 		if err != nil || string(b) != info+"/it's/" {
@@ -770,26 +769,26 @@ func TestEndpointOnTerminal(t *testing.T) {
 		}
 	}
 
-	on(s.endpoint("read", info, "it's", "-o", path+".out")).start().end(0)
+	on(s.endpoint("read", info, "it's", "-o", path+".out")).start().End(0)
 	s.holds(path+".out", data)
-	screen.await(t, "  0%  [")
-	screen.await(t, "] ")
-	screen.await(t, "of 3.1 MB")
-	screen.await(t, "\r\x1b[Ktutti: read 3.1 MB in ")
-	on(s.endpoint("write", info, "it's", path+".out")).start().end(0)
-	screen.await(t, "\r\x1b[Ktutti: wrote 3.1 MB in ")
+	screen.Await(t, "  0%  [")
+	screen.Await(t, "] ")
+	screen.Await(t, "of 3.1 MB")
+	screen.Await(t, "\r\x1b[Ktutti: read 3.1 MB in ")
+	on(s.endpoint("write", info, "it's", path+".out")).start().End(0)
+	screen.Await(t, "\r\x1b[Ktutti: wrote 3.1 MB in ")
 
 	j := on(s.endpoint("ls", info))
 	j.cmd.Stdout = slave
-	j.start().end(0)
-	screen.await(t, "name     size  rights\r\nit's  3145728  read+write\r\n")
+	j.start().End(0)
+	screen.Await(t, "name     size  rights\r\nit's  3145728  read+write\r\n")
 	j = on(s.endpoint("read", info, "it's"))
 	j.cmd.Stdout = slave
-	j.start().end(codeUsage)
-	screen.await(t, "the standard output is a terminal: give -o FILE")
-	server.signal(syscall.SIGINT)
-	server.end(0)
-	screen.await(t, "it's: 3.1 MB read, 3.1 MB written")
+	j.start().End(codeUsage)
+	screen.Await(t, "the standard output is a terminal: give -o FILE")
+	server.Signal(syscall.SIGINT)
+	server.End(0)
+	screen.Await(t, "it's: 3.1 MB read, 3.1 MB written")
 	slave.Close()
 	<-read
 }
@@ -907,24 +906,24 @@ func TestStatusOfEndpoint(t *testing.T) {
 	server := s.endpoint("serve", "r="+path, "--listen", "127.0.0.1", "--name", "node", "--publish", "trainer",
 		"--seal")
 	server.cmd.Env = append(server.cmd.Env, store)
-	server.start().stdout.await(t, "\n")
-	info := strings.TrimSpace(server.stdout.String())
+	server.start().Out.Await(t, "\n")
+	info := strings.TrimSpace(server.Out.String())
 	address := strings.TrimPrefix(info[:strings.LastIndex(info, "/")], "tutti-endpoint://")
 	status := func(secret string, args ...string) *tutti {
 		j := s.command(append([]string{"status"}, args...)...)
 		j.cmd.Env = append(j.cmd.Env, store, "TUTTI_SECRET="+secret)
 		return j.start()
 	}
-	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().end(0)
+	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().End(0)
 
 	for _, at := range []string{info, address, "@trainer"} { // earlier requests have left no trace
 		j := status(s.secret, at)
-		j.end(0)
-		head, table, _ := strings.Cut(j.stdout.String(), "\n\n")
+		j.End(0)
+		head, table, _ := strings.Cut(j.Out.String(), "\n\n")
 		if !strings.HasPrefix(head, "endpoint node: 3.1 MB in 1 region, ") ||
 			table != "endpoint  peers    mode  regions  op/s  B/s  state\n"+
 				"node          1  sealed        1     0  0 B  idle\n" {
-			t.Errorf("status %s: %q", at, j.stdout.String())
+			t.Errorf("status %s: %q", at, j.Out.String())
 		}
 	}
 	type line struct {
@@ -933,9 +932,9 @@ func TestStatusOfEndpoint(t *testing.T) {
 		Rate     float64 `json:"operations_per_second"`
 	}
 	j := status(s.secret, "--json", info)
-	j.end(0)
+	j.End(0)
 	var got line
-	if err := json.Unmarshal([]byte(j.stdout.String()), &got); err != nil || got.Interval <= 0 ||
+	if err := json.Unmarshal([]byte(j.Out.String()), &got); err != nil || got.Interval <= 0 ||
 		got.Endpoint.Served["read"] != (stats.Count{N: 3, Bytes: uint64(len(data))}) ||
 		got.Endpoint.Modes["sealed"] != 1 {
 		t.Errorf("%+v, %v", got, err)
@@ -943,17 +942,17 @@ func TestStatusOfEndpoint(t *testing.T) {
 
 	// It is watched until it goes.
 	j = status(s.secret, "--watch=100ms", address)
-	j.stdout.await(t, "node          1  sealed        1             idle\n")
-	j.stdout.await(t, "node          1  sealed        1     0  0 B  idle\n")
-	j.signal(syscall.SIGINT)
-	j.end(0)
+	j.Out.Await(t, "node          1  sealed        1             idle\n")
+	j.Out.Await(t, "node          1  sealed        1     0  0 B  idle\n")
+	j.Signal(syscall.SIGINT)
+	j.End(0)
 	j = status(s.secret, "--json", "--watch", "100ms", address)
-	j.stdout.await(t, "interval_seconds")
-	server.signal(syscall.SIGTERM)
-	server.end(0)
-	j.end(1)
+	j.Out.Await(t, "interval_seconds")
+	server.Signal(syscall.SIGTERM)
+	server.End(0)
+	j.End(1)
 	j.says("state of endpoint node: ")
-	for text := range strings.Lines(j.stdout.String()) {
+	for text := range strings.Lines(j.Out.String()) {
 		if err := json.Unmarshal([]byte(text), &got); err != nil || got.Endpoint.Name != "node" {
 			t.Errorf("%q: %v", text, err)
 		}
@@ -984,7 +983,7 @@ func TestStatusOfEndpoint(t *testing.T) {
 		{s.secret, "127.0.0.1:1", 1, "connection refused"},
 	} {
 		j := status(c.secret, strings.Fields(c.args)...)
-		j.end(c.code)
+		j.End(c.code)
 		j.says(c.says)
 	}
 }

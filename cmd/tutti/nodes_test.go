@@ -10,13 +10,14 @@ import (
 	"testing"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 )
 
 // Two launchers that Open MPI's has started on this host, without a flag or a secret.
 func TestRunFindsNodesOfOuterLauncher(t *testing.T) {
 	s := newStage(t)
 	start := func(node int) *tutti {
-		j := s.command("run", "-n", "2", self(t))
+		j := s.command("run", "-n", "2", proctest.Self())
 		j.cmd.Env = append(j.cmd.Env, fmt.Sprintf("OMPI_COMM_WORLD_RANK=%d", node), "OMPI_COMM_WORLD_SIZE=2",
 			fmt.Sprintf("OMPI_COMM_WORLD_LOCAL_RANK=%d", node), "OMPI_COMM_WORLD_LOCAL_SIZE=2",
 			fmt.Sprintf("PMIX_NAMESPACE=test-%d", os.Getpid()))
@@ -42,8 +43,8 @@ func TestRunFindsNodesOfOuterLauncher(t *testing.T) {
 	for _, p := range all {
 		p.tell("exit 0")
 	}
-	a.end(0)
-	b.end(0)
+	a.End(0)
+	b.End(0)
 	s.empty()
 }
 
@@ -51,7 +52,7 @@ func TestRunInASlurmStep(t *testing.T) {
 	const step = "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost,n2 SLURM_STEP_NUM_NODES=2 " +
 		"SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_LOCALID=0"
 	node := func(s *stage, n int, env string, args ...string) *tutti {
-		j := s.command(append(append([]string{"run", "-n", "1"}, args...), self(t))...)
+		j := s.command(append(append([]string{"run", "-n", "1"}, args...), proctest.Self())...)
 		j.cmd.Env = append(j.cmd.Env, strings.Fields(step)...)
 		j.cmd.Env = append(j.cmd.Env, fmt.Sprintf("SLURM_NODEID=%d", n), fmt.Sprintf("SLURM_PROCID=%d", n))
 		j.cmd.Env = append(j.cmd.Env, strings.Fields(env)...)
@@ -69,20 +70,20 @@ func TestRunInASlurmStep(t *testing.T) {
 			}
 			p.tell("exit 0")
 		}
-		a.end(0)
-		b.end(0)
+		a.End(0)
+		b.End(0)
 		s.empty()
 	})
 	t.Run("without a secret", func(t *testing.T) {
 		s := newStage(t)
 		j := node(s, 0, "SLURM_STEP_NUM_TASKS=2")
-		j.end(codeUsage)
+		j.End(codeUsage)
 		j.says("tutti secret makes one")
 	})
 	t.Run("with several tasks a node", func(t *testing.T) {
 		s := newStage(t)
 		j := node(s, 0, "SLURM_STEP_NUM_TASKS=4")
-		j.end(codeUsage)
+		j.End(codeUsage)
 		j.says("--ntasks-per-node=1")
 	})
 	t.Run("flags are preferred", func(t *testing.T) {
@@ -93,28 +94,28 @@ func TestRunInASlurmStep(t *testing.T) {
 			t.Errorf("%v", p.Env)
 		}
 		p.tell("exit 0")
-		j.end(0)
+		j.End(0)
 	})
 }
 
 func TestRunOnSeveralHostsOfOpenMPI(t *testing.T) {
 	s := newStage(t)
-	j := s.command("run", "-n", "1", self(t))
+	j := s.command("run", "-n", "1", proctest.Self())
 	j.cmd.Env = append(j.cmd.Env, "OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_SIZE=1")
 	j.start()
-	j.end(codeUsage)
+	j.End(codeUsage)
 	j.says("give --rdzv HOST:PORT")
 }
 
 func TestRunInterruptedBeforeOtherNodesCome(t *testing.T) {
 	s := newStage(t)
-	j := s.command("run", "-n", "1", self(t))
+	j := s.command("run", "-n", "1", proctest.Self())
 	j.cmd.Env = append(j.cmd.Env, "OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=1",
 		"OMPI_COMM_WORLD_LOCAL_SIZE=2", fmt.Sprintf("PMIX_NAMESPACE=absent-%d", os.Getpid()))
 	j.start()
-	j.stderr.await(t, "looking for node 0")
-	j.signal(syscall.SIGINT)
-	j.end(130)
+	j.Err.Await(t, "looking for node 0")
+	j.Signal(syscall.SIGINT)
+	j.End(130)
 	s.empty()
 }
 
@@ -123,8 +124,8 @@ func TestSecret(t *testing.T) {
 	seen := map[string]bool{}
 	for range 2 {
 		j := s.run("secret")
-		j.end(0)
-		text := strings.TrimSuffix(j.stdout.String(), "\n")
+		j.End(0)
+		text := strings.TrimSuffix(j.Out.String(), "\n")
 		if raw, err := bootstrap.ParseSecret(text); err != nil || len(raw) != 32 || seen[text] {
 			t.Errorf("tutti secret prints %q: %d bytes, %v", text, len(raw), err)
 		}
@@ -132,10 +133,10 @@ func TestSecret(t *testing.T) {
 	}
 	file := filepath.Join(t.TempDir(), "secret")
 	j := s.run("secret", "--file", file)
-	j.end(0)
+	j.End(0)
 	info, err := os.Stat(file)
-	if err != nil || info.Mode() != 0o600 || j.stdout.String() != "" {
-		t.Errorf("%v, %v; stdout %q", info, err, j.stdout.String())
+	if err != nil || info.Mode() != 0o600 || j.Out.String() != "" {
+		t.Errorf("%v, %v; stdout %q", info, err, j.Out.String())
 	}
 	before, err := os.ReadFile(file)
 	if err != nil {
@@ -146,7 +147,7 @@ func TestSecret(t *testing.T) {
 		t.Errorf("the file is read as %d bytes, %v", len(l.Secret), err)
 	}
 	j = s.run("secret", "--file", file)
-	j.end(codeUsage)
+	j.End(codeUsage)
 	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {
 		t.Errorf("a secret that was there is now %q, %v", after, err)
 	}
@@ -180,8 +181,8 @@ func TestSecretOfClient(t *testing.T) {
 		run("TUTTI_SECRET=the secret of another job", "--client", "web-1", "--secret-file", jobs),
 		run("TUTTI_SECRET="+secret, "--client", "web-1", "--file", file),
 	} {
-		j.end(0)
-		got := j.stdout.String()
+		j.End(0)
+		got := j.Out.String()
 		if slices.Contains(j.cmd.Args, file) {
 			info, err := os.Stat(file)
 			b, rerr := os.ReadFile(file)
@@ -190,8 +191,8 @@ func TestSecretOfClient(t *testing.T) {
 			}
 			got = string(b)
 		}
-		if got != want+"\n" || j.stderr.String() != "" {
-			t.Errorf("%q prints %q, want %q; stderr %q", j.cmd.Args, got, want, j.stderr.String())
+		if got != want+"\n" || j.Err.String() != "" {
+			t.Errorf("%q prints %q, want %q; stderr %q", j.cmd.Args, got, want, j.Err.String())
 		}
 	}
 	for _, c := range []struct {
@@ -203,15 +204,15 @@ func TestSecretOfClient(t *testing.T) {
 		{run("TUTTI_SECRET="+want, "--client", "b"), "TUTTI_SECRET: this is the credential of client web-1"},
 		{run("TUTTI_SECRET=short", "--client", "b"), "TUTTI_SECRET: a secret of 5 bytes is too short"},
 	} {
-		c.j.end(codeUsage)
+		c.j.End(codeUsage)
 		c.j.says(c.says)
-		if text := c.j.stderr.String(); strings.Contains(text, want[len(want)-16:]) || c.j.stdout.String() != "" {
-			t.Errorf("stderr %q, stdout %q", text, c.j.stdout.String())
+		if text := c.j.Err.String(); strings.Contains(text, want[len(want)-16:]) || c.j.Out.String() != "" {
+			t.Errorf("stderr %q, stdout %q", text, c.j.Out.String())
 		}
 	}
 	// A rank does not start with it.
-	j := s.command("run", "-n", "1", self(t))
+	j := s.command("run", "-n", "1", proctest.Self())
 	j.cmd.Env = append(j.cmd.Env, "TUTTI_SECRET="+want)
-	j.start().end(codeUsage)
+	j.start().End(codeUsage)
 	j.says("a rank needs the job's own secret")
 }

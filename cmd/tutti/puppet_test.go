@@ -15,7 +15,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -55,8 +54,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// patience bounds every wait of these tests; none of them depends on its value.
-const patience = 30 * time.Second
+// patience bounds every wait of these tests.
+const patience = proctest.Patience
 
 // hello is the first thing that a puppet says.
 type hello struct {
@@ -152,7 +151,7 @@ func puppetMain(path string) int {
 				continue
 			}
 		case "spawn", "fork": // a grandchild, out of reach of the process group or in it
-			cmd := exec.Command("/proc/self/exe")
+			cmd := exec.Command(proctest.Self())
 			cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 			cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: verb == "spawn"}
 			if err := cmd.Start(); err != nil {
@@ -286,66 +285,18 @@ func (s *stage) empty() {
 	}
 }
 
-// tutti is a running tutti.
+// tutti is a process of tutti, once it is started.
 type tutti struct {
-	t        *testing.T
-	cmd      *exec.Cmd
-	started  *proctest.Process
-	stdout   buffer
-	stderr   buffer
-	finished <-chan struct{}
-}
-
-// buffer collects what is printed and lets a test wait for something in it.
-type buffer struct {
-	mu   sync.Mutex
-	b    bytes.Buffer
-	more chan struct{}
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.more != nil {
-		close(b.more)
-		b.more = nil
-	}
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
-}
-
-func (b *buffer) await(t *testing.T, text string) {
-	t.Helper()
-	late := time.After(patience)
-	for {
-		b.mu.Lock()
-		have := strings.Contains(b.b.String(), text)
-		if b.more == nil {
-			b.more = make(chan struct{})
-		}
-		more := b.more
-		b.mu.Unlock()
-		if have {
-			return
-		}
-		select {
-		case <-more:
-		case <-late:
-			t.Fatalf("%q never came; got %q", text, b.String())
-		}
-	}
+	*proctest.Child
+	t   *testing.T
+	cmd *exec.Cmd
 }
 
 // command prepares tutti with these arguments; its programs are puppets of this stage if they are
 // this binary.
 func (s *stage) command(args ...string) *tutti {
 	t := &tutti{t: s.t}
-	t.cmd = exec.Command("/proc/self/exe", args...)
+	t.cmd = exec.Command(proctest.Self(), args...)
 	for _, kv := range os.Environ() {
 		if !strings.HasPrefix(kv, "TUTTI_") {
 			t.cmd.Env = append(t.cmd.Env, kv)
@@ -354,52 +305,23 @@ func (s *stage) command(args ...string) *tutti {
 	// With the race detector every process sleeps for a second before it ends, unless told not to.
 	t.cmd.Env = append(t.cmd.Env, asTutti+"=1", asPuppet+"="+s.path, "TMPDIR="+s.tmp,
 		"GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
-	t.cmd.Stdout, t.cmd.Stderr = &t.stdout, &t.stderr
 	return t
 }
 
 func (t *tutti) start() *tutti {
 	t.t.Helper()
-	var err error
-	if t.started, err = proctest.Start(t.cmd); err != nil {
-		t.t.Fatal(err)
-	}
-	t.finished = t.started.Done()
-	t.t.Cleanup(func() {
-		t.started.Signal(syscall.SIGKILL)
-		<-t.finished
-	})
+	t.Child = proctest.Run(t.t, t.cmd)
 	return t
 }
 
 // run starts tutti.
 func (s *stage) run(args ...string) *tutti { s.t.Helper(); return s.command(args...).start() }
 
-// end waits for tutti's end and checks its exit code.
-func (t *tutti) end(code int) {
-	t.t.Helper()
-	select {
-	case <-t.finished:
-	case <-time.After(patience):
-		t.t.Fatalf("tutti does not end; stdout %q, stderr %q", t.stdout.String(), t.stderr.String())
-	}
-	if got := t.cmd.ProcessState.ExitCode(); got != code {
-		t.t.Errorf("exit code %d, want %d; stderr %q", got, code, t.stderr.String())
-	}
-}
-
 // says checks what tutti printed on standard error.
 func (t *tutti) says(text string) {
 	t.t.Helper()
-	if got := t.stderr.String(); !strings.Contains(got, text) {
+	if got := t.Err.String(); !strings.Contains(got, text) {
 		t.t.Errorf("stderr is %q; want %q in it", got, text)
-	}
-}
-
-func (t *tutti) signal(s syscall.Signal) {
-	t.t.Helper()
-	if err := t.started.Signal(s); err != nil {
-		t.t.Fatal(err)
 	}
 }
 
@@ -439,16 +361,6 @@ func parent(t *testing.T, pid int) int {
 		t.Fatal(err)
 	}
 	return n
-}
-
-// self is this binary, as a program for tutti run.
-func self(t *testing.T) string {
-	t.Helper()
-	path, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return path
 }
 
 // refused checks that nothing listens at a store's address.

@@ -10,9 +10,9 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"tutti/cmd/tutti/internal/bench"
+	"tutti/internal/proctest"
 	"tutti/rdma/rdmatest"
 	"tutti/rdma/verbs"
 )
@@ -33,21 +33,18 @@ func TestDeviceTransport(t *testing.T) {
 		t.Run(fmt.Sprintf("%d ranks", n), func(t *testing.T) {
 			s := newStage(t)
 			before := sent()
-			j := s.command("run", "-n", fmt.Sprint(n), "--transport", "rdma", "--no-prefix", "--", self(t), "bench",
-				"--op", "all", "--min", "8", "--max", "64K", "--factor", "8192", "--iters", "1", "--rounds", "1",
-				"--json")
+			j := s.command("run", "-n", fmt.Sprint(n), "--transport", "rdma", "--no-prefix", "--", proctest.Self(),
+				"bench", "--op", "all", "--min", "8", "--max", "64K", "--factor", "8192", "--iters", "1", "--rounds",
+				"1", "--json")
 			j.cmd.Env = append(j.cmd.Env, asRanks+"=1", "TUTTI_LEASE=60s", "TUTTI_LOG=info") // the machine is slow
 			j.start()
-			select {
-			case <-j.finished:
-			case <-time.After(4 * patience):
-			}
-			j.end(0)
+			j.Patience = 4 * patience
+			j.End(0)
 			if t.Failed() {
 				return
 			}
 			ops, bytes := map[string]bool{}, 0
-			for line := range strings.Lines(j.stdout.String()) {
+			for line := range strings.Lines(j.Out.String()) {
 				var r bench.Row
 				if err := json.Unmarshal([]byte(line), &r); err != nil {
 					t.Fatalf("%q: %v", line, err)
@@ -60,18 +57,18 @@ func TestDeviceTransport(t *testing.T) {
 			}
 			for _, op := range bench.Ops() {
 				if !ops[op] {
-					t.Errorf("no row of %s; stderr %q", op, j.stderr.String())
+					t.Errorf("no row of %s; stderr %q", op, j.Err.String())
 				}
 			}
 			line := regexp.MustCompile(`the device has moved" rank=\d+ put=(\d+)`)
-			moved := line.FindAllStringSubmatch(j.stderr.String(), -1)
+			moved := line.FindAllStringSubmatch(j.Err.String(), -1)
 			for _, m := range moved {
 				if k, err := strconv.Atoi(m[1]); err != nil || k < bytes {
 					t.Errorf("%s bytes of puts were moved by the device (%v)", m[1], err)
 				}
 			}
 			if len(moved) != n {
-				t.Errorf("%d ranks say what their devices have moved; stderr %q", len(moved), j.stderr.String())
+				t.Errorf("%d ranks say what their devices have moved; stderr %q", len(moved), j.Err.String())
 			}
 			// The largest packet has 4 KiB.
 			if got := sent() - before; got < len(ops)*bytes>>12 {

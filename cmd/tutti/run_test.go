@@ -20,13 +20,14 @@ import (
 	"tutti/bootstrap"
 	"tutti/internal/ident"
 	"tutti/internal/ports"
+	"tutti/internal/proctest"
 	"tutti/internal/trust"
 	"tutti/pg/flight"
 )
 
 func TestRunAllWell(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "3", "--", self(t), "-x", "--", "y")
+	j := s.run("run", "-n", "3", "--", proctest.Self(), "-x", "--", "y")
 	all := s.arrive(3)
 	for i, p := range all {
 		for name, want := range map[string]string{"RANK": fmt.Sprint(i), "WORLD_SIZE": "3", "LOCAL_RANK": fmt.Sprint(i),
@@ -63,15 +64,15 @@ func TestRunAllWell(t *testing.T) {
 		p.do("printerr %q", fmt.Sprintf("to err %d\n", i))
 		p.tell("exit 0")
 	}
-	j.end(0)
+	j.End(0)
 	for i := range all {
-		if want := fmt.Sprintf("[%d] to out %d\n", i, i); !strings.Contains(j.stdout.String(), want) {
-			t.Errorf("stdout %q lacks %q", j.stdout.String(), want)
+		if want := fmt.Sprintf("[%d] to out %d\n", i, i); !strings.Contains(j.Out.String(), want) {
+			t.Errorf("stdout %q lacks %q", j.Out.String(), want)
 		}
 		j.says(fmt.Sprintf("[%d] to err %d\n", i, i))
 	}
-	if strings.Contains(j.stderr.String(), "tutti:") {
-		t.Errorf("a good end is worth no words: %q", j.stderr.String())
+	if strings.Contains(j.Err.String(), "tutti:") {
+		t.Errorf("a good end is worth no words: %q", j.Err.String())
 	}
 	refused(t, all[0].Env["TUTTI_STORE"])
 	s.empty()
@@ -89,13 +90,13 @@ func TestRunFirstFailureCounts(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := newStage(t)
-			j := s.run("run", "-n", "4", self(t))
+			j := s.run("run", "-n", "4", proctest.Self())
 			all := s.arrive(4)
 			all[2].tell("%s", c.order)
 			for _, p := range all {
 				p.gone()
 			}
-			j.end(c.code)
+			j.End(c.code)
 			j.says(c.says)
 			refused(t, all[0].Env["TUTTI_STORE"])
 			s.empty()
@@ -105,20 +106,20 @@ func TestRunFirstFailureCounts(t *testing.T) {
 
 func TestRunKillsAfterTheGrace(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "3", "--grace", "50ms", self(t))
+	j := s.run("run", "-n", "3", "--grace", "50ms", proctest.Self())
 	all := s.arrive(3)
 	all[1].do("ignore %d", syscall.SIGTERM)
 	all[0].tell("exit 7")
 	for _, p := range all {
 		p.gone()
 	}
-	j.end(7)
+	j.End(7)
 	j.says("rank 0 exited with code 7; ended the other 2 ranks, 1 of them by SIGKILL")
 }
 
 func TestRunEndsDescendants(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "2", self(t))
+	j := s.run("run", "-n", "2", proctest.Self())
 	all := s.arrive(2)
 	all[1].do("spawn")
 	left := s.next()
@@ -126,7 +127,7 @@ func TestRunEndsDescendants(t *testing.T) {
 	deeper := s.next()
 	all[0].tell("exit 0")
 	all[1].tell("exit 0")
-	j.end(0)
+	j.End(0)
 	left.gone()
 	deeper.gone()
 	s.empty()
@@ -153,38 +154,37 @@ func stop(p *puppet) {
 func TestRunSignals(t *testing.T) {
 	t.Run("forwarded", func(t *testing.T) {
 		s := newStage(t)
-		j := s.run("run", "-n", "2", self(t))
+		j := s.run("run", "-n", "2", proctest.Self())
 		all := s.arrive(2)
 		for _, p := range all {
 			p.do("catch %d", syscall.SIGTERM)
 			p.do("catch %d", syscall.SIGUSR1)
 		}
-		j.signal(syscall.SIGUSR1)
+		j.Signal(syscall.SIGUSR1)
 		for _, p := range all {
 			if got := p.hear(); got != "caught" {
 				t.Fatal(got)
 			}
 		}
-		j.signal(syscall.SIGTERM)
+		j.Signal(syscall.SIGTERM)
 		for _, p := range all {
 			if got := p.hear(); got != "caught" {
 				t.Fatal(got)
 			}
 			p.tell("exit 0") // as a program that saves its state and ends well
 		}
-		j.end(0)
+		j.End(0)
 	})
 	t.Run("by default the ranks die of it", func(t *testing.T) {
 		s := newStage(t)
-		j := s.run("run", "-n", "2", self(t))
+		j := s.run("run", "-n", "2", proctest.Self())
 		all := s.arrive(2)
-		j.signal(syscall.SIGINT)
+		j.Signal(syscall.SIGINT)
 		for _, p := range all {
 			p.gone()
 		}
 		// Go's runtime exits with 2 on SIGINT unless the program asks otherwise.
-		<-j.finished
-		if code := j.cmd.ProcessState.ExitCode(); code == 0 {
+		if j.Wait() == 0 {
 			t.Error("exit code 0 after SIGINT")
 		}
 		j.says("interrupted by SIGINT")
@@ -197,7 +197,7 @@ func TestRunSignals(t *testing.T) {
 			if ignores {
 				grace = "50ms"
 			}
-			j := s.run("run", "-n", "2", "--grace", grace, self(t))
+			j := s.run("run", "-n", "2", "--grace", grace, proctest.Self())
 			all := s.arrive(2)
 			for _, p := range all {
 				if ignores {
@@ -205,11 +205,11 @@ func TestRunSignals(t *testing.T) {
 				}
 			}
 			stop(all[1])
-			j.signal(syscall.SIGTERM)
+			j.Signal(syscall.SIGTERM)
 			for _, p := range all {
 				p.gone()
 			}
-			<-j.finished
+			j.Wait()
 			j.says("interrupted by SIGTERM")
 			if ignores {
 				j.says("killed 2 ranks")
@@ -219,20 +219,20 @@ func TestRunSignals(t *testing.T) {
 	})
 	t.Run("the second kills", func(t *testing.T) {
 		s := newStage(t)
-		j := s.run("run", "-n", "2", "--grace", "1h", self(t))
+		j := s.run("run", "-n", "2", "--grace", "1h", proctest.Self())
 		all := s.arrive(2)
 		for _, p := range all {
 			p.do("catch %d", syscall.SIGINT)
 		}
-		j.signal(syscall.SIGINT)
+		j.Signal(syscall.SIGINT)
 		for _, p := range all {
 			p.hear()
 		}
-		j.signal(syscall.SIGINT)
+		j.Signal(syscall.SIGINT)
 		for _, p := range all {
 			p.gone()
 		}
-		j.end(137)
+		j.End(137)
 		j.says("killed 2 ranks")
 	})
 }
@@ -242,7 +242,7 @@ func TestRunKilled(t *testing.T) {
 	for _, who := range []string{"launcher", "guard"} {
 		t.Run(who, func(t *testing.T) {
 			s := newStage(t)
-			j := s.run("run", "-n", "3", self(t))
+			j := s.run("run", "-n", "3", proctest.Self())
 			all := s.arrive(3)
 			for _, p := range all {
 				p.do("ignore %d", syscall.SIGTERM)
@@ -254,7 +254,7 @@ func TestRunKilled(t *testing.T) {
 			guard := parent(t, all[0].PID)
 			ended := watch(t, guard)
 			if who == "launcher" {
-				j.signal(syscall.SIGKILL)
+				j.Signal(syscall.SIGKILL)
 			} else {
 				syscall.Kill(guard, syscall.SIGKILL)
 			}
@@ -262,12 +262,12 @@ func TestRunKilled(t *testing.T) {
 				p.gone()
 			}
 			ended()
-			<-j.finished
+			j.Wait()
 			refused(t, all[0].Env["TUTTI_STORE"])
 			if who == "launcher" {
 				s.empty()
 			} else {
-				j.end(1)
+				j.End(1)
 				j.says("guard process was killed")
 			}
 		})
@@ -276,7 +276,7 @@ func TestRunKilled(t *testing.T) {
 
 func TestRunTwoJobsAtOnce(t *testing.T) {
 	a, b := newStage(t), newStage(t)
-	ja, jb := a.run("run", "-n", "2", self(t)), b.run("run", "-n", "2", self(t))
+	ja, jb := a.run("run", "-n", "2", proctest.Self()), b.run("run", "-n", "2", proctest.Self())
 	pa, pb := a.arrive(2), b.arrive(2)
 	for _, name := range []string{"TUTTI_STORE", "TUTTI_SECRET", "TUTTI_JOB", "MASTER_PORT"} {
 		if pa[0].Env[name] == pb[0].Env[name] {
@@ -284,25 +284,25 @@ func TestRunTwoJobsAtOnce(t *testing.T) {
 		}
 	}
 	pa[0].tell("kill 9")
-	ja.end(137)
+	ja.End(137)
 	for _, p := range pb { // the other one continues
 		p.do("print %q", "alive\n")
 		p.tell("exit 0")
 	}
-	jb.end(0)
+	jb.End(0)
 }
 
 func TestRunLogDir(t *testing.T) {
 	s := newStage(t)
 	dir := filepath.Join(s.tmp, "..", "logs", "deep")
-	j := s.run("run", "-n", "2", "--log-dir", dir, "--no-prefix", self(t))
+	j := s.run("run", "-n", "2", "--log-dir", dir, "--no-prefix", proctest.Self())
 	all := s.arrive(2)
 	for _, p := range all {
 		p.do("print %q", "out "+p.rank()+"\n")
 		p.do("printerr %q", "err "+p.rank()) // no newline
 		p.tell("exit 0")
 	}
-	j.end(0)
+	j.End(0)
 	for i := range all {
 		b, err := os.ReadFile(filepath.Join(dir, fmt.Sprintf("rank-%d.log", i)))
 		if err != nil || len(b) != len("out 0\nerr 0") || !strings.Contains(string(b), fmt.Sprintf("out %d\n", i)) ||
@@ -310,7 +310,7 @@ func TestRunLogDir(t *testing.T) {
 			t.Errorf("rank %d's log: %q, %v", i, b, err)
 		}
 	}
-	if out := j.stdout.String(); out != "out 0\nout 1\n" && out != "out 1\nout 0\n" {
+	if out := j.Out.String(); out != "out 0\nout 1\n" && out != "out 1\nout 0\n" {
 		t.Errorf("stdout %q", out)
 	}
 }
@@ -326,10 +326,10 @@ func TestRunFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { unix.Unmount(dir, unix.MNT_DETACH) })
-	j := s.run("run", "-n", "2", "--log-dir", dir, self(t))
+	j := s.run("run", "-n", "2", "--log-dir", dir, proctest.Self())
 	all := s.arrive(2)
 	all[0].do("print %q", "line\n")
-	j.stdout.await(t, "[0] line\n")
+	j.Out.Await(t, "[0] line\n")
 	all[1].do("print %q", "line\n")
 	for range 2 {
 		for _, p := range all {
@@ -339,19 +339,19 @@ func TestRunFullDisk(t *testing.T) {
 	for _, p := range all {
 		p.tell("exit 0")
 	}
-	j.end(0)
-	if n := strings.Count(j.stderr.String(), "no space left"); n != 1 {
-		t.Errorf("a full disk is reported %d times: %q", n, j.stderr.String())
+	j.End(0)
+	if n := strings.Count(j.Err.String(), "no space left"); n != 1 {
+		t.Errorf("a full disk is reported %d times: %q", n, j.Err.String())
 	}
 	j.says("rank 1's log")
-	if got := strings.Count(j.stdout.String(), "[1] line\n"); got != 3 {
+	if got := strings.Count(j.Out.String(), "[1] line\n"); got != 3 {
 		t.Errorf("rank 1's lines on stdout: %d, want 3", got)
 	}
 	if b, _ := os.ReadFile(filepath.Join(dir, "rank-0.log")); string(b) != "line\nline\nline\n" {
 		t.Errorf("rank 0's log: %q", b)
 	}
 	// The same for the standard output itself.
-	j = s.command("run", "-n", "1", self(t))
+	j = s.command("run", "-n", "1", proctest.Self())
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -363,9 +363,9 @@ func TestRunFullDisk(t *testing.T) {
 	p.do("print %q", "line\n")
 	p.do("print %q", "line\n")
 	p.tell("exit 0")
-	j.end(0)
-	if n := strings.Count(j.stderr.String(), "no space left"); n != 1 {
-		t.Errorf("a full standard output is reported %d times: %q", n, j.stderr.String())
+	j.End(0)
+	if n := strings.Count(j.Err.String(), "no space left"); n != 1 {
+		t.Errorf("a full standard output is reported %d times: %q", n, j.Err.String())
 	}
 }
 
@@ -376,7 +376,7 @@ func TestRunWithClosedOutput(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	j := s.command("run", "-n", "2", self(t))
+	j := s.command("run", "-n", "2", proctest.Self())
 	j.cmd.Stdout = w
 	j.start()
 	w.Close()
@@ -386,12 +386,12 @@ func TestRunWithClosedOutput(t *testing.T) {
 	for _, p := range all {
 		p.gone()
 	}
-	j.end(128 + int(syscall.SIGPIPE))
+	j.End(128 + int(syscall.SIGPIPE))
 }
 
 func TestRunStdin(t *testing.T) {
 	s := newStage(t)
-	j := s.command("run", "-n", "2", "--stdin", self(t))
+	j := s.command("run", "-n", "2", "--stdin", proctest.Self())
 	j.cmd.Stdin = strings.NewReader("for rank 0")
 	j.start()
 	for i, p := range s.arrive(2) {
@@ -401,7 +401,7 @@ func TestRunStdin(t *testing.T) {
 		}
 		p.tell("exit 0")
 	}
-	j.end(0)
+	j.End(0)
 }
 
 func TestRunPrograms(t *testing.T) {
@@ -439,10 +439,10 @@ func TestRunPrograms(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			s := newStage(t)
 			j := s.run("run", "-n", "1", c.program, "a", "b")
-			j.end(c.code)
+			j.End(c.code)
 			j.says(c.err)
-			if j.stdout.String() != c.out {
-				t.Errorf("stdout %q, want %q", j.stdout.String(), c.out)
+			if j.Out.String() != c.out {
+				t.Errorf("stdout %q, want %q", j.Out.String(), c.out)
 			}
 			s.empty()
 		})
@@ -465,17 +465,17 @@ func TestRunBuildCutShort(t *testing.T) {
 		j := s.command("run", "-n", "1", src)
 		j.cmd.Env = append(j.cmd.Env, "PATH="+bin+":"+os.Getenv("PATH"))
 		j.start()
-		j.stderr.await(t, "\n")
+		j.Err.Await(t, "\n")
 		var pid int
-		if _, err := fmt.Sscanf(j.stderr.String(), "building as %d\n", &pid); err != nil {
-			t.Fatalf("%q: %v", j.stderr.String(), err)
+		if _, err := fmt.Sscanf(j.Err.String(), "building as %d\n", &pid); err != nil {
+			t.Fatalf("%q: %v", j.Err.String(), err)
 		}
 		building, guarding := watch(t, pid), watch(t, parent(t, pid))
-		j.signal(sig)
+		j.Signal(sig)
 		building()
 		guarding()
-		if <-j.finished; sig == syscall.SIGINT {
-			j.end(130)
+		if code := j.Wait(); sig == syscall.SIGINT && code != 130 {
+			t.Errorf("exit code %d, want 130", code)
 		}
 		s.empty()
 	}
@@ -499,7 +499,7 @@ func TestRunNodes(t *testing.T) {
 	}
 	node := func(s *stage, rdzv string, n, nodes, node int) *tutti {
 		return s.run("run", "-n", fmt.Sprint(n), "--nnodes", fmt.Sprint(nodes), "--node-rank", fmt.Sprint(node),
-			"--rdzv", rdzv, "--secret-file", secret, self(t))
+			"--rdzv", rdzv, "--secret-file", secret, proctest.Self())
 	}
 	t.Run("well", func(t *testing.T) {
 		s := newStage(t)
@@ -531,8 +531,8 @@ func TestRunNodes(t *testing.T) {
 		for _, p := range all[2:] {
 			p.tell("exit 0")
 		}
-		b.end(0)
-		a.end(0)
+		b.End(0)
+		a.End(0)
 		refused(t, l.Store)
 		s.empty()
 	})
@@ -541,7 +541,7 @@ func TestRunNodes(t *testing.T) {
 		rdzv := freeAddress(t)
 		start := func(node int) *tutti {
 			return s.run("run", "-n", "2", "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv,
-				"--secret-file", secret, "--on-failure", "shrink", self(t))
+				"--secret-file", secret, "--on-failure", "shrink", proctest.Self())
 		}
 		a, b := start(0), start(1)
 		all := s.arrive(4)
@@ -549,13 +549,13 @@ func TestRunNodes(t *testing.T) {
 			p.tell("kill 9")
 			p.gone()
 		}
-		b.end(137)
-		a.stderr.await(t, "; the others go on")
+		b.End(137)
+		a.Err.Await(t, "; the others go on")
 		for _, p := range all[:2] {
 			p.do("print %q", "still here\n")
 			p.tell("exit 0")
 		}
-		a.end(0)
+		a.End(0)
 		s.empty()
 	})
 	t.Run("a rank fails", func(t *testing.T) {
@@ -567,8 +567,8 @@ func TestRunNodes(t *testing.T) {
 		for _, p := range all {
 			p.gone()
 		}
-		a.end(9)
-		b.end(9)
+		a.End(9)
+		b.End(9)
 		b.says("rank 3 exited with code 9; ended the other rank\n")
 		a.says("node 1: rank 3 exited with code 9; ended the 2 ranks still running\n")
 	})
@@ -578,11 +578,11 @@ func TestRunNodes(t *testing.T) {
 			rdzv := freeAddress(t)
 			n := []*tutti{node(s, rdzv, 1, 2, 0), node(s, rdzv, 1, 2, 1)}
 			all := s.arrive(2)
-			n[dead].signal(syscall.SIGKILL)
+			n[dead].Signal(syscall.SIGKILL)
 			for _, p := range all {
 				p.gone()
 			}
-			n[1-dead].end(1)
+			n[1-dead].End(1)
 			n[1-dead].says([]string{"the job's store, which node 0 serves, is gone",
 				"node 1: its launcher is gone"}[dead])
 		}
@@ -598,12 +598,12 @@ func TestRunNodes(t *testing.T) {
 			var both []*tutti
 			for node, args := range []string{c.a, c.b} {
 				both = append(both, s.run(append(append([]string{"run"}, strings.Fields(args)...), "--nnodes", "2",
-					"--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, self(t))...))
+					"--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, proctest.Self())...))
 			}
 			for _, j := range both {
-				j.end(1)
+				j.End(1)
 			}
-			if all := both[0].stderr.String() + both[1].stderr.String(); !strings.Contains(all, c.says) ||
+			if all := both[0].Err.String() + both[1].Err.String(); !strings.Contains(all, c.says) ||
 				!strings.Contains(all, "they must agree") {
 				t.Errorf("%s, %s: stderr %q", c.a, c.b, all)
 			}
@@ -612,9 +612,9 @@ func TestRunNodes(t *testing.T) {
 	t.Run("interrupted while waiting", func(t *testing.T) {
 		s := newStage(t)
 		a := node(s, freeAddress(t), 1, 2, 0)
-		a.stderr.await(t, "waiting for 1 other node")
-		a.signal(syscall.SIGINT)
-		a.end(130)
+		a.Err.Await(t, "waiting for 1 other node")
+		a.Signal(syscall.SIGINT)
+		a.End(130)
 		s.empty()
 	})
 }
@@ -662,13 +662,13 @@ func TestUsage(t *testing.T) {
 		{"benhc", "did you mean bench?"},
 	} {
 		j := s.run(strings.Fields(c.args)...)
-		j.end(2)
+		j.End(2)
 		j.says(c.says)
-		if n := strings.Count(j.stderr.String(), "\n"); n != 2 {
-			t.Errorf("tutti %s: %d lines on stderr, want 2: %q", c.args, n, j.stderr.String())
+		if n := strings.Count(j.Err.String(), "\n"); n != 2 {
+			t.Errorf("tutti %s: %d lines on stderr, want 2: %q", c.args, n, j.Err.String())
 		}
-		if j.stdout.String() != "" {
-			t.Errorf("tutti %s: stdout %q", c.args, j.stdout.String())
+		if j.Out.String() != "" {
+			t.Errorf("tutti %s: stdout %q", c.args, j.Out.String())
 		}
 	}
 }
@@ -678,11 +678,11 @@ func TestHelp(t *testing.T) {
 	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "secret --help", "env",
 		"version"} {
 		j := s.run(strings.Fields(args)...)
-		j.end(0)
-		if out := j.stdout.String(); len(out) < 10 || j.stderr.String() != "" {
-			t.Errorf("tutti %s: stdout %q, stderr %q", args, out, j.stderr.String())
+		j.End(0)
+		if out := j.Out.String(); len(out) < 10 || j.Err.String() != "" {
+			t.Errorf("tutti %s: stdout %q, stderr %q", args, out, j.Err.String())
 		}
-		if bad := regexp.MustCompile(`\bemit\b|completion|TODO`).FindString(j.stdout.String()); bad != "" {
+		if bad := regexp.MustCompile(`\bemit\b|completion|TODO`).FindString(j.Out.String()); bad != "" {
 			t.Errorf("tutti %s shows %q", args, bad)
 		}
 	}
@@ -704,22 +704,22 @@ func TestRunKeepsSurvivorsRunning(t *testing.T) {
 	} {
 		t.Run(c.how+", "+c.then+", "+c.last, func(t *testing.T) {
 			s := newStage(t)
-			j := s.run("run", "-n", "3", "--on-failure", "shrink", "--", self(t))
+			j := s.run("run", "-n", "3", "--on-failure", "shrink", "--", proctest.Self())
 			all := s.arrive(3)
 			if got := all[0].Env["TUTTI_ON_FAILURE"]; got != "shrink" {
 				t.Errorf("TUTTI_ON_FAILURE=%q", got)
 			}
 			all[1].tell("%s", c.how)
 			all[1].gone()
-			j.stderr.await(t, "; the others go on")
+			j.Err.Await(t, "; the others go on")
 			all[0].do("print %q", "still here\n")
 			all[0].tell("%s", c.then)
 			all[0].noticed()
 			if c.then == "kill 9" {
-				j.stderr.await(t, "rank 0 was killed by signal 9 (SIGKILL); the others go on")
+				j.Err.Await(t, "rank 0 was killed by signal 9 (SIGKILL); the others go on")
 			}
 			all[2].tell("%s", c.last)
-			j.end(c.code)
+			j.End(c.code)
 		})
 	}
 }
@@ -728,11 +728,11 @@ func TestRunKeepsSurvivorsRunning(t *testing.T) {
 // well.
 func TestRunRestarts(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "2", "--on-failure", "retry", "--max-restarts", "2", "--", self(t))
+	j := s.run("run", "-n", "2", "--on-failure", "retry", "--max-restarts", "2", "--", proctest.Self())
 	all := s.arrive(2)
 	for i, how := range []string{"kill 9", "exit 3"} {
 		all[1].tell("%s", how)
-		j.stderr.await(t, fmt.Sprintf("starting it again (%d of 2)", i+1))
+		j.Err.Await(t, fmt.Sprintf("starting it again (%d of 2)", i+1))
 		if all[1] = s.next(); all[1].rank() != "1" {
 			t.Fatalf("rank %s was started", all[1].rank())
 		}
@@ -741,14 +741,14 @@ func TestRunRestarts(t *testing.T) {
 	all[0].tell("exit 0")
 	all[0].noticed()
 	all[1].tell("kill 9")
-	j.end(137)
+	j.End(137)
 	j.says("rank 1 was killed by signal 9 (SIGKILL), after other ranks had ended well")
 }
 
 // Processes on standby have no rank, and end when all ranks have.
 func TestRunStandby(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "1", "--on-failure", "shrink", "--standby", "1", "--grace", "200ms", "--", self(t))
+	j := s.run("run", "-n", "1", "--on-failure", "shrink", "--standby", "1", "--grace", "200ms", "--", proctest.Self())
 	a, b := s.next(), s.next()
 	if a.rank() == "" {
 		a, b = b, a
@@ -759,14 +759,15 @@ func TestRunStandby(t *testing.T) {
 	}
 	a.tell("exit 0")
 	b.gone()
-	j.end(0)
+	j.End(0)
 }
 
 // A spare process takes the place of a rank that died before that is back. What was started again
 // belongs to nothing then, and is ended when the group is over.
 func TestRunReplaced(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--", self(t))
+	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--",
+		proctest.Self())
 	of := map[string]*puppet{}
 	for range 3 {
 		p := s.next()
@@ -790,7 +791,7 @@ func TestRunReplaced(t *testing.T) {
 			t.Fatalf("rank %q: %s", p.rank(), got)
 		}
 	}
-	j.stderr.await(t, "standby 0 has taken the place of rank 1\n")
+	j.Err.Await(t, "standby 0 has taken the place of rank 1\n")
 	for _, p := range []*puppet{stays, spare} {
 		again.do("print %q", "still waiting\n")
 		p.do("close")
@@ -798,7 +799,7 @@ func TestRunReplaced(t *testing.T) {
 		p.gone()
 	}
 	again.gone()
-	j.end(0)
+	j.End(0)
 	s.empty()
 }
 
@@ -806,7 +807,7 @@ func TestRunReplaced(t *testing.T) {
 // of the group end with the job.
 func TestRunSweepsOrphans(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--", self(t))
+	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--", proctest.Self())
 	all := s.arrive(2)
 	all[1].do("fork")
 	orphan := s.next()
@@ -819,7 +820,7 @@ func TestRunSweepsOrphans(t *testing.T) {
 	}
 	all[0].tell("exit 0")
 	elsewhere.gone()
-	j.end(0)
+	j.End(0)
 	s.empty()
 }
 
@@ -840,7 +841,7 @@ func TestRunReplacesRankThatDiesInJoin(t *testing.T) {
 			s := newStage(t)
 			spares := strings.Count(c.flags, "standby")
 			j := s.run(append(append([]string{"run", "-n", "3", "--on-failure", "shrink"}, strings.Fields(c.flags)...),
-				"--", self(t))...)
+				"--", proctest.Self())...)
 			of := map[string]*puppet{}
 			for range 3 + spares {
 				p := s.next()
@@ -875,7 +876,7 @@ func TestRunReplacesRankThatDiesInJoin(t *testing.T) {
 				}
 				p.tell("exit 0")
 			}
-			j.end(0)
+			j.End(0)
 			s.empty()
 		})
 	}
@@ -921,7 +922,7 @@ func joining(t *testing.T, p *puppet, rank, to int) {
 // names that rank.
 func TestRunNamesRankThatDiesInJoin(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "4s", "--", self(t))
+	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "4s", "--", proctest.Self())
 	all := s.arrive(3)
 	all[0].tell("join")
 	all[2].tell("join")
@@ -937,6 +938,6 @@ func TestRunNamesRankThatDiesInJoin(t *testing.T) {
 		t.Log(got)
 		p.tell("exit 5")
 	}
-	j.end(137)
+	j.End(137)
 	j.says("rank 2 was killed by signal 9 (SIGKILL) first; no rank ended well")
 }

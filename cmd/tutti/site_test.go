@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 	"tutti/internal/sitetest"
 )
 
@@ -23,7 +24,7 @@ func TestRunSiteStore(t *testing.T) {
 				args = append(args, "--store", site.Address)
 				env = slices.DeleteFunc(env, func(v string) bool { return strings.HasPrefix(v, "TUTTI_STORE=") })
 			}
-			j := s.command(append(args, self(t))...)
+			j := s.command(append(args, proctest.Self())...)
 			j.cmd.Env = append(j.cmd.Env, env...)
 			j.start()
 			all := s.arrive(2)
@@ -41,7 +42,7 @@ func TestRunSiteStore(t *testing.T) {
 			for _, p := range all {
 				p.tell("exit 0")
 			}
-			j.end(0)
+			j.End(0)
 			s.empty()
 		})
 	}
@@ -51,7 +52,7 @@ func TestRunSiteStore(t *testing.T) {
 // store of a job that it runs in.
 func TestRunOwnStore(t *testing.T) {
 	s := newStage(t)
-	j := s.command("run", "-n", "1", self(t))
+	j := s.command("run", "-n", "1", proctest.Self())
 	j.cmd.Env = append(j.cmd.Env, "TUTTI_STORE=tutti://192.0.2.1:1", "TUTTI_STORE_CA="+os.DevNull,
 		"TUTTI_STORE_USER=somebody", "TUTTI_STORE_PASSWORD=x")
 	j.start()
@@ -67,6 +68,6 @@ func TestRunOwnStore(t *testing.T) {
 	}
 	h.Close()
 	p.tell("exit 0")
-	j.end(0)
+	j.End(0)
 	s.empty()
 }

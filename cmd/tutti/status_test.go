@@ -18,6 +18,7 @@ import (
 
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/cmd/tutti/internal/status"
+	"tutti/internal/proctest"
 	"tutti/pg/flight"
 )
 
@@ -32,7 +33,7 @@ type statusJob struct {
 func startJob(t *testing.T, n int, flags ...string) *statusJob {
 	t.Helper()
 	s := newStage(t)
-	run := s.command(append(append([]string{"run", "-n", fmt.Sprint(n)}, flags...), self(t))...)
+	run := s.command(append(append([]string{"run", "-n", fmt.Sprint(n)}, flags...), proctest.Self())...)
 	run.cmd.Env = append(run.cmd.Env, "TUTTI_LEASE=20s") // a rank that is stopped stays in the job
 	j := &statusJob{stage: s, run: run.start()}
 	j.ranks = s.arrive(n)
@@ -71,18 +72,14 @@ func (j *statusJob) leave() {
 	for _, p := range j.ranks {
 		p.tell("exit 0")
 	}
-	j.run.end(0)
+	j.run.End(0)
 }
 
 // status runs tutti status to its end.
 func (j *statusJob) status(args ...string) *tutti {
 	j.t.Helper()
 	c := j.command(append([]string{"status"}, args...)...).start()
-	select {
-	case <-c.finished:
-	case <-time.After(patience):
-		j.t.Fatalf("tutti status %q does not end", args)
-	}
+	c.Wait()
 	return c
 }
 
@@ -91,8 +88,8 @@ func (j *statusJob) report(args ...string) *status.Report {
 	j.t.Helper()
 	c := j.status(append(args, "--json", j.name)...)
 	var r status.Report
-	if err := json.Unmarshal([]byte(c.stdout.String()), &r); err != nil {
-		j.t.Fatalf("%v: %q, %q", err, c.stdout.String(), c.stderr.String())
+	if err := json.Unmarshal([]byte(c.Out.String()), &r); err != nil {
+		j.t.Fatalf("%v: %q, %q", err, c.Out.String(), c.Err.String())
 	}
 	return &r
 }
@@ -123,8 +120,8 @@ func TestStatusNamesMissingRank(t *testing.T) {
 	j := startJob(t, 3)
 	j.all("allreduce 1000")
 	c := j.status(j.name)
-	c.end(0)
-	if out := c.stdout.String(); !strings.HasPrefix(out, "job "+j.name+": 3 ranks, epoch 1, ") ||
+	c.End(0)
+	if out := c.Out.String(); !strings.HasPrefix(out, "job "+j.name+": 3 ranks, epoch 1, ") ||
 		!strings.Contains(out, "\nnothing is stuck\n") || strings.Count(out, "computing") != 3 ||
 		strings.Contains(out, "\x1b") {
 		t.Errorf("%s", out)
@@ -135,8 +132,8 @@ func TestStatusNamesMissingRank(t *testing.T) {
 	}
 	j.until("is rank 2 named", blames(2, flight.FindingStuck))
 	c = j.status(j.name)
-	c.end(codeStuck)
-	out := c.stdout.String()
+	c.End(codeStuck)
+	out := c.Out.String()
 	for _, want := range []string{"! rank 2 has not entered allreduce #", " (last finished #",
 		"; ranks 0 and 1 wait for it, ", "waits for rank ", fmt.Sprint(j.ranks[1].PID)} {
 		if !strings.Contains(out, want) {
@@ -180,7 +177,7 @@ func TestStatusNamesMissingRank(t *testing.T) {
 // lists the jobs.
 func TestStatusFindsJobs(t *testing.T) {
 	j := startJob(t, 2, "--job", "status-test-one")
-	k := &statusJob{stage: j.stage, run: j.stage.run("run", "-n", "2", "--job", "status-test-two", self(t))}
+	k := &statusJob{stage: j.stage, run: j.stage.run("run", "-n", "2", "--job", "status-test-two", proctest.Self())}
 	k.ranks = k.arrive(2)
 	for _, c := range []struct {
 		args string
@@ -205,8 +202,8 @@ func TestStatusFindsJobs(t *testing.T) {
 		{"--flight /proc/self/exe", 1, "are no"},
 	} {
 		got := j.status(strings.Fields(c.args)...)
-		got.end(c.code)
-		if all := got.stdout.String() + got.stderr.String(); !strings.Contains(all, c.says) {
+		got.End(c.code)
+		if all := got.Out.String() + got.Err.String(); !strings.Contains(all, c.says) {
 			t.Errorf("tutti status %s: %q; want %q in it", c.args, all, c.says)
 		}
 	}
@@ -214,22 +211,22 @@ func TestStatusFindsJobs(t *testing.T) {
 	for _, name := range []string{"TUTTI_STORE", "TUTTI_JOB", "TUTTI_SECRET"} {
 		e.cmd.Env = append(e.cmd.Env, name+"="+j.ranks[0].Env[name])
 	}
-	e.start().end(0)
-	if out := e.stdout.String(); !strings.HasPrefix(out, "job status-test-one: 2 ranks, ") {
+	e.start().End(0)
+	if out := e.Out.String(); !strings.HasPrefix(out, "job status-test-one: 2 ranks, ") {
 		t.Errorf("by the environment: %q", out)
 	}
 	wrong := j.command("status")
 	wrong.cmd.Env = append(wrong.cmd.Env, "TUTTI_STORE="+j.ranks[0].Env["TUTTI_STORE"], "TUTTI_JOB=status-test-one",
 		"TUTTI_SECRET=another secret altogether")
-	wrong.start().end(1)
+	wrong.start().End(1)
 	wrong.says("secret")
 	for _, p := range k.ranks {
 		p.tell("exit 0")
 	}
-	k.run.end(0)
+	k.run.End(0)
 	j.leave()
-	if gone := j.status("status-test-one"); !strings.Contains(gone.stderr.String(), "no job status-test-one") {
-		t.Errorf("%q", gone.stderr.String())
+	if gone := j.status("status-test-one"); !strings.Contains(gone.Err.String(), "no job status-test-one") {
+		t.Errorf("%q", gone.Err.String())
 	}
 }
 
@@ -250,7 +247,7 @@ func TestStatusOfDeadRanks(t *testing.T) {
 	for _, p := range j.ranks {
 		p.gone() // the launcher ends them all
 	}
-	j.run.end(137)
+	j.run.End(137)
 	s, err := flight.ReadFile(filepath.Join(logs, "flight-rank0.json"))
 	if err != nil {
 		t.Fatal(err)
@@ -265,10 +262,10 @@ func TestStatusOfDeadRanks(t *testing.T) {
 	}
 	files, _ := filepath.Glob(filepath.Join(logs, "flight-rank*.json"))
 	c := j.status(append([]string{"--flight"}, files...)...)
-	c.end(0)
+	c.End(0)
 	for _, want := range []string{"job " + j.name + ": 3 ranks", "rank 0 (pid ", "was killed by signal 9",
 		"allreduce #"} {
-		if out := c.stdout.String(); !strings.Contains(out, want) {
+		if out := c.Out.String(); !strings.Contains(out, want) {
 			t.Errorf("%q is not in\n%s", want, out)
 		}
 	}
@@ -310,23 +307,23 @@ func TestStatusOfSurvivors(t *testing.T) {
 func TestStatusWatch(t *testing.T) {
 	j := startJob(t, 2)
 	c := j.command("status", "--watch", "100ms", j.name).start()
-	c.stdout.await(t, "2 ranks")
-	first := strings.Count(c.stdout.String(), "job "+j.name)
-	for late := time.Now().Add(patience); strings.Count(c.stdout.String(),
+	c.Out.Await(t, "2 ranks")
+	first := strings.Count(c.Out.String(), "job "+j.name)
+	for late := time.Now().Add(patience); strings.Count(c.Out.String(),
 		"job "+j.name) < first+2; time.Sleep(time.Millisecond) {
 		if time.Now().After(late) {
-			t.Fatalf("it shows %q", c.stdout.String())
+			t.Fatalf("it shows %q", c.Out.String())
 		}
 	}
-	c.signal(syscall.SIGINT)
-	c.end(0)
-	if out := c.stdout.String(); strings.Contains(out, "\x1b") || !strings.Contains(out, "\n\n") ||
-		c.stderr.String() != "" {
-		t.Errorf("%q, %q", out, c.stderr.String())
+	c.Signal(syscall.SIGINT)
+	c.End(0)
+	if out := c.Out.String(); strings.Contains(out, "\x1b") || !strings.Contains(out, "\n\n") ||
+		c.Err.String() != "" {
+		t.Errorf("%q, %q", out, c.Err.String())
 	}
 
 	master, slave := terminal(t)
-	var shown buffer
+	var shown proctest.Output
 	read := make(chan struct{})
 	go func() {
 		defer close(read)
@@ -336,10 +333,10 @@ func TestStatusWatch(t *testing.T) {
 	v.cmd.Env = append(v.cmd.Env, "TERM=xterm")
 	v.cmd.Stdout = slave
 	v.start()
-	shown.await(t, "nothing is stuck")
-	shown.await(t, "\x1b[J\x1b[H") // a second one, in the place of the first
-	v.signal(syscall.SIGINT)
-	v.end(0)
+	shown.Await(t, "nothing is stuck")
+	shown.Await(t, "\x1b[J\x1b[H") // a second one, in the place of the first
+	v.Signal(syscall.SIGINT)
+	v.End(0)
 	slave.Close()
 	<-read
 	if out := shown.String(); !strings.HasPrefix(out, "\x1b[?1049h\x1b[?25l\x1b[H") ||
@@ -348,11 +345,11 @@ func TestStatusWatch(t *testing.T) {
 	}
 
 	w := j.command("status", "--watch=100ms", "--json", j.name).start()
-	w.stdout.await(t, "\n")
+	w.Out.Await(t, "\n")
 	j.leave()
-	w.end(0)
+	w.End(0)
 	w.says("job " + j.name + " has ended")
-	for line := range strings.Lines(w.stdout.String()) {
+	for line := range strings.Lines(w.Out.String()) {
 		var r status.Report
 		if err := json.Unmarshal([]byte(line), &r); err != nil || r.Job != j.name {
 			t.Errorf("%v: %q", err, line)
@@ -394,7 +391,7 @@ func TestFlightRecords(t *testing.T) {
 		t.Fatal(err)
 	}
 	j := startJob(t, 2, "--log-dir", logs, "--timeout", "700ms")
-	j.run.signal(syscall.SIGUSR1)
+	j.run.Signal(syscall.SIGUSR1)
 	for r := range 2 {
 		path := filepath.Join(logs, fmt.Sprintf("flight-rank%d-signal.json", r))
 		for late := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
@@ -424,7 +421,7 @@ func TestFlightRecords(t *testing.T) {
 	for _, p := range j.ranks {
 		p.tell("exit 4") // without Close: what the files say is kept
 	}
-	j.run.end(4)
+	j.run.End(4)
 	for r := range 2 {
 		if _, err := flight.ReadFile(filepath.Join(logs, fmt.Sprintf("flight-rank%d.json", r))); err != nil {
 			t.Error(err)
@@ -435,7 +432,7 @@ func TestFlightRecords(t *testing.T) {
 // TestMetricsOfRanks scrapes the ranks of a job, each at a port of its own, and takes a port away.
 func TestMetricsOfRanks(t *testing.T) {
 	s := newStage(t)
-	c := s.command("run", "-n", "2", self(t))
+	c := s.command("run", "-n", "2", proctest.Self())
 	c.cmd.Env = append(c.cmd.Env, "TUTTI_METRICS=127.0.0.1:0")
 	j := &statusJob{stage: s, run: c.start()}
 	j.ranks = s.arrive(2)
@@ -474,7 +471,7 @@ func TestMetricsOfRanks(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	c = s.command("run", "-n", "1", self(t))
+	c = s.command("run", "-n", "1", proctest.Self())
 	c.cmd.Env = append(c.cmd.Env, "TUTTI_METRICS="+l.Addr().String())
 	c.start()
 	p := s.arrive(1)[0]
@@ -484,7 +481,7 @@ func TestMetricsOfRanks(t *testing.T) {
 		t.Errorf("%s", got)
 	}
 	p.tell("exit 0")
-	c.end(0)
+	c.End(0)
 }
 
 func TestPick(t *testing.T) {

@@ -26,16 +26,16 @@ func TestTune(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max",
 			"256K", "--factor", "16", "--rounds", "2", "--time", "5s")
-		j.start().end(0)
-		out := j.stdout.String()
+		j.start().End(0)
+		out := j.Out.String()
 		for _, want := range []string{"allreduce ", "alltoallv ", "barrier ", path} {
 			if !strings.Contains(out, want) {
 				t.Errorf("%s: no %q in %s", transport, want, out)
 			}
 		}
 		if strings.Contains(out, "TUTTI_TUNE") || strings.Contains(out, "registered") != (transport == "shm") ||
-			j.stderr.String() != "" {
-			t.Errorf("%s: stdout %s, stderr %s", transport, out, j.stderr.String())
+			j.Err.String() != "" {
+			t.Errorf("%s: stdout %s, stderr %s", transport, out, j.Err.String())
 		}
 		table, err := tuning.Load(path, tuning.Here(2, transport))
 		if err != nil {
@@ -58,8 +58,8 @@ func TestTune(t *testing.T) {
 			j := command("bench", "-n", n, "--transport", transport, "--max", "4K", "--iters", "1", "--rounds", "1",
 				"--json")
 			j.cmd.Env = append(j.cmd.Env, "TUTTI_LOG=debug")
-			j.start().end(0)
-			if log := j.stderr.String(); !strings.Contains(log, want) {
+			j.start().End(0)
+			if log := j.Err.String(); !strings.Contains(log, want) {
 				t.Errorf("%s, %s ranks: no %q in %s", transport, n, want, log)
 			}
 		}
@@ -67,9 +67,9 @@ func TestTune(t *testing.T) {
 	own := filepath.Join(dir, "own.json")
 	j := command("tune", "-n", "2", "--op", "allgather", "--max", "256K", "--factor", "8", "--rounds", "1", "--time",
 		"50ms", "-o", own, "--json")
-	j.start().end(0)
+	j.start().End(0)
 	n := 0
-	for line := range strings.Lines(j.stdout.String()) {
+	for line := range strings.Lines(j.Out.String()) {
 		var p bench.TunePoint
 		if err := json.Unmarshal([]byte(line), &p); err != nil {
 			t.Fatalf("%q: %v", line, err)
@@ -105,17 +105,17 @@ func TestTune(t *testing.T) {
 	} {
 		j := command(append([]string{"tune"}, c.args...)...)
 		j.cmd.Env = append(j.cmd.Env, strings.Fields(c.env)...)
-		j.start().end(codeUsage)
-		if !strings.Contains(j.stderr.String(), c.want) {
-			t.Errorf("%v %s: %s", c.args, c.env, j.stderr.String())
+		j.start().End(codeUsage)
+		if !strings.Contains(j.Err.String(), c.want) {
+			t.Errorf("%v %s: %s", c.args, c.env, j.Err.String())
 		}
 	}
 	if err := os.Mkdir(filepath.Join(dir, "d"), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	j = command("tune", "-o", filepath.Join(dir, "d"))
-	j.start().end(1)
-	if !strings.Contains(j.stderr.String(), "cannot write the table") {
-		t.Error(j.stderr.String())
+	j.start().End(1)
+	if !strings.Contains(j.Err.String(), "cannot write the table") {
+		t.Error(j.Err.String())
 	}
 }

@@ -8,12 +8,9 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"os"
-	"os/exec"
 	"strings"
 	"testing"
-	"time"
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
@@ -72,47 +69,32 @@ func pattern(n int) []byte {
 
 // owner is a process that owns memory.
 type owner struct {
-	t   *testing.T
-	p   *proctest.Process
-	in  io.WriteCloser
-	out *bufio.Scanner
+	*proctest.Child
+	t *testing.T
 }
 
 func startOwner(t *testing.T) *owner {
 	t.Helper()
-	cmd := exec.Command(os.Args[0], "-test.run=^TestOwner$", "-test.timeout=2m")
-	cmd.Env = append(os.Environ(), asOwner+"=1")
-	p, in, out, err := proctest.StartPiped(cmd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := out.SetReadDeadline(time.Now().Add(2 * time.Minute)); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { in.Close(); p.Kill(); p.Wait(); out.Close() })
-	return &owner{t, p, in, bufio.NewScanner(out)}
+	cmd := proctest.Again([]string{asOwner + "=1"}, "-test.run=^TestOwner$", "-test.timeout=2m")
+	return &owner{proctest.RunPiped(t, cmd), t}
 }
 
-// tell gives a command and returns the words of the answer.
-func (o *owner) tell(command string) []string {
+// ask gives a command and returns the words of the answer.
+func (o *owner) ask(command string) []string {
 	o.t.Helper()
-	if _, err := fmt.Fprintln(o.in, command); err != nil {
-		o.t.Fatal(err)
-	}
-	for o.out.Scan() {
-		if words := strings.Fields(o.out.Text()); len(words) > 1 && words[0] == "ipc" {
+	o.Tell(command)
+	for {
+		if words := strings.Fields(o.Hear()); len(words) > 1 && words[0] == "ipc" {
 			return words[1:]
 		}
 	}
-	o.t.Fatalf("no answer to %q: %v", command, o.out.Err())
-	return nil
 }
 
 // allocate has the process allocate memory. It returns a handle of 9000 bytes, and where they
 // begin.
 func (o *owner) allocate() (h IPCHandle, offset uint64) {
 	o.t.Helper()
-	words := o.tell("allocate")
+	words := o.ask("allocate")
 	b, err := hex.DecodeString(words[0])
 	if err == nil {
 		err = h.UnmarshalBinary(b)
@@ -182,7 +164,7 @@ func TestIPC(t *testing.T) {
 	if err := errors.Join(s.Copy(m, local.Slice(0, 10)), wait(s)); err != nil {
 		t.Fatal(err)
 	}
-	if got := o.tell("read")[0]; got != hex.EncodeToString([]byte("0123456789")) {
+	if got := o.ask("read")[0]; got != hex.EncodeToString([]byte("0123456789")) {
 		t.Errorf("the owner reads %s", got)
 	}
 	if err := errors.Join(one.Release(), two.Release()); err != nil {
@@ -195,7 +177,7 @@ func TestIPC(t *testing.T) {
 		t.Fatal(err)
 	}
 	imported(0)
-	o.tell("free")
+	o.ask("free")
 	if _, err := v.ImportIPC(1, h); err == nil {
 		t.Error("memory that was freed was mapped")
 	}
@@ -209,8 +191,7 @@ func TestIPC(t *testing.T) {
 	}
 
 	// The owner dies.
-	o.p.Kill()
-	o.p.Wait()
+	o.Kill()
 	if !bytes.Equal(read(one), pattern(10000)[100:9100]) {
 		t.Error("what is mapped has changed")
 	}

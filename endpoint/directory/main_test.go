@@ -1,13 +1,11 @@
 package directory_test
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"io"
 	"net"
 	"os"
-	"os/exec"
 	"strings"
 	"sync"
 	"testing"
@@ -80,20 +78,13 @@ func publisher(args []string) error {
 // process starts a publisher. kill ends it by SIGKILL; up waits until it has published.
 func process(t *testing.T, store, name, contents string) (up, kill func()) {
 	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s %s %s", asPublisher, store, name, contents))
-	p, in, out, err := proctest.StartPiped(cmd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	kill = sync.OnceFunc(func() { p.Kill(); p.Wait() })
-	t.Cleanup(func() { kill(); in.Close(); out.Close() })
+	p := proctest.RunPiped(t, proctest.Again([]string{fmt.Sprintf("%s=%s %s %s", asPublisher, store, name, contents)}))
 	return func() {
 		t.Helper()
-		if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || !strings.HasPrefix(line, "published ") {
-			t.Fatalf("a publisher says %q, %v", line, err)
+		if line := p.Hear(); !strings.HasPrefix(line, "published ") {
+			t.Fatalf("a publisher says %q", line)
 		}
-	}, kill
+	}, p.Kill
 }
 
 // storeAt configures the store at an address.

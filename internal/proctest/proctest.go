@@ -26,6 +26,7 @@ import (
 	"runtime"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -33,8 +34,8 @@ import (
 )
 
 // Variable is in the environment of every process of Start and, unless they remove it, of its
-// descendants. Its value is the mark of this process. If this process has a mark itself, its own
-// follows after a dot.
+// descendants. Its value is the mark of this process, a dot and a number. If this process has a
+// mark itself, its own follows after a dot.
 const Variable = "PROCTEST_MARK"
 
 // keeperName is argv[0] of a keeper.
@@ -120,6 +121,12 @@ func KillAll() (killed int) {
 	if mark == "" {
 		return 0
 	}
+	return killAll(mark)
+}
+
+// killAll kills all processes with this mark, also those that are started meanwhile, and returns
+// their number.
+func killAll(mark string) (killed int) {
 	for range 10 { // a process that forks meanwhile is found in the next round
 		n := killMarked(mark)
 		if n == 0 {
@@ -161,10 +168,14 @@ func marked(env []byte, mark string) bool {
 	return false
 }
 
+// started counts the processes, to number their marks.
+var started atomic.Uint64
+
 // Process is a process of Start.
 type Process struct {
 	// Cmd is the command. Its ProcessState is set when Done is closed.
 	Cmd  *exec.Cmd
+	mark string // its own
 	done chan struct{}
 	err  error
 
@@ -180,28 +191,6 @@ func Start(cmd *exec.Cmd) (*Process, error) { return start(cmd, false) }
 // StartGroup is Start for a process whose group is killed at its end.
 func StartGroup(cmd *exec.Cmd) (*Process, error) { return start(cmd, true) }
 
-// StartPiped is Start of a command that gets what is written to in, and whose standard output is
-// read from out. Its errors go to those of this process. The caller closes both.
-func StartPiped(cmd *exec.Cmd) (p *Process, in io.WriteCloser, out *os.File, err error) {
-	if in, err = cmd.StdinPipe(); err != nil {
-		return nil, nil, nil, err
-	}
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		in.Close()
-		return nil, nil, nil, err
-	}
-	cmd.Stdout, cmd.Stderr = theirs, os.Stderr
-	p, err = Start(cmd)
-	theirs.Close()
-	if err != nil {
-		in.Close()
-		out.Close()
-		return nil, nil, nil, err
-	}
-	return p, in, out, nil
-}
-
 func start(cmd *exec.Cmd, sweep bool) (*Process, error) {
 	mark, err := mark()
 	if err != nil {
@@ -210,27 +199,28 @@ func start(cmd *exec.Cmd, sweep bool) (*Process, error) {
 	if cmd.Env == nil {
 		cmd.Env = os.Environ()
 	}
+	mark += "." + strconv.FormatUint(started.Add(1), 10)
 	cmd.Env = append(cmd.Env[:len(cmd.Env):len(cmd.Env)], Variable+"="+mark)
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	}
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
-	p := &Process{Cmd: cmd, done: make(chan struct{})}
-	started := make(chan error)
+	p := &Process{Cmd: cmd, mark: mark, done: make(chan struct{})}
+	began := make(chan error)
 	go func() {
 		// The kernel sends the signal when this thread ends, so the thread must not end before the
 		// process.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		if err := cmd.Start(); err != nil {
-			started <- err
+			began <- err
 			return
 		}
 		p.alive = true
-		started <- nil
+		began <- nil
 		p.live(sweep)
 	}()
-	if err := <-started; err != nil {
+	if err := <-began; err != nil {
 		return nil, err
 	}
 	return p, nil

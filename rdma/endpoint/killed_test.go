@@ -12,15 +12,16 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 	"unsafe"
 
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/rdma"
 	"tutti/rdma/endpoint"
@@ -105,7 +106,7 @@ type house struct {
 // worker is one life of a worker.
 type worker struct {
 	name    string
-	cmd     *exec.Cmd
+	p       *proctest.Process
 	in      io.WriteCloser
 	lines   int // read
 	mortal  int // killed after so many lines; 0: never
@@ -138,27 +139,31 @@ func (h *house) startLocked(name string) {
 		h.t.Error(err)
 		return
 	}
-	w.cmd = exec.CommandContext(h.t.Context(), os.Args[0], "-test.run=^TestDeviceKilledProcesses$", "-test.timeout=4m")
-	w.cmd.Env = append(os.Environ(), workerVariable+"="+string(text))
-	in, err := w.cmd.StdinPipe()
-	out, err2 := w.cmd.StdoutPipe()
+	cmd := proctest.Again([]string{workerVariable + "=" + string(text)}, "-test.run=^TestDeviceKilledProcesses$",
+		"-test.timeout=4m")
+	in, err := cmd.StdinPipe()
+	out, theirs, err2 := os.Pipe()
 	if err := errors.Join(err, err2); err != nil {
 		h.t.Error(err)
 		return
 	}
-	w.cmd.Stderr = w.cmd.Stdout
-	if err := w.cmd.Start(); err != nil {
+	cmd.Stdout, cmd.Stderr = theirs, theirs
+	w.p, err = proctest.Start(cmd)
+	theirs.Close()
+	if err != nil {
 		h.t.Error(err)
 		return
 	}
+	h.t.Cleanup(w.p.Kill)
 	w.in = in
 	go func() {
 		defer close(w.ended)
+		defer out.Close()
 		lines := bufio.NewScanner(out)
 		for lines.Scan() {
 			h.heard(w, lines.Bytes())
 		}
-		w.err = w.cmd.Wait()
+		w.err = w.p.Wait()
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		if w.dying {
@@ -190,7 +195,7 @@ func (h *house) heard(w *worker, line []byte) {
 			h.killed = map[string]int{}
 		}
 		h.killed[s.Stage]++
-		if err := w.cmd.Process.Kill(); err != nil {
+		if err := w.p.Signal(syscall.SIGKILL); err != nil {
 			h.t.Error(err)
 		}
 	}

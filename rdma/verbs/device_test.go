@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/rdma"
 	"tutti/rdma/rdmatest"
@@ -410,19 +411,13 @@ func TestDeviceTwoProcesses(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	other := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestDeviceTwoProcesses$", "-test.timeout=2m")
-	other.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %d", peerVariable, q.Number(), m.RemoteKey(), addressOf(b)))
-	other.ExtraFiles = []*os.File{w}
-	var text strings.Builder
-	other.Stdout, other.Stderr = &text, &text
-	if err := other.Start(); err != nil {
-		t.Fatal(err)
-	}
+	cmd := proctest.Again([]string{fmt.Sprintf("%s=%d %d %d", peerVariable, q.Number(), m.RemoteKey(), addressOf(b))},
+		"-test.run=^TestDeviceTwoProcesses$", "-test.timeout=2m")
+	cmd.ExtraFiles = []*os.File{w}
+	other := proctest.Run(t, cmd)
 	w.Close()
-	ended := make(chan error, 1)
-	go func() { ended <- other.Wait() }()
 	if _, err := fmt.Fscan(r, &remote); err != nil {
-		t.Fatalf("the other process: %v\n%s", <-ended, &text)
+		t.Fatal(err)
 	}
 	if _, err := q.PostRecv([]rdma.RecvRequest{{ID: 5}}); err != nil {
 		t.Fatal(err)
@@ -439,9 +434,7 @@ func TestDeviceTwoProcesses(t *testing.T) {
 			t.Fatalf("byte %d is %d, want %d", i, b[i], byte(i*7))
 		}
 	}
-	if err := <-ended; err != nil {
-		t.Errorf("the other process: %v\n%s", err, &text)
-	}
+	other.End(0)
 }
 
 // TestDeviceHoldsNoThreads: devices and completion queues that wait for events hold no thread each.

@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"os"
-	"os/exec"
 	"runtime"
 	"strconv"
 	"strings"
@@ -16,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/rdma"
 )
@@ -96,9 +96,8 @@ func TestDeviceRegistrationsAndFork(t *testing.T) {
 	if p.ForkSupport() != ForkByKernel {
 		t.Errorf("%q, want %q", p.ForkSupport(), ForkByKernel)
 	}
-	other := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestDeviceRegistrationsAndFork$",
+	other := proctest.Again([]string{forkVariable + "=1"}, "-test.run=^TestDeviceRegistrationsAndFork$",
 		"-test.timeout=3m")
-	other.Env = append(os.Environ(), forkVariable+"=1")
 	if out, err := other.CombinedOutput(); err != nil {
 		t.Errorf("without copies of pinned pages: %v\n%s", err, out)
 	}

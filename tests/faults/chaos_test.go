@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -96,7 +97,7 @@ func (c *chaos) launch(rank int) {
 	if c.net != nil {
 		enter = c.net.Hosts[rank].Enter()
 	}
-	c.s.StartIn(enter, append(slices.Clone(c.env), "RANK="+strconv.Itoa(rank)), rig.Self(c.t))
+	c.s.StartIn(enter, append(slices.Clone(c.env), "RANK="+strconv.Itoa(rank)), proctest.Self())
 }
 
 // begin has a process that has come go.

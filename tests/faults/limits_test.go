@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -62,7 +63,7 @@ func TestFewFiles(t *testing.T) {
 		t.Run(fmt.Sprintf("%d for all", limit), func(t *testing.T) {
 			s := rig.New(t)
 			job := s.Start(nil, "sh", "-c", `ulimit -n "$0" || exit 90; exec "$@"`, strconv.Itoa(limit), rig.Tutti(t),
-				"run", "-n", strconv.Itoa(n), "--", rig.Self(t))
+				"run", "-n", strconv.Itoa(n), "--", proctest.Self())
 			job.End(1)
 			if !contains(job.Err.String(), "ulimit -n") {
 				t.Errorf("it printed %q", job.Err.String())
@@ -84,7 +85,7 @@ func TestFewFiles(t *testing.T) {
 				s := rig.New(t)
 				job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout",
 					"10s", "--",
-					"sh", "-c", fmt.Sprintf("ulimit -n %d || exit 90\nexec \"$0\"", limit), rig.Self(t))
+					"sh", "-c", fmt.Sprintf("ulimit -n %d || exit 90\nexec \"$0\"", limit), proctest.Self())
 				ranks := s.Arrive(n)
 				all := rig.Each(ranks, rig.Command{Verb: "join"})
 				ok := func(a rig.Reply) bool { return a.Fault == nil }
@@ -117,7 +118,7 @@ func TestNoFilesLeft(t *testing.T) {
 			s := rig.New(t)
 			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "5s",
 				"--",
-				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", rig.Self(t))
+				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", proctest.Self())
 			ranks := s.Arrive(n)
 			rig.Well(ranks, rig.Command{Verb: "join"})
 			from := ranks[1] // rank 0 is linked with all others since the join
@@ -151,7 +152,7 @@ func TestFullDisk(t *testing.T) {
 	rig.Need(t, "unshare", "mount")
 	s := rig.New(t)
 	job := s.Start(nil, "sh", "-c", "mount -t tmpfs -o size=1m,mode=1777 none \"$TMPDIR\" || exit 90\nexec \"$@\"",
-		"sh", rig.Tutti(t), "run", "-n", "2", "--", rig.Self(t))
+		"sh", rig.Tutti(t), "run", "-n", "2", "--", proctest.Self())
 	if code := job.Wait(); code <= 0 || code == 90 {
 		t.Errorf("exit code %d", code)
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -20,17 +21,17 @@ func TestMain(m *testing.M) { rig.Main(m, nil) }
 var secret = bootstrap.NewSecret()
 
 // startStore starts a store as a process of the stage.
-func startStore(t *testing.T, s *rig.Stage, kind rig.StoreKind) (p *rig.Process, address string) {
+func startStore(t *testing.T, s *rig.Stage, kind rig.StoreKind) (p *proctest.Child, address string) {
 	t.Helper()
 	return s.Store(nil, kind, secret, "")
 }
 
 // startRank starts a rank without a launcher. More settings override those that are usual.
-func startRank(t *testing.T, s *rig.Stage, address string, rank, size int, more ...string) *rig.Process {
+func startRank(t *testing.T, s *rig.Stage, address string, rank, size int, more ...string) *proctest.Child {
 	t.Helper()
 	env := []string{"RANK=" + strconv.Itoa(rank), "WORLD_SIZE=" + strconv.Itoa(size), "TUTTI_JOB=faults",
 		"TUTTI_STORE=" + address, "TUTTI_SECRET=" + secret}
-	return s.Start(append(env, more...), rig.Self(t))
+	return s.Start(append(env, more...), proctest.Self())
 }
 
 // blames checks that every rank has a fault of this kind with a text that contains all of texts.

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -100,7 +101,7 @@ func TestTwoJobs(t *testing.T) {
 	s := rig.New(t)
 	store, address := startStore(t, s, rig.Embedded)
 	const n = 3
-	var jobs [2]*rig.Process
+	var jobs [2]*proctest.Child
 	var ranks [2][]*rig.Rank
 	for i := range jobs {
 		jobs[i] = s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--job",

@@ -16,6 +16,7 @@ import (
 	"testing"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -82,7 +83,7 @@ func TestMPIOnOneHostNeedsNothing(t *testing.T) {
 			rig.Need(t, mpirun)
 			s := rig.New(t)
 			// Two at once are two launches.
-			var all []*rig.Process
+			var all []*proctest.Child
 			for range 2 {
 				// Two mpiruns remove a directory that they share under each other's hands.
 				own := "OMPI_MCA_orte_tmpdir_base=" + t.TempDir()
@@ -195,7 +196,7 @@ func TestTorchrun(t *testing.T) {
 		on := host(t, "localhost", "first", "second")
 		env := []string{path, "HOSTS=first,second", "ID=torch", "TUTTI_SECRET_FILE=" + file(t, "secret",
 			bootstrap.NewSecret()+"\n", 0o600)}
-		var all []*rig.Process
+		var all []*proctest.Child
 		for node := range 2 {
 			all = append(all, s.StartIn(on, append(env, fmt.Sprint("NODE=", node)), example(t, "torchrun.sh"), "2",
 				hello))
@@ -218,8 +219,8 @@ func TestSystemdUnit(t *testing.T) {
 	}
 	dir := t.TempDir()
 	// The programs of the unit have to exist.
-	installed := strings.NewReplacer("/usr/local/bin/tutti ", rig.Tutti(t)+" ", "/usr/local/bin/train", rig.Self(t)).
-		Replace(string(text))
+	installed := strings.NewReplacer("/usr/local/bin/tutti ", rig.Tutti(t)+" ", "/usr/local/bin/train",
+		proctest.Self()).Replace(string(text))
 	verify := func(text string) string {
 		path := filepath.Join(dir, "tutti-train.service")
 		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {

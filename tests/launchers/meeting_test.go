@@ -9,17 +9,18 @@ import (
 	"syscall"
 	"testing"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
 // ranks starts n ranks of one host that know of no store, and has them join.
-func ranks(t *testing.T, s *rig.Stage, n int, env ...string) ([]*rig.Process, []*rig.Rank) {
+func ranks(t *testing.T, s *rig.Stage, n int, env ...string) ([]*proctest.Child, []*rig.Rank) {
 	t.Helper()
-	var all []*rig.Process
+	var all []*proctest.Child
 	for i := range n {
 		all = append(all, s.Start(append(env, fmt.Sprint("RANK=", i), fmt.Sprint("WORLD_SIZE=", n),
 			fmt.Sprint("LOCAL_RANK=", i), fmt.Sprint("LOCAL_WORLD_SIZE=", n),
-			fmt.Sprintf("TUTTI_JOB=%s-%d", t.Name(), syscall.Getpid())), rig.Self(t)))
+			fmt.Sprintf("TUTTI_JOB=%s-%d", t.Name(), syscall.Getpid())), proctest.Self()))
 	}
 	there := s.Arrive(n)
 	rig.Well(there, rig.Command{Verb: "join"})

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -107,7 +108,7 @@ func startSlurm(t *testing.T, env ...string) *slurm {
 	return c
 }
 
-func (c *slurm) start(argv ...string) *rig.Process {
+func (c *slurm) start(argv ...string) *proctest.Child {
 	c.t.Helper()
 	return c.stage.StartIn(c.on, c.env, argv...)
 }
@@ -163,7 +164,7 @@ func TestSlurm(t *testing.T) {
 		}
 	})
 	t.Run("two steps at once", func(t *testing.T) {
-		var all []*rig.Process
+		var all []*proctest.Child
 		for i := range 2 {
 			all = append(all, c.start("env", fmt.Sprint("N=", i), "srun", "--nodes=2", "--ntasks-per-node=1",
 				"--mpi=pmi2", "tutti", "run", "-n", "1", "--", hello))

@@ -5,14 +5,15 @@
 package matrix
 
 import (
-	"bufio"
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
+
+	"tutti/internal/proctest"
 )
 
 func TestBenchFindsNothingWrong(t *testing.T) {
@@ -35,30 +36,24 @@ func TestBenchFindsNothingWrong(t *testing.T) {
 				args := append([]string{"bench", "-n", fmt.Sprint(n), "--op", "all", "--dtype", "all", "--redop", "all",
 					"--min", "60", "--max", "256K", "--factor", factor,
 					"--iters", "2", "--rounds", "1", "--warmup", "0", "--json", "--timeout", "60s"}, mode...)
-				cmd := exec.Command(tutti, args...)
-				var stdout, stderr bytes.Buffer
-				cmd.Stdout, cmd.Stderr = &stdout, &stderr
-				cmd.WaitDelay = time.Second
-				timer := time.AfterFunc(3*time.Minute, func() { cmd.Process.Kill() })
-				err := cmd.Run()
-				timer.Stop()
-				if err != nil {
-					t.Fatalf("tutti %v: %v\n%s", args, err, stderr.Bytes())
+				p := proctest.Run(t, exec.Command(tutti, args...))
+				p.Patience = 3 * time.Minute
+				if p.End(0); t.Failed() {
+					return
 				}
 				seen := map[string]bool{}
-				lines := bufio.NewScanner(&stdout)
 				rows := 0
-				for lines.Scan() {
+				for line := range strings.Lines(p.Out.String()) {
 					var row struct {
 						Op, DType, Redop string
 						Ranks            int
 						Wrong            *int
 					}
-					if err := json.Unmarshal(lines.Bytes(), &row); err != nil {
-						t.Fatalf("%q: %v", lines.Text(), err)
+					if err := json.Unmarshal([]byte(line), &row); err != nil {
+						t.Fatalf("%q: %v", line, err)
 					}
 					if row.Wrong == nil || *row.Wrong != 0 || row.Ranks != n {
-						t.Errorf("%s", lines.Text())
+						t.Errorf("%s", line)
 					}
 					seen[row.Op+" "+row.DType+" "+row.Redop] = true
 					rows++

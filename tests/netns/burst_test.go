@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -36,15 +37,18 @@ func TestBurstOfEndpoints(t *testing.T) {
 			}
 			cmd := exec.Command(program, "-test.run", "^TestRandomProcesses$/^"+kind+"$", "-test.v",
 				"-test.timeout", "2m", "-hosts", strings.Join(names, ","))
-			out, err := cmd.CombinedOutput()
-			if t.Logf("%s", out); err != nil {
-				t.Fatal(err)
-			}
-			if !strings.Contains(string(out), "--- PASS: TestRandomProcesses/"+kind) {
+			p := proctest.Run(t, cmd)
+			p.Patience = 3 * time.Minute
+			p.End(0)
+			out := p.Out.String()
+			if !strings.Contains(out, "--- PASS: TestRandomProcesses/"+kind) {
 				t.Error("the program has not run")
 			}
 			if net.Lost() == 0 {
 				t.Error("the link lost no frame")
+			}
+			if !t.Failed() {
+				t.Log(out)
 			}
 		})
 	}

@@ -18,6 +18,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/endpoint"
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/tests/internal/rig"
 )
@@ -198,7 +199,7 @@ type far struct {
 	t    *testing.T
 	conn net.Conn
 	in   *json.Decoder
-	proc *rig.Process
+	proc *proctest.Child
 }
 
 func (f *far) tell(o order) {
@@ -246,7 +247,7 @@ func endpoints(t *testing.T, a, b *rig.Host, seal bool) (ends [2]*far) {
 	secret := bootstrap.NewSecret()
 	var infos [2]string
 	for i, h := range []*rig.Host{a, b} {
-		p := s.StartIn(h.Enter(), []string{fmt.Sprint("RANK=", i)}, rig.Self(t))
+		p := s.StartIn(h.Enter(), []string{fmt.Sprint("RANK=", i)}, proctest.Self())
 		conn, in := s.Next().Play()
 		ends[i] = &far{t, conn, in, p}
 		infos[i] = ends[i].do(order{Verb: "open", Secret: secret, Seal: seal && i == 0}).Info

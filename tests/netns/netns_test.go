@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -25,7 +26,7 @@ const local = 2 // ranks on each host
 // job is a job with a launcher on each host.
 type job struct {
 	*rig.Stage
-	nodes [2]*rig.Process
+	nodes [2]*proctest.Child
 	ranks []*rig.Rank
 }
 
@@ -42,11 +43,11 @@ func launch(t *testing.T, a, b *rig.Host, rdzv string, env []string, flags ...st
 	return j
 }
 
-func (j *job) node(t *testing.T, h *rig.Host, node int, rdzv string, env []string, flags ...string) *rig.Process {
+func (j *job) node(t *testing.T, h *rig.Host, node int, rdzv string, env []string, flags ...string) *proctest.Child {
 	t.Helper()
 	return j.StartIn(h.Enter(), env, slices.Concat([]string{rig.Tutti(t), "run", "-n", fmt.Sprint(local), "--nnodes",
 		"2",
-		"--node-rank", fmt.Sprint(node), "--rdzv", rdzv}, flags, []string{"--", rig.Self(t)})...)
+		"--node-rank", fmt.Sprint(node), "--rdzv", rdzv}, flags, []string{"--", proctest.Self()})...)
 }
 
 // finish ends the job well.

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -31,7 +32,7 @@ type stage struct {
 	rig          *rig.Stage
 	transport    string
 	net          *rig.Switch // nil: one host
-	store        *rig.Process
+	store        *proctest.Child
 	address      string
 	secret       string
 	jobs         int
@@ -46,7 +47,7 @@ type stage struct {
 // member is a rank's process.
 type member struct {
 	number int
-	p      *rig.Process // nil: goroutines of this one
+	p      *proctest.Child // nil: goroutines of this one
 	r      *rig.Rank
 	conn   net.Conn
 	mu     sync.Mutex
@@ -114,7 +115,7 @@ func (s *stage) process(number int) *member {
 		s.listen(m, json.NewDecoder(m.conn))
 		return m
 	}
-	m.p = s.rig.StartIn(enter, []string{"RANK=" + strconv.Itoa(number), "GOTRACEBACK=all"}, rig.Self(s.t))
+	m.p = s.rig.StartIn(enter, []string{"RANK=" + strconv.Itoa(number), "GOTRACEBACK=all"}, proctest.Self())
 	m.r = s.rig.Next()
 	in := (*json.Decoder)(nil)
 	m.conn, in = m.r.Play()

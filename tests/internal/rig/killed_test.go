@@ -13,6 +13,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/proctest"
 )
 
 // victim makes TestJobOfKilledTest run.
@@ -27,7 +29,7 @@ func TestJobOfKilledTest(t *testing.T) {
 	s := New(t)
 	s.Run(nil, "-n", "2")
 	Well(s.Arrive(2), Command{Verb: "join"})
-	s.Start([]string{"RANK=0", "WORLD_SIZE=1"}, Self(t))
+	s.Start([]string{"RANK=0", "WORLD_SIZE=1"}, proctest.Self())
 	s.Arrive(1)
 	text, err := json.Marshal(s.Processes())
 	if err != nil {
@@ -44,7 +46,7 @@ func TestJobEndsWhenTestIsKilled(t *testing.T) {
 	}
 	defer os.RemoveAll(dir)
 	// Not by a stage: nothing but what the victim's own stage does may end these.
-	cmd := exec.Command(Self(t), "-test.run=^TestJobOfKilledTest$", "-test.v", "-test.timeout=60s")
+	cmd := exec.Command(proctest.Self(), "-test.run=^TestJobOfKilledTest$", "-test.v", "-test.timeout=60s")
 	cmd.Env = append(os.Environ(), victim+"=1", "TMPDIR="+dir)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()

@@ -4,7 +4,6 @@ package rig
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -27,8 +26,8 @@ import (
 	"tutti/internal/proctest"
 )
 
-// Patience bounds every wait. No test depends on its value, except for the time of a failure.
-const Patience = 30 * time.Second
+// Patience bounds every wait.
+const Patience = proctest.Patience
 
 // A Stage holds the processes of a test's jobs: their temporary directory, their /dev/shm (as
 // root), and the socket to which the ranks connect.
@@ -39,7 +38,6 @@ type Stage struct {
 	l    *net.UnixListener
 	was  []string // in /dev/shm, where it is shared with the machine
 	seen sockets
-	all  []*Process
 
 	ranks []*Rank
 }
@@ -53,22 +51,7 @@ func New(t *testing.T) *Stage {
 	}
 	s := &Stage{t: t, mark: rand.Text(), dir: dir, seen: sockets{}}
 	t.Cleanup(func() {
-		for _, p := range s.all {
-			p.started.Signal(syscall.SIGKILL)
-		}
 		s.killAll()
-		for _, p := range s.all {
-			select {
-			case <-p.started.Done():
-			case <-time.After(Patience):
-				t.Errorf("pid %d does not die", p.PID())
-			}
-		}
-		if t.Failed() {
-			for _, p := range s.all {
-				t.Logf("%s printed\n%s%s", strings.Join(p.cmd.Args, " "), p.Out.String(), p.Err.String())
-			}
-		}
 		os.RemoveAll(dir)
 	})
 	for _, d := range []string{"tmp", "shm"} {
@@ -114,24 +97,14 @@ func Need(t *testing.T, programs ...string) {
 	}
 }
 
-// Self returns the path of this test binary: as a program of a stage it is a rank.
-func Self(t *testing.T) string {
-	t.Helper()
-	path, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return path
-}
-
-// Program returns the path of a copy of Self that all users may execute.
+// Program returns the path of a copy of this test binary that all users may execute.
 func (s *Stage) Program() string {
 	s.t.Helper()
 	path := filepath.Join(s.dir, "program")
 	if _, err := os.Stat(path); err == nil {
 		return path
 	}
-	from, err := os.Open(Self(s.t))
+	from, err := os.Open(proctest.Self())
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -187,61 +160,6 @@ func Tutti(t *testing.T) string {
 	return filepath.Join(tutti.dir, "tutti")
 }
 
-// Process is a process of a stage, usually a launcher.
-type Process struct {
-	t       *testing.T
-	cmd     *exec.Cmd
-	started *proctest.Process
-	Out     Output // standard output
-	Err     Output // standard error
-}
-
-// Output is the output of a process, readable while it runs.
-type Output struct {
-	mu   sync.Mutex
-	b    bytes.Buffer
-	more chan struct{}
-}
-
-func (o *Output) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.more != nil {
-		close(o.more)
-		o.more = nil
-	}
-	return o.b.Write(p)
-}
-
-func (o *Output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.b.String()
-}
-
-// Await waits until the process has printed text.
-func (o *Output) Await(t *testing.T, text string) {
-	t.Helper()
-	late := time.After(Patience)
-	for {
-		o.mu.Lock()
-		have := strings.Contains(o.b.String(), text)
-		if o.more == nil {
-			o.more = make(chan struct{})
-		}
-		more := o.more
-		o.mu.Unlock()
-		if have {
-			return
-		}
-		select {
-		case <-more:
-		case <-late:
-			t.Fatalf("%q was never printed, but %q", text, o.String())
-		}
-	}
-}
-
 // environment returns the test's environment without variables that would change a job, and with
 // those that make a process part of the stage.
 func (s *Stage) environment(extra []string) []string {
@@ -260,27 +178,21 @@ func (s *Stage) environment(extra []string) []string {
 }
 
 // Start starts a process of the stage, with additional variables.
-func (s *Stage) Start(env []string, argv ...string) *Process {
+func (s *Stage) Start(env []string, argv ...string) *proctest.Child {
 	s.t.Helper()
 	return s.StartIn(nil, env, argv...)
 }
 
 // StartIn is Start with a prefix to the arguments that ends in executing the rest, such as "ip
 // netns exec NAME".
-func (s *Stage) StartIn(prefix, env []string, argv ...string) *Process {
+func (s *Stage) StartIn(prefix, env []string, argv ...string) *proctest.Child {
 	s.t.Helper()
 	argv = slices.Concat(prefix, s.private(), argv)
-	p := &Process{t: s.t, cmd: exec.Command(argv[0], argv[1:]...)}
-	p.cmd.Env = s.environment(env)
-	p.cmd.Dir = Module(s.t)
-	p.cmd.Stdout, p.cmd.Stderr = &p.Out, &p.Err
-	p.cmd.WaitDelay = Patience
-	var err error
-	if p.started, err = proctest.Start(p.cmd); err != nil {
-		s.t.Fatal(err)
-	}
-	s.all = append(s.all, p)
-	return p
+	cmd := exec.Command(argv[0], argv[1:]...)
+	cmd.Env = s.environment(env)
+	cmd.Dir = Module(s.t)
+	cmd.WaitDelay = Patience
+	return proctest.Run(s.t, cmd)
 }
 
 // private returns a prefix that gives a process, if possible, a /dev/shm of the stage alone, so
@@ -303,47 +215,9 @@ func (s *Stage) shm() string {
 }
 
 // Run starts "tutti run" with these flags; the program is this test binary.
-func (s *Stage) Run(env []string, flags ...string) *Process {
+func (s *Stage) Run(env []string, flags ...string) *proctest.Child {
 	s.t.Helper()
-	return s.Start(env, slices.Concat([]string{Tutti(s.t), "run"}, flags, []string{"--", Self(s.t)})...)
-}
-
-// PID is the process's number.
-func (p *Process) PID() int { return p.started.PID() }
-
-// Signal sends a signal.
-func (p *Process) Signal(sig syscall.Signal) {
-	p.t.Helper()
-	if err := p.started.Signal(sig); err != nil {
-		p.t.Fatal(err)
-	}
-}
-
-// Kill ends the process, if it has not ended.
-func (p *Process) Kill() {
-	p.t.Helper()
-	p.started.Signal(syscall.SIGKILL)
-	p.Wait()
-}
-
-// Wait waits for the end of the process and its output, and returns its exit code; -1: it was
-// killed.
-func (p *Process) Wait() int {
-	p.t.Helper()
-	select {
-	case <-p.started.Done():
-	case <-time.After(Patience):
-		p.t.Fatalf("pid %d does not end", p.PID())
-	}
-	return p.cmd.ProcessState.ExitCode()
-}
-
-// End is Wait for an expected exit code.
-func (p *Process) End(code int) {
-	p.t.Helper()
-	if got := p.Wait(); got != code {
-		p.t.Errorf("pid %d ended with exit code %d, want %d", p.PID(), got, code)
-	}
+	return s.Start(env, slices.Concat([]string{Tutti(s.t), "run"}, flags, []string{"--", proctest.Self()})...)
 }
 
 // Rank is the test's connection to a rank's process.

@@ -13,6 +13,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/internal/proctest"
 	"tutti/internal/sitetest"
 )
 
@@ -31,10 +32,10 @@ const (
 
 // Store starts a store as a process of the stage, which a SIGTERM ends. prefix is that of StartIn;
 // host is the address of an embedded one, 127.0.0.1 if "".
-func (s *Stage) Store(prefix []string, kind StoreKind, secret, host string) (p *Process, address string) {
+func (s *Stage) Store(prefix []string, kind StoreKind, secret, host string) (p *proctest.Child, address string) {
 	s.t.Helper()
 	env := []string{storeVariable + "=" + string(kind), "TUTTI_SECRET=" + secret, hostVariable + "=" + host}
-	p = s.StartIn(prefix, env, Self(s.t))
+	p = s.StartIn(prefix, env, proctest.Self())
 	p.Out.Await(s.t, "\n")
 	return p, strings.TrimPrefix(strings.TrimSpace(p.Out.String()), "at ")
 }
