@@ -53,22 +53,17 @@ static void capture(functions *f, uintptr_t s, int on) { f->capture(s, on); }
 import "C"
 
 import (
-	_ "embed"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 	"unsafe"
 
+	"tutti/internal/compiled"
 	"tutti/kernels/cuda/cudatest"
 	"tutti/mem"
 )
-
-//go:embed fake.c
-var source string
 
 // Driver is a library that was built and loaded.
 type Driver struct {
@@ -88,50 +83,25 @@ type Config struct {
 	Isolated    bool // no GPU has access to another one's memory
 }
 
-var (
-	build sync.Mutex
-	built []byte
-)
-
-// library compiles the library, once in a process. It skips the test without a C compiler.
-func library(tb testing.TB) []byte {
-	tb.Helper()
-	build.Lock()
-	defer build.Unlock()
-	if built != nil {
-		return built
-	}
-	cc := os.Getenv("CC")
-	if cc == "" {
-		cc = "cc"
-	}
-	cc, err := exec.LookPath(cc)
-	if err != nil {
-		tb.Skipf("there is no C compiler (make deps): %v", err)
-	}
-	out := filepath.Join(tb.TempDir(), "libcuda.so.1")
-	cmd := exec.CommandContext(tb.Context(), cc, "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-O1", "-g",
-		"-Wall", "-x", "c", "-", "-o", out, "-ldl")
-	cmd.Stdin = strings.NewReader(source)
-	if text, err := cmd.CombinedOutput(); err != nil {
-		tb.Fatalf("%v: %v\n%s", cmd, err, text)
-	}
-	if built, err = os.ReadFile(out); err != nil {
-		tb.Fatal(err)
-	}
-	return built
-}
+// library is the source of the library.
+var library = compiled.Source{Variable: "CC", Compiler: "cc", Dir: "device/cuda/fake", Files: "fake.c",
+	Args: strings.Fields("-shared -fPIC -pthread -fvisibility=hidden -O1 -g -Wall fake.c -ldl"),
+	Name: "libcuda", Suffix: ".so.1"}
 
 // New returns a driver of its own, with the kernels of package kernels/cuda. It stays loaded.
 func New(tb testing.TB, c Config) *Driver {
 	tb.Helper()
 	d := &Driver{Path: filepath.Join(tb.TempDir(), "libcuda.so.1")}
-	if err := os.WriteFile(d.Path, library(tb), 0o755); err != nil {
+	built, err := os.ReadFile(library.Build(tb))
+	if err == nil {
+		err = os.WriteFile(d.Path, built, 0o755)
+	}
+	if err != nil {
 		tb.Fatal(err)
 	}
-	path, compiled := C.CString(d.Path), C.CString(cudatest.Build(tb))
+	path, kernels := C.CString(d.Path), C.CString(cudatest.Build(tb))
 	defer C.free(unsafe.Pointer(path))
-	defer C.free(unsafe.Pointer(compiled))
+	defer C.free(unsafe.Pointer(kernels))
 	if why := C.load(path, &d.f); why != nil {
 		tb.Fatal(C.GoString(why))
 	}
@@ -160,7 +130,7 @@ func New(tb testing.TB, c Config) *Driver {
 		isolated = 1
 	}
 	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering, isolated)
-	if why := C.kernels(&d.f, compiled); why != nil {
+	if why := C.kernels(&d.f, kernels); why != nil {
 		tb.Fatal(C.GoString(why))
 	}
 	return d
