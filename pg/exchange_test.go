@@ -142,6 +142,38 @@ func TestRecoverWaitsForRanksInOtherCalls(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
 
+// A rank that gives up its first operation does not keep another rank from joining: Join returns
+// when all ranks have met each other. The way between ranks 1 and 2 is long, so that they meet
+// last.
+func TestFirstOperationFailsAfterAllHaveJoined(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		first := ctx
+		if g.Rank() == 0 {
+			ended, cancel := context.WithCancel(ctx)
+			cancel()
+			first = ended
+		}
+		var late *pg.TimeoutError
+		if err := g.Barrier(first); !errors.As(err, &late) {
+			t.Fatalf("rank 0 cancelled it: %v, want a *TimeoutError", err)
+		}
+		if err := g.Recover(ctx); err != nil {
+			t.Fatal(err)
+		}
+		x := []int32{1}
+		if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
+			t.Fatalf("after recovering: %v, %v", x, err)
+		}
+	}, pgtest.Transport("tcp"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}),
+		pgtest.Faults(func(c *pgtest.Control) {
+			const way = 50 * time.Millisecond // a connection takes some fifteen ways
+			c.Network(pgtest.Rule{From: []int{1}, To: []int{2}, Delay: way},
+				pgtest.Rule{From: []int{2}, To: []int{1}, Delay: way})
+		}))
+}
+
 // A rank that is stopped for longer than its lease does not block an agreement of ranks that
 // continue without lost ranks.
 func TestAgreeEndsDespiteStoppedRank(t *testing.T) {

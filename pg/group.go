@@ -414,7 +414,9 @@ func (g *Group) concluded(err error) (here bool, _ error) {
 }
 
 // uniform reports whether the current call must have the same outcome at all survivors.
-func (g *Group) uniform() bool { return g.job.settings.Uniform || g.run.Call().Uniform }
+func (g *Group) uniform() bool {
+	return g.job.settings.Uniform && g.job.meeting == nil || g.run.Call().Uniform
+}
 
 // conclude determines the outcome of the operation that has just run on this rank with err, and may
 // run it again. here reports whether this rank has the result.

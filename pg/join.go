@@ -297,6 +297,9 @@ func (g *Group) meet(ctx context.Context) error {
 	if err := AllGather(ctx, g, all, mine); err != nil {
 		return err
 	}
+	if err := g.acquainted(ctx); err != nil {
+		return err
+	}
 	g.replace(func(v *groupView) { v.Algo = forced })
 	g.job.places = make([]join.Place, g.v.Size)
 	for r := range g.v.Size {
@@ -312,6 +315,34 @@ func (g *Group) meet(ctx context.Context) error {
 	g.job.shareCores(g)
 	g.job.proxy.Unlock()
 	return nil
+}
+
+// acquainted waits until all ranks have what meet exchanges: what a rank does after it has joined
+// must not keep another one from joining.
+func (g *Group) acquainted(ctx context.Context) error {
+	if err := g.enter(ctx, "join", nil); err != nil {
+		return err
+	}
+	defer g.leave()
+	if len(g.v.Active) == 1 {
+		return nil
+	}
+	err := g.run.Confirm()
+	if err == nil {
+		return nil
+	}
+	var told *p2p.Aborted
+	if errors.As(err, &told) {
+		a, bad := decodeAbort(told.Payload, g.v.Size)
+		if bad == nil && (a.Kind == abortCall || a.Call.Seq > g.seq) {
+			// A rank that has joined gives something up: all are acquainted. The next operation
+			// fails with that.
+			g.coll.Forget()
+			g.run.Stop()
+			return nil
+		}
+	}
+	return g.fail(err)
 }
 
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
