@@ -11,7 +11,6 @@ package embed
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -23,13 +22,13 @@ import (
 	"time"
 
 	"go.etcd.io/etcd/server/v3/embed"
-	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"google.golang.org/grpc"
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/etcd"
 	"tutti/internal/files"
 	"tutti/internal/lockdir"
 	"tutti/internal/ports"
@@ -52,7 +51,7 @@ type Config struct {
 
 // Server is a running store.
 type Server struct {
-	etcd    *embed.Etcd
+	etcd    *etcd.Server
 	l       *proof.Listener
 	dir     string
 	lock    *os.File
@@ -64,14 +63,9 @@ type Server struct {
 const (
 	dirPrefix  = "tutti-store-"
 	quota      = 64 << 20
-	segment    = 4 << 20
 	minFiles   = 150 // etcd ends its process if it may not have more
 	socketPath = 100 // limit for the path of a Unix socket, with some margin
 )
-
-// etcd takes the size of its log's segments from a global. The default would preallocate 128 MB for
-// each store.
-func init() { wal.SegmentSizeBytes = segment }
 
 // Start starts a store. It returns when the store serves, or ctx ends.
 func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
@@ -122,16 +116,14 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 		close(serving)
 		go g.Serve(s.l) // returns when the listener is closed
 	}
-	if s.etcd, err = embed.StartEtcd(c); err != nil {
+	if s.etcd, err = etcd.Start(ctx, c); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
 	select {
-	case <-serving: // registered after the member elected itself
+	case <-serving: // which follows
 		return s, s.check(ctx, cfg.Secret)
 	case err := <-s.etcd.Err():
 		return nil, fmt.Errorf("embedded store: %w", err)
-	case <-s.etcd.Server.StopNotify():
-		return nil, errors.New("embedded store: etcd stopped at its start")
 	case <-ctx.Done():
 		return nil, fmt.Errorf("embedded store: not ready: %w", context.Cause(ctx))
 	}
@@ -168,28 +160,18 @@ var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{
 	}}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
 
 func (s *Server) config() *embed.Config {
-	c := embed.NewConfig()
-	c.Name = "tutti"
-	c.Dir = filepath.Join(s.dir, "data")
+	c := etcd.Config(filepath.Join(s.dir, "data"))
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(lastWords).Named("store"))
-	c.TickMs, c.ElectionMs, c.PreVote = 10, 50, false
-	c.UnsafeNoFsync = true
+	c.PreVote = false
 	c.SnapshotCount, c.SnapshotCatchUpEntries = 1000, 100
 	c.MaxSnapFiles, c.MaxWalFiles = 1, 1
 	c.AutoCompactionMode, c.AutoCompactionRetention = embed.CompactorModeRevision, "1000"
 	c.QuotaBackendBytes = quota
-	c.EnableGRPCGateway = false
 	c.Metrics = "basic"
 	c.MaxRequestBytes = 2 * bootstrap.MaxValue
 	c.GRPCKeepAliveMinTime = time.Second
 	c.GRPCKeepAliveInterval, c.GRPCKeepAliveTimeout = 10*time.Second, 5*time.Second
-	// A single member has no peers: it does not listen for any, and its peer address is only a
-	// name.
-	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"}
-	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
-	c.InitialCluster = c.Name + "=" + peer.String()
-	client := url.URL{Scheme: "unix", Path: filepath.Join(s.dir, "etcd")}
-	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
+	etcd.Listen(c, url.URL{Scheme: "unix", Path: filepath.Join(s.dir, "etcd")})
 	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}),
 		grpc.ConnectionTimeout(proof.Timeout)}
 	return c
@@ -205,7 +187,7 @@ func (s *Server) Close() error {
 			s.l.CloseAll() // etcd would wait seconds for its clients to leave
 		}
 		if s.etcd != nil {
-			s.etcd.Close()
+			s.etcd.Stop()
 		}
 		if s.dir != "" {
 			s.err = os.RemoveAll(s.dir)

@@ -14,7 +14,6 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
-	"fmt"
 	"math/big"
 	"net"
 	"net/url"
@@ -24,8 +23,9 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/embed"
-	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
+
+	"tutti/internal/etcd"
 )
 
 // The user that Config.Users makes beside root. It may read and write what is below /tutti/test/
@@ -37,10 +37,6 @@ const (
 
 // patience bounds every step.
 const patience = 30 * time.Second
-
-// etcd takes the size of its log's segments from a global. The default would preallocate 64 MB for
-// each server.
-func init() { wal.SegmentSizeBytes = 4 << 20 }
 
 // Config describes the site.
 type Config struct {
@@ -65,7 +61,7 @@ type Site struct {
 func Start(t testing.TB, cfg Config) *Site {
 	t.Helper()
 	s := &Site{users: cfg.Users}
-	c := config(t.TempDir(), "http")
+	c := config(t.TempDir())
 	if cfg.Quota > 0 {
 		c.QuotaBackendBytes = cfg.Quota
 	}
@@ -75,7 +71,7 @@ func Start(t testing.TB, cfg Config) *Site {
 	scheme := "http"
 	if cfg.TLS || cfg.ClientCerts {
 		scheme = "https"
-		listen(c, scheme)
+		etcd.Listen(c, url.URL{Scheme: scheme, Host: "127.0.0.1:0"})
 		s.Authority = NewAuthority(t)
 		s.CA = s.Authority.File
 		tls := &c.ClientTLSInfo
@@ -87,14 +83,14 @@ func Start(t testing.TB, cfg Config) *Site {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	at, stop, err := start(ctx, c)
+	e, err := etcd.Start(ctx, c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(stop)
-	s.Address = map[string]string{"http": "etcd://", "https": "etcds://"}[scheme] + at
+	t.Cleanup(e.Stop)
+	s.Address = map[string]string{"http": "etcd://", "https": "etcds://"}[scheme] + e.Address()
 	if cfg.Users {
-		s.makeUsers(t, scheme+"://"+at)
+		s.makeUsers(t, scheme+"://"+e.Address())
 	}
 	return s
 }
@@ -102,50 +98,17 @@ func Start(t testing.TB, cfg Config) *Site {
 // Serve starts a site without authentication and encryption, with its data in dir. It returns when
 // the site serves, or ctx ends.
 func Serve(ctx context.Context, dir string) (address string, stop func(), err error) {
-	at, stop, err := start(ctx, config(dir, "http"))
-	return "etcd://" + at, stop, err
-}
-
-// config returns the configuration of a server of one member with its data in dir.
-func config(dir, scheme string) *embed.Config {
-	c := embed.NewConfig()
-	c.Name = "site"
-	c.Dir = dir
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
-	c.TickMs, c.ElectionMs = 10, 50
-	c.UnsafeNoFsync = true
-	c.EnableGRPCGateway = false
-	c.BcryptCost = 4                                     // the minimum, also in time
-	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"} // only a name: a single member has no peers
-	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
-	c.InitialCluster = c.Name + "=" + peer.String()
-	listen(c, scheme)
-	return c
-}
-
-// listen makes the kernel choose the port.
-func listen(c *embed.Config, scheme string) {
-	client := url.URL{Scheme: scheme, Host: "127.0.0.1:0"}
-	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
-}
-
-// start starts a server and returns HOST:PORT when it serves.
-func start(ctx context.Context, c *embed.Config) (at string, stop func(), err error) {
-	e, err := embed.StartEtcd(c)
+	e, err := etcd.Start(ctx, config(dir))
 	if err != nil {
 		return "", nil, err
 	}
-	stop = func() {
-		e.Server.HardStop() // without waiting for clients
-		e.Close()
-	}
-	select {
-	case <-e.Server.ReadyNotify():
-		return e.Clients[0].Addr().String(), stop, nil
-	case <-ctx.Done():
-		stop()
-		return "", nil, fmt.Errorf("the site's etcd does not come up: %w", context.Cause(ctx))
-	}
+	return "etcd://" + e.Address(), e.Stop, nil
+}
+
+func config(dir string) *embed.Config {
+	c := etcd.Config(dir)
+	c.BcryptCost = 4 // the minimum, also in time
+	return c
 }
 
 // makeUsers makes root and User, and requires authentication.

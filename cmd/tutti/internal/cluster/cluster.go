@@ -18,12 +18,17 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
 
-	"tutti/bootstrap/embed"
+	"tutti/internal/etcd"
 	"tutti/internal/ports"
 )
 
-// variable marks a process as a member; it holds a Member as JSON.
+// variable marks a process as a member; it holds a task as JSON.
 const variable = "TUTTI_ETCD_MEMBER"
+
+type task struct {
+	All []etcd.Member
+	Own int
+}
 
 // MemberMain runs a member until its standard input ends, if this process is one. It returns the
 // exit code.
@@ -40,22 +45,22 @@ func MemberMain() (code int, is bool) {
 }
 
 func serve(text string) error {
-	var m embed.Member
-	if err := json.Unmarshal([]byte(text), &m); err != nil {
+	var t task
+	if err := json.Unmarshal([]byte(text), &t); err != nil {
 		return err
 	}
-	e, err := embed.StartMember(m)
+	ctx, end := context.WithCancel(context.Background())
+	go func() {
+		io.Copy(io.Discard, os.Stdin) // there is no data
+		end()
+	}()
+	e, err := etcd.Start(ctx, t.All[t.Own].Config(t.All))
 	if err != nil {
 		return err
 	}
-	ended := make(chan struct{})
-	go func() {
-		io.Copy(io.Discard, os.Stdin) // there is no data
-		close(ended)
-	}()
 	select {
-	case <-ended:
-		e.Close()
+	case <-ctx.Done():
+		e.Stop()
 		return nil
 	case err := <-e.Err():
 		return err
@@ -67,7 +72,7 @@ type Cluster struct {
 	self    string
 	dir     string
 	ports   []*ports.Reservation // a member that starts again has its old ones
-	members []embed.Member
+	members []etcd.Member
 	running []*process
 }
 
@@ -93,15 +98,9 @@ func Start(ctx context.Context, self string, n int) (*Cluster, error) {
 		}
 		c.ports = append(c.ports, r)
 	}
-	var all []string
 	for i := range n {
-		m := embed.Member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)),
-			Client: c.ports[2*i].Address(), Peer: c.ports[2*i+1].Address()}
-		c.members = append(c.members, m)
-		all = append(all, m.Name+"=http://"+m.Peer)
-	}
-	for i := range c.members {
-		c.members[i].Cluster = strings.Join(all, ",")
+		c.members = append(c.members, etcd.Member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)),
+			Client: c.ports[2*i].Address(), Peer: c.ports[2*i+1].Address()})
 	}
 	if err := c.Mend(ctx); err != nil {
 		c.Close()
@@ -139,7 +138,7 @@ func (c *Cluster) Mend(ctx context.Context) error {
 }
 
 func (c *Cluster) start(i int) error {
-	text, err := json.Marshal(c.members[i])
+	text, err := json.Marshal(task{c.members, i})
 	if err != nil {
 		return err
 	}
