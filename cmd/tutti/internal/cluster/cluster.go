@@ -17,6 +17,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 
 	"tutti/internal/etcd"
 	"tutti/internal/ports"
@@ -168,7 +170,11 @@ func (c *Cluster) Leader(ctx context.Context) (pid int, err error) {
 	for _, m := range c.members {
 		all = append(all, m.Client)
 	}
-	client, err := clientv3.New(clientv3.Config{Endpoints: all, Logger: zap.NewNop()})
+	// A member that has just been started does not listen yet. By default gRPC would wait a second.
+	often := grpc.ConnectParams{MinConnectTimeout: time.Second,
+		Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 1, MaxDelay: 5 * time.Millisecond}}
+	client, err := clientv3.New(clientv3.Config{Endpoints: all, Logger: zap.NewNop(),
+		DialOptions: []grpc.DialOption{grpc.WithConnectParams(often)}})
 	if err != nil {
 		return 0, err
 	}
