@@ -16,6 +16,7 @@ import (
 	"tutti/device"
 	"tutti/internal/grain"
 	"tutti/p2p"
+	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
 	"tutti/pg/internal/join"
 	"tutti/pg/internal/observe"
@@ -799,10 +800,20 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 // exchange returns what all members have sent, by slot; zeros for inactive slots. Its outcome is
 // uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
+	return g.exchangeFor(ctx, mine, 0, 0)
+}
+
+// exchangeFor is exchange for a call of the program: see exec.Call.
+func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.Call, count uint64) ([]int64, error) {
 	call := func() exec.Call {
-		return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size}
+		return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size,
+			For: prepares, ForCount: count}
 	}
-	if err := g.enter(ctx, "split", func() { g.expired(call()) }); err != nil {
+	what := "split"
+	if prepares != 0 {
+		what = flight.Describe(prepares, count)
+	}
+	if err := g.enter(ctx, what, func() { g.expired(call()) }); err != nil {
 		return nil, err
 	}
 	defer g.leave()
@@ -815,7 +826,7 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.Uniform = true
+	c.Uniform, c.For, c.ForCount = true, prepares, count
 	g.run.Adopt(c)
 	if _, err := g.collective(); err != nil {
 		return nil, err

@@ -122,7 +122,7 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 		return nil, false, err
 	}
 	if !recorded && !made {
-		if x, err = g.connect(ctx, d.(device.Exchanger), d.Location()); err != nil {
+		if x, err = g.connect(ctx, c, d.(device.Exchanger), d.Location()); err != nil {
 			return nil, false, err
 		}
 	}
@@ -213,10 +213,10 @@ const (
 	messageSize    = messageText + 320
 )
 
-// connect makes the exchange of this view, at all ranks alike: nil if one of them cannot. If the
-// view changes before all ranks have made it, they begin again. If it changes after that, the
-// exchange is one that has stopped.
-func (g *Group) connect(ctx context.Context, d device.Exchanger, loc Location) (*exchange, error) {
+// connect makes the exchange of this view for a call, at all ranks alike: nil if one of them
+// cannot. If the view changes before all ranks have made it, they begin again. If it changes after
+// that, the exchange is one that has stopped.
+func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, loc Location) (*exchange, error) {
 	for {
 		if err := g.step(ctx); err != nil {
 			return nil, err
@@ -246,7 +246,7 @@ func (g *Group) connect(ctx context.Context, d device.Exchanger, loc Location) (
 		if bad != nil {
 			copy(mine[messageText:], bad.Error())
 		}
-		all, err := g.exchangeBytes(ctx, mine)
+		all, err := g.exchangeBytes(ctx, mine, c, 0)
 		if err != nil {
 			return nil, err
 		}
@@ -260,7 +260,7 @@ func (g *Group) connect(ctx context.Context, d device.Exchanger, loc Location) (
 			if err := g.openInboxes(d, made, v, all); err != nil {
 				copy(mine[messageText:], err.Error())
 			}
-			if all, err = g.exchangeBytes(ctx, mine); err != nil {
+			if all, err = g.exchangeBytes(ctx, mine, c, 1); err != nil {
 				return nil, err
 			}
 			if !alike(all, mine[:messageHead], v.Active) {
@@ -369,13 +369,15 @@ func (g *Group) step(ctx context.Context) error {
 	return g.ready()
 }
 
-// exchangeBytes is exchange of bytes.
-func (g *Group) exchangeBytes(ctx context.Context, mine []byte) ([]byte, error) {
+// exchangeBytes is exchange of bytes, as a step that prepares a call in packets. Its messages have
+// the call, so that a rank whose call differs is told of it.
+func (g *Group) exchangeBytes(ctx context.Context, mine []byte, c *exec.Call, step int) ([]byte, error) {
 	words := make([]int64, len(mine)/8)
 	for i := range words {
 		words[i] = int64(binary.LittleEndian.Uint64(mine[8*i:]))
 	}
-	got, err := g.exchange(ctx, words)
+	t := c.Token(0, collectives.Auto)
+	got, err := g.exchangeFor(ctx, words, flight.Call(t.Call).PreparesPackets(step), t.Count)
 	if err != nil {
 		return nil, err
 	}

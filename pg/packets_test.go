@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -204,6 +205,31 @@ func TestPacketsMismatch(t *testing.T) {
 				return fmt.Errorf("%d, %w", r.value(m), err)
 			}
 			return nil
+		}
+		large, err := r.d.Alloc(64 << 10)
+		if err != nil {
+			return err
+		}
+		defer r.d.Free(large)
+		// The first operation of the view prepares those in packets.
+		for _, op := range []Operation{AllReduceOp{Dst: DeviceBuffer(large, Uint32, nil), Op: Sum}, BarrierOp{}} {
+			if r.Rank() == 0 {
+				op = AllReduceOp{Dst: b, Op: Sum}
+			}
+			err := r.Do(ctx, op)
+			var differ *MismatchError
+			if !errors.As(err, &differ) || strings.Contains(err.Error(), "allgather") {
+				return fmt.Errorf("%v, want a mismatch with both ranks' calls", err)
+			}
+			calls := []string{differ.CallA, differ.CallB}
+			if !slices.ContainsFunc(calls, func(s string) bool {
+				return strings.Contains(s, "sum, 1 elements, on devices")
+			}) {
+				return fmt.Errorf("%v, want a mismatch with the call of one element", err)
+			}
+			if err := r.Recover(ctx); err != nil {
+				return err
+			}
 		}
 		if err := good(); err != nil {
 			return err

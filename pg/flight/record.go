@@ -45,12 +45,21 @@ func (c Call) Root() int { return int(int32(c >> 32)) }
 // With returns c with another algorithm.
 func (c Call) With(a collectives.Algo) Call { return c&^(0xff<<24) | Call(a)<<24 }
 
-// inPackets is the root of an AllReduce that the ranks' devices do in packets.
-const inPackets = 1
+// Roots of an AllReduce that the ranks' devices do in packets, and of operations that prepare it.
+const (
+	inPackets = 1 + iota
+	packetsPrepared
+)
 
 // InPackets returns c, an AllReduce, as one that the ranks' devices do in packets, without messages
 // of the hosts.
 func (c Call) InPackets() Call { return c&math.MaxUint32 | inPackets<<32 }
+
+// PreparesPackets returns c, an AllReduce that the ranks' devices are to do in packets, as number
+// step, from 0, of the operations of the hosts that prepare it.
+func (c Call) PreparesPackets(step int) Call {
+	return c&math.MaxUint32 | Call(packetsPrepared+step)<<32
+}
 
 // Name returns the name of the kind.
 func (c Call) Name() string {
@@ -107,8 +116,11 @@ func details(c Call, count uint64) string {
 	}
 	switch kind {
 	case collectives.AllReduce:
-		if c.Root() == inPackets {
+		if c.Root() >= inPackets {
 			s += ", on devices, in packets"
+		}
+		if step := c.Root() - packetsPrepared; step >= 0 {
+			s += fmt.Sprintf(", being prepared: step %d", step+1)
 		}
 	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
 		s += fmt.Sprintf(", root %d", c.Root())

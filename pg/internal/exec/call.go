@@ -43,6 +43,10 @@ type Call struct {
 	RecvCounts []int
 	Slots      int  // of the group when it was checked
 	Uniform    bool // the outcome is the same at all ranks, even if the group is not uniform
+	// For is the program's call that the operation prepares, and ForCount its count. All ranks have
+	// to prepare the same one. 0: it prepares none.
+	For      flight.Call
+	ForCount uint64
 }
 
 // A Refusal describes an invalid request.
@@ -134,6 +138,9 @@ func (c *Call) Token(seq uint64, algo collectives.Algo) p2p.Token {
 			h = (h ^ uint64(n)) * 1099511628211
 		}
 		t.Count = h
+	}
+	if c.For != 0 {
+		t.Call, t.Count = uint64(c.For), c.ForCount
 	}
 	return t
 }

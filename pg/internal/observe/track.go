@@ -58,6 +58,9 @@ func (t *Track) template(run *exec.Runner, epoch, number uint64, ranks []int) {
 		root = ranks[root]
 	}
 	call := flight.Pack(c.Kind, c.DType, c.Op, collectives.Auto, root)
+	if c.For != 0 {
+		call = c.For
+	}
 	count := c.Token(number, collectives.Auto).Count
 	t.tpl = flight.Template(t.id, epoch, call, count, uint64(c.Bytes(len(ranks))))
 	t.tpl.Queued = t.queued()
