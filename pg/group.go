@@ -357,16 +357,21 @@ func (g *Group) collective() (here bool, err error) {
 	return g.concluded(g.run.Run(g.seq, g.hint))
 }
 
-// launch begins the operation, or returns why it cannot begin.
-func (g *Group) launch() error {
+// barred returns why no operation can begin, or nil.
+func (g *Group) barred() error {
 	if g.closed.Load() {
 		return ErrClosed
 	}
 	if g.aborted != nil {
 		return g.aborted
 	}
-	if g.err != nil {
-		return g.err
+	return g.err
+}
+
+// launch begins the operation, or returns why it cannot begin.
+func (g *Group) launch() error {
+	if err := g.barred(); err != nil {
+		return err
 	}
 	if err := g.wait.Err(); err != nil {
 		return g.miss(err)

@@ -2,7 +2,6 @@ package pg
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -53,18 +52,19 @@ import (
 
 // packets is a group's state of its exchanges. All fields are under the proxy's lock.
 type packets struct {
-	now     *exchange // of the view; nil: not made, or refused
-	running bool      // the call that has the turn is one in packets
-	refused error     // why operations go through the host, in this view and all later ones
-	former  []*exchange
-	loose   *Work // the latest started one without a stream of the caller
+	now     *exchange   // of the view; nil: not made, or refused
+	running bool        // the call that has the turn is one in packets
+	refused error       // why operations go through the host, in this view and all later ones
+	former  []*exchange // of views before, that graphs may repeat
+	loose   *Work       // the latest started one without a stream of the caller
 }
 
 // An exchange is a device.Exchange of a group's view.
 type exchange struct {
 	device.Exchange
-	loc   Location
-	epoch uint64
+	loc      Location
+	epoch    uint64
+	recorded bool // a stream records work; under the proxy's lock
 	// The first failure is that of an operation, or was reported; operations that the device has
 	// not come to look like graphs.
 	reported, blind atomic.Bool
@@ -113,8 +113,10 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 		}
 		return nil, false, fmt.Errorf("%v on a stream that is being captured: the ranks have no exchange in this view "+
 			"(%s): run it once before the capture: %w", c.Kind, why, errors.ErrUnsupported)
-	case g.err != nil || g.aborted != nil || g.closed.Load():
-		err = cmp.Or(g.aborted, g.err, ErrClosed)
+	default:
+		if err = g.barred(); err == nil && recorded {
+			x.recorded = true
+		}
 	}
 	made := (x != nil || refused != nil) && !g.rough
 	p.Unlock()
@@ -396,10 +398,12 @@ func (g *Group) disconnect() {
 	g.packets.now = nil
 }
 
-// end stops an exchange whose view is over.
+// end stops an exchange whose view is over, and keeps it if a graph may repeat its work.
 func (p *packets) end(x *exchange) {
 	x.Stop()
-	p.former = append(p.former, x)
+	if x.recorded {
+		p.former = append(p.former, x)
+	}
 }
 
 // repeated returns why work that a graph has repeated has no result, or nil. With the proxy's lock.
