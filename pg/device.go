@@ -12,6 +12,7 @@ import (
 	"tutti/device"
 	"tutti/internal/backoff"
 	"tutti/mem"
+	"tutti/p2p"
 	"tutti/pg/internal/exec"
 )
 
@@ -198,6 +199,8 @@ type visit struct {
 	launch *launch    // nil: the operation is not one in packets
 	direct *direct    // nil: it has copied from the beginning
 	staged bool       // it copies
+
+	bereaved bereaved // under the proxy's lock
 
 	mu    sync.Mutex
 	steps int          // that the stream was given
@@ -730,13 +733,7 @@ func (f *feed) Need(n int) error {
 	if err := g.arrive(f.v, n); err != nil || f.v.has(n) {
 		return err
 	}
-	if err := g.coll.Err(); err != nil {
-		return err
-	}
-	if g.closed.Load() {
-		return ErrClosed
-	}
-	return g.wait.Err()
+	return g.hopeless(f.v)
 }
 
 // Have releases what the device may have now: not if the operation may run again, or counts only
@@ -769,11 +766,8 @@ func (g *Group) arrive(v *visit, n int) error {
 	}
 	for !v.has(n) {
 		g.job.proxy.Look() // a peer may have failed the operation
-		if err := g.coll.Err(); err != nil {
+		if g.err != nil || g.hopeless(v) != nil {
 			return nil // the operation finds it
-		}
-		if g.closed.Load() || g.wait.Err() != nil {
-			return nil
 		}
 		g.job.proxy.Leave()
 		err := v.lost()
@@ -781,6 +775,68 @@ func (g *Group) arrive(v *visit, n int) error {
 		g.job.proxy.Return()
 		if err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// hopeless returns why a visit's operation, which waits for its stream, will not have a result, or
+// nil.
+func (g *Group) hopeless(v *visit) error {
+	if err := g.coll.Err(); err != nil {
+		return err
+	}
+	if g.closed.Load() {
+		return ErrClosed
+	}
+	if err := g.wait.Err(); err != nil {
+		return err
+	}
+	if !g.run.Call().Synchronizes() { // a rank that is gone may have done its part
+		return nil
+	}
+	return g.bereft(v)
+}
+
+// A bereaved is when a rank of a view was seen to be gone.
+type bereaved struct {
+	epoch uint64
+	since time.Time // zero: none is
+	err   error     // nil: it may still have done its part
+}
+
+// bereft returns why a visit's operation lacks a rank of the view, or nil: also while the operation
+// waits for its stream, and no rank for a message. It stays so in this view.
+func (g *Group) bereft(v *visit) error {
+	b := &v.bereaved
+	if b.epoch != g.v.epoch {
+		*b = bereaved{epoch: g.v.epoch}
+	}
+	if b.err == nil {
+		b.err = g.lacks(b)
+	}
+	return b.err
+}
+
+// lacks is bereft, which remembers in b what it has seen.
+func (g *Group) lacks(b *bereaved) error {
+	if g.job.roster != nil && g.moved() && g.sync.Lost() {
+		return errMoved
+	}
+	for _, slot := range g.v.Active {
+		if slot == g.rank {
+			continue
+		}
+		err := g.job.proxy.Down(g.jobRank(slot))
+		if err == nil && g.coll.Closed(slot) {
+			err = p2p.ErrPeerGone
+		}
+		switch {
+		case err == nil:
+		case b.since.IsZero():
+			b.since = time.Now()
+		case time.Since(b.since) > grace:
+			return &p2p.PeerError{Rank: g.v.ranks[slot], Err: err}
 		}
 	}
 	return nil

@@ -463,9 +463,8 @@ func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
 
 // A packetFeed is the exec.Whole of a visit with a launch.
 type packetFeed struct {
-	g     *Group
-	v     *visit
-	alone time.Time // when a rank was seen to be gone; it may have done its part
+	g *Group
+	v *visit
 }
 
 // Need implements exec.Feed.
@@ -493,7 +492,7 @@ func (f *packetFeed) Do() error {
 	}
 	for n := 0; v.running(); n++ {
 		g.job.proxy.Look()
-		if err := f.hopeless(); err != nil {
+		if err := g.hopeless(v); err != nil {
 			return err
 		}
 		if n%looksAPatience == looksAPatience-1 { // the others are told who is late
@@ -517,37 +516,3 @@ func (f *packetFeed) Do() error {
 
 // looksAPatience is how many looks at a kernel are between two at the time that it takes.
 const looksAPatience = 64
-
-// hopeless returns why the kernel will not have a result, or nil.
-func (f *packetFeed) hopeless() error {
-	g := f.g
-	if err := g.coll.Err(); err != nil {
-		return err
-	}
-	if g.closed.Load() {
-		return ErrClosed
-	}
-	if err := g.wait.Err(); err != nil {
-		return err
-	}
-	if g.job.roster != nil && g.moved() && g.sync.Lost() {
-		return errMoved
-	}
-	for _, slot := range g.v.Active {
-		if slot == g.rank {
-			continue
-		}
-		err := g.job.proxy.Down(g.jobRank(slot))
-		if err == nil && g.coll.Closed(slot) {
-			err = p2p.ErrPeerGone
-		}
-		switch {
-		case err == nil:
-		case f.alone.IsZero():
-			f.alone = time.Now()
-		case time.Since(f.alone) > grace:
-			return &p2p.PeerError{Rank: g.v.ranks[slot], Err: err}
-		}
-	}
-	return nil
-}

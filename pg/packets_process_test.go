@@ -217,6 +217,59 @@ func TestStartedOperationsOfAnEarlierView(t *testing.T) {
 	}, pgtest.Expect(victim, syscall.SIGKILL))
 }
 
+// A process dies while the streams of operations that others have started do not come to them.
+// These fail soon all the same. When the streams come later, they pass them.
+func TestDeathWhileStreamsDoNotCome(t *testing.T) {
+	const victim = 1
+	for name, mode := range map[string]pg.OnFailure{"report": pg.Report, "shrink": pg.Shrink} {
+		for _, size := range startedSizes {
+			t.Run(fmt.Sprintf("%s, %d bytes", name, size), func(t *testing.T) {
+				cfg := pg.Config{OnFailure: mode, Timeout: 3 * time.Minute}
+				onFlow(t, fake.Config{}, size, cfg, func(t *testing.T, f *flow, g *pg.Group) {
+					ctx := t.Context()
+					if failed, bad := f.sum(ctx, g, 7); failed != nil || bad != nil {
+						t.Fatal(failed, bad)
+					}
+					words, free, err := device.Words(f.d, 1)
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer free()
+					if g.Rank() == victim {
+						tellVictim(t, g, victim)
+						pgtest.Kill(t)
+					}
+					if err := f.s.WaitValue(words[0], 1); err != nil {
+						t.Fatal(err)
+					}
+					w := g.Start(pg.AllReduceOp{Dst: pg.DeviceBuffer(f.m, pg.Uint8, f.s), Op: pg.BitOr})
+					tellVictim(t, g, victim)
+					began := time.Now()
+					if err := w.Wait(ctx); lostRank(err) != victim {
+						t.Fatal(err)
+					}
+					if took := time.Since(began); took > time.Minute {
+						t.Errorf("the operation failed after %v", took)
+					}
+					if err := g.Recover(ctx); err != nil {
+						t.Fatal(err)
+					}
+					words[0].Word(0).Store(1)
+					if err := f.passes(); err != nil {
+						t.Fatal(err)
+					}
+					if failed, bad := f.sum(ctx, g, 5); failed != nil || bad != nil {
+						t.Fatal(failed, bad)
+					}
+					if err := g.Barrier(ctx); err != nil {
+						t.Fatal(err)
+					}
+				}, pgtest.Expect(victim, syscall.SIGKILL))
+			})
+		}
+	}
+}
+
 // A process is stopped while others have started operations on their streams. These end in time,
 // the streams are released, and all go on when it is back.
 func TestDeadlinesOfStartedOperations(t *testing.T) {

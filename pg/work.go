@@ -14,6 +14,13 @@ import (
 )
 
 // A Work is an operation that Start started.
+//
+// When it has ended, the buffers are the program's again, with one exception: an operation on a
+// stream that the stream has not come to ends a second after it has failed (because a rank was
+// lost, at its deadline, by Abort or Close), and the stream passes it when it comes. Until then the
+// stream may read the source and write anything to the destination: memory of a failed operation
+// must not be freed or given to another stream before work that its own stream was given later is
+// done. The stream waits for no rank then.
 type Work struct {
 	// nil: the operation has ended well, with nothing more to tell, like most. A Work of one word
 	// costs the garbage collector little. It is replaced once, when the operation is over.

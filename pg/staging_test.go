@@ -1,0 +1,99 @@
+//go:build cgo && linux
+
+package pg
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"tutti/device"
+	"tutti/device/cuda"
+	"tutti/device/cuda/fake"
+	"tutti/device/cuda/fakegpu"
+	"tutti/mem"
+)
+
+// A staged is a rank's GPU, of a driver of its own, with a stream and memory.
+type staged struct {
+	d *cuda.Device
+	f *fake.Driver
+	s device.Stream
+	m mem.Memory
+}
+
+// eachStaged runs f on two ranks of this process, each with its GPU and n bytes of its memory.
+func eachStaged(t *testing.T, n int, cfg Config, f func(ctx context.Context, g *Group, x *staged) error) {
+	var all []*staged
+	var list device.List
+	for rank := range 2 {
+		d, f := fakegpu.Open(t, rank, fake.Config{})
+		all = append(all, &staged{d: d, f: f})
+		list = append(list, d)
+	}
+	cfg.Devices = list
+	each(t, 2, cfg, func(ctx context.Context, g *Group) error {
+		x := all[g.Rank()]
+		s, m, release, err := streamWith(x.d, n)
+		if err != nil {
+			return err
+		}
+		defer release()
+		x.s, x.m = s, m
+		return f(ctx, g, x)
+	})
+}
+
+// fill gives the memory a value.
+func (x *staged) fill(v byte) { copy(x.f.Bytes(x.m), bytes.Repeat([]byte{v}, x.m.Len())) }
+
+// has returns an error unless the memory has a value.
+func (x *staged) has(v byte) error {
+	if got := x.f.Bytes(x.m); slices.Max(got) != v || slices.Min(got) != v {
+		return fmt.Errorf("the result is %d to %d, want %d", slices.Min(got), slices.Max(got), v)
+	}
+	return nil
+}
+
+// A rank's stream comes to a reduction after another rank has done its part and closed the group.
+func TestStreamComesAfterAPeerHasClosed(t *testing.T) {
+	eachStaged(t, 4<<10, Config{}, func(ctx context.Context, g *Group, x *staged) error {
+		sub, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			return err
+		}
+		defer sub.Close()
+		words, free, err := device.Words(x.d, 1)
+		if err != nil {
+			return err
+		}
+		defer free()
+		x.fill(1 << g.Rank())
+		if g.Rank() == 0 {
+			if err := x.s.WaitValue(words[0], 1); err != nil {
+				return err
+			}
+		}
+		w := sub.Start(ReduceOp{X: DeviceBuffer(x.m, Uint8, x.s), Op: BitOr})
+		if g.Rank() == 1 {
+			return errors.Join(w.Wait(ctx), sub.Close(), g.Barrier(ctx))
+		}
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		select {
+		case <-w.Done():
+			return fmt.Errorf("the operation has ended before its stream has come: %w", w.Err())
+		case <-time.After(2 * grace):
+		}
+		words[0].Word(0).Store(1)
+		if err := w.Wait(ctx); err != nil {
+			return err
+		}
+		return x.has(3)
+	})
+}
