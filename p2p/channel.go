@@ -788,6 +788,24 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 // PollSend is the waiting of Send between two calls of SendSome.
 func (c *Channel) PollSend(w *Wait, slot int) error { return c.p.progress(w, c.stream(slot).pr) }
 
+// A message travels in frames of frameBytes, so that its receiver takes the first part while the
+// next is sent, and ranks that send to each other receive meanwhile. A message of longMessage bytes
+// or more to a peer of which nothing is expected travels in frames as long as the link takes, with
+// fewer system calls.
+const (
+	frameBytes  = 512 << 10
+	longMessage = 2 << 20
+)
+
+// grain returns the bytes of a frame of a message of n bytes. The peer's link must be up.
+func (st *stream) grain(n int) int {
+	most := min(st.pr.link.MaxFrame(), st.c.window/4)
+	if n < longMessage || st.posted.size > 0 {
+		most = min(most, frameBytes)
+	}
+	return most
+}
+
 // SendSome is Send as far as that needs no waiting. It reports whether the link has taken all of
 // buf. If not, the next message to slot must be the same, and its rest is sent.
 func (c *Channel) SendSome(slot int, tok Token, buf []byte) (sent bool, err error) {
@@ -812,7 +830,7 @@ func (c *Channel) SendSome(slot int, tok Token, buf []byte) (sent bool, err erro
 		if pr.link == nil {
 			break
 		}
-		n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)
+		n := min(len(buf)-off, st.grain(len(buf)))
 		h.Len, h.Off, h.Flags = uint32(n), uint64(off), 0
 		if off+n == len(buf) {
 			h.Flags = flagLast

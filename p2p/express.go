@@ -25,7 +25,7 @@ func (c *Channel) SendNow(slot int, tok *Token, buf []byte, urgent bool) bool {
 		return false
 	}
 	pr, n := st.pr, cost(len(buf))
-	if len(buf) > min(pr.link.MaxFrame(), c.window/4) || st.sent+n-st.acked > uint32(c.window) || pr.refused ||
+	if len(buf) > st.grain(len(buf)) || st.sent+n-st.acked > uint32(c.window) || pr.refused ||
 		st.part > 0 {
 		return false
 	}

@@ -144,7 +144,7 @@ func (p *Proxy) pump(pr *peer) bool {
 	}
 	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
 		s := pr.bulk[0]
-		n := min(s.there-s.off, pr.link.MaxFrame())
+		n := min(s.there-s.off, pr.link.MaxFrame(), frameBytes)
 		h := Header{Kind: frameBulk, Chan: p.number(s.st), Seq: s.remote, Off: uint64(s.off), Len: uint32(n),
 			Ack: s.st.taken}
 		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {

@@ -130,7 +130,7 @@ type Clients interface {
 }
 
 // DefaultWindow is Config.Window's default for a job of size ranks.
-func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 2<<20) }
+func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 8<<20) }
 
 // Proxy is a rank's engine for all traffic with its peers. It owns the links, matches messages with
 // receives, manages the credits and makes progress. It has no thread, except with Config.Progress:

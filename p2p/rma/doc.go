@@ -17,5 +17,8 @@ package rma
 // chunk bounds one access to a peer's memory, in bytes: Withdraw waits for one.
 const chunk = 256 << 10
 
+// putFrame bounds the data of a frame of a put, in bytes: frames of other operations wait for one.
+const putFrame = 512 << 10
+
 // share bounds the bytes that an engine moves in one call.
 const share = 256 << 10

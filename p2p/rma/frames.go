@@ -855,7 +855,7 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 		return 0, true, ok
 	}
 	signal := o.word.ID != 0
-	most := f.link.MaxFrame()
+	most := min(f.link.MaxFrame(), putFrame)
 	rest := o.local.Len() - o.moved
 	switch {
 	case rest > 0 && signal && o.moved == 0 && rest <= min(together, most-recordSize) && (oldest || !o.strong) &&

@@ -55,9 +55,6 @@ func (s *stream) put(head, payload []byte) (bool, syscall.Errno) {
 	}
 	if n < len(head)+len(payload) {
 		s.full = true
-		if s.kept == nil {
-			s.kept = make([]byte, 0, headerSpace+s.link.maxFrame)
-		}
 		s.sent = 0
 		if n < len(head) {
 			s.kept = append(s.kept, head[n:]...)

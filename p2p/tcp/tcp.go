@@ -55,7 +55,7 @@ type Config struct {
 	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up
 	// to a multiple of 4096; the smaller of both ends counts. A link keeps at most one unsent
 	// frame, in memory that it allocates when the peer is first slower than this end. Default
-	// 512 KiB.
+	// 2 MiB.
 	MaxFrame int
 	// PeerTimeout is the time after which a peer's host that answers nothing counts as gone. A host
 	// that answers while its process does not read is not gone; deadlines of operations handle
@@ -129,7 +129,7 @@ func (t *Transport) Name() string { return "tcp" }
 
 func (c *Config) complete() (ifname.Filter, ports.Spec, error) {
 	if c.MaxFrame == 0 {
-		c.MaxFrame = 512 << 10
+		c.MaxFrame = 2 << 20
 	}
 	if c.PeerTimeout == 0 {
 		c.PeerTimeout = 30 * time.Second

@@ -279,7 +279,7 @@ func TestDialEnds(t *testing.T) {
 
 // The smaller offer of both ends counts.
 func TestNegotiation(t *testing.T) {
-	for _, c := range []struct{ a, b, want int }{{0, 0, 512 << 10}, {5000, 1 << 20, 8192}, {1 << 20, 5000, 8192}} {
+	for _, c := range []struct{ a, b, want int }{{0, 0, 2 << 20}, {5000, 1 << 20, 8192}, {1 << 20, 5000, 8192}} {
 		a, b := listen(t, 0, local(Config{MaxFrame: c.a})), listen(t, 1, local(Config{MaxFrame: c.b}))
 		l, err := a.Dial(within(t), b.self, b.endpoint)
 		if err != nil {

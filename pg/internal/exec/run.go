@@ -25,9 +25,8 @@ const (
 	leastPieces = 8
 	leastChunk  = 16 << 10
 	// wireChunk is the pipelining grain on links without shared memory. One system call moves a
-	// whole chunk. Nothing is passed on in a broadcast between two ranks, whose grain is pairChunk.
+	// whole chunk. Nothing is passed on in a broadcast between two ranks, which needs no grain.
 	wireChunk = 256 << 10
-	pairChunk = 512 << 10
 )
 
 // Config describes the rank and the group of a Runner.
@@ -465,7 +464,7 @@ func (r *Runner) shape(kind collectives.Kind, elem, count int) collectives.Shape
 	chunk := wireChunk
 	switch {
 	case !t.Caps.SharedMemory && kind == collectives.Broadcast && t.Size == 2:
-		chunk = pairChunk
+		chunk = vectorBlock
 	case t.Caps.SharedMemory:
 		chunk = collectives.DefaultChunk
 		if kind == collectives.Broadcast || kind == collectives.Reduce {
