@@ -106,7 +106,7 @@ func TestRunFirstFailureCounts(t *testing.T) {
 
 func TestRunKillsAfterTheGrace(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "3", "--grace", "50ms", proctest.Self())
+	j := s.run("run", "-n", "3", "--grace", "2s", proctest.Self()) // rank 2 ends within it
 	all := s.arrive(3)
 	all[1].do("ignore %d", syscall.SIGTERM)
 	all[0].tell("exit 7")
