@@ -53,6 +53,7 @@ type Channel struct {
 	fast      []*stream       // by slot
 	err       error
 	aborted   []byte // the payload of the abort, sent on links that come up later
+	until     uint64 // this rank runs neither this operation nor any later one; 0: it has not left
 	now       Token  // the operation in progress or the last one
 	told      Token  // the last announced operation
 	toldWaits uint64
@@ -194,7 +195,23 @@ type chanKey struct {
 type floor struct {
 	epoch  Epoch // if closed, the last
 	closed bool
-	why    []byte // if closed: what the last epoch was aborted with; nil: it was not
+	ended  map[Epoch]ending // epochs that have ended on this rank, where peers may still be
+}
+
+// ending is what peers are told of an epoch of a channel that has ended on this rank.
+type ending struct {
+	until uint64 // see stream.until
+	why   []byte // what the epoch was aborted with; nil: it was not
+}
+
+// ended returns the state of c's name after the end of c.
+func (c *Channel) ended() floor {
+	f := c.p.floors[c.name]
+	if f.ended == nil || c.now != (Token{}) { // after an operation no peer is in an earlier epoch
+		f.ended = map[Epoch]ending{}
+	}
+	f.ended[c.epoch] = ending{c.until, c.aborted}
+	return f
 }
 
 // above reports whether epoch has ended.
@@ -244,21 +261,28 @@ func (p *Proxy) name(pr *peer, k *chanKey, flags uint8) (n uint32) {
 }
 
 // introduce sends the peer the channel's full name, if there is a link and it has not been sent. A
-// peer that has closed the channel, perhaps before there was a link, answers with farewell.
+// peer on which the channel or its epoch has ended, perhaps before there was a link, answers with
+// farewell.
 func (st *stream) introduce() {
 	if st.pr.link != nil && st.slot >= 0 && !st.c.retired {
 		st.c.p.number(st)
 	}
 }
 
-// farewell tells a peer that this rank has closed a channel, and what the channel was aborted with
-// if the peer is in the epoch that was aborted.
+// farewell tells a peer, which is in an epoch of a channel that has ended on this rank, how it has
+// ended: what it was aborted with, which operation was the last, and that the channel is closed.
 func (p *Proxy) farewell(pr *peer, k *chanKey, f floor) {
-	n := p.name(pr, k, flagClosed)
-	if f.why != nil && f.epoch == k.epoch {
-		p.queue(pr, Header{Kind: frameAbort, Chan: n, Len: uint32(len(f.why))}, f.why)
+	n := p.name(pr, k, flagEnded)
+	e := f.ended[k.epoch]
+	if e.why != nil {
+		p.queue(pr, Header{Kind: frameAbort, Chan: n, Len: uint32(len(e.why))}, e.why)
 	}
-	p.queue(pr, Header{Kind: frameBye, Chan: n}, nil)
+	if e.until != 0 {
+		p.queue(pr, Header{Kind: frameLeave, Chan: n, Seq: e.until - 1}, nil)
+	}
+	if f.closed {
+		p.queue(pr, Header{Kind: frameBye, Chan: n}, nil)
+	}
 	pr.free = append(pr.free, n)
 }
 
@@ -274,7 +298,7 @@ func (p *Proxy) opened(pr *peer, h *Header) error {
 	}
 	key := chanKey{Name{h.Seq, h.Call}, Epoch{h.Count, h.Off}}
 	pr.in[h.Chan] = inbound{key: key}
-	if f := p.floors[key.name]; f.closed && h.Flags&flagClosed == 0 {
+	if f := p.floors[key.name]; f.above(key.epoch) && h.Flags&flagEnded == 0 {
 		p.farewell(pr, &key, f)
 	}
 	return nil
@@ -295,7 +319,8 @@ func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 		return nil, ErrClosed
 	}
 	c := p.chans[key]
-	if f, known := p.floors[key.name]; known && f.above(key.epoch) || c != nil && c.ranks != nil {
+	f := p.floors[key.name]
+	if f.above(key.epoch) || c != nil && c.ranks != nil {
 		return nil, fmt.Errorf("channel %v is in use or was used before", key.name)
 	}
 	if c == nil {
@@ -304,7 +329,8 @@ func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 		p.unopened--
 	}
 	c.tagged = tagged
-	p.floors[key.name] = floor{epoch: key.epoch}
+	f.epoch = key.epoch
+	p.floors[key.name] = f
 	c.ranks = ranks
 	c.fast = make([]*stream, len(ranks))
 	c.slots = make(map[int]int, len(ranks))
@@ -333,8 +359,9 @@ var ErrLeft = errors.New("it goes on in another view")
 
 // Leave tells the members that this rank runs no operation after number last in this epoch: a peer
 // that waits for it in a later one gets an error that wraps ErrLeft. Messages that were sent before
-// are still delivered. With the lock.
+// are still delivered. Members that link up after Next are told then. With the lock.
 func (c *Channel) Leave(last uint64) {
+	c.until = last + 1
 	for pr := range c.linked() {
 		c.control(pr, Header{Kind: frameLeave, Seq: last}, nil)
 	}
@@ -364,6 +391,7 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 	}
 	c.fail(ErrClosed)
 	c.retire()
+	p.floors[c.name] = c.ended()
 	for key, o := range p.chans { // of epochs that are skipped
 		if key.name == c.name && key.epoch.Before(epoch) {
 			p.unopened--
@@ -533,7 +561,9 @@ func (c *Channel) Close() {
 	}
 	c.fail(ErrClosed)
 	c.retire()
-	c.p.floors[c.name] = floor{c.epoch, true, c.aborted}
+	f := c.ended()
+	f.closed = true
+	c.p.floors[c.name] = f
 	for key, o := range c.p.chans {
 		if key.name == c.name {
 			c.p.unopened--

@@ -3,6 +3,7 @@ package p2p_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"sync"
 	"testing"
@@ -68,6 +69,48 @@ func TestClosingIsToldToPeersThatLinkLater(t *testing.T) {
 				t.Errorf("the receive failed with %v", err)
 			}
 		})
+	}
+}
+
+// A peer that is linked after a rank has left an epoch of a channel learns that, and what the epoch
+// was aborted with.
+func TestLeavingIsToldToPeersThatLinkLater(t *testing.T) {
+	for name, why := range map[string]string{"left": "", "aborted": "its time was up"} {
+		for _, linked := range []bool{false, true} { // before the peer opens the channel
+			t.Run(fmt.Sprintf("%s, linked first: %v", name, linked), func(t *testing.T) {
+				all := cluster(t, 2, 64<<10, nil)
+				defer closeAll(all)
+				ping := pinger(t, all)
+				c, err := all[0].Open(known(7), p2p.Epoch{View: 1}, ranks(2), false)
+				if err != nil {
+					t.Fatal(err)
+				}
+				all[0].Lock()
+				if why != "" {
+					c.Abort(errors.New("late"), []byte(why))
+				}
+				c.Leave(0)
+				for view := uint64(2); view < 4; view++ { // in which it runs no operation
+					if c, err = c.Next(p2p.Epoch{View: view}, ranks(2)); err != nil {
+						t.Error(err)
+					}
+				}
+				all[0].Unlock()
+				if linked {
+					ping()
+				}
+				ch, err := all[1].Open(known(7), p2p.Epoch{View: 1}, ranks(2), false)
+				if err != nil {
+					t.Fatal(err)
+				}
+				polled(all[0], func() { err = receive(all[1], ch, false) })
+				var told *p2p.Aborted
+				if why == "" && !errors.Is(err, p2p.ErrLeft) ||
+					why != "" && !(errors.As(err, &told) && told.Rank == 0 && string(told.Payload) == why) {
+					t.Errorf("the receive failed with %v", err)
+				}
+			})
+		}
 	}
 }
 

@@ -36,7 +36,7 @@ const (
 	// No content: a check whether the peer's host answers; of no channel.
 	frameBeat
 	// Chan stands for this channel in later frames. Seq, Call: its name, Count, Off: its epoch; no
-	// credit. flagClosed: the sender has closed it, and the frames that follow say so.
+	// credit. flagEnded: it has ended at the sender, and the frames that follow say how.
 	frameOpen
 	// Payload: the new value of key Seq, of the sender or, if Off is not 0, of slot Off-1; no
 	// credit.
@@ -47,7 +47,7 @@ const (
 	flagLast = 1 << iota
 	flagDrop
 	flagHint // see Channel.Begin
-	flagClosed
+	flagEnded
 )
 
 // MaxAbort is the longest payload of Abort in bytes.

@@ -466,6 +466,29 @@ func TestSmallFloatsAreRoundedOnce(t *testing.T) {
 	}
 }
 
+// A rank gives up its first operation and calls Recover before it is linked with the other one,
+// which learns of that in the operation.
+func TestFailureBeforeRanksAreLinked(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		op := AllReduceOp{Dst: BufferOf(make([]byte, 1<<20)), Op: BitOr}
+		first, cancel := context.WithCancel(ctx)
+		defer cancel()
+		if g.Rank() == 0 {
+			cancel()
+		} else {
+			first = ctx
+		}
+		var late *TimeoutError
+		if err := g.Do(first, op); !errors.As(err, &late) || late.Reporter != 0 || !errors.Is(err, context.Canceled) {
+			return fmt.Errorf("%v, want that rank 0 has cancelled it", err)
+		}
+		if err := g.Recover(ctx); err != nil {
+			return err
+		}
+		return g.Do(ctx, op)
+	})
+}
+
 // A group that is closed gives back what it has in memory that peers map: a program may make and
 // close any number of groups.
 func TestClosedGroupsFreeTheirExposures(t *testing.T) {
