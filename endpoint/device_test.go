@@ -20,8 +20,9 @@ import (
 // gpu is a device of a test, which fails on request.
 type gpu struct {
 	*devicetest.Late
-	t    testing.TB
-	left atomic.Int64 // copies before it fails
+	t      testing.TB
+	left   atomic.Int64 // copies before it fails
+	copies func()       // called before each; nil: nothing is
 }
 
 var errGPU = errors.New("the device fell off the bus")
@@ -39,6 +40,9 @@ type gpuStream struct {
 func (s gpuStream) Copy(dst, src mem.Memory) error {
 	if s.g.left.Add(-1) < 0 {
 		return errGPU
+	}
+	if s.g.copies != nil {
+		s.g.copies()
 	}
 	return s.Stream.Copy(dst, src)
 }
@@ -267,6 +271,27 @@ func TestFailingDevices(t *testing.T) {
 		f := back.Recv(make([]byte, 3)) // everything still works
 		wait(t, p.Send([]byte("end")))
 		wait(t, f)
+	})
+}
+
+// A peer that closes while it serves a read has lost the connection, not unregistered the region:
+// what it sends last does not say so.
+func TestReadsOfPeersThatCloseAreNotStale(t *testing.T) {
+	eachGuard(t, []int{1}, func(t *testing.T, cfg Config) {
+		_, b, p, back, _, gb := gpuPair(t, cfg)
+		data := pattern(2<<20, 1)
+		if _, err := b.Register("data", gb.memory(data), RegionConfig{}); err != nil {
+			t.Fatal(err)
+		}
+		gb.copies = sync.OnceFunc(func() { back.Close() }) // within the first of several frames
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		if err := p.Read(make([]byte, len(data)), "data", 0).Wait(ctx); !errors.Is(err, ErrBroken) {
+			t.Errorf("the read ends with %v", err)
+		}
+		if n := b.Stats().Refused["stale"]; n != 0 {
+			t.Errorf("it has refused %d operations because of that", n)
+		}
 	})
 }
 

@@ -669,24 +669,27 @@ func (m *member) burst(j, n int) {
 		left = failed
 	}
 	for k, l := range m.lanes[j] {
-		l.check(w, fmt.Sprintf("lane %d of %d at %d", k, m.i, j), m.read(j, l.off), 0)
+		if got := m.read(j, l.off); got != nil {
+			l.check(w, fmt.Sprintf("lane %d of %d at %d", k, m.i, j), got, 0)
+		}
 	}
 }
 
-// read reads a lane at member j, again if the connections break.
+// read reads a lane at member j, again if the connections break; nil: it could not.
 func (m *member) read(j int, off int64) []byte {
 	got := make([]byte, laneSize)
 	for {
 		p := m.peer(j)
 		if p == nil {
-			return got
+			return nil
 		}
 		err := p.Read(got, "r", off).Wait(context.Background())
-		if err == nil || !m.w.breaks() || !errors.Is(err, ErrBroken) {
-			if err != nil {
-				m.w.errorf("member %d reads from %d: %v", m.i, j, err)
-			}
+		if err == nil {
 			return got
+		}
+		if !m.w.breaks() || !errors.Is(err, ErrBroken) {
+			m.w.errorf("member %d reads from %d: %v", m.i, j, err)
+			return nil
 		}
 	}
 }

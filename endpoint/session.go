@@ -813,6 +813,9 @@ func (sv *service) Tail(b []byte, ok bool) []byte {
 	s := sv.session
 	s.peer.mu.Lock()
 	defer s.peer.mu.Unlock()
+	if s.broken { // conn sends nothing more
+		return b
+	}
 	delete(s.serving, sv.id)
 	s.owed--
 	code, n, why := wire.OK, uint64(sv.N), ""

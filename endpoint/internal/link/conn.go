@@ -213,7 +213,8 @@ func (c *Conn) Mode() wire.Mode { return c.mode }
 // Traffic returns the bytes that were received and sent.
 func (c *Conn) Traffic() (in, out uint64) { return c.received.Load(), c.wrote.Load() }
 
-// Close ends the connection for the reason err. The loop closes the descriptor and calls Broken.
+// Close ends the connection for the reason err: nothing more is sent, but for what a system call is
+// sending. The loop closes the descriptor and calls Broken.
 func (c *Conn) Close(err error) {
 	if c.failure.CompareAndSwap(nil, &failure{err}) {
 		c.loop.kick(c)
@@ -328,6 +329,9 @@ func (c *Conn) write() (stalled int32, err error) {
 			if c.collect(); len(c.out) == 0 && c.rest == 0 && !c.guard.pending() {
 				return 0, nil
 			}
+		}
+		if c.Err() != nil { // what was given up for that must not look as if it had ended
+			return 0, nil
 		}
 		n, e := c.push()
 		if e == unix.EAGAIN {

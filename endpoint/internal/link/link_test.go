@@ -273,6 +273,42 @@ func transfersArrive(t *testing.T, m wire.Mode) {
 	}
 }
 
+// held is a transfer whose first frame is not made before it is released.
+type held struct {
+	*transfer
+	reached, released chan struct{}
+}
+
+func (f held) Head(b []byte, at, n int64) []byte {
+	if at == 0 {
+		close(f.reached)
+		<-f.released
+	}
+	return f.transfer.Head(b, at, n)
+}
+
+// What is given up because the connection was closed must not end as what was given up for a reason
+// of its own.
+func TestClosedConnectionSendsNoTails(t *testing.T) { eachMode(t, closedConnectionSendsNoTails) }
+
+func closedConnectionSendsNoTails(t *testing.T, m wire.Mode) {
+	x, other := ends(t, m, newSink())
+	file := os.NewFile(uintptr(other), "other")
+	defer file.Close()
+	f := held{&transfer{}, make(chan struct{}), make(chan struct{})}
+	f.Framer, f.Gate, f.N = f, new(gate.Gate), 2*Chunk
+	f.Gate.Open(make([]byte, f.N))
+	x.Queue(&f.Out)
+	go x.Flush()
+	<-f.reached
+	x.Close(errors.New("closed"))
+	f.Stop()
+	close(f.released)
+	if b, err := io.ReadAll(file); err != nil || len(b) > 0 {
+		t.Errorf("%d bytes come from a closed connection, %v", len(b), err)
+	}
+}
+
 // A transfer whose source is closed while the socket is full ends its frame with zeros, and its
 // Tail says so. One that has not begun, and one that is stopped, send nothing.
 func TestTransfersAreGivenUp(t *testing.T) { eachMode(t, transfersAreGivenUp) }
