@@ -58,7 +58,7 @@ func run(ctx context.Context, args []string) error {
 	}
 	var s server
 	fl.Func("part", "part of the weights to serve, as 0/3", s.setPart)
-	fl.IntVar(&s.until, "until", 0, "end with this version (default: with the trainers)")
+	fl.IntVar(&s.until, "until", 0, "end with this version (default: serve until interrupted)")
 	fl.Parse(args[1:])
 	return s.run(ctx)
 }
