@@ -37,7 +37,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-p2p bench-rdma bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -148,6 +148,9 @@ bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit; fails i
 bench-ranks: ## an allreduce of many ranks beside Open MPI; fails if a bar is missed (RANKS_FLAGS="--ranks 64")
 	$(GO) run ./tests/peers --mpi $(MPI_ENV) --json .build/ranks.json --ops allreduce --transports shm --ranks 8,16,64 \
 		--sizes 64,512,4K,32K --peers openmpi,openmpi5,tutti $(RANKS_FLAGS)
+
+bench-scale: ## many processes, many messages and small floats beside their bars; fails if one is missed (SCALE_FLAGS="--parts start --ranks 64")
+	$(GO) run ./tests/scale --json .build/scale.json $(SCALE_FLAGS)
 
 bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL (P2P_FLAGS="--sizes 64,1M --rounds 3")
 	$(GO) run ./tests/peers p2p --nixl $(NIXL_ENV) $(P2P_FLAGS)
