@@ -190,15 +190,16 @@ type visit struct {
 	out    []int          // of the destination
 	buffer *stagingBuffer // nil in tests
 	stream device.Stream
-	own    *ownStream // stream, if it is the group's
-	lazy   bool       // the stream is given the result when it is there
-	from   mem.Memory // of the source, on the host
-	to     mem.Memory // of the destination
-	dst    mem.Memory // on the device; empty: nothing is written there
-	merges bool       // parts of the destination stay as they are
-	launch *launch    // nil: the operation is not one in packets
-	direct *direct    // nil: it has copied from the beginning
-	staged bool       // it copies
+	own    *ownStream  // stream, if it is the group's
+	lazy   bool        // the stream is given the result when it is there
+	from   mem.Memory  // of the source, on the host
+	to     mem.Memory  // of the destination
+	dst    mem.Memory  // on the device; empty: nothing is written there
+	merges bool        // parts of the destination stay as they are
+	unfit  *unfitError // nil: it has begun; else why the operation fails when it has the turn
+	launch *launch     // nil: the operation is not one in packets
+	direct *direct     // nil: it has copied from the beginning
+	staged bool        // it copies
 
 	bereaved bereaved // under the proxy's lock
 
@@ -609,8 +610,13 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 	v, err = g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
 		src: span{uintptr(q.Src.Ptr), in}, dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
 		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct})
-	if err != nil || direct {
-		return v, false, err
+	switch {
+	case errors.Is(err, ErrClosed), errors.Is(err, errors.ErrUnsupported): // a stream that is captured
+		return nil, false, err
+	case err != nil:
+		return &visit{unfit: &unfitError{err}}, false, nil
+	case direct:
+		return v, false, nil
 	}
 	host := func(b *exec.Buffer, m mem.Memory) {
 		if b.Ptr = nil; b.Count > 0 {
@@ -621,6 +627,12 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 	host(&q.Dst, v.to)
 	return v, false, nil
 }
+
+// An unfitError is why an operation could not be given to its device. It has its place among the
+// group's operations all the same, so that the other ranks hear of it.
+type unfitError struct{ error }
+
+func (e *unfitError) Unwrap() error { return e.error }
 
 // startOnDevice is begin for buffers of which one may be in a device's memory. q is a value, so
 // that the requests of other operations need no memory.
@@ -674,6 +686,12 @@ func (g *Group) doOnDevice(ctx context.Context, q request) error {
 func (g *Group) across(v *visit) (here bool, err error) {
 	if v == nil {
 		return g.collective()
+	}
+	if v.unfit != nil {
+		if err := g.barred(); err != nil {
+			return false, err
+		}
+		return false, g.miss(v.unfit)
 	}
 	if !v.apart() {
 		first := exec.All

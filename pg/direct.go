@@ -85,7 +85,9 @@ func (x *devices) stage(v *visit) error {
 }
 
 // apart reports whether the visit has no staging buffer, or not yet.
-func (v *visit) apart() bool { return v.launch != nil || v.direct != nil && !v.staged }
+func (v *visit) apart() bool {
+	return v.launch != nil || v.unfit != nil || v.direct != nil && !v.staged
+}
 
 // The feed of a direct visit is an exec.Direct.
 

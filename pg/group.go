@@ -552,6 +552,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var aborted *p2p.Aborted
 	var earlier *earlierError
 	switch {
+	case errors.As(err, new(*unfitError)):
+		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // handled before
 	case errors.As(err, &earlier):

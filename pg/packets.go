@@ -149,11 +149,15 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 				return nil, false, err
 			}
 		}
-		return v, false, v.launchNow()
+		_ = v.launchNow() // what it fails with is the operation's error, in its turn
+		return v, false, nil
 	}
 	if s == nil {
-		if v.own, err = g.devices.waitingStream(d); err != nil {
+		switch v.own, err = g.devices.waitingStream(d); {
+		case errors.Is(err, ErrClosed):
 			return nil, false, err
+		case err != nil:
+			return &visit{unfit: &unfitError{err}}, false, nil
 		}
 		v.stream = v.own.Stream
 	}

@@ -48,6 +48,8 @@ func eachStaged(t *testing.T, n int, cfg Config, f func(ctx context.Context, g *
 	})
 }
 
+func (x *staged) or() Operation { return AllReduceOp{Dst: DeviceBuffer(x.m, Uint8, x.s), Op: BitOr} }
+
 // fill gives the memory a value.
 func (x *staged) fill(v byte) { copy(x.f.Bytes(x.m), bytes.Repeat([]byte{v}, x.m.Len())) }
 
@@ -57,6 +59,55 @@ func (x *staged) has(v byte) error {
 		return fmt.Errorf("the result is %d to %d, want %d", slices.Min(got), slices.Max(got), v)
 	}
 	return nil
+}
+
+// An operation that a rank's driver refuses fails at all ranks, soon.
+func TestRefusedOperationIsToldToOtherRanks(t *testing.T) {
+	const n = 1 << 20
+	for name, started := range map[string]bool{"blocking": false, "started": true} {
+		t.Run(name, func(t *testing.T) {
+			eachStaged(t, n, Config{Timeout: 30 * time.Second, PeerDevices: "off"},
+				func(ctx context.Context, g *Group, x *staged) error {
+					run := func() error {
+						if started {
+							return g.Start(x.or()).Wait(ctx)
+						}
+						return g.Do(ctx, x.or())
+					}
+					if g.Rank() == 0 {
+						x.f.Fail("cuMemHostAlloc", 1, 2)
+					}
+					err := run()
+					var refused *cuda.Error
+					var lost *RankError
+					switch g.Rank() {
+					case 0:
+						if !errors.As(err, &refused) {
+							return fmt.Errorf("%v, want the driver's error", err)
+						}
+					case 1:
+						if !errors.As(err, &lost) || lost.Rank != 0 {
+							return fmt.Errorf("%v, want a failure of rank 0", err)
+						}
+					}
+					if g.Rank() == 0 { // the failed group does not count it
+						x.f.Fail("cuMemHostAlloc", 1, 2)
+						if err := run(); !errors.As(err, &refused) {
+							return fmt.Errorf("after a failure: %v, want the same", err)
+						}
+						x.f.Forget()
+					}
+					if err := g.Recover(ctx); err != nil {
+						return err
+					}
+					x.fill(1 << g.Rank())
+					if err := run(); err != nil {
+						return fmt.Errorf("after Recover: %w", err)
+					}
+					return x.has(3)
+				})
+		})
+	}
 }
 
 // A rank's stream comes to a reduction after another rank has done its part and closed the group.
