@@ -44,6 +44,7 @@ type Launch struct {
 	Tuning               string        // path of a measured table of algorithms, as written
 	SingleCopy           string        // as written
 	PeerDevices          string        // as written
+	StagingLimit         int           // bytes; 0: not set
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
 	RDMADevices, RDMAGID string        // as written, checked: see rdma.ParseDevices and rdma.ChooseGID
 	RDMAPairs            int           // queue pairs for data on each RDMA port and link, 0: not set
@@ -98,6 +99,8 @@ func Variables() []Variable {
 			"permits it: auto, off, or on, without measuring whether it is faster", "auto"},
 		{"TUTTI_PEER_DEVICES", "loading from the memory of other ranks' GPUs in place, where they reach each other: " +
 			"auto or off", "auto"},
+		{"TUTTI_STAGING_LIMIT", "host memory that started collectives on the memory of one GPU copy through at a " +
+			"time, in MiB: more of them wait", "1024"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
@@ -554,6 +557,13 @@ func (e env) settings(l *Launch) error {
 			return fmt.Errorf("environment: TUTTI_RDMA_QPS=%q: expected a number from 1 to 16", clip(v))
 		}
 		l.RDMAPairs = n
+	}
+	if v := str("TUTTI_STAGING_LIMIT"); v != "" {
+		n, err := strconv.ParseUint(v, 10, 32)
+		if err != nil || n == 0 {
+			return fmt.Errorf("environment: TUTTI_STAGING_LIMIT=%q: expected a number of MiB", clip(v))
+		}
+		l.StagingLimit = int(n) << 20
 	}
 	if l.Metrics != "" {
 		if _, _, err := ports.ParseAddr(l.Metrics); err != nil {

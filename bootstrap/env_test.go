@@ -253,6 +253,8 @@ func TestContradictoryVariablesAreNamed(t *testing.T) {
 		"TUTTI_LEASE=-3s":                                    "TUTTI_LEASE",
 		"TUTTI_LOG=loud":                                     "TUTTI_LOG loud",
 		"TUTTI_JOB=a/b":                                      "TUTTI_JOB a/b",
+		"TUTTI_STAGING_LIMIT=0":                              "TUTTI_STAGING_LIMIT",
+		"TUTTI_STAGING_LIMIT=1g":                             "TUTTI_STAGING_LIMIT 1g",
 	} {
 		got, err := FromEnv(vars(env))
 		if err == nil {
@@ -274,12 +276,14 @@ func TestVariablesSetLaunch(t *testing.T) {
 	}
 	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 " +
 		"TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG TUTTI_RDMA_DEVICES==a:1 TUTTI_RDMA_GID=3 TUTTI_RDMA_QPS=2 " +
+		"TUTTI_STAGING_LIMIT=3 " +
 		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca " +
 		"TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
 	want := Launch{Size: 1, LocalRank: -1, Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16),
 		Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
 		Interfaces: "eth0", Ports: "5-9",
-		RDMADevices: "=a:1", RDMAGID: "3", RDMAPairs: 2, LogLevel: "debug", Timeout: 1500 * time.Millisecond,
+		RDMADevices: "=a:1", RDMAGID: "3", RDMAPairs: 2, StagingLimit: 3 << 20, LogLevel: "debug",
+		Timeout:  1500 * time.Millisecond,
 		LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
 	if err != nil || !reflect.DeepEqual(l, want) {
 		t.Errorf("%+v, %v\nwant %+v", l, err, want)

@@ -74,6 +74,14 @@ type Config struct {
 	// of peers in place: see PeerDevices. Join has a device.Preloader open the devices that the
 	// process uses. nil: there are none.
 	Devices device.Finder
+	// StagingLimit bounds the host memory (pinned, at a GPU) that started collectives on the memory
+	// of one of Devices copy through at a time, in bytes for all groups of the rank. Start of one
+	// for which there is no room waits until earlier operations of its group are over and their
+	// streams have passed them, for Timeout at most; then the operation fails at all ranks. The
+	// only one of its group, blocking calls, and messages do not wait: they take what they need.
+	// Ranks that start operations of several groups in different orders need room for all of them.
+	// Memory that is not used is kept for some seconds. Default TUTTI_STAGING_LIMIT, else 1 GiB.
+	StagingLimit int
 	// PeerDevices says whether collectives on large buffers in the memory of Devices load from the
 	// memory of the other ranks' devices in place, where all ranks are on one machine and the
 	// devices reach each other: "auto" or "off". These are blocking calls, and started ones on

@@ -39,10 +39,11 @@ type devices struct {
 	says  atomic.Pointer[string] // how operations get at the memory of devices, for display
 	blind atomic.Bool            // a device does not see what network cards write to its memory
 
+	staging *staging      // the job's
+	copies  atomic.Uint64 // operations that have used it
+
 	mu      sync.Mutex
 	own     map[Location]*ownStream // for buffers without one
-	buffers map[Location][]*stagingBuffer
-
 	waiting map[Location]*ownStream // for those of operations in packets: kernels wait in them
 	direct  []device.Device         // of direct visits
 	closed  bool
@@ -58,31 +59,7 @@ type ownStream struct {
 	device.Stream
 }
 
-// A stagingBuffer is host memory with three words, for one operation at a time.
-type stagingBuffer struct {
-	words []mem.Memory
-	host  mem.Memory
-	uses  uint64      // the value of all words after the latest use
-	busy  atomic.Bool // an operation uses the memory
-	free  func() error
-}
-
-// Words of a staging buffer.
 const (
-	wordArrived = iota
-	wordOver
-	wordPassed
-	bufferWords
-)
-
-// vacant reports whether the latest operation is over, and the stream has passed it.
-func (b *stagingBuffer) vacant() bool {
-	return !b.busy.Load() && b.words[wordPassed].Word(0).Load() >= b.uses
-}
-
-const (
-	// bufferUnit is the smallest size of a staging buffer's memory. Sizes are powers of two.
-	bufferUnit = 64 << 10
 	// A copy of up to leastPiece bytes is one piece, and none is more than mostPieces: a stream of
 	// the caller takes a thousand pieces of work before its calls wait. Both were chosen without a
 	// measurement: the copy of a piece should take much longer than the three operations of the
@@ -110,39 +87,7 @@ func (x *devices) streamLocked(d device.Device) (*ownStream, error) {
 	return x.own[loc], nil
 }
 
-// bufferLocked returns a vacant staging buffer at d with room for n bytes.
-func (x *devices) bufferLocked(d device.Device, n int) (*stagingBuffer, error) {
-	loc := d.Location()
-	for _, b := range x.buffers[loc] {
-		if b.vacant() && b.host.Len() >= n && b.host.Len() <= max(4*n, bufferUnit) {
-			return b, nil
-		}
-	}
-	size := bufferUnit
-	for size < n {
-		size *= 2
-	}
-	words, free, err := device.Words(d, bufferWords)
-	if err != nil {
-		return nil, err
-	}
-	b := &stagingBuffer{words: words, free: free}
-	if a, ok := d.(device.HostAllocator); !ok {
-		b.host = mem.Host(make([]byte, size), mem.Anywhere)
-	} else if b.host, err = a.AllocHost(size); err != nil {
-		return nil, errors.Join(err, free())
-	} else {
-		b.free = func() error { return errors.Join(free(), a.FreeHost(b.host)) }
-	}
-	if x.buffers == nil {
-		x.buffers = map[Location][]*stagingBuffer{}
-	}
-	x.buffers[loc] = append(x.buffers[loc], b)
-	return b, nil
-}
-
-// close frees everything after the last operation. What a stream of the caller has not passed yet
-// remains until the device is closed.
+// close closes the group's streams after the last operation.
 func (x *devices) close() (err error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -152,14 +97,7 @@ func (x *devices) close() (err error) {
 			err = errors.Join(err, s.Close())
 		}
 	}
-	for _, all := range x.buffers {
-		for _, b := range all {
-			if b.vacant() {
-				err = errors.Join(err, b.free())
-			}
-		}
-	}
-	x.own, x.waiting, x.buffers = nil, nil, nil
+	x.own, x.waiting = nil, nil
 	return err
 }
 
@@ -502,8 +440,8 @@ type span struct {
 
 func (s span) at(loc Location) mem.Memory { return mem.Device(uint64(s.addr), s.n, loc) }
 
-// visit begins a visit.
-func (x *devices) visit(o *stay) (*visit, error) {
+// visit begins a visit. beyond is as in staging.take.
+func (x *devices) visit(o *stay, beyond bool) (*visit, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
@@ -523,7 +461,7 @@ func (x *devices) visit(o *stay) (*visit, error) {
 		}
 		return v, nil
 	}
-	return v, x.boardLocked(v, o)
+	return v, x.boardLocked(v, o, beyond)
 }
 
 // failure returns the error of an operation that a device refuses.
@@ -532,11 +470,12 @@ func (o *stay) failure(err error) error {
 }
 
 // boardLocked gives v a staging buffer, and begins to copy.
-func (x *devices) boardLocked(v *visit, o *stay) (err error) {
+func (x *devices) boardLocked(v *visit, o *stay, beyond bool) (err error) {
 	first, second, total := layOut(o.src.addr, o.src.n, o.dst.addr, o.dst.n)
-	if v.buffer, err = x.bufferLocked(o.device, total); err != nil {
+	if v.buffer, err = x.staging.take(o.device, total, beyond); err != nil {
 		return o.failure(err)
 	}
+	x.copies.Add(1)
 	loc := o.device.Location()
 	v.from, v.to = v.buffer.host.Slice(first, o.src.n), v.buffer.host.Slice(second, o.dst.n)
 	if o.reads {
@@ -548,7 +487,6 @@ func (x *devices) boardLocked(v *visit, o *stay) (err error) {
 	v.words, v.base = v.buffer.words, v.buffer.uses
 	v.buffer.uses += uint64(max(len(v.in), len(v.out))) + 1
 	v.at = v.buffer.uses
-	v.buffer.busy.Store(true)
 	if err := v.begin(o.src.at(loc)); err != nil {
 		return o.failure(err)
 	}
@@ -607,9 +545,9 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 		}
 	}
 	in, out, reads, writes := c.Extents(g.rank, size)
-	v, err = g.devices.visit(&stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
+	v, err = g.board(ctx, limit, &stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
 		src: span{uintptr(q.Src.Ptr), in}, dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
-		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct})
+		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct}, waits)
 	switch {
 	case errors.Is(err, ErrClosed), errors.Is(err, errors.ErrUnsupported): // a stream that is captured
 		return nil, false, err

@@ -63,7 +63,7 @@ func (g *Group) pack(w *Work, m *message, waits bool) error {
 	} else {
 		o.src = at
 	}
-	v, err := g.devices.visit(&o)
+	v, err := g.devices.visit(&o, true)
 	if err == nil {
 		m.device = &deviceMessage{g: g, w: w, m: m, v: v}
 	}

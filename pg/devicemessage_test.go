@@ -279,11 +279,11 @@ func TestPiecesOverlapTheWire(t *testing.T) {
 				}
 			}()
 			passed := func() bool { // all pieces but the last
-				x := &g.devices
+				x := &g.job.staging
 				x.mu.Lock()
 				defer x.mu.Unlock()
-				all := x.buffers[late.Location()]
-				return len(all) == 1 && all[0].words[wordPassed].Word(0).Load() >= pieces
+				p := x.pools[late.Location()]
+				return p != nil && len(p.buffers) == 1 && p.buffers[0].words[wordPassed].Word(0).Load() >= pieces
 			}
 			for end := time.Now().Add(20 * time.Second); !passed(); time.Sleep(time.Millisecond) {
 				if time.Now().After(end) {

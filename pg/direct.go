@@ -58,14 +58,15 @@ func (x *devices) approachLocked(v *visit, o *stay) error {
 	return v.err
 }
 
-// stage makes a direct visit one that copies. Without the proxy's lock.
+// stage makes a direct visit one that copies. Without the proxy's lock. Later operations may have
+// all staging buffers, and wait for this one.
 func (x *devices) stage(v *visit) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
 		return ErrClosed
 	}
-	if err := x.boardLocked(v, &v.direct.stay); err != nil {
+	if err := x.boardLocked(v, &v.direct.stay, true); err != nil {
 		return err
 	}
 	o := &v.direct.stay

@@ -70,16 +70,9 @@ func (g *Group) Decides(n uint64) bool {
 	return g.ballot.n == n && !g.between
 }
 
-// Copies returns how many staging buffers the group's visits have used.
-func (g *Group) Copies() (n uint64) {
-	g.devices.mu.Lock()
-	defer g.devices.mu.Unlock()
-	for _, all := range g.devices.buffers {
-		for _, b := range all {
-			n += b.uses
-		}
-	}
-	return n
+// Copies returns how many visits of the group have used a staging buffer.
+func (g *Group) Copies() uint64 {
+	return g.devices.copies.Load()
 }
 
 // Direct returns how the group's calls use the memory of devices: see exec.Runner.Direct.

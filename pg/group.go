@@ -124,7 +124,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 		v: &groupView{epoch: epoch, job: at, ranks: ranks, Topology: exec.Topology{Size: len(ranks),
 			Active: upTo(len(ranks)), Algo: j.settings.algo}}}
 	g.works.kick = make(chan struct{}, 1)
-	g.devices.piece = grain.Get().Piece
+	g.devices.piece, g.devices.staging = grain.Get().Piece, &j.staging
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error

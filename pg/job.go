@@ -40,7 +40,8 @@ type job struct {
 	groups  map[*Group]struct{}
 	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
 
-	unmapping sync.WaitGroup // goroutines of unmap
+	staging   staging
+	unmapping sync.WaitGroup // goroutines that free and unmap memory
 
 	mu       sync.Mutex
 	refs     int                   // groups that are open
@@ -48,7 +49,9 @@ type job struct {
 }
 
 func newJob(s *settings) *job {
-	return &job{settings: s, log: s.Logger, timeout: s.Timeout, refs: 1, groups: map[*Group]struct{}{}}
+	j := &job{settings: s, log: s.Logger, timeout: s.Timeout, refs: 1, groups: map[*Group]struct{}{}}
+	j.staging.limit, j.staging.discard = s.StagingLimit, j.discard
+	return j
 }
 
 // view returns the job's view. With the proxy's lock.
@@ -191,6 +194,7 @@ func (j *job) release() error {
 
 func (j *job) shut() error {
 	var errs *multierror.Error
+	j.staging.close()
 	j.unmapAll()
 	if j.roster != nil {
 		j.roster.Stop()

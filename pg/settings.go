@@ -95,6 +95,9 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	case s.Timeout < 0:
 		s.Timeout = 0
 	}
+	if s.StagingLimit <= 0 {
+		s.StagingLimit = cmp.Or(l.StagingLimit, defaultStagingLimit)
+	}
 	if s.LeaseTTL == 0 {
 		s.LeaseTTL = l.LeaseTTL
 	}

@@ -61,6 +61,126 @@ func (x *staged) has(v byte) error {
 	return nil
 }
 
+// A rank closes a group while a stream of its GPU waits for an operation of another group that its
+// peer begins later. A driver frees memory when the streams are idle; Close does not wait for that.
+func TestCloseWhileAStreamWaits(t *testing.T) {
+	eachStaged(t, 1<<20, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group, x *staged) error {
+		sub, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			return err
+		}
+		meet, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			return err
+		}
+		defer meet.Close()
+		x.fill(1 << g.Rank())
+		if err := sub.Do(ctx, x.or()); err != nil {
+			return err
+		}
+		if g.Rank() == 0 {
+			w := g.Start(x.or())
+			if err := sub.Close(); err != nil {
+				return err
+			}
+			if err := meet.Barrier(ctx); err != nil {
+				return fmt.Errorf("after Close: %w", err)
+			}
+			return w.Wait(ctx)
+		}
+		defer sub.Close()
+		if err := meet.Barrier(ctx); err != nil {
+			return err
+		}
+		return g.Start(x.or()).Wait(ctx)
+	})
+}
+
+// Operations that need more memory than the limit wait for each other.
+func TestStagingLimit(t *testing.T) {
+	const n, limit, many = 512 << 10, 1 << 20, 12
+	for _, size := range []int{n, 4 * limit} {
+		eachStaged(t, size, Config{StagingLimit: limit}, func(ctx context.Context, g *Group, x *staged) error {
+			for round := range 3 {
+				x.fill(1 << g.Rank())
+				var works []*Work
+				for range many {
+					works = append(works, g.Start(x.or()))
+					p := g.job.staging.pools[x.d.Location()]
+					g.job.staging.mu.Lock()
+					bytes := p.bytes
+					g.job.staging.mu.Unlock()
+					if bytes > limit+size {
+						return fmt.Errorf("%d bytes are in use", bytes)
+					}
+				}
+				for i, w := range works {
+					if err := w.Wait(ctx); err != nil {
+						return fmt.Errorf("round %d, operation %d: %w", round, i, err)
+					}
+				}
+				if err := x.has(3); err != nil {
+					return err
+				}
+			}
+			return g.Barrier(ctx)
+		})
+	}
+}
+
+// An operation for which there is no room in time fails at all ranks. Those before it succeed.
+func TestStagingLimitInVain(t *testing.T) {
+	const n = 1 << 20
+	eachStaged(t, n, Config{StagingLimit: 2 * n}, func(ctx context.Context, g *Group, x *staged) error {
+		words, free, err := device.Words(x.d, 1)
+		if err != nil {
+			return err
+		}
+		defer free()
+		x.fill(1 << g.Rank())
+		if g.Rank() == 0 {
+			if err := x.s.WaitValue(words[0], 1); err != nil {
+				return err
+			}
+		}
+		var works []*Work
+		for range 2 {
+			works = append(works, g.Start(x.or()))
+		}
+		var last *Work
+		if g.Rank() == 0 {
+			last = g.StartWithin(50*time.Millisecond, x.or())
+			words[0].Word(0).Store(1)
+		} else {
+			for _, w := range works { // it has room
+				if err := w.Wait(ctx); err != nil {
+					return err
+				}
+			}
+			last = g.Start(x.or())
+		}
+		for i, w := range works {
+			if err := w.Wait(ctx); err != nil {
+				return fmt.Errorf("operation %d: %w", i, err)
+			}
+		}
+		err = last.Wait(ctx)
+		var late *TimeoutError
+		var lost *RankError
+		switch g.Rank() {
+		case 0:
+			if !errors.As(err, &late) || late.Reporter != 0 {
+				return fmt.Errorf("%v, want a timeout of this rank", err)
+			}
+		case 1:
+			if !errors.As(err, &lost) || lost.Rank != 0 {
+				return fmt.Errorf("%v, want a failure of rank 0", err)
+			}
+		}
+		return x.has(3)
+	})
+}
+
 // An operation that a rank's driver refuses fails at all ranks, soon.
 func TestRefusedOperationIsToldToOtherRanks(t *testing.T) {
 	const n = 1 << 20
@@ -108,6 +228,32 @@ func TestRefusedOperationIsToldToOtherRanks(t *testing.T) {
 				})
 		})
 	}
+}
+
+// Memory that nothing uses is freed.
+func TestIdleStagingBuffersAreFreed(t *testing.T) {
+	const n = 1 << 20
+	eachStaged(t, n, Config{}, func(ctx context.Context, g *Group, x *staged) error {
+		if err := g.Start(x.or()).Wait(ctx); err != nil {
+			return err
+		}
+		if err := reach(ctx, x.s); err != nil {
+			return err
+		}
+		s := &g.job.staging
+		p := s.pools[x.d.Location()]
+		s.sweep(p) // it was used since the sweep before
+		kept := p.bytes
+		s.sweep(p)
+		if kept != n || p.bytes != 0 || len(p.buffers) != 0 {
+			return fmt.Errorf("%d bytes after a sweep, and %d after another one", kept, p.bytes)
+		}
+		x.fill(1 << g.Rank())
+		if err := g.Start(x.or()).Wait(ctx); err != nil {
+			return err
+		}
+		return x.has(3)
+	})
 }
 
 // A rank's stream comes to a reduction after another rank has done its part and closed the group.

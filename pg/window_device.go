@@ -179,7 +179,7 @@ func (c *carriage) begin(ctx context.Context) error {
 	} else {
 		o.dst = x
 	}
-	v, err := c.w.g.devices.visit(&o)
+	v, err := c.w.g.devices.visit(&o, true)
 	if err == nil {
 		c.visits = append(c.visits, v)
 	}
