@@ -55,32 +55,31 @@ func NewSide(e *End, n *Node) *Side {
 // Alloc returns n bytes that can be exposed with every right.
 func (s *Side) Alloc(tb testing.TB, n int) *mem.Region {
 	tb.Helper()
-	var r *mem.Region
+	r, err := s.alloc(n)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() { r.Free() })
+	return r
+}
+
+func (s *Side) alloc(n int) (r *mem.Region, err error) {
 	if a, ok := s.Node.T.(p2p.WritableAllocator); ok {
-		var err error
 		if r, err = a.AllocWritable(n); err != nil {
-			tb.Fatal(err)
+			return nil, err
 		}
 	} else {
 		r = mem.NewRegion(rand.Uint64()|1, mem.Host(make([]byte, n), mem.Anywhere), false, false,
 			func() error { return nil })
 	}
 	s.Node.Share(r.ID, r)
-	tb.Cleanup(func() { r.Free() })
-	return r
+	return r, nil
 }
 
 // Expose opens n bytes of r and returns what the peer decodes.
 func (s *Side) Expose(tb testing.TB, r *mem.Region, off, n int, rights mem.Rights) *mem.Remote {
 	tb.Helper()
-	x := &mem.Remote{ID: r.ID, Generation: generations.Add(1), Base: uint64(off), Len: uint64(n), Rights: rights,
-		Loc: r.Loc()}
-	key, err := s.Node.T.(p2p.Exposer).Expose(r, x)
-	if err != nil {
-		tb.Fatal(err)
-	}
-	x.Keys = []mem.Key{{Path: s.Node.T.Name(), Blob: key}}
-	b, err := x.MarshalBinary()
+	b, err := s.expose(r, off, n, rights)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -94,6 +93,18 @@ func (s *Side) Expose(tb testing.TB, r *mem.Region, off, n int, rights mem.Right
 		}
 	})
 	return got
+}
+
+// expose returns the description in the form that travels.
+func (s *Side) expose(r *mem.Region, off, n int, rights mem.Rights) ([]byte, error) {
+	x := &mem.Remote{ID: r.ID, Generation: generations.Add(1), Base: uint64(off), Len: uint64(n), Rights: rights,
+		Loc: r.Loc()}
+	key, err := s.Node.T.(p2p.Exposer).Expose(r, x)
+	if err != nil {
+		return nil, err
+	}
+	x.Keys = []mem.Key{{Path: s.Node.T.Name(), Blob: key}}
+	return x.MarshalBinary()
 }
 
 // Withdraw ends Expose, with Patience.

@@ -5,18 +5,29 @@ package shm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
-	"os/exec"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/proctest"
 	"tutti/p2p/linktest"
 )
 
-const listenOnly = "listen only"
+// listenOnly makes this binary a process that listens once and has no link.
+const listenOnly = "SHM_TEST_LISTEN_ONLY"
 
-func init() { roles[listenOnly] = listens }
+func init() {
+	if os.Getenv(listenOnly) == "" {
+		return
+	}
+	if err := listens(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
 
 // Registering for barriers takes the kernel some 10 ms, so it must be done before the ranks of a
 // view have met.
@@ -24,14 +35,12 @@ func TestListenRegistersForBarriers(t *testing.T) {
 	if _, err := registrations(); err != nil {
 		t.Skipf("the kernel does not tell for which barriers a process has registered: %v", err)
 	}
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), roleVariable+"="+listenOnly)
-	if out, err := cmd.CombinedOutput(); err != nil {
+	if out, err := proctest.Again([]string{listenOnly + "=1"}).CombinedOutput(); err != nil {
 		t.Fatalf("a fresh process that listens: %v\n%s", err, out)
 	}
 }
 
-// listens is a process that listens once and has no link.
+// listens tells whether Listen registers.
 func listens() error {
 	tr := New(Config{})
 	if _, err := tr.Listen(context.Background(), linktest.NewHost(1)); err != nil {

@@ -18,7 +18,7 @@ import (
 
 // hammered is a child that puts without end to memory of this process.
 type hammered struct {
-	process
+	*linktest.Peer
 	l  *link
 	r  *mem.Region
 	to *mem.Remote
@@ -27,9 +27,8 @@ type hammered struct {
 func hammer(t *testing.T) hammered {
 	t.Helper()
 	p := start(t, "storer")
-	side := linktest.NewSide(p.End, p.node)
-	r := side.Alloc(t, 1<<20)
-	h := hammered{p, p.Link.(*link), r, side.Expose(t, r, 0, r.Len(), mem.Write)}
+	r := p.Alloc(t, 1<<20)
+	h := hammered{p, p.Link.(*link), r, p.Expose(t, r, 0, r.Len(), mem.Write)}
 	b, err := h.to.MarshalBinary()
 	if err != nil {
 		t.Fatal(err)
@@ -57,14 +56,11 @@ func (h *hammered) busy() uint64 { return h.l.words.at(busyAt, 1-h.l.side).Load(
 func (h *hammered) stop(t *testing.T) {
 	t.Helper()
 	h.until(t, "the child to be in the middle of a put", func() bool {
-		if err := h.started.Signal(unix.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
-		h.started.Stopped()
+		h.Proc.Stop()
 		if h.busy()%2 == 1 {
 			return true
 		}
-		h.started.Signal(unix.SIGCONT)
+		h.Proc.Signal(unix.SIGCONT)
 		return false
 	})
 }
@@ -72,7 +68,7 @@ func (h *hammered) stop(t *testing.T) {
 func (h *hammered) withdraw(d time.Duration) error {
 	ctx, cancel := context.WithTimeout(context.Background(), d)
 	defer cancel()
-	return h.node.T.(*Transport).Withdraw(ctx, h.to)
+	return h.Node.T.(*Transport).Withdraw(ctx, h.to)
 }
 
 // quiet fails if the memory changes although the child may try anything.
@@ -109,7 +105,7 @@ func TestWithdrawKeepsMemoryOfStoppedProcess(t *testing.T) {
 		!strings.Contains(err.Error(), "rank 1") {
 		t.Fatalf("Withdraw while the child is in the middle of a put: %v", err)
 	}
-	h.started.Signal(unix.SIGCONT)
+	h.Proc.Signal(unix.SIGCONT)
 	if err := h.withdraw(linktest.Patience); err != nil {
 		t.Fatal(err)
 	}
@@ -121,7 +117,7 @@ func TestWithdrawIgnoresKilledProcess(t *testing.T) {
 	for range 5 {
 		h := hammer(t)
 		h.stop(t)
-		h.started.Kill()
+		h.Proc.Kill()
 		if err := h.withdraw(linktest.Patience); err != nil {
 			t.Fatal(err)
 		}
@@ -145,12 +141,12 @@ func TestWithdrawAfterClose(t *testing.T) {
 			if err := h.withdraw(20 * time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
 				t.Fatalf("Withdraw while the child is in the middle of a put: %v", err)
 			}
-			h.started.Signal(sig)
+			h.Proc.Signal(sig)
 			if err := h.withdraw(linktest.Patience); err != nil {
 				t.Fatal(err)
 			}
 			before := bytes.Clone(h.r.Bytes())
-			h.started.Wait() // it ends with its link
+			h.Proc.Wait() // it ends with its link
 			if !bytes.Equal(before, h.r.Bytes()) {
 				t.Error("the memory has changed after Withdraw")
 			}
@@ -167,7 +163,7 @@ func TestCloseDuringAccess(t *testing.T) {
 	if err := h.l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := h.node.T.Close(); err != nil {
+	if err := h.Node.T.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if len(x.boards) > 0 {
@@ -176,7 +172,7 @@ func TestCloseDuringAccess(t *testing.T) {
 	if err := h.withdraw(20 * time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("Withdraw while the child is in the middle of a put: %v", err)
 	}
-	h.started.Signal(unix.SIGCONT)
+	h.Proc.Signal(unix.SIGCONT)
 	if err := h.withdraw(linktest.Patience); err != nil {
 		t.Error(err)
 	}

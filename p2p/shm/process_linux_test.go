@@ -1,9 +1,6 @@
 package shm
 
 import (
-	"bufio"
-	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -11,7 +8,6 @@ import (
 	"os/exec"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -23,20 +19,22 @@ import (
 	"tutti/p2p/linktest"
 )
 
-// The tests below run this binary again as another rank.
-const roleVariable = "SHM_TEST_ROLE"
+// roles are what peers of the tests below do.
+var roles = map[string]linktest.Role{"some": some, "mortal": mortal, "heir": heir, "flood": flood, "region": region,
+	"storer": storer}
 
-// roles are those of children that take no link.
-var roles = map[string]func() error{}
+// before is what peers do before they listen.
+var before = map[string]func() error{"mortal": makeLifeline}
 
 func TestMain(m *testing.M) {
-	if role := os.Getenv(roleVariable); role != "" {
-		if err := child(role); err != nil {
-			fmt.Fprintln(os.Stderr, "child:", err)
-			os.Exit(1)
+	linktest.PeerMain(func(role string) (p2p.Transport, error) {
+		if f := before[role]; f != nil {
+			if err := f(); err != nil {
+				return nil, err
+			}
 		}
-		os.Exit(0)
-	}
+		return New(Config{}), nil
+	}, roles)
 	if err := proctest.Keep(); err != nil { // before a test counts descriptors
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
@@ -44,228 +42,164 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// child is rank 1. It prints its identity and endpoint, accepts one link, and runs its role.
-func child(role string) error {
-	if f := roles[role]; f != nil {
-		return f()
-	}
-	var life [2]int
-	if role == "mortal" {
-		if err := unix.Pipe2(life[:], unix.O_CLOEXEC|unix.O_NONBLOCK); err != nil {
-			return err
-		}
+// life is the lifeline of this process, if it has one.
+var life [2]int
+
+func makeLifeline() error {
+	err := unix.Pipe2(life[:], unix.O_CLOEXEC|unix.O_NONBLOCK)
+	if err == nil {
 		lifeline.Set(os.NewFile(uintptr(life[0]), "lifeline"))
 	}
-	host, t := linktest.NewHost(1), New(Config{})
-	defer t.Close()
-	ep, err := t.Listen(context.Background(), host)
-	if err != nil {
-		return err
+	return err
+}
+
+// some sends a few frames and hangs.
+func some(s *linktest.Side) error {
+	for i := range 20 {
+		h, p := linktest.Frame(i, i*1000, nil)
+		if err := s.Put(&h, p); err != nil {
+			return err
+		}
 	}
-	fmt.Println(host.ID.Incarnation, hex.EncodeToString(ep))
-	in := <-host.In
-	e := &linktest.End{Link: in.Link, Host: host}
-	defer e.Close()
-	switch role {
-	case "echo":
-		linktest.Echo(e, false)
-	case "echo asleep":
-		linktest.Echo(e, true)
-	case "drain":
-		linktest.Drain(e)
-	case "some", "mortal": // a few frames, and a hang
-		for i := range 20 {
-			h, p := linktest.Frame(i, i*1000, nil)
-			if err := e.Put(&h, p); err != nil {
-				return err
-			}
-		}
-		fmt.Println("sent")
-		if role == "mortal" { // as the kernel does long before it closes the sockets of a large process
-			unix.Close(life[1])
-		}
-		io.Copy(io.Discard, os.Stdin)
-	case "heir": // a child inherits all sockets, and stays
-		heir := exec.Command("sleep", "300")
-		all, err := os.ReadDir("/proc/self/fd")
-		if err != nil {
-			return err
-		}
-		for _, f := range all {
-			if to, _ := os.Readlink("/proc/self/fd/" + f.Name()); strings.HasPrefix(to, "socket:") {
-				fd, err := strconv.Atoi(f.Name())
-				if err == nil {
-					fd, err = unix.Dup(fd)
-				}
-				if err != nil {
-					return err
-				}
-				heir.ExtraFiles = append(heir.ExtraFiles, os.NewFile(uintptr(fd), "inherited"))
-			}
-		}
-		if err := heir.Start(); err != nil {
-			return err
-		}
-		fmt.Println(heir.Process.Pid)
-		io.Copy(io.Discard, os.Stdin)
-	case "flood": // frames until the end
-		var buf []byte
-		for i := 0; ; i++ {
-			h, p := linktest.Frame(i, i*7919%30000, buf)
-			buf = p
-			if err := e.Put(&h, p); err != nil {
-				return nil
-			}
-		}
-	case "region": // shares memory, then adds its place and one to every byte for each frame that comes
-		r, err := t.Alloc(3<<20 + 1)
-		if err != nil {
-			return err
-		}
-		host.Share(r.ID, r)
-		h := p2p.Header{Seq: r.ID}
-		if err := e.Put(&h, nil); err != nil {
-			return err
-		}
-		for {
-			h, _, err := e.Wait()
-			if errors.Is(err, p2p.ErrPeerGone) {
-				return nil
-			} else if err != nil {
-				return err
-			}
-			for i := range r.Bytes() {
-				r.Bytes()[i] += byte(i) + 1
-			}
-			if err := e.Put(&h, nil); err != nil {
-				return err
-			}
-		}
-	case "storer": // puts to the memory that it is told of, until the end
-		_, b, err := e.Wait()
-		if err != nil {
-			return err
-		}
-		var to mem.Remote
-		if err := to.UnmarshalBinary(b); err != nil {
-			return err
-		}
-		s := linktest.NewSide(e, &linktest.Node{Host: host, T: t, Endpoint: ep})
-		local := make([]byte, to.Len)
-		for i := byte(1); ; i++ {
-			for k := range local {
-				local[k] = i
-			}
-			if _, err := s.PutTo(local, &to, 0, p2p.Signal{}); err != nil {
-				return nil
-			}
-			if err := s.Turn(); err != nil {
-				return nil
-			}
-			clear(s.Ended)
-		}
-	default:
-		return fmt.Errorf("no role %q", role)
-	}
+	fmt.Println("sent")
+	io.Copy(io.Discard, os.Stdin)
 	return nil
 }
 
-// process is a child with the link to it.
-type process struct {
-	*linktest.End
-	started *proctest.Process
-	out     *bufio.Scanner
-	name    string // of its socket
-	node    *linktest.Node
+// mortal does the same, and begins to end: the kernel closes the lifeline long before it closes the
+// sockets of a large process.
+func mortal(s *linktest.Side) error {
+	for i := range 20 {
+		h, p := linktest.Frame(i, i*1000, nil)
+		if err := s.Put(&h, p); err != nil {
+			return err
+		}
+	}
+	unix.Close(life[1])
+	io.Copy(io.Discard, os.Stdin)
+	return nil
 }
 
-func start(t testing.TB, role string) process { t.Helper(); return startIn(t, role, nil) }
-
-// startIn is start with attributes of the process; nil: the usual ones.
-func startIn(t testing.TB, role string, attributes *syscall.SysProcAttr) process {
-	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.SysProcAttr = attributes
-	cmd.Env = append(os.Environ(), roleVariable+"="+role)
-	cmd.Stderr = os.Stderr
-	in, err := cmd.StdinPipe()
+// heir has a child that inherits all sockets and stays.
+func heir(*linktest.Side) error {
+	child := exec.Command("sleep", "300")
+	all, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { out.Close() })
-	cmd.Stdout = theirs
-	started, err := proctest.Start(cmd)
-	theirs.Close()
-	if err != nil {
-		t.Fatal(err)
-	}
-	p := process{started: started, out: bufio.NewScanner(out)}
-	t.Cleanup(func() {
-		in.Close()
-		p.kill()
-	})
-	to := p2p.Identity{Rank: 1}
-	var ep string
-	if !p.out.Scan() {
-		t.Fatal("the child said nothing")
-	}
-	if _, err := fmt.Sscan(p.out.Text(), &to.Incarnation, &ep); err != nil {
-		t.Fatal(err)
-	}
-	where, err := hex.DecodeString(ep)
-	if err != nil {
-		t.Fatal(err)
-	}
-	e, err := decodeEndpoint(where)
-	if err != nil {
-		t.Fatal(err)
-	}
-	p.name = e.address()
-	n := linktest.Listen(t, New(Config{}), linktest.NewHost(0))
-	ctx, cancel := context.WithTimeout(context.Background(), linktest.Patience)
-	defer cancel()
-	l, err := n.T.Dial(ctx, to, where)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := l.Close(); err != nil {
-			t.Error(err)
+	for _, f := range all {
+		if to, _ := os.Readlink("/proc/self/fd/" + f.Name()); strings.HasPrefix(to, "socket:") {
+			fd, err := strconv.Atoi(f.Name())
+			if err == nil {
+				fd, err = unix.Dup(fd)
+			}
+			if err != nil {
+				return err
+			}
+			child.ExtraFiles = append(child.ExtraFiles, os.NewFile(uintptr(fd), "inherited"))
 		}
-	})
-	p.End, p.node = &linktest.End{Link: l, Host: n.Host}, n
-	return p
+	}
+	if err := child.Start(); err != nil {
+		return err
+	}
+	fmt.Println(child.Process.Pid)
+	io.Copy(io.Discard, os.Stdin)
+	return nil
+}
+
+// flood sends frames until the end.
+func flood(s *linktest.Side) error {
+	var buf []byte
+	for i := 0; ; i++ {
+		h, p := linktest.Frame(i, i*7919%30000, buf)
+		buf = p
+		if err := s.Put(&h, p); err != nil {
+			return nil
+		}
+	}
+}
+
+// region shares memory, and then adds its place and one to every byte for each frame that comes.
+func region(s *linktest.Side) error {
+	r, err := s.Node.T.(*Transport).Alloc(3<<20 + 1)
+	if err != nil {
+		return err
+	}
+	s.Host.Share(r.ID, r)
+	h := p2p.Header{Seq: r.ID}
+	if err := s.Put(&h, nil); err != nil {
+		return err
+	}
+	for {
+		h, _, err := s.Wait()
+		if errors.Is(err, p2p.ErrPeerGone) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		for i := range r.Bytes() {
+			r.Bytes()[i] += byte(i) + 1
+		}
+		if err := s.Put(&h, nil); err != nil {
+			return err
+		}
+	}
+}
+
+// storer puts to the memory that it is told of, until the end.
+func storer(s *linktest.Side) error {
+	_, b, err := s.Wait()
+	if err != nil {
+		return err
+	}
+	var to mem.Remote
+	if err := to.UnmarshalBinary(b); err != nil {
+		return err
+	}
+	local := make([]byte, to.Len)
+	for i := byte(1); ; i++ {
+		for k := range local {
+			local[k] = i
+		}
+		if _, err := s.PutTo(local, &to, 0, p2p.Signal{}); err != nil {
+			return nil
+		}
+		if err := s.Turn(); err != nil {
+			return nil
+		}
+		clear(s.Ended)
+	}
+}
+
+// start starts a peer.
+func start(t testing.TB, role string, prepare ...func(*exec.Cmd)) *linktest.Peer {
+	t.Helper()
+	return linktest.StartPeer(t, linktest.Listen(t, New(Config{}), linktest.NewHost(0)), role, prepare...)
+}
+
+func TestKilledPeers(t *testing.T) {
+	for name, cfg := range map[string]Config{"Default": {}, "Smallest": {RingBytes: 1}} {
+		t.Run(name, func(t *testing.T) {
+			linktest.RunKilled(t, func(testing.TB) p2p.Transport { return New(cfg) })
+		})
+	}
 }
 
 // A child of a rank that has inherited its sockets does not keep the rank alive when it is killed.
 func TestKilledWhileChildHasSocket(t *testing.T) {
 	p := start(t, "heir")
-	if !p.out.Scan() {
-		t.Fatal("the child did not start another")
-	}
-	heir, err := strconv.Atoi(p.out.Text())
+	heir, err := strconv.Atoi(p.Proc.Hear())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer unix.Kill(heir, unix.SIGKILL)
-	p.started.Signal(unix.SIGKILL) // it alone, not its process group
-	p.started.Wait()
+	p.Proc.Kill() // it alone, not its process group
 	if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
 		t.Errorf("%v, %v; want an error that wraps ErrPeerGone", h, err)
 	}
 	if err := unix.Kill(heir, 0); err != nil {
 		t.Errorf("the one that inherited the socket had ended: %v", err)
 	}
-}
-
-// kill ends the child and returns when it is gone.
-func (p *process) kill() {
-	p.started.Kill()
-	p.started.Wait()
 }
 
 // traces lists what there is on the machine of a rank that listened as name, and the mappings of
@@ -298,20 +232,25 @@ func traces(t *testing.T, name, before string) string {
 func TestKilledPeerDeliversWhatItCommitted(t *testing.T) {
 	var names []string
 	before := traces(t, "no rank", "") // an earlier test's, until its links are garbage
-	run := func(t *testing.T, role string) process {
+	run := func(t *testing.T, role string) *linktest.Peer {
 		p := start(t, role)
-		names = append(names, p.name)
-		if !strings.Contains(traces(t, p.name, before), p.name) {
-			t.Errorf("%s is not found while it is there", p.name)
+		e, err := decodeEndpoint(p.Endpoint)
+		if err != nil {
+			t.Fatal(err)
+		}
+		name := e.address() // of its socket
+		names = append(names, name)
+		if !strings.Contains(traces(t, name, before), name) {
+			t.Errorf("%s is not found while it is there", name)
 		}
 		return p
 	}
 	linktest.NoLeaks(t, "Some", func(t *testing.T) {
 		p := run(t, "some")
-		if !p.out.Scan() || p.out.Text() != "sent" {
-			t.Fatal("the child did not send")
+		if got := p.Proc.Hear(); got != "sent" {
+			t.Fatal(got)
 		}
-		p.kill()
+		p.Proc.Kill()
 		for i := range 20 {
 			h, b, err := p.Wait()
 			if err != nil {
@@ -343,7 +282,7 @@ func TestKilledPeerDeliversWhatItCommitted(t *testing.T) {
 		if l.ceased.Load() {
 			t.Error("a process that is ending counts as one that has ended")
 		}
-		p.kill()
+		p.Proc.Kill()
 		<-l.down
 		if !l.ceased.Load() {
 			t.Error("the end of the process was not noticed")
@@ -360,7 +299,7 @@ func TestKilledPeerDeliversWhatItCommitted(t *testing.T) {
 		}
 		for p.Arm() {
 		}
-		p.started.Kill()
+		p.Proc.Signal(unix.SIGKILL)
 		if err := p.Host.Sleep(); err != nil {
 			t.Fatal(err)
 		}
@@ -382,7 +321,7 @@ func TestKilledPeerDeliversWhatItCommitted(t *testing.T) {
 				t.Fatal(err)
 			}
 			if i == 500 {
-				p.started.Kill()
+				p.Proc.Signal(unix.SIGKILL)
 			}
 		}
 	})
@@ -432,7 +371,7 @@ func TestRegionOfProcess(t *testing.T) {
 		if _, _, err := p.Wait(); err != nil {
 			t.Fatal(err)
 		}
-		p.started.Kill()
+		p.Proc.Signal(unix.SIGKILL)
 		if _, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
 			t.Fatal(err)
 		}

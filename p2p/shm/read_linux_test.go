@@ -2,11 +2,10 @@ package shm
 
 import (
 	"bytes"
-	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"runtime"
 	"syscall"
 	"testing"
@@ -19,29 +18,27 @@ import (
 )
 
 func init() {
-	roles["plain"] = func() error { return plain(nil) }
-	roles["plain as nobody"] = func() error { return plain(func() error { return syscall.Setuid(65534) }) }
-	roles["plain behind a filter"] = func() error { return plain(forbidReading) }
-}
-
-// plain is a rank that calls before, which may be nil, and shares the address of 1 MiB of plain
-// memory. For each frame it reads as much at the address that the frame names, if it can, and adds
-// one to every byte of its own memory; it answers with whether it could, and the first byte that it
-// has read. A frame without an address makes it another program.
-func plain(before func() error) error {
-	permit()
-	if before != nil {
-		if err := before(); err != nil {
-			return err
+	for role, f := range map[string]func() error{
+		"plain": nil, "plain behind a filter": forbidReading,
+		"plain as nobody": func() error { return syscall.Setuid(65534) },
+	} {
+		roles[role] = plain
+		before[role] = func() error {
+			permit()
+			if f == nil {
+				return nil
+			}
+			return f()
 		}
 	}
-	host, t := linktest.NewHost(1), New(Config{})
-	ep, err := t.Listen(context.Background(), host)
-	if err != nil {
-		return err
-	}
-	fmt.Println(host.ID.Incarnation, hex.EncodeToString(ep))
-	e := &linktest.End{Link: (<-host.In).Link, Host: host}
+}
+
+// plain shares the address of 1 MiB of plain memory. For each frame it reads as much at the address
+// that the frame names, if it can, and adds one to every byte of its own memory; it answers with
+// whether it could, and the first byte that it has read. A frame without an address makes it
+// another program.
+func plain(s *linktest.Side) error {
+	e := s.End
 	mem, got := make([]byte, 1<<20), make([]byte, 1<<20)
 	if err := e.Put(&p2p.Header{Seq: address(mem)}, nil); err != nil {
 		return err
@@ -105,7 +102,7 @@ func forbidReading() error {
 }
 
 // shares returns the address of the child's memory, and whether this process can read it.
-func (p process) shares(t *testing.T) (from uint64, reads bool) {
+func shares(t *testing.T, p *linktest.Peer) (from uint64, reads bool) {
 	t.Helper()
 	h, _, err := p.Wait()
 	if err != nil {
@@ -116,7 +113,7 @@ func (p process) shares(t *testing.T) (from uint64, reads bool) {
 }
 
 // turn has the child read mine and change its own memory. It reports whether the child could.
-func (p process) turn(t *testing.T, mine []byte) (reads bool) {
+func turn(t *testing.T, p *linktest.Peer, mine []byte) (reads bool) {
 	t.Helper()
 	if err := p.Put(&p2p.Header{Seq: address(mine)}, nil); err != nil {
 		t.Fatal(err)
@@ -139,14 +136,14 @@ func TestReadProcess(t *testing.T) {
 	permit()
 	linktest.NoLeaks(t, "All", func(t *testing.T) {
 		p := start(t, "plain")
-		from, reads := p.shares(t)
+		from, reads := shares(t, p)
 		if !reads {
 			t.Fatal("it does not read the child")
 		}
 		l, got, mine := p.Link.(p2p.ProcessReader), make([]byte, 1<<20), make([]byte, 1<<20)
 		for i := range 3 {
 			mine[0] = byte(i + 1)
-			if !p.turn(t, mine) {
+			if !turn(t, p, mine) {
 				t.Fatal("the child does not read")
 			}
 			want := bytes.Repeat([]byte{byte(i) + 1}, 1<<20)
@@ -184,16 +181,16 @@ func TestReadRefused(t *testing.T) {
 	permit()
 	t.Run("filter", func(t *testing.T) {
 		p := start(t, "plain behind a filter")
-		if _, reads := p.shares(t); !reads {
+		if _, reads := shares(t, p); !reads {
 			t.Error("this end is not refused, and does not read")
 		}
-		if p.turn(t, make([]byte, 1<<20)) {
+		if turn(t, p, make([]byte, 1<<20)) {
 			t.Error("the child has read")
 		}
 	})
 	t.Run("later", func(t *testing.T) {
 		p := start(t, "plain")
-		from, _ := p.shares(t)
+		from, _ := shares(t, p)
 		l := p.Link.(*link)
 		pid := l.pid
 		l.pid = 1 << 30 // which no process has
@@ -210,19 +207,21 @@ func TestReadRefused(t *testing.T) {
 	}
 	t.Run("user", func(t *testing.T) {
 		p := start(t, "plain as nobody")
-		if _, reads := p.shares(t); !reads {
+		if _, reads := shares(t, p); !reads {
 			t.Error("root does not read")
 		}
-		if p.turn(t, make([]byte, 1<<20)) {
+		if turn(t, p, make([]byte, 1<<20)) {
 			t.Error("nobody has read root's memory")
 		}
 	})
 	t.Run("namespace", func(t *testing.T) {
-		p := startIn(t, "plain", &syscall.SysProcAttr{Setpgid: true, Cloneflags: unix.CLONE_NEWPID})
-		if _, reads := p.shares(t); !reads {
+		p := start(t, "plain", func(cmd *exec.Cmd) {
+			cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Cloneflags: unix.CLONE_NEWPID}
+		})
+		if _, reads := shares(t, p); !reads {
 			t.Error("a process of a namespace below is not read")
 		}
-		if p.turn(t, make([]byte, 1<<20)) {
+		if turn(t, p, make([]byte, 1<<20)) {
 			t.Error("the child has read a process that its namespace does not have")
 		}
 	})
@@ -233,9 +232,9 @@ func TestReadOfAnother(t *testing.T) {
 	permit()
 	t.Run("Dead", func(t *testing.T) {
 		p := start(t, "plain")
-		from, _ := p.shares(t)
+		from, _ := shares(t, p)
 		l := p.Link.(*link)
-		p.kill()
+		p.Proc.Kill()
 		l.reading.works.Store(true)
 		l.pid = os.Getpid() // as if its number were used again, and the memory were there
 		b := []byte{42}
@@ -248,7 +247,7 @@ func TestReadOfAnother(t *testing.T) {
 	})
 	t.Run("Executed", func(t *testing.T) {
 		p := start(t, "plain")
-		p.shares(t)
+		shares(t, p)
 		if err := p.Put(&p2p.Header{}, nil); err != nil {
 			t.Fatal(err)
 		}
@@ -267,7 +266,7 @@ func TestReadOfAnother(t *testing.T) {
 	})
 	t.Run("Witness", func(t *testing.T) {
 		p := start(t, "plain")
-		p.shares(t)
+		shares(t, p)
 		l := p.Link.(*link)
 		l.reading.works.Store(false)
 		word := []byte("12345678")

@@ -6,26 +6,11 @@ import (
 	"net"
 	"os"
 	"testing"
+
+	"tutti/p2p/linktest"
 )
 
-func childEcho() {
-	l := childLink()
-	for {
-		h, p, err := l.Recv()
-		if err != nil {
-			os.Exit(0)
-		}
-		if h == nil {
-			continue
-		}
-		for ok := false; !ok; {
-			if ok, err = l.Send(h, p); err != nil {
-				os.Exit(0)
-			}
-		}
-		l.Release()
-	}
-}
+func childEcho() { linktest.Echo(&linktest.End{Link: childLink()}, false) }
 
 func childDrain() {
 	l := childLink()
@@ -115,7 +100,7 @@ func BenchmarkPingPong(b *testing.B) {
 		}
 	})
 	b.Run("netconn/112B", func(b *testing.B) {
-		at := child(b, "rawecho").line(b)
+		at := child(b, "rawecho").Hear()
 		c := must(net.Dial("tcp", at))
 		defer c.Close()
 		p := make([]byte, 112)
@@ -157,7 +142,7 @@ func BenchmarkStream(b *testing.B) {
 		})
 	}
 	b.Run("netconn/1MiB", func(b *testing.B) {
-		at := child(b, "rawdrain").line(b)
+		at := child(b, "rawdrain").Hear()
 		c := must(net.Dial("tcp", at))
 		defer c.Close()
 		p := make([]byte, 1<<20+1)

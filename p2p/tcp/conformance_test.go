@@ -24,6 +24,14 @@ func TestConformance(t *testing.T) {
 	}
 }
 
+func TestKilledPeers(t *testing.T) {
+	for name, cfg := range map[string]Config{"default": {}, "small": {MaxFrame: MinFrame}} {
+		t.Run(name, func(t *testing.T) {
+			linktest.RunKilled(t, func(testing.TB) p2p.Transport { return New(local(cfg)) })
+		})
+	}
+}
+
 func BenchmarkLinks(b *testing.B) {
 	linktest.Bench(b, func(testing.TB) p2p.Transport { return New(local(Config{})) })
 }

@@ -28,48 +28,17 @@ import (
 var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain,
 	"rawdrain": childRawDrain, "last words": childLastWords, "few files": childFewFiles, "vanish": childVanish}
 
-func childKind() string { return os.Getenv("TUTTI_TEST_CHILD") }
-
-// process is a child.
-type process struct {
-	*proctest.Process
-	in  io.WriteCloser
-	out *bufio.Reader
-}
-
-// line waits for a line of the child's output.
-func (p *process) line(t testing.TB) string {
-	t.Helper()
-	line, err := p.out.ReadString('\n')
-	if err != nil {
-		t.Fatalf("the child's output ends with %q: %v", line, err)
-	}
-	return strings.TrimSuffix(line, "\n")
-}
+// childVariable makes this binary a child; its value is the kind.
+const childVariable = "TCP_TEST_CHILD"
 
 // child starts one; its first line is its endpoint in hex, or its address.
-func child(t testing.TB, kind string, prepare ...func(*exec.Cmd)) *process {
+func child(t testing.TB, kind string, prepare ...func(*exec.Cmd)) *proctest.Child {
 	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), "TUTTI_TEST_CHILD="+kind)
-	cmd.Stderr = os.Stderr
+	cmd := proctest.Again([]string{childVariable + "=" + kind})
 	for _, f := range prepare {
 		f(cmd)
 	}
-	in := must(cmd.StdinPipe())
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd.Stdout = theirs
-	p, err := proctest.Start(cmd)
-	theirs.Close()
-	if err != nil {
-		t.Skipf("cannot start a %s process: %v", kind, err)
-	}
-	end := time.AfterFunc(patience, p.Kill)
-	t.Cleanup(func() { end.Stop(); in.Close(); p.Kill(); p.Wait(); out.Close() })
-	return &process{p, in, bufio.NewReader(out)}
+	return proctest.RunPiped(t, cmd)
 }
 
 // childLink listens as rank 1, says where, and returns the first link.
@@ -81,9 +50,9 @@ func childLink() p2p.Link {
 	return (<-h.links).link
 }
 
-func dialChild(t testing.TB, p *process, n *node) p2p.Link {
+func dialChild(t testing.TB, p *proctest.Child, n *node) p2p.Link {
 	t.Helper()
-	l, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 0xace1}, must(hex.DecodeString(p.line(t))))
+	l, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 0xace1}, must(hex.DecodeString(p.Hear())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,9 +114,7 @@ func childLastWords() {
 func TestFlushedFramesOutliveKilledProcess(t *testing.T) {
 	p := child(t, "last words")
 	l := dialChild(t, p, listen(t, 0, local(Config{})))
-	if err := p.Wait(); err == nil {
-		t.Fatal("the child was to be killed")
-	}
+	p.End(-1)
 	for i := range lastWords {
 		if h, b, err := take(l, 1000); err != nil || h.Seq != uint64(i) || !bytes.Equal(b, pattern(1000, byte(i))) {
 			t.Fatalf("frame %d: %+v, %v", i, h, err)
@@ -195,9 +162,9 @@ func childFewFiles() {
 func TestFewFiles(t *testing.T) {
 	p := child(t, "few files")
 	n := listen(t, 0, local(Config{}))
-	endpoint := must(hex.DecodeString(p.line(t)))
+	endpoint := must(hex.DecodeString(p.Hear()))
 	for _, op := range []string{"Listen:", "Dial:"} {
-		if line := p.line(t); !strings.HasPrefix(line, op) || !strings.Contains(line, "48 open files (RLIMIT_NOFILE)") {
+		if line := p.Hear(); !strings.HasPrefix(line, op) || !strings.Contains(line, "48 open files (RLIMIT_NOFILE)") {
 			t.Errorf("%s", line)
 		}
 	}
@@ -210,10 +177,10 @@ func TestFewFiles(t *testing.T) {
 		l, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 0xace1}, endpoint)
 		done <- result{l, err}
 	}()
-	if line := p.line(t); !strings.Contains(line, "cannot be accepted") || !strings.Contains(line, "RLIMIT_NOFILE") {
+	if line := p.Hear(); !strings.Contains(line, "cannot be accepted") || !strings.Contains(line, "RLIMIT_NOFILE") {
 		t.Errorf("log: %s", line)
 	}
-	fmt.Fprintln(p.in, "free")
+	p.Tell("free")
 	r := <-done
 	if r.err != nil {
 		t.Fatal(r.err)
@@ -285,11 +252,11 @@ func TestSilentHostIsLost(t *testing.T) {
 			c.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{HostID: uid, Size: 1}}
 		}
 	})
-	if line := p.line(t); line != "ready" {
+	if line := p.Hear(); line != "ready" {
 		t.Fatal(line)
 	}
 	for _, link := range []string{"idle", "busy", "full"} {
-		line := p.line(t)
+		line := p.Hear()
 		t.Logf("%s: %s", link, line)
 		if !strings.Contains(line, p2p.ErrPeerGone.Error()) || !strings.Contains(line, "rank 1 (") {
 			t.Errorf("%s link: %s", link, line)

@@ -3,6 +3,7 @@ package tcp
 import (
 	"context"
 	"fmt"
+	"os"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -11,13 +12,15 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/p2p"
+	"tutti/p2p/linktest"
 )
 
 func TestMain(m *testing.M) {
-	if f := children[childKind()]; f != nil {
+	if f := children[os.Getenv(childVariable)]; f != nil {
 		f()
 		return
 	}
+	linktest.PeerMain(func(string) (p2p.Transport, error) { return New(local(Config{})), nil }, nil)
 	goleak.VerifyTestMain(m)
 }
 

@@ -3,17 +3,12 @@
 package verbs
 
 import (
-	"bufio"
 	"bytes"
-	"context"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"math/rand/v2"
-	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -21,8 +16,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
-	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/linktest"
@@ -31,53 +26,21 @@ import (
 	"tutti/rdma/verbs"
 )
 
-// peerVariable makes the test binary a peer, an "echo" or a "putter": see peerMain.
-const peerVariable = "RDMA_TEST_PEER"
-
 func TestMain(m *testing.M) {
-	if os.Getenv(peerVariable) != "" {
-		os.Exit(peerMain())
-	}
+	linktest.PeerMain(func(string) (p2p.Transport, error) {
+		p, err := verbs.Load()
+		if err != nil {
+			return nil, err
+		}
+		return New(over(p, 0)), nil
+	}, map[string]linktest.Role{"putter": putter})
 	goleak.VerifyTestMain(m)
 }
 
-// peerMain listens as rank 1, prints its identity and its endpoint, and sends every frame back, or
-// is a putter. It ends with its standard input.
-func peerMain() int {
-	go func() { io.Copy(io.Discard, os.Stdin); os.Exit(0) }()
-	p, err := verbs.Load()
-	if err != nil {
-		fmt.Println(err)
-		return 1
-	}
-	h := linktest.NewHost(1)
-	t := New(over(p, 0))
-	at, err := t.Listen(context.Background(), h)
-	if err != nil {
-		fmt.Println(err)
-		return 1
-	}
-	fmt.Printf("%d %s\n", h.ID.Incarnation, hex.EncodeToString(at))
-	e := &linktest.End{Link: (<-h.In).Link, Host: h}
-	if os.Getenv(peerVariable) == "putter" {
-		fmt.Fprintln(os.Stderr, putterMain(e, t))
-		return 2
-	}
-	for {
-		h, b, err := e.Wait()
-		if err == nil {
-			err = e.Put(&h, b)
-		}
-		if err != nil {
-			return 2
-		}
-	}
-}
-
-// putterMain exposes memory to the process that has sent it the description of its own, and puts to
+// putter exposes memory to the process that has sent it the description of its own, and puts to
 // that and gets from it until it is killed.
-func putterMain(e *linktest.End, t p2p.Transport) error {
-	_, b, err := e.Wait()
+func putter(s *linktest.Side) error {
+	_, b, err := s.Wait()
 	if err != nil {
 		return err
 	}
@@ -87,7 +50,7 @@ func putterMain(e *linktest.End, t p2p.Transport) error {
 	}
 	r := mem.NewRegion(1, mem.Host(make([]byte, to.Len), mem.Anywhere), false, false, nil)
 	x := &mem.Remote{ID: 1, Generation: 1, Len: to.Len, Rights: mem.Read | mem.Write, Loc: mem.Anywhere}
-	key, err := t.(p2p.Exposer).Expose(r, x)
+	key, err := s.Node.T.(p2p.Exposer).Expose(r, x)
 	if err != nil {
 		return err
 	}
@@ -95,10 +58,9 @@ func putterMain(e *linktest.End, t p2p.Transport) error {
 	if b, err = x.MarshalBinary(); err != nil {
 		return err
 	}
-	if err := e.Put(&p2p.Header{Len: uint32(len(b))}, b); err != nil {
+	if err := s.Put(&p2p.Header{Len: uint32(len(b))}, b); err != nil {
 		return err
 	}
-	s := linktest.NewSide(e, &linktest.Node{Host: e.Host, T: t})
 	local := make([]byte, to.Len)
 	for i := 1; err == nil; i++ {
 		for k := range local {
@@ -117,53 +79,10 @@ func TestDeviceConformance(t *testing.T) {
 	linktest.Run(t, func(testing.TB) p2p.Transport { return New(over(p, 0)) })
 }
 
-// startPeer starts a process that does what peerVariable says, and returns it with a link to it,
-// which the test closes.
-func startPeer(t *testing.T, n *linktest.Node, does string) (*proctest.Process, p2p.Link) {
-	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), peerVariable+"="+does)
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { in.Close() })
-	out, theirs, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { out.Close() })
-	cmd.Stdout, cmd.Stderr = theirs, os.Stderr
-	peer, err := proctest.Start(cmd)
-	theirs.Close()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		peer.Kill()
-		peer.Wait()
-	})
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil {
-		t.Fatal(err)
-	}
-	id := p2p.Identity{Rank: 1}
-	var text string
-	if _, err := fmt.Sscan(line, &id.Incarnation, &text); err != nil {
-		t.Fatalf("%q: %v", line, err)
-	}
-	at, err := hex.DecodeString(text)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), linktest.Patience)
-	defer cancel()
-	l, err := n.T.Dial(ctx, id, at)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { l.Close() })
-	return peer, l
+// TestDeviceKilledPeers: the same with processes that are killed.
+func TestDeviceKilledPeers(t *testing.T) {
+	p, _ := rdmatest.Devices(t, verbs.Load)
+	linktest.RunKilled(t, func(testing.TB) p2p.Transport { return New(over(p, 0)) })
 }
 
 // TestDeviceKilledPeer: a process that is killed with writes under way ends its links, whether the
@@ -172,12 +91,12 @@ func TestDeviceKilledPeer(t *testing.T) {
 	p, _ := rdmatest.Devices(t, verbs.Load)
 	n := linktest.Listen(t, New(over(p, 0)), linktest.NewHost(0))
 	for _, asleep := range []bool{false, true} {
-		peer, l := startPeer(t, n, "echo")
+		peer := linktest.StartPeer(t, n, "echo")
 		var err error
-		e := &linktest.End{Link: l, Host: n.Host}
+		e := peer.End
 		for i := 0; err == nil; i++ {
 			if i == 100 {
-				peer.Kill()
+				peer.Proc.Signal(unix.SIGKILL)
 			}
 			if i < 100 || !asleep {
 				h, b := linktest.Frame(i, 1000, nil)
@@ -201,7 +120,7 @@ func TestDeviceKilledPeer(t *testing.T) {
 			t.Errorf("asleep %v: %v", asleep, err)
 		}
 		ends(t, e, p2p.ErrPeerGone)
-		if err := l.Close(); err != nil {
+		if err := e.Close(); err != nil {
 			t.Error(err)
 		}
 	}
@@ -375,8 +294,8 @@ func TestDeviceKilledPutter(t *testing.T) {
 	n := linktest.Listen(t, New(over(p, 0)), linktest.NewHost(0))
 	const size = 4 << 20
 	for round := range 5 {
-		peer, l := startPeer(t, n, "putter")
-		x := linktest.NewSide(&linktest.End{Link: l, Host: n.Host}, n)
+		peer := linktest.StartPeer(t, n, "putter")
+		x := peer.Side
 		r := x.Alloc(t, size)
 		to := x.Expose(t, r, 0, size, mem.Read|mem.Write)
 		b, err := to.MarshalBinary()
@@ -411,7 +330,7 @@ func TestDeviceKilledPutter(t *testing.T) {
 				t.Fatal("nothing was put")
 			}
 		}
-		peer.Kill()
+		peer.Proc.Signal(unix.SIGKILL)
 		began := time.Now()
 		if err := x.Withdraw(to); err != nil {
 			t.Fatal(err)
@@ -435,7 +354,7 @@ func TestDeviceKilledPutter(t *testing.T) {
 				}
 			}
 		}
-		if err := l.Close(); err != nil {
+		if err := x.Close(); err != nil {
 			t.Error(err)
 		}
 		if !bytes.Equal(before, r.Bytes()) {
