@@ -11,6 +11,7 @@ import unittest
 
 import device
 import harness
+import launched
 import torch
 import torch.distributed as dist
 import tutti_torch
@@ -499,6 +500,49 @@ def missed(rank, size, port):
     dist.destroy_process_group()
 
 
+# The last rank dies while the others have started an operation of COUNT elements, which devices do
+# in packets, or which goes through the host. The group goes on without it.
+SHRUNK = f"""
+sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
+import device
+device.load(int(os.environ["RANK"]))
+dist.init_process_group("cpu:tutti,{DEVICE}:tutti", init_method="tutti://")
+""" + """
+rank, size, count = dist.get_rank(), dist.get_world_size(), int(os.environ["COUNT"])
+lost, left = size - 1, list(range(size - 1))
+def on(x):
+    return x.to(f"privateuseone:{rank}")
+def sums(ranks):
+    for n in (4, 100_000):
+        x = on(torch.full((n,), rank + 1.0))
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        assert torch.equal(x.cpu(), torch.full((n,), float(sum(r + 1 for r in ranks)))), (n, x)
+sums(range(size))
+store = dist.distributed_c10d._get_default_store()
+if rank == lost:
+    store.wait([f"begun {r}" for r in left])
+    die()
+x = on(torch.ones(count))
+work = dist.all_reduce(x, async_op=True)
+store.set(f"begun {rank}", "")
+while not work.is_completed():
+    time.sleep(0.001)
+raises(dist.DistBackendError, f"rank {lost}", work.wait)
+assert tutti_torch.failed_ranks(work) == [lost]
+x.cpu()  # the stream was released
+tutti_torch.recover()
+assert tutti_torch.active_ranks() == left, tutti_torch.active_ranks()
+sums(left)
+out = on(torch.full((size, 5000), -7.0))
+dist.all_gather_into_tensor(out, on(torch.full((5000,), float(rank))))
+assert out.cpu()[:, 0].tolist() == [*map(float, left), -7.0], out  # the empty slot is as it was
+dist.barrier()
+print("through")
+dist.destroy_process_group()
+"""
+
+
 @harness.needs_module("tensors on devices are copied through the host")
 @unittest.skipUnless(device.possible(), "this version of torch does not give the handles of streams")
 class Device(unittest.TestCase):
@@ -539,6 +583,11 @@ class Device(unittest.TestCase):
                     process.kill()
                     process.join()
                 del server
+
+    def test_groups_go_on_without_a_rank_that_died(self):
+        for count in (4, 100_000):
+            out, _ = launched.run(3, ["--on-failure", "shrink"], SHRUNK, environment={"COUNT": str(count)})
+            self.assertEqual(out.count("through"), 2, out)
 
     def test_operations_end_before_streams_come_to_them(self):
         harness.run(aborted, 2)
