@@ -277,12 +277,11 @@ func TestStatusOfSurvivors(t *testing.T) {
 	j.all("allreduce 1000")
 	j.ranks[1].tell("kill 9")
 	j.ranks[1].gone()
-	r := j.until("is rank 1 out", func(r *status.Report) bool {
-		return r.Ranks[1].Presence == flight.Vacant || r.Ranks[1].Presence == flight.Dead
+	// A rank whose processor is taken may not answer in time.
+	j.until("is rank 1 out, and do the others answer", func(r *status.Report) bool {
+		return (r.Ranks[1].Presence == flight.Vacant || r.Ranks[1].Presence == flight.Dead) &&
+			r.Ranks[0].Snapshot != nil && r.Ranks[2].Snapshot != nil
 	})
-	if r.Ranks[0].Snapshot == nil || r.Ranks[2].Snapshot == nil {
-		t.Errorf("%+v", r.Ranks)
-	}
 	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {
 		p.tell("barrier") // may fail, or run among the two
 	}
@@ -293,7 +292,7 @@ func TestStatusOfSurvivors(t *testing.T) {
 	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {
 		j.heard(p)
 	}
-	r = j.until("is the slot empty", func(r *status.Report) bool {
+	r := j.until("is the slot empty", func(r *status.Report) bool {
 		return r.Ranks[1].Presence == flight.Vacant &&
 			len(r.Findings) == 0
 	})
