@@ -340,7 +340,7 @@ func TestServerCloseWhileDescribing(t *testing.T) {
 
 // A mesh of many ranks comes up at once, none of them with more connections under way than the
 // process allows itself.
-func TestMesh(t *testing.T) {
+func TestMeshOfManyRanksComesUpAtOnce(t *testing.T) {
 	n := 64
 	if testing.Short() {
 		n = 24

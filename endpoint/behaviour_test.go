@@ -262,7 +262,7 @@ func TestClientsHaveRightsOfTheirOwn(t *testing.T) {
 	}
 }
 
-func TestFiles(t *testing.T) { eachGuard(t, []int{2}, filesMove) }
+func TestFilesAreReadAndWritten(t *testing.T) { eachGuard(t, []int{2}, filesMove) }
 
 func filesMove(t *testing.T, cfg Config) {
 	_, b, p, _ := pair(t, cfg)
@@ -530,7 +530,7 @@ func TestManyRegions(t *testing.T) {
 	wait(t, p.Batch(ops))
 }
 
-func TestWatch(t *testing.T) {
+func TestWatchersHearOfRegions(t *testing.T) {
 	_, b, p, _ := pair(t, Config{})
 	memory := mem.Host(make([]byte, 8), mem.Anywhere)
 	register := func(name string) *Region {

@@ -452,7 +452,7 @@ func TestRefusalsEnd(t *testing.T) {
 // The bytes of a whole connection, played again to the end that they were said to, are refused in
 // the handshake, whichever end that is: nothing of what they wrote, sent or asked for happens
 // again. Where connections are sealed they are not understood after another handshake either.
-func TestReplays(t *testing.T) {
+func TestReplayedBytesAreRefused(t *testing.T) {
 	for _, g := range guards {
 		t.Run(g.name, func(t *testing.T) {
 			g.cfg.Conns = 1

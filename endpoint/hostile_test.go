@@ -534,10 +534,9 @@ func flood(t *testing.T, c net.Conn, total int, limit uint64, next func(b []byte
 	}
 }
 
-// TestFloods: the memory that a peer costs which does not receive what it asks for has a bound.
-// What it asks for would be hundreds of megabytes; what garbage collection has left to do counts
-// too.
-func TestFloods(t *testing.T) {
+// The memory that a peer costs which does not receive what it asks for has a bound. What it asks
+// for would be hundreds of megabytes; what garbage collection has left to do counts too.
+func TestFloodsCostBoundedMemory(t *testing.T) {
 	const limit = 64 << 20
 	for _, x := range []struct {
 		name string
@@ -786,9 +785,8 @@ func TestConnectWithFewDescriptors(t *testing.T) {
 	}
 }
 
-// TestShortRead: a peer that ends a read with too few bytes breaks the session, and with it the
-// read.
-func TestShortRead(t *testing.T) {
+// A peer that ends a read with too few bytes breaks the session, and with it the read.
+func TestShortAnswerToReadBreaksSession(t *testing.T) {
 	info := rawServer(t, 5, func(r *raw) {
 		if !r.answer() {
 			return

@@ -122,7 +122,7 @@ var directTests = []struct {
 	{"truncated messages", messagesByRDMAAreTruncatedOrExact}, {"messages from regions", messagesFromRegions},
 	{"messages that are given up", messagesByRDMAAreGivenUp}}
 
-func TestRDMA(t *testing.T) {
+func TestOperationsGoByRDMA(t *testing.T) {
 	for _, c := range directTests {
 		t.Run(c.name, func(t *testing.T) {
 			_, r := newFabric(t, soft.Config{Late: 3})

@@ -33,7 +33,7 @@ func (c *counter) Accepted(from p2p.Identity, l p2p.Link, transport string) {
 
 // A client's link is passed to Config.Clients, and is no peer of the proxy; without Clients it is
 // refused.
-func TestClients(t *testing.T) {
+func TestLinksOfClientsAreNoPeers(t *testing.T) {
 	me := linktest.NewHost(0)
 	me.ID = p2p.Identity{Incarnation: me.ID.Incarnation, Role: p2p.RoleClient}
 	client := linktest.Listen(t, inproc.New(inproc.Config{}), me)

@@ -152,7 +152,7 @@ func next(t *testing.T, m *member, c *p2p.Channel, view, attempt uint64, ranks [
 
 // Only what was sent in the epoch that a rank has come to arrives there: nothing of earlier ones,
 // and everything that came too soon.
-func TestEpochs(t *testing.T) {
+func TestMessagesArriveInTheirEpochOnly(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
 	const first, many = 1<<40 - 1, 1 << 63 // nothing of an epoch is cut off
@@ -267,7 +267,7 @@ func TestReplacement(t *testing.T) {
 
 // Two live ranks that have lost their link make another one, whichever calls Reconnect first and
 // however long before the other. Lost messages stay lost.
-func TestReconnect(t *testing.T) {
+func TestLostLinkIsMadeAnewFromEitherSide(t *testing.T) {
 	for first := range 2 {
 		w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 		a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)

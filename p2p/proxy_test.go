@@ -75,7 +75,7 @@ func patient(ctx context.Context) *p2p.Wait {
 
 // Random traffic on both lanes: everything arrives whole and in order, and the accounts of both
 // ends agree at every quiet moment.
-func TestLedger(t *testing.T) {
+func TestAccountsOfBothEndsAgree(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const window = 32 << 10
 		all := cluster(t, 2, window, nil)

@@ -45,7 +45,7 @@ func piece(mem []int64, at, n int) pg.Buffer { return pg.BufferOf(mem[at : at+n]
 
 // Each operation takes buffers that are apart or, where it may work in place, exactly so; anything
 // between is an *ArgumentError, and leaves the memory alone.
-func TestOverlap(t *testing.T) {
+func TestOverlappingBuffersAreRefused(t *testing.T) {
 	const n, k = 3, 10
 	local(t, n, func(ctx context.Context, g *pg.Group) error {
 		me := g.Rank()

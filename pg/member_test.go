@@ -125,7 +125,7 @@ func works(t *testing.T, groups ...*pg.Group) {
 
 // The place of a handle is the rank: other orders of the same members are other ranks, and members
 // that are not in the list have no part.
-func TestForm(t *testing.T) {
+func TestOrderOfFormedMembersIsTheirRanks(t *testing.T) {
 	for _, transport := range transports {
 		t.Run(transport, func(t *testing.T) {
 			ms := members(t, 3, pg.Config{Transport: transport})
@@ -387,7 +387,7 @@ func exchange(t *testing.T, g *pg.Group, text string) []string {
 
 // A member is killed before or during Form: the others get an error in time that names it, and form
 // a group without it.
-func TestFormKill(t *testing.T) {
+func TestFormNamesKilledMember(t *testing.T) {
 	const n, dead = 4, 2
 	for _, transport := range transports {
 		for dials := range 5 { // of the dead one, before its end

@@ -66,7 +66,7 @@ func back(t *testing.T, g *pg.Group, members int) {
 
 // A rank that is cut off from the others and from the store at once decides nothing and returns an
 // error that says so. The others continue, and admit it again.
-func TestMinority(t *testing.T) {
+func TestMinorityDecidesNothing(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()

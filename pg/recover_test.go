@@ -94,7 +94,7 @@ func lostRank(err error) int {
 }
 
 // After a kill the survivors continue by themselves, without being renumbered.
-func TestShrink(t *testing.T) {
+func TestSurvivorsContinueByThemselves(t *testing.T) {
 	for _, tr := range transports {
 		for _, count := range []int{7, 50_000} {
 			t.Run(fmt.Sprintf("%s/%d", tr, count), func(t *testing.T) {
@@ -130,7 +130,7 @@ func TestShrink(t *testing.T) {
 }
 
 // By default the group waits for Recover.
-func TestRecover(t *testing.T) {
+func TestGroupWaitsForRecover(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
@@ -181,7 +181,7 @@ func TestRecoverManyTimesInOneView(t *testing.T) {
 
 // An operation whose inputs are intact runs again by itself: with Uniform, whenever ranks die, the
 // survivors see errors only if their inputs were lost.
-func TestRetry(t *testing.T) {
+func TestOperationsWithIntactInputsRunAgain(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		for round := range 200 {
@@ -254,7 +254,7 @@ func TestReplacement(t *testing.T) {
 }
 
 // New ranks join a running group, by themselves, between two operations.
-func TestAutoAdmit(t *testing.T) {
+func TestRanksJoinBetweenOperations(t *testing.T) {
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		for round := 0; ; round++ {
@@ -328,7 +328,7 @@ func TestSeveralLost(t *testing.T) {
 
 // Abort ends what is under way here at once, and the others learn of it, which until then wait for
 // a message that does not come.
-func TestAbort(t *testing.T) {
+func TestAbortEndsWhatIsUnderWay(t *testing.T) {
 	cause := errors.New("enough")
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := g.Barrier(t.Context()); err != nil {
@@ -498,7 +498,7 @@ func TestAdmitSurvivesDeathOfAdmitter(t *testing.T) {
 }
 
 // If all ranks are lost while one waits for admission, the remaining ranks begin the job anew.
-func TestAllLost(t *testing.T) {
+func TestJobBeginsAnewWhenAllAreLost(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	kill := syscall.SIGKILL
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
@@ -526,7 +526,7 @@ func TestAllLost(t *testing.T) {
 
 // Subgroups follow the job's views: they lose lost ranks, admit none, and Split makes them anew
 // after a rank has come back.
-func TestSubgroups(t *testing.T) {
+func TestSubgroupsFollowViews(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		var halves *pg.Group
@@ -787,7 +787,7 @@ func TestTimeoutEvictsAlone(t *testing.T) {
 }
 
 // With Uniform every survivor has the same outcome of every operation, whenever a rank dies.
-func TestUniform(t *testing.T) {
+func TestUniformSurvivorsHaveSameOutcomes(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		var outcomes []byte

@@ -40,9 +40,9 @@ func newWindow(t *testing.T, g *pg.Group, n int) *pg.Window {
 	return w
 }
 
-// TestWindow: every rank puts to every other, and signals; a target that sees the signal sees the
-// data, and can read it with Get and through Map.
-func TestWindow(t *testing.T) {
+// Every rank puts to every other, and signals; a target that sees the signal sees the data, and can
+// read it with Get and through Map.
+func TestWindowsOfAllRanksExchangeData(t *testing.T) {
 	const part, n = 100_000, 3
 	everywhere(t, n, func(t *testing.T, g *pg.Group) {
 		ctx, me := t.Context(), g.Rank()

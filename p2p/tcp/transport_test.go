@@ -62,7 +62,7 @@ func portsOf(t *testing.T, endpoint []byte) (ps []int) {
 	return ps
 }
 
-func TestPorts(t *testing.T) {
+func TestListenTakesFreePortOfRange(t *testing.T) {
 	open := func(spec string) (*Transport, []byte, error) {
 		tr := New(local(Config{Ports: spec}))
 		t.Cleanup(func() { tr.Close() })

@@ -152,7 +152,7 @@ func shares(t *testing.T, x *linktest.Side, to *mem.Remote, n int, devices ...st
 }
 
 // The data of one put goes over all rails.
-func TestStriping(t *testing.T) {
+func TestPutGoesOverAllRails(t *testing.T) {
 	for name, p := range wide {
 		t.Run(name, func(t *testing.T) {
 			f := soft.New(soft.Config{Seed: 41, Devices: 4})

@@ -171,7 +171,7 @@ func TestHostileMemory(t *testing.T) {
 
 // The consumer reads what was composed, whatever the sizes and whenever it reads; with other bytes
 // in its memory it accesses nothing outside.
-func TestRing(t *testing.T) {
+func TestRingIsReadAsItWasComposed(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	const n = minRing
 	out, in := producer{data: make([]byte, n)}, consumer{data: make([]byte, n), seq: 1}

@@ -281,7 +281,7 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 }
 
 // A transfer that is cancelled ends when the device has flushed it, or else by force.
-func TestCancel(t *testing.T) {
+func TestCancelledTransferEndsWhenFlushed(t *testing.T) {
 	for name, c := range map[string]struct {
 		prepare func(*world)
 		closed  bool

@@ -196,9 +196,9 @@ func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
 	return made
 }
 
-// TestFlood: a rank joins while everything that another rank listens at is flooded with
-// connections, and then the job works on.
-func TestFlood(t *testing.T) {
+// A rank joins while everything that another rank listens at is flooded with connections, and then
+// the job works on.
+func TestJobsWorkDespiteFloodOfConnections(t *testing.T) {
 	const n = 3
 	for _, transport := range []string{"tcp", "shm"} {
 		t.Run(transport, func(t *testing.T) {

@@ -17,8 +17,8 @@ import (
 // mixed are numbers of elements that take the paths for small and for large operations.
 var mixed = []int{0, 1, 1000, 70_000}
 
-// TestKill kills a rank or the launcher, or interrupts the launcher, at every stage of a job.
-func TestKill(t *testing.T) {
+// A rank or the launcher is killed, or the launcher is interrupted, at every stage of a job.
+func TestJobsEndWhenRankOrLauncherIsKilled(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
 	rnd := rand.New(rand.NewPCG(seed, 0))
@@ -124,9 +124,9 @@ func TestKillAnyTime(t *testing.T) {
 	}
 }
 
-// TestKillAll kills all processes of a job at once, as batch systems do: what that leaves in the
-// temporary directory the next job there removes.
-func TestKillAll(t *testing.T) {
+// All processes of a job are killed at once, as by batch systems: what that leaves in the temporary
+// directory the next job there removes.
+func TestNextJobRemovesWhatKilledOneLeft(t *testing.T) {
 	s := rig.New(t)
 	job := s.Run(nil, "-n", "3")
 	rig.Well(s.Arrive(3), rig.Command{Verb: "join"})

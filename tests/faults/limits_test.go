@@ -55,9 +55,8 @@ func TestLockedMemory(t *testing.T) {
 	works(t, "ulimit -l 0 || exit 90\nset -- setpriv --reuid 65534 --regid 65534 --clear-groups \"$@\"\n", "-n", "4")
 }
 
-// TestFewFiles runs jobs with few file descriptors: they work, or say which limit it was and what
-// to do.
-func TestFewFiles(t *testing.T) {
+// Jobs with few file descriptors work, or say which limit it was and what to do.
+func TestJobsSayThatDescriptorsAreTooFew(t *testing.T) {
 	const n = 8
 	for _, limit := range []int{48, 120} { // too few for the launcher, and for the store
 		t.Run(fmt.Sprintf("%d for all", limit), func(t *testing.T) {
@@ -146,8 +145,8 @@ func TestNoFilesLeft(t *testing.T) {
 	}
 }
 
-// TestFullDisk gives the launcher no room for its store.
-func TestFullDisk(t *testing.T) {
+// The launcher has no room for its store.
+func TestLauncherSaysThatDiskIsFull(t *testing.T) {
 	rig.NeedRoot(t, "it mounts a file system, in a mount namespace of its own")
 	rig.Need(t, "unshare", "mount")
 	s := rig.New(t)

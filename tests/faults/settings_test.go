@@ -102,8 +102,8 @@ func TestDisagreement(t *testing.T) {
 	})
 }
 
-// TestPorts asks for ports that are taken, and for a range.
-func TestPorts(t *testing.T) {
+// A port that is taken is named; from a range free ones are taken.
+func TestJobsTakeFreePortsOfRange(t *testing.T) {
 	t.Parallel()
 	l, err := net.Listen("tcp", ":0")
 	if err != nil {

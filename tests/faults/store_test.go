@@ -95,8 +95,8 @@ func TestStoreLost(t *testing.T) {
 	}
 }
 
-// TestTwoJobs runs two jobs on one store; one of them dies.
-func TestTwoJobs(t *testing.T) {
+// Two jobs run on one store, and one of them dies.
+func TestJobsOfOneStoreAreApart(t *testing.T) {
 	t.Parallel()
 	s := rig.New(t)
 	store, address := startStore(t, s, rig.Embedded)

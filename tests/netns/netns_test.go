@@ -164,8 +164,8 @@ func (j *job) fail(t *testing.T, code int) {
 	j.Clean()
 }
 
-// TestSlow runs over a link that takes its time and loses packets.
-func TestSlow(t *testing.T) {
+// The link takes its time and loses packets.
+func TestJobOverSlowAndLossyLink(t *testing.T) {
 	run := func(t *testing.T, a, b *rig.Host) {
 		j := launch(t, a, b, rendezvous, nil, "--timeout", "25s")
 		for r, reply := range rig.Well(j.ranks, rig.Command{Verb: "join"}) {
