@@ -812,19 +812,15 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 
 // exchangeFor is exchange for a call of the program: see exec.Call.
 func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.Call, count uint64) ([]int64, error) {
-	call := func() exec.Call {
-		return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size,
-			For: prepares, ForCount: count}
-	}
 	what := "split"
 	if prepares != 0 {
 		what = flight.Describe(prepares, count)
 	}
-	if err := g.enter(ctx, what, func() { g.expired(call()) }); err != nil {
+	if err := g.enter(ctx, what, func() { g.expired(g.exchangeCall(len(mine), prepares, count)) }); err != nil {
 		return nil, err
 	}
 	defer g.leave()
-	g.run.Adopt(call())
+	g.run.Adopt(g.exchangeCall(len(mine), prepares, count))
 	if err := g.ready(); err != nil {
 		return nil, err
 	}
@@ -839,4 +835,10 @@ func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.C
 		return nil, err
 	}
 	return all, nil
+}
+
+// exchangeCall returns the call of exchangeFor without its memory. With the proxy's lock.
+func (g *Group) exchangeCall(n int, prepares flight.Call, count uint64) exec.Call {
+	return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: n, Slots: g.v.Size, For: prepares,
+		ForCount: count}
 }

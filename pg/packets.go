@@ -224,7 +224,7 @@ const (
 // that, the exchange is one that has stopped.
 func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, loc Location) (*exchange, error) {
 	for {
-		if err := g.step(ctx); err != nil {
+		if err := g.step(ctx, c); err != nil {
 			return nil, err
 		}
 		p := g.job.proxy
@@ -363,9 +363,13 @@ func trimZeros(text []byte) []byte {
 	return text
 }
 
-// step enters the view that is due.
-func (g *Group) step(ctx context.Context) error {
-	if err := g.enter(ctx, "allreduce", nil); err != nil {
+// step enters the view that is due, before the first of the operations that prepare a call in
+// packets. If it is given up before its turn, so is that operation.
+func (g *Group) step(ctx context.Context, c *exec.Call) error {
+	prepares, count := preparing(c, 0)
+	if err := g.enter(ctx, flight.Describe(prepares, count), func() {
+		g.expired(g.exchangeCall(messageSize/8, prepares, count))
+	}); err != nil {
 		return err
 	}
 	defer g.leave()
@@ -375,6 +379,12 @@ func (g *Group) step(ctx context.Context) error {
 	return g.ready()
 }
 
+// preparing returns how messages name number step of the operations that prepare c.
+func preparing(c *exec.Call, step int) (call flight.Call, count uint64) {
+	t := c.Token(0, collectives.Auto)
+	return flight.Call(t.Call).PreparesPackets(step), t.Count
+}
+
 // exchangeBytes is exchange of bytes, as a step that prepares a call in packets. Its messages have
 // the call, so that a rank whose call differs is told of it.
 func (g *Group) exchangeBytes(ctx context.Context, mine []byte, c *exec.Call, step int) ([]byte, error) {
@@ -382,8 +392,8 @@ func (g *Group) exchangeBytes(ctx context.Context, mine []byte, c *exec.Call, st
 	for i := range words {
 		words[i] = int64(binary.LittleEndian.Uint64(mine[8*i:]))
 	}
-	t := c.Token(0, collectives.Auto)
-	got, err := g.exchangeFor(ctx, words, flight.Call(t.Call).PreparesPackets(step), t.Count)
+	prepares, count := preparing(c, step)
+	got, err := g.exchangeFor(ctx, words, prepares, count)
 	if err != nil {
 		return nil, err
 	}

@@ -190,6 +190,41 @@ func TestPacketsInTheOrderOfCalls(t *testing.T) {
 	})
 }
 
+// The first operation of a view in packets is given up before its turn on one rank, behind an
+// operation that others have yet to call. It fails at all ranks.
+func TestPacketsGivenUpBeforeTheirTurn(t *testing.T) {
+	onPackets(t, 2, fake.Config{Devices: 2}, Config{}, func(ctx context.Context, r packetRank) error {
+		m, err := r.number(uint32(r.Rank() + 1))
+		if err != nil {
+			return err
+		}
+		defer r.d.Free(m)
+		short, op := ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}
+		before := r.Start(BarrierOp{})
+		if r.Rank() == 0 {
+			ended, cancel := context.WithCancel(ctx)
+			cancel()
+			short = ended
+		} else if err := before.Wait(ctx); err != nil {
+			return err
+		}
+		var late *TimeoutError
+		if err := r.Do(short, op); !errors.As(err, &late) || late.Reporter != 0 || !errors.Is(err, context.Canceled) {
+			return fmt.Errorf("%v, want that rank 0 has cancelled it", err)
+		}
+		if err := errors.Join(before.Wait(ctx), r.Recover(ctx)); err != nil {
+			return err
+		}
+		if err := r.Do(ctx, op); err != nil {
+			return err
+		}
+		if got := r.value(m); got != 3 {
+			return fmt.Errorf("the sum is %d", got)
+		}
+		return nil
+	})
+}
+
 // Ranks whose operations differ get errors that say how, whether both are in packets or one is on
 // the host. The group works again after Recover.
 func TestPacketsMismatch(t *testing.T) {
