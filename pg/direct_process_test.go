@@ -474,21 +474,24 @@ func TestDirectDeadlines(t *testing.T) {
 }
 
 // Ranks on GPUs that reach each other load from them; others copy through the host, and say why.
+// There peers may read what was copied straight from the process.
 func TestDirectNeedsPeerAccess(t *testing.T) {
 	const n, size = 2, 256 << 10
 	for _, c := range []struct {
 		name      string
 		isolated  bool
+		single    string // Config.SingleCopy
 		path, why string
 	}{
 		{name: "reached", path: "peer access"},
 		{name: "isolated", isolated: true, why: "peer access is not supported"},
+		{name: "isolated, single copies", isolated: true, single: "on", why: "peer access is not supported"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := openGPU(t, ofRank(), c.isolated)
 			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 				m := d.alloc(t, make([]byte, size))
-				for range 4 {
+				for range 8 {
 					if err := d.sum(t.Context(), g, m, 3); err != nil {
 						t.Fatal(err)
 					}
@@ -508,7 +511,7 @@ func TestDirectNeedsPeerAccess(t *testing.T) {
 				if d.opened() != 1 {
 					t.Errorf("%d allocations were mapped, or tried", d.opened())
 				}
-			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}, SingleCopy: c.single}))
 		})
 	}
 }

@@ -97,6 +97,15 @@ func (r *Runner) onDevice() Direct {
 	return nil
 }
 
+// approach stages the running call if no call loads from devices: peers must not be told where its
+// buffers are before, because they may read them straight from this process.
+func (r *Runner) approach() error {
+	if r.onDevice() != nil {
+		return nil
+	}
+	return r.stage()
+}
+
 // stage brings the call's buffers to the host, if they are on a device.
 func (r *Runner) stage() error {
 	d, ok := r.feed.(Direct)

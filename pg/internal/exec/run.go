@@ -239,6 +239,9 @@ func (r *Runner) Run(seq uint64, hint bool) error {
 
 // asked runs a bound call of which the buffers decide whether they are loaded.
 func (r *Runner) asked(b *Bound) error {
+	if err := r.approach(); err != nil {
+		return err
+	}
 	elem, in, out := b.DType.Size(), r.in, r.out
 	r.trials.current = nil
 	defer r.leave()
@@ -537,8 +540,8 @@ func (r *Runner) first(hint bool) (err error) {
 	load := false
 	if asks {
 		defer r.leave()
-		var err error
-		if r.set.Caps.Mapped || r.onDevice() != nil { // peers read it when they know where it is
+		err = r.approach()
+		if err == nil && (r.set.Caps.Mapped || r.onDevice() != nil) { // peers read it when they know where it is
 			err = r.need(All)
 		}
 		if err != nil {
