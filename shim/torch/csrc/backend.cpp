@@ -34,13 +34,20 @@ constexpr int64_t kEmptySlot = -1;
 // group's lock held. Longer ones are waited for without.
 constexpr nanoseconds kAtOnce = std::chrono::microseconds(100);
 
-// Returns asyncOp of options, true of those of a version without it.
+// Whether options say if the program waits for the operation.
+template <class Given, class = void>
+constexpr bool kSaysAsync = false;
 template <class Given>
-auto asynchronous(const Given& opts, int) -> decltype(opts.asyncOp) {
-  return opts.asyncOp;
-}
+constexpr bool kSaysAsync<Given, std::void_t<decltype(Given::asyncOp)>> = true;
+
+// Returns asyncOp of options, true of those without it. Since all options have it, those of
+// allreduce too, torch's Python expects no work of an operation that has ended; before, it always
+// waits for one.
 template <class Given>
-bool asynchronous(const Given&, long) {
+bool asynchronous(const Given& opts) {
+  if constexpr (kSaysAsync<Given> && kSaysAsync<c10d::AllreduceOptions>) {
+    return opts.asyncOp;
+  }
   return true;
 }
 
@@ -383,7 +390,7 @@ milliseconds Backend::timeout_of(milliseconds timeout) const {
 template <class Given>
 void Backend::bound(Task& task, const Given& opts) const {
   set_timeout(task, opts.timeout);
-  task.waits = !asynchronous(opts, 0);
+  task.waits = !asynchronous(opts);
 }
 
 void Backend::set_timeout(Task& task, milliseconds timeout) const {

@@ -56,13 +56,22 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
                        .def_readonly("backend", &Options::backend));
   }
 
-  py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(m, "ProcessGroupTutti")
+  py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend> backend(m, "ProcessGroupTutti");
+  backend
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, c10::intrusive_ptr<Options>>(), py::arg("store"),
            py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
       .def("view", &Backend::view, py::call_guard<py::gil_scoped_release>())
       .def("recover", &Backend::recover, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("admit", &Backend::admit, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("agree", &Backend::agree, py::arg("yes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
+  if (!py::hasattr(backend, "allocate_tensor")) { // of c10d's Backend in newer versions
+    backend.def(
+        "allocate_tensor",
+        [](Backend& self, long size, c10::ScalarType dtype, c10::Device device) {
+          return self.allocateTensor(size, at::TensorOptions().dtype(dtype).device(device));
+        },
+        py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"));
+  }
 
   py::class_<JobStore, c10::intrusive_ptr<JobStore>, c10d::Store>(m, "JobStore")
       .def(py::init<const std::string&, std::chrono::milliseconds>(), py::arg("address") = "",

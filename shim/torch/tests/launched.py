@@ -54,9 +54,9 @@ def etcd():
     with tempfile.TemporaryDirectory() as directory:
         with socket.create_server(("127.0.0.1", 0)) as client, socket.create_server(("127.0.0.1", 0)) as peer:
             at = ["{}:{}".format(*s.getsockname()) for s in (client, peer)]
-        member = {"Name": "site", "Dir": directory, "Client": at[0], "Peer": at[1], "Cluster": "site=http://" + at[1]}
+        member = {"Name": "site", "Dir": directory, "Client": at[0], "Peer": at[1]}
         # The tutti command serves a member, to measure stores, until its standard input ends.
-        variables = dict(os.environ, TUTTI_ETCD_MEMBER=json.dumps(member))
+        variables = dict(os.environ, TUTTI_ETCD_MEMBER=json.dumps({"All": [member], "Own": 0}))
         server = subprocess.Popen([TUTTI], stdin=subprocess.PIPE, env=variables)
         try:
             yield "etcd://" + at[0]

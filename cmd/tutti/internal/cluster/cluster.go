@@ -27,6 +27,7 @@ import (
 // variable marks a process as a member; it holds a task as JSON.
 const variable = "TUTTI_ETCD_MEMBER"
 
+// task says which member of which cluster a process is.
 type task struct {
 	All []etcd.Member
 	Own int
@@ -50,6 +51,9 @@ func serve(text string) error {
 	var t task
 	if err := json.Unmarshal([]byte(text), &t); err != nil {
 		return err
+	}
+	if t.Own < 0 || t.Own >= len(t.All) {
+		return fmt.Errorf("%s is for member %d of %d", variable, t.Own, len(t.All))
 	}
 	ctx, end := context.WithCancel(context.Background())
 	go func() {
