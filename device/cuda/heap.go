@@ -5,6 +5,7 @@ package cuda
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"math/bits"
 	"slices"
 	"unsafe"
@@ -35,7 +36,17 @@ type heap struct {
 	used   map[unsafe.Pointer]int
 	free   map[int][]unsafe.Pointer // by size
 	rest   []byte                   // of the newest chunk
+	left   []block                  // freed, but a stream may remember words in them
 }
+
+// A block is memory that AllocHost has given.
+type block struct {
+	at unsafe.Pointer
+	n  int
+}
+
+// holds reports whether p points into the block.
+func (b block) holds(p unsafe.Pointer) bool { return uintptr(p)-uintptr(b.at) < uintptr(b.n) }
 
 func newHeap() heap { return heap{used: map[unsafe.Pointer]int{}, free: map[int][]unsafe.Pointer{}} }
 
@@ -94,11 +105,19 @@ func (v *Device) AllocHost(n int) (mem.Memory, error) {
 			return m, nil
 		}
 	}
+	err := v.settle()
+	if err != nil {
+		return mem.Memory{}, err
+	}
+	if small {
+		if m, ok := v.block(n); ok {
+			return m, nil
+		}
+	}
 	c := chunk{n: n}
 	if small {
 		c.n = chunkSize
 	}
-	var err error
 	if c.at, c.device, err = v.gpu.allocHost(c.n); err != nil {
 		return mem.Memory{}, err
 	}
@@ -127,7 +146,8 @@ func (v *Device) block(n int) (mem.Memory, bool) {
 }
 
 // FreeHost implements device.HostAllocator. It may wait until all work on the GPU has ended if the
-// memory is larger than 256 KiB.
+// memory is larger than 256 KiB. Memory with words that a stream has waited for may stay until that
+// stream is given more work, or is closed.
 func (v *Device) FreeHost(m mem.Memory) error {
 	var at unsafe.Pointer
 	if m.Loc().Host() {
@@ -140,15 +160,43 @@ func (v *Device) FreeHost(m mem.Memory) error {
 			device.ErrMemory)
 	}
 	delete(v.host.used, at)
-	if m.Len() <= largestBlock {
-		size := class(m.Len())
-		v.host.free[size] = append(v.host.free[size], at)
-		v.mu.Unlock()
-		return nil
-	}
-	v.host.chunks = slices.DeleteFunc(v.host.chunks, func(c chunk) bool { return c.at == at })
+	v.host.left = append(v.host.left, block{at, m.Len()})
 	v.mu.Unlock()
-	return v.gpu.freeHost(at)
+	return v.settle()
+}
+
+// settle makes the blocks that were freed available, but for those with words that a stream
+// remembers: it would look at words of others there, and store to them when it is closed.
+func (v *Device) settle() error {
+	v.mu.Lock()
+	left, streams := v.host.left, slices.Collect(maps.Keys(v.streams))
+	v.host.left = nil
+	v.mu.Unlock()
+	var kept []block
+	var large []unsafe.Pointer
+	for _, b := range left {
+		if slices.ContainsFunc(streams, func(s *stream) bool { return s.remembers(b) }) {
+			kept = append(kept, b)
+			continue
+		}
+		v.mu.Lock()
+		if b.n <= largestBlock {
+			size := class(b.n)
+			v.host.free[size] = append(v.host.free[size], b.at)
+		} else {
+			v.host.chunks = slices.DeleteFunc(v.host.chunks, func(c chunk) bool { return c.at == b.at })
+			large = append(large, b.at)
+		}
+		v.mu.Unlock()
+	}
+	v.mu.Lock()
+	v.host.left = append(v.host.left, kept...)
+	v.mu.Unlock()
+	var errs []error
+	for _, at := range large {
+		errs = append(errs, v.gpu.freeHost(at))
+	}
+	return first(errs)
 }
 
 // reach returns the address on the device of its own memory or of pinned memory. ok is false for

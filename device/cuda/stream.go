@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"tutti/device"
 	"tutti/internal/backoff"
@@ -368,6 +369,16 @@ func (s *stream) nextLocked() bool {
 	clear(s.pending[:next+1])
 	s.pending = s.pending[next+1:]
 	return true
+}
+
+// remembers reports whether the stream may still look at a word in a block, or store to it.
+func (s *stream) remembers(b block) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.reapLocked()
+	return slices.ContainsFunc(s.pending, func(p point) bool {
+		return p.marker == nil && b.holds(unsafe.Pointer(p.word))
+	})
 }
 
 // Close implements device.Stream. What the stream waits for is released: work behind it is done

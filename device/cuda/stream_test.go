@@ -6,8 +6,10 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"testing"
@@ -212,6 +214,53 @@ func TestCloseDuringCopies(t *testing.T) {
 			}
 		}
 		must(t, v.Free(m))
+	}
+}
+
+// A word that a stream has waited for may be freed before the stream is closed, whether the stream
+// has more to do or not: Close does not store to what is allocated then. Afterwards the word's
+// memory is given again.
+func TestCloseLeavesFreedWords(t *testing.T) {
+	for name, c := range ways {
+		for k := range 4 {
+			busy, marked := k&1 != 0, k&2 != 0
+			t.Run(fmt.Sprintf("%s, busy: %v, marked: %v", name, busy, marked), func(t *testing.T) {
+				_, v := open(t, c)
+				more, _, err := device.Words(v, 2)
+				must(t, err)
+				words, free, err := device.Words(v, 1)
+				must(t, err)
+				s, err := v.Stream()
+				must(t, err, s.WaitValue(words[0], 5))
+				if marked {
+					_, err = s.Record()
+				}
+				must(t, err, s.WriteValue(more[0], 1))
+				if busy {
+					must(t, s.WaitValue(more[1], 1))
+				}
+				words[0].Word(0).Store(5)
+				for more[0].Word(0).Load() == 0 {
+					runtime.Gosched()
+				}
+				must(t, free())
+				other, freeOther, err := device.Words(v, 1)
+				must(t, err, s.Close())
+				if n := other[0].Word(0).Load(); n != 0 {
+					t.Errorf("Close has stored %d", n)
+				}
+				must(t, freeOther())
+				again := false
+				for range 8 { // beside what the stream itself has freed
+					w, _, err := device.Words(v, 1)
+					must(t, err)
+					again = again || &w[0].Bytes()[0] == &words[0].Bytes()[0]
+				}
+				if !again {
+					t.Error("the memory of the word is lost")
+				}
+			})
+		}
 	}
 }
 
