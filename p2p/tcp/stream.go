@@ -56,6 +56,7 @@ func (s *stream) put(head, payload []byte) (bool, syscall.Errno) {
 	if n < len(head)+len(payload) {
 		s.full = true
 		s.sent = 0
+		s.reserve(len(head) + len(payload))
 		if n < len(head) {
 			s.kept = append(s.kept, head[n:]...)
 			n = len(head)
@@ -63,6 +64,21 @@ func (s *stream) put(head, payload []byte) (bool, syscall.Errno) {
 		s.kept = append(s.kept, payload[n-len(head):]...)
 	}
 	return true, 0
+}
+
+// keptFrame is the longest frame whose rest is kept in less memory than that of the link's longest.
+const keptFrame = 512 << 10
+
+// reserve makes room to keep n bytes of a frame, at most twice in the stream's life.
+func (s *stream) reserve(n int) {
+	if n <= cap(s.kept) {
+		return
+	}
+	room := headerSpace + s.link.maxFrame
+	if short := headerSpace + keptFrame; n <= short {
+		room = min(room, short)
+	}
+	s.kept = make([]byte, 0, room)
 }
 
 // flush writes what put kept; true: nothing is left.
