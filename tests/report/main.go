@@ -29,6 +29,7 @@ var needsDevice = map[string]bool{
 	"tutti/p2p/verbs TestDeviceData":                                     true,
 	"tutti/p2p/verbs TestDeviceDataReturns":                              true,
 	"tutti/p2p/verbs TestDeviceKilledPeer":                               true,
+	"tutti/p2p/verbs TestDeviceKilledPeers":                              true,
 	"tutti/p2p/verbs TestDeviceKilledPutter":                             true,
 	"tutti/p2p/verbs TestDeviceLinkDownAndUp":                            true,
 	"tutti/p2p/verbs TestDevicePrograms":                                 true,
