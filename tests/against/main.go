@@ -28,7 +28,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"slices"
@@ -38,6 +37,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"tutti/tests/internal/command"
 	"tutti/tests/internal/stats"
 )
 
@@ -183,18 +183,7 @@ func compare(ctx context.Context, out io.Writer, o options) (worse bool, err err
 
 // run runs a command and returns its output.
 func run(ctx context.Context, dir string, argv ...string) ([]byte, error) {
-	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Dir = dir
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) } // tutti ends its ranks
-	cmd.WaitDelay = 10 * time.Second
-	var stdout, stderr bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	if err := cmd.Run(); err != nil {
-		said := strings.Join(strings.Fields(stderr.String()), " ")
-		return nil, fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, said[max(0, len(said)-400):])
-	}
-	return stdout.Bytes(), nil
+	return command.Output(ctx, dir, []string{"CGO_ENABLED=0"}, argv...)
 }
 
 func build(ctx context.Context, dir, path string) error {

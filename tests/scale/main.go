@@ -18,8 +18,6 @@
 package main
 
 import (
-	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -27,7 +25,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"slices"
@@ -36,6 +33,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"tutti/tests/internal/command"
 	"tutti/tests/internal/stats"
 )
 
@@ -51,10 +49,10 @@ type options struct {
 	lenient  bool
 }
 
-// part measures once, and returns a sample of each of its figures.
+// part is figures that are measured together: measure returns a sample of each, in their order.
 type part struct {
 	name    string
-	measure func(ctx context.Context, o *options) (map[string]float64, error)
+	measure func(ctx context.Context, o *options) ([]float64, error)
 	bars    []bar
 }
 
@@ -175,7 +173,7 @@ func run(ctx context.Context, out io.Writer, o *options) (missed bool, err error
 		}
 		defer os.RemoveAll(dir)
 		o.tutti = filepath.Join(dir, "tutti")
-		if _, err := command(ctx, nil, "go", "build", "-o", o.tutti, "./cmd/tutti"); err != nil {
+		if _, err := command.Output(ctx, "", nil, "go", "build", "-o", o.tutti, "./cmd/tutti"); err != nil {
 			return false, err
 		}
 	}
@@ -184,24 +182,23 @@ func run(ctx context.Context, out io.Writer, o *options) (missed bool, err error
 		if !slices.Contains(o.parts, p.name) {
 			continue
 		}
-		samples := map[string][]float64{}
+		samples := make([][]float64, len(p.bars))
 		for range o.rounds {
 			within, cancel := context.WithTimeout(ctx, o.deadline)
 			one, err := p.measure(within, o)
 			cancel()
+			if err == nil && len(one) != len(p.bars) {
+				err = fmt.Errorf("%d figures, want %d", len(one), len(p.bars))
+			}
 			if err != nil {
 				return false, fmt.Errorf("%s: %w", p.name, err)
 			}
-			for figure, x := range one {
-				samples[figure] = append(samples[figure], x)
+			for i, x := range one {
+				samples[i] = append(samples[i], x)
 			}
 		}
-		for _, b := range p.bars {
-			all := samples[b.Figure]
-			if len(all) != o.rounds {
-				return false, fmt.Errorf("%s: %d samples of %q in %d rounds", p.name, len(all), b.Figure, o.rounds)
-			}
-			rows = append(rows, row{p.name, b.Figure, b.Unit, all, stats.Median(all), b.Limit, b.Least})
+		for i, b := range p.bars {
+			rows = append(rows, row{p.name, b.Figure, b.Unit, samples[i], stats.Median(samples[i]), b.Limit, b.Least})
 		}
 	}
 	if o.json != "" {
@@ -241,19 +238,3 @@ func report(out io.Writer, o *options, rows []row) (missed bool, err error) {
 }
 
 func amount(x float64, unit string) string { return strings.TrimSpace(fmt.Sprintf("%.3g %s", x, unit)) }
-
-// command runs a command with variables besides this process's, and returns its output.
-func command(ctx context.Context, env []string, argv ...string) ([]byte, error) {
-	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Env = append(os.Environ(), env...)
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) } // tutti ends its ranks
-	cmd.WaitDelay = 10 * time.Second
-	var stdout, stderr bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	if err := cmd.Run(); err != nil {
-		said := strings.Join(strings.Fields(stderr.String()), " ")
-		return nil, fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), cmp.Or(context.Cause(ctx), err),
-			said[max(0, len(said)-400):])
-	}
-	return stdout.Bytes(), nil
-}

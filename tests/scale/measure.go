@@ -14,38 +14,40 @@ import (
 	"unsafe"
 
 	"tutti/kernels"
+	"tutti/tests/internal/command"
 	"tutti/tests/internal/stats"
 )
 
 // job runs this program as the ranks of a job, and returns what rank 0 measured.
-func job(ctx context.Context, o *options, which string, n int) (map[string]float64, error) {
+func job(ctx context.Context, o *options, which string, n int) ([]float64, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
 	}
-	out, err := command(ctx, []string{rankVariable + "=" + which, receivesVariable + "=" + strconv.Itoa(o.receives),
-		sendsVariable + "=" + strconv.Itoa(o.sends)}, o.tutti, "run", "-n", strconv.Itoa(n), "--no-prefix", "--", self)
+	out, err := command.Output(ctx, "", []string{rankVariable + "=" + which,
+		receivesVariable + "=" + strconv.Itoa(o.receives), sendsVariable + "=" + strconv.Itoa(o.sends)},
+		o.tutti, "run", "-n", strconv.Itoa(n), "--no-prefix", "--", self)
 	if err != nil {
 		return nil, err
 	}
-	figures := map[string]float64{}
+	var figures []float64
 	if err := json.Unmarshal(out, &figures); err != nil {
 		return nil, fmt.Errorf("the ranks printed %q: %w", out, err)
 	}
 	return figures, nil
 }
 
-func start(ctx context.Context, o *options) (map[string]float64, error) {
+func start(ctx context.Context, o *options) ([]float64, error) {
 	return job(ctx, o, "start", o.ranks)
 }
 
-func messages(ctx context.Context, o *options) (map[string]float64, error) {
+func messages(ctx context.Context, o *options) ([]float64, error) {
 	return job(ctx, o, "messages", 2)
 }
 
-func loss(ctx context.Context, o *options) (map[string]float64, error) {
-	out, err := command(ctx, nil, o.tutti, "bench", "--faults", "-n", strconv.Itoa(o.ranks/2), "--rounds", "1",
-		"--json")
+func loss(ctx context.Context, o *options) ([]float64, error) {
+	out, err := command.Output(ctx, "", nil, o.tutti, "bench", "--faults", "-n", strconv.Itoa(o.ranks/2),
+		"--rounds", "1", "--json")
 	if err != nil {
 		return nil, err
 	}
@@ -58,19 +60,19 @@ func loss(ctx context.Context, o *options) (map[string]float64, error) {
 			return nil, fmt.Errorf("tutti bench --faults printed %q: %w", line, err)
 		}
 		if !r.Leader {
-			return map[string]float64{"kill -9 of a rank to the slowest survivor's next result": r.Next[0]}, nil
+			return []float64{r.Next[0]}, nil
 		}
 	}
 	return nil, fmt.Errorf("tutti bench --faults printed %q", out)
 }
 
-func floats(ctx context.Context, o *options) (map[string]float64, error) {
+func floats(ctx context.Context, o *options) ([]float64, error) {
 	const elements = 1 << 20
 	took := map[string]float64{}
 	for dtype, size := range map[string]int{"float32": 4, "bfloat16": 2, "float16": 2} {
 		length := strconv.Itoa(size * elements)
-		out, err := command(ctx, nil, o.tutti, "bench", "--registered", "--touch", "--dtype", dtype, "--min", length,
-			"--max", length, "--rounds", "3", "--no-check", "--json")
+		out, err := command.Output(ctx, "", nil, o.tutti, "bench", "--registered", "--touch", "--dtype", dtype,
+			"--min", length, "--max", length, "--rounds", "3", "--no-check", "--json")
 		if err != nil {
 			return nil, err
 		}
@@ -83,11 +85,7 @@ func floats(ctx context.Context, o *options) (map[string]float64, error) {
 		took[dtype] = r.Time
 	}
 	sum, err := sumToCopy()
-	return map[string]float64{
-		"allreduce of 1 Mi bfloat16, to float32, registered":                took["bfloat16"] / took["float32"],
-		"allreduce of 1 Mi float16, to float32, registered":                 took["float16"] / took["float32"],
-		"sum of two sources of bfloat16 of 16 KiB, to a copy, by bandwidth": sum,
-	}, err
+	return []float64{took["bfloat16"] / took["float32"], took["float16"] / took["float32"], sum}, err
 }
 
 // sumToCopy returns the bandwidth of a sum of two sources of bfloat16 in the first-level cache,

@@ -32,7 +32,7 @@ func runRank(which string) error {
 	}
 	defer g.Close()
 	joined := time.Since(began)
-	var figures map[string]float64
+	var figures []float64
 	switch which {
 	case "start":
 		figures, err = rankOfStart(ctx, g, joined)
@@ -59,7 +59,7 @@ func milliseconds(ctx context.Context, g *pg.Group, took ...time.Duration) ([]fl
 	return ms, pg.AllReduce(ctx, g, ms, pg.Max)
 }
 
-func rankOfStart(ctx context.Context, g *pg.Group, joined time.Duration) (map[string]float64, error) {
+func rankOfStart(ctx context.Context, g *pg.Group, joined time.Duration) ([]float64, error) {
 	x := make([]float32, 32<<10/4)
 	for i := range x {
 		x[i] = 1
@@ -74,11 +74,7 @@ func rankOfStart(ctx context.Context, g *pg.Group, joined time.Duration) (map[st
 			return nil, fmt.Errorf("element %d is %v, want %d", i, v, g.Size())
 		}
 	}
-	ms, err := milliseconds(ctx, g, joined, first)
-	if err != nil {
-		return nil, err
-	}
-	return map[string]float64{"Join of all ranks": ms[0], "their first allreduce of 32 KiB": ms[1]}, nil
+	return milliseconds(ctx, g, joined, first)
 }
 
 // number returns the value of a variable that this program has set.
@@ -103,7 +99,7 @@ const (
 	tagStored = 2
 )
 
-func rankOfMessages(ctx context.Context, g *pg.Group) (map[string]float64, error) {
+func rankOfMessages(ctx context.Context, g *pg.Group) ([]float64, error) {
 	receives, err := number(receivesVariable)
 	if err != nil {
 		return nil, err
@@ -121,14 +117,7 @@ func rankOfMessages(ctx context.Context, g *pg.Group) (map[string]float64, error
 		return nil, err
 	}
 	all := []float64{ratio, idle, began}
-	if err := pg.AllReduce(ctx, g, all, pg.Max); err != nil {
-		return nil, err
-	}
-	return map[string]float64{
-		"allreduce of 64 B beside posted receives, to one without": all[0],
-		"processor time of an idle rank with posted receives":      all[1],
-		"start of all sends": all[2],
-	}, nil
+	return all, pg.AllReduce(ctx, g, all, pg.Max)
 }
 
 // beside returns the time of an allreduce while both ranks have posted receives, divided by that
