@@ -736,16 +736,22 @@ func (g *Group) arrive(v *visit, n int) error {
 	return nil
 }
 
-// hopeless returns why a visit's operation, which waits for its stream, will not have a result, or
-// nil.
-func (g *Group) hopeless(v *visit) error {
+// stopped returns why the operation that runs must stop, or nil: a rank has failed it, the group
+// was closed, or its time is over.
+func (g *Group) stopped() error {
 	if err := g.coll.Err(); err != nil {
 		return err
 	}
 	if g.closed.Load() {
 		return ErrClosed
 	}
-	if err := g.wait.Err(); err != nil {
+	return g.wait.Err()
+}
+
+// hopeless returns why a visit's operation, which waits for its stream, will not have a result, or
+// nil.
+func (g *Group) hopeless(v *visit) error {
+	if err := g.stopped(); err != nil {
 		return err
 	}
 	if !g.run.Call().Synchronizes() { // a rank that is gone may have done its part

@@ -149,13 +149,7 @@ func (f *feed) Settle(last bool) error {
 	for !e.Done() {
 		if !last {
 			g.job.proxy.Look() // a peer may have failed the operation
-			if err := g.coll.Err(); err != nil {
-				return err
-			}
-			if g.closed.Load() {
-				return ErrClosed
-			}
-			if err := g.wait.Err(); err != nil {
+			if err := g.stopped(); err != nil {
 				return err
 			}
 		}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -128,21 +129,29 @@ func TestStagingLimit(t *testing.T) {
 	}
 }
 
+// hold has the stream wait, if here is true, until the word that it returns is 1. free frees the
+// word.
+func (x *staged) hold(here bool) (word *atomic.Uint64, free func() error, err error) {
+	words, free, err := device.Words(x.d, 1)
+	if err != nil {
+		return nil, nil, err
+	}
+	if here {
+		err = x.s.WaitValue(words[0], 1)
+	}
+	return words[0].Word(0), free, err
+}
+
 // An operation for which there is no room in time fails at all ranks. Those before it succeed.
 func TestStagingLimitInVain(t *testing.T) {
 	const n = 1 << 20
 	eachStaged(t, n, Config{StagingLimit: 2 * n}, func(ctx context.Context, g *Group, x *staged) error {
-		words, free, err := device.Words(x.d, 1)
+		x.fill(1 << g.Rank())
+		word, free, err := x.hold(g.Rank() == 0)
 		if err != nil {
 			return err
 		}
 		defer free()
-		x.fill(1 << g.Rank())
-		if g.Rank() == 0 {
-			if err := x.s.WaitValue(words[0], 1); err != nil {
-				return err
-			}
-		}
 		var works []*Work
 		for range 2 {
 			works = append(works, g.Start(x.or()))
@@ -150,7 +159,7 @@ func TestStagingLimitInVain(t *testing.T) {
 		var last *Work
 		if g.Rank() == 0 {
 			last = g.StartWithin(50*time.Millisecond, x.or())
-			words[0].Word(0).Store(1)
+			word.Store(1)
 		} else {
 			for _, w := range works { // it has room
 				if err := w.Wait(ctx); err != nil {
@@ -264,17 +273,12 @@ func TestStreamComesAfterAPeerHasClosed(t *testing.T) {
 			return err
 		}
 		defer sub.Close()
-		words, free, err := device.Words(x.d, 1)
+		x.fill(1 << g.Rank())
+		word, free, err := x.hold(g.Rank() == 0)
 		if err != nil {
 			return err
 		}
 		defer free()
-		x.fill(1 << g.Rank())
-		if g.Rank() == 0 {
-			if err := x.s.WaitValue(words[0], 1); err != nil {
-				return err
-			}
-		}
 		w := sub.Start(ReduceOp{X: DeviceBuffer(x.m, Uint8, x.s), Op: BitOr})
 		if g.Rank() == 1 {
 			return errors.Join(w.Wait(ctx), sub.Close(), g.Barrier(ctx))
@@ -287,7 +291,7 @@ func TestStreamComesAfterAPeerHasClosed(t *testing.T) {
 			return fmt.Errorf("the operation has ended before its stream has come: %w", w.Err())
 		case <-time.After(2 * grace):
 		}
-		words[0].Word(0).Store(1)
+		word.Store(1)
 		if err := w.Wait(ctx); err != nil {
 			return err
 		}
