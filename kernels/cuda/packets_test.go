@@ -41,7 +41,8 @@ func newParty(ranks int, limit time.Duration) *party {
 	return p
 }
 
-// TestAllReducePackets has 2 to 8 ranks make calls of all kinds, and compares all bits.
+// TestAllReducePackets has ranks make calls of all kinds, and compares all bits. Sums of every type
+// are of 2, 4, 6 and 8 ranks, and so is every other operation, with another type for each number.
 func TestAllReducePackets(t *testing.T) {
 	h := cudatest.Load(t, 1)
 	pairs(t, func(t *testing.T, op kernels.Op, dt kernels.DType) {
@@ -51,6 +52,9 @@ func TestAllReducePackets(t *testing.T) {
 		}
 		size := dt.Size()
 		for ranks := 2; ranks <= cuda.MaxPacketRanks; ranks += 2 {
+			if op != kernels.Sum && (int(op)+int(dt)-ranks/2)%4 != 0 {
+				continue
+			}
 			p := newParty(ranks, time.Minute)
 			lengths := []int{1, 2, 8 / size, 100, 3000 / size, 5, cuda.MaxPacketBytes / size, 7}
 			srcs, dsts := make([][]buffer, len(lengths)), make([][]buffer, len(lengths))
