@@ -1,5 +1,6 @@
 """Compiles the C++ module against the installed torch: python -m tutti_torch.build [DIRECTORY]."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -81,8 +82,8 @@ def main(directory=HERE, objects=None):
     with tempfile.TemporaryDirectory() as scratch:
         objects = objects or os.environ.get("TUTTI_OBJECTS") or scratch
         os.makedirs(objects, exist_ok=True)
-        linked = []
-        for name in SOURCES:
+
+        def compile_one(name):
             path = os.path.join(source, name)
             compiled = os.path.join(objects, f"{name}-{_versions.file_name(torch.__version__)}.o")
             if not current(compiled):
@@ -90,7 +91,10 @@ def main(directory=HERE, objects=None):
                 command = [compiler, *own, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
                 subprocess.run(command, check=True)
                 os.replace(compiled + ".new", compiled)
-            linked.append(compiled)
+            return compiled
+
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
+            linked = list(compilers.map(compile_one, SOURCES))
         if os.path.exists(output) and os.path.getmtime(output) >= max(map(os.path.getmtime, linked)):
             return
         libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
