@@ -25,7 +25,11 @@ SANITIZER     := 13.5.25
 SANITIZER_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/sanitizer
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
-RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
+# Without the packages in which nothing runs at the same time: pure functions and models of them, and kernels in C++.
+RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$' \
+	-e '^tutti/collectives$$' -e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$')
+# And the tests in the others of which the same is true.
+ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|RandomWalks|AnyMessages|RareSubnormals)$$
 # The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
 RDMA_PKGS   := ./rdma/verbs ./rdma/endpoint ./rdma/queue ./p2p/verbs ./endpoint ./cmd/tutti ./cmd/tutti/internal/pair
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
@@ -81,9 +85,11 @@ test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(GO) test $(ABREAST) -count=1 -timeout 15m $(LONGEST) $$($(GO) list ./... | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
+# Each process would sleep a second before it exits, to see what its other goroutines do until then.
+test-race: export GORACE := atexit_sleep_ms=0 $(GORACE)
 test-race: ## the packages with the race detector
 	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(ATTACKED)
-	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
+	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m -skip '$(ALONE)' ./pg ./cmd/tutti $(RACE_PKGS)
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
