@@ -1,7 +1,9 @@
 package ident
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -21,4 +23,25 @@ func Peer(socket syscall.RawConn) (*unix.Ucred, error) {
 		return nil, fmt.Errorf("credentials of the peer: %w", err)
 	}
 	return cred, nil
+}
+
+// ErrUser says that a socket's other end belongs to another user. It is wrapped.
+var ErrUser = errors.New("another user")
+
+// CheckUser returns an error that wraps ErrUser unless the other end of a connection belongs to a
+// user that may talk to uid.
+func CheckUser(conn *net.UnixConn, uid uint32) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cred, err := Peer(raw)
+	if err != nil {
+		return err
+	}
+	if !MayTalk(uid, cred.Uid) {
+		return fmt.Errorf("%w: the other end runs as user %d and this process as user %d; want the same user, or root",
+			ErrUser, cred.Uid, uid)
+	}
+	return nil
 }

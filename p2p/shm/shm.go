@@ -30,6 +30,7 @@ import (
 	"log/slog"
 	"strings"
 
+	"tutti/internal/ident"
 	"tutti/p2p/ring"
 )
 
@@ -107,12 +108,9 @@ func (e endpoint) reaches(here string, uid uint32) error {
 	case theirNet != net:
 		return fmt.Errorf("shm: the peer is in another network namespace (%.36q, here %q), where abstract "+
 			"sockets are out of reach", theirNet, net)
-	case !mayTalk(uid, e.uid):
+	case !ident.MayTalk(uid, e.uid):
 		return fmt.Errorf("shm: the peer runs as user %d and this process as user %d; want the same user, or root",
 			e.uid, uid)
 	}
 	return nil
 }
-
-// mayTalk reports whether processes of two users may share memory: they are equal, or one is root.
-func mayTalk(a, b uint32) bool { return a == b || a == 0 || b == 0 }

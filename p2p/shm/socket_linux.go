@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tutti/internal/files"
+	"tutti/internal/handoff"
 	"tutti/internal/ident"
 	"tutti/p2p"
 )
@@ -147,25 +147,19 @@ func (s *socket) collect() error {
 	if s.hdr.Controllen == 0 && s.hdr.Flags&unix.MSG_CTRUNC == 0 {
 		return nil
 	}
-	var fds []int
-	cmsgs, err := unix.ParseSocketControlMessage(s.oob[:s.hdr.Controllen])
-	for i := range cmsgs {
-		if got, e := unix.ParseUnixRights(&cmsgs[i]); e == nil {
-			fds = append(fds, got...)
-		}
-	}
-	if err == nil && len(fds) == 1 && s.file < 0 && s.hdr.Flags&unix.MSG_CTRUNC == 0 {
-		s.file = fds[0]
-		return nil
-	}
-	for _, fd := range fds {
+	fd, err := handoff.Received(s.oob[:s.hdr.Controllen], int(s.hdr.Flags))
+	if err == nil && s.file >= 0 {
 		unix.Close(fd)
+		err = fmt.Errorf("%w: the one before came without", handoff.ErrNotOne)
 	}
-	// The kernel also sets this when this process has no free descriptor.
-	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 {
-		return files.Explain(fmt.Errorf("a descriptor from the peer could not be taken: %w", unix.EMFILE))
+	if errors.Is(err, handoff.ErrNotOne) {
+		return fmt.Errorf("%w: %w", p2p.ErrProtocol, err)
 	}
-	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
+	if err != nil {
+		return err
+	}
+	s.file = fd
+	return nil
 }
 
 // pid returns the peer's process, 0 if it is unknown.
@@ -187,17 +181,9 @@ func (s *socket) drop() {
 
 // checkPeer refuses a connection from another user.
 func checkPeer(conn *net.UnixConn, uid uint32) error {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return err
+	err := ident.CheckUser(conn, uid)
+	if errors.Is(err, ident.ErrUser) {
+		return fmt.Errorf("%w: %w", p2p.ErrAuth, err)
 	}
-	cred, err := ident.Peer(raw)
-	if err != nil {
-		return err
-	}
-	if !mayTalk(uid, cred.Uid) {
-		return fmt.Errorf("%w: the other end runs as user %d and this process as user %d; want the same user, or root",
-			p2p.ErrAuth, cred.Uid, uid)
-	}
-	return nil
+	return err
 }
