@@ -4,7 +4,10 @@ package fake
 
 // Codes of errors, CUresult.
 const (
+	InvalidValue   = 1
 	OutOfMemory    = 2
+	InvalidDevice  = 101
+	NotPermitted   = 800
 	NotSupported   = 801
 	IllegalAddress = 700 // ends the context
 )
@@ -18,6 +21,8 @@ type Census struct {
 	Contexts     int // references to primary contexts
 	DeviceBlocks int // allocations
 	Imported     int // allocations of other processes that are mapped
+	Physical     int // memory of cuMemCreate that has handles here or is mapped, imported or not
+	Reserved     int // ranges of addresses that are reserved, mapped or not
 	HostBlocks   int // of pinned memory
 	Modules      int
 	Streams      int // or queues, if they share them

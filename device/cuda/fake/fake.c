@@ -26,6 +26,11 @@
 //     contents. The process that has made the handle cannot open it. Memory that is freed while
 //     another process has it mapped has other contents from then on; that of a process that is gone
 //     stays as it is. A second opening returns the first one's address.
+//   - Memory of cuMemCreate has sizes that are multiples of a granule, and no IPC handle. It lives
+//     while it has handles, here or in another process, or is mapped. A device accesses a mapping
+//     after cuMemSetAccess only: other work on it fails, as on addresses that are only reserved. A
+//     descriptor of it is one of the file of its contents. A fabric handle leads to that file, in
+//     the same clique. Unmapping does not wait for work.
 //
 // Copies from and to host memory that is not pinned are refused: the real driver makes the caller
 // wait for the stream, which package cuda must not do.
@@ -62,6 +67,7 @@ enum { // CUresult
 	INVALID_HANDLE = 400,
 	NOT_FOUND = 500,
 	NOT_READY = 600,
+	NOT_PERMITTED = 800,
 	ILLEGAL_ADDRESS = 700,
 	PEER_UNSUPPORTED = 217,
 	ALREADY_ENABLED = 704,
@@ -89,6 +95,7 @@ static const struct {
 	{PEER_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
 	{ALREADY_ENABLED, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
 	{LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+	{NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
 	{NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 	{CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
 	 "operation not permitted when stream is capturing"},
@@ -100,7 +107,7 @@ struct tutti_host_kernel {
 	void (*run)(const void *params, unsigned grid, unsigned block, unsigned shared);
 };
 
-enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 96, MAX_PARAMS = 4096 };
+enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 112, MAX_PARAMS = 4096 };
 
 typedef struct context {
 	int device, references, error; // error: of work that has failed
@@ -109,6 +116,19 @@ typedef struct context {
 	int delayed;		       // copies that wait for a load
 	struct stream *standard;       // the default stream, from its first use
 } context;
+
+typedef struct physical { // memory of cuMemCreate, with handles here
+	struct physical *next;
+	int file, device, types, handles, mappings;
+	int imported; // of a handle of another process, or of this one
+	size_t n;
+} physical;
+
+typedef struct reservation { // addresses
+	struct reservation *next;
+	uintptr_t at;
+	size_t n;
+} reservation;
 
 typedef struct block { // memory
 	struct block *next;
@@ -120,6 +140,8 @@ typedef struct block { // memory
 	uint64_t number;	 // no other block of the process has had it
 	int opened;		 // of another process: how often; else 0
 	int exported;		 // other processes may have it mapped
+	physical *of;		 // what cuMemMap has mapped; else NULL
+	unsigned access;	 // to it: a bit for each device
 } block;
 
 typedef struct module {
@@ -181,10 +203,13 @@ static pthread_cond_t changed; // anything
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int initialized, devices = 2, memory_operations = 1, capability = 9, queue_limit, dma_buffers, ordering = 100;
 static int isolated; // the devices have no access to each other's memory
+static int vmm = 1, descriptors = 1, cliques[MAX_DEVICES]; // of the fabric; 0: none
 static queue *shared[64]; // with a limit
 static int created; // streams
 static context contexts[MAX_DEVICES];
 static block *blocks;
+static physical *physicals;
+static reservation *reservations;
 static function *functions;
 static void *kernels_library;
 static const struct tutti_host_kernel *kernels;
@@ -262,6 +287,14 @@ static void *contents(uintptr_t at, size_t n)
 	return b ? b->contents + (at - b->at) : NULL;
 }
 
+// accesses reports whether work of a context may use memory. Memory of cuMemAlloc on another device
+// is told apart by kernels only.
+static int accesses(context *c, uintptr_t at, size_t n)
+{
+	block *b = find(at, n);
+	return !b || !b->of || b->access & 1u << c->device;
+}
+
 static block *add(context *c, size_t n, int host)
 {
 	block *b = calloc(1, sizeof *b);
@@ -298,7 +331,7 @@ static int discard(uintptr_t at, context *c, int host)
 {
 	for (block **p = &blocks; *p; p = &(*p)->next) {
 		block *b = *p;
-		if (b->at != at || b->context != c || ((uintptr_t)b->contents == at) != host || b->opened)
+		if (b->at != at || b->context != c || ((uintptr_t)b->contents == at) != host || b->opened || b->of)
 			continue;
 		if (b->exported)
 			memset(b->contents, 0xDD, b->n);
@@ -428,6 +461,15 @@ EXPORT int cuDeviceGetAttribute(int *v, int attribute, int device)
 		case 76: // COMPUTE_CAPABILITY_MINOR
 			*v = 0;
 			break;
+		case 102: // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+			*v = vmm;
+			break;
+		case 103: // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+			*v = descriptors;
+			break;
+		case 110: // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+			*v = dma_buffers;
+			break;
 		case 117: // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 			*v = 1;
 			break;
@@ -439,6 +481,9 @@ EXPORT int cuDeviceGetAttribute(int *v, int attribute, int device)
 			break;
 		case 124: // DMA_BUF_SUPPORTED
 			*v = dma_buffers;
+			break;
+		case 128: // HANDLE_TYPE_FABRIC_SUPPORTED
+			*v = cliques[device] != 0;
 			break;
 		default:
 			result = INVALID_VALUE;
@@ -678,7 +723,7 @@ EXPORT int cuIpcGetMemHandle(ipc_handle *h, uint64_t at)
 	BEGIN_IN;
 	block *b = find(at, 1);
 	struct stat s;
-	if (!result && (!b || b->file < 0 || b->opened || b->at != at || fstat(b->file, &s)))
+	if (!result && (!b || b->file < 0 || b->opened || b->of || b->at != at || fstat(b->file, &s)))
 		result = INVALID_VALUE;
 	if (!result) {
 		memset(h, 0, sizeof *h);
@@ -736,7 +781,7 @@ EXPORT int cuIpcCloseMemHandle(uint64_t at)
 	int found = 0;
 	for (block **p = &blocks; *p; p = &(*p)->next) {
 		block *b = *p;
-		if (b->at != at || b->context != c || !b->opened)
+		if (b->at != at || b->context != c || !b->opened || b->of)
 			continue;
 		found = 1;
 		if (--b->opened == 0) { // what the test wants to fail is done all the same
@@ -750,6 +795,307 @@ EXPORT int cuIpcCloseMemHandle(uint64_t at)
 	}
 	if (!result && !found)
 		result = INVALID_VALUE;
+	END;
+}
+
+// The granule of the sizes of memory of cuMemCreate.
+enum { GRANULE = 64 << 10 };
+
+enum { DESCRIPTOR = 1, FABRIC = 8 }; // CUmemAllocationHandleType
+
+typedef struct { // CUmemAllocationProp
+	int type, types;
+	struct {
+		int type, id;
+	} location;
+	void *metadata;
+	struct {
+		unsigned char compression, rdma;
+		unsigned short usage;
+		unsigned char reserved[4];
+	} flags;
+} properties;
+
+typedef struct { // CUmemAccessDesc
+	int type, id, flags;
+} access_of;
+
+// What follows the contents of memory of cuMemCreate in its file.
+typedef struct {
+	char magic[8];
+	int32_t device, types;
+	uint64_t size;
+} trailer;
+
+// What the 64 bytes of a fabric handle are.
+typedef struct {
+	char magic[8];
+	int32_t process, file, clique;
+	uint64_t inode;
+	char padding[32];
+} fabric_handle;
+
+static int refused(const properties *p)
+{
+	if (!vmm)
+		return NOT_SUPPORTED;
+	if (p->type != 1 || p->location.type != 1 || p->location.id < 0 || p->location.id >= devices || p->metadata ||
+	    p->flags.compression || p->flags.usage || p->types & ~(DESCRIPTOR | FABRIC)) // PINNED, DEVICE
+		return INVALID_VALUE;
+	if ((p->types & DESCRIPTOR && !descriptors) || (p->types & FABRIC && !cliques[p->location.id]) ||
+	    (p->flags.rdma && !dma_buffers))
+		return NOT_SUPPORTED;
+	return OK;
+}
+
+EXPORT int cuMemGetAllocationGranularity(size_t *n, const properties *p, int option)
+{
+	BEGIN_IN;
+	if (!result)
+		result = option ? INVALID_VALUE : refused(p); // MINIMUM
+	if (!result)
+		*n = GRANULE;
+	END;
+}
+
+// hold adds memory with one handle, in a file that belongs to it from now on.
+static physical *hold(int file, const trailer *t, int imported)
+{
+	physical *p = calloc(1, sizeof *p);
+	p->file = file, p->device = t->device, p->types = t->types, p->n = t->size, p->imported = imported;
+	p->handles = 1;
+	p->next = physicals;
+	return physicals = p;
+}
+
+static physical *held(uint64_t handle)
+{
+	for (physical *p = physicals; p; p = p->next)
+		if ((uint64_t)(uintptr_t)p == handle && p->handles > 0)
+			return p;
+	return NULL;
+}
+
+// spare frees memory that has neither handles nor mappings.
+static void spare(physical *o)
+{
+	for (physical **p = &physicals; *p; p = &(*p)->next)
+		if (*p == o && !o->handles && !o->mappings) {
+			*p = o->next;
+			close(o->file);
+			free(o);
+			return;
+		}
+}
+
+EXPORT int cuMemCreate(uint64_t *handle, size_t n, const properties *p, unsigned long long flags)
+{
+	BEGIN_IN;
+	if (!result)
+		result = !n || n % GRANULE || flags ? INVALID_VALUE : refused(p);
+	if (!result && n > (size_t)1 << 30)
+		result = OUT_OF_MEMORY;
+	if (!result) {
+		trailer t = {"fake VMM", p->location.id, p->types, n};
+		int file = memfd_create("device memory with handles", MFD_CLOEXEC);
+		void *all = MAP_FAILED;
+		if (file >= 0 && !ftruncate(file, n + 4096) && pwrite(file, &t, sizeof t, n) == sizeof t)
+			all = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+		if (all == MAP_FAILED) {
+			if (file >= 0)
+				close(file);
+			result = OUT_OF_MEMORY;
+		} else {
+			memset(all, 0xA5, n);
+			munmap(all, n);
+			*handle = (uint64_t)(uintptr_t)hold(file, &t, 0);
+		}
+	}
+	END;
+}
+
+EXPORT int cuMemRelease(uint64_t handle)
+{
+	BEGIN_IN;
+	physical *p = held(handle);
+	if (p) { // what the test wants to fail is done all the same
+		p->handles--;
+		spare(p);
+	} else if (!result)
+		result = INVALID_VALUE;
+	END;
+}
+
+EXPORT int cuMemAddressReserve(uint64_t *at, size_t n, size_t alignment, uint64_t wanted, unsigned long long flags)
+{
+	BEGIN_IN;
+	if (!result && (!n || n % GRANULE || alignment || wanted || flags))
+		result = INVALID_VALUE;
+	void *first = MAP_FAILED;
+	if (!result) // a page more, between reservations
+		first = mmap(NULL, n + 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (!result && first == MAP_FAILED)
+		result = OUT_OF_MEMORY;
+	if (!result) {
+		reservation *r = calloc(1, sizeof *r);
+		r->at = (uintptr_t)first, r->n = n, r->next = reservations;
+		reservations = r;
+		*at = r->at;
+	}
+	END;
+}
+
+static reservation *reserved(uintptr_t at, size_t n)
+{
+	for (reservation *r = reservations; r; r = r->next)
+		if (at >= r->at && at - r->at < r->n && n <= r->n - (at - r->at))
+			return r;
+	return NULL;
+}
+
+// overlaps reports whether a part of a range is mapped by cuMemMap.
+static int overlaps(uintptr_t at, size_t n)
+{
+	for (block *b = blocks; b; b = b->next)
+		if (b->of && at < b->at + b->n && b->at < at + n)
+			return 1;
+	return 0;
+}
+
+EXPORT int cuMemAddressFree(uint64_t at, size_t n)
+{
+	BEGIN_IN;
+	int found = 0;
+	for (reservation **p = &reservations; *p && !found; p = &(*p)->next) {
+		reservation *r = *p;
+		if (r->at != at || r->n != n || overlaps(at, n))
+			continue;
+		*p = r->next;
+		munmap((void *)r->at, r->n + 4096);
+		free(r);
+		found = 1;
+		break;
+	}
+	if (!result && !found)
+		result = INVALID_VALUE;
+	END;
+}
+
+EXPORT int cuMemMap(uint64_t at, size_t n, size_t offset, uint64_t handle, unsigned long long flags)
+{
+	BEGIN_IN;
+	physical *p = held(handle);
+	if (!result && (!p || offset || flags || !n || n % GRANULE || n > p->n || !reserved(at, n) || overlaps(at, n)))
+		result = INVALID_VALUE;
+	void *contents = MAP_FAILED;
+	if (!result)
+		contents = mmap(NULL, p->n + 4096, PROT_READ | PROT_WRITE, MAP_SHARED, p->file, 0);
+	if (!result && contents == MAP_FAILED)
+		result = OUT_OF_MEMORY;
+	if (!result) {
+		block *b = calloc(1, sizeof *b);
+		b->context = &contexts[p->device];
+		b->contents = contents, b->at = at, b->n = n, b->mapped = p->n + 4096, b->file = p->file;
+		b->opened = p->imported, b->of = p, b->next = blocks;
+		blocks = b;
+		p->mappings++;
+	}
+	END;
+}
+
+EXPORT int cuMemUnmap(uint64_t at, size_t n)
+{
+	BEGIN_IN;
+	int found = 0;
+	for (block **q = &blocks; *q; q = &(*q)->next) {
+		block *b = *q;
+		if (!b->of || b->at != at || b->n != n)
+			continue;
+		*q = b->next;
+		munmap(b->contents, b->mapped); // work that uses it is a segmentation fault
+		b->of->mappings--;
+		spare(b->of);
+		free(b);
+		found = 1;
+		break;
+	}
+	if (!result && !found)
+		result = INVALID_VALUE;
+	END;
+}
+
+EXPORT int cuMemSetAccess(uint64_t at, size_t n, const access_of *list, size_t count)
+{
+	BEGIN_IN;
+	block *b = find(at, n);
+	if (!result && (!b || !b->of || b->at != at || b->n != n || !count))
+		result = INVALID_VALUE;
+	for (size_t i = 0; i < count && !result; i++) {
+		if (list[i].type != 1 || list[i].flags != 3) // DEVICE, READWRITE
+			result = INVALID_VALUE;
+		else if (list[i].id < 0 || list[i].id >= devices || (isolated && list[i].id != b->of->device))
+			result = INVALID_DEVICE;
+		else
+			b->access |= 1u << list[i].id;
+	}
+	END;
+}
+
+EXPORT int cuMemExportToShareableHandle(void *to, uint64_t handle, int type, unsigned long long flags)
+{
+	BEGIN_IN;
+	physical *p = held(handle);
+	struct stat s;
+	if (!result && (!p || flags || !(p->types & type) || (type != DESCRIPTOR && type != FABRIC) || fstat(p->file, &s)))
+		result = INVALID_VALUE;
+	if (!result && type == DESCRIPTOR && (*(int *)to = dup(p->file)) < 0)
+		result = OUT_OF_MEMORY;
+	if (!result && type == FABRIC) {
+		fabric_handle h = {"fake FAB", getpid(), p->file, cliques[p->device], s.st_ino};
+		memcpy(to, &h, sizeof h);
+	}
+	END;
+}
+
+EXPORT int cuMemImportFromShareableHandle(uint64_t *handle, void *from, int type)
+{
+	BEGIN_IN;
+	int file = -1;
+	struct stat s;
+	trailer t;
+	if (!result && type == DESCRIPTOR && (file = fcntl((int)(intptr_t)from, F_DUPFD_CLOEXEC, 0)) < 0)
+		result = INVALID_VALUE;
+	if (!result && type == FABRIC) {
+		fabric_handle h;
+		memcpy(&h, from, sizeof h);
+		char path[64];
+		snprintf(path, sizeof path, "/proc/%d/fd/%d", h.process, h.file);
+		if (memcmp(h.magic, "fake FAB", 8))
+			result = INVALID_VALUE;
+		else if (!cliques[c->device] || h.clique != cliques[c->device])
+			result = NOT_PERMITTED;
+		else if ((file = open(path, O_RDWR | O_CLOEXEC)) < 0 || fstat(file, &s) || s.st_ino != h.inode)
+			result = INVALID_HANDLE;
+	}
+	if (!result && file < 0)
+		result = INVALID_VALUE;
+	if (!result && (fstat(file, &s) || s.st_size < 4096 || pread(file, &t, sizeof t, s.st_size - 4096) != sizeof t ||
+			memcmp(t.magic, "fake VMM", 8) || t.size != (uint64_t)s.st_size - 4096 || !(t.types & type)))
+		result = INVALID_VALUE;
+	if (!result)
+		*handle = (uint64_t)(uintptr_t)hold(file, &t, 1);
+	else if (file >= 0)
+		close(file);
+	END;
+}
+
+EXPORT int cuCtxSynchronize(void)
+{
+	BEGIN_IN;
+	if (c) {
+		rest(c);
+		result = result ? result : c->error;
+	}
 	END;
 }
 
@@ -1125,6 +1471,8 @@ EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 		void *to = contents(dst, n), *from = contents(src, n);
 		if (!to || !from)
 			result = INVALID_VALUE;
+		else if (!accesses(c, dst, n) || !accesses(c, src, n))
+			result = ILLEGAL_ADDRESS;
 		else {
 			work *w = new_work(COPY, 0);
 			w->dst = to, w->src = from, w->n = n;
@@ -1200,7 +1548,9 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 			memcpy(&at, w->params + i, 8);
 			void *to = contents(at, 0);
 			block *b = find(at, 0);
-			if (to && b->file >= 0 && b->context != c && !peers[c->device][b->context->device])
+			if (b && b->of ? !accesses(c, at, 0) :
+			    to ? b->file >= 0 && b->context != c && !peers[c->device][b->context->device] :
+				 reserved(at, 0) != NULL)
 				result = ILLEGAL_ADDRESS;
 			if (to) {
 				at = (uintptr_t)to;
@@ -1228,6 +1578,14 @@ EXPORT void fake_configure(int n, int operations, int major, int limit, int buff
 	devices = n;
 	capability = major;
 	memory_operations = operations;
+}
+
+// fake_handles sets which handles the memory of cuMemCreate has. Before cuInit.
+EXPORT void fake_handles(int manages, int files, const int *clique)
+{
+	vmm = manages;
+	descriptors = files;
+	memcpy(cliques, clique, sizeof cliques);
 }
 
 // fake_kernels loads the host compilation of the kernels. It returns NULL, or an error.
@@ -1289,7 +1647,7 @@ EXPORT void *fake_bytes(uint64_t at, size_t n)
 
 // What there is at the moment.
 typedef struct {
-	int contexts, device_blocks, imported, host_blocks, modules, streams, events; // objects
+	int contexts, device_blocks, imported, physical, reserved, host_blocks, modules, streams, events; // objects
 	int resident, loading, delayed; // kernels that run, loads that wait for them, copies that wait for loads
 } census;
 
@@ -1305,6 +1663,10 @@ EXPORT void fake_census(census *n)
 	}
 	for (block *b = blocks; b; b = b->next)
 		b->opened ? n->imported++ : (uintptr_t)b->contents == b->at ? n->host_blocks++ : n->device_blocks++;
+	for (physical *p = physicals; p; p = p->next)
+		n->physical++;
+	for (reservation *r = reservations; r; r = r->next)
+		n->reserved++;
 	n->modules = modules, n->streams = queues, n->events = events;
 	pthread_mutex_unlock(&lock);
 }

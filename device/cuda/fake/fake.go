@@ -9,12 +9,13 @@ package fake
 #include <stdlib.h>
 
 typedef struct {
-	int contexts, device_blocks, imported, host_blocks;
+	int contexts, device_blocks, imported, physical, reserved, host_blocks;
 	int modules, streams, events, resident, loading, delayed;
 } census;
 
 typedef struct {
 	void (*configure)(int, int, int, int, int, int, int);
+	void (*handles)(int, int, const int *);
 	const char *(*kernels)(const char *);
 	int (*fail)(const char *, int, int);
 	const char *(*calls)(int, int *);
@@ -29,6 +30,7 @@ static const char *load(const char *path, functions *f)
 	if (!lib)
 		return dlerror();
 	f->configure = dlsym(lib, "fake_configure");
+	f->handles = dlsym(lib, "fake_handles");
 	f->kernels = dlsym(lib, "fake_kernels");
 	f->fail = dlsym(lib, "fake_fail");
 	f->calls = dlsym(lib, "fake_calls");
@@ -42,6 +44,10 @@ static void configure(functions *f, int n, int operations, int major, int queues
 		      int ordering, int isolated)
 {
 	f->configure(n, operations, major, queues, buffers, ordering, isolated);
+}
+static void handles(functions *f, int vmm, int descriptors, const int *cliques)
+{
+	f->handles(vmm, descriptors, cliques);
 }
 static const char *kernels(functions *f, const char *path) { return f->kernels(path); }
 static int fail(functions *f, const char *call, int k, int code) { return f->fail(call, k, code); }
@@ -81,7 +87,14 @@ type Config struct {
 	DMABuf      bool // memory can be exported as DMA buffers
 	Unordered   bool // what other devices write has to be flushed
 	Isolated    bool // no GPU has access to another one's memory
+
+	NoVMM         bool            // memory has IPC handles only
+	NoDescriptors bool            // memory of cuMemCreate has no descriptors
+	Cliques       [maxDevices]int // of the fabric that each GPU has joined; 0: none
 }
+
+// maxDevices is the most GPUs that a driver has.
+const maxDevices = 8
 
 // library is the source of the library.
 var library = compiled.Source{Variable: "CC", Compiler: "cc", Dir: "device/cuda/fake", Files: "fake.c",
@@ -130,6 +143,17 @@ func New(tb testing.TB, c Config) *Driver {
 		isolated = 1
 	}
 	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering, isolated)
+	vmm, descriptors, cliques := C.int(1), C.int(1), [maxDevices]C.int{}
+	if c.NoVMM {
+		vmm = 0
+	}
+	if c.NoDescriptors {
+		descriptors = 0
+	}
+	for i, n := range c.Cliques {
+		cliques[i] = C.int(n)
+	}
+	C.handles(&d.f, vmm, descriptors, &cliques[0])
 	if why := C.kernels(&d.f, kernels); why != nil {
 		tb.Fatal(C.GoString(why))
 	}
@@ -179,9 +203,9 @@ func (d *Driver) Bytes(m mem.Memory) []byte {
 func (d *Driver) Census() Census {
 	var n C.census
 	C.count(&d.f, &n)
-	return Census{int(n.contexts), int(n.device_blocks), int(n.imported), int(n.host_blocks),
-		int(n.modules), int(n.streams),
-		int(n.events), int(n.resident), int(n.loading), int(n.delayed)}
+	return Census{int(n.contexts), int(n.device_blocks), int(n.imported), int(n.physical), int(n.reserved),
+		int(n.host_blocks), int(n.modules), int(n.streams), int(n.events), int(n.resident), int(n.loading),
+		int(n.delayed)}
 }
 
 // Capture begins or ends that the work of a stream goes into a graph.
