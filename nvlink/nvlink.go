@@ -19,6 +19,7 @@ package nvlink
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 
 	"tutti/internal/cpus"
@@ -194,6 +195,21 @@ func (s System) Find(uuid, pci string) (Spot, bool) {
 		}
 	}
 	return Spot{}, false
+}
+
+// Clique names the clique of a fabric that the GPU of a device has joined, which Find finds, "" if
+// it has joined none. GPUs of the machine with the same name map each other's memory by handles of
+// the fabric. Instances of a GPU do not.
+func (s System) Clique(uuid, pci string) string {
+	at, found := s.Find(uuid, pci)
+	if !found || at.MIG != "" {
+		return ""
+	}
+	f := s.GPUs[at.GPU].Fabric
+	if f.State != FabricCompleted || f.Problem != "" || s.GPUs[at.GPU].Problem != "" {
+		return ""
+	}
+	return fmt.Sprintf("%s/%d", f.Cluster, f.Clique)
 }
 
 // bare returns a UUID without its prefix, in lower case.

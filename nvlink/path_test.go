@@ -275,6 +275,33 @@ func TestNICs(t *testing.T) {
 	}
 }
 
+// Only GPUs that the fabric has taken in have a clique, and only those of the same one its name.
+func TestClique(t *testing.T) {
+	s := nvlinktest.DGXH100()
+	s.GPUs[1].Fabric.Clique = 7
+	s.GPUs[2].Fabric.Cluster = "c"
+	s.GPUs[3].Fabric.State = nvlink.FabricInProgress
+	s.GPUs[4].Fabric.Problem = "no switch"
+	s.GPUs[5].MIG, s.GPUs[5].Instances = nvlink.Yes, []string{"MIG-aa"}
+	names := map[string][]int{}
+	for i, g := range s.GPUs {
+		name := s.Clique(g.UUID, "")
+		names[name] = append(names[name], i)
+	}
+	if got := fmt.Sprint(names); got != "map[:[3 4] /0:[0 5 6 7] /7:[1] c/0:[2]]" {
+		t.Errorf("the cliques are %s", got)
+	}
+	for _, uuid := range []string{"MIG-aa", "unknown"} {
+		if name := s.Clique(uuid, ""); name != "" {
+			t.Errorf("%s is in clique %q", uuid, name)
+		}
+	}
+	a100 := nvlinktest.DGXA100()
+	if name := a100.Clique(a100.GPUs[0].UUID, ""); name != "" {
+		t.Errorf("a GPU that is not registered is in clique %q", name)
+	}
+}
+
 func TestFindGPUOrInstance(t *testing.T) {
 	s := nvlinktest.DGXH100()
 	s.GPUs[3].MIG, s.GPUs[3].Instances = nvlink.Yes, []string{"MIG-aa", "MIG-Bb"}

@@ -216,6 +216,7 @@ func manyStarted(t *testing.T, d device.Device) {
 func TestDirectOperationsOnSeveralGPUs(t *testing.T) {
 	const n, count = 3, 100_000
 	for name, c := range map[string]fake.Config{"reached": {}, "isolated": {Isolated: true},
+		"reached, IPC": {NoVMM: true}, "isolated, IPC": {Isolated: true, NoVMM: true},
 		"reached, without memory operations": {NoMemoryOps: true}} {
 		t.Run(name, func(t *testing.T) {
 			access := !c.Isolated

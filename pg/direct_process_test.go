@@ -34,9 +34,14 @@ type gpu struct {
 	fake *fake.Driver
 }
 
-func openGPU(t *testing.T, ordinal int, isolated bool) *gpu {
-	t.Helper()
-	return openGPUOf(t, ordinal, fake.Config{Isolated: isolated})
+// kindsOfHandles are those that memory of Alloc has.
+var kindsOfHandles = map[string]fake.Config{"descriptors": {}, "IPC": {NoVMM: true}}
+
+// onHandles runs f on a GPU for each kind of handles.
+func onHandles(t *testing.T, f func(t *testing.T, d *gpu)) {
+	for name, c := range kindsOfHandles {
+		t.Run(name, func(t *testing.T) { f(t, openGPUOf(t, 0, c)) })
+	}
 }
 
 // openGPUOf is openGPU on a machine with 4 GPUs.
@@ -51,7 +56,10 @@ func openGPUOf(t *testing.T, ordinal int, c fake.Config) *gpu {
 func ofRank() int { n, _ := strconv.Atoi(os.Getenv("TUTTI_RANK")); return n }
 
 // opened returns how many allocations of other processes were mapped until now.
-func (d *gpu) opened() int { return d.fake.Calls()["cuIpcOpenMemHandle_v2"] }
+func (d *gpu) opened() int {
+	calls := d.fake.Calls()
+	return calls["cuIpcOpenMemHandle_v2"] + calls["cuMemImportFromShareableHandle"]
+}
 
 // alloc returns memory with contents, which is freed when the test has ended.
 func (d *gpu) alloc(t *testing.T, contents []byte) mem.Memory {
@@ -173,7 +181,7 @@ func (d *gpu) compare(t *testing.T, g *pg.Group, c directCase, dt pg.DType, rng 
 func TestDirectBetweenProcesses(t *testing.T) {
 	for _, n := range []int{2, 4} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
-			d := openGPU(t, 0, false)
+			d := openGPUOf(t, 0, fake.Config{NoVMM: n == 4})
 			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 				rng := rand.New(rand.NewPCG(1, uint64(g.Rank())))
 				all := kernels.DTypes()
@@ -225,80 +233,81 @@ func (d *gpu) sum(ctx context.Context, g *pg.Group, m mem.Memory, want ...byte) 
 // mapped so, though all ranks have GPUs; nor is that of other operations with devices.
 func TestDirectMapsOnce(t *testing.T) {
 	const n, size = 3, 256 << 10
-	d := openGPU(t, 0, false)
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		ctx, m := t.Context(), d.alloc(t, make([]byte, size))
-		host, err := pg.Alloc[float32](g, 1<<16)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for range 5 {
-			if err := errors.Join(pg.AllReduce(ctx, g, make([]float32, 1<<16), pg.Sum),
-				pg.AllReduce(ctx, g, host, pg.Sum), g.Barrier(ctx)); err != nil {
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx, m := t.Context(), d.alloc(t, make([]byte, size))
+			host, err := pg.Alloc[float32](g, 1<<16)
+			if err != nil {
 				t.Fatal(err)
 			}
-		}
-		if d.opened() != 0 {
-			t.Error("memory of the host was mapped as a device's")
-		}
-		for range 10 {
+			for range 5 {
+				if err := errors.Join(pg.AllReduce(ctx, g, make([]float32, 1<<16), pg.Sum),
+					pg.AllReduce(ctx, g, host, pg.Sum), g.Barrier(ctx)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if d.opened() != 0 {
+				t.Error("memory of the host was mapped as a device's")
+			}
+			for range 10 {
+				if err := d.sum(ctx, g, m, 1<<n-1); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := d.opened(); got != n-1 {
+				t.Errorf("%d allocations were mapped, want %d: one of each other rank", got, n-1)
+			}
+			if g.Copies() != 0 {
+				t.Error("buffers were copied to the host")
+			}
+			for range 5 {
+				if err := errors.Join(pg.AllReduce(ctx, g, make([]float32, 1<<16), pg.Sum),
+					pg.AllReduce(ctx, g, host, pg.Sum)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for range 20 {
+				other, err := d.Alloc(size)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := d.sum(ctx, g, other, 1<<n-1); err != nil {
+					t.Fatal(err)
+				}
+				if err := errors.Join(g.Barrier(ctx), d.Free(other)); err != nil {
+					t.Fatal(err)
+				}
+				// What was freed is unmapped when the next one is mapped.
+				d.fake.Until(t, "memory that was freed is unmapped",
+					func(c fake.Census) bool { return c.Imported <= 2*(n-1) })
+			}
+			var kept []mem.Memory
+			for range 70 { // more than stay mapped
+				other, err := d.Alloc(128 << 10)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if kept = append(kept, other); d.sum(ctx, g, other, 1<<n-1) != nil {
+					t.Fatal("an operation has failed")
+				}
+			}
+			if c := d.fake.Census(); c.Imported > 64*(n-1) {
+				t.Errorf("%d allocations are mapped", c.Imported)
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range kept {
+				d.Free(m)
+			}
 			if err := d.sum(ctx, g, m, 1<<n-1); err != nil {
 				t.Fatal(err)
 			}
-		}
-		if got := d.opened(); got != n-1 {
-			t.Errorf("%d allocations were mapped, want %d: one of each other rank", got, n-1)
-		}
-		if g.Copies() != 0 {
-			t.Error("buffers were copied to the host")
-		}
-		for range 5 {
-			if err := errors.Join(pg.AllReduce(ctx, g, make([]float32, 1<<16), pg.Sum),
-				pg.AllReduce(ctx, g, host, pg.Sum)); err != nil {
+			if err := pg.Free(g, host); err != nil {
 				t.Fatal(err)
 			}
-		}
-		for range 20 {
-			other, err := d.Alloc(size)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := d.sum(ctx, g, other, 1<<n-1); err != nil {
-				t.Fatal(err)
-			}
-			if err := errors.Join(g.Barrier(ctx), d.Free(other)); err != nil {
-				t.Fatal(err)
-			}
-			// What was freed is unmapped when the next one is mapped.
-			d.fake.Until(t, "memory that was freed is unmapped",
-				func(c fake.Census) bool { return c.Imported <= 2*(n-1) })
-		}
-		var kept []mem.Memory
-		for range 70 { // more than stay mapped
-			other, err := d.Alloc(128 << 10)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if kept = append(kept, other); d.sum(ctx, g, other, 1<<n-1) != nil {
-				t.Fatal("an operation has failed")
-			}
-		}
-		if c := d.fake.Census(); c.Imported > 64*(n-1) {
-			t.Errorf("%d allocations are mapped", c.Imported)
-		}
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
-		for _, m := range kept {
-			d.Free(m)
-		}
-		if err := d.sum(ctx, g, m, 1<<n-1); err != nil {
-			t.Fatal(err)
-		}
-		if err := pg.Free(g, host); err != nil {
-			t.Fatal(err)
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+	})
 }
 
 // A rank that dies at any moment, while the others load from its memory or map it for the first
@@ -312,7 +321,7 @@ func TestDeathDuringDirectOperations(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("%v/%d", how, moment), func(t *testing.T) {
 				const n, victim = 4, 2
-				d := openGPU(t, 0, false)
+				d := openGPUOf(t, 0, fake.Config{NoVMM: moment%2 == 1})
 				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 					ctx := t.Context()
 					var early *pg.RankError
@@ -360,117 +369,119 @@ func TestDeathDuringDirectOperations(t *testing.T) {
 // anew.
 func TestDirectMapsTheNextIncarnation(t *testing.T) {
 	const n, victim, size = 3, 1, 256 << 10
-	d := openGPU(t, 0, false)
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		ctx, m := t.Context(), d.alloc(t, make([]byte, size))
-		mapped := func(want int) {
-			t.Helper()
-			d.fake.Until(t, fmt.Sprintf("%d allocations are mapped", want),
-				func(c fake.Census) bool { return c.Imported == want })
-		}
-		if !pgtest.Second() {
-			if err := d.sum(ctx, g, m, 7); err != nil {
-				t.Fatal(err)
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx, m := t.Context(), d.alloc(t, make([]byte, size))
+			mapped := func(want int) {
+				t.Helper()
+				d.fake.Until(t, fmt.Sprintf("%d allocations are mapped", want),
+					func(c fake.Census) bool { return c.Imported == want })
 			}
-			mapped(2)
-			if err := g.Barrier(ctx); err != nil {
-				t.Fatal(err)
-			}
-			if g.Rank() == victim {
-				pgtest.Kill(t)
-			}
-			for in, first := false, true; !in; {
-				if _, err := g.Admit(ctx); err != nil && lostRank(err) != victim {
+			if !pgtest.Second() {
+				if err := d.sum(ctx, g, m, 7); err != nil {
 					t.Fatal(err)
 				}
-				v := g.View()
-				in = v.Epoch >= 3 && len(v.Active) == n
-				if first && len(v.Active) == n-1 {
-					if first = false; d.fake.Census().Imported > 2 {
-						t.Error("the dead rank's memory was mapped again")
+				mapped(2)
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+				if g.Rank() == victim {
+					pgtest.Kill(t)
+				}
+				for in, first := false, true; !in; {
+					if _, err := g.Admit(ctx); err != nil && lostRank(err) != victim {
+						t.Fatal(err)
+					}
+					v := g.View()
+					in = v.Epoch >= 3 && len(v.Active) == n
+					if first && len(v.Active) == n-1 {
+						if first = false; d.fake.Census().Imported > 2 {
+							t.Error("the dead rank's memory was mapped again")
+						}
 					}
 				}
 			}
-		}
-		before := d.opened()
-		for range 3 {
-			if err := d.sum(ctx, g, m, 7); err != nil {
+			before := d.opened()
+			for range 3 {
+				if err := d.sum(ctx, g, m, 7); err != nil {
+					t.Fatal(err)
+				}
+			}
+			mapped(2)
+			if got := d.opened() - before; got > 2 || got == 0 {
+				t.Errorf("%d allocations were mapped in the new view", got)
+			}
+			if path, err := g.Direct(); path != "same GPU" {
+				t.Errorf("the path is %q: %v", path, err)
+			}
+			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
-		}
-		mapped(2)
-		if got := d.opened() - before; got > 2 || got == 0 {
-			t.Errorf("%d allocations were mapped in the new view", got)
-		}
-		if path, err := g.Direct(); path != "same GPU" {
-			t.Errorf("the path is %q: %v", path, err)
-		}
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Devices: device.List{d}}),
-		pgtest.Expect(victim, syscall.SIGKILL), pgtest.Replace(victim))
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Devices: device.List{d}}),
+			pgtest.Expect(victim, syscall.SIGKILL), pgtest.Replace(victim))
+	})
 }
 
 // A rank that is stopped delays no other past its deadline. Afterwards no stream works for the
 // operation, and the group goes on.
 func TestDirectDeadlines(t *testing.T) {
 	const n, victim = 3, 1
-	d := openGPU(t, 0, false)
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		ctx := t.Context()
-		control := pgtest.InjectFaults(t)
-		s, err := d.Stream()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer s.Close()
-		for round := range 3 {
-			if err := g.Barrier(ctx); err != nil {
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx := t.Context()
+			control := pgtest.InjectFaults(t)
+			s, err := d.Stream()
+			if err != nil {
 				t.Fatal(err)
 			}
-			if g.Rank() == 0 {
-				go func() {
-					time.Sleep(time.Duration(rand.IntN(8000)) * time.Microsecond)
-					control.Stop(victim, 2*time.Second)
-				}()
+			defer s.Close()
+			for round := range 3 {
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+				if g.Rank() == 0 {
+					go func() {
+						time.Sleep(time.Duration(rand.IntN(8000)) * time.Microsecond)
+						control.Stop(victim, 2*time.Second)
+					}()
+				}
+				for err = nil; err == nil; {
+					m, bad := d.Alloc(256 << 10)
+					if bad != nil {
+						t.Fatal(bad)
+					}
+					cctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+					began := time.Now()
+					err = d.sum(cctx, g, m, 1<<n-1)
+					if took := time.Since(began); g.Rank() != victim && took > 20*time.Second {
+						t.Errorf("round %d: it returned after %v, with %v", round, took, err)
+					}
+					cancel()
+					if err == nil {
+						err = d.Free(m)
+						continue
+					}
+					mine := bytes.Repeat([]byte{99}, m.Len())
+					copy(d.fake.Bytes(m), mine)
+					e, bad := s.Record()
+					if bad = errors.Join(bad, e.Wait(ctx)); bad != nil {
+						t.Fatalf("the context is not usable after %v: %v", err, bad)
+					}
+					time.Sleep(20 * time.Millisecond) // in which something could be written
+					if !bytes.Equal(d.fake.Bytes(m), mine) {
+						t.Fatalf("round %d: memory was written after %v", round, err)
+					}
+					if bad := d.Free(m); bad != nil {
+						t.Fatal(bad)
+					}
+				}
+				if err := g.Recover(ctx); err != nil {
+					t.Fatal(err)
+				}
 			}
-			for err = nil; err == nil; {
-				m, bad := d.Alloc(256 << 10)
-				if bad != nil {
-					t.Fatal(bad)
-				}
-				cctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
-				began := time.Now()
-				err = d.sum(cctx, g, m, 1<<n-1)
-				if took := time.Since(began); g.Rank() != victim && took > 20*time.Second {
-					t.Errorf("round %d: it returned after %v, with %v", round, took, err)
-				}
-				cancel()
-				if err == nil {
-					err = d.Free(m)
-					continue
-				}
-				mine := bytes.Repeat([]byte{99}, m.Len())
-				copy(d.fake.Bytes(m), mine)
-				e, bad := s.Record()
-				if bad = errors.Join(bad, e.Wait(ctx)); bad != nil {
-					t.Fatalf("the context is not usable after %v: %v", err, bad)
-				}
-				time.Sleep(20 * time.Millisecond) // in which something could be written
-				if !bytes.Equal(d.fake.Bytes(m), mine) {
-					t.Fatalf("round %d: memory was written after %v", round, err)
-				}
-				if bad := d.Free(m); bad != nil {
-					t.Fatal(bad)
-				}
-			}
-			if err := g.Recover(ctx); err != nil {
-				t.Fatal(err)
-			}
-		}
-	}, pgtest.Transport("shm"), pgtest.Faults(nil),
-		pgtest.Config(pg.Config{OnFailure: pg.Report, Devices: device.List{d}}))
+		}, pgtest.Transport("shm"), pgtest.Faults(nil),
+			pgtest.Config(pg.Config{OnFailure: pg.Report, Devices: device.List{d}}))
+	})
 }
 
 // Ranks on GPUs that reach each other load from them; others copy through the host, and say why.
@@ -480,15 +491,18 @@ func TestDirectNeedsPeerAccess(t *testing.T) {
 	for _, c := range []struct {
 		name      string
 		isolated  bool
+		ipc       bool
 		single    string // Config.SingleCopy
 		path, why string
 	}{
 		{name: "reached", path: "peer access"},
+		{name: "reached by IPC", ipc: true, path: "peer access"},
 		{name: "isolated", isolated: true, why: "peer access is not supported"},
+		{name: "isolated, by IPC", isolated: true, ipc: true, why: "peer access is not supported"},
 		{name: "isolated, single copies", isolated: true, single: "on", why: "peer access is not supported"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			d := openGPU(t, ofRank(), c.isolated)
+			d := openGPUOf(t, ofRank(), fake.Config{Isolated: c.isolated, NoVMM: c.ipc})
 			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 				m := d.alloc(t, make([]byte, size))
 				for range 8 {
@@ -519,184 +533,189 @@ func TestDirectNeedsPeerAccess(t *testing.T) {
 // A rank that may not load from other devices has all copy through the host.
 func TestDirectIsSwitchedOff(t *testing.T) {
 	const n, size = 3, 256 << 10
-	d := openGPU(t, 0, false)
-	may := "auto"
-	if ofRank() == 1 {
-		may = "off"
-	}
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		m := d.alloc(t, make([]byte, size))
-		for range 5 {
-			if err := d.sum(t.Context(), g, m, 7); err != nil {
-				t.Fatal(err)
+	onHandles(t, func(t *testing.T, d *gpu) {
+		may := "auto"
+		if ofRank() == 1 {
+			may = "off"
+		}
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			m := d.alloc(t, make([]byte, size))
+			for range 5 {
+				if err := d.sum(t.Context(), g, m, 7); err != nil {
+					t.Fatal(err)
+				}
 			}
-		}
-		if d.opened() != 0 || g.Copies() == 0 {
-			t.Error("memory of other processes was mapped")
-		}
-		if path, err := g.Direct(); path != "" || g.Rank() != 1 && err == nil {
-			t.Errorf("the path is %q: %v", path, err)
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}, PeerDevices: may}))
+			if d.opened() != 0 || g.Copies() == 0 {
+				t.Error("memory of other processes was mapped")
+			}
+			if path, err := g.Direct(); path != "" || g.Rank() != 1 && err == nil {
+				t.Errorf("the path is %q: %v", path, err)
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}, PeerDevices: may}))
+	})
 }
 
 // Subgroups load from the same mappings; what they use of a rank that has died is unmapped too.
 func TestDirectInSubgroups(t *testing.T) {
 	const n, victim, size = 4, 3, 256 << 10
-	d := openGPU(t, 0, false)
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		ctx, m := t.Context(), d.alloc(t, make([]byte, size))
-		if err := d.sum(ctx, g, m, 15); err != nil {
-			t.Fatal(err)
-		}
-		sub, err := g.Split(ctx, g.Rank()%2, g.Rank()) // 0 and 2, 1 and 3
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer sub.Close()
-		if err := d.sum(ctx, sub, m, 3); err != nil {
-			t.Fatal(err)
-		}
-		if got := d.opened(); got != n-1 {
-			t.Errorf("%d allocations were mapped, want %d", got, n-1)
-		}
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
-		if g.Rank() == victim {
-			pgtest.Kill(t)
-		}
-		for err = nil; err == nil; {
-			err = d.sum(ctx, g, m, 15, 7)
-			if len(g.View().Active) < n {
-				break
-			}
-		}
-		if err := d.sum(ctx, g, m, 7); err != nil {
-			t.Fatal(err)
-		}
-		want := byte(3)
-		if g.Rank() == 1 {
-			want = 1
-		}
-		for {
-			if err = d.sum(ctx, sub, m, want); err == nil {
-				break
-			}
-			if lostRank(err) < 0 {
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx, m := t.Context(), d.alloc(t, make([]byte, size))
+			if err := d.sum(ctx, g, m, 15); err != nil {
 				t.Fatal(err)
 			}
-		}
-		d.fake.Until(t, "the dead rank's memory is unmapped", func(c fake.Census) bool { return c.Imported <= n-2 })
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Devices: device.List{d}}),
-		pgtest.Expect(victim, syscall.SIGKILL))
+			sub, err := g.Split(ctx, g.Rank()%2, g.Rank()) // 0 and 2, 1 and 3
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer sub.Close()
+			if err := d.sum(ctx, sub, m, 3); err != nil {
+				t.Fatal(err)
+			}
+			if got := d.opened(); got != n-1 {
+				t.Errorf("%d allocations were mapped, want %d", got, n-1)
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if g.Rank() == victim {
+				pgtest.Kill(t)
+			}
+			for err = nil; err == nil; {
+				err = d.sum(ctx, g, m, 15, 7)
+				if len(g.View().Active) < n {
+					break
+				}
+			}
+			if err := d.sum(ctx, g, m, 7); err != nil {
+				t.Fatal(err)
+			}
+			want := byte(3)
+			if g.Rank() == 1 {
+				want = 1
+			}
+			for {
+				if err = d.sum(ctx, sub, m, want); err == nil {
+					break
+				}
+				if lostRank(err) < 0 {
+					t.Fatal(err)
+				}
+			}
+			d.fake.Until(t, "the dead rank's memory is unmapped", func(c fake.Census) bool { return c.Imported <= n-2 })
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Devices: device.List{d}}),
+			pgtest.Expect(victim, syscall.SIGKILL))
+	})
 }
 
 // A driver that cannot map an allocation of another process costs the operation nothing but the
 // copy, at any rank.
 func TestDirectFallsBackWhenMappingFails(t *testing.T) {
 	const n, size = 3, 256 << 10
-	d := openGPU(t, 0, false)
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		if g.Rank() == 1 {
-			d.fake.Fail("cuIpcOpenMemHandle_v2", 2, fake.OutOfMemory)
-		}
-		m := d.alloc(t, make([]byte, size))
-		for range 3 {
-			if err := d.sum(t.Context(), g, m, 7); err != nil {
-				t.Fatal(err)
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				d.fake.Fail("cuIpcOpenMemHandle_v2", 2, fake.OutOfMemory)
+				d.fake.Fail("cuMemMap", 3, fake.OutOfMemory) // the first one is of this rank's memory
 			}
-		}
-		if path, err := g.Direct(); path != "" || err == nil ||
-			!strings.Contains(err.Error(), "rank 1 does not reach") {
-			t.Errorf("the path is %q: %v", path, err)
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+			m := d.alloc(t, make([]byte, size))
+			for range 3 {
+				if err := d.sum(t.Context(), g, m, 7); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if path, err := g.Direct(); path != "" || err == nil ||
+				!strings.Contains(err.Error(), "rank 1 does not reach") {
+				t.Errorf("the path is %q: %v", path, err)
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+	})
 }
 
 // Ranks make the same calls, each on memory of the host or of its GPU and in its own way,
 // so that some of them can be direct and some cannot: all have their results.
 func TestDirectAmongOtherOperations(t *testing.T) {
 	const n = 3
-	d := openGPU(t, 0, false)
-	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-		ctx := t.Context()
-		rounds := 150
-		if testing.Short() {
-			rounds = 60
-		}
-		all := rand.New(rand.NewPCG(1, 2))                // the same at all ranks
-		own := rand.New(rand.NewPCG(3, uint64(g.Rank()))) // of this one
-		s, err := d.Stream()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer s.Close()
-		direct := 0
-		for round := range rounds {
-			size := []int{100, 40 << 10, 128 << 10, 300_000, 300_001}[all.IntN(5)]
-			mixed := all.IntN(3) == 0 // ranks choose by themselves
-			cases := slices.Concat(copying(g.Rank(), n, size), reducing(n, size, pg.Sum))
-			c := cases[all.IntN(len(cases))]
-			dst, src := ones(own, pg.Uint8, c.dst), ones(own, pg.Uint8, c.src)
-			there := slices.Concat(dst, src)
-			if err := g.Do(ctx, c.op(hostBuffer(dst, pg.Uint8), hostBuffer(src, pg.Uint8))); err != nil {
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx := t.Context()
+			rounds := 150
+			if testing.Short() {
+				rounds = 60
+			}
+			all := rand.New(rand.NewPCG(1, 2))                // the same at all ranks
+			own := rand.New(rand.NewPCG(3, uint64(g.Rank()))) // of this one
+			s, err := d.Stream()
+			if err != nil {
 				t.Fatal(err)
 			}
-			mode := 1 + all.IntN(2)
-			if mixed {
-				mode = own.IntN(5)
-			}
-			// A short allreduce is on the memory of GPUs at all ranks, or at none.
-			host := mode == 0 && !(size == 100 && strings.HasPrefix(c.name, "allreduce"))
-			m := d.alloc(t, there)
-			var on device.Stream
-			if mode > 2 {
-				on = s
-			}
-			at := func(from, n int) pg.Buffer {
-				switch {
-				case n == 0:
-					return pg.Buffer{DType: pg.Uint8}
-				case host:
-					return hostBuffer(there[from:from+n], pg.Uint8)
-				}
-				return pg.DeviceBuffer(m.Slice(from, n), pg.Uint8, on)
-			}
-			op, before := c.op(at(0, len(dst)), at(len(dst), len(src))), g.Copies()
-			if mode%2 == 0 {
-				err = g.Start(op).Wait(ctx)
-			} else {
-				err = g.Do(ctx, op)
-			}
-			if err != nil {
-				t.Fatalf("round %d, %s: %v", round, c.name, err)
-			}
-			got := there
-			if !host {
-				if got = d.fake.Bytes(m); g.Copies() == before && len(there) > 0 {
-					direct++
-				}
-			}
-			if !bytes.Equal(got, slices.Concat(dst, src)) {
-				t.Fatalf("round %d, %s of %d bytes, mode %d: another result than on the host", round, c.name,
-					size, mode)
-			}
-			if all.IntN(4) == 0 { // or it stays mapped
-				if err := errors.Join(g.Barrier(ctx), d.Free(m)); err != nil {
+			defer s.Close()
+			direct := 0
+			for round := range rounds {
+				size := []int{100, 40 << 10, 128 << 10, 300_000, 300_001}[all.IntN(5)]
+				mixed := all.IntN(3) == 0 // ranks choose by themselves
+				cases := slices.Concat(copying(g.Rank(), n, size), reducing(n, size, pg.Sum))
+				c := cases[all.IntN(len(cases))]
+				dst, src := ones(own, pg.Uint8, c.dst), ones(own, pg.Uint8, c.src)
+				there := slices.Concat(dst, src)
+				if err := g.Do(ctx, c.op(hostBuffer(dst, pg.Uint8), hostBuffer(src, pg.Uint8))); err != nil {
 					t.Fatal(err)
 				}
+				mode := 1 + all.IntN(2)
+				if mixed {
+					mode = own.IntN(5)
+				}
+				// A short allreduce is on the memory of GPUs at all ranks, or at none.
+				host := mode == 0 && !(size == 100 && strings.HasPrefix(c.name, "allreduce"))
+				m := d.alloc(t, there)
+				var on device.Stream
+				if mode > 2 {
+					on = s
+				}
+				at := func(from, n int) pg.Buffer {
+					switch {
+					case n == 0:
+						return pg.Buffer{DType: pg.Uint8}
+					case host:
+						return hostBuffer(there[from:from+n], pg.Uint8)
+					}
+					return pg.DeviceBuffer(m.Slice(from, n), pg.Uint8, on)
+				}
+				op, before := c.op(at(0, len(dst)), at(len(dst), len(src))), g.Copies()
+				if mode%2 == 0 {
+					err = g.Start(op).Wait(ctx)
+				} else {
+					err = g.Do(ctx, op)
+				}
+				if err != nil {
+					t.Fatalf("round %d, %s: %v", round, c.name, err)
+				}
+				got := there
+				if !host {
+					if got = d.fake.Bytes(m); g.Copies() == before && len(there) > 0 {
+						direct++
+					}
+				}
+				if !bytes.Equal(got, slices.Concat(dst, src)) {
+					t.Fatalf("round %d, %s of %d bytes, mode %d: another result than on the host", round, c.name,
+						size, mode)
+				}
+				if all.IntN(4) == 0 { // or it stays mapped
+					if err := errors.Join(g.Barrier(ctx), d.Free(m)); err != nil {
+						t.Fatal(err)
+					}
+				}
 			}
-		}
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
-		t.Logf("%d of %d operations were direct", direct, rounds)
-		if direct < rounds/10 {
-			t.Errorf("%d of %d operations were direct", direct, rounds)
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("%d of %d operations were direct", direct, rounds)
+			if direct < rounds/10 {
+				t.Errorf("%d of %d operations were direct", direct, rounds)
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+	})
 }

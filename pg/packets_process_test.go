@@ -18,8 +18,9 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// memoryOps are the two ways in which streams wait for words.
-var memoryOps = map[string]fake.Config{"memory operations": {}, "kernels": {NoMemoryOps: true}}
+// memoryOps are the two ways in which streams wait for words, with the two kinds of handles.
+var memoryOps = map[string]fake.Config{"memory operations, descriptors": {},
+	"kernels, IPC": {NoMemoryOps: true, NoVMM: true}}
 
 // startedSizes are those of operations in packets, and of some that go through the host.
 var startedSizes = []int{64, 1 << 20}
@@ -225,7 +226,8 @@ func TestDeathWhileStreamsDoNotCome(t *testing.T) {
 		for _, size := range startedSizes {
 			t.Run(fmt.Sprintf("%s, %d bytes", name, size), func(t *testing.T) {
 				cfg := pg.Config{OnFailure: mode, Timeout: 3 * time.Minute}
-				onFlow(t, fake.Config{}, size, cfg, func(t *testing.T, f *flow, g *pg.Group) {
+				c := fake.Config{NoVMM: mode == pg.Shrink}
+				onFlow(t, c, size, cfg, func(t *testing.T, f *flow, g *pg.Group) {
 					ctx := t.Context()
 					if failed, bad := f.sum(ctx, g, 7); failed != nil || bad != nil {
 						t.Fatal(failed, bad)

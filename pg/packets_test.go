@@ -77,6 +77,7 @@ func onPackets(t *testing.T, n int, c fake.Config, cfg Config, f func(ctx contex
 // bits of the host's, and nothing is copied to the host. Operations on the host are between them.
 func TestPackets(t *testing.T) {
 	for name, c := range map[string]fake.Config{"one GPU": {}, "a GPU each": {Devices: 3},
+		"a GPU each, IPC":             {Devices: 3, NoVMM: true},
 		"one GPU, waiting by kernels": {NoMemoryOps: true}} {
 		t.Run(name, func(t *testing.T) {
 			onPackets(t, 3, c, Config{}, func(ctx context.Context, r packetRank) error {

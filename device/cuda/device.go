@@ -27,19 +27,33 @@ type Device struct {
 	mu      sync.Mutex
 	closed  bool
 	streams map[*stream]struct{}
-	memory  map[uint64]int // address -> length, of Alloc
+	memory  map[uint64]allocation // by address, of Alloc
 	host    heap
 
+	kinds   kinds   // of handles of memory
 	imports imports // of other processes
+}
+
+// An allocation is memory of Alloc.
+type allocation struct {
+	n        int
+	physical *physical // nil: it has IPC handles only
 }
 
 // Open returns a GPU as a device, with all kernels loaded. The caller closes it. It may be opened
 // more than once; memory, words and streams belong to one Device each. The driver translates the
 // kernels for the GPU, which may take long when it does so first on a machine.
-func (d *Driver) Open(ordinal int) (*Device, error) { return d.open(ordinal, true) }
+func (d *Driver) Open(ordinal int) (*Device, error) { return d.OpenIn("", ordinal) }
 
-// open is Open; without preload the driver loads kernels when they are launched first.
-func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
+// OpenIn is Open for a GPU that has joined a clique of a fabric of NVSwitches. The name is the same
+// for all GPUs of the clique, and for no other: nvlink.System.Clique returns it. Devices of the
+// same clique map each other's memory by handles of the fabric, if the driver has them.
+func (d *Driver) OpenIn(clique string, ordinal int) (*Device, error) {
+	return d.open(clique, ordinal, true)
+}
+
+// open is OpenIn; without preload the driver loads kernels when they are launched first.
+func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error) {
 	info, handle, err := d.info(ordinal)
 	if err != nil {
 		return nil, err
@@ -54,9 +68,12 @@ func (d *Driver) open(ordinal int, preload bool) (*Device, error) {
 	}
 	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
-		streams: map[*stream]struct{}{}, memory: map[uint64]int{}, host: newHeap()}
-	v.imports = imports{loc: v.loc, open: v.gpu.openImport, close: v.gpu.closeShared, mapped: map[importKey]*mapping{}}
-	if err := v.load(ptx, preload); err != nil {
+		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap()}
+	v.imports = imports{loc: v.loc, open: g.openImport, close: g.closeImport, mapped: map[importKey]*mapping{}}
+	if err = v.prepareHandles(clique); err == nil {
+		err = v.load(ptx, preload)
+	}
+	if err != nil {
 		return nil, errors.Join(err, v.Close())
 	}
 	return v, nil
@@ -92,8 +109,12 @@ func (v *Device) Info() Info { return v.info }
 // Location implements device.Device.
 func (v *Device) Location() mem.Location { return v.loc }
 
-// Alloc implements device.Device.
-func (v *Device) Alloc(n int) (mem.Memory, error) {
+// Alloc implements device.Device. Other processes map memory of a granule and more, which is 2 MiB
+// with most drivers, by a descriptor (Info.VMM), and smaller memory by an IPC handle: see Share.
+func (v *Device) Alloc(n int) (mem.Memory, error) { return v.alloc(n, false) }
+
+// alloc allocates memory, which has a descriptor whatever its size if it is to be shared.
+func (v *Device) alloc(n int, shared bool) (mem.Memory, error) {
 	if n < 0 {
 		return mem.Memory{}, fmt.Errorf("cuda: allocating %d bytes on %s: %w", n, v.loc, device.ErrMemory)
 	}
@@ -103,14 +124,29 @@ func (v *Device) Alloc(n int) (mem.Memory, error) {
 	if n == 0 {
 		return mem.Device(0, 0, v.loc), nil
 	}
-	at, err := v.gpu.alloc(n)
-	if err != nil {
+	a := allocation{n: n}
+	var at uint64
+	var err error
+	if a.physical, err = v.allocPhysical(n, shared); err != nil {
+		return mem.Memory{}, err
+	}
+	if a.physical != nil {
+		at = a.physical.at
+	} else if at, err = v.gpu.alloc(n); err != nil {
 		return mem.Memory{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.memory[at] = n
+	v.memory[at] = a
 	return mem.Device(at, n, v.loc), nil
+}
+
+// release frees memory of Alloc.
+func (v *Device) release(at uint64, a allocation) error {
+	if a.physical != nil {
+		return a.physical.free()
+	}
+	return v.gpu.free(at)
 }
 
 // open returns an error if the device was closed.
@@ -129,18 +165,18 @@ func (v *Device) Free(m mem.Memory) error {
 		return nil
 	}
 	v.mu.Lock()
-	n, ok := 0, false
+	var a allocation
 	if m.Loc() == v.loc {
-		n, ok = v.memory[m.Address()]
+		a = v.memory[m.Address()]
 	}
-	if !ok || n != m.Len() {
+	if a.n == 0 || a.n != m.Len() {
 		v.mu.Unlock()
 		return fmt.Errorf("cuda: freeing %d bytes at %q that %s has not allocated so: %w", m.Len(), m.Loc(), v.loc,
 			device.ErrMemory)
 	}
 	delete(v.memory, m.Address())
 	v.mu.Unlock()
-	return v.gpu.free(m.Address())
+	return v.release(m.Address(), a)
 }
 
 // Export implements device.Exporter. The memory need not be of Alloc: it is that of any allocation
@@ -207,8 +243,8 @@ func (v *Device) Close() error {
 	}
 	closing.Wait()
 	errs = append(errs, v.imports.end())
-	for at := range v.memory {
-		errs = append(errs, v.gpu.free(at))
+	for at, a := range v.memory {
+		errs = append(errs, v.release(at, a))
 	}
 	for _, c := range v.host.chunks {
 		errs = append(errs, v.gpu.freeHost(c.at))

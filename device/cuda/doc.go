@@ -61,13 +61,20 @@
 //
 // # Other processes
 //
-// [Device.ExportIPC] returns a handle of an allocation, and [Device.ImportIPC] maps it in another
-// process of the machine, for which it is memory of that process's device. A device maps an
-// allocation once, and keeps it mapped when it is not used, because that takes the driver long.
-// Every import names its owner, the incarnation of a peer: [Device.ForgetIPC] unmaps what it had
-// when it is gone, and [Device.WithdrawIPC] one allocation before the owner frees it. Memory that
-// is in use stays mapped until [Import.Release]: work on memory that is not mapped would end the
+// [Device.Share] returns a key of an allocation, and [Device.Import] maps it in another process of
+// the machine, for which it is memory of that process's device. A device maps an allocation once,
+// and keeps it mapped when it is not used, because that takes the driver long. Every import names
+// its owner, the incarnation of a peer: [Device.Forget] unmaps what it had when it is gone. Memory
+// that is in use stays mapped until it is released: work on memory that is not mapped would end the
 // context.
+//
+// Keys are of three kinds. Memory that [Device.Alloc] has given has a descriptor, if the driver can
+// do that (in terms of CUDA, virtual memory management: cuMemCreate and cuMemMap) and it is not
+// small. The importing process asks the owner's for it by an Unix socket, so that both have to be
+// in one network namespace and of one user. Such memory lives until nobody has it mapped. It also
+// has a handle of the fabric of NVSwitches if the GPU was opened by [Driver.OpenIn], which a GPU of
+// the same clique uses. All other memory, that of the program included, has IPC handles, which
+// [Device.ExportIPC], [Device.ImportIPC], [Device.ForgetIPC] and [Device.WithdrawIPC] give alone.
 //
 // # Failures and the end
 //
@@ -80,9 +87,9 @@
 // memory holds, before Close returns; its events fail with device.ErrClosed. Afterwards nothing of
 // the stream touches memory, and the context is as usable as before.
 //
-// Nothing is freed by itself. Free, and FreeHost of more than 256 KiB, may wait until all work on
-// the GPU has ended, as the driver does: do not call them while a stream waits for something that
-// the caller is to do. [Device.Close] closes what is left.
+// Nothing is freed by itself. Free, releasing what was imported, and FreeHost of more than 256 KiB,
+// may wait until all work on the GPU has ended, as the driver does: do not call them while a stream
+// waits for something that the caller is to do. [Device.Close] closes what is left.
 package cuda
 
 import (
@@ -150,4 +157,7 @@ type Info struct {
 	MemoryOps    bool   // streams can wait for words without a kernel
 	DMABuf       bool   // other devices can access its memory: see Device.Export
 	Ordered      bool   // what they write there needs no Flush
+	VMM          bool   // memory has descriptors for other processes: see Device.Alloc
+	Fabric       bool   // and handles of the fabric of NVSwitches
+	rdma         bool   // such memory can be given to other devices
 }

@@ -15,6 +15,23 @@
 
 typedef uint64_t pointer; // CUdeviceptr
 
+struct properties { // CUmemAllocationProp
+	int type, types;
+	struct {
+		int type, id;
+	} location;
+	void *metadata;
+	struct {
+		unsigned char compression, rdma;
+		unsigned short usage;
+		unsigned char reserved[4];
+	} flags;
+};
+
+struct access { // CUmemAccessDesc
+	int type, id, flags;
+};
+
 // X(field, symbol, arguments): what every driver since CUDA 11 has.
 #define FUNCTIONS(X)                                                                                      \
 	X(get_error_name, "cuGetErrorName", (int, const char **))                                         \
@@ -58,6 +75,17 @@ typedef uint64_t pointer; // CUdeviceptr
 	X(ipc_get_handle, "cuIpcGetMemHandle", (struct tutti_cuda_ipc *, pointer))                        \
 	X(ipc_open_handle, "cuIpcOpenMemHandle_v2", (pointer *, struct tutti_cuda_ipc, unsigned))         \
 	X(ipc_close_handle, "cuIpcCloseMemHandle", (pointer))                                             \
+	X(mem_granularity, "cuMemGetAllocationGranularity", (size_t *, const struct properties *, int))   \
+	X(mem_create, "cuMemCreate", (uint64_t *, size_t, const struct properties *, unsigned long long)) \
+	X(mem_release, "cuMemRelease", (uint64_t))                                                        \
+	X(mem_reserve, "cuMemAddressReserve", (pointer *, size_t, size_t, pointer, unsigned long long))   \
+	X(mem_unreserve, "cuMemAddressFree", (pointer, size_t))                                           \
+	X(mem_map, "cuMemMap", (pointer, size_t, size_t, uint64_t, unsigned long long))                   \
+	X(mem_unmap, "cuMemUnmap", (pointer, size_t))                                                     \
+	X(mem_set_access, "cuMemSetAccess", (pointer, size_t, const struct access *, size_t))             \
+	X(mem_export, "cuMemExportToShareableHandle", (void *, uint64_t, int, unsigned long long))        \
+	X(mem_import, "cuMemImportFromShareableHandle", (uint64_t *, void *, int))                        \
+	X(synchronize, "cuCtxSynchronize", (void))                                                        \
 	X(enable_peer_access, "cuCtxEnablePeerAccess", (void *, unsigned))                                \
 	X(pointer_get_attribute, "cuPointerGetAttribute", (void *, int, pointer))                         \
 	X(device_get_uuid, "cuDeviceGetUuid", (unsigned char *, int))                                     \
@@ -275,6 +303,78 @@ int tutti_cuda_ipc_open(tutti_cuda *l, void *context, const struct tutti_cuda_ip
 }
 
 int tutti_cuda_ipc_close(tutti_cuda *l, void *context, uint64_t at) { IN(context, l->ipc_close_handle(at)); }
+
+int tutti_cuda_has_physical(tutti_cuda *l)
+{
+	return l->mem_granularity && l->mem_create && l->mem_release && l->mem_reserve && l->mem_unreserve && l->mem_map &&
+	       l->mem_unmap && l->mem_set_access && l->mem_export && l->mem_import && l->synchronize;
+}
+
+// The types of CU_MEM_ALLOCATION_TYPE_PINNED and CU_MEM_LOCATION_TYPE_DEVICE are both 1.
+static struct properties properties_of(int device, int types, int rdma)
+{
+	struct properties p = {.type = 1, .types = types, .location = {1, device}, .flags = {.rdma = rdma}};
+	return p;
+}
+
+int tutti_cuda_granularity(tutti_cuda *l, void *context, int device, int types, int rdma, size_t *n)
+{
+	struct properties p = properties_of(device, types, rdma);
+	IN(context, l->mem_granularity(n, &p, 0)); // CU_MEM_ALLOC_GRANULARITY_MINIMUM
+}
+
+int tutti_cuda_create(tutti_cuda *l, void *context, int device, int types, int rdma, size_t n, uint64_t *handle)
+{
+	struct properties p = properties_of(device, types, rdma);
+	IN(context, l->mem_create(handle, n, &p, 0));
+}
+
+int tutti_cuda_release_handle(tutti_cuda *l, void *context, uint64_t handle) { IN(context, l->mem_release(handle)); }
+
+int tutti_cuda_reserve(tutti_cuda *l, void *context, size_t n, uint64_t *at)
+{
+	IN(context, l->mem_reserve(at, n, 0, 0, 0));
+}
+
+int tutti_cuda_unreserve(tutti_cuda *l, void *context, uint64_t at, size_t n)
+{
+	IN(context, l->mem_unreserve(at, n));
+}
+
+int tutti_cuda_map(tutti_cuda *l, void *context, uint64_t at, size_t n, uint64_t handle)
+{
+	IN(context, l->mem_map(at, n, 0, handle, 0));
+}
+
+int tutti_cuda_unmap(tutti_cuda *l, void *context, uint64_t at, size_t n) { IN(context, l->mem_unmap(at, n)); }
+
+int tutti_cuda_give_access(tutti_cuda *l, void *context, uint64_t at, size_t n, int device)
+{
+	struct access a = {1, device, 3}; // CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+	IN(context, l->mem_set_access(at, n, &a, 1));
+}
+
+int tutti_cuda_export_descriptor(tutti_cuda *l, void *context, uint64_t handle, int *fd)
+{
+	IN(context, l->mem_export(fd, handle, 1, 0));
+}
+
+int tutti_cuda_export_fabric(tutti_cuda *l, void *context, uint64_t handle, struct tutti_cuda_fabric *fabric)
+{
+	IN(context, l->mem_export(fabric, handle, 8, 0));
+}
+
+int tutti_cuda_import_descriptor(tutti_cuda *l, void *context, int fd, uint64_t *handle)
+{
+	IN(context, l->mem_import(handle, (void *)(intptr_t)fd, 1));
+}
+
+int tutti_cuda_import_fabric(tutti_cuda *l, void *context, const struct tutti_cuda_fabric *fabric, uint64_t *handle)
+{
+	IN(context, l->mem_import(handle, (void *)fabric, 8));
+}
+
+int tutti_cuda_synchronize(tutti_cuda *l, void *context) { IN(context, l->synchronize()); }
 
 static int enable_peer(tutti_cuda *l, void *peer)
 {

@@ -139,10 +139,14 @@ const (
 	attributeSMs       = 16
 	attributeMajor     = 75
 	attributeMinor     = 76
+	attributeVMM       = 102
+	attributeFile      = 103 // memory has descriptors as handles
+	attributeRDMA      = 110 // and other devices can be given access to it
 	attributeFlush     = 117 // how writes of other devices are flushed: 1 is by a call of the host
 	attributeOrdering  = 118 // of these writes: 100 or more, the GPU sees them in any case
 	attributeMemoryOps = 122 // of 64 bits, second version
 	attributeDMABuf    = 124
+	attributeFabric    = 128 // memory has handles of the fabric
 )
 
 func (d *Driver) info(ordinal int) (Info, C.int, error) {
@@ -170,19 +174,22 @@ func (d *Driver) info(ordinal int) (Info, C.int, error) {
 	if C.tutti_cuda_pci(d.lib, device, &pci[0]) == 0 {
 		i.PCI = strings.ToLower(C.GoString(&pci[0]))
 	}
-	var ops, flush, ordering, dmaBuf int
+	var vmm, file, rdma, flush, ordering, ops, dmaBuf, fabric int
 	for _, a := range []struct {
 		number C.int
 		to     *int
-	}{{attributeSMs, &i.SMs}, {attributeMajor, &i.Major}, {attributeMinor, &i.Minor}, {attributeMemoryOps, &ops},
-		{attributeFlush, &flush}, {attributeOrdering, &ordering}, {attributeDMABuf, &dmaBuf}} {
+	}{{attributeSMs, &i.SMs}, {attributeMajor, &i.Major}, {attributeMinor, &i.Minor}, {attributeVMM, &vmm},
+		{attributeFile, &file}, {attributeRDMA, &rdma}, {attributeFlush, &flush}, {attributeOrdering, &ordering},
+		{attributeMemoryOps, &ops}, {attributeDMABuf, &dmaBuf}, {attributeFabric, &fabric}} {
 		var v C.int
 		r := C.tutti_cuda_attribute(d.lib, device, a.number, &v)
-		if r != 0 && a.number < attributeFlush { // older drivers do not know the others
+		if r != 0 && a.number < attributeVMM { // older drivers do not know the others
 			return i, 0, d.failure(r, "cuDeviceGetAttribute", "ask cuda:%d for attribute %d", ordinal, int(a.number))
 		}
 		*a.to = int(v)
 	}
+	i.VMM = vmm != 0 && file != 0 && C.tutti_cuda_has_physical(d.lib) != 0
+	i.Fabric, i.rdma = i.VMM && fabric != 0, rdma != 0
 	i.MemoryOps = ops != 0 && C.tutti_cuda_has_memory_operations(d.lib) != 0
 	i.Ordered = ordering >= 100
 	i.DMABuf = dmaBuf != 0 && C.tutti_cuda_has_export(d.lib) != 0 &&

@@ -81,6 +81,31 @@ int tutti_cuda_ipc_get(tutti_cuda *l, void *context, uint64_t base, struct tutti
 // the allocation's one. at is its first byte.
 int tutti_cuda_ipc_open(tutti_cuda *l, void *context, const struct tutti_cuda_ipc *handle, uint64_t *at);
 int tutti_cuda_ipc_close(tutti_cuda *l, void *context, uint64_t at);
+
+// Memory that has handles for other processes, of the types in CUmemAllocationHandleType: 1 is a
+// descriptor, 8 one of the fabric. n is a multiple of the granularity. A handle of the process is
+// not 0, and keeps the memory until it is released; so does a mapping.
+struct tutti_cuda_fabric { // CUmemFabricHandle
+	char bytes[64];
+};
+// Whether the library has the functions for it.
+int tutti_cuda_has_physical(tutti_cuda *l);
+int tutti_cuda_granularity(tutti_cuda *l, void *context, int device, int types, int rdma, size_t *n);
+int tutti_cuda_create(tutti_cuda *l, void *context, int device, int types, int rdma, size_t n, uint64_t *handle);
+int tutti_cuda_release_handle(tutti_cuda *l, void *context, uint64_t handle);
+int tutti_cuda_reserve(tutti_cuda *l, void *context, size_t n, uint64_t *at);
+int tutti_cuda_unreserve(tutti_cuda *l, void *context, uint64_t at, size_t n);
+int tutti_cuda_map(tutti_cuda *l, void *context, uint64_t at, size_t n, uint64_t handle);
+int tutti_cuda_unmap(tutti_cuda *l, void *context, uint64_t at, size_t n);
+// Has a device read and write what is mapped.
+int tutti_cuda_give_access(tutti_cuda *l, void *context, uint64_t at, size_t n, int device);
+int tutti_cuda_export_descriptor(tutti_cuda *l, void *context, uint64_t handle, int *fd);
+int tutti_cuda_export_fabric(tutti_cuda *l, void *context, uint64_t handle, struct tutti_cuda_fabric *fabric);
+int tutti_cuda_import_descriptor(tutti_cuda *l, void *context, int fd, uint64_t *handle);
+int tutti_cuda_import_fabric(tutti_cuda *l, void *context, const struct tutti_cuda_fabric *fabric, uint64_t *handle);
+// Waits until all work of a context has ended.
+int tutti_cuda_synchronize(tutti_cuda *l, void *context);
+
 // Gives the GPU of a context access to the memory of another one's, which need not be the first
 // time.
 int tutti_cuda_enable_peer(tutti_cuda *l, void *context, void *peer);

@@ -36,7 +36,7 @@ func (v *Device) NewExchange(rank, ranks int) (device.Exchange, error) {
 	}
 	x := &exchange{v: v, packets: gpukernels.Packets{Rank: rank, Inboxes: make([]uint64, ranks)}}
 	var err error
-	if x.inbox, err = v.Alloc(gpukernels.InboxBytes(ranks)); err != nil {
+	if x.inbox, err = v.alloc(gpukernels.InboxBytes(ranks), true); err != nil {
 		return nil, err
 	}
 	if err = x.prepare(); err != nil {

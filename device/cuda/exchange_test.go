@@ -58,7 +58,7 @@ func TestExchange(t *testing.T) {
 		for name, c := range ways {
 			t.Run(fmt.Sprintf("%d GPUs, %s", gpus, name), func(t *testing.T) {
 				const n, calls = 3, 20
-				c.Devices = gpus
+				c.Devices, c.NoVMM = gpus, c.NoMemoryOps
 				f, d := start(t, c)
 				t.Cleanup(func() { f.Empty(t) })
 				var on []*Device
@@ -241,7 +241,7 @@ func TestExchangeRefuses(t *testing.T) {
 		}
 	}
 	blocks := f.Census().DeviceBlocks
-	for _, call := range []string{"cuMemAlloc_v2", "cuMemcpyAsync", "cuStreamCreate"} {
+	for _, call := range []string{"cuMemCreate", "cuMemcpyAsync", "cuStreamCreate"} {
 		f.Fail(call, 1, fake.OutOfMemory)
 		if _, err := v.NewExchange(0, 2); err == nil || f.Census().DeviceBlocks != blocks {
 			t.Errorf("%s fails: %v, %d allocations", call, err, f.Census().DeviceBlocks)

@@ -56,6 +56,9 @@ func use(d *Driver) (err error) {
 			return err
 		}
 	}
+	if _, _, err := v.Share(m[0]); err != nil {
+		return err
+	}
 	s, err := v.Stream()
 	if err != nil {
 		return err
@@ -134,7 +137,7 @@ func TestEveryFailure(t *testing.T) {
 					err := use(d)
 					happened := f.Forget() == 0
 					e, ok := errors.AsType[*Error](err)
-					old := call == "cuDeviceGetAttribute" && (k-1)%7 >= 3 || // a driver that does not know these
+					old := call == "cuDeviceGetAttribute" && (k-1)%11 >= 3 || // a driver that does not know these
 						call == "cuDeviceGetUuid_v2" || call == "cuDeviceGetPCIBusId"
 					switch {
 					case !happened && err != nil, happened && !ok && !ignored && !old:
@@ -261,7 +264,7 @@ func TestUnavailable(t *testing.T) {
 		t.Fatalf("CUDA %d.%d, %+v, %v", major, minor, all, err)
 	}
 	want := Info{Ordinal: 2, Name: "fake GPU 2", UUID: "fafafafa-fafa-fafa-fafa-fafafafafa02", PCI: "0000:1c:00.0",
-		Memory: 1 << 30, Major: 9, SMs: 2, MemoryOps: true, Ordered: true}
+		Memory: 1 << 30, Major: 9, SMs: 2, MemoryOps: true, Ordered: true, VMM: true}
 	if all[2] != want {
 		t.Errorf("%+v, want %+v", all[2], want)
 	}

@@ -19,6 +19,9 @@ type Finder struct {
 	Driver func() (*Driver, error)
 	// Ordinals are the driver's numbers of GPUs that Preload opens, beside those in use.
 	Ordinals []int
+	// Clique names the clique of a fabric that a GPU has joined, "" for none: see Driver.OpenIn. A
+	// program has it from nvlink.System.Clique. nil: none has joined one.
+	Clique func(Info) string
 
 	mu     sync.Mutex // held while a GPU is opened
 	open   map[int]*Device
@@ -54,7 +57,17 @@ func (f *Finder) Device(ordinal int) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	d, err := driver.Open(ordinal)
+	clique := ""
+	if f.Clique != nil {
+		all, err := driver.Devices()
+		if err != nil {
+			return nil, err
+		}
+		if ordinal < len(all) {
+			clique = f.Clique(all[ordinal])
+		}
+	}
+	d, err := driver.OpenIn(clique, ordinal)
 	if err != nil {
 		return nil, err
 	}

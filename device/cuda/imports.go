@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"tutti/device"
+	"tutti/internal/handoff"
 	"tutti/mem"
 )
 
@@ -43,6 +44,23 @@ func (h *IPCHandle) UnmarshalBinary(b []byte) error {
 	return nil
 }
 
+// A region names an allocation of another process. The kind says what else than Base and Size it
+// has: an IPC handle, or a descriptor that a server has, and for kindFabric a handle of the fabric
+// in Driver, which is tried first.
+type region struct {
+	kind byte
+	IPCHandle
+	server uint64
+	token  handoff.Token
+}
+
+// Kinds of regions, and of keys (see Share).
+const (
+	kindIPC        = 1
+	kindDescriptor = 2
+	kindFabric     = 3
+)
+
 // An Import is the use of an allocation of another process, which stays mapped until Release.
 type Import struct {
 	in      *imports
@@ -54,10 +72,9 @@ type Import struct {
 // Memory returns n bytes from offset on, as memory of the device that has imported them. It is
 // valid until Release. An error wraps device.ErrMemory: the allocation does not have these bytes.
 func (i *Import) Memory(offset uint64, n int) (mem.Memory, error) {
-	if n < 0 || offset > i.m.size || uint64(n) > i.m.size-offset {
+	if n < 0 || offset > i.m.region.Size || uint64(n) > i.m.region.Size-offset {
 		return mem.Memory{}, fmt.Errorf("cuda: %d bytes from %d on of an allocation of %d bytes: %w", n, offset,
-			i.m.size,
-			device.ErrMemory)
+			i.m.region.Size, device.ErrMemory)
 	}
 	return mem.Device(i.m.at+offset, n, i.in.loc), nil
 }
@@ -73,8 +90,8 @@ func (i *Import) Release() error {
 // lock is held during calls of the driver.
 type imports struct {
 	loc   mem.Location
-	open  func(IPCHandle) (at uint64, err error) // maps at least IPCHandle.Size bytes
-	close func(at uint64) error
+	open  func(region) (at uint64, err error) // maps at least Size bytes
+	close func(r region, at uint64) error
 
 	mu     sync.Mutex
 	ended  bool
@@ -84,40 +101,41 @@ type imports struct {
 
 type importKey struct {
 	owner  uint64
-	handle IPCHandle
+	region region
 }
 
 type mapping struct {
-	at, size uint64
-	uses     int
-	dying    bool
+	region region
+	at     uint64
+	uses   int
+	dying  bool
 }
 
-func (in *imports) take(owner uint64, h IPCHandle) (*Import, error) {
+func (in *imports) take(owner uint64, r region) (*Import, error) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if in.ended {
 		return nil, fmt.Errorf("cuda: %s was closed: %w", in.loc, device.ErrClosed)
 	}
-	if h.Size == 0 || h.Base+h.Size < h.Base || h.Size > 1<<62 {
-		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", h.Size, h.Base, device.ErrMemory)
+	if r.Size == 0 || r.Base+r.Size < r.Base || r.Size > 1<<62 {
+		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
-	key := importKey{owner, h}
+	key := importKey{owner, r}
 	m := in.mapped[key]
 	if m == nil {
 		// The owner has freed what it had there before. Drivers may otherwise return the old
 		// mapping.
 		err := in.drop(func(k importKey) bool {
-			return k.owner == owner && k.handle.Base < h.Base+h.Size && h.Base < k.handle.Base+k.handle.Size
+			return k.owner == owner && k.region.Base < r.Base+r.Size && r.Base < k.region.Base+k.region.Size
 		})
 		if err != nil {
 			return nil, err
 		}
-		at, err := in.open(h)
+		at, err := in.open(r)
 		if err != nil {
 			return nil, err
 		}
-		m = &mapping{at: at, size: h.Size}
+		m = &mapping{region: r, at: at}
 		in.mapped[key] = m
 	}
 	m.uses++
@@ -137,7 +155,7 @@ func (in *imports) release(m *mapping) error {
 			break
 		}
 	}
-	return in.close(m.at)
+	return in.close(m.region, m.at)
 }
 
 // drop forgets mappings. Those that are not used are closed now, the others by their last Release.
@@ -154,7 +172,7 @@ func (in *imports) drop(which func(importKey) bool) error {
 			in.dying = append(in.dying, m)
 			continue
 		}
-		errs = append(errs, in.close(m.at))
+		errs = append(errs, in.close(m.region, m.at))
 	}
 	return errors.Join(errs...)
 }
@@ -172,10 +190,10 @@ func (in *imports) end() error {
 	in.ended = true
 	var errs []error
 	for _, m := range in.mapped {
-		errs = append(errs, in.close(m.at))
+		errs = append(errs, in.close(m.region, m.at))
 	}
 	for _, m := range in.dying {
-		errs = append(errs, in.close(m.at))
+		errs = append(errs, in.close(m.region, m.at))
 	}
 	in.mapped, in.dying = nil, nil
 	return errors.Join(errs...)

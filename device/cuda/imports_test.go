@@ -15,25 +15,25 @@ import (
 // table is a driver of imports that checks what it is told.
 type table struct {
 	next  uint64
-	live  map[uint64]IPCHandle // by address
+	live  map[uint64]region // by address
 	fails bool
 }
 
 var errTable = errors.New("the driver fails")
 
 func (d *table) imports() *imports {
-	d.live = map[uint64]IPCHandle{}
+	d.live = map[uint64]region{}
 	return &imports{loc: "cuda:0", mapped: map[importKey]*mapping{},
-		open: func(h IPCHandle) (uint64, error) {
+		open: func(r region) (uint64, error) {
 			if d.fails {
 				return 0, errTable
 			}
 			d.next += 1 << 20
-			d.live[d.next] = h
+			d.live[d.next] = r
 			return d.next, nil
 		},
-		close: func(at uint64) error {
-			if _, ok := d.live[at]; !ok {
+		close: func(r region, at uint64) error {
+			if d.live[at] != r {
 				return fmt.Errorf("%#x is closed, but not open", at)
 			}
 			delete(d.live, at)
@@ -44,8 +44,9 @@ func (d *table) imports() *imports {
 		}}
 }
 
-func handle(number, base, size uint64) IPCHandle {
-	return IPCHandle{Driver: [64]byte{byte(number)}, Number: number, Base: base, Size: size}
+func handle(number, base, size uint64) region {
+	return region{kind: kindIPC,
+		IPCHandle: IPCHandle{Driver: [64]byte{byte(number)}, Number: number, Base: base, Size: size}}
 }
 
 // TestImports: an allocation is mapped once, stays mapped while it is used, and until its owner
@@ -53,7 +54,7 @@ func handle(number, base, size uint64) IPCHandle {
 func TestImports(t *testing.T) {
 	var d table
 	in := d.imports()
-	take := func(owner uint64, h IPCHandle) *Import {
+	take := func(owner uint64, h region) *Import {
 		t.Helper()
 		i, err := in.take(owner, h)
 		if err != nil {
@@ -104,7 +105,7 @@ func TestImports(t *testing.T) {
 	must(other.Release())
 	mapped("and now it is not", 1)
 	must(third.Release())
-	must(in.forget(func(k importKey) bool { return k.owner == 8 && k.handle == b }))
+	must(in.forget(func(k importKey) bool { return k.owner == 8 && k.region == b }))
 	mapped("withdrawn", 0)
 	d.fails = true
 	if _, err := in.take(8, b); !errors.Is(err, errTable) {
@@ -129,7 +130,7 @@ func TestImports(t *testing.T) {
 	if _, err := in.take(8, b); !errors.Is(err, device.ErrClosed) {
 		t.Error(err)
 	}
-	for _, h := range []IPCHandle{{}, handle(1, 1<<63, 1<<63), handle(1, 0, 1<<63)} {
+	for _, h := range []region{{}, handle(1, 1<<63, 1<<63), handle(1, 0, 1<<63)} {
 		if _, err := d.imports().take(1, h); !errors.Is(err, device.ErrMemory) {
 			t.Errorf("%+v: %v", h, err)
 		}
@@ -143,7 +144,7 @@ func TestAnyImports(t *testing.T) {
 		in := d.imports()
 		type use struct {
 			*Import
-			h IPCHandle
+			h region
 		}
 		var uses []use
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
@@ -170,7 +171,7 @@ func TestAnyImports(t *testing.T) {
 					t.Fatal(err)
 				}
 			case 5:
-				if err := in.forget(func(k importKey) bool { return k.owner == owner && k.handle == h }); err != nil {
+				if err := in.forget(func(k importKey) bool { return k.owner == owner && k.region == h }); err != nil {
 					t.Fatal(err)
 				}
 			}

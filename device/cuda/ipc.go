@@ -13,8 +13,8 @@ import (
 // ExportIPC returns a handle by which other processes of the machine map the allocation that has m,
 // and where m begins in it. The allocation may be any in the GPU's primary context. It must
 // not be freed before no other process has it mapped. The error wraps errors.ErrUnsupported if the
-// driver cannot share it: memory of cuMemCreate, of cuMemAllocAsync, and in PyTorch of expandable
-// segments.
+// driver cannot share it so: memory of cuMemCreate, also that of Alloc, of cuMemAllocAsync, and in
+// PyTorch of expandable segments. Share shares what Alloc has given.
 func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error) {
 	switch {
 	case m.Loc() != v.loc || m.Len() == 0:
@@ -43,9 +43,12 @@ func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error)
 
 // Codes of errors that do not mean a failure, CUresult.
 const (
-	codeInvalidValue    = 1
-	codePeerUnsupported = 217
-	codeNotSupported    = 801
+	codeInvalidValue       = 1
+	codeInvalidDevice      = 101
+	codePeerUnsupported    = 217
+	codeNotPermitted       = 800
+	codeNotSupported       = 801
+	codeCaptureUnsupported = 900
 )
 
 // ImportIPC maps an allocation of another process, which owner names: the incarnation of a peer. An
@@ -59,13 +62,17 @@ func (v *Device) ImportIPC(owner uint64, h IPCHandle) (*Import, error) {
 	if !v.gpu.d.IPC() {
 		return nil, fmt.Errorf("cuda: this driver has no handles of other processes: %w", errors.ErrUnsupported)
 	}
-	return v.imports.take(owner, h)
+	return v.imports.take(owner, region{kind: kindIPC, IPCHandle: h})
 }
 
 // WithdrawIPC says that an owner frees an allocation. It is unmapped now, or when its last Import
 // is released. That may wait for the work on the GPU.
 func (v *Device) WithdrawIPC(owner uint64, h IPCHandle) error {
-	return v.imports.forget(func(k importKey) bool { return k.owner == owner && k.handle == h })
+	return v.withdraw(owner, region{kind: kindIPC, IPCHandle: h})
+}
+
+func (v *Device) withdraw(owner uint64, r region) error {
+	return v.imports.forget(func(k importKey) bool { return k.owner == owner && k.region == r })
 }
 
 // ForgetIPC says that an owner is gone. All of its allocations are unmapped, now or when their last
@@ -76,7 +83,11 @@ func (v *Device) ForgetIPC(owner uint64) error {
 }
 
 // openImport maps an allocation, and checks that it has the size that its owner has said.
-func (g *gpu) openImport(h IPCHandle) (uint64, error) {
+func (g *gpu) openImport(r region) (uint64, error) {
+	if r.kind != kindIPC {
+		return g.openPhysical(r)
+	}
+	h := r.IPCHandle
 	at, err := g.openShared(h)
 	if err != nil {
 		return 0, err
@@ -89,4 +100,11 @@ func (g *gpu) openImport(h IPCHandle) (uint64, error) {
 		return 0, errors.Join(err, g.closeShared(at))
 	}
 	return at, nil
+}
+
+func (g *gpu) closeImport(r region, at uint64) error {
+	if r.kind != kindIPC {
+		return g.unmap(at, r.Size)
+	}
+	return g.closeShared(at)
 }

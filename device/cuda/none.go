@@ -44,6 +44,9 @@ func (*Driver) Devices() ([]Info, error) { return nil, errBuild }
 // Open fails as Load does.
 func (*Driver) Open(int) (*Device, error) { return nil, errBuild }
 
+// OpenIn fails as Load does.
+func (*Driver) OpenIn(string, int) (*Device, error) { return nil, errBuild }
+
 // Info returns the zero Info.
 func (*Device) Info() Info { return Info{} }
 

@@ -32,7 +32,7 @@ func TestResidentKernelAndLoading(t *testing.T) {
 				t.Setenv("CUDA_MODULE_LOADING", "EAGER")
 			}
 			f, d := start(t, fake.Config{NoMemoryOps: !c.operations})
-			v, err := d.open(0, c.preload)
+			v, err := d.open("", 0, c.preload)
 			must(t, err)
 			t.Cleanup(func() { must(t, v.Close()); f.Empty(t) })
 			gate := wordsOf(t, v, 1)[0]

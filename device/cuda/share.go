@@ -12,12 +12,74 @@ import (
 	"tutti/mem"
 )
 
-// A key of device.Sharer is, little-endian: format (1 byte) | length of the UUID (1) | process (8)
-// | handle | UUID of the GPU. Without a UUID, the PCI address is in its place.
+// A key of device.Sharer is, little-endian: kind (1 byte) | length of the GPU's name (1) | process
+// (8) | what its kind has | the name: the GPU's UUID, or its PCI address if that is not known.
+//
+//	kindIPC         the handle
+//	kindDescriptor  base (8) | size (8) | server (8) | token (16)
+//	kindFabric      the same | clique (16) | handle of the fabric (64)
 const (
-	keyFormat = 1
-	keyHeader = 10
+	keyHeader       = 10
+	descriptorBytes = 3*8 + 16
+	fabricBytes     = descriptorBytes + 16 + 64
 )
+
+// keyBytes are what keys of a kind have between the header and the name.
+var keyBytes = map[byte]int{kindIPC: ipcBytes, kindDescriptor: descriptorBytes, kindFabric: fabricBytes}
+
+// A key as it is in a message.
+type key struct {
+	region
+	process uint64
+	clique  [16]byte
+	name    string
+}
+
+func (k *key) encode() ([]byte, error) {
+	b := append(make([]byte, 0, device.MaxKey), k.kind, byte(len(k.name)))
+	b = binary.LittleEndian.AppendUint64(b, k.process)
+	if k.kind == kindIPC {
+		var err error
+		if b, err = k.AppendBinary(b); err != nil {
+			return nil, err
+		}
+		return append(b, k.name...), nil
+	}
+	for _, n := range []uint64{k.Base, k.Size, k.server} {
+		b = binary.LittleEndian.AppendUint64(b, n)
+	}
+	b = append(b, k.token[:]...)
+	if k.kind == kindFabric {
+		b = append(append(b, k.clique[:]...), k.Driver[:]...)
+	}
+	return append(b, k.name...), nil
+}
+
+// decode reads a key of a peer. Nothing in it is true but its lengths.
+func decode(b []byte) (k key, err error) {
+	n := 0
+	if len(b) >= keyHeader {
+		n = keyBytes[b[0]]
+	}
+	if n == 0 || len(b) != keyHeader+n+int(b[1]) {
+		return k, fmt.Errorf("cuda: a key of %d bytes that this version does not know: %w", len(b), device.ErrMemory)
+	}
+	k.kind, k.process, k.name = b[0], binary.LittleEndian.Uint64(b[2:]), string(b[keyHeader+n:])
+	b = b[keyHeader : keyHeader+n]
+	if k.kind == kindIPC {
+		err = k.UnmarshalBinary(b)
+		return k, err
+	}
+	for i, to := range []*uint64{&k.Base, &k.Size, &k.server} {
+		*to = binary.LittleEndian.Uint64(b[8*i:])
+	}
+	copy(k.token[:], b[24:])
+	if k.kind == kindFabric {
+		copy(k.clique[:], b[descriptorBytes:])
+		copy(k.Driver[:], b[descriptorBytes+16:])
+	}
+	return k, nil
+}
 
 // process tells this process from the others of the machine.
 var process = ident.New()
@@ -30,72 +92,124 @@ func (i Info) name() string {
 	return i.PCI
 }
 
-// Share implements device.Sharer: see ExportIPC.
-func (v *Device) Share(m mem.Memory) (key []byte, offset uint64, err error) {
-	name := v.info.name()
-	if name == "" {
+// Share implements device.Sharer. Memory of Alloc is shared as Alloc says, that of the program by
+// ExportIPC.
+func (v *Device) Share(m mem.Memory) ([]byte, uint64, error) {
+	k := key{process: process, name: v.info.name()}
+	if k.name == "" {
 		return nil, 0, fmt.Errorf("cuda: the driver tells neither the UUID nor the address of %s: %w", v.loc,
 			errors.ErrUnsupported)
 	}
-	h, offset, err := v.ExportIPC(m)
+	offset, err := v.describe(m, &k)
 	if err != nil {
 		return nil, 0, err
 	}
-	key = append(make([]byte, 0, device.MaxKey), keyFormat, byte(len(name)))
-	key = binary.LittleEndian.AppendUint64(key, process)
-	if key, err = h.AppendBinary(key); err != nil {
-		return nil, 0, err
-	}
-	return append(key, name...), offset, nil
+	b, err := k.encode()
+	return b, offset, err
 }
 
-// Import implements device.Sharer: see ImportIPC. Memory of this process is taken as it is.
-func (v *Device) Import(owner uint64, key []byte) (device.Shared, error) {
-	if len(key) < keyHeader+ipcBytes || key[0] != keyFormat || len(key) != keyHeader+ipcBytes+int(key[1]) {
-		return nil, fmt.Errorf("cuda: a key of %d bytes that this version does not know: %w", len(key),
-			device.ErrMemory)
+// describe says in k how others map the allocation that has m, and returns where m begins in it.
+func (v *Device) describe(m mem.Memory, k *key) (offset uint64, err error) {
+	var p *physical
+	if m.Loc() == v.loc {
+		p = offers.at(v.gpu, m.Address())
 	}
-	var h IPCHandle
-	if err := h.UnmarshalBinary(key[keyHeader : keyHeader+ipcBytes]); err != nil {
+	if p == nil {
+		k.kind = kindIPC
+		k.IPCHandle, offset, err = v.ExportIPC(m)
+		return offset, err
+	}
+	k.kind, k.Base, k.Size, k.token = kindDescriptor, p.at, p.size, p.token
+	if p.fabric != nil {
+		k.kind, k.clique, k.Driver = kindFabric, p.v.kinds.clique, *p.fabric
+	}
+	offset = m.Address() - p.at
+	if m.Len() == 0 || uint64(m.Len()) > p.size-offset {
+		return 0, fmt.Errorf("cuda: sharing %d bytes from %d on of an allocation of %d bytes: %w", m.Len(), offset,
+			p.size, device.ErrMemory)
+	}
+	k.server, err = offers.share(p)
+	return offset, err
+}
+
+// Import implements device.Sharer. Memory of this process is taken as it is.
+func (v *Device) Import(owner uint64, b []byte) (device.Shared, error) {
+	k, err := decode(b)
+	if err != nil {
 		return nil, err
 	}
-	name, path := string(key[keyHeader+ipcBytes:]), sameGPU
-	if name != v.info.name() {
+	path := sameGPU
+	if k.name != v.info.name() {
 		path = peerAccess
 	}
-	if binary.LittleEndian.Uint64(key[2:]) == process {
-		if path == peerAccess {
-			if err := v.gpu.reach(name); err != nil {
-				return nil, unreachable(err)
-			}
+	if k.process == process {
+		if err := v.reachOwn(&k, path); err != nil {
+			return nil, unreachable(err)
 		}
-		if err := v.open(); err != nil {
-			return nil, err
-		}
-		return &own{h.Base, h.Size, v.loc, path}, nil
+		return &own{k.Base, k.Size, v.loc, path}, nil
 	}
-	i, err := v.ImportIPC(owner, h)
+	if k.kind == kindFabric && !v.inClique(k.clique) {
+		k.kind, k.Driver = kindDescriptor, [64]byte{}
+	}
+	if k.kind == kindIPC && !v.gpu.d.IPC() || k.kind != kindIPC && !v.info.VMM {
+		return nil, fmt.Errorf("cuda: this driver has no handles of other processes of kind %d: %w", k.kind,
+			errors.ErrUnsupported)
+	}
+	i, err := v.imports.take(owner, k.region)
 	if err != nil {
 		return nil, unreachable(err)
 	}
-	return &imported{i, path, func() error { return v.WithdrawIPC(owner, h) }}, nil
+	return &imported{i, path, func() error { return v.withdraw(owner, k.region) }}, nil
+}
+
+// inClique reports whether the GPU uses handles of a clique's fabric.
+func (v *Device) inClique(clique [16]byte) bool {
+	v.kinds.mu.Lock()
+	defer v.kinds.mu.Unlock()
+	return v.kinds.types&handleFabric != 0 && clique == v.kinds.clique
+}
+
+// reachOwn has streams reach memory of this process.
+func (v *Device) reachOwn(k *key, path string) error {
+	if err := v.open(); err != nil {
+		return err
+	}
+	if k.kind == kindIPC {
+		if path == peerAccess {
+			return v.gpu.reach(k.name)
+		}
+		return nil
+	}
+	p := offers.find(k.token)
+	switch {
+	case p == nil || p.at != k.Base || p.size != k.Size:
+		return fmt.Errorf("cuda: a key that names no memory of this process: %w", device.ErrMemory)
+	case p.v.gpu.d != v.gpu.d:
+		return fmt.Errorf("cuda: GPU %s is not open in this process by the same driver: %w", k.name,
+			errors.ErrUnsupported)
+	}
+	return v.gpu.giveAccess(p.at, p.size)
 }
 
 // Forget implements device.Sharer: see ForgetIPC.
 func (v *Device) Forget(owner uint64) error { return v.ForgetIPC(owner) }
 
 // Lasts implements device.Sharer.
-func (v *Device) Lasts(key []byte) bool {
-	var h IPCHandle
-	if len(key) < keyHeader+ipcBytes || h.UnmarshalBinary(key[keyHeader:keyHeader+ipcBytes]) != nil || v.open() != nil {
+func (v *Device) Lasts(b []byte) bool {
+	k, err := decode(b)
+	if err != nil || v.open() != nil {
 		return false
 	}
-	base, size, err := v.gpu.allocation(h.Base)
-	if err != nil || base != h.Base || size != h.Size {
+	if k.kind != kindIPC {
+		p := offers.find(k.token)
+		return p != nil && p.v.gpu.same(v.gpu)
+	}
+	base, size, err := v.gpu.allocation(k.Base)
+	if err != nil || base != k.Base || size != k.Size {
 		return false
 	}
-	number, err := v.gpu.number(h.Base)
-	return err == nil && number == h.Number
+	number, err := v.gpu.number(k.Base)
+	return err == nil && number == k.Number
 }
 
 // Paths to memory. Which wires the access to another GPU takes is the driver's matter: package
@@ -108,8 +222,12 @@ const (
 // unreachable has an error wrap errors.ErrUnsupported if it says that the driver gives one GPU no
 // access to the memory of another.
 func unreachable(err error) error {
-	if e, ok := errors.AsType[*Error](err); ok && e.Code == codePeerUnsupported {
+	e, ok := errors.AsType[*Error](err)
+	switch {
+	case ok && e.Code == codePeerUnsupported:
 		return fmt.Errorf("%w: %w", err, errors.ErrUnsupported)
+	case ok && e.Call == "cuMemSetAccess" && e.Code == codeInvalidDevice: // which is said of the pair of GPUs
+		return fmt.Errorf("%w: peer access is not supported: %w", err, errors.ErrUnsupported)
 	}
 	return err
 }

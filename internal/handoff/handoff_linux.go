@@ -19,6 +19,9 @@ import (
 // Limit bounds how long a process waits for the other one.
 const Limit = 5 * time.Second
 
+// limit is Limit, or what a test wants.
+var limit = Limit
+
 // A request is a Token. The answer is granted with a descriptor, or refused and the reason. Then
 // the server closes the connection.
 const (
@@ -103,7 +106,7 @@ func (s *Server) answer(c *net.UnixConn) {
 		s.mu.Unlock()
 		c.Close()
 	}()
-	c.SetDeadline(time.Now().Add(Limit))
+	c.SetDeadline(time.Now().Add(limit))
 	var t Token
 	if ident.CheckUser(c, uint32(os.Geteuid())) != nil {
 		return
@@ -137,7 +140,7 @@ func Take(name uint64, t Token) (fd int, err error) {
 }
 
 func take(name uint64, t Token) (fd int, err error) {
-	deadline := time.Now().Add(Limit)
+	deadline := time.Now().Add(limit)
 	dialer := net.Dialer{Deadline: deadline} // connecting waits if many do
 	conn, err := dialer.DialContext(context.Background(), "unix", address(name))
 	if err != nil {

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
@@ -116,6 +117,22 @@ func TestCloseEndsIdleConnections(t *testing.T) {
 	}
 	if n, err := c.Read(make([]byte, 1)); n != 0 || err == nil {
 		t.Errorf("%d bytes, %v", n, err)
+	}
+}
+
+// A process that does not answer, as one that is stopped, is waited for in bounded time.
+func TestWaitIsBounded(t *testing.T) {
+	leaks(t)
+	limit = 50 * time.Millisecond
+	defer func() { limit = Limit }()
+	id := ident.New()
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: address(id), Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if fd, err := Take(id, NewToken()); !errors.Is(err, os.ErrDeadlineExceeded) || fd != -1 {
+		t.Errorf("%d, %v", fd, err)
 	}
 }
 

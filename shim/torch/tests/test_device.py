@@ -467,7 +467,7 @@ def meeting(rank, size, port):
 
         thread = threading.Thread(target=operate)
         thread.start()
-        until(lambda: device.calls("cuIpcGetMemHandle") > 0)
+        until(lambda: device.calls("cuMemCreate") > 0)
         backend.abort()
         thread.join()
         assert "has aborted" in errors[0], errors

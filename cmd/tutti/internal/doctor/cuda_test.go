@@ -24,6 +24,7 @@ func TestCUDA(t *testing.T) {
 			"CUDA 12.9; cuda:0: fake GPU 0, 1 GiB, compute capability 9.0; cuda:1"},
 		"no GPU":          {fake.Config{None: true}, "", Missing, "CUDA 12.9, no GPU"},
 		"no operations":   {fake.Config{NoMemoryOps: true}, "", Found, "waits for words by kernels"},
+		"no descriptors":  {fake.Config{NoDescriptors: true}, "", Found, "9.0, memory has no descriptors"},
 		"an old one":      {fake.Config{Devices: 1, Major: 6}, "", Warning, "compute capability 6.0"},
 		"a broken driver": {fake.Config{}, "cuInit", Warning, "CUDA_ERROR_NOT_SUPPORTED"},
 		"GPUs without a name": {fake.Config{}, "cuDeviceGetName", Warning,

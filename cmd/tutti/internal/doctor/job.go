@@ -134,6 +134,9 @@ func cudaDriver(d *cuda.Driver, err error) outcome {
 		if !d.IPC() {
 			detail += ", no IPC: ranks copy through the host"
 		}
+		if !i.VMM {
+			detail += ", memory has no descriptors: processes share it by IPC handles only"
+		}
 		if _, err := gpukernels.Module(i.Major, i.Minor); err != nil {
 			old = append(old, fmt.Sprintf("cuda:%d", i.Ordinal))
 		}
