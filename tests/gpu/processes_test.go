@@ -31,8 +31,9 @@ func raw(x []float32) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), 4*len(x))
 }
 
-// TestProcesses: processes that share the GPU load from each other's memory by IPC, and every
-// operation has the result that it has on the host.
+// TestProcesses: processes that share the GPU load from each other's memory, and every operation
+// has the result that it has on the host. Short vectors have IPC handles, long ones descriptors if
+// the driver has them.
 func TestProcesses(t *testing.T) {
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		for _, n := range []int{2, 4} {
@@ -85,6 +86,87 @@ func operate(t *testing.T, g *pg.Group, v *cuda.Device) {
 		t.Errorf("the memory was copied to the host: %s", s)
 	}
 	b.must(g.Barrier(t.Context()))
+}
+
+// TestHandles: memory that fills a granule has a descriptor, if the driver says that it can, and
+// smaller memory an IPC handle. Another process reads and writes both, maps each once, and what it
+// has mapped stays when the owner frees it, in the case of a descriptor.
+func TestHandles(t *testing.T) {
+	everywhere(t, func(t *testing.T, v *cuda.Device) {
+		pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) { exchangeMemory(t, g, v) }, pgtest.Transport("shm"))
+	})
+}
+
+func exchangeMemory(t *testing.T, g *pg.Group, v *cuda.Device) {
+	const most = 8 << 20
+	b, other, ctx := newBench(t, v), 1-g.Rank(), t.Context()
+	fill := func(rank, n int) []byte { return bytes.Repeat([]byte{byte(11*rank + n>>10 + 1)}, n) }
+	for _, n := range []int{4096, 5 << 20, most} {
+		own, local := b.alloc(n), b.alloc(n)
+		b.fill(own, fill(g.Rank(), n))
+		b.fill(local, make([]byte, n))
+		mine, offset, err := v.Share(own)
+		b.must(err)
+		if byDescriptor := mine[0] != 1; byDescriptor != (n > 4096 && v.Info().VMM) || offset >= uint64(most) {
+			t.Errorf("the key of %d bytes has kind %d, and the driver has VMM: %v", n, mine[0], v.Info().VMM)
+		}
+		const room = device.MaxKey + 2
+		all := make([]byte, 2*room)
+		message := append([]byte{byte(len(mine))}, mine...)
+		b.must(pg.AllGather(ctx, g, all, append(message, make([]byte, room-len(message))...)))
+		offsets := make([]uint64, 2)
+		b.must(pg.AllGather(ctx, g, offsets, []uint64{offset}))
+		key := all[other*room+1:][:all[other*room]]
+		began := time.Now()
+		one, err := v.Import(uint64(other)+1, key)
+		b.must(err)
+		took := time.Since(began)
+		two, err := v.Import(uint64(other)+1, key)
+		b.must(err)
+		m, err := one.Memory(offsets[other], n)
+		b.must(err)
+		if again, err := two.Memory(offsets[other], n); err != nil || again != m {
+			t.Errorf("a second import has mapped %v, %v, the first %v", again, err, m)
+		}
+		b.must(b.s.Copy(local, m))
+		b.finish()
+		if !bytes.Equal(b.bytes(local), fill(other, n)) {
+			t.Errorf("%d bytes: not what the other process has", n)
+		}
+		b.must(g.Barrier(ctx)) // both have read
+		b.fill(local, fill(7, n))
+		b.must(b.s.Copy(m, local))
+		b.finish()
+		b.must(g.Barrier(ctx))
+		if !bytes.Equal(b.bytes(own), fill(7, n)) {
+			t.Errorf("%d bytes: not what the other process has written", n)
+		}
+		if _, err := v.Import(9, key[:len(key)-1]); err == nil {
+			t.Error("a key that was cut was imported")
+		}
+		b.must(g.Barrier(ctx))
+		if mine[0] != 1 {
+			b.must(v.Free(own))
+			b.must(g.Barrier(ctx))
+			b.must(b.s.Copy(local, m))
+			b.finish()
+			if !bytes.Equal(b.bytes(local), fill(7, n)) {
+				t.Errorf("%d bytes have changed when their owner freed them", n)
+			}
+		}
+		b.must(one.Release(true), two.Release(true))
+		b.must(g.Barrier(ctx))
+		if mine[0] == 1 {
+			b.must(v.Free(own))
+		} else if _, err := v.Import(uint64(other)+1, key); err == nil {
+			t.Error("memory that was freed was imported")
+		}
+		b.must(v.Free(local))
+		b.must(g.Barrier(ctx))
+		if g.Rank() == 0 {
+			t.Logf("%d bytes of kind %d: mapped within %v", n, mine[0], took)
+		}
+	}
 }
 
 // TestDeadProcess: the GPU is usable after a process has died while the others loaded from its

@@ -61,6 +61,7 @@ var needsDevice = map[string]bool{
 	"tutti/tests/gpu TestDeadProcess/GPU":                                true,
 	"tutti/tests/gpu TestFirstCollective/GPU":                            true,
 	"tutti/tests/gpu TestGraphReplay/GPU":                                true,
+	"tutti/tests/gpu TestHandles/GPU":                                    true,
 	"tutti/tests/gpu TestNearFloat64/GPU":                                true,
 	"tutti/tests/gpu TestProcesses/GPU":                                  true,
 	"tutti/tests/gpu TestReductions/GPU":                                 true,
