@@ -10,12 +10,14 @@ type Caps struct {
 }
 
 // LoadStoreMin returns the size in bytes from which it pays that the ranks of a collective tell
-// each other where their buffers are, so that these can be loaded. Below, rings are as fast.
+// each other where their buffers are, so that these can be loaded. Below, rings are as fast. An
+// allreduce takes one more round than the others, and ranks that share processors pay for each
+// round with a switch to another process.
 func LoadStoreMin(k Kind) int {
-	if k.Layout().InAtRoot { // half as much is copied through rings
-		return 64 << 10
+	if k == AllReduce {
+		return 128 << 10
 	}
-	return 128 << 10
+	return 32 << 10
 }
 
 // defaults are the rules of DefaultTable: the first rule that holds decides. Their reasoning, in
