@@ -102,8 +102,9 @@ type Config struct {
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
-	// be faster, by trying both ways), "on" (from 128 KiB on) or "off". The results are
-	// the same. A group does it if all of its ranks may. Default TUTTI_SINGLE_COPY, else "auto".
+	// be faster, by trying both ways), "on" (from 32 KiB on, an allreduce from 128 KiB on) or
+	// "off". The results are the same. A group does it if all of its ranks may. Default
+	// TUTTI_SINGLE_COPY, else "auto".
 	SingleCopy string
 	// Timeout bounds every operation, and Join, in addition to their ctx. Default TUTTI_TIMEOUT,
 	// else 5 minutes. Negative: no bound.
