@@ -79,9 +79,8 @@ type Sharer interface {
 	// is mapped once. The caller calls Release. The error says why the device does not reach it; it
 	// wraps errors.ErrUnsupported if there is no path between the two devices.
 	Import(owner uint64, key []byte) (Shared, error)
-	// Forget says that an owner is gone: its allocations are unmapped, now or by their last
-	// Release.
-	Forget(owner uint64) error
+	// Forget says that an owner is gone: nothing of it is imported afterwards.
+	Forget(owner uint64)
 	// Lasts reports whether the allocation of a key that Share has returned has not been freed
 	// since.
 	Lasts(key []byte) bool
@@ -97,9 +96,9 @@ type Shared interface {
 	Memory(offset uint64, n int) (mem.Memory, error)
 	// Path names the way to the memory, such as "same GPU".
 	Path() string
-	// Release ends the use, when no work of a stream uses the memory any more. The memory stays
-	// mapped for the next Import, unless gone says that its owner has freed it. It may wait for the
-	// work on the device. Idempotent.
+	// Release ends the use, when no work of a stream uses the memory any more. The last use of an
+	// allocation unmaps it, which may wait for the work on the device. If gone says that its owner
+	// has freed it, a later Import is another mapping. Idempotent.
 	Release(gone bool) error
 }
 

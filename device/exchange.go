@@ -14,7 +14,8 @@ import (
 type Exchanger interface {
 	Sharer
 	// NewExchange makes the exchange of a rank, numbered from 0, among ranks ranks. Its memory is
-	// freed with the device, because what a stream has recorded may be repeated at any time.
+	// freed with the device, if not by Free, because what a stream has recorded may be repeated at
+	// any time.
 	NewExchange(rank, ranks int) (Exchange, error)
 }
 
@@ -40,6 +41,8 @@ type Exchange interface {
 	// waits for the streams of the other ranks, at most for limit if that is not 0. It ends without
 	// a result as Failure says; so does all later work then.
 	AllReduce(s Stream, op kernels.Op, dt kernels.DType, dst, src mem.Memory, limit time.Duration) error
+	// Free frees its memory, if no rank has called AllReduce, nor does afterwards.
+	Free() error
 	// Stop ends the work that waits, and all that is given later or repeated. Idempotent.
 	Stop()
 	// Failure returns why work has ended without a result first, nil if none has, and whether other

@@ -188,9 +188,9 @@ type importer struct {
 	owner  uint64
 }
 
-// unmap has devices unmap the memory of all incarnations that are gone. Like drop, it does not
-// wait: a driver may unmap memory only when all work on the device has ended.
-func (j *job) unmap(gone func(incarnation uint64) bool) {
+// forget has devices forget the memory of all incarnations that are gone. It does not wait: a
+// device may be mapping memory.
+func (j *job) forget(gone func(incarnation uint64) bool) {
 	j.mu.Lock()
 	var all []importer
 	for i := range j.imported {
@@ -203,30 +203,27 @@ func (j *job) unmap(gone func(incarnation uint64) bool) {
 	if len(all) > 0 {
 		j.unmapping.Go(func() {
 			for _, i := range all {
-				j.unmapped(i.device.Forget(i.owner))
+				i.device.Forget(i.owner)
 			}
 		})
 	}
 }
 
-// drop ends uses of other ranks' memory: see exec.Config.Drop.
+// drop ends uses of other ranks' memory: see exec.Config.Drop. It does not wait: a driver may unmap
+// memory only when all work on the device has ended.
 func (j *job) drop(shared []device.Shared, gone bool) {
 	j.unmapping.Go(func() {
 		for _, s := range shared {
-			j.unmapped(s.Release(gone))
+			if err := s.Release(gone); err != nil {
+				j.log.Warn("memory of another rank's device stays mapped", "err", err)
+			}
 		}
 	})
 }
 
-func (j *job) unmapped(err error) {
-	if err != nil {
-		j.log.Warn("memory of another rank's device stays mapped", "err", err)
-	}
-}
-
-// unmapAll ends all use of other ranks' memory. It waits for that as long as for a stream.
+// unmapAll waits until all use of other ranks' memory has ended, as long as for a stream.
 func (j *job) unmapAll() {
-	j.unmap(func(uint64) bool { return true })
+	j.forget(func(uint64) bool { return true })
 	done := make(chan struct{})
 	go func() {
 		j.unmapping.Wait()
@@ -240,8 +237,9 @@ func (j *job) unmapAll() {
 	}
 }
 
-// unmapGone is unmap for the incarnations that are not in the group's view. With the proxy's lock.
-func (g *Group) unmapGone() {
+// forgetGone is forget for the incarnations that are not in the group's view. With the proxy's
+// lock.
+func (g *Group) forgetGone() {
 	slots := g.v.job.Slots
 	if len(slots) == 0 {
 		return
@@ -250,7 +248,7 @@ func (g *Group) unmapGone() {
 	for _, s := range slots {
 		here[s.Incarnation] = true
 	}
-	g.job.unmap(func(incarnation uint64) bool { return !here[incarnation] })
+	g.job.forget(func(incarnation uint64) bool { return !here[incarnation] })
 }
 
 // loads describes how the group's latest operations got at the memory of devices, "" if none has

@@ -310,6 +310,48 @@ func TestDirectMapsOnce(t *testing.T) {
 	})
 }
 
+// Memory that its owner has freed does not stay mapped at the others because the group in which
+// they mapped it was closed before. No memory is allocated where other was.
+func TestMemoryOfClosedGroupsIsUnmapped(t *testing.T) {
+	const n, size = 2, 512 << 10
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx := t.Context()
+			var all []mem.Memory
+			for range 20 {
+				sub, err := g.Split(ctx, 0, g.Rank())
+				if err != nil {
+					t.Fatal(err)
+				}
+				m, err := d.Alloc(size)
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = append(all, m)
+				if err := errors.Join(d.sum(ctx, sub, m, 1<<n-1), sub.Close()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range all {
+				if err := d.Free(m); err != nil {
+					t.Fatal(err)
+				}
+			}
+			m := d.alloc(t, make([]byte, size))
+			if err := d.sum(ctx, g, m, 1<<n-1); err != nil {
+				t.Fatal(err)
+			}
+			d.fake.Until(t, "memory that was freed is unmapped", func(c fake.Census) bool { return c.Imported <= 2 })
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+	})
+}
+
 // A rank that dies at any moment, while the others load from its memory or map it for the first
 // time, costs the survivors at most one operation; no result is wrong, and what was mapped of it is
 // unmapped.

@@ -517,7 +517,7 @@ func (g *Group) open(at resync.Point) error {
 		v.Hosts = nil // known after the exchange
 	})
 	g.run.Open(c, g.v.ranks)
-	g.unmapGone()
+	g.forgetGone()
 	return nil
 }
 

@@ -254,22 +254,27 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		}
 		all, err := g.exchangeBytes(ctx, mine, c, 0)
 		if err != nil {
+			g.job.abandon(made, nil)
 			return nil, err
 		}
 		if !alike(all, mine[:messageHead], v.Active) {
+			g.job.abandon(made, nil)
 			continue
 		}
+		var inboxes []device.Shared
 		why := refusal(all, v.Active, func(b []byte) bool { return binary.LittleEndian.Uint64(b[messageKey:]) == 0 })
 		if why == nil {
 			clear(mine[messageHead:])
 			mine[messageStage] = 2
-			if err := g.openInboxes(d, made, v, all); err != nil {
+			if inboxes, err = g.openInboxes(d, made, v, all); err != nil {
 				copy(mine[messageText:], err.Error())
 			}
 			if all, err = g.exchangeBytes(ctx, mine, c, 1); err != nil {
+				g.job.drop(inboxes, false) // the others may use the exchange
 				return nil, err
 			}
 			if !alike(all, mine[:messageHead], v.Active) {
+				g.job.abandon(made, inboxes)
 				continue
 			}
 			why = refusal(all, v.Active, func(b []byte) bool { return b[messageText] != 0 })
@@ -277,6 +282,7 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		p.Lock()
 		defer p.Unlock()
 		if why != nil {
+			g.job.abandon(made, inboxes)
 			g.refuse(why)
 			return nil, nil
 		}
@@ -288,6 +294,20 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		}
 		return x, nil
 	}
+}
+
+// abandon frees an exchange that no rank uses, nil if there is none, and unmaps its inboxes. It
+// does not wait.
+func (j *job) abandon(made device.Exchange, inboxes []device.Shared) {
+	j.drop(inboxes, true)
+	if made == nil {
+		return
+	}
+	j.unmapping.Go(func() {
+		if err := made.Free(); err != nil {
+			j.log.Warn("memory of an exchange of devices is not freed", "err", err)
+		}
+	})
 }
 
 // refuse has all later operations go through the host. With the proxy's lock.
@@ -333,26 +353,27 @@ func (e *earlierError) Error() string {
 	return fmt.Sprintf("it was given to its stream in view %d, which is over", e.epoch)
 }
 
-// openInboxes maps the inboxes of the other ranks.
-func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupView, all []byte) error {
+// openInboxes maps the inboxes of the other ranks. It returns those that it has mapped.
+func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupView, all []byte) (
+	mapped []device.Shared, err error) {
 	inboxes, offsets := make([]device.Shared, len(v.Active)), make([]uint64, len(v.Active))
 	for i, slot := range v.Active {
 		b := all[slot*messageSize:][:messageSize]
 		length := binary.LittleEndian.Uint64(b[messageKey:])
 		if length > device.MaxKey {
-			return fmt.Errorf("%w: a key of %d bytes from rank %d", p2p.ErrProtocol, length, slot)
+			return mapped, fmt.Errorf("%w: a key of %d bytes from rank %d", p2p.ErrProtocol, length, slot)
 		}
 		offsets[i] = binary.LittleEndian.Uint64(b[messageOffset:])
 		if slot == g.rank {
 			continue
 		}
-		var err error
 		owner := g.job.places[v.ranks[slot]].Incarnation
 		if inboxes[i], err = g.job.imports(d, owner, b[messageText:][:length]); err != nil {
-			return fmt.Errorf("rank %d: %w", slot, err)
+			return mapped, fmt.Errorf("rank %d: %w", slot, err)
 		}
+		mapped = append(mapped, inboxes[i])
 	}
-	return made.Connect(inboxes, offsets)
+	return mapped, made.Connect(inboxes, offsets)
 }
 
 // trimZeros returns text without the zeros behind it.

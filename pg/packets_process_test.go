@@ -313,3 +313,29 @@ func TestDeadlinesOfStartedOperations(t *testing.T) {
 		}
 	}
 }
+
+// Groups whose ranks cannot combine short vectors by their devices leave nothing on the devices:
+// here several processes share one.
+func TestPacketsRefusedLeaveNothing(t *testing.T) {
+	const n = 2
+	onHandles(t, func(t *testing.T, d *gpu) {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
+			blocks := d.fake.Census().DeviceBlocks
+			for range 20 {
+				sub, err := g.Split(ctx, 0, g.Rank())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := errors.Join(d.sum(ctx, sub, m, 1<<n-1), sub.Close()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			d.fake.Until(t, "inboxes are freed and unmapped",
+				func(c fake.Census) bool { return c.DeviceBlocks == blocks && c.Imported == 0 })
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+	})
+}

@@ -30,8 +30,8 @@ type Device struct {
 	memory  map[uint64]allocation // by address, of Alloc
 	host    heap
 
-	kinds   kinds   // of handles of memory
-	imports imports // of other processes
+	kinds   kinds    // of handles of memory
+	imports *imports // of other processes
 }
 
 // An allocation is memory of Alloc.
@@ -69,7 +69,7 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
 		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap()}
-	v.imports = imports{loc: v.loc, open: g.openImport, close: g.closeImport, mapped: map[importKey]*mapping{}}
+	v.imports = newImports(v.loc, g.openImport, g.closeImport)
 	if err = v.prepareHandles(clique); err == nil {
 		err = v.load(ptx, preload)
 	}

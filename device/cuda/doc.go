@@ -63,10 +63,9 @@
 //
 // [Device.Share] returns a key of an allocation, and [Device.Import] maps it in another process of
 // the machine, for which it is memory of that process's device. A device maps an allocation once,
-// and keeps it mapped when it is not used, because that takes the driver long. Every import names
-// its owner, the incarnation of a peer: [Device.Forget] unmaps what it had when it is gone. Memory
-// that is in use stays mapped until it is released: work on memory that is not mapped would end the
-// context.
+// until its last use is released: work on memory that is not mapped would end the context. Every
+// import names its owner, the incarnation of a peer: after [Device.Forget], nothing of it is used
+// again.
 //
 // Keys are of three kinds. Memory that [Device.Alloc] has given has a descriptor, if the driver can
 // do that (in terms of CUDA, virtual memory management: cuMemCreate and cuMemMap) and it is not

@@ -81,6 +81,9 @@ func (x *exchange) prepare() (err error) {
 // Inbox implements device.Exchange.
 func (x *exchange) Inbox() (key []byte, offset uint64, err error) { return x.v.Share(x.inbox) }
 
+// Free implements device.Exchange.
+func (x *exchange) Free() error { return errors.Join(x.v.Free(x.inbox), x.v.FreeHost(x.words)) }
+
 // Connect implements device.Exchange. Processes that share a GPU take turns on it, so that a kernel
 // that waits for another process's would hold it up.
 func (x *exchange) Connect(inboxes []device.Shared, offsets []uint64) error {

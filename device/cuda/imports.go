@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"tutti/device"
@@ -72,31 +73,41 @@ type Import struct {
 // Memory returns n bytes from offset on, as memory of the device that has imported them. It is
 // valid until Release. An error wraps device.ErrMemory: the allocation does not have these bytes.
 func (i *Import) Memory(offset uint64, n int) (mem.Memory, error) {
-	if n < 0 || offset > i.m.region.Size || uint64(n) > i.m.region.Size-offset {
+	if n < 0 || offset > i.m.key.region.Size || uint64(n) > i.m.key.region.Size-offset {
 		return mem.Memory{}, fmt.Errorf("cuda: %d bytes from %d on of an allocation of %d bytes: %w", n, offset,
-			i.m.region.Size, device.ErrMemory)
+			i.m.key.region.Size, device.ErrMemory)
 	}
 	return mem.Device(i.m.at+offset, n, i.in.loc), nil
 }
 
-// Release ends the use. No work of a stream may use the memory any more. The mapping stays for the
-// next Import, unless its owner is gone or has withdrawn it. Idempotent.
+// Release ends the use. No work of a stream may use the memory any more. The last Release unmaps
+// the allocation, which may wait for the work on the GPU. Idempotent.
 func (i *Import) Release() error {
 	i.release.Do(func() { i.err = i.in.release(i.m) })
 	return i.err
 }
 
-// imports is the allocations of other processes that a device has mapped. Each is mapped once. The
-// lock is held during calls of the driver.
+// imports is the allocations of other processes that a device has mapped. Each is mapped once,
+// while it is used. The lock is held while the driver maps one, but not while it unmaps one: that
+// waits for work, which may wait for an operation that maps another.
 type imports struct {
 	loc   mem.Location
 	open  func(region) (at uint64, err error) // maps at least Size bytes
 	close func(r region, at uint64) error
 
-	mu     sync.Mutex
-	ended  bool
-	mapped map[importKey]*mapping
-	dying  []*mapping // that are used, but no longer in mapped
+	mu      sync.Mutex
+	ended   bool
+	mapped  map[importKey]*mapping
+	dying   []*mapping // that are used, but no longer in mapped
+	closing []*mapping // that the driver unmaps
+	closed  sync.Cond  // one of them is unmapped
+}
+
+func newImports(loc mem.Location, open func(region) (uint64, error),
+	unmap func(r region, at uint64) error) *imports {
+	in := &imports{loc: loc, open: open, close: unmap, mapped: map[importKey]*mapping{}}
+	in.closed.L = &in.mu
+	return in
 }
 
 type importKey struct {
@@ -105,37 +116,40 @@ type importKey struct {
 }
 
 type mapping struct {
-	region region
-	at     uint64
-	uses   int
-	dying  bool
+	key  importKey
+	at   uint64
+	uses int
+}
+
+// stale reports whether the mapping of k is one of memory that its owner has freed if the owner now
+// has another allocation, r. The driver may return the old mapping for r before it is unmapped.
+func (k importKey) stale(owner uint64, r region) bool {
+	return k.owner == owner && (k.region != r || r.kind == kindIPC && r.Number == 0) && k.region.Base < r.Base+r.Size &&
+		r.Base < k.region.Base+k.region.Size
 }
 
 func (in *imports) take(owner uint64, r region) (*Import, error) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.ended {
-		return nil, fmt.Errorf("cuda: %s was closed: %w", in.loc, device.ErrClosed)
-	}
 	if r.Size == 0 || r.Base+r.Size < r.Base || r.Size > 1<<62 {
 		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
 	key := importKey{owner, r}
+	stale := func(m *mapping) bool { return m.key.stale(owner, r) }
+	for in.mapped[key] == nil && slices.ContainsFunc(in.closing, stale) {
+		in.closed.Wait()
+	}
+	if in.ended {
+		return nil, fmt.Errorf("cuda: %s was closed: %w", in.loc, device.ErrClosed)
+	}
 	m := in.mapped[key]
 	if m == nil {
-		// The owner has freed what it had there before. Drivers may otherwise return the old
-		// mapping.
-		err := in.drop(func(k importKey) bool {
-			return k.owner == owner && k.region.Base < r.Base+r.Size && r.Base < k.region.Base+k.region.Size
-		})
-		if err != nil {
-			return nil, err
-		}
+		in.drop(func(k importKey) bool { return k.stale(owner, r) })
 		at, err := in.open(r)
 		if err != nil {
 			return nil, err
 		}
-		m = &mapping{region: r, at: at}
+		m = &mapping{key: key, at: at}
 		in.mapped[key] = m
 	}
 	m.uses++
@@ -146,41 +160,37 @@ func (in *imports) release(m *mapping) error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	m.uses--
-	if !m.dying || m.uses > 0 || in.ended {
+	if m.uses > 0 || in.ended {
 		return nil
 	}
-	for i, d := range in.dying {
-		if d == m {
-			in.dying = append(in.dying[:i], in.dying[i+1:]...)
-			break
-		}
+	if in.mapped[m.key] == m {
+		delete(in.mapped, m.key)
 	}
-	return in.close(m.region, m.at)
+	is := func(o *mapping) bool { return o == m }
+	in.dying = slices.DeleteFunc(in.dying, is)
+	in.closing = append(in.closing, m)
+	in.mu.Unlock()
+	err := in.close(m.key.region, m.at)
+	in.mu.Lock()
+	in.closing = slices.DeleteFunc(in.closing, is)
+	in.closed.Broadcast()
+	return err
 }
 
-// drop forgets mappings. Those that are not used are closed now, the others by their last Release.
-// With the lock.
-func (in *imports) drop(which func(importKey) bool) error {
-	var errs []error
+// drop has no later use take a mapping, which its last Release unmaps. With the lock.
+func (in *imports) drop(which func(importKey) bool) {
 	for k, m := range in.mapped {
-		if !which(k) {
-			continue
-		}
-		delete(in.mapped, k)
-		if m.uses > 0 {
-			m.dying = true
+		if which(k) {
+			delete(in.mapped, k)
 			in.dying = append(in.dying, m)
-			continue
 		}
-		errs = append(errs, in.close(m.region, m.at))
 	}
-	return errors.Join(errs...)
 }
 
-func (in *imports) forget(which func(importKey) bool) error {
+func (in *imports) forget(which func(importKey) bool) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	return in.drop(which)
+	in.drop(which)
 }
 
 // end closes all mappings, also those that are used.
@@ -188,12 +198,15 @@ func (in *imports) end() error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	in.ended = true
+	for len(in.closing) > 0 {
+		in.closed.Wait()
+	}
 	var errs []error
 	for _, m := range in.mapped {
-		errs = append(errs, in.close(m.region, m.at))
+		errs = append(errs, in.close(m.key.region, m.at))
 	}
 	for _, m := range in.dying {
-		errs = append(errs, in.close(m.region, m.at))
+		errs = append(errs, in.close(m.key.region, m.at))
 	}
 	in.mapped, in.dying = nil, nil
 	return errors.Join(errs...)

@@ -65,21 +65,18 @@ func (v *Device) ImportIPC(owner uint64, h IPCHandle) (*Import, error) {
 	return v.imports.take(owner, region{kind: kindIPC, IPCHandle: h})
 }
 
-// WithdrawIPC says that an owner frees an allocation. It is unmapped now, or when its last Import
-// is released. That may wait for the work on the GPU.
-func (v *Device) WithdrawIPC(owner uint64, h IPCHandle) error {
-	return v.withdraw(owner, region{kind: kindIPC, IPCHandle: h})
+// WithdrawIPC says that an owner frees an allocation: a later import is another mapping.
+func (v *Device) WithdrawIPC(owner uint64, h IPCHandle) {
+	v.withdraw(owner, region{kind: kindIPC, IPCHandle: h})
 }
 
-func (v *Device) withdraw(owner uint64, r region) error {
-	return v.imports.forget(func(k importKey) bool { return k.owner == owner && k.region == r })
+func (v *Device) withdraw(owner uint64, r region) {
+	v.imports.forget(func(k importKey) bool { return k.owner == owner && k.region == r })
 }
 
-// ForgetIPC says that an owner is gone. All of its allocations are unmapped, now or when their last
-// Import is released. That may wait for the work on the GPU. The first error is returned when all
-// that could be unmapped is. The caller imports nothing of the owner afterwards.
-func (v *Device) ForgetIPC(owner uint64) error {
-	return v.imports.forget(func(k importKey) bool { return k.owner == owner })
+// ForgetIPC is WithdrawIPC for all allocations of an owner that is gone.
+func (v *Device) ForgetIPC(owner uint64) {
+	v.imports.forget(func(k importKey) bool { return k.owner == owner })
 }
 
 // openImport maps an allocation, and checks that it has the size that its owner has said.

@@ -60,10 +60,10 @@ func (*Device) ExportIPC(mem.Memory) (IPCHandle, uint64, error) { return IPCHand
 func (*Device) ImportIPC(uint64, IPCHandle) (*Import, error) { return nil, errBuild }
 
 // WithdrawIPC does nothing.
-func (*Device) WithdrawIPC(uint64, IPCHandle) error { return nil }
+func (*Device) WithdrawIPC(uint64, IPCHandle) {}
 
 // ForgetIPC does nothing.
-func (*Device) ForgetIPC(uint64) error { return nil }
+func (*Device) ForgetIPC(uint64) {}
 
 // Close does nothing.
 func (*Device) Close() error { return nil }

@@ -159,7 +159,7 @@ func (v *Device) Import(owner uint64, b []byte) (device.Shared, error) {
 	if err != nil {
 		return nil, unreachable(err)
 	}
-	return &imported{i, path, func() error { return v.withdraw(owner, k.region) }}, nil
+	return &imported{i, path, func() { v.withdraw(owner, k.region) }}, nil
 }
 
 // inClique reports whether the GPU uses handles of a clique's fabric.
@@ -192,7 +192,7 @@ func (v *Device) reachOwn(k *key, path string) error {
 }
 
 // Forget implements device.Sharer: see ForgetIPC.
-func (v *Device) Forget(owner uint64) error { return v.ForgetIPC(owner) }
+func (v *Device) Forget(owner uint64) { v.ForgetIPC(owner) }
 
 // Lasts implements device.Sharer.
 func (v *Device) Lasts(b []byte) bool {
@@ -235,15 +235,15 @@ func unreachable(err error) error {
 // imported is an Import, and the way to it.
 type imported struct {
 	*Import
-	path  string
-	unmap func() error
+	path     string
+	withdraw func()
 }
 
 func (i *imported) Path() string { return i.path }
 
 func (i *imported) Release(gone bool) error {
 	if gone {
-		return errors.Join(i.unmap(), i.Import.Release())
+		i.withdraw()
 	}
 	return i.Import.Release()
 }

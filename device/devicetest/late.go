@@ -115,7 +115,7 @@ func (d *Late) Import(_ uint64, key []byte) (device.Shared, error) {
 }
 
 // Forget implements device.Sharer.
-func (d *Late) Forget(uint64) error { return nil }
+func (d *Late) Forget(uint64) {}
 
 // Lasts implements device.Sharer.
 func (d *Late) Lasts(key []byte) bool {
