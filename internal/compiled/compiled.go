@@ -4,7 +4,9 @@ package compiled
 
 import (
 	"cmp"
+	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -21,65 +23,79 @@ type Source struct {
 	Name, Suffix       string   // of the result
 }
 
-// Build compiles s, unless the result is there already, and returns its path. The result is named
-// after what it is made of. The test is skipped without a compiler.
+// Build is Make for a test, which is skipped without a compiler.
 func (s *Source) Build(tb testing.TB) (path string) {
 	tb.Helper()
+	path, err := s.Make(tb.Context())
+	switch {
+	case errors.Is(err, ErrNoCompiler):
+		tb.Skip(err)
+	case err != nil:
+		tb.Fatal(err)
+	}
+	return path
+}
+
+// ErrNoCompiler says that there is no compiler. It is wrapped.
+var ErrNoCompiler = errors.New("there is no compiler (make deps)")
+
+// Make compiles s, unless the result is there already, and returns its path. The result is named
+// after what it is made of.
+func (s *Source) Make(ctx context.Context) (path string, err error) {
 	compiler, err := exec.LookPath(cmp.Or(os.Getenv(s.Variable), s.Compiler))
 	if err != nil {
-		tb.Skipf("there is no compiler (make deps): %v", err)
+		return "", fmt.Errorf("%w: %w", ErrNoCompiler, err)
 	}
-	root := repository(tb)
+	root, err := repository()
+	if err != nil {
+		return "", err
+	}
 	dir := filepath.Join(root, s.Dir)
 	sum := sha256.New()
 	fmt.Fprintln(sum, compiler, s.Args)
 	files, err := filepath.Glob(filepath.Join(dir, s.Files))
 	if err != nil || len(files) == 0 {
-		tb.Fatalf("no sources %s in %s: %v", s.Files, dir, err)
+		return "", fmt.Errorf("no sources %s in %s: %w", s.Files, dir, cmp.Or(err, os.ErrNotExist))
 	}
 	for _, f := range files {
 		text, err := os.ReadFile(f)
 		if err != nil {
-			tb.Fatal(err)
+			return "", err
 		}
 		fmt.Fprintf(sum, "%s %d\n%s", filepath.Base(f), len(text), text)
 	}
 	out := filepath.Join(root, ".build", "compiled")
 	if err := os.MkdirAll(out, 0o755); err != nil {
-		tb.Fatal(err)
+		return "", err
 	}
 	result := filepath.Join(out, fmt.Sprintf("%s-%x%s", s.Name, sum.Sum(nil)[:8], s.Suffix))
 	if _, err := os.Stat(result); err == nil {
-		return result
+		return result, nil
 	}
 	temp, err := os.CreateTemp(out, "compiling-*")
 	if err != nil {
-		tb.Fatal(err)
+		return "", err
 	}
 	temp.Close()
 	defer os.Remove(temp.Name())
-	cmd := exec.CommandContext(tb.Context(), compiler, append(s.Args[:len(s.Args):len(s.Args)], "-o", temp.Name())...)
+	cmd := exec.CommandContext(ctx, compiler, append(s.Args[:len(s.Args):len(s.Args)], "-o", temp.Name())...)
 	cmd.Dir = dir
 	if text, err := cmd.CombinedOutput(); err != nil {
-		tb.Fatalf("%v: %v\n%s", cmd, err, text)
+		return "", fmt.Errorf("%v: %w\n%s", cmd, err, text)
 	}
-	if err := os.Rename(temp.Name(), result); err != nil { // other tests may be doing the same
-		tb.Fatal(err)
-	}
-	return result
+	return result, os.Rename(temp.Name(), result) // other tests may be doing the same
 }
 
-// repository returns the directory above the test's that has go.mod.
-func repository(tb testing.TB) string {
+// repository returns the directory above the working directory that has go.mod.
+func repository() (string, error) {
 	dir, err := os.Getwd()
 	if err != nil {
-		tb.Fatal(err)
+		return "", err
 	}
 	for ; dir != filepath.Dir(dir); dir = filepath.Dir(dir) {
 		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir
+			return dir, nil
 		}
 	}
-	tb.Fatal("no go.mod above the working directory of the test")
-	return ""
+	return "", errors.New("no go.mod above the working directory")
 }

@@ -11,7 +11,6 @@ import (
 	"time"
 	"unsafe"
 
-	"tutti/device"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -48,7 +47,9 @@ type call struct {
 	recv     []int
 	dst, src []byte
 	device   *deviceMemory
-	stream   device.Stream // of buffers there, or nil
+	stream   *deviceStream // of buffers there, or nil
+	held     bool          // it comes to the call later
+	copied   []byte        // the result, by later work of the stream
 	bufs     []*buffer
 	inPlace  bool
 	opaque   bool

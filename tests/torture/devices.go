@@ -74,6 +74,7 @@ func newDevices(t *testing.T) *devices {
 	remove := registry.Add(registry.Kind{Name: "soft", Reach: registry.Network, Works: func() error { return nil },
 		New: func(o registry.Options) (p2p.Transport, error) {
 			return softLinks{verbs.New(verbs.Config{Provider: d.fabric, Devices: o.RDMADevices,
+				Exporter: registry.Exporter(o.Devices),
 				TCP: tcp.Config{Interfaces: "127.0.0.1", Logger: o.Logger, Dial: o.Dial, PeerTimeout: o.PeerTimeout,
 					IdleTimeout: o.IdleTimeout}})}, nil
 		}})

@@ -193,6 +193,12 @@ func (s *stage) start(job Job) (*session, *Finding) {
 	s.jobs++
 	x := &session{s: s, job: job, first: map[int]*rig.Usage{}, gone: map[int]bool{}, later: map[int]bool{}}
 	x.setup = setup{Job: job, Name: fmt.Sprintf("torture-%d", s.jobs), Store: s.address, Secret: s.secret}
+	if job.GPUs != NoGPUs {
+		var err error
+		if x.setup.Driver, err = makeGPUs(); err != nil {
+			return x, &Finding{Kind: "error", Text: err.Error()}
+		}
+	}
 	for number, m := range s.members { // a process that has run many jobs is replaced
 		if number >= job.Ranks-job.Later || m.jobs >= 40 {
 			s.end(m)
@@ -682,7 +688,7 @@ func (x *session) finish() *Finding {
 		m.tell(order{End: true})
 	}
 	f := x.await(len(all), "the end of the job", recovery+slack,
-		func(n news) (bool, string) { return n.Ended != nil, "" })
+		func(n news) (bool, string) { return n.Ended != nil && n.Error == "", n.Error })
 	if f != nil {
 		x.s.killAll()
 	}

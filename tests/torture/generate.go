@@ -58,6 +58,12 @@ func (g *generator) job() Job {
 	if g.chance(0.6) && !g.avoids("grain") {
 		j.Block, j.Piece = pick(g, 8<<10, 40<<10, 256<<10), pick(g, 4<<10, 20<<10, 128<<10)
 	}
+	if g.chance(6./7) && !g.avoids("gpus") {
+		j.GPUs, j.Kernels = pick(g, GPUsEach, GPUsEach, GPUsPairs, GPUsOne, GPUsSome, GPUsApart), g.chance(0.2)
+		if j.GPUs == GPUsSome && g.transport == "inproc" { // such ranks have one pg.Config
+			j.GPUs = GPUsEach
+		}
+	}
 	if g.transport == "inproc" || g.faults == 0 {
 		return j
 	}
@@ -135,6 +141,9 @@ func (m *making) parts(s *Step, started bool) {
 		mems = mems[2:]
 	}
 	mem := pick(m.generator, append([]Mem{""}, mems...)...) // "": each its own
+	if m.job.GPUs != NoGPUs && m.chance(0.4) {
+		mem = MemDevice
+	}
 	for range m.job.Ranks {
 		p := Part{How: Blocking, Dst: pick(m.generator, mems...), Src: pick(m.generator, mems...),
 			InPlace: m.chance(0.5)}
@@ -143,6 +152,9 @@ func (m *making) parts(s *Step, started bool) {
 		}
 		if started && m.chance(0.5) {
 			p.How = pick(m.generator, AtOnce, Started, Started)
+		}
+		if (p.Dst == MemDevice || p.Src == MemDevice) && m.chance(0.2) {
+			p.Hold = m.moment()
 		}
 		s.Ranks = append(s.Ranks, p)
 	}
@@ -213,7 +225,7 @@ func (m *making) collective(group int, started, together bool) Step {
 		if m.heavy && s.Op != Barrier {
 			s.Count = min((64<<10+m.rnd.IntN(448<<10))/s.DType.Size(), m.job.Pool/8/s.DType.Size()) / parts
 			for i := range s.Ranks {
-				if !m.avoids("alloc") {
+				if !m.avoids("alloc") && (m.job.GPUs == NoGPUs || s.Ranks[i].Dst != MemDevice) {
 					s.Ranks[i].Dst, s.Ranks[i].Src = MemAlloc, MemAlloc
 				}
 			}
@@ -360,7 +372,7 @@ func (m *making) clean() {
 		m.add(Step{Op: Admit})
 	case n < 88:
 		if !m.avoids("free") {
-			m.add(Step{Op: pick(m.generator, Alloc, Alloc, Free), Root: m.rnd.IntN(3)})
+			m.add(Step{Op: pick(m.generator, Alloc, Alloc, Free, Renew), Root: m.rnd.IntN(3)})
 		}
 	case n < 92:
 		if n := m.rnd.IntN(13); !m.avoids(fmt.Sprintf("argument=%d", n)) {
@@ -602,7 +614,7 @@ func (m *making) outside() {
 		m.forgetAll()
 	}
 	if m.chance(0.3) && !m.avoids("free") { // memory that is not mapped yet
-		m.add(Step{Op: Alloc, Root: 1})
+		m.add(Step{Op: pick(m.generator, Alloc, Alloc, Renew), Root: 1})
 	}
 	for range 3 + m.rnd.IntN(6) {
 		if m.chance(0.1) && !m.avoids("agree") {

@@ -4,11 +4,11 @@ package torture
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 	"time"
 
-	"tutti/device"
 	"tutti/internal/grain"
 	"tutti/pg"
 )
@@ -35,14 +35,28 @@ func (l localGuide) Hang(f Finding) {
 // do not recover.
 func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
-	d := newDevice(p.Seed)
+	fail := func(err error) *Result {
+		res.find(&Finding{Kind: "error", Text: err.Error()})
+		return res
+	}
+	files, err := makeGPUs()
+	if err != nil && job.GPUs != NoGPUs {
+		return fail(err)
+	}
+	seats := make([]*seat, job.Ranks)
+	for i := range seats {
+		if seats[i] = seats[0]; i == 0 || job.GPUs != NoGPUs { // else they share one device
+			if seats[i], err = job.sit(i, p.Seed, files); err != nil {
+				return fail(err)
+			}
+		}
+	}
 	grain.Set(grain.Sizes{Block: job.Block, Piece: job.Piece})
 	groups, err := pg.Local(job.Ranks,
 		pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
-			Logger: slog.New(slog.DiscardHandler), Devices: device.List{d}})
+			Logger: slog.New(slog.DiscardHandler), Devices: seats[0].all})
 	if err != nil {
-		res.find(&Finding{Kind: "error", Text: err.Error()})
-		return res
+		return fail(err)
 	}
 	guide := localGuide{make(chan Finding, 1)}
 	reports := map[int]*Report{}
@@ -50,10 +64,9 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 	var wg, ran sync.WaitGroup
 	ran.Add(len(groups))
 	for me, g := range groups {
-		r, err := newRank(job, me, guide, d, nil)
+		r, err := newRank(job, me, guide, seats[me].memory, nil)
 		if err != nil {
-			res.find(&Finding{Kind: "error", Text: err.Error()})
-			return res
+			return fail(err)
 		}
 		r.shared = true
 		if conduct != nil {
@@ -66,7 +79,9 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 			ran.Wait() // waits for all ranks
 			r.leave()
 			r.close()
-			r.unmap()
+			if err := errors.Join(r.unmap(), seats[me].end()); err != nil {
+				r.find("error", "%v", err)
+			}
 			mu.Lock()
 			reports[me] = rep
 			mu.Unlock()
@@ -77,8 +92,10 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 	select {
 	case <-done:
 	case f := <-guide.hang:
+		abandonGPUs()
 		res.find(&f)
 	case <-time.After(patience):
+		abandonGPUs()
 		res.find(&Finding{Kind: "stuck", Text: "the program does not end"})
 	}
 	mu.Lock()

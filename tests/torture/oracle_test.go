@@ -5,6 +5,7 @@ package torture
 import (
 	"context"
 	"errors"
+	"fmt"
 	"go/parser"
 	"go/token"
 	"reflect"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/compiled"
 	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
@@ -45,6 +47,50 @@ var smallJob = Job{Transport: "inproc", Ranks: 2, Timeout: 10 * time.Second, Poo
 func TestRightProgramHasNoFinding(t *testing.T) {
 	if res := runLocal(smallJob, someSteps(2), nil); len(res.Findings) > 0 {
 		t.Errorf("%v", res.Findings)
+	}
+}
+
+// TestProgramsOnGPUs runs a program whose operations are on GPUs of the fake driver, at all ranks
+// or at some, for each way to give them to ranks. It is skipped without a compiler.
+func TestProgramsOnGPUs(t *testing.T) {
+	if _, err := makeGPUs(); errors.Is(err, compiled.ErrNoCompiler) {
+		t.Skip(err)
+	} else if err != nil {
+		t.Fatal(err)
+	}
+	const n = 3
+	on := Part{Dst: MemDevice, Src: MemDevice}
+	held := Part{Dst: MemDevice, Src: MemDevice, How: Started, Hold: 200 * time.Microsecond}
+	p := &Program{Seed: 7, Touch: -1, Steps: []Step{
+		{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 100, Ranks: parts(n, on)},
+		{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 101, Ranks: parts(n, on)},
+		{Op: AllReduce, DType: pg.Float16, Red: pg.Avg, Count: 100, Ranks: []Part{{Dst: MemPlain}, on, held}},
+		{Op: AllReduce, DType: pg.Int64, Red: pg.Max, Count: 5000, Ranks: parts(n, held)},
+		{Op: AllReduce, DType: pg.Int64, Red: pg.Max, Count: 5000, Ranks: []Part{{Dst: MemAlloc}, on, held}},
+		{Op: AllGather, DType: pg.Int32, Red: pg.Sum, Count: 20_000, Ranks: parts(n, on)},
+		{Op: ReduceScatter, DType: pg.Int32, Red: pg.Sum, Count: 20_000, Ranks: parts(n, held)},
+		{Op: Renew},
+		{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 50_000, Ranks: parts(n, on)},
+		{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 50_001, Ranks: parts(n, on)},
+		{Op: Message, DType: pg.Uint8, Count: 30_000, Ranks: parts(n, held)},
+		{Op: Message, DType: pg.Float32, Count: 70_001, Ranks: []Part{on, {Dst: MemPlain, Src: MemDevice}, held}},
+		{Op: Window, DType: pg.Uint8, Count: 100_000, Root: 1, Ranks: parts(n, held)},
+		{Op: Window, DType: pg.Uint8, Count: 300_001, Root: 2, Ranks: parts(n, on)},
+		{Op: Wait},
+	}}
+	for _, tr := range []string{"inproc", "soft", "shm"} {
+		for _, gpus := range []GPUs{GPUsEach, GPUsApart, GPUsPairs, GPUsOne, GPUsSome} {
+			if tr == "inproc" && gpus == GPUsSome {
+				continue
+			}
+			for _, kernels := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s, %s, kernels %v", tr, gpus, kernels), func(t *testing.T) {
+					job := smallJob
+					job.Transport, job.Ranks, job.Pool, job.GPUs, job.Kernels = tr, n, 2<<20, gpus, kernels
+					Replay(t, job, p.clone(), p.clone())
+				})
+			}
+		}
 	}
 }
 

@@ -36,6 +36,10 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 	}
 	c.src, c.dst = grab(part.Src), grab(part.Dst)
 	d.put(c.src, s.Count, func(i int) int64 { return d.value(r.me, i) })
+	if s.Count%2 == 0 && (r.device.has(c.dst) || r.device.has(c.src)) {
+		c.stream = r.stream(h)
+	}
+	r.bring(c, part, c.src)
 	send := h.g.Start(pg.SendOp{X: c.buffer(c.src), To: to, Tag: tag})
 	cctx, cancel := part.within(ctx)
 	defer cancel()
@@ -70,8 +74,16 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 			r.find("wrong", "%s: recv says %+v, want from %d, tag %d", name, got, from, tag)
 		}
 	}
+	if err == nil {
+		r.follow(c)
+	}
 	err = r.timed(name+": send", r.job.Timeout, func() error { <-send.Done(); return send.Err() })
-	r.judge(name+": send", s.May, err)
+	if r.judge(name+": send", s.May, err); c.stream != nil {
+		if err := c.settle(r.limit(&Part{})); err != nil {
+			r.find("error", "%v", err)
+		}
+		r.followed(c)
+	}
 	want := slices.Clone(c.src)
 	d.put(want, s.Count, func(i int) int64 { return d.value(r.me, i) })
 	if text := d.compare(c.src, want); text != "" {
@@ -91,14 +103,18 @@ func (r *rank) window(ctx context.Context, s *Step, part *Part, h *handle) {
 	d := newDatum(s.DType, pg.Sum, r.p.Seed+uint64(r.now)*64)
 	bytes := s.Count * d.size
 	name := fmt.Sprintf("step %d: window of %d bytes, to %d from %d", r.now, n*bytes, to, from)
-	var bufs []*buffer
+	c := &call{h: h, step: s, d: d, name: name, device: r.device}
 	grab := func(m Mem) []byte {
-		bufs = append(bufs, r.take(m, bytes, d.size, name))
-		return bufs[len(bufs)-1].bytes()
+		b := r.take(m, bytes, d.size, name)
+		c.bufs = append(c.bufs, b)
+		return b.bytes()
 	}
 	src, dst := grab(part.Src), grab(part.Dst)
 	fill := func(b []byte, slot int) { d.put(b, s.Count, func(i int) int64 { return d.value(h.ranks[slot], i) }) }
 	fill(src, me)
+	if s.Count%2 == 0 && (r.device.has(src) || r.device.has(dst)) {
+		c.stream = r.stream(h)
+	}
 	limit := r.job.Timeout
 	if s.May != 0 { // the rank that it waits for may have failed before
 		limit = time.Second
@@ -128,13 +144,27 @@ func (r *rank) window(ctx context.Context, s *Step, part *Part, h *handle) {
 	if r.judge(name, s.May, err); err != nil {
 		failed = true
 	}
-	step("put", func(ctx context.Context) error { return w.PutSignal(ctx, to, me*bytes, src, 3) })
+	r.bring(c, part, src)
+	if r.device.has(src) {
+		step("put", func(ctx context.Context) error { return w.PutBuffer(ctx, to, me*bytes, c.buffer(src)) })
+		step("the put's signal", func(ctx context.Context) error { return w.Signal(ctx, to, 3) })
+	} else {
+		step("put", func(ctx context.Context) error { return w.PutSignal(ctx, to, me*bytes, src, 3) })
+	}
 	if step("signal", func(ctx context.Context) error { return w.WaitSignal(ctx, from, 3, 1) }) {
 		check("put", w.Bytes()[from*bytes:][:bytes], from)
 	}
 	step("flush", func(ctx context.Context) error { return w.Flush(ctx, to) })
-	if step("get", func(ctx context.Context) error { return w.Get(ctx, to, me*bytes, dst) }) {
+	if step("get", func(ctx context.Context) error {
+		if r.device.has(dst) {
+			return w.GetBuffer(ctx, to, me*bytes, c.buffer(dst))
+		}
+		return w.Get(ctx, to, me*bytes, dst)
+	}) {
 		check("get", dst, me)
+	}
+	if err := c.settle(r.limit(&Part{})); err != nil {
+		r.find("error", "%v", err)
 	}
 	check("the source", src, me)
 	err = r.timed(name+": barrier", r.job.Timeout, func() error { return h.g.Barrier(ctx) })
@@ -144,11 +174,7 @@ func (r *rank) window(ctx context.Context, s *Step, part *Part, h *handle) {
 			r.find("error", "%s: close: %v", name, err)
 		}
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, b := range bufs {
-		b.p.giveBack(b)
-	}
+	r.giveBack(c)
 }
 
 func (r *rank) agree(ctx context.Context, s *Step, part *Part, h *handle, lane int) {

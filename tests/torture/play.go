@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
-	"tutti/device"
+	"tutti/device/cuda/fake"
 	"tutti/internal/grain"
 	"tutti/pg"
 	"tutti/tests/internal/rig"
@@ -36,6 +36,7 @@ type setup struct {
 	Store, Secret string
 	Number        int  // of the rank, or spare
 	Late          bool // the job is running: join by the program
+	Driver        fake.Files
 }
 
 // news is a message of a rank's process.
@@ -143,6 +144,7 @@ func play(out *json.Encoder, in *json.Decoder, change func(*pg.Config), over fun
 		}
 	}()
 	var r *rank
+	var at *seat
 	var by *standby
 	for o := range orders {
 		switch {
@@ -150,14 +152,15 @@ func play(out *json.Encoder, in *json.Decoder, change func(*pg.Config), over fun
 			me := o.Setup.Number
 			cfg := o.Setup.config(me)
 			grain.Set(grain.Sizes{Block: o.Setup.Job.Block, Piece: o.Setup.Job.Piece})
-			d := newDevice(uint64(me))
-			cfg.Devices = device.List{d}
-			if change != nil {
-				change(&cfg)
-			}
 			var err error
-			r, err = newRank(o.Setup.Job, me, p, d,
-				func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
+			if at, err = o.Setup.Job.sit(me, uint64(me), o.Setup.Driver); err == nil {
+				cfg.Devices = at.list()
+				if change != nil {
+					change(&cfg)
+				}
+				r, err = newRank(o.Setup.Job, me, p, at.memory,
+					func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
+			}
 			if err == nil {
 				r.entered = func(g *pg.Group) { p.world.Store(g) }
 				r.shared = change != nil
@@ -192,18 +195,22 @@ func play(out *json.Encoder, in *json.Decoder, change func(*pg.Config), over fun
 			}
 			r.leave()
 			r.close()
-			r.unmap()
-			r = nil
-			use := &rig.Usage{}
-			if change == nil {
-				use = rig.Use()
+			n := news{Ended: &rig.Usage{}}
+			if err := errors.Join(r.unmap(), at.end()); err != nil {
+				n.Error = err.Error()
 			}
-			p.say(news{Ended: use})
+			r = nil
+			if change == nil {
+				n.Ended = rig.Use()
+			}
+			p.say(n)
 		}
 	}
 	if r != nil {
 		r.leave()
 		r.close()
+		r.unmap()
+		at.end()
 	}
 }
 

@@ -22,6 +22,36 @@ type Job struct {
 	Standby   int // processes that wait in Join for a rank to be lost; there is no AutoAdmit then
 	Block     int // see grain.Sizes
 	Piece     int
+	GPUs      GPUs
+	Kernels   bool // the streams of GPUs wait for words by kernels
+}
+
+// GPUs says which GPUs of the fake CUDA driver (device/cuda/fake) the ranks of a job have.
+type GPUs string
+
+// The ways to give GPUs to ranks. A replacement has the GPU of the rank that was lost, a process on
+// standby the first one.
+const (
+	NoGPUs    GPUs = ""      // none: each rank has a devicetest.Late
+	GPUsEach  GPUs = "each"  // one a rank
+	GPUsApart GPUs = "apart" // one a rank, without access to each other's memory
+	GPUsPairs GPUs = "pairs" // two ranks share one
+	GPUsOne   GPUs = "one"   // all ranks share one
+	GPUsSome  GPUs = "some"  // the ranks with an even number have one each
+)
+
+// of returns the number of a rank's GPU, -1 if it has none.
+func (g GPUs) of(rank int) int {
+	rank = max(rank, 0)
+	switch {
+	case g == NoGPUs, g == GPUsSome && rank%2 != 0:
+		return -1
+	case g == GPUsOne:
+		return 0
+	case g == GPUsPairs:
+		return rank / 2
+	}
+	return rank
 }
 
 // A Program is the sequence of steps of all ranks of a job.
@@ -57,6 +87,7 @@ const (
 	Admit         Op = "admit"
 	Alloc         Op = "alloc" // renews the registered memory of number Root
 	Free          Op = "free"
+	Renew         Op = "renew"    // the memory of a device, after waiting for all started operations
 	Argument      Op = "argument" // an invalid call; Root selects the error
 	Wait          Op = "wait"     // for all started operations
 	Together      Op = "together" // Par concurrently, on different groups
@@ -129,6 +160,7 @@ type Part struct {
 	Src     Mem           `json:",omitempty"`
 	InPlace bool          `json:",omitempty"`
 	Late    time.Duration `json:",omitempty"` // it begins so much later
+	Hold    time.Duration `json:",omitempty"` // the stream of its buffers comes to it so much later
 	Cancel  time.Duration `json:",omitempty"` // ctx is cancelled so long after the beginning; <0: before
 	Limit   time.Duration `json:",omitempty"` // ctx's deadline
 	Color   int           `json:",omitempty"` // Split

@@ -13,7 +13,6 @@ import (
 	"time"
 	"unsafe"
 
-	"tutti/device/devicetest"
 	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
@@ -103,8 +102,8 @@ type region struct {
 	g   *pg.Group // that it was allocated from
 }
 
-// newRank makes a rank. d is a device of its groups.
-func newRank(job Job, me int, g guide, d *devicetest.Late,
+// newRank makes a rank. d is a device of its groups, nil if it has none.
+func newRank(job Job, me int, g guide, d memoryDevice,
 	join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
 	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{},
 		rep: &Report{Rank: me}}
@@ -155,7 +154,6 @@ func (r *rank) leave() {
 		r.free(i)
 	}
 	r.groups = map[int]*handle{}
-	r.device.stop(nil)
 }
 
 // close closes the rank, without its groups.
@@ -265,7 +263,9 @@ func (r *rank) take(m Mem, n, size int, owner string) *buffer {
 			}
 		}
 	case MemDevice:
-		b, err = r.device.take(n, size*(n%3), owner)
+		b, err = r.device.take((r.now+n)%2, n, size*(n%3), owner)
+	case shortDevice:
+		b, err = r.device.take(shortPool, n, size*(n%3), owner)
 	case MemGuard:
 		for range r.guards {
 			if r.turn = (r.turn + 1) % len(r.guards); errors.Is(err, errBusy) {
@@ -326,7 +326,10 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 	}
 	stop()
 	r.mu.Lock()
-	pools := append([]*pool{r.plain, r.device.pool}, r.guards...)
+	pools := append([]*pool{r.plain}, r.guards...)
+	for _, p := range r.device.pools {
+		pools = append(pools, p.pool)
+	}
 	for _, a := range r.alloc {
 		if a != nil {
 			pools = append(pools, a.pool)
@@ -342,7 +345,7 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 	for _, err := range bad {
 		r.find("store", "at the end: %v", err)
 	}
-	r.device.stop(nil)
+	r.stopStreams(nil)
 	if p.Seed%16 == 0 && !r.shared {
 		r.rep.Use = rig.Use()
 	}
@@ -531,6 +534,9 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 			r.free(i)
 		}
 		return
+	case Renew:
+		r.renewDevice(ctx)
+		return
 	case Together:
 		var wg sync.WaitGroup
 		for i := range s.Par {
@@ -594,7 +600,23 @@ func (r *rank) drop(id int) {
 	if err := r.timed("close", r.job.Timeout, h.g.Close); err != nil {
 		r.find("error", "close: %v", err)
 	}
-	r.device.stop(h)
+	r.stopStreams(h)
+}
+
+// stopStreams closes the stream of a group whose calls are over, or all.
+func (r *rank) stopStreams(h *handle) {
+	if err := r.timed("closing a stream", 0, func() error { return r.device.stop(h) }); err != nil {
+		r.find("error", "closing a stream: %v", err)
+	}
+}
+
+// stream returns the stream for calls on a group, nil if there is none.
+func (r *rank) stream(h *handle) *deviceStream {
+	s, err := r.device.stream(h)
+	if err != nil {
+		r.find("error", "a stream: %v", err)
+	}
+	return s
 }
 
 // collective makes a collective and, unless a later step waits for it, checks it.
@@ -622,7 +644,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		}
 		return b.bytes()
 	}
-	toMem, fromMem := part.place()
+	toMem, fromMem := s.place(part, r.job.GPUs)
 	switch {
 	case c.op == AllReduce && part.InPlace, c.op == Broadcast, c.op == Reduce:
 		c.inPlace = true
@@ -650,18 +672,24 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 			c.dst, c.src = grab(MemPlain, dst), grab(MemPlain, src)
 		}
 	}
-	if c.device = r.device; c.count%2 == 0 {
-		c.stream = r.device.stream(h)
+	if c.device = r.device; c.count%2 == 0 && (r.device.has(c.dst) || r.device.has(c.src)) {
+		c.stream = r.stream(h)
 	}
+	input := c.src
 	if c.inPlace && c.op == AllReduce {
 		c.input(r.me, c.dst, c.dst)
 	} else {
 		c.fill(r.me)
 	}
+	if c.op == Broadcast && me != c.root {
+		input = nil
+	}
+	r.bring(c, part, input)
 	c.before = h.g.View()
 	cctx, cancel := part.within(ctx)
 	defer cancel()
 	err := r.timed(c.name, r.limit(part), func() error { return r.conduct(cctx, c, how) })
+	r.follow(c)
 	if c.work != nil {
 		if how == Started {
 			r.mu.Lock()
@@ -721,10 +749,16 @@ func (r *rank) landOn(ctx context.Context, h *handle) {
 // check checks the result of a call.
 func (r *rank) check(name string, c *call, err error) {
 	r.judge(name, c.step.May, err)
+	if err != nil || c.held {
+		if err := c.settle(r.limit(&Part{})); err != nil {
+			r.find("error", "%v", err)
+		}
+	}
 	var lost *pg.RankError
 	switch {
 	case c.opaque:
 	case err == nil:
+		r.followed(c)
 		after := c.h.g.View()
 		// Unused memory, and parts of ranks that contributed nothing, may have any contents.
 		was := slices.Clone(c.dst)
@@ -768,9 +802,9 @@ func (c *call) where() string {
 }
 
 // unmap frees the rank's memory.
-func (r *rank) unmap() {
+func (r *rank) unmap() error {
 	for _, p := range append([]*pool{r.plain}, r.guards...) {
 		giveMapped(p.mem)
 	}
-	r.device.free()
+	return r.device.free()
 }

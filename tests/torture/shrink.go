@@ -109,6 +109,10 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 		func(j *Job) { j.Algorithm = "" },
 		func(j *Job) { j.Later = 0 },
 		func(j *Job) { j.Standby = 0 },
+		func(j *Job) { j.GPUs, j.Kernels = NoGPUs, false },
+		func(j *Job) { j.GPUs = GPUsOne },
+		func(j *Job) { j.GPUs = GPUsEach },
+		func(j *Job) { j.Kernels = false },
 	} {
 		j := job
 		if simpler(&j); j != job {
@@ -129,6 +133,11 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 			func(s *Step) {
 				for r := range s.Ranks {
 					s.Ranks[r].Late = 0
+				}
+			},
+			func(s *Step) {
+				for r := range s.Ranks {
+					s.Ranks[r].Hold = 0
 				}
 			},
 			func(s *Step) {

@@ -3,6 +3,8 @@
 package torture
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -15,6 +17,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/compiled"
 )
 
 // Options configure a run.
@@ -38,6 +41,7 @@ type Summary struct {
 	Took                       time.Duration
 	Findings                   []*Found
 	Ignored                    int
+	GPUs                       map[string]int // jobs by GPUs
 	cov                        *cover
 	began                      time.Time
 }
@@ -53,7 +57,7 @@ type Found struct {
 func Run(t *testing.T, o Options) *Summary {
 	g := newGenerator(o.Seed, o.Transport, o.Faults)
 	g.avoid = o.Avoid
-	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, cov: g.cov}
+	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, GPUs: map[string]int{}, cov: g.cov}
 	s := open(t, o.Transport)
 	began := time.Now()
 	sum.began = began
@@ -62,8 +66,15 @@ func Run(t *testing.T, o Options) *Summary {
 	}
 	known, failed := map[string]bool{}, 0
 	for !over() {
-		job := g.job()
+		made := g.job()
 		sum.Jobs++
+		job, why := made.possible()
+		if why != nil && !errors.Is(why, compiled.ErrNoCompiler) {
+			t.Fatalf("the fake CUDA driver: %v", why)
+		} else if why != nil {
+			t.Logf("job %d has no GPUs (%q), which are those of the fake CUDA driver: %v", sum.Jobs, made.GPUs, why)
+		}
+		sum.GPUs[cmp.Or(string(job.GPUs), "none")]++
 		j, f := s.start(job)
 		if f != nil {
 			f.Text = fmt.Sprintf("starting a job: %s (%+v)", f.Text, job)
@@ -79,7 +90,7 @@ func Run(t *testing.T, o Options) *Summary {
 		failed = 0
 		var history []*Program
 		for n, most := 0, pick(g, 5, 15, 60); n < most && !over(); n++ {
-			p := g.program(job)
+			p := g.program(made)
 			history = append(history, p)
 			res := j.run(p)
 			sum.Programs++
@@ -169,6 +180,18 @@ func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *F
 	line, _, _ := strings.Cut(f.String(), "\n")
 	t.Logf("after %v: %s (%s)", time.Since(sum.began).Round(time.Second), line[:min(len(line), 400)], name)
 	return true
+}
+
+// possible returns the job without GPUs if the fake driver cannot be made, and why not.
+func (j Job) possible() (Job, error) {
+	if j.GPUs == NoGPUs {
+		return j, nil
+	}
+	_, err := makeGPUs()
+	if err != nil {
+		j.GPUs = NoGPUs
+	}
+	return j, err
 }
 
 // place runs jobs: as processes or in this one.
@@ -279,6 +302,11 @@ func Replay(t *testing.T, job Job, programs ...*Program) {
 	for _, p := range programs {
 		p.normalize(job)
 	}
+	if _, why := job.possible(); errors.Is(why, compiled.ErrNoCompiler) {
+		t.Skipf("the ranks have GPUs of the fake CUDA driver: %v", why)
+	} else if why != nil {
+		t.Fatalf("the fake CUDA driver: %v", why)
+	}
 	w, f := open(t, job.Transport).start(job)
 	if f != nil {
 		t.Fatal(f)
@@ -304,7 +332,7 @@ func (s *Summary) Print(w io.Writer, transport string) {
 		"%s: %d operations of ranks (%.0f a second), %d steps, %d programs, %d jobs in %v; "+
 			"%d findings, %d ignored or seen before\n", transport, s.Ops, rate, s.Steps, s.Programs, s.Jobs,
 		s.Took.Round(time.Second), len(s.Findings), s.Ignored)
-	for what, m := range map[string]map[string]int{"faults": s.Faults, "errors": s.Errors} {
+	for what, m := range map[string]map[string]int{"faults": s.Faults, "errors": s.Errors, "GPUs of jobs": s.GPUs} {
 		var all []string
 		for _, k := range slices.Sorted(maps.Keys(m)) {
 			all = append(all, fmt.Sprintf("%s %d", k, m[k]))

@@ -24,7 +24,7 @@ var (
 	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
 	avoid     = flag.String("torture.avoid", "",
 		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, evicts, "+
-			"standby, grow, …")
+			"standby, grow, gpus, …")
 	verbose   = flag.Bool("torture.slow", false, "log calls that take longer than a second")
 	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
 )

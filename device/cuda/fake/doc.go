@@ -16,6 +16,31 @@ const (
 // when the stream has come to it, and with it the context.
 const Work = "work"
 
+// Config is what a machine has.
+type Config struct {
+	Devices     int  // GPUs; 0: 2
+	None        bool // no GPU at all
+	NoMemoryOps bool // streams wait for words by kernels
+	Major       int  // compute capability; 0: 9
+	Queues      int  // that streams share, at most 64; 0: each has its own
+	DMABuf      bool // memory can be exported as DMA buffers
+	Unordered   bool // what other devices write has to be flushed
+	Isolated    bool // no GPU has access to another one's memory
+
+	NoVMM         bool            // memory has IPC handles only
+	NoDescriptors bool            // memory of cuMemCreate has no descriptors
+	Cliques       [maxDevices]int // of the fabric that each GPU has joined; 0: none
+}
+
+// maxDevices is the most GPUs that a driver has.
+const maxDevices = 8
+
+// Files are what drivers are made of.
+type Files struct {
+	Library string // a copy of it is a driver
+	Kernels string // of package kernels/cuda, compiled for the host
+}
+
 // Census counts what there is in a driver.
 type Census struct {
 	Contexts     int // references to primary contexts

@@ -59,6 +59,8 @@ static void capture(functions *f, uintptr_t s, int on) { f->capture(s, on); }
 import "C"
 
 import (
+	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -77,46 +79,47 @@ type Driver struct {
 	f    C.functions
 }
 
-// Config is what a machine has.
-type Config struct {
-	Devices     int  // GPUs; 0: 2
-	None        bool // no GPU at all
-	NoMemoryOps bool // streams wait for words by kernels
-	Major       int  // compute capability; 0: 9
-	Queues      int  // that streams share, at most 64; 0: each has its own
-	DMABuf      bool // memory can be exported as DMA buffers
-	Unordered   bool // what other devices write has to be flushed
-	Isolated    bool // no GPU has access to another one's memory
-
-	NoVMM         bool            // memory has IPC handles only
-	NoDescriptors bool            // memory of cuMemCreate has no descriptors
-	Cliques       [maxDevices]int // of the fabric that each GPU has joined; 0: none
-}
-
-// maxDevices is the most GPUs that a driver has.
-const maxDevices = 8
-
 // library is the source of the library.
 var library = compiled.Source{Variable: "CC", Compiler: "cc", Dir: "device/cuda/fake", Files: "fake.c",
 	Args: strings.Fields("-shared -fPIC -pthread -fvisibility=hidden -O1 -g -Wall fake.c -ldl"),
 	Name: "libcuda", Suffix: ".so.1"}
 
-// New returns a driver of its own, with the kernels of package kernels/cuda. It stays loaded.
+// New returns a driver of its own, with the kernels of package kernels/cuda. It stays loaded. The
+// test is skipped without a compiler.
 func New(tb testing.TB, c Config) *Driver {
 	tb.Helper()
-	d := &Driver{Path: filepath.Join(tb.TempDir(), "libcuda.so.1")}
-	built, err := os.ReadFile(library.Build(tb))
+	d, err := Load(tb.TempDir(), Files{library.Build(tb), cudatest.Build(tb)}, c)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return d
+}
+
+// Make makes the files of drivers, unless they are there already. Without a compiler the error
+// wraps compiled.ErrNoCompiler.
+func Make(ctx context.Context) (f Files, err error) {
+	if f.Library, err = library.Make(ctx); err == nil {
+		f.Kernels, err = cudatest.Make(ctx)
+	}
+	return f, err
+}
+
+// Load is New for what is no test, or for processes that a test starts: the driver is a copy of the
+// library in dir, which may be removed when package cuda has loaded it, too.
+func Load(dir string, from Files, c Config) (*Driver, error) {
+	d := &Driver{Path: filepath.Join(dir, "libcuda.so.1")}
+	built, err := os.ReadFile(from.Library)
 	if err == nil {
 		err = os.WriteFile(d.Path, built, 0o755)
 	}
 	if err != nil {
-		tb.Fatal(err)
+		return nil, err
 	}
-	path, kernels := C.CString(d.Path), C.CString(cudatest.Build(tb))
+	path, kernels := C.CString(d.Path), C.CString(from.Kernels)
 	defer C.free(unsafe.Pointer(path))
 	defer C.free(unsafe.Pointer(kernels))
 	if why := C.load(path, &d.f); why != nil {
-		tb.Fatal(C.GoString(why))
+		return nil, errors.New(C.GoString(why))
 	}
 	devices, operations, major := C.int(2), C.int(1), C.int(9)
 	if c.Devices > 0 {
@@ -155,9 +158,9 @@ func New(tb testing.TB, c Config) *Driver {
 	}
 	C.handles(&d.f, vmm, descriptors, &cliques[0])
 	if why := C.kernels(&d.f, kernels); why != nil {
-		tb.Fatal(C.GoString(why))
+		return nil, errors.New(C.GoString(why))
 	}
-	return d
+	return d, nil
 }
 
 // Fail has the k-th call of a function from now on return an error. k is 1 for the next one.

@@ -3,6 +3,7 @@
 package cudatest
 
 import (
+	"context"
 	"strings"
 	"testing"
 
@@ -18,20 +19,23 @@ var flags = strings.Fields("-std=c++17 -O1 -g -Wall -Wextra -Wno-unknown-pragmas
 // compiler.
 func Build(tb testing.TB) (path string) {
 	tb.Helper()
-	return compile(tb, "kernels", ".so", "-fPIC", "-shared", "src/kernels.cu")
+	return source("kernels", ".so", "-fPIC", "-shared", "src/kernels.cu").Build(tb)
+}
+
+// Make is Build for what is no test: without a C++ compiler the error wraps compiled.ErrNoCompiler.
+func Make(ctx context.Context) (path string, err error) {
+	return source("kernels", ".so", "-fPIC", "-shared", "src/kernels.cu").Make(ctx)
 }
 
 // BuildRaces compiles the program src/races.cc, which runs the kernels under ThreadSanitizer, and
 // returns its path.
 func BuildRaces(tb testing.TB) (path string) {
 	tb.Helper()
-	return compile(tb, "races", "", "-fsanitize=thread", "src/races.cc")
+	return source("races", "", "-fsanitize=thread", "src/races.cc").Build(tb)
 }
 
-// compile runs the compiler in the directory of package kernels/cuda.
-func compile(tb testing.TB, name, suffix string, args ...string) string {
-	tb.Helper()
-	s := compiled.Source{Variable: "CXX", Compiler: "c++", Dir: "kernels/cuda", Files: "src/*",
+// source is what the compiler makes in the directory of package kernels/cuda.
+func source(name, suffix string, args ...string) *compiled.Source {
+	return &compiled.Source{Variable: "CXX", Compiler: "c++", Dir: "kernels/cuda", Files: "src/*",
 		Args: append(flags[:len(flags):len(flags)], args...), Name: name, Suffix: suffix}
-	return s.Build(tb)
 }

@@ -169,6 +169,28 @@ var mutants = []mutant{
 		transport: "inproc",
 		edits:     []edit{{"pg", "deviceMessage.more", "c.v.release(n)", "c.v.release(n + 4<<10)"}},
 	},
+	{
+		name:      "stream-ahead",
+		what:      "peers load from a GPU before its stream has come to the operation",
+		transport: "shm",
+		edits:     []edit{{"pg", "visit.has", "return v.direct.come.Done()", "return true"}},
+	},
+	{
+		name:      "stream-done",
+		what:      "a rank says that it is done before the stream of its GPU is",
+		transport: "shm",
+		edits: []edit{
+			{"pg/internal/exec", "Runner.settle", "err := r.direct.call.Settle(false)", "err := error(nil)"},
+		},
+	},
+	{
+		name:      "packets-order",
+		what:      "the kernels of short vectors on different streams of a GPU are in no order",
+		transport: "shm",
+		edits: []edit{
+			{"device/cuda", "exchange.orderedLocked", "if x.latest != nil && x.latest != s {", "if false {"},
+		},
+	},
 }
 
 // apply returns the files that the mutant changes, with their new contents.
