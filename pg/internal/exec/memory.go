@@ -33,10 +33,13 @@ const (
 	// turnEvery is the number of bytes of a result between two checks whether the operation has
 	// failed.
 	turnEvery = 2 << 20
-	// cachedCopy is the longest copy that is likely to stay in a shared cache. A single copy of
-	// more than cachedPiece bypasses the caches.
-	cachedCopy  = 4 << 20
-	cachedPiece = 256 << 10
+	// cachedCopies is the number of bytes that a call may copy so that they are likely to stay in a
+	// shared cache: string moves in pieces of cachedPiece are fastest then. Beyond, longer copies
+	// than cachedCopy are left to Go's, which bypasses the caches with pieces of more than 1 MiB on
+	// amd64.
+	cachedCopies = 8 << 20
+	cachedCopy   = 1 << 20
+	cachedPiece  = 256 << 10
 	// stagedBytes is the size of the memory for pieces of the peers' plain memory that a step
 	// folds. A piece has stagedLeast bytes or more.
 	stagedBytes = 256 << 10
@@ -77,11 +80,11 @@ func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 	}
 	r.proxy.Leave()
 	defer r.proxy.Return()
-	piece := turnEvery
-	if n <= cachedCopy {
-		piece = cachedPiece
+	piece, move := cachedPiece, kernels.CopyShared
+	if n > cachedCopy && r.copied(r.prog) > cachedCopies {
+		piece, move = turnEvery, kernels.Copy
 	}
-	return r.pieces(n, piece, func(at, n int) { kernels.CopyShared(unsafe.Add(dst, at), unsafe.Add(src, at), n) })
+	return r.pieces(n, piece, func(at, n int) { move(unsafe.Add(dst, at), unsafe.Add(src, at), n) })
 }
 
 // convert runs kernels.Widen or kernels.Narrow on n elements of size bytes, the larger of both

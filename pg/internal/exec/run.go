@@ -326,6 +326,21 @@ type program struct {
 	apart bool      // steps may be made out of turn
 	sure  []bool    // by step, in a load-store plan: a Send that tells what was made of memory read since the last
 	loads []load    // the peers whose memory a load-store plan loads, ascending
+
+	copies int   // bytes that Copy steps write
+	own    int32 // the Copy step from In to Out, which writes nothing in place; or -1
+}
+
+// copied returns the number of bytes that the plan's Copy steps write in the running call.
+func (r *Runner) copied(prog *program) int {
+	if prog.own < 0 {
+		return prog.copies
+	}
+	s := &prog.Steps[prog.own]
+	if r.at(&s.Dst) != r.at(&s.Src) {
+		return prog.copies
+	}
+	return prog.copies - s.Dst.Len
 }
 
 type planKey struct {
@@ -339,7 +354,7 @@ type planKey struct {
 func compile(p *collectives.Plan) *program {
 	n := len(p.Steps)
 	prog := &program{Plan: p, lent: make([][]int32, n), lends: make([]bool, n), waits: make([][]int32, n),
-		sure: make([]bool, n), prior: make([]int32, n)}
+		sure: make([]bool, n), prior: make([]int32, n), own: -1}
 	loaded := false
 	latest := map[lane]int32{}
 	for i := range p.Steps {
@@ -367,6 +382,12 @@ func compile(p *collectives.Plan) *program {
 		switch s.Verb {
 		case collectives.Recv:
 			prog.recvs = append(prog.recvs, int32(i))
+			continue
+		case collectives.Copy:
+			prog.copies += s.Dst.Len
+			if s.Src.Buf == collectives.In && s.Dst.Buf == collectives.Out {
+				prog.own = int32(i)
+			}
 			continue
 		case collectives.ReduceInto:
 		default:
