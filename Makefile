@@ -116,7 +116,7 @@ torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-tort
 	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 0 -torture.duration 4h -torture.out $(CURDIR)/.build/torture $(TORTURE_FLAGS)
 
 torture-brief: ## two minutes of it, with a seed that the commit gives
-	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 10m -torture.duration 2m -torture.shrink 30s \
+	@$(GO) run ./tests/report -- $(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -timeout 10m -torture.duration 2m -torture.shrink 30s \
 		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) -torture.avoid gpus $(TORTURE_FLAGS)
 
 mutants: ## plant mistakes in the library and have the torture find each within 3 minutes (MUTANTS_FLAGS="-run 'key-.*'")

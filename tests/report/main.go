@@ -1,5 +1,6 @@
 // Command report runs `go test` with -json and prints a summary: a line for each package, the
-// output of tests that failed, the names of tests that were skipped with their reasons, and totals.
+// output of tests that failed, and at the end the names of tests that were skipped or failed, each
+// with a reason, and totals.
 //
 //	go run ./tests/report -- go test -count=1 ./...
 //
@@ -83,7 +84,7 @@ type key struct{ pkg, test string }
 type summary struct {
 	out                     io.Writer
 	text                    map[key]*strings.Builder
-	skips                   []string
+	skips, fails            []string
 	passed, failed, skipped int
 	mayskip                 map[string]bool // as needsDevice
 	silent                  int             // skipped, but not in mayskip
@@ -115,6 +116,7 @@ func (s *summary) add(e event) {
 		case e.Action == "skip" || strings.Contains(text, "[no test files]"):
 		case e.Action == "fail":
 			fmt.Fprintf(s.out, "FAIL  %s\n%s", e.Package, text)
+			s.fails = append(s.fails, fmt.Sprintf("FAIL  %s: %.300s", e.Package, messages(text)[0]))
 			s.unfinished(e.Package)
 		default:
 			fmt.Fprintf(s.out, "ok    %-32s %6.1fs\n", e.Package, e.Elapsed)
@@ -127,12 +129,15 @@ func (s *summary) add(e event) {
 	case "fail":
 		s.failed++
 		fmt.Fprintf(s.out, "----- %s %s\n%s", e.Package, e.Test, text)
+		s.fails = append(s.fails, fmt.Sprintf("FAIL  %s %s: %.300s", e.Package, e.Test, messages(text)[0]))
 	case "skip":
 		s.skipped++
+		all := messages(text)
+		last := all[len(all)-1]
 		if !s.mayskip[e.Package+" "+e.Test] {
 			s.silent++
 		}
-		s.skips = append(s.skips, fmt.Sprintf("skip  %s %s: %s", e.Package, e.Test, reason(text)))
+		s.skips = append(s.skips, fmt.Sprintf("skip  %s %s: %s", e.Package, e.Test, last))
 	}
 }
 
@@ -151,21 +156,27 @@ func (s *summary) unfinished(pkg string) {
 	}
 }
 
-// reason returns the last message of a skipped test.
-func reason(text string) string {
-	why := "no reason given"
+// messages returns what a test, or a package's program, has printed: a line at least.
+func messages(text string) []string {
+	var lines []string
 	for line := range strings.Lines(text) {
 		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "---") &&
 			!strings.HasPrefix(line, "===") {
-			why = line
+			lines = append(lines, line)
 		}
 	}
-	return why
+	if lines == nil {
+		return []string{"no reason given"}
+	}
+	return lines
 }
 
 // finish prints the totals and returns the exit code.
 func (s *summary) finish(ci bool, code int) int {
 	for _, line := range s.skips {
+		fmt.Fprintln(s.out, line)
+	}
+	for _, line := range s.fails {
 		fmt.Fprintln(s.out, line)
 	}
 	fmt.Fprintf(s.out, "%d passed, %d failed, %d skipped\n", s.passed, s.failed, s.skipped)

@@ -15,7 +15,7 @@ func TestSummary(t *testing.T) {
 		{Action: "output", Package: "p", Test: "C", Output: "    c_test.go:3: needs a GPU\n"},
 		{Action: "output", Package: "p", Test: "C", Output: "--- SKIP: C\n"}, {Action: "skip", Package: "p", Test: "C"},
 		{Action: "output", Package: "p", Test: "D", Output: "panic: it hung\n"},
-		{Action: "fail", Package: "p"},
+		{Action: "output", Package: "p", Output: "FAIL\n"}, {Action: "fail", Package: "p"},
 	} {
 		s.add(e)
 	}
@@ -23,7 +23,7 @@ func TestSummary(t *testing.T) {
 		t.Errorf("exit code %d with a failed test", code)
 	}
 	for _, want := range []string{"wrong", "panic: it hung",
-		"skip  p C: c_test.go:3: needs a GPU", "1 passed, 1 failed, 1 skipped"} {
+		"skip  p C: c_test.go:3: needs a GPU\nFAIL  p B: b_test.go:3: wrong\nFAIL  p: FAIL\n1 passed, 1 failed, 1 skipped"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("%q is missing in:\n%s", want, out.String())
 		}

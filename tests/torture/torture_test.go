@@ -44,6 +44,7 @@ func TestTorture(t *testing.T) {
 	if d == 0 && *ops == 0 {
 		d = 4 * time.Second
 	}
+	var found []*Found
 	for _, tr := range all {
 		t.Run(tr, func(t *testing.T) {
 			o := Options{Transport: tr, Seed: from, Ops: *ops, Duration: d / time.Duration(len(all)),
@@ -56,6 +57,10 @@ func TestTorture(t *testing.T) {
 			var b strings.Builder
 			sum.Print(&b, tr)
 			t.Log(b.String())
+			found = append(found, sum.Findings...)
 		})
+	}
+	for _, f := range found {
+		t.Logf("found: %.2000s", f) // once more at the end of a long output
 	}
 }
