@@ -1,6 +1,7 @@
 package bootstrap
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
@@ -745,19 +746,33 @@ func (s *etcdStore) report(ctx context.Context, key string, box *Mailbox) error 
 
 // follow calls state with what there is of a key, or below one that ends in "/", and change with
 // the changes, until ctx ends or the store cannot be reached. When the store cancels the watch (it
-// compacted its history, or lost its leader), follow begins again.
+// lost its leader), follow begins again.
+//
+// The watch begins before the state is read, and changes that the state contains are dropped. A
+// watch from the state's revision on would be one of the past if anybody writes meanwhile, as the
+// ranks of a job do when it begins, and those etcd serves every 100 ms only.
 func (s *etcdStore) follow(ctx context.Context, key string, state func(map[string][]byte), change func(Event)) error {
 	var opts []clientv3.OpOption
 	if strings.HasSuffix(key, "/") {
 		opts = append(opts, clientv3.WithPrefix())
 	}
 	for {
+		wctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx))
+		var changes clientv3.WatchChan
 		var r *clientv3.GetResponse
 		err := s.do(ctx, "watch", key, false, func(ctx context.Context) (err error) {
+			defer context.AfterFunc(ctx, cancel)()
+			changes = s.c.Watch(wctx, s.prefix+key, append(opts, clientv3.WithCreatedNotify())...)
+			if created, ok := <-changes; !ok {
+				return cmp.Or(ctx.Err(), rpctypes.ErrNoLeader)
+			} else if err := created.Err(); err != nil {
+				return err
+			}
 			r, err = s.c.Get(ctx, s.prefix+key, opts...)
 			return err
 		})
 		if err != nil {
+			cancel()
 			return err
 		}
 		now := make(map[string][]byte, len(r.Kvs))
@@ -765,9 +780,11 @@ func (s *etcdStore) follow(ctx context.Context, key string, state func(map[strin
 			now[strings.TrimPrefix(string(kv.Key), s.prefix)] = append([]byte{}, kv.Value...)
 		}
 		state(now)
-		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key,
-			append(opts, clientv3.WithRev(r.Header.Revision+1))...) {
+		for resp := range changes {
 			for _, ev := range resp.Events {
+				if ev.Kv.ModRevision <= r.Header.Revision {
+					continue
+				}
 				e := Event{Key: strings.TrimPrefix(string(ev.Kv.Key), s.prefix),
 					Exists: ev.Type == clientv3.EventTypePut}
 				if e.Exists {
@@ -776,6 +793,7 @@ func (s *etcdStore) follow(ctx context.Context, key string, state func(map[strin
 				change(e)
 			}
 		}
+		cancel()
 		if !sleep(ctx, 20*time.Millisecond) {
 			return ctx.Err()
 		}

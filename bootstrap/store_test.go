@@ -303,6 +303,65 @@ func TestStoreWatch(t *testing.T) {
 	})
 }
 
+// TestFollowBeginsAmongWrites begins to follow while another handle writes. State and changes
+// together must be the values in order, none twice and none left out.
+func TestFollowBeginsAmongWrites(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		f, ok := s.(bootstrap.Follower)
+		if !ok {
+			return // TestFollowReportsEveryChange judges that
+		}
+		put := func(v string) {
+			if err := o.Put(ctx, "d/1", []byte(v), false); err != nil {
+				t.Error(err)
+			}
+		}
+		put("0")
+		const begins = 20
+		began, over, stop := make(chan struct{}, begins), make(chan error, begins), make(chan struct{})
+		go func() {
+			defer put("end")
+			for i := 1; ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+					put(strconv.Itoa(i))
+				}
+			}
+		}()
+		for range begins {
+			fctx, cancel := context.WithCancel(ctx)
+			at := -1
+			seen := func(v string) {
+				if v == "end" {
+					cancel()
+					return
+				}
+				n, err := strconv.Atoi(v)
+				if err != nil || at >= 0 && n != at+1 {
+					t.Errorf("%q after %d", v, at)
+				}
+				at = n
+			}
+			go func() {
+				over <- f.Follow(fctx, "d/", func(state map[string][]byte) {
+					seen(string(state["d/1"]))
+					began <- struct{}{}
+				}, func(e bootstrap.Event) { seen(string(e.Value)) })
+			}()
+			<-began
+		}
+		close(stop)
+		for range begins {
+			if err := <-over; !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+		}
+	})
+}
+
 func TestFollowReportsEveryChange(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, s, o := context30(t), b.open(t), b.open(t)
