@@ -96,8 +96,8 @@ test-purego: ## build and test without cgo and without assembly
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m -run '$(REDUCING)' ./pg
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./device/cuda ./pg/internal/exec ./p2p/inproc ./p2p/shm
 
-test-pytorch: ## test-torch and test-c10d, if make deps-torch has been run
-	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory test-torch test-c10d; else \
+test-pytorch: ## test-torch beside test-c10d, if make deps-torch has been run
+	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory -j2 -O test-torch test-c10d; else \
 		echo "skipped: the PyTorch backend and PyTorch's own tests of it: there is no torch $(TORCH) in $(TORCH_ENV) (make deps-torch)"; fi
 
 test-rdma: ## the tests that need an RDMA device, in a virtual machine with Soft-RoCE

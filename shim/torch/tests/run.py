@@ -1,14 +1,62 @@
-"""Runs the tests of the PyTorch backend."""
+"""Runs the tests of the PyTorch backend, some classes at a time, because they mostly wait:
 
+    python run.py [--abreast N] [test_elastic.Elastic ...]
+"""
+
+import argparse
+import concurrent.futures
+import re
+import subprocess
 import sys
 import unittest
 
+COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
+
+
+def run(tests):
+    result = unittest.TextTestRunner(verbosity=2).run(tests)
+    failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
+    return result.testsRun - failed - len(result.skipped), failed, len(result.skipped)
+
+
+def classes(tests):
+    """Yields the names of the classes of a test suite, and those of modules that cannot be imported."""
+    for test in tests:
+        if isinstance(test, unittest.TestSuite):
+            yield from classes(test)
+        elif isinstance(test, unittest.loader._FailedTest):
+            yield test._testMethodName
+        else:
+            yield f"{type(test).__module__}.{type(test).__qualname__}"
+
+
+def run_class(name):
+    """Runs a class in a process of its own. Returns its output, and its counts, or None if there are none."""
+    done = subprocess.run([sys.executable, __file__, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, errors="replace")
+    *lines, last = done.stdout.splitlines() or [""]
+    counts = COUNTS.match(last)
+    if not counts:
+        return done.stdout + f"{name} ended with {done.returncode} and no result\n", None
+    return "\n".join(lines) + "\n", [int(n) for n in counts.groups()]
+
 
 def main():
-    result = unittest.TextTestRunner(verbosity=2).run(unittest.defaultTestLoader.discover("."))
-    failed = len(result.failures) + len(result.errors)
-    print(f"{result.testsRun - failed - len(result.skipped)} passed, {failed} failed, {len(result.skipped)} skipped")
-    sys.exit(1 if failed else 0)
+    options = argparse.ArgumentParser()
+    options.add_argument("--abreast", type=int, default=3)
+    options.add_argument("classes", nargs="*")
+    options = options.parse_args()
+    loader = unittest.defaultTestLoader
+    if options.classes:
+        total = run(loader.loadTestsFromNames(options.classes))
+    else:
+        total, names = [0, 0, 0], list(dict.fromkeys(classes(loader.discover("."))))
+        with concurrent.futures.ThreadPoolExecutor(options.abreast) as pool:
+            for name, (text, counts) in zip(names, pool.map(run_class, names)):
+                print(f"----- {name}\n{text}", end="", flush=True)
+                total = [a + b for a, b in zip(total, counts or [0, 1, 0])]
+    print("{} passed, {} failed, {} skipped".format(*total))
+    sys.exit(1 if total[1] else 0)
 
 
 if __name__ == "__main__":
