@@ -17,27 +17,28 @@ import (
 // mixed are numbers of elements that take the paths for small and for large operations.
 var mixed = []int{0, 1, 1000, 70_000}
 
-// A rank or the launcher is killed, or the launcher is interrupted, at every stage of a job.
+// A rank or the launcher is killed, or the launcher is interrupted, at every stage of a job. Each
+// combination has one of the two transports, by chance which.
 func TestJobsEndWhenRankOrLauncherIsKilled(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
 	rnd := rand.New(rand.NewPCG(seed, 0))
-	for _, transport := range []string{"shm", "tcp"} {
-		for _, n := range []int{1, 2, 3, 8} {
-			if testing.Short() && n == 3 {
-				continue
-			}
-			for _, who := range []string{"rank", "launcher", "interrupt"} {
-				for _, when := range []string{"before the join", "in the join", "in collectives"} {
-					if testing.Short() && rnd.IntN(3) > 0 {
-						continue
-					}
-					victim, rounds := rnd.IntN(n), rnd.IntN(4)
-					t.Run(fmt.Sprintf("%s/%d/%s/%s", transport, n, who, when), func(t *testing.T) {
-						t.Parallel()
-						kill(t, transport, n, who, when, victim, rounds)
-					})
+	turn := rnd.IntN(2)
+	for i, n := range []int{1, 2, 3, 8} {
+		if testing.Short() && n == 3 {
+			continue
+		}
+		for j, who := range []string{"rank", "launcher", "interrupt"} {
+			for k, when := range []string{"before the join", "in the join", "in collectives"} {
+				if testing.Short() && rnd.IntN(3) > 0 {
+					continue
 				}
+				transport := []string{"shm", "tcp"}[(turn+i+j+k)%2]
+				victim, rounds := rnd.IntN(n), rnd.IntN(4)
+				t.Run(fmt.Sprintf("%s/%d/%s/%s", transport, n, who, when), func(t *testing.T) {
+					t.Parallel()
+					kill(t, transport, n, who, when, victim, rounds)
+				})
 			}
 		}
 	}
