@@ -23,7 +23,8 @@ func TestSummary(t *testing.T) {
 		t.Errorf("exit code %d with a failed test", code)
 	}
 	for _, want := range []string{"wrong", "panic: it hung",
-		"skip  p C: c_test.go:3: needs a GPU\nFAIL  p B: b_test.go:3: wrong\nFAIL  p: FAIL\n1 passed, 1 failed, 1 skipped"} {
+		"skip  p C: c_test.go:3: needs a GPU\nFAIL  p B: b_test.go:3: wrong\nFAIL  p: FAIL\n" +
+			"1 passed, 1 failed, 1 skipped"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("%q is missing in:\n%s", want, out.String())
 		}
