@@ -63,7 +63,7 @@ type deviceMemory struct {
 	d     memoryDevice // nil: the pools are empty
 
 	mu      sync.Mutex
-	streams map[*handle]*deviceStream
+	streams map[streamKey]*deviceStream
 	used    []func() error // that free words
 }
 
@@ -79,7 +79,13 @@ const (
 	shortPool          // for shortDevice
 )
 
-// A deviceStream is the stream of a group's buffers.
+// streamKey names one of the two streams of a group.
+type streamKey struct {
+	of    *handle
+	other bool
+}
+
+// A deviceStream is a stream of a group's buffers.
 type deviceStream struct {
 	device.Stream
 	word mem.Memory // that it waits for: see hold
@@ -91,7 +97,7 @@ type deviceStream struct {
 const shortBytes = 4 << 20
 
 func newDeviceMemory(d memoryDevice, n int) (m *deviceMemory, err error) {
-	m = &deviceMemory{d: d, streams: map[*handle]*deviceStream{}}
+	m = &deviceMemory{d: d, streams: map[streamKey]*deviceStream{}}
 	for i, n := range []int{n, n, shortBytes} {
 		if m.pools[i], err = newDevicePool(d, fmt.Sprintf("device memory %d", i), n); err != nil {
 			return nil, err
@@ -148,14 +154,14 @@ func (m *deviceMemory) free() error {
 	return err
 }
 
-// stream returns the stream of a group's calls, nil if there is none.
-func (m *deviceMemory) stream(h *handle) (*deviceStream, error) {
+// stream returns one of the two streams of a group's calls, nil if there are none.
+func (m *deviceMemory) stream(at streamKey) (*deviceStream, error) {
 	if m.d == nil {
 		return nil, nil
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.streams[h] == nil {
+	if m.streams[at] == nil {
 		words, free, err := device.Words(m.d, 1)
 		if err != nil {
 			return nil, err
@@ -165,9 +171,9 @@ func (m *deviceMemory) stream(h *handle) (*deviceStream, error) {
 		if err != nil {
 			return nil, err
 		}
-		m.streams[h] = &deviceStream{Stream: s, word: words[0]}
+		m.streams[at] = &deviceStream{Stream: s, word: words[0]}
 	}
-	return m.streams[h], nil
+	return m.streams[at], nil
 }
 
 // hold has the stream come to what it is given next after some time.
@@ -184,14 +190,14 @@ func (s *deviceStream) hold(d time.Duration) error {
 	return nil
 }
 
-// stop closes the stream of a group whose calls are over, or all.
+// stop closes the streams of a group whose calls are over, or all.
 func (m *deviceMemory) stop(h *handle) (err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for of, s := range m.streams {
-		if h == nil || h == of {
+	for at, s := range m.streams {
+		if h == nil || h == at.of {
 			err = errors.Join(err, s.Close())
-			delete(m.streams, of)
+			delete(m.streams, at)
 		}
 	}
 	return err

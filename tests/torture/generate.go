@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"tutti/device"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -156,6 +157,7 @@ func (m *making) parts(s *Step, started bool) {
 		if (p.Dst == MemDevice || p.Src == MemDevice) && m.chance(0.2) {
 			p.Hold = m.moment()
 		}
+		p.Other = (p.Dst == MemDevice || p.Src == MemDevice) && m.chance(0.3)
 		s.Ranks = append(s.Ranks, p)
 	}
 }
@@ -299,6 +301,24 @@ func (m *making) flood() {
 	}
 }
 
+// burst adds short allreduces of all ranks on GPUs, which are under way together on two streams of
+// each: these come to them late, and not in the order of the calls. Subgroups have few of these,
+// because the memory of those that had some stays until the GPUs are closed.
+func (m *making) burst() {
+	for range 4 + m.rnd.IntN(4) {
+		s := Step{Op: AllReduce, DType: pick(m.generator, pg.Int32, pg.Float32, pg.BFloat16), Red: pg.Sum}
+		s.Count = 2 * (1 + m.rnd.IntN(device.MaxExchangeBytes/2/s.DType.Size()))
+		for range m.job.Ranks {
+			p := Part{How: Started, Dst: MemDevice, Src: MemDevice, Other: m.chance(0.5)}
+			if m.chance(0.4) {
+				p.Hold = m.moment()
+			}
+			s.Ranks = append(s.Ranks, p)
+		}
+		m.add(s)
+	}
+}
+
 // has reports whether a group exists.
 func (m *making) has(group int) bool { return group == 0 || slices.Contains(m.order, group) }
 
@@ -337,7 +357,11 @@ func (m *making) clean() {
 	case n < 52:
 		m.add(m.collective(m.group(), true, false))
 	case n < 56:
-		if !m.avoids("started") {
+		switch {
+		case m.avoids("started"):
+		case m.job.GPUs != NoGPUs && m.chance(0.5):
+			m.burst()
+		default:
 			m.flood()
 		}
 	case n < 62:

@@ -161,6 +161,7 @@ type Part struct {
 	InPlace bool          `json:",omitempty"`
 	Late    time.Duration `json:",omitempty"` // it begins so much later
 	Hold    time.Duration `json:",omitempty"` // the stream of its buffers comes to it so much later
+	Other   bool          `json:",omitempty"` // the other of its group's two streams
 	Cancel  time.Duration `json:",omitempty"` // ctx is cancelled so long after the beginning; <0: before
 	Limit   time.Duration `json:",omitempty"` // ctx's deadline
 	Color   int           `json:",omitempty"` // Split

@@ -603,16 +603,16 @@ func (r *rank) drop(id int) {
 	r.stopStreams(h)
 }
 
-// stopStreams closes the stream of a group whose calls are over, or all.
+// stopStreams closes the streams of a group whose calls are over, or all.
 func (r *rank) stopStreams(h *handle) {
 	if err := r.timed("closing a stream", 0, func() error { return r.device.stop(h) }); err != nil {
 		r.find("error", "closing a stream: %v", err)
 	}
 }
 
-// stream returns the stream for calls on a group, nil if there is none.
-func (r *rank) stream(h *handle) *deviceStream {
-	s, err := r.device.stream(h)
+// stream returns the stream for a call on a group, nil if there is none.
+func (r *rank) stream(h *handle, part *Part) *deviceStream {
+	s, err := r.device.stream(streamKey{h, part.Other})
 	if err != nil {
 		r.find("error", "a stream: %v", err)
 	}
@@ -673,7 +673,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		}
 	}
 	if c.device = r.device; c.count%2 == 0 && (r.device.has(c.dst) || r.device.has(c.src)) {
-		c.stream = r.stream(h)
+		c.stream = r.stream(h, part)
 	}
 	input := c.src
 	if c.inPlace && c.op == AllReduce {

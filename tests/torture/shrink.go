@@ -137,7 +137,7 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 			},
 			func(s *Step) {
 				for r := range s.Ranks {
-					s.Ranks[r].Hold = 0
+					s.Ranks[r].Hold, s.Ranks[r].Other = 0, false
 				}
 			},
 			func(s *Step) {
