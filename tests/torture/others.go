@@ -36,9 +36,7 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 	}
 	c.src, c.dst = grab(part.Src), grab(part.Dst)
 	d.put(c.src, s.Count, func(i int) int64 { return d.value(r.me, i) })
-	if s.Count%2 == 0 && (r.device.has(c.dst) || r.device.has(c.src)) {
-		c.stream = r.stream(h, part)
-	}
+	c.stream = r.stream(h, part, s.Count, c.dst, c.src)
 	r.bring(c, part, c.src)
 	send := h.g.Start(pg.SendOp{X: c.buffer(c.src), To: to, Tag: tag})
 	cctx, cancel := part.within(ctx)
@@ -112,9 +110,7 @@ func (r *rank) window(ctx context.Context, s *Step, part *Part, h *handle) {
 	src, dst := grab(part.Src), grab(part.Dst)
 	fill := func(b []byte, slot int) { d.put(b, s.Count, func(i int) int64 { return d.value(h.ranks[slot], i) }) }
 	fill(src, me)
-	if s.Count%2 == 0 && (r.device.has(src) || r.device.has(dst)) {
-		c.stream = r.stream(h, part)
-	}
+	c.stream = r.stream(h, part, s.Count, dst, src)
 	limit := r.job.Timeout
 	if s.May != 0 { // the rank that it waits for may have failed before
 		limit = time.Second

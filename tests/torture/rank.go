@@ -610,8 +610,12 @@ func (r *rank) stopStreams(h *handle) {
 	}
 }
 
-// stream returns the stream for a call on a group, nil if there is none.
-func (r *rank) stream(h *handle, part *Part) *deviceStream {
+// stream returns the stream of the buffers of a call on a group. It is nil if none is on a device,
+// and for an odd count.
+func (r *rank) stream(h *handle, part *Part, count int, dst, src []byte) *deviceStream {
+	if count%2 != 0 || !r.device.has(dst) && !r.device.has(src) {
+		return nil
+	}
 	s, err := r.device.stream(streamKey{h, part.Other})
 	if err != nil {
 		r.find("error", "a stream: %v", err)
@@ -672,9 +676,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 			c.dst, c.src = grab(MemPlain, dst), grab(MemPlain, src)
 		}
 	}
-	if c.device = r.device; c.count%2 == 0 && (r.device.has(c.dst) || r.device.has(c.src)) {
-		c.stream = r.stream(h, part)
-	}
+	c.device, c.stream = r.device, r.stream(h, part, c.count, c.dst, c.src)
 	input := c.src
 	if c.inPlace && c.op == AllReduce {
 		c.input(r.me, c.dst, c.dst)
