@@ -18,6 +18,7 @@ type mapped struct {
 	exposure  *p2p.Exposure // nil: peers cannot load this rank's memory
 	begun     bool          // whether the running operation has begun the exposure
 	peers     []peerMemory  // by slot
+	boards    []board       // by slot
 	loads     []load        // of the plan that runs
 	mine, all []byte        // this rank's and all ranks' descriptors
 }
@@ -28,6 +29,13 @@ type peerMemory struct {
 	ticket  p2p.Ticket
 	held    []*p2p.Mapping
 	reader  p2p.ProcessReader // of sources that are not mapped
+}
+
+// A board is the memory with the tickets of a peer. It stays mapped until the view ends, because
+// each call of the peer has its ticket there.
+type board struct {
+	id      uint64
+	mapping *p2p.Mapping // nil: none yet
 }
 
 // source is a buffer of a peer: mapped at ptr, or else at an address of the peer's process.
@@ -93,22 +101,35 @@ type outcome struct {
 // registered meanwhile is not loaded before they are over.
 const mostSent = 63
 
-type outcomes map[planKey]*outcome
+// outcomes are those of the shapes that were called since Open.
+type outcomes struct {
+	m     map[planKey]*outcome
+	last  *outcome // most recent: usually the next
+	lastK planKey
+}
+
+// of returns the outcome of a shape.
+func (o *outcomes) of(key planKey) *outcome {
+	if o.last != nil && key == o.lastK {
+		return o.last
+	}
+	at := o.m[key]
+	if at == nil {
+		if at = (&outcome{}); o.m == nil || len(o.m) >= maxPlans { // at all ranks in the same operation
+			o.m = map[planKey]*outcome{}
+		}
+		o.m[key] = at
+	}
+	o.last, o.lastK = at, key
+	return at
+}
 
 // loads reports whether the current call loads from the peers' memory, at every rank alike. If so,
 // the memory is there: see exchange.
 func (r *Runner) loads(elem int) (bool, error) {
-	key := planKey{kind: r.cur.Kind, root: r.cur.Root, elem: elem, count: r.cur.Count}
-	at := r.outcomes[key]
-	switch {
-	case at != nil && r.seq < at.until:
+	at := r.outcomes.of(planKey{kind: r.cur.Kind, root: r.cur.Root, elem: elem, count: r.cur.Count})
+	if r.seq < at.until {
 		return false, nil
-	case at == nil:
-		if len(r.outcomes) >= maxPlans { // at all ranks in the same operation
-			clear(r.outcomes)
-		}
-		at = &outcome{}
-		r.outcomes[key] = at
 	}
 	return r.exchange(elem, at)
 }
@@ -121,7 +142,9 @@ func (r *Runner) loads(elem int) (bool, error) {
 func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	c, m, size := r.cur, &r.mapped, r.set.Size
 	if len(m.all) != descSize*size {
-		m.mine, m.all, m.peers = make([]byte, descSize), make([]byte, descSize*size), make([]peerMemory, size)
+		m.forget()
+		m.mine, m.all = make([]byte, descSize), make([]byte, descSize*size)
+		m.peers, m.boards = make([]peerMemory, size), make([]board, size)
 	}
 	clear(m.mine)
 	m.mine[2] = at.pause
@@ -257,13 +280,17 @@ func (r *Runner) locate(l load, elem int) (err error) {
 	if at.out, err = r.load(at, slot, d[40:56], out); err != nil {
 		return err
 	}
-	board, err := r.peerRegion(slot, binary.LittleEndian.Uint64(d[8:]))
-	if err != nil {
-		return err
+	b := &r.mapped.boards[slot]
+	if id := binary.LittleEndian.Uint64(d[8:]); b.mapping == nil || b.id != id {
+		m, err := r.peerRegion(slot, id)
+		if err != nil {
+			return err
+		}
+		b.forget()
+		*b = board{id, m}
 	}
-	at.held = append(at.held, board)
 	off, ticket := int(binary.LittleEndian.Uint32(d[4:])), binary.LittleEndian.Uint64(d[16:])
-	if at.ticket, err = p2p.NewTicket(board, off, ticket); err != nil {
+	if at.ticket, err = p2p.NewTicket(b.mapping, off, ticket); err != nil {
 		return &p2p.PeerError{Rank: r.ranks[slot], Err: err}
 	}
 	return nil
@@ -417,6 +444,20 @@ func (r *Runner) peerRegion(slot int, id uint64) (*p2p.Mapping, error) {
 		r.sending = -1
 	}
 	return m, err
+}
+
+func (b *board) forget() {
+	if b.mapping != nil {
+		b.mapping.Release()
+	}
+	*b = board{}
+}
+
+// forget ends the view.
+func (m *mapped) forget() {
+	for i := range m.boards {
+		m.boards[i].forget()
+	}
 }
 
 // close releases the peers' memory. See Runner.leave.

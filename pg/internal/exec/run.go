@@ -121,14 +121,14 @@ type Runner struct {
 	whole    bool     // the running or the last call is done without messages
 	mapped   mapped   // the peers' memory, in a load-store plan
 	direct   direct   // the same in the memory of devices
-	outcomes outcomes // of exchanges, since Open
+	outcomes outcomes // of exchanges
 	trials   trials   // of single copies
 }
 
 // New makes a Runner. Open and Settle must be called before its first call.
 func New(cfg Config) *Runner {
 	cfg.Block = cmp.Or(cfg.Block, vectorBlock)
-	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1, outcomes: outcomes{}}
+	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1}
 	r.cur = &r.unbound
 	r.direct.drop = cfg.Drop
 	r.single = runtime.GOMAXPROCS(0) == 1
@@ -147,7 +147,8 @@ func (r *Runner) Open(c *p2p.Channel, ranks []int) {
 	r.coll, r.ranks = c, ranks
 	r.last, r.vary, r.prog = nil, nil, nil
 	r.sending = -1
-	clear(r.outcomes)
+	r.outcomes = outcomes{}
+	r.mapped.forget()
 	r.direct.close()
 }
 
@@ -1017,14 +1018,18 @@ func (r *Runner) Missing(more []Seen) (all []Seen) {
 
 // share is a small allgather within another operation: mine of every rank, into all.
 func (r *Runner) share(mine, all []byte) error {
-	algo := collectives.Choose(r.shape(collectives.AllGather, 1, len(mine)),
-		collectives.Caps{SharedMemory: r.set.Caps.SharedMemory, Cores: r.set.Caps.Cores})
-	prog, err := r.program(collectives.AllGather, algo, 1, len(mine))
-	if err != nil {
-		return err
+	set := r.set
+	if set.shares == nil || set.shared != len(mine) {
+		algo := collectives.Choose(r.shape(collectives.AllGather, 1, len(mine)),
+			collectives.Caps{SharedMemory: set.Caps.SharedMemory, Cores: set.Caps.Cores})
+		prog, err := r.program(collectives.AllGather, algo, 1, len(mine))
+		if err != nil {
+			return err
+		}
+		set.shares, set.shared = prog, len(mine)
 	}
 	r.in, r.out = base{ptr: unsafe.Pointer(&mine[0])}, base{ptr: unsafe.Pointer(&all[0]), stride: len(mine)}
-	return r.steps(prog, kernels.Uint8)
+	return r.steps(set.shares, kernels.Uint8)
 }
 
 // Topology holds everything that a plan depends on except the call: the active slots, their hosts,
@@ -1051,6 +1056,8 @@ type planSet struct {
 	plans  map[planKey]*program
 	bound  map[boundKey]*Bound
 	latest [16]*Bound // of bound, by slot
+	shares *program   // the latest of share, for vectors of shared bytes
+	shared int
 }
 
 // Settle switches to the plans for a topology. The latest topologies are kept, because a lost rank
@@ -1088,6 +1095,7 @@ func (r *Runner) Confirm() error {
 // Free releases the runner's memory and plans. No call may follow.
 func (r *Runner) Free() {
 	r.direct.close()
+	r.mapped.forget()
 	if r.mapped.exposure != nil {
 		r.proxy.FreeExposure(r.mapped.exposure)
 		r.mapped.exposure = nil
