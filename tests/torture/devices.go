@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -88,16 +87,18 @@ func newDevices(t *testing.T) *devices {
 // name returns the name of a rank's device.
 func name(rank, i int) string { return fmt.Sprintf("soft%d", devicesOf*rank+i) }
 
-// present lists the devices of a rank that are there, in the form of rdma.ParseDevices.
-func (d *devices) present(rank int) string {
-	all, _ := d.fabric.Devices()
-	var list []string
-	for i := range devicesOf {
-		if at := name(rank, i); slices.Contains(all, at) {
-			list = append(list, at)
+// of gives the devices of a rank, in the form of rdma.ParseDevices. It excludes those of the others,
+// because a list that names a device which has just been removed is an error.
+func of(rank int) string {
+	var others []string
+	for r := range maxRanks {
+		for i := range devicesOf {
+			if r != rank {
+				others = append(others, name(r, i))
+			}
 		}
 	}
-	return "=" + strings.Join(list, ",")
+	return "^=" + strings.Join(others, ",")
 }
 
 // play starts a rank in this process, and returns the connection with it.
@@ -106,7 +107,7 @@ func (d *devices) play(rank int) net.Conn {
 	change := func(c *pg.Config) {
 		c.Getenv = func(name string) string {
 			if name == "TUTTI_RDMA_DEVICES" {
-				return d.present(rank)
+				return of(rank)
 			}
 			return os.Getenv(name)
 		}
