@@ -31,6 +31,8 @@ var (
 	ErrBounds = errors.New("out of bounds")
 	// ErrCancelled: Cancel was called. A put may have been placed in part or as a whole.
 	ErrCancelled = errors.New("operation cancelled")
+	// ErrUnplaced: the signal was not written, because data that it is ordered after is not placed.
+	ErrUnplaced = errors.New("the signal was not written, because an earlier put was not placed")
 )
 
 // AccessError says that an operation on remote memory is not allowed. Err is ErrRevoked, ErrRights
@@ -78,6 +80,10 @@ type Signal struct {
 	Value  uint64
 	// Strong orders the signal after all puts that were begun before on this link. Otherwise it is
 	// ordered only after its own put, and after earlier signals to the same word.
+	//
+	// If one of those fails or is cancelled before it is placed, the signal is not written, and its
+	// put ends with ErrUnplaced. This does not concern puts whose completion Poll had returned when
+	// the signal was begun.
 	Strong bool
 }
 
@@ -87,9 +93,9 @@ type Completion struct {
 	// Bytes is the number of bytes moved: all if Err is nil.
 	Bytes int
 	// Err is why the operation failed: an *AccessError, or an error that wraps ErrPeerGone,
-	// ErrClosed or ErrCancelled. It wraps errors.ErrUnsupported if local memory of a device cannot
-	// be reached now: the data has to go through host memory. A put that failed may have been
-	// placed in part; its signal is never written before all of its data.
+	// ErrClosed, ErrCancelled or ErrUnplaced. It wraps errors.ErrUnsupported if local memory of a
+	// device cannot be reached now: the data has to go through host memory. A put that failed may
+	// have been placed in part; its signal is never written before all of its data.
 	Err error
 }
 

@@ -210,8 +210,10 @@ func gonePeer(err error) error {
 // error is an *AccessError, a *PeerError, why the channel failed, or why w has ended; nothing was
 // begun then. With the lock, which it releases while it waits.
 //
-// value, unless it is nil, gives s.Value at the moment when the link takes the transfer: other
-// goroutines may signal to the same word while Put waits, and the last value must be the largest.
+// value, unless it is nil, gives s.Value at the moment when the link takes the transfer, after the
+// ends of earlier transfers were collected: other goroutines may signal to the same word while Put
+// waits, and the last value must be the largest. With an error nothing is begun, and Put returns
+// it.
 //
 // Transfers are not ordered with the channel's messages. The failure of a channel ends waits for
 // transfers, but not the transfers.
@@ -219,23 +221,24 @@ func gonePeer(err error) error {
 // Whether the target has to make progress depends on the path: over tcp its proxy places the data
 // while it polls; shared memory needs nothing.
 func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.Remote, offset uint64, s Signal,
-	value func() uint64) error {
+	value func() (uint64, error)) error {
 	at := to
 	if at == nil || s.At != nil && local.Len() == 0 {
 		at = s.At
 	}
-	return c.beginTransfer(w, t, aPut, slot, func(pr *peer) (OneSided, error) {
+	return c.beginTransfer(w, t, aPut, slot, func(pr *peer) (by OneSided, err error) {
+		if value != nil {
+			c.p.collect(pr)
+			if s.Value, err = value(); err != nil {
+				return nil, err
+			}
+		}
 		remote := mem.Anywhere
 		if at != nil {
 			remote = at.Loc
 		}
 		return pr.path(local.Loc(), remote, at, local.Len())
-	}, func(by OneSided, id uint64) error {
-		if value != nil {
-			s.Value = value()
-		}
-		return by.Put(id, local, to, offset, s)
-	})
+	}, func(by OneSided, id uint64) error { return by.Put(id, local, to, offset, s) })
 }
 
 // PutNow is Put and the end of the transfer, if the link can do both at once: see Immediate. False:

@@ -79,6 +79,21 @@ type pendingPut struct {
 	v *visit
 }
 
+// unplaced returns why signals must not be sent: a put has failed, and Flush has not reported that.
+// A rank that sees a signal has to see the data of the puts before it.
+func (p *part) unplaced() error {
+	failed := p.failed
+	for i := 0; failed == nil && i < len(p.pending); i++ {
+		if t := p.pending[i]; t.Done() {
+			failed = t.Err()
+		}
+	}
+	if failed == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", p2p.ErrUnplaced, failed)
+}
+
 func (t pendingPut) end() {
 	if t.v != nil {
 		t.v.end()
@@ -403,7 +418,7 @@ func (w *Window) Put(ctx context.Context, rank, offset int, src []byte) error {
 
 // PutSignal is a Put that adds one to this rank's counter at rank (0 to WindowCounters-1) after src
 // is placed. A target that sees the signal sees the data of this put and of earlier ones with the
-// same counter, but not necessarily that of others.
+// same counter, but not necessarily that of others. After a failed put it fails as Signal does.
 func (w *Window) PutSignal(ctx context.Context, rank, offset int, src []byte, counter int) error {
 	if counter < 0 {
 		return badCounter("put", counter)
@@ -413,7 +428,9 @@ func (w *Window) PutSignal(ctx context.Context, rank, offset int, src []byte, co
 
 // Signal adds one to this rank's counter at rank (0 to WindowCounters-1), after the data of all
 // puts to rank that this rank began before: a target that sees the signal sees that data. It
-// returns when the signal has begun. Flush reports the outcome.
+// returns when the signal has begun. Flush reports the outcome. If one of those puts fails, the
+// signal is not sent, and nor are later ones, which return an error, until Flush has reported that.
+// The next signal that is sent counts for those that were begun and not sent, too.
 func (w *Window) Signal(ctx context.Context, rank, counter int) error {
 	return w.put(ctx, "signal", rank, 0, nil, nil, counter, true)
 }
@@ -431,6 +448,10 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 	}
 	var signal *p2p.Signal
 	if counter >= 0 {
+		if err := p.unplaced(); err != nil {
+			c := w.begin(ctx, name)
+			return c.leave(rank, err)
+		}
 		if p.sent[counter] == maxCount {
 			w.g.job.proxy.Unlock()
 			return fmt.Errorf("counter %d at rank %d has been signalled %d times, as often as it can be", counter, rank,
@@ -470,14 +491,15 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 	w.reap(p)
 	t, incarnation, to := w.transfer(), p.incarnation, p.data
 	var s p2p.Signal
-	var value func() uint64
+	var value func() (uint64, error)
 	if counter >= 0 {
 		signals := p.signals
-		s, value = p.signal, func() uint64 { // the lock may have been released since
-			if now := w.again(rank, incarnation); now != nil {
-				return w.tag<<countBits | now.sent[counter] + 1
+		s, value = p.signal, func() (uint64, error) { // the lock may have been released since
+			now := w.again(rank, incarnation)
+			if now == nil {
+				return 0, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone}
 			}
-			return 0 // the link refuses it: its peer is gone
+			return w.tag<<countBits | now.sent[counter] + 1, now.unplaced()
 		}
 		s.At = &signals
 	}

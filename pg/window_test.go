@@ -596,6 +596,57 @@ func pingPong(ctx context.Context, g *pg.Group, size, rounds int, reset func()) 
 	return g.Barrier(ctx)
 }
 
+// A rank that sees a signal sees the data of the put before it, also if that put was given up. The
+// next signal is sent when Flush has reported that.
+func TestSignalsOfPutsThatFailAreNotSent(t *testing.T) {
+	const n, rounds = 32 << 20, 6
+	everywhere(t, 2, func(t *testing.T, g *pg.Group) {
+		ctx, w := t.Context(), newWindow(t, g, n)
+		over, cancel := context.WithCancel(ctx)
+		cancel()
+		data := func(round int) []byte { return bytes.Repeat([]byte{byte(round)}, n) }
+		failed := 0
+		for round := 1; round <= rounds; round++ {
+			last := round == rounds
+			if g.Rank() == 0 {
+				x := data(round)
+				if err := errors.Join(w.Put(ctx, 1, 0, x), w.Signal(ctx, 1, 2)); err != nil {
+					t.Fatalf("round %d: %v", round, err)
+				}
+				if last {
+					over = ctx
+				}
+				switch err := w.Flush(over, 1); {
+				case err != nil && last:
+					t.Fatal(err)
+				case err != nil:
+					failed++
+				}
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if g.Rank() == 1 {
+				switch err := w.WaitSignal(over, 0, 2, uint64(round)); {
+				case err == nil && !bytes.Equal(w.Bytes(), data(round)):
+					t.Errorf("round %d: the signal came without the data", round)
+				case last && err != nil:
+					t.Error(err)
+				}
+				if round == rounds-1 {
+					over = ctx
+				}
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if g.Rank() == 0 && failed == 0 {
+			t.Error("no put was given up")
+		}
+	})
+}
+
 // Signals that many goroutines send to the same counter, more than a link takes at a time, are all
 // counted.
 func TestConcurrentSignalsAreCounted(t *testing.T) {

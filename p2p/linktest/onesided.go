@@ -611,6 +611,84 @@ func (s suite) strong(t *testing.T) {
 	}
 }
 
+// unplaced: a signal is not written if data that it is ordered after is not placed, because its put
+// was cancelled. Signals without that order, and later ones, are written.
+func (s suite) unplaced(t *testing.T) {
+	x, y := Sides(t, s.open)
+	if x == nil {
+		return
+	}
+	large := max(bulk(x, 4<<20), 600<<10) // more than an engine moves at once
+	data, words := y.Alloc(t, 2*large), y.Alloc(t, 64)
+	to := y.Expose(t, data, 0, 2*large, mem.Write)
+	flag := y.Expose(t, words, 0, 64, mem.Signal)
+	local := make([]byte, large)
+	fill(local, 1)
+	const strong, own, other = 0, 8, 16 // offsets of words
+	cancelled := 0
+	for round := uint64(1); round <= 8; round++ {
+		clear(data.Bytes())
+		begin := func(b []byte, at int, word uint64, strong bool) uint64 {
+			t.Helper()
+			sig := p2p.Signal{At: flag, Offset: word, Value: round, Strong: strong}
+			if word == math.MaxUint64 {
+				sig = p2p.Signal{}
+			}
+			id, err := x.PutTo(b, to, uint64(at), sig)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return id
+		}
+		first := begin(local, 0, math.MaxUint64, false)
+		after := begin(nil, 0, strong, true)
+		second := begin(local, large, own, false)
+		same := begin(local[:8], large, own, false)
+		free := begin(nil, 0, other, false)
+		for range round % 4 { // some data is under way
+			if err := x.turns(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		x.Rma.Cancel(first)
+		x.Rma.Cancel(second)
+		if err := x.Await(free, nil); err != nil || words.Word(other).Load() != round {
+			t.Fatalf("a signal without an order: %v", err)
+		}
+		for _, c := range []struct {
+			name     string
+			put, sig uint64
+			word     int
+			data     []byte
+		}{
+			{"a strong signal after a cancelled put", first, after, strong, data.Bytes()[:large]},
+			{"a signal after a cancelled one to the same word", second, same, own, data.Bytes()[large+8:]},
+		} {
+			put, sig := x.Await(c.put, nil), x.Await(c.sig, nil)
+			written := words.Word(c.word).Load() == round
+			switch {
+			case put != nil && !errors.Is(put, p2p.ErrCancelled):
+				t.Fatal(put)
+			case put != nil:
+				cancelled++
+			}
+			switch placed := bytes.Equal(c.data, local[large-len(c.data):]); {
+			case written && !placed:
+				t.Errorf("%s: it was written, and the data is not placed", c.name)
+			case written != (sig == nil), sig != nil && !errors.Is(sig, p2p.ErrUnplaced):
+				t.Errorf("%s: written %v, its put ended with %v", c.name, written, sig)
+			}
+		}
+		last := begin(nil, 0, strong, true)
+		if err := x.Await(last, nil); err != nil || words.Word(strong).Load() != round {
+			t.Fatalf("a strong signal that was begun after the end of a cancelled put: %v", err)
+		}
+	}
+	if cancelled == 0 {
+		t.Error("no put was cancelled before its end")
+	}
+}
+
 // words: signals to one word are written in the order of their puts, also if a later put is
 // smaller: the word never goes back.
 func (s suite) words(t *testing.T) {
@@ -925,6 +1003,9 @@ func (s suite) revoke(t *testing.T) {
 	}
 	x.other, y.other = nil, nil
 	to := second
+	over := func(err error) bool { // the signals of all puts are to one word
+		return errors.Is(err, p2p.ErrRevoked) || errors.Is(err, p2p.ErrUnplaced)
+	}
 	for round, began := 0, time.Now(); round < 3 || round < 25 && time.Since(began) < time.Second; round++ {
 		var done, refused, stop atomic.Int64
 		both(t, func() error { // the peer puts continuously
@@ -957,7 +1038,7 @@ func (s suite) revoke(t *testing.T) {
 						delete(ids, id)
 						busy[size] = false
 						if done.Add(1); c.Err != nil {
-							if refused.Add(1); !errors.Is(c.Err, p2p.ErrRevoked) {
+							if refused.Add(1); !over(c.Err) {
 								return c.Err
 							}
 						}
@@ -968,7 +1049,7 @@ func (s suite) revoke(t *testing.T) {
 				}
 			}
 			for id := range ids {
-				if err := x.Await(id, nil); err != nil && !errors.Is(err, p2p.ErrRevoked) {
+				if err := x.Await(id, nil); err != nil && !over(err) {
 					return err
 				}
 			}

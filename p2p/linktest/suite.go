@@ -40,7 +40,7 @@ func RunExcept(t *testing.T, open func(tb testing.TB) p2p.Transport, names ...st
 		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose},
 		{"Regions", s.regions}, {"Allocations", s.allocations},
 		{"Put", s.put}, {"Get", s.get}, {"Signal", s.signal}, {"Strong", s.strong}, {"Words", s.words},
-		{"Completion", s.completion},
+		{"Unplaced", s.unplaced}, {"Completion", s.completion},
 		{"ClosedHere", s.closedHere}, {"Revoke", s.revoke}, {"Flush", s.flush}, {"Now", s.now},
 		{"Locations", s.locations},
 	} {

@@ -256,11 +256,19 @@ func (o *copyOp) explain(err error) error {
 	return p2p.NewAccessError(o.op, o.to, o.off, uint64(len(o.local)), err)
 }
 
-// end removes operation i from the queue.
+// end removes operation i from the queue, with an error also those whose signals are ordered after
+// it.
 func (c *Copier) end(i int, err error) {
 	o := c.ops[i]
 	c.done = append(c.done, p2p.Completion{ID: o.id, Bytes: o.moved, Err: err})
 	c.ops = append(c.ops[:i], c.ops[i+1:]...)
+	for k := i; err != nil && o.op == "put" && k < len(c.ops); {
+		if e := c.ops[k]; e.word != nil && (e.strong || o.word != nil && sameWord(&e.signal, &o.signal)) {
+			c.end(k, p2p.ErrUnplaced)
+		} else {
+			k++
+		}
+	}
 	c.free(o)
 }
 
@@ -268,8 +276,8 @@ func (c *Copier) end(i int, err error) {
 func (c *Copier) Poll(out []p2p.Completion) int {
 	if len(c.ops) > 0 {
 		if err := c.dead(); err != nil {
-			for len(c.ops) > 0 {
-				c.end(0, err)
+			for n := len(c.ops); n > 0; n-- {
+				c.end(n-1, err)
 			}
 		} else {
 			c.run()

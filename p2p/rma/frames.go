@@ -142,12 +142,12 @@ type frameOp struct {
 	slot      uint32
 	kind      opKind
 	strong    bool
-	waiting   bool // everything is sent
-	cancelled bool
-	begun     bool // something is sent
-	told      bool // frameCancel was sent
-	moving    bool // the mover has move
-	framed    bool // the mover is not asked, or not again
+	waiting   bool  // everything is sent
+	cancelled error // why it ends before its time; nil: it does not
+	begun     bool  // something is sent
+	told      bool  // frameCancel was sent
+	moving    bool  // the mover has move
+	framed    bool  // the mover is not asked, or not again
 	move      Move
 	local     mem.Memory
 	to        mem.Remote // without keys
@@ -318,7 +318,7 @@ func (f *Frames) take(h *p2p.Header, payload []byte) error {
 	case frameData:
 		o := f.ops[h.Chan]
 		if o == nil || o.kind != opGet || !o.begun || h.Len == 0 || h.Off != uint64(o.moved) ||
-			!o.cancelled && int64(h.Len) > int64(o.local.Len()-o.moved) {
+			o.cancelled == nil && int64(h.Len) > int64(o.local.Len()-o.moved) {
 			return f.violated("%d bytes at %d for slot %d, which asked for none of them", h.Len, h.Off, h.Chan)
 		}
 		in.get, in.off = o, h.Off
@@ -382,7 +382,7 @@ func (f *Frames) enter(n int) []byte {
 	in := &f.in
 	switch {
 	case in.get != nil:
-		if in.get.cancelled {
+		if in.get.cancelled != nil {
 			return nil
 		}
 		return in.get.local.Bytes()[in.off : in.off+uint64(n)]
@@ -533,7 +533,7 @@ func (f *Frames) ended(slot, status uint32) error {
 	switch {
 	case o == nil || !o.begun || o.kind == opPut && !o.waiting:
 		return f.violated("slot %d ended, in which nothing was to end", slot)
-	case o.kind == opGet && status == statusOK && o.moved < o.local.Len() && !o.cancelled:
+	case o.kind == opGet && status == statusOK && o.moved < o.local.Len() && o.cancelled == nil:
 		return f.violated("slot %d ended before its last byte", slot)
 	case (status == statusCancelled) && !o.told:
 		return f.violated("slot %d was cancelled by the wrong side", slot)
@@ -541,9 +541,12 @@ func (f *Frames) ended(slot, status uint32) error {
 		return nil
 	}
 	err := statusErrors[reason]
+	if err != nil && o.cancelled == nil {
+		f.bar(o)
+	}
 	switch {
-	case o.cancelled:
-		err = p2p.ErrCancelled
+	case o.cancelled != nil:
+		err = o.cancelled
 	case err != nil && status&statusSignal != 0:
 		err = p2p.NewAccessError("signal", &o.word, o.signal.Offset, mem.WordSize, err)
 	case err != nil:
@@ -574,6 +577,23 @@ func (f *Frames) complete(o *frameOp, err error) {
 		f.settle()
 	}
 	f.wake()
+}
+
+// bar ends the operations whose signals are ordered after o, a put that will not be placed, and
+// have not been sent.
+func (f *Frames) bar(o *frameOp) {
+	if o.kind != opPut {
+		return
+	}
+	for _, e := range slices.Clone(f.queue) {
+		if e.number > o.number && e.word.ID != 0 && e.cancelled == nil && (e.strong || e.sameWord(o)) {
+			f.cancel(e, p2p.ErrUnplaced)
+		}
+	}
+}
+
+func (o *frameOp) sameWord(e *frameOp) bool {
+	return e.word.ID == o.word.ID && e.word.Generation == o.word.Generation && e.signal.Offset == o.signal.Offset
 }
 
 // settle ends the flushes without an earlier put under way.
@@ -715,25 +735,31 @@ func (f *Frames) Poll(out []p2p.Completion) int {
 // Cancel implements p2p.Completer.
 func (f *Frames) Cancel(id uint64) {
 	for i := range f.ops {
-		switch o := f.ops[i]; {
-		case o == nil || o.id != id || o.cancelled:
-		case o.kind == opFlush:
-			f.complete(o, p2p.ErrCancelled)
-		case !o.begun:
-			f.drop(o)
-			f.unqueue(o)
-			f.complete(o, p2p.ErrCancelled)
-		default:
-			o.cancelled = true
-			if o.waiting && o.kind == opPut { // the answer is under way
-				o.local = mem.Memory{}
-				continue
-			}
-			o.local = mem.Memory{}
-			if o.waiting { // makes the peer stop sending
-				o.waiting = false
-				f.queue = append(f.queue, o)
-			}
+		if o := f.ops[i]; o != nil && o.id == id && o.cancelled == nil {
+			f.cancel(o, p2p.ErrCancelled)
+		}
+	}
+}
+
+// cancel ends an operation with the error why, when the peer has been told if it has begun. Its
+// local memory is not used afterwards.
+func (f *Frames) cancel(o *frameOp, why error) {
+	o.cancelled = why
+	if !o.waiting { // else all of a put was sent
+		f.bar(o)
+	}
+	switch {
+	case o.kind == opFlush:
+		f.complete(o, why)
+	case !o.begun:
+		f.drop(o)
+		f.unqueue(o)
+		f.complete(o, why)
+	default:
+		o.local = mem.Memory{}
+		if o.waiting && o.kind == opGet { // makes the peer stop sending
+			o.waiting = false
+			f.queue = append(f.queue, o)
 		}
 	}
 }
@@ -783,6 +809,7 @@ func (f *Frames) pump() {
 			if n, over, ok = f.next(o, f.turn == 0); ok && over {
 				f.queue = slices.Delete(f.queue, f.turn, f.turn+1)
 				if o.waiting = o.begun; !o.begun {
+					f.bar(o)
 					f.complete(o, o.errStuck())
 				}
 			}
@@ -837,7 +864,7 @@ func (f *Frames) send(h *p2p.Header, payload []byte) bool {
 // a signal has to wait.
 func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 	h := p2p.Header{Chan: o.slot, Call: o.to.ID, Seq: o.to.Generation, Off: o.off}
-	if o.cancelled {
+	if o.cancelled != nil {
 		h.Kind = frameCancel
 		o.told = f.send(&h, nil)
 		return 0, true, o.told
@@ -899,8 +926,7 @@ func (f *Frames) signals(o *frameOp) bool {
 		if e == o {
 			return false
 		}
-		if !e.cancelled && e.word.ID == o.word.ID && e.word.Generation == o.word.Generation &&
-			e.signal.Offset == o.signal.Offset {
+		if e.cancelled == nil && e.sameWord(o) {
 			return true
 		}
 	}

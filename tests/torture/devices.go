@@ -87,8 +87,8 @@ func newDevices(t *testing.T) *devices {
 // name returns the name of a rank's device.
 func name(rank, i int) string { return fmt.Sprintf("soft%d", devicesOf*rank+i) }
 
-// of gives the devices of a rank, in the form of rdma.ParseDevices. It excludes those of the others,
-// because a list that names a device which has just been removed is an error.
+// of gives the devices of a rank, in the form of rdma.ParseDevices. It excludes those of others,
+// because a list must not name a device which has just been removed.
 func of(rank int) string {
 	var others []string
 	for r := range maxRanks {
