@@ -1,6 +1,7 @@
 package device
 
 import (
+	"context"
 	"fmt"
 	"time"
 
@@ -14,8 +15,7 @@ import (
 type Exchanger interface {
 	Sharer
 	// NewExchange makes the exchange of a rank, numbered from 0, among ranks ranks. Its memory is
-	// freed with the device, if not by Free, because what a stream has recorded may be repeated at
-	// any time.
+	// freed with the device, if not by Free before.
 	NewExchange(rank, ranks int) (Exchange, error)
 }
 
@@ -32,21 +32,27 @@ type Exchange interface {
 	// Inbox returns the key of the allocation that has this rank's inbox, and where it begins: see
 	// Sharer.
 	Inbox() (key []byte, offset uint64, err error)
-	// Connect gives it the inboxes of the other ranks, by rank. They are used until the device is
-	// closed. The error wraps errors.ErrUnsupported if the streams of the ranks would not run at
-	// the same time.
+	// Connect gives it the inboxes of the other ranks, by rank. They are used until Free has
+	// returned nil, or the device is closed. The error wraps errors.ErrUnsupported if the streams
+	// of the ranks would not run at the same time.
 	Connect(inboxes []Shared, offsets []uint64) error
 	// AllReduce has s combine src of all ranks, in their order, into dst, when all earlier calls
 	// have ended on whichever stream. If s records its work (Capturer), that is recorded. The work
 	// waits for the streams of the other ranks, at most for limit if that is not 0. It ends without
 	// a result as Failure says; so does all later work then.
 	AllReduce(s Stream, op kernels.Op, dt kernels.DType, dst, src mem.Memory, limit time.Duration) error
-	// Free frees its memory, if no rank has called AllReduce, nor does afterwards.
-	Free() error
+	// Free frees its memory. It stops the exchange, has later calls of AllReduce fail, and waits
+	// until the work of the earlier ones has ended. The inbox stays as long as other ranks may
+	// store into it: those of this process until their own Free, those of others until the device
+	// is closed, unless the inbox lives while they have it mapped. If ctx ends before the work
+	// does, if a stream has recorded work, or if it is not known when the work ends, there is an
+	// error, and all memory stays until the device is closed. Closing the device ends the wait.
+	// Idempotent.
+	Free(ctx context.Context) error
 	// Stop ends the work that waits, and all that is given later or repeated. Idempotent.
 	Stop()
 	// Failure returns why work has ended without a result first, nil if none has, and whether other
-	// work has begun after that, since the latest call of Failure.
+	// work has begun after that, since the latest call of Failure. It may be called after Free.
 	Failure() (why *ExchangeError, again bool)
 }
 

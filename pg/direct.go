@@ -221,7 +221,8 @@ func (j *job) drop(shared []device.Shared, gone bool) {
 	})
 }
 
-// unmapAll waits until all use of other ranks' memory has ended, as long as for a stream.
+// unmapAll waits until all use of other ranks' memory has ended, as long as for a stream. No
+// exchange waits for its work then.
 func (j *job) unmapAll() {
 	j.forget(func(uint64) bool { return true })
 	done := make(chan struct{})
@@ -235,6 +236,7 @@ func (j *job) unmapAll() {
 	case <-done:
 	case <-timer.C:
 	}
+	j.unretire()
 }
 
 // forgetGone is forget for the incarnations that are not in the group's view. With the proxy's

@@ -41,7 +41,9 @@ type job struct {
 	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
 
 	staging   staging
-	unmapping sync.WaitGroup // goroutines that free and unmap memory
+	unmapping sync.WaitGroup  // goroutines that free and unmap memory
+	retiring  context.Context // in which exchanges wait for their work
+	unretire  context.CancelFunc
 
 	mu       sync.Mutex
 	refs     int                   // groups that are open
@@ -50,6 +52,7 @@ type job struct {
 
 func newJob(s *settings) *job {
 	j := &job{settings: s, log: s.Logger, timeout: s.Timeout, refs: 1, groups: map[*Group]struct{}{}}
+	j.retiring, j.unretire = context.WithCancel(context.Background())
 	j.staging.limit, j.staging.discard = s.StagingLimit, j.discard
 	return j
 }

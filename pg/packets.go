@@ -33,7 +33,8 @@ import (
 // operation itself has its place in the order of the group's operations, and its turn ends when
 // the kernel has. If it fails, for whatever reason, the exchange is stopped: a word lets all
 // kernels of the group end without a result. So it is when the group leaves the view, is aborted
-// or closed.
+// or closed. The exchange is freed when the kernels of this rank have ended then, unless a graph may
+// repeat them.
 //
 // The ranks make an exchange when the first such operation of a view is called, by two exchanges
 // of messages, for which the call waits: all of them have the memory of all others then, or none
@@ -62,6 +63,7 @@ type packets struct {
 // An exchange is a device.Exchange of a group's view.
 type exchange struct {
 	device.Exchange
+	inboxes  []device.Shared // of the other ranks
 	loc      Location
 	epoch    uint64
 	recorded bool // a stream records work; under the proxy's lock
@@ -254,11 +256,11 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		}
 		all, err := g.exchangeBytes(ctx, mine, c, 0)
 		if err != nil {
-			g.job.abandon(made, nil)
+			g.job.retire(made, nil)
 			return nil, err
 		}
 		if !alike(all, mine[:messageHead], v.Active) {
-			g.job.abandon(made, nil)
+			g.job.retire(made, nil)
 			continue
 		}
 		var inboxes []device.Shared
@@ -270,11 +272,11 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 				copy(mine[messageText:], err.Error())
 			}
 			if all, err = g.exchangeBytes(ctx, mine, c, 1); err != nil {
-				g.job.drop(inboxes, false) // the others may use the exchange
+				g.job.retire(made, inboxes)
 				return nil, err
 			}
 			if !alike(all, mine[:messageHead], v.Active) {
-				g.job.abandon(made, inboxes)
+				g.job.retire(made, inboxes)
 				continue
 			}
 			why = refusal(all, v.Active, func(b []byte) bool { return b[messageText] != 0 })
@@ -282,31 +284,33 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		p.Lock()
 		defer p.Unlock()
 		if why != nil {
-			g.job.abandon(made, inboxes)
+			g.job.retire(made, inboxes)
 			g.refuse(why)
 			return nil, nil
 		}
-		x = &exchange{Exchange: made, loc: loc, epoch: v.epoch}
+		x = &exchange{Exchange: made, inboxes: inboxes, loc: loc, epoch: v.epoch}
 		if g.sync.At() == at {
 			g.packets.now = x
 		} else { // other ranks may have begun the operation
-			g.packets.end(x)
+			g.end(x)
 		}
 		return x, nil
 	}
 }
 
-// abandon frees an exchange that no rank uses, nil if there is none, and unmaps its inboxes. It
-// does not wait.
-func (j *job) abandon(made device.Exchange, inboxes []device.Shared) {
-	j.drop(inboxes, true)
+// retire frees an exchange that no stream has recorded, nil if there is none, and unmaps its
+// inboxes, when the streams of this rank have ended its work. It does not wait. If the job is
+// closed before, and the work has not ended for a while, they stay until the device is closed.
+func (j *job) retire(made device.Exchange, inboxes []device.Shared) {
 	if made == nil {
 		return
 	}
 	j.unmapping.Go(func() {
-		if err := made.Free(); err != nil {
-			j.log.Warn("memory of an exchange of devices is not freed", "err", err)
+		if err := made.Free(j.retiring); err != nil {
+			j.log.Warn("memory of an exchange of devices stays until the device is closed", "err", err)
+			return
 		}
+		j.drop(inboxes, true)
 	})
 }
 
@@ -428,16 +432,19 @@ func (g *Group) exchangeBytes(ctx context.Context, mine []byte, c *exec.Call, st
 // disconnect stops the exchange of the view, which ends. With the proxy's lock.
 func (g *Group) disconnect() {
 	if x := g.packets.now; x != nil {
-		g.packets.end(x)
+		g.end(x)
 	}
 	g.packets.now = nil
 }
 
-// end stops an exchange whose view is over, and keeps it if a graph may repeat its work.
-func (p *packets) end(x *exchange) {
+// end stops an exchange whose view is over, and keeps it if a graph may repeat its work. With the
+// proxy's lock.
+func (g *Group) end(x *exchange) {
 	x.Stop()
 	if x.recorded {
-		p.former = append(p.former, x)
+		g.packets.former = append(g.packets.former, x)
+	} else {
+		g.job.retire(x.Exchange, x.inboxes)
 	}
 }
 

@@ -39,11 +39,7 @@ func (r packetRank) number(n uint32) (mem.Memory, error) {
 func (r packetRank) value(m mem.Memory) uint32 { return binary.LittleEndian.Uint32(r.f.Bytes(m)) }
 
 // exchanged reports whether the group has an exchange.
-func (g *Group) exchanged() bool {
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
-	return g.packets.now != nil
-}
+func (g *Group) exchanged() bool { return g.packetsNow() != nil }
 
 // onPackets runs f on n ranks of this process, on one GPU or each on its own.
 func onPackets(t *testing.T, n int, c fake.Config, cfg Config, f func(ctx context.Context, r packetRank) error) {

@@ -26,6 +26,7 @@ type Device struct {
 
 	mu      sync.Mutex
 	closed  bool
+	running sync.WaitGroup // functions of during
 	streams map[*stream]struct{}
 	memory  map[uint64]allocation // by address, of Alloc
 	host    heap
@@ -159,6 +160,19 @@ func (v *Device) open() error {
 	return nil
 }
 
+// during runs f, for which Close waits. If the device was closed, f is not run.
+func (v *Device) during(f func() error) error {
+	v.mu.Lock()
+	if v.closed {
+		v.mu.Unlock()
+		return nil
+	}
+	v.running.Add(1)
+	v.mu.Unlock()
+	defer v.running.Done()
+	return f()
+}
+
 // Free implements device.Device. It may wait until all work on the GPU has ended.
 func (v *Device) Free(m mem.Memory) error {
 	if m.Loc() == v.loc && m.Len() == 0 {
@@ -226,7 +240,7 @@ func (v *Device) Stream() (device.Stream, error) {
 
 // Close closes the streams that are open, frees all memory of Alloc and AllocHost, unmaps that of
 // other processes, and gives the context back. It returns the first error. No other method may be
-// running. Idempotent.
+// running, but Free of an exchange. Idempotent.
 func (v *Device) Close() error {
 	v.mu.Lock()
 	if v.closed {
@@ -242,6 +256,8 @@ func (v *Device) Close() error {
 		closing.Go(func() { errs[i] = s.Close() })
 	}
 	closing.Wait()
+	v.running.Wait()
+	inboxes.forget(v)
 	errs = append(errs, v.imports.end())
 	for at, a := range v.memory {
 		errs = append(errs, v.release(at, a))

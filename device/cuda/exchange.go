@@ -6,11 +6,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tutti/device"
+	"tutti/internal/backoff"
 	"tutti/kernels"
 	gpukernels "tutti/kernels/cuda"
 	"tutti/mem"
@@ -18,14 +21,33 @@ import (
 
 // exchange is a device.Exchange: one kernel a call.
 type exchange struct {
-	v       *Device
-	inbox   mem.Memory
-	words   mem.Memory // gpukernels.PacketWords, and one that counts the calls that have ended
-	packets gpukernels.Packets
+	v         *Device
+	inbox     *inbox
+	others    []*inbox // that Connect has found in this process
+	connected bool     // other ranks may store into the inbox
+	apart     bool     // some of them are other processes
+	packets   gpukernels.Packets
 
-	mu     sync.Mutex
-	calls  uint64        // that streams were given
-	latest device.Stream // that was given one
+	mu       sync.Mutex
+	calls    uint64        // that streams were given
+	latest   device.Stream // that was given one
+	freed    bool          // it takes no calls
+	recorded bool          // a stream has recorded a call
+	// The number of calls that have ended is not known: a stream was closed while it waited for
+	// it, or has failed.
+	unsure atomic.Bool
+
+	words words
+}
+
+// The words of an exchange are host memory that its kernels use: gpukernels.PacketWords, and one
+// that counts the calls that have ended. The lock is held for moments only: a stream that
+// exchange.mu is held for may wait until the exchange is stopped.
+type words struct {
+	mu    sync.Mutex
+	m     mem.Memory // empty: it was freed, and what Failure returns is kept
+	why   *device.ExchangeError
+	again bool
 }
 
 // NewExchange implements device.Exchanger.
@@ -35,28 +57,36 @@ func (v *Device) NewExchange(rank, ranks int) (device.Exchange, error) {
 			ranks, device.MaxExchangeRanks, errors.ErrUnsupported)
 	}
 	x := &exchange{v: v, packets: gpukernels.Packets{Rank: rank, Inboxes: make([]uint64, ranks)}}
-	var err error
-	if x.inbox, err = v.alloc(gpukernels.InboxBytes(ranks), true); err != nil {
+	m, err := v.alloc(gpukernels.InboxBytes(ranks), true)
+	if err != nil {
 		return nil, err
 	}
-	if err = x.prepare(); err != nil {
-		return nil, errors.Join(err, v.Free(x.inbox))
+	if err = x.prepare(m); err != nil {
+		return nil, errors.Join(err, v.Free(m))
 	}
-	x.packets.Inboxes[rank] = x.inbox.Address()
+	x.inbox = inboxes.add(v, m)
+	x.packets.Inboxes[rank] = m.Address()
 	return x, nil
 }
 
 // prepare clears the exchange's memory.
-func (x *exchange) prepare() (err error) {
+func (x *exchange) prepare(inbox mem.Memory) (err error) {
 	v := x.v
-	if x.words, err = v.AllocHost((gpukernels.PacketWords + 1) * mem.WordSize); err != nil {
+	m, err := v.AllocHost((gpukernels.PacketWords + 1) * mem.WordSize)
+	if err != nil {
 		return err
 	}
-	clear(x.words.Bytes())
-	if x.packets.Words, _, err = v.reach(x.words); err != nil {
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, v.FreeHost(m))
+		}
+	}()
+	clear(m.Bytes())
+	if x.packets.Words, _, err = v.reach(m); err != nil {
 		return err
 	}
-	zeros, err := v.AllocHost(min(x.inbox.Len(), largestBlock))
+	x.words.m = m
+	zeros, err := v.AllocHost(min(inbox.Len(), largestBlock))
 	if err != nil {
 		return err
 	}
@@ -65,9 +95,9 @@ func (x *exchange) prepare() (err error) {
 	if err != nil {
 		return errors.Join(err, v.FreeHost(zeros))
 	}
-	for at := 0; at < x.inbox.Len() && err == nil; at += zeros.Len() {
-		n := min(zeros.Len(), x.inbox.Len()-at)
-		err = s.Copy(x.inbox.Slice(at, n), zeros.Slice(0, n))
+	for at := 0; at < inbox.Len() && err == nil; at += zeros.Len() {
+		n := min(zeros.Len(), inbox.Len()-at)
+		err = s.Copy(inbox.Slice(at, n), zeros.Slice(0, n))
 	}
 	if err == nil {
 		var e device.Event
@@ -79,15 +109,12 @@ func (x *exchange) prepare() (err error) {
 }
 
 // Inbox implements device.Exchange.
-func (x *exchange) Inbox() (key []byte, offset uint64, err error) { return x.v.Share(x.inbox) }
-
-// Free implements device.Exchange.
-func (x *exchange) Free() error { return errors.Join(x.v.Free(x.inbox), x.v.FreeHost(x.words)) }
+func (x *exchange) Inbox() (key []byte, offset uint64, err error) { return x.v.Share(x.inbox.m) }
 
 // Connect implements device.Exchange. Processes that share a GPU take turns on it, so that a kernel
 // that waits for another process's would hold it up.
-func (x *exchange) Connect(inboxes []device.Shared, offsets []uint64) error {
-	for rank, s := range inboxes {
+func (x *exchange) Connect(others []device.Shared, offsets []uint64) error {
+	for rank, s := range others {
 		if rank == x.packets.Rank {
 			continue
 		}
@@ -95,12 +122,22 @@ func (x *exchange) Connect(inboxes []device.Shared, offsets []uint64) error {
 			return fmt.Errorf("cuda: rank %d is another process on %s, which runs the kernels of one process at a "+
 				"time: %w", rank, x.v.loc, errors.ErrUnsupported)
 		}
-		m, err := s.Memory(offsets[rank], x.inbox.Len())
+		m, err := s.Memory(offsets[rank], x.inbox.m.Len())
 		if err != nil {
 			return err
 		}
 		x.packets.Inboxes[rank] = m.Address()
+		if _, other := s.(*imported); other {
+			x.apart = true
+			continue
+		}
+		i := inboxes.take(m.Address())
+		if i == nil {
+			return fmt.Errorf("cuda: rank %d has freed its inbox: %w", rank, device.ErrMemory)
+		}
+		x.others = append(x.others, i)
 	}
+	x.connected = true
 	return nil
 }
 
@@ -126,6 +163,9 @@ func (x *exchange) AllReduce(s device.Stream, op kernels.Op, dt kernels.DType, d
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	if x.freed {
+		return fmt.Errorf("cuda: %s: combining in an exchange that was freed: %w", x.v.loc, device.ErrClosed)
+	}
 	switch s := s.(type) {
 	case borrowed:
 		captured, err := s.Capturing()
@@ -133,6 +173,7 @@ func (x *exchange) AllReduce(s device.Stream, op kernels.Op, dt kernels.DType, d
 			return err
 		}
 		if captured { // the order is that of the graph's launches
+			x.recorded = true
 			return x.v.launch(s.queue, l)
 		}
 		return x.orderedLocked(s, func() error { return x.v.launch(s.queue, l) })
@@ -144,9 +185,9 @@ func (x *exchange) AllReduce(s device.Stream, op kernels.Op, dt kernels.DType, d
 
 // orderedLocked gives s the kernel of the next call, after that of the one before.
 func (x *exchange) orderedLocked(s device.Stream, launch func() error) error {
-	ended := x.words.Slice(gpukernels.PacketWords*mem.WordSize, mem.WordSize)
+	ended := x.ended()
 	if x.latest != nil && x.latest != s {
-		if err := s.WaitValue(ended, x.calls); err != nil {
+		if err := x.follow(s, ended); err != nil {
 			return err
 		}
 	}
@@ -156,11 +197,26 @@ func (x *exchange) orderedLocked(s device.Stream, launch func() error) error {
 	x.calls++
 	x.latest = s
 	if err := s.WriteValue(ended, x.calls); err != nil { // a stream that waits for it has to pass
+		x.unsure.Store(true)
 		x.Stop()
 		ended.Word(0).Store(math.MaxInt64)
 		return err
 	}
 	return nil
+}
+
+// follow has s wait for the latest call.
+func (x *exchange) follow(s device.Stream, ended mem.Memory) error {
+	if own, ok := s.(*stream); ok {
+		return own.waitFor(ended, x.calls, &x.unsure)
+	}
+	return s.WaitValue(ended, x.calls)
+}
+
+// ended returns the word that counts the calls that have ended. With exchange.mu, before it is
+// freed.
+func (x *exchange) ended() mem.Memory {
+	return x.words.m.Slice(gpukernels.PacketWords*mem.WordSize, mem.WordSize)
 }
 
 // enqueue gives the stream a kernel.
@@ -175,15 +231,165 @@ func (s *stream) enqueue(l gpukernels.Launch) error {
 }
 
 // Stop implements device.Exchange.
-func (x *exchange) Stop() { x.words.Word(0).Store(1) }
+func (x *exchange) Stop() {
+	w := &x.words
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.m.Len() > 0 {
+		w.m.Word(0).Store(1)
+	}
+}
 
 // Failure implements device.Exchange.
 func (x *exchange) Failure() (why *device.ExchangeError, again bool) {
-	again = x.words.Word(2*mem.WordSize).Swap(0) != 0
-	if word := x.words.Word(mem.WordSize).Load(); word != 0 {
+	w := &x.words
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.readLocked()
+	again, w.again = w.again, false
+	return w.why, again
+}
+
+// readLocked reads what kernels have written.
+func (w *words) readLocked() {
+	if w.m.Len() == 0 {
+		return
+	}
+	w.again = w.m.Word(2*mem.WordSize).Swap(0) != 0 || w.again
+	if word := w.m.Word(mem.WordSize).Load(); word != 0 && w.why == nil {
 		f := gpukernels.PacketFailureOf(word)
-		why = &device.ExchangeError{Stopped: f.Reason == gpukernels.Stopped, Rank: f.Rank,
+		w.why = &device.ExchangeError{Stopped: f.Reason == gpukernels.Stopped, Rank: f.Rank,
 			Differs: f.Reason == gpukernels.Differs, Op: f.Op, DType: f.DType, Count: f.Count}
 	}
-	return why, again
+}
+
+// Free implements device.Exchange.
+func (x *exchange) Free(ctx context.Context) error {
+	return x.v.during(func() error {
+		x.Stop()
+		pace := backoff.Backoff{Yields: yields, Nap: time.Millisecond}
+		defer pace.Stop()
+		for {
+			switch done, err := x.over(); {
+			case err != nil:
+				return err
+			case done:
+				return x.release()
+			case x.v.open() != nil: // which frees it
+				return nil
+			}
+			if err := pace.Wait(ctx); err != nil {
+				return fmt.Errorf("cuda: %s: streams have not done the work of an exchange: %w", x.v.loc, err)
+			}
+		}
+	})
+}
+
+// over has later calls fail, and reports whether all others have ended. A call that waits for its
+// stream has the lock.
+func (x *exchange) over() (bool, error) {
+	if !x.mu.TryLock() {
+		return false, nil
+	}
+	defer x.mu.Unlock()
+	x.freed = true
+	switch {
+	case x.words.m.Len() == 0: // it was freed before
+		return true, nil
+	case x.recorded:
+		return false, fmt.Errorf("cuda: %s: a stream has recorded work of an exchange", x.v.loc)
+	case x.ended().Word(0).Load() < x.calls:
+		return false, nil
+	case x.unsure.Load(): // it is set before the word is
+		return false, fmt.Errorf("cuda: %s: a stream with work of an exchange was closed or has failed", x.v.loc)
+	}
+	return true, nil
+}
+
+// release frees the memory, which no stream of this rank uses. An inbox that other processes have
+// mapped by an IPC handle stays: if it were freed, the driver would not say what their work does.
+// That which has another handle lives until they have unmapped it.
+func (x *exchange) release() error {
+	m := x.takeWords()
+	if m.Len() == 0 {
+		return nil
+	}
+	errs := []error{x.v.FreeHost(m)}
+	for _, i := range x.others {
+		errs = append(errs, inboxes.drop(i))
+	}
+	if !x.connected || !x.apart || offers.at(x.v.gpu, x.inbox.m.Address()) != nil {
+		errs = append(errs, inboxes.drop(x.inbox))
+	}
+	return errors.Join(errs...)
+}
+
+// takeWords returns the words once, and an empty memory after that.
+func (x *exchange) takeWords() (m mem.Memory) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	w := &x.words
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.readLocked()
+	m, w.m = w.m, m
+	return m
+}
+
+// An inbox is memory into which other ranks store. Those of this process do it at its address, so
+// that it is freed when all exchanges with it are.
+type inbox struct {
+	v    *Device
+	m    mem.Memory
+	uses int // by exchanges
+}
+
+// A directory has the inboxes of this process, by address.
+type directory struct {
+	mu  sync.Mutex
+	all map[uint64]*inbox
+}
+
+var inboxes = directory{all: map[uint64]*inbox{}}
+
+// add adds the inbox of an exchange.
+func (d *directory) add(v *Device, m mem.Memory) *inbox {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	i := &inbox{v: v, m: m, uses: 1}
+	d.all[m.Address()] = i
+	return i
+}
+
+// take adds a use of the inbox at an address. nil: there is none, or not any more.
+func (d *directory) take(address uint64) *inbox {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	i := d.all[address]
+	if i != nil {
+		i.uses++
+	}
+	return i
+}
+
+// drop ends a use. The last one frees the memory, unless its device was closed.
+func (d *directory) drop(i *inbox) error {
+	d.mu.Lock()
+	i.uses--
+	last := i.uses == 0
+	if last && d.all[i.m.Address()] == i {
+		delete(d.all, i.m.Address())
+	}
+	d.mu.Unlock()
+	if !last {
+		return nil
+	}
+	return i.v.during(func() error { return i.v.Free(i.m) })
+}
+
+// forget says that a device frees its inboxes.
+func (d *directory) forget(v *Device) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	maps.DeleteFunc(d.all, func(_ uint64, i *inbox) bool { return i.v == v })
 }

@@ -120,7 +120,7 @@ func (g *staging) fromHost(s *stream, to uint64, src []byte) {
 	s.writeLocked(g.gpuAt, start)
 	for t := start + 1; t <= g.steps; t++ {
 		off, n := part(t-start-1, len(src))
-		s.waitLocked(g.host.Word(0), g.hostAt, t)
+		s.waitLocked(g.host.Word(0), g.hostAt, t, nil)
 		s.copyLocked(to+uint64(off), g.at[t%2], n)
 		s.writeLocked(g.gpuAt, t)
 	}
@@ -133,13 +133,13 @@ func (g *staging) toHost(s *stream, dst []byte, from uint64) {
 	g.give(move{first: first, dst: dst})
 	for t := first; t <= g.steps; t++ {
 		if t >= first+2 {
-			s.waitLocked(g.host.Word(0), g.hostAt, t-2)
+			s.waitLocked(g.host.Word(0), g.hostAt, t-2, nil)
 		}
 		off, n := part(t-first, len(dst))
 		s.copyLocked(g.at[t%2], from+uint64(off), n)
 		s.writeLocked(g.gpuAt, t)
 	}
-	s.waitLocked(g.host.Word(0), g.hostAt, g.steps)
+	s.waitLocked(g.host.Word(0), g.hostAt, g.steps, nil)
 }
 
 // onHost enqueues a copy that the goroutine does alone, in one step. With the stream's lock.
@@ -147,7 +147,7 @@ func (g *staging) onHost(s *stream, dst, src []byte) {
 	g.steps++
 	g.give(move{first: g.steps, dst: dst, src: src})
 	s.writeLocked(g.gpuAt, g.steps)
-	s.waitLocked(g.host.Word(0), g.hostAt, g.steps)
+	s.waitLocked(g.host.Word(0), g.hostAt, g.steps, nil)
 }
 
 // run moves data until the stream ends.

@@ -55,6 +55,7 @@ type point struct {
 	given  uint64 // operations before the marker
 	word   *atomic.Uint64
 	v      uint64
+	forged *atomic.Bool // becomes true before Close stores to the word; may be nil
 }
 
 // met reports whether the stream does not stop here.
@@ -236,7 +237,10 @@ func (v *Device) word(m mem.Memory, value uint64) (uint64, error) {
 }
 
 // WaitValue implements device.Stream.
-func (s *stream) WaitValue(word mem.Memory, v uint64) error {
+func (s *stream) WaitValue(word mem.Memory, v uint64) error { return s.waitFor(word, v, nil) }
+
+// waitFor is WaitValue. forged, if it is not nil, becomes true before Close stores to the word.
+func (s *stream) waitFor(word mem.Memory, v uint64, forged *atomic.Bool) error {
 	at, err := s.v.word(word, v)
 	if err != nil {
 		return err
@@ -246,12 +250,12 @@ func (s *stream) WaitValue(word mem.Memory, v uint64) error {
 	if err := s.acceptLocked(); err != nil {
 		return err
 	}
-	s.waitLocked(word.Word(0), at, v)
+	s.waitLocked(word.Word(0), at, v, forged)
 	return s.refused
 }
 
 // waitLocked enqueues a wait, and remembers it for Close.
-func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64) {
+func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64, forged *atomic.Bool) {
 	s.giveLocked(func() (err error) {
 		if word.Load() >= v { // what the GPU is given from now on sees what came before it
 			return nil
@@ -262,7 +266,7 @@ func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64) {
 			err = s.v.launch(s.queue, gpukernels.Wait(at, v))
 		}
 		if err == nil {
-			s.pending = append(s.pending, point{word: word, v: v})
+			s.pending = append(s.pending, point{word: word, v: v, forged: forged})
 		}
 		return err
 	})
@@ -449,7 +453,11 @@ func (s *stream) drain() error {
 		for i := range s.pending {
 			p := &s.pending[i]
 			for p.marker == nil {
-				if now := p.word.Load(); now >= p.v || p.word.CompareAndSwap(now, p.v) {
+				now := p.word.Load()
+				if now < p.v && p.forged != nil {
+					p.forged.Store(true)
+				}
+				if now >= p.v || p.word.CompareAndSwap(now, p.v) {
 					break
 				}
 			}
