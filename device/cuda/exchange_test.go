@@ -277,3 +277,151 @@ func TestExchangeRefuses(t *testing.T) {
 	must(t, err)
 	must(t, e.Wait(ctx))
 }
+
+// used returns how many allocations a driver has, and how much of its host memory a device uses.
+func used(f *fake.Driver, v *Device) (blocks, host int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return f.Census().DeviceBlocks, len(v.host.used)
+}
+
+// Exchanges that are freed leave nothing. What other ranks of the process store into stays until
+// they have freed theirs. Afterwards an exchange says what it has said before, and takes no calls.
+func TestFreeExchanges(t *testing.T) {
+	for name, c := range map[string]fake.Config{"descriptors": {Devices: 2}, "IPC": {Devices: 2, NoVMM: true}} {
+		t.Run(name, func(t *testing.T) {
+			f, d := start(t, c)
+			var on []*Device
+			for i := range 2 {
+				v, err := d.Open(i)
+				must(t, err)
+				on = append(on, v)
+			}
+			t.Cleanup(func() {
+				must(t, on[0].Close(), on[1].Close())
+				f.Empty(t)
+			})
+			s := []device.Stream{newStreamOf(t, on[0]), newStreamOf(t, on[1])}
+			m := []mem.Memory{number(t, f, on[0], 1), number(t, f, on[1], 2)}
+			blocks, host := used(f, on[0])
+			for range 5 {
+				all := exchanges(t, on)
+				for r, x := range all {
+					must(t, x.AllReduce(s[r], kernels.Sum, kernels.Uint32, m[r], m[r], time.Minute))
+				}
+				must(t, wait(s[0]), wait(s[1]), all[0].Free(t.Context()))
+				if now, _ := used(f, on[0]); now != blocks+2 {
+					t.Errorf("%d allocations, want %d: the other rank may store into both inboxes", now, blocks+2)
+				}
+				all[0].Stop()
+				if why, again := all[0].Failure(); why != nil || again {
+					t.Errorf("it has failed: %v, %v", why, again)
+				}
+				all[1].Stop()
+				err := all[0].AllReduce(s[0], kernels.Sum, kernels.Uint32, m[0], m[0], 0)
+				if !errors.Is(err, device.ErrClosed) {
+					t.Errorf("a call after Free: %v", err)
+				}
+				for range 2 { // which give up, and follow a failure
+					must(t, all[1].AllReduce(s[1], kernels.Sum, kernels.Uint32, m[1], m[1], 0))
+				}
+				must(t, wait(s[1]), all[1].Free(t.Context()), all[1].Free(t.Context()))
+				if now, words := used(f, on[0]); now != blocks || words != host {
+					t.Errorf("%d allocations and %d blocks of host memory, want %d and %d", now, words, blocks, host)
+				}
+				for _, want := range []bool{true, false} {
+					if why, again := all[1].Failure(); why == nil || !why.Stopped || again != want {
+						t.Errorf("the failure is %v, %v", why, again)
+					}
+				}
+			}
+		})
+	}
+}
+
+// Free waits for the streams that have calls, and stops those. It gives up with its context, and
+// when the device is closed, which frees the memory.
+func TestFreeWaitsForStreams(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	blocks := f.Census().DeviceBlocks
+	all := exchanges(t, []*Device{v, v})
+	word := wordsOf(t, v, 1)[0]
+	s, m := newStreamOf(t, v), number(t, f, v, 5)
+	must(t, s.WaitValue(word, 1), all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0))
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := all[0].Free(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("a call has not ended: %v", err)
+	}
+	must(t, all[1].Free(t.Context()))
+	if got := f.Census().DeviceBlocks; got != blocks+3 {
+		t.Errorf("%d allocations, want both inboxes and a number beside %d", got, blocks)
+	}
+	freed := make(chan error)
+	go func() { freed <- all[0].Free(t.Context()) }()
+	word.Word(0).Store(1)
+	must(t, <-freed, wait(s))
+	if got := f.Census().DeviceBlocks; got != blocks+1 || value(f, m) != 5 {
+		t.Errorf("%d allocations, and the number is %d", got, value(f, m))
+	}
+}
+
+// Closing a device ends Free and frees the memory. An exchange of another device of the process
+// leaves it alone then.
+func TestCloseEndsFree(t *testing.T) {
+	f, d := start(t, fake.Config{Devices: 2})
+	var on []*Device
+	for i := range 2 {
+		v, err := d.Open(i)
+		must(t, err)
+		on = append(on, v)
+	}
+	all := exchanges(t, on)
+	words, _, err := device.Words(on[0], 1)
+	must(t, err)
+	s, err := on[0].Stream()
+	must(t, err)
+	m := number(t, f, on[0], 1)
+	must(t, s.WaitValue(words[0], 1), all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0))
+	all[0].Stop()
+	freed := make(chan error, 1)
+	go func() { freed <- all[0].Free(t.Context()) }()
+	must(t, on[0].Close(), <-freed, all[1].Free(t.Context()), on[1].Close())
+	f.Empty(t)
+}
+
+// It is not known when the calls of an exchange end if a stream is closed that waits for another
+// with an earlier call. The memory stays then, as that does which a graph may use.
+func TestFreeDoesNotGuess(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	all := exchanges(t, []*Device{v, v})
+	word := wordsOf(t, v, 1)[0]
+	s, other, m := newStreamOf(t, v), newStreamOf(t, v), number(t, f, v, 5)
+	must(t, s.WaitValue(word, 1),
+		all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0),
+		all[0].AllReduce(other, kernels.Sum, kernels.Uint32, m, m, 0))
+	all[0].Stop()
+	must(t, other.Close())
+	if err := all[0].Free(t.Context()); err == nil {
+		t.Error("an exchange was freed that a stream has yet to come to")
+	}
+	word.Word(0).Store(1)
+	must(t, wait(s))
+	if why, _ := all[0].Failure(); why == nil || !why.Stopped {
+		t.Errorf("the call has ended with %v", why)
+	}
+	p := program.Open(t, f.Path, 0)
+	q, err := p.Stream()
+	must(t, err)
+	g, err := p.Capture(q, func() error {
+		return all[1].AllReduce(v.Borrow(q), kernels.Sum, kernels.Uint32, m, m, 0)
+	})
+	must(t, err)
+	if err := all[1].Free(t.Context()); err == nil {
+		t.Error("an exchange was freed that a graph repeats")
+	}
+	must(t, g.Launch(q), p.Finish(q, patience), g.Close(), p.Destroy(q))
+	if why, _ := all[1].Failure(); why == nil || !why.Stopped {
+		t.Errorf("the graph has ended with %v", why)
+	}
+}
