@@ -33,8 +33,8 @@ import (
 // operation itself has its place in the order of the group's operations, and its turn ends when
 // the kernel has. If it fails, for whatever reason, the exchange is stopped: a word lets all
 // kernels of the group end without a result. So it is when the group leaves the view, is aborted
-// or closed. The exchange is freed when the kernels of this rank have ended then, unless a graph may
-// repeat them.
+// or closed. The exchange is freed when the kernels of this rank have ended then, unless a graph
+// may repeat them.
 //
 // The ranks make an exchange when the first such operation of a view is called, by two exchanges
 // of messages, for which the call waits: all of them have the memory of all others then, or none
@@ -222,8 +222,8 @@ const (
 )
 
 // connect makes the exchange of this view for a call, at all ranks alike: nil if one of them
-// cannot. If the view changes before all ranks have made it, they begin again. If it changes after
-// that, the exchange is one that has stopped.
+// cannot. If the view changes before all ranks have made it, they begin again. If it changes, or the
+// group ends, after that, the exchange is one that has stopped.
 func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, loc Location) (*exchange, error) {
 	for {
 		if err := g.step(ctx, c); err != nil {
@@ -289,7 +289,7 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 			return nil, nil
 		}
 		x = &exchange{Exchange: made, inboxes: inboxes, loc: loc, epoch: v.epoch}
-		if g.sync.At() == at {
+		if g.sync.At() == at && g.halted() == nil {
 			g.packets.now = x
 		} else { // other ranks may have begun the operation
 			g.end(x)

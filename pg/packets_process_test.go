@@ -446,3 +446,50 @@ func TestPacketsOfADeadRankAreFreed(t *testing.T) {
 		})
 	}
 }
+
+// Groups end, and others make their first operation in packets, while a stream of the program waits
+// for the latter. The memory of the former is freed when the stream goes on.
+func TestPacketsWhileAStreamWaits(t *testing.T) {
+	const n = 2
+	for name, c := range kindsOfHandles {
+		t.Run(name, func(t *testing.T) {
+			d := openGPUOf(t, ofRank(), c)
+			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+				ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
+				s, err := d.Stream()
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer s.Close()
+				words, free, err := device.Words(d, 1)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer free()
+				was := d.fake.Census()
+				for i := range 4 {
+					sub, err := g.Split(ctx, 0, g.Rank())
+					if err != nil {
+						t.Fatal(err)
+					}
+					if err := d.sum(ctx, sub, m, 1<<n-1); err != nil {
+						t.Fatal(err)
+					}
+					if i == 0 {
+						if err := s.WaitValue(words[0], 1); err != nil {
+							t.Fatal(err)
+						}
+					}
+					if err := sub.Close(); err != nil {
+						t.Fatal(err)
+					}
+				}
+				words[0].Word(0).Store(1)
+				d.packetsLeave(t, "the memory of closed groups is freed", was)
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
+		})
+	}
+}

@@ -122,7 +122,7 @@ type mapping struct {
 }
 
 // stale reports whether the mapping of k is one of memory that its owner has freed if the owner now
-// has another allocation, r. The driver may return the old mapping for r before it is unmapped.
+// has another allocation, r.
 func (k importKey) stale(owner uint64, r region) bool {
 	return k.owner == owner && (k.region != r || r.kind == kindIPC && r.Number == 0) && k.region.Base < r.Base+r.Size &&
 		r.Base < k.region.Base+k.region.Size
@@ -135,7 +135,9 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
 	key := importKey{owner, r}
-	stale := func(m *mapping) bool { return m.key.stale(owner, r) }
+	// For an IPC handle the driver may return the old mapping before it is unmapped. Unmapping waits
+	// for the work on the device, which may wait for this, so that others do not wait for it.
+	stale := func(m *mapping) bool { return r.kind == kindIPC && m.key.stale(owner, r) }
 	for in.mapped[key] == nil && slices.ContainsFunc(in.closing, stale) {
 		in.closed.Wait()
 	}

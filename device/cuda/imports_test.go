@@ -223,6 +223,9 @@ func TestImportsWhileUnmapping(t *testing.T) {
 	go func() { released <- one.Release() }()
 	<-began
 	all := []*Import{take(handle(1, 4096, 100)), take(handle(2, 8192, 100))}
+	other := handle(0, 4100, 100) // a descriptor, which is mapped elsewhere
+	other.kind = kindDescriptor
+	all = append(all, take(other))
 	taken := make(chan *Import)
 	go func() { taken <- take(handle(3, 4100, 100)) }()
 	close(goes)

@@ -301,12 +301,12 @@ func (m *making) flood() {
 	}
 }
 
-// burst adds short allreduces of all ranks on GPUs, which are under way together on two streams of
-// each: these come to them late, and not in the order of the calls. Subgroups have few of these,
-// because the memory of those that had some stays until the GPUs are closed.
+// burst adds short allreduces of a group's ranks on GPUs, which are under way together on two
+// streams of each: these come to them late, and not in the order of the calls.
 func (m *making) burst() {
+	group := m.group()
 	for range 4 + m.rnd.IntN(4) {
-		s := Step{Op: AllReduce, DType: pick(m.generator, pg.Int32, pg.Float32, pg.BFloat16), Red: pg.Sum}
+		s := Step{Op: AllReduce, Group: group, DType: pick(m.generator, pg.Int32, pg.Float32, pg.BFloat16), Red: pg.Sum}
 		s.Count = 2 * (1 + m.rnd.IntN(device.MaxExchangeBytes/2/s.DType.Size()))
 		for range m.job.Ranks {
 			p := Part{How: Started, Dst: MemDevice, Src: MemDevice, Other: m.chance(0.5)}
