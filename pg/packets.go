@@ -222,8 +222,8 @@ const (
 )
 
 // connect makes the exchange of this view for a call, at all ranks alike: nil if one of them
-// cannot. If the view changes before all ranks have made it, they begin again. If it changes, or the
-// group ends, after that, the exchange is one that has stopped.
+// cannot. If the view changes before all ranks have made it, they begin again. If it changes after
+// that, or the group ends, the exchange is one that has stopped.
 func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, loc Location) (*exchange, error) {
 	for {
 		if err := g.step(ctx, c); err != nil {

@@ -33,16 +33,16 @@ type exchange struct {
 	latest   device.Stream // that was given one
 	freed    bool          // it takes no calls
 	recorded bool          // a stream has recorded a call
-	// The number of calls that have ended is not known: a stream was closed while it waited for
-	// it, or has failed.
+	// It is not known when streams stop using the words: one was closed while it waited for the
+	// number of calls that have ended, or has failed.
 	unsure atomic.Bool
 
 	words words
 }
 
 // The words of an exchange are host memory that its kernels use: gpukernels.PacketWords, and one
-// that counts the calls that have ended. The lock is held for moments only: a stream that
-// exchange.mu is held for may wait until the exchange is stopped.
+// that counts the calls that have ended. The lock is held for moments only. exchange.mu is held
+// while a stream is given a call, which may wait until the exchange is stopped.
 type words struct {
 	mu    sync.Mutex
 	m     mem.Memory // empty: it was freed, and what Failure returns is kept
@@ -185,13 +185,16 @@ func (x *exchange) AllReduce(s device.Stream, op kernels.Op, dt kernels.DType, d
 
 // orderedLocked gives s the kernel of the next call, after that of the one before.
 func (x *exchange) orderedLocked(s device.Stream, launch func() error) error {
-	ended := x.ended()
-	if x.latest != nil && x.latest != s {
+	ended, follows := x.ended(), x.latest != nil && x.latest != s
+	if follows {
 		if err := x.follow(s, ended); err != nil {
 			return err
 		}
 	}
 	if err := launch(); err != nil {
+		if follows { // s waits for the word, and no call says when it has
+			x.unsure.Store(true)
+		}
 		return err
 	}
 	x.calls++
@@ -285,8 +288,8 @@ func (x *exchange) Free(ctx context.Context) error {
 	})
 }
 
-// over has later calls fail, and reports whether all others have ended. A call that waits for its
-// stream has the lock.
+// over has later calls fail, and reports whether all others have ended. It does not wait for one
+// that is being given to its stream.
 func (x *exchange) over() (bool, error) {
 	if !x.mu.TryLock() {
 		return false, nil
@@ -307,8 +310,8 @@ func (x *exchange) over() (bool, error) {
 }
 
 // release frees the memory, which no stream of this rank uses. An inbox that other processes have
-// mapped by an IPC handle stays: if it were freed, the driver would not say what their work does.
-// That which has another handle lives until they have unmapped it.
+// mapped by an IPC handle stays until the device is closed: CUDA does not define what their work
+// does when it is freed. One that has another handle lives until they have unmapped it.
 func (x *exchange) release() error {
 	m := x.takeWords()
 	if m.Len() == 0 {

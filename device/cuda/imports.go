@@ -135,8 +135,8 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
 	key := importKey{owner, r}
-	// For an IPC handle the driver may return the old mapping before it is unmapped. Unmapping waits
-	// for the work on the device, which may wait for this, so that others do not wait for it.
+	// For an IPC handle the driver may return the old mapping before it is unmapped. Others do not
+	// wait for that, because it waits for the work on the device, which may wait for this.
 	stale := func(m *mapping) bool { return r.kind == kindIPC && m.key.stale(owner, r) }
 	for in.mapped[key] == nil && slices.ContainsFunc(in.closing, stale) {
 		in.closed.Wait()
