@@ -320,7 +320,9 @@ func TestFollowBeginsAmongWrites(t *testing.T) {
 		put("0")
 		const begins = 20
 		began, over, stop := make(chan struct{}, begins), make(chan error, begins), make(chan struct{})
+		wrote := make(chan struct{})
 		go func() {
+			defer close(wrote)
 			defer put("end")
 			for i := 1; ; i++ {
 				select {
@@ -359,6 +361,7 @@ func TestFollowBeginsAmongWrites(t *testing.T) {
 				t.Error(err)
 			}
 		}
+		<-wrote
 	})
 }
 

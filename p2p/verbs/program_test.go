@@ -62,6 +62,7 @@ type testOp struct {
 	local      []byte
 	want       []byte // what is put, or was there before the get; nil: not known
 	signal     uint64 // 0: none
+	strong     bool   // the signal is
 }
 
 func (p *program) fatalf(format string, args ...any) {
@@ -209,7 +210,8 @@ func (p *program) begin(w *testWindow, get bool) {
 		sig := p2p.Signal{}
 		if p.r.IntN(2) == 0 {
 			o.signal = q.signal + 1
-			sig = p2p.Signal{At: w.flag, Offset: uint64(8 * slot), Value: o.signal, Strong: p.r.IntN(4) == 0}
+			o.strong = p.r.IntN(4) == 0
+			sig = p2p.Signal{At: w.flag, Offset: uint64(8 * slot), Value: o.signal, Strong: o.strong}
 		}
 		o.id, err = s.PutTo(o.local, w.to, uint64(slot*slotBytes), sig)
 	}
@@ -274,6 +276,11 @@ func (p *program) ended(o *testOp, err error) {
 		if !o.get {
 			q.known = nil
 		}
+	case errors.Is(err, p2p.ErrUnplaced) && o.strong && p.count["cancelled"]+p.count["withdrawn"] > 0:
+		if p.count["unplaced"]++; q.signal == o.signal {
+			p.fatalf("a signal was written, and its put ended with %v", err)
+		}
+		q.known = nil
 	case err != nil:
 		p.fatalf("get %v of %d bytes, withdrawn %v: %v", o.get, len(o.local), o.withdrawn, err)
 	case o.get:
