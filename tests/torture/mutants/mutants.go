@@ -188,7 +188,7 @@ var mutants = []mutant{
 		what:      "the kernels of short vectors on different streams of a GPU are in no order",
 		transport: "shm",
 		edits: []edit{
-			{"device/cuda", "exchange.orderedLocked", "if x.latest != nil && x.latest != s {", "if false {"},
+			{"device/cuda", "exchange.orderedLocked", "x.latest != nil && x.latest != s", "false"},
 		},
 	},
 }
