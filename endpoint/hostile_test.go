@@ -23,6 +23,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/endpoint/internal/wire"
 	"tutti/internal/files"
+	"tutti/internal/proctest"
 	"tutti/internal/trust"
 	"tutti/mem"
 )
@@ -746,7 +747,7 @@ func TestConnectWithFewDescriptors(t *testing.T) {
 	defer unix.Setrlimit(unix.RLIMIT_NOFILE, &limit)
 	for free := range 8 {
 		few := limit
-		few.Cur = uint64(descriptors(t) + 20)
+		few.Cur = uint64(proctest.Descriptors() + 20)
 		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &few); err != nil {
 			t.Fatal(err)
 		}

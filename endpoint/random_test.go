@@ -727,14 +727,6 @@ func opsOf() int64 {
 	return int64(*randomOps)
 }
 
-func descriptors(t testing.TB) int {
-	list, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return len(list)
-}
-
 // TestRandom: random programs of several endpoints in one process.
 func TestRandom(t *testing.T) {
 	type mode struct {
@@ -767,7 +759,7 @@ func TestRandom(t *testing.T) {
 				longest: longest, counts: map[string]int{}}
 			w.left.Store(mode.ops)
 			overRDMA(Config{}) // the fabric's goroutine stays
-			routines, files := runtime.NumGoroutine(), descriptors(t)
+			routines, files := runtime.NumGoroutine(), proctest.Descriptors()
 			r := rand.New(rand.NewPCG(w.seed, 0))
 			var members []*member
 			var infos []Info
@@ -827,7 +819,7 @@ func TestRandom(t *testing.T) {
 			}
 			w.finish(members)
 			eventually(t, "no goroutine and no descriptor is left", func() bool {
-				return runtime.NumGoroutine() <= routines && descriptors(t) <= files
+				return runtime.NumGoroutine() <= routines && proctest.Descriptors() <= files
 			})
 			t.Log(w.counts, "by RDMA:", direct, "and messages:", messages, "paths that failed:", detours)
 			may := (*allDirect || mode.cfgs[0].RDMA.Provider != nil) && !mode.cfgs[0].Seal && !mode.cfgs[0].Checksum

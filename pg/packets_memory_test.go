@@ -7,12 +7,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
 	"testing"
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
 	"tutti/device/cuda/fakegpu"
+	"tutti/internal/proctest"
 )
 
 // inProcess are the ways in which ranks of one process have GPUs and handles.
@@ -22,12 +22,6 @@ var inProcess = map[string]fake.Config{"one GPU": {}, "a GPU each": {Devices: 3}
 // memoryOf returns what a driver's census says of the memory of devices.
 func memoryOf(c fake.Census) fake.Census {
 	return fake.Census{DeviceBlocks: c.DeviceBlocks, Imported: c.Imported, Physical: c.Physical, Reserved: c.Reserved}
-}
-
-// descriptors returns the number of descriptors of the process.
-func descriptors() int {
-	all, _ := os.ReadDir("/proc/self/fd")
-	return len(all)
 }
 
 // packetsNow returns the group's exchange.
@@ -73,13 +67,14 @@ func TestPacketsOfClosedGroupsAreFreed(t *testing.T) {
 						return fmt.Errorf("round %d", round)
 					}
 					if round == 0 {
-						files = descriptors()
+						files = proctest.Descriptors()
 					}
 					if err := r.Barrier(ctx); err != nil {
 						return err
 					}
 				}
-				r.f.Until(t, "descriptors are closed", func(fake.Census) bool { return descriptors() <= files })
+				r.f.Until(t, "descriptors are closed",
+					func(fake.Census) bool { return proctest.Descriptors() <= files })
 				return r.Barrier(ctx)
 			})
 		})

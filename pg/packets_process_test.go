@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"syscall"
 	"testing"
@@ -14,6 +13,7 @@ import (
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/pg"
 	"tutti/pg/pgtest"
@@ -341,6 +341,18 @@ func TestPacketsRefusedLeaveNothing(t *testing.T) {
 	})
 }
 
+// onGPUs runs f on n ranks, each a process with a GPU of its own, for each kind of handles.
+func onGPUs(t *testing.T, n int, cfg pg.Config, f func(t *testing.T, d *gpu, g *pg.Group), opts ...pgtest.Option) {
+	for name, c := range kindsOfHandles {
+		t.Run(name, func(t *testing.T) {
+			d := openGPUOf(t, ofRank(), c)
+			cfg.Devices = device.List{d}
+			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) { f(t, d, g) },
+				append(opts, pgtest.Transport("shm"), pgtest.Config(cfg))...)
+		})
+	}
+}
+
 // packetsLeave fails the test unless no more of a GPU's memory is used than one exchange needs that
 // has kept the inboxes of others mapped. Inboxes with IPC handles stay.
 func (d *gpu) packetsLeave(t *testing.T, what string, was fake.Census) {
@@ -356,140 +368,118 @@ func (d *gpu) packetsLeave(t *testing.T, what string, was fake.Census) {
 // and no descriptor; but an inbox with an IPC handle stays until the device is closed.
 func TestPacketsOfClosedGroupsAreFreedBetweenProcesses(t *testing.T) {
 	const n = 3
-	for name, c := range kindsOfHandles {
-		t.Run(name, func(t *testing.T) {
-			d := openGPUOf(t, ofRank(), c)
-			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-				ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
-				was, files := d.fake.Census(), 0
-				for round := range 12 {
-					sub, err := g.Split(ctx, 0, g.Rank())
-					if err != nil {
-						t.Fatal(err)
-					}
-					for range 3 {
-						if err := d.sum(ctx, sub, m, 1<<n-1); err != nil {
-							t.Fatal(err)
-						}
-					}
-					if sub.Copies() > 0 {
-						t.Error("the operations have gone through the host")
-					}
-					if err := errors.Join(sub.Close(), g.Barrier(ctx)); err != nil {
-						t.Fatal(err)
-					}
-					d.packetsLeave(t, "the memory of a closed group is freed", was)
-					if round == 0 {
-						files = descriptors()
-					}
-				}
-				if c.NoVMM {
-					files += 11 // the fake driver has one for each allocation
-				}
-				d.fake.Until(t, "descriptors are closed", func(fake.Census) bool { return descriptors() <= files })
-				if err := g.Barrier(ctx); err != nil {
+	onGPUs(t, n, pg.Config{}, func(t *testing.T, d *gpu, g *pg.Group) {
+		ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
+		was, files := d.fake.Census(), 0
+		for round := range 12 {
+			sub, err := g.Split(ctx, 0, g.Rank())
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range 3 {
+				if err := d.sum(ctx, sub, m, 1<<n-1); err != nil {
 					t.Fatal(err)
 				}
-			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
-		})
-	}
-}
-
-// descriptors returns the number of descriptors of the process.
-func descriptors() int {
-	all, _ := os.ReadDir("/proc/self/fd")
-	return len(all)
+			}
+			if sub.Copies() > 0 {
+				t.Error("the operations have gone through the host")
+			}
+			if err := errors.Join(sub.Close(), g.Barrier(ctx)); err != nil {
+				t.Fatal(err)
+			}
+			d.packetsLeave(t, "the memory of a closed group is freed", was)
+			if round == 0 {
+				files = proctest.Descriptors()
+			}
+		}
+		if !d.Info().VMM {
+			files += 11 // the fake driver has one for each allocation
+		}
+		d.fake.Until(t, "descriptors are closed", func(fake.Census) bool { return proctest.Descriptors() <= files })
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	})
 }
 
 // A rank dies and is replaced. What the survivors had for operations in packets with its former
 // incarnation, and among themselves, is freed.
 func TestPacketsOfADeadRankAreFreed(t *testing.T) {
 	const n, victim = 3, 1
-	for name, c := range kindsOfHandles {
-		t.Run(name, func(t *testing.T) {
-			d := openGPUOf(t, ofRank(), c)
-			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-				ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
-				var was fake.Census
-				if !pgtest.Second() {
-					if err := d.sum(ctx, g, m, 7); err != nil {
-						t.Fatal(err)
-					}
-					was = d.fake.Census()
-					if err := g.Barrier(ctx); err != nil {
-						t.Fatal(err)
-					}
-					if g.Rank() == victim {
-						pgtest.Kill(t)
-					}
-					for in := false; !in; {
-						if _, err := g.Admit(ctx); err != nil && lostRank(err) != victim {
-							t.Fatal(err)
-						}
-						v := g.View()
-						in = v.Epoch >= 3 && len(v.Active) == n
-					}
-				}
-				for range 3 {
-					if err := d.sum(ctx, g, m, 7); err != nil {
-						t.Fatal(err)
-					}
-				}
-				if !pgtest.Second() {
-					d.packetsLeave(t, "the memory of former views is freed", was)
-				}
-				if err := g.Barrier(ctx); err != nil {
+	onGPUs(t, n, pg.Config{OnFailure: pg.Shrink}, func(t *testing.T, d *gpu, g *pg.Group) {
+		ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
+		var was fake.Census
+		if !pgtest.Second() {
+			if err := d.sum(ctx, g, m, 7); err != nil {
+				t.Fatal(err)
+			}
+			was = d.fake.Census()
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if g.Rank() == victim {
+				pgtest.Kill(t)
+			}
+			for in := false; !in; {
+				if _, err := g.Admit(ctx); err != nil && lostRank(err) != victim {
 					t.Fatal(err)
 				}
-			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Devices: device.List{d}}),
-				pgtest.Expect(victim, syscall.SIGKILL), pgtest.Replace(victim))
-		})
-	}
+				v := g.View()
+				in = v.Epoch >= 3 && len(v.Active) == n
+			}
+		}
+		for range 3 {
+			if err := d.sum(ctx, g, m, 7); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if !pgtest.Second() {
+			d.packetsLeave(t, "the memory of former views is freed", was)
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Expect(victim, syscall.SIGKILL), pgtest.Replace(victim))
 }
 
 // Groups end, and others make their first operation in packets, while a stream of the program waits
 // for the latter. The memory of the former is freed when the stream goes on.
 func TestPacketsWhileAStreamWaits(t *testing.T) {
 	const n = 2
-	for name, c := range kindsOfHandles {
-		t.Run(name, func(t *testing.T) {
-			d := openGPUOf(t, ofRank(), c)
-			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
-				ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
-				s, err := d.Stream()
-				if err != nil {
+	onGPUs(t, n, pg.Config{}, func(t *testing.T, d *gpu, g *pg.Group) {
+		ctx, m := t.Context(), d.alloc(t, make([]byte, 64))
+		s, err := d.Stream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		words, free, err := device.Words(d, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer free()
+		was := d.fake.Census()
+		for i := range 4 {
+			sub, err := g.Split(ctx, 0, g.Rank())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := d.sum(ctx, sub, m, 1<<n-1); err != nil {
+				t.Fatal(err)
+			}
+			if i == 0 {
+				if err := s.WaitValue(words[0], 1); err != nil {
 					t.Fatal(err)
 				}
-				defer s.Close()
-				words, free, err := device.Words(d, 1)
-				if err != nil {
-					t.Fatal(err)
-				}
-				defer free()
-				was := d.fake.Census()
-				for i := range 4 {
-					sub, err := g.Split(ctx, 0, g.Rank())
-					if err != nil {
-						t.Fatal(err)
-					}
-					if err := d.sum(ctx, sub, m, 1<<n-1); err != nil {
-						t.Fatal(err)
-					}
-					if i == 0 {
-						if err := s.WaitValue(words[0], 1); err != nil {
-							t.Fatal(err)
-						}
-					}
-					if err := sub.Close(); err != nil {
-						t.Fatal(err)
-					}
-				}
-				words[0].Word(0).Store(1)
-				d.packetsLeave(t, "the memory of closed groups is freed", was)
-				if err := g.Barrier(ctx); err != nil {
-					t.Fatal(err)
-				}
-			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}}))
-		})
-	}
+			}
+			if err := sub.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		words[0].Word(0).Store(1)
+		d.packetsLeave(t, "the memory of closed groups is freed", was)
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	})
 }

@@ -241,3 +241,13 @@ func (o *Output) Await(t testing.TB, text string) {
 		}
 	}
 }
+
+// Descriptors returns the number of descriptors that this process has open. It panics if the system
+// does not tell.
+func Descriptors() int {
+	all, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		panic(err)
+	}
+	return len(all)
+}

@@ -624,14 +624,14 @@ func (s suite) unplaced(t *testing.T) {
 	flag := y.Expose(t, words, 0, 64, mem.Signal)
 	local := make([]byte, large)
 	fill(local, 1)
-	const strong, own, other = 0, 8, 16 // offsets of words
+	const strong, own, other, none = 0, 8, 16, 64 // offsets of words
 	cancelled := 0
 	for round := uint64(1); round <= 8; round++ {
 		clear(data.Bytes())
-		begin := func(b []byte, at int, word uint64, strong bool) uint64 {
+		begin := func(b []byte, at int, word uint64) uint64 {
 			t.Helper()
-			sig := p2p.Signal{At: flag, Offset: word, Value: round, Strong: strong}
-			if word == math.MaxUint64 {
+			sig := p2p.Signal{At: flag, Offset: word, Value: round, Strong: word == strong}
+			if word == none {
 				sig = p2p.Signal{}
 			}
 			id, err := x.PutTo(b, to, uint64(at), sig)
@@ -640,11 +640,11 @@ func (s suite) unplaced(t *testing.T) {
 			}
 			return id
 		}
-		first := begin(local, 0, math.MaxUint64, false)
-		after := begin(nil, 0, strong, true)
-		second := begin(local, large, own, false)
-		same := begin(local[:8], large, own, false)
-		free := begin(nil, 0, other, false)
+		first := begin(local, 0, none)
+		after := begin(nil, 0, strong)
+		second := begin(local, large, own)
+		same := begin(local[:8], large, own)
+		free := begin(nil, 0, other)
 		for range round % 4 { // some data is under way
 			if err := x.turns(); err != nil {
 				t.Fatal(err)
@@ -679,7 +679,7 @@ func (s suite) unplaced(t *testing.T) {
 				t.Errorf("%s: written %v, its put ended with %v", c.name, written, sig)
 			}
 		}
-		last := begin(nil, 0, strong, true)
+		last := begin(nil, 0, strong)
 		if err := x.Await(last, nil); err != nil || words.Word(strong).Load() != round {
 			t.Fatalf("a strong signal that was begun after the end of a cancelled put: %v", err)
 		}
