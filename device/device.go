@@ -43,7 +43,8 @@ type Device interface {
 type HostAllocator interface {
 	// AllocHost returns n bytes of host memory with undefined contents, aligned to mem.WordSize.
 	AllocHost(n int) (mem.Memory, error)
-	// FreeHost frees memory of AllocHost. No stream may be using it. An error wraps ErrMemory.
+	// FreeHost frees memory of AllocHost, which no stream may be using. It does not wait for other
+	// work. An error wraps ErrMemory.
 	FreeHost(m mem.Memory) error
 }
 

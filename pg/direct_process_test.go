@@ -573,6 +573,53 @@ func TestDirectNeedsPeerAccess(t *testing.T) {
 	}
 }
 
+// A rank finds that it does not reach its peer's GPU while a stream of its own waits for the next
+// operation of the group.
+func TestDirectNeedsPeerAccessBesideWaitingStreams(t *testing.T) {
+	for name, c := range map[string]fake.Config{"descriptors": {}, "IPC": {NoVMM: true}} {
+		t.Run(name, func(t *testing.T) {
+			c.Isolated = true
+			d := openGPUOf(t, ofRank(), c)
+			pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+				beside, err := g.Split(t.Context(), 0, g.Rank())
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer beside.Close()
+				var works []*pg.Work
+				start := func() {
+					s, err := d.Stream()
+					if err != nil {
+						t.Fatal(err)
+					}
+					t.Cleanup(func() { s.Close() })
+					for _, s := range []device.Stream{nil, s} {
+						x := pg.DeviceBuffer(d.alloc(t, make([]byte, 256<<10)), pg.Uint8, s)
+						works = append(works, g.Start(pg.AllReduceOp{Dst: x, Op: pg.BitOr}))
+					}
+				}
+				if g.Rank() == 1 {
+					start()
+				}
+				if err := beside.Barrier(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if g.Rank() == 0 {
+					start()
+				}
+				for _, w := range works {
+					if err := w.Wait(t.Context()); err != nil {
+						t.Error(err)
+					}
+				}
+				if _, err := g.Direct(); err == nil {
+					t.Error("the GPUs reach each other")
+				}
+			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{Devices: device.List{d}, Timeout: 20 * time.Second}))
+		})
+	}
+}
+
 // A rank that may not load from other devices has all copy through the host.
 func TestDirectIsSwitchedOff(t *testing.T) {
 	const n, size = 3, 256 << 10

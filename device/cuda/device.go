@@ -26,7 +26,7 @@ type Device struct {
 
 	mu      sync.Mutex
 	closed  bool
-	running sync.WaitGroup // functions of during
+	running sync.WaitGroup // functions of during, and freeLarge
 	streams map[*stream]struct{}
 	memory  map[uint64]allocation // by address, of Alloc
 	host    heap
@@ -258,7 +258,7 @@ func (v *Device) Close() error {
 	closing.Wait()
 	v.running.Wait()
 	inboxes.forget(v)
-	errs = append(errs, v.imports.end())
+	errs = append(errs, v.host.failed, v.imports.end())
 	for at, a := range v.memory {
 		errs = append(errs, v.release(at, a))
 	}

@@ -86,9 +86,9 @@
 // memory holds, before Close returns; its events fail with device.ErrClosed. Afterwards nothing of
 // the stream touches memory, and the context is as usable as before.
 //
-// Nothing is freed by itself. Free, releasing what was imported, and FreeHost of more than 256 KiB,
-// may wait until all work on the GPU has ended, as the driver does: do not call them while a stream
-// waits for something that the caller is to do. [Device.Close] closes what is left.
+// Nothing is freed by itself. Free, and releasing what was imported, may wait until all work on the
+// GPU has ended, as the driver does: do not call them while a stream waits for something that the
+// caller is to do. [Device.Close] closes what is left.
 package cuda
 
 import (

@@ -16,7 +16,8 @@ import (
 
 // Pinned memory comes from the driver in chunks, because freeing waits for all work on the GPU.
 // Blocks of up to largestBlock are parts of a chunk of chunkSize, and go to a free list; larger
-// ones are chunks of their own, which FreeHost gives back to the driver.
+// ones are chunks of their own, which a goroutine gives back to the driver: the work may be waiting
+// for an operation whose rank calls FreeHost.
 const (
 	smallestBlock = 64
 	largestBlock  = 256 << 10
@@ -37,6 +38,10 @@ type heap struct {
 	free   map[int][]unsafe.Pointer // by size
 	rest   []byte                   // of the newest chunk
 	left   []block                  // freed, but a stream may remember words in them
+
+	large  []unsafe.Pointer // chunks that the driver is to free
+	freer  bool             // a goroutine has it do so
+	failed error            // the first of that
 }
 
 // A block is memory that AllocHost has given.
@@ -105,10 +110,7 @@ func (v *Device) AllocHost(n int) (mem.Memory, error) {
 			return m, nil
 		}
 	}
-	err := v.settle()
-	if err != nil {
-		return mem.Memory{}, err
-	}
+	v.settle()
 	if small {
 		if m, ok := v.block(n); ok {
 			return m, nil
@@ -118,6 +120,7 @@ func (v *Device) AllocHost(n int) (mem.Memory, error) {
 	if small {
 		c.n = chunkSize
 	}
+	var err error
 	if c.at, c.device, err = v.gpu.allocHost(c.n); err != nil {
 		return mem.Memory{}, err
 	}
@@ -145,9 +148,9 @@ func (v *Device) block(n int) (mem.Memory, bool) {
 	return mem.Host(unsafe.Slice((*byte)(p), n), mem.Anywhere), true
 }
 
-// FreeHost implements device.HostAllocator. It may wait until all work on the GPU has ended if the
-// memory is larger than 256 KiB. Memory with words that a stream has waited for may stay until that
-// stream is given more work, or is closed.
+// FreeHost implements device.HostAllocator. It does not wait. Memory of more than 256 KiB goes back
+// to the driver when the work on the GPU has ended; Close returns what the driver says. Memory with
+// words that a stream has waited for may stay until that stream is given more work, or is closed.
 func (v *Device) FreeHost(m mem.Memory) error {
 	var at unsafe.Pointer
 	if m.Loc().Host() {
@@ -162,41 +165,56 @@ func (v *Device) FreeHost(m mem.Memory) error {
 	delete(v.host.used, at)
 	v.host.left = append(v.host.left, block{at, m.Len()})
 	v.mu.Unlock()
-	return v.settle()
+	v.settle()
+	return nil
 }
 
 // settle makes the blocks that were freed available, but for those with words that a stream
 // remembers: it would look at words of others there, and store to them when it is closed.
-func (v *Device) settle() error {
+func (v *Device) settle() {
 	v.mu.Lock()
 	left, streams := v.host.left, slices.Collect(maps.Keys(v.streams))
 	v.host.left = nil
 	v.mu.Unlock()
-	var kept []block
-	var large []unsafe.Pointer
+	kept := slices.DeleteFunc(slices.Clone(left), func(b block) bool {
+		return !slices.ContainsFunc(streams, func(s *stream) bool { return s.remembers(b) })
+	})
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.host.left = append(v.host.left, kept...)
 	for _, b := range left {
-		if slices.ContainsFunc(streams, func(s *stream) bool { return s.remembers(b) }) {
-			kept = append(kept, b)
-			continue
-		}
-		v.mu.Lock()
-		if b.n <= largestBlock {
+		switch {
+		case slices.Contains(kept, b):
+		case b.n <= largestBlock:
 			size := class(b.n)
 			v.host.free[size] = append(v.host.free[size], b.at)
-		} else {
+		case !v.closed: // Close frees all chunks
 			v.host.chunks = slices.DeleteFunc(v.host.chunks, func(c chunk) bool { return c.at == b.at })
-			large = append(large, b.at)
+			v.host.large = append(v.host.large, b.at)
+			if !v.host.freer {
+				v.host.freer = true
+				v.running.Go(v.freeLarge)
+			}
 		}
-		v.mu.Unlock()
 	}
+}
+
+// freeLarge has the driver free chunks, which waits for the work on the GPU.
+func (v *Device) freeLarge() {
 	v.mu.Lock()
-	v.host.left = append(v.host.left, kept...)
-	v.mu.Unlock()
-	var errs []error
-	for _, at := range large {
-		errs = append(errs, v.gpu.freeHost(at))
+	defer v.mu.Unlock()
+	for h := &v.host; ; {
+		if len(h.large) == 0 {
+			h.freer = false
+			return
+		}
+		at := h.large[0]
+		h.large = slices.Delete(h.large, 0, 1)
+		v.mu.Unlock()
+		err := v.gpu.freeHost(at)
+		v.mu.Lock()
+		h.failed = cmp.Or(h.failed, err)
 	}
-	return first(errs)
 }
 
 // reach returns the address on the device of its own memory or of pinned memory. ok is false for

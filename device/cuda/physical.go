@@ -246,7 +246,7 @@ func (g *gpu) mapPhysical(r region) (at uint64, err error) {
 	}
 	at, err = g.mapHandle(handle, r.Size)
 	if err = errors.Join(err, g.releaseHandle(handle)); err != nil && at != 0 { // the mapping keeps the memory
-		err = errors.Join(err, g.unmap(at, r.Size))
+		err = errors.Join(err, g.unmapUnused(at, r.Size))
 	}
 	return at, err
 }
@@ -298,7 +298,7 @@ func (g *gpu) mapHandle(h, n uint64) (at uint64, err error) {
 		return 0, errors.Join(err, g.unreserve(uint64(a), n))
 	}
 	if err := g.giveAccess(uint64(a), n); err != nil {
-		return 0, errors.Join(err, g.unmap(uint64(a), n))
+		return 0, errors.Join(err, g.unmapUnused(uint64(a), n))
 	}
 	return uint64(a), nil
 }
@@ -317,8 +317,13 @@ func (g *gpu) unmap(at, n uint64) error {
 	if e, ok := errors.AsType[*Error](err); ok && e.Code == codeCaptureUnsupported {
 		return err
 	}
+	return first([]error{err, g.unmapUnused(at, n)})
+}
+
+// unmapUnused unmaps memory that no work uses. It does not wait.
+func (g *gpu) unmapUnused(at, n uint64) error {
 	r := C.tutti_cuda_unmap(g.d.lib, g.ptr, C.uint64_t(at), C.size_t(n))
-	return first([]error{err, g.d.failure(r, "cuMemUnmap", "unmap %d bytes on %s", n, g.name), g.unreserve(at, n)})
+	return first([]error{g.d.failure(r, "cuMemUnmap", "unmap %d bytes on %s", n, g.name), g.unreserve(at, n)})
 }
 
 func (g *gpu) unreserve(at, n uint64) error {

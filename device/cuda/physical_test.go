@@ -504,6 +504,11 @@ func TestDescriptorsOfIsolatedGPUs(t *testing.T) {
 	}
 	near, _, err := all[0].Share(alloc(t, all[0], physicalBytes))
 	must(t, err)
+	waiting, err := all[1].Stream() // for something that comes after Import
+	must(t, err)
+	word, free, err := device.Words(all[1], 1)
+	must(t, err)
+	must(t, waiting.WaitValue(word[0], 1))
 	for _, key := range [][]byte{near, theirs} {
 		if _, err := all[1].Import(1, key); !errors.Is(err, errors.ErrUnsupported) {
 			t.Errorf("memory of a GPU without access: %v", err)
@@ -512,6 +517,9 @@ func TestDescriptorsOfIsolatedGPUs(t *testing.T) {
 		must(t, err)
 		must(t, s.Release(false))
 	}
+	word[0].Word(0).Store(1)
+	must(t, waiting.Close())
+	must(t, free())
 	for _, v := range all {
 		must(t, v.Close())
 	}

@@ -372,11 +372,42 @@ func TestPinnedMemory(t *testing.T) {
 		check(p)
 		must(t, v.FreeHost(p.m))
 	}
+	v.running.Wait()
 	if n := f.Census().HostBlocks; n > 16 {
 		t.Errorf("%d chunks of pinned memory after everything was freed", n)
 	}
 	if err := v.FreeHost(alloc(t, v, 8)); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("freeing memory of the device as the host's: %v", err)
+	}
+}
+
+// FreeHost does not wait for the work on the GPU, which may wait for the caller. The driver frees
+// large memory when the work has ended, also while the device is being closed.
+func TestFreeHostDoesNotWait(t *testing.T) {
+	for _, closing := range []bool{false, true} {
+		f, v := open(t, fake.Config{})
+		s, err := v.Stream()
+		must(t, err)
+		word, free, err := device.Words(v, 1)
+		must(t, err)
+		must(t, s.WaitValue(word[0], 1))
+		for _, n := range []int{largestBlock, largestBlock + 1, 1 << 20} {
+			for range 2 {
+				m, err := v.AllocHost(n)
+				must(t, err)
+				must(t, v.FreeHost(m))
+			}
+		}
+		if !closing {
+			word[0].Word(0).Store(1)
+			v.running.Wait()
+			must(t, free())
+			if n := f.Census().HostBlocks; n > 2 {
+				t.Errorf("%d chunks of pinned memory after the work, want those of small blocks", n)
+			}
+		}
+		must(t, v.Close())
+		f.Empty(t)
 	}
 }
 
