@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"tutti/device"
 	"tutti/internal/handoff"
@@ -100,15 +101,15 @@ type imports struct {
 	mapped  map[importKey]*mapping
 	dying   []*mapping // that are used, but no longer in mapped
 	closing []*mapping // that the driver unmaps
-	closed  sync.Cond  // one of them is unmapped
 }
 
 func newImports(loc mem.Location, open func(region) (uint64, error),
 	unmap func(r region, at uint64) error) *imports {
-	in := &imports{loc: loc, open: open, close: unmap, mapped: map[importKey]*mapping{}}
-	in.closed.L = &in.mu
-	return in
+	return &imports{loc: loc, open: open, close: unmap, mapped: map[importKey]*mapping{}}
 }
+
+// unmapTime is how long take waits for the driver to unmap memory.
+const unmapTime = time.Second
 
 type importKey struct {
 	owner  uint64
@@ -116,9 +117,10 @@ type importKey struct {
 }
 
 type mapping struct {
-	key  importKey
-	at   uint64
-	uses int
+	key      importKey
+	at       uint64
+	uses     int
+	unmapped chan struct{} // closed after closing had it
 }
 
 // stale reports whether the mapping of k is one of memory that its owner has freed if the owner now
@@ -135,11 +137,18 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
 	key := importKey{owner, r}
-	// For an IPC handle the driver may return the old mapping before it is unmapped. Others do not
-	// wait for that, because it waits for the work on the device, which may wait for this.
+	// For an IPC handle the driver may return the old mapping before it is unmapped. That waits for
+	// the work on the device, which may wait for the operation that maps this.
 	stale := func(m *mapping) bool { return r.kind == kindIPC && m.key.stale(owner, r) }
-	for in.mapped[key] == nil && slices.ContainsFunc(in.closing, stale) {
-		in.closed.Wait()
+	for in.mapped[key] == nil {
+		i := slices.IndexFunc(in.closing, stale)
+		if i < 0 {
+			break
+		}
+		if !in.waitLocked(in.closing[i], time.After(unmapTime)) {
+			return nil, fmt.Errorf("cuda: memory that %s had mapped at the place of other memory is not unmapped yet, "+
+				"because the GPU has work: %w", in.loc, errors.ErrUnsupported)
+		}
 	}
 	if in.ended {
 		return nil, fmt.Errorf("cuda: %s was closed: %w", in.loc, device.ErrClosed)
@@ -151,7 +160,7 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		if err != nil {
 			return nil, err
 		}
-		m = &mapping{key: key, at: at}
+		m = &mapping{key: key, at: at, unmapped: make(chan struct{})}
 		in.mapped[key] = m
 	}
 	m.uses++
@@ -175,8 +184,21 @@ func (in *imports) release(m *mapping) error {
 	err := in.close(m.key.region, m.at)
 	in.mu.Lock()
 	in.closing = slices.DeleteFunc(in.closing, is)
-	in.closed.Broadcast()
+	close(m.unmapped)
 	return err
+}
+
+// waitLocked waits until the driver has unmapped m, and reports whether it has. A nil limit is
+// none.
+func (in *imports) waitLocked(m *mapping, limit <-chan time.Time) bool {
+	in.mu.Unlock()
+	defer in.mu.Lock()
+	select {
+	case <-m.unmapped:
+		return true
+	case <-limit:
+		return false
+	}
 }
 
 // drop has no later use take a mapping, which its last Release unmaps. With the lock.
@@ -201,7 +223,7 @@ func (in *imports) end() error {
 	defer in.mu.Unlock()
 	in.ended = true
 	for len(in.closing) > 0 {
-		in.closed.Wait()
+		in.waitLocked(in.closing[0], nil)
 	}
 	var errs []error
 	for _, m := range in.mapped {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 
 	"pgregory.net/rapid"
 
@@ -240,6 +241,27 @@ func TestImportsWhileUnmapping(t *testing.T) {
 	if err := in.end(); err != nil || len(in.mapped)+len(in.dying)+len(in.closing) != 0 {
 		t.Errorf("%v, %d mappings are left", err, len(in.mapped)+len(in.dying)+len(in.closing))
 	}
+}
+
+// TestImportGivesUp: memory at the place of what the driver does not unmap is refused, so that an
+// operation for which the GPU waits goes on without it.
+func TestImportGivesUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		goes := make(chan struct{})
+		in := newImports("cuda:0", func(region) (uint64, error) { return 1, nil },
+			func(region, uint64) error { <-goes; return nil })
+		one, err := in.take(7, handle(1, 4096, 100))
+		must(t, err)
+		released := make(chan error)
+		go func() { released <- one.Release() }()
+		synctest.Wait()
+		if _, err := in.take(7, handle(2, 4096, 100)); !errors.Is(err, errors.ErrUnsupported) {
+			t.Errorf("%v, want that the memory is not supported", err)
+		}
+		close(goes)
+		must(t, <-released)
+		must(t, in.end())
+	})
 }
 
 func TestHandleEncoding(t *testing.T) {
