@@ -117,7 +117,7 @@ torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-tort
 
 torture-brief: ## two minutes of it, with a seed that the commit gives
 	@$(GO) run ./tests/report -- $(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -timeout 10m -torture.duration 2m -torture.shrink 30s \
-		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) -torture.avoid gpus $(TORTURE_FLAGS)
+		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) $(TORTURE_FLAGS)
 
 mutants: ## plant mistakes in the library and have the torture find each within 3 minutes (MUTANTS_FLAGS="-run 'key-.*'")
 	$(GO) run ./tests/torture/mutants $(MUTANTS_FLAGS)
