@@ -5,9 +5,9 @@
     python bench.py --ddp               training steps of a small transformer under DDP
 
 Each process holds a group of each backend. The backends take turns in every round. Every rank
-writes the input before a call and reads the result after it, outside of the clock; a barrier comes
-before each call. The time of a call is that of the slowest rank's median; a row has the median of
-the rounds. Sizes are those of the largest buffer of a rank.
+writes the input before a call and reads the result after it, outside of all ranks' clocks: a
+barrier is before each call and behind it. The time of a call is that of the slowest rank's median;
+a row has the median of the rounds. Sizes are those of the largest buffer of a rank.
 """
 
 import argparse
@@ -84,6 +84,7 @@ def touched(call, group, control, calls):
         begin = time.perf_counter_ns()
         call.run(group)
         times.append((time.perf_counter_ns() - begin) / 1e3)
+        dist.barrier(group=control)
         call.check()
     return statistics.median(times)
 
