@@ -66,7 +66,7 @@ func allocateNothing(t *testing.T, g *pg.Group) {
 		// occasionally, more on a busy machine. So the minimum of several tries counts, repeated
 		// until all ranks have seen a good one.
 		least, bad := uint64(1<<62), []int32{1}
-		for try := 0; try < 2 || bad[0] != 0 && try < 20; try++ { // the first warms up
+		for try := 0; try < 2 || bad[0] != 0 && try < 100; try++ { // the first warms up
 			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
