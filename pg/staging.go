@@ -177,11 +177,9 @@ func (s *staging) close() {
 
 // discard frees the memory of a staging buffer.
 func (j *job) discard(b *stagingBuffer) {
-	j.unmapping.Go(func() {
-		if err := b.free(); err != nil {
-			j.log.Warn("host memory of a device is not freed", "err", err)
-		}
-	})
+	if err := b.free(); err != nil {
+		j.log.Warn("host memory of a device is not freed", "err", err)
+	}
 }
 
 // board begins the visit of a collective. A started one for which there is no room waits until
