@@ -22,11 +22,6 @@ var errStagingFull = errors.New("no room for a staging buffer")
 
 // staging is the host memory that operations on the memory of devices go through, for all groups
 // of a rank: staging buffers, which are used again. Its methods may be called by any goroutine.
-//
-// A driver may free such memory only when all work on the device has ended, which may wait for
-// something that the caller of this package is to do: for a stream that waits for an operation that
-// peers begin later. So it is always freed by a goroutine that nothing waits for, except the end of
-// the last group, for a second.
 type staging struct {
 	limit   int // bytes of buffers at a device
 	discard func(b *stagingBuffer)
