@@ -61,6 +61,7 @@ func (g *generator) job() Job {
 	}
 	if g.chance(6./7) && !g.avoids("gpus") {
 		j.GPUs, j.Kernels = pick(g, GPUsEach, GPUsEach, GPUsPairs, GPUsOne, GPUsSome, GPUsApart), g.chance(0.2)
+		j.IPC = g.chance(0.3)
 		if j.GPUs == GPUsSome && g.transport == "inproc" { // such ranks have one pg.Config
 			j.GPUs = GPUsEach
 		}

@@ -49,7 +49,7 @@ func (j *Job) seat(number int, from fake.Files) (*seat, error) {
 		return &seat{}, nil
 	}
 	m, err := enterMachine(fake.Config{Devices: maxRanks, Isolated: j.GPUs == GPUsApart, NoMemoryOps: j.Kernels,
-		DMABuf: j.Transport == "soft"}, from)
+		NoVMM: j.IPC, DMABuf: j.Transport == "soft"}, from)
 	if err != nil {
 		return nil, err
 	}

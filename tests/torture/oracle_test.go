@@ -83,10 +83,10 @@ func TestProgramsOnGPUs(t *testing.T) {
 			if tr == "inproc" && gpus == GPUsSome {
 				continue
 			}
-			for _, kernels := range []bool{false, true} {
-				t.Run(fmt.Sprintf("%s, %s, kernels %v", tr, gpus, kernels), func(t *testing.T) {
+			for _, old := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s, %s, kernels and IPC %v", tr, gpus, old), func(t *testing.T) {
 					job := smallJob
-					job.Transport, job.Ranks, job.Pool, job.GPUs, job.Kernels = tr, n, 2<<20, gpus, kernels
+					job.Transport, job.Ranks, job.Pool, job.GPUs, job.Kernels, job.IPC = tr, n, 2<<20, gpus, old, old
 					Replay(t, job, p.clone(), p.clone())
 				})
 			}

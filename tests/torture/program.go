@@ -24,6 +24,7 @@ type Job struct {
 	Piece     int
 	GPUs      GPUs
 	Kernels   bool // the streams of GPUs wait for words by kernels
+	IPC       bool // memory of GPUs has IPC handles only
 }
 
 // GPUs says which GPUs of the fake CUDA driver (device/cuda/fake) the ranks of a job have.

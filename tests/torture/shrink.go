@@ -109,10 +109,11 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 		func(j *Job) { j.Algorithm = "" },
 		func(j *Job) { j.Later = 0 },
 		func(j *Job) { j.Standby = 0 },
-		func(j *Job) { j.GPUs, j.Kernels = NoGPUs, false },
+		func(j *Job) { j.GPUs, j.Kernels, j.IPC = NoGPUs, false, false },
 		func(j *Job) { j.GPUs = GPUsOne },
 		func(j *Job) { j.GPUs = GPUsEach },
 		func(j *Job) { j.Kernels = false },
+		func(j *Job) { j.IPC = false },
 	} {
 		j := job
 		if simpler(&j); j != job {
