@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -723,6 +724,11 @@ func TestMessagesOnDevicesEndOnce(t *testing.T) {
 		g.msgs.Drop(c.m.s, context.Canceled)
 		p.Unlock()
 		<-done
+		for watching := true; watching && ctx.Err() == nil; runtime.Gosched() { // looks are of one goroutine
+			p.Lock()
+			watching = g.devices.watching
+			p.Unlock()
+		}
 		if _, over := c.look(); !over || times != 1 {
 			return fmt.Errorf("over %v, ended %d times", over, times)
 		}

@@ -619,8 +619,8 @@ func (s suite) unplaced(t *testing.T) {
 		return
 	}
 	large := max(bulk(x, 4<<20), 600<<10) // more than an engine moves at once
-	data, words := y.Alloc(t, 2*large), y.Alloc(t, 64)
-	to := y.Expose(t, data, 0, 2*large, mem.Write)
+	data, words := y.Alloc(t, 2*large+8), y.Alloc(t, 64)
+	to := y.Expose(t, data, 0, 2*large+8, mem.Write)
 	flag := y.Expose(t, words, 0, 64, mem.Signal)
 	local := make([]byte, large)
 	fill(local, 1)
@@ -643,7 +643,7 @@ func (s suite) unplaced(t *testing.T) {
 		first := begin(local, 0, none)
 		after := begin(nil, 0, strong)
 		second := begin(local, large, own)
-		same := begin(local[:8], large, own)
+		same := begin(local[:8], 2*large, own)
 		free := begin(nil, 0, other)
 		for range round % 4 { // some data is under way
 			if err := x.turns(); err != nil {
@@ -662,7 +662,7 @@ func (s suite) unplaced(t *testing.T) {
 			data     []byte
 		}{
 			{"a strong signal after a cancelled put", first, after, strong, data.Bytes()[:large]},
-			{"a signal after a cancelled one to the same word", second, same, own, data.Bytes()[large+8:]},
+			{"a signal after a cancelled one to the same word", second, same, own, data.Bytes()[large : 2*large]},
 		} {
 			put, sig := x.Await(c.put, nil), x.Await(c.sig, nil)
 			written := words.Word(c.word).Load() == round
@@ -672,7 +672,7 @@ func (s suite) unplaced(t *testing.T) {
 			case put != nil:
 				cancelled++
 			}
-			switch placed := bytes.Equal(c.data, local[large-len(c.data):]); {
+			switch placed := bytes.Equal(c.data, local); {
 			case written && !placed:
 				t.Errorf("%s: it was written, and the data is not placed", c.name)
 			case written != (sig == nil), sig != nil && !errors.Is(sig, p2p.ErrUnplaced):
