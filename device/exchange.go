@@ -15,8 +15,9 @@ import (
 type Exchanger interface {
 	Sharer
 	// NewExchange makes the exchange of a rank, numbered from 0, among ranks ranks. Its memory is
-	// freed with the device, if not by Free before.
-	NewExchange(rank, ranks int) (Exchange, error)
+	// freed with the device, if not by Free before. The device clears the memory first, which may
+	// wait for other work; if ctx ends before, the error is that of ctx.
+	NewExchange(ctx context.Context, rank, ranks int) (Exchange, error)
 }
 
 // The limits of an Exchange.

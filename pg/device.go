@@ -87,17 +87,39 @@ func (x *devices) streamLocked(d device.Device) (*ownStream, error) {
 	return x.own[loc], nil
 }
 
-// close closes the group's streams after the last operation.
-func (x *devices) close() (err error) {
+// close returns the group's streams after the last operation. The caller closes them.
+func (x *devices) close() (all []device.Stream) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.closed = true
-	for _, all := range []map[Location]*ownStream{x.own, x.waiting} {
-		for _, s := range all {
-			err = errors.Join(err, s.Close())
+	for _, streams := range []map[Location]*ownStream{x.own, x.waiting} {
+		for _, s := range streams {
+			all = append(all, s.Stream)
 		}
 	}
 	x.own, x.waiting = nil, nil
+	return all
+}
+
+// closeStreams closes streams of a group, without the proxy's lock. Their work is short, but they
+// may share a queue of the device with streams of the program that wait for another group: then
+// they are closed when they have passed it.
+func (j *job) closeStreams(all []device.Stream) (err error) {
+	ended := make(chan error, len(all))
+	for _, s := range all { // at once: one may be held up by another
+		j.unmapping.Go(func() { ended <- s.Close() })
+	}
+	timer := time.NewTimer(grace)
+	defer timer.Stop()
+	for range all {
+		select {
+		case now := <-ended:
+			err = errors.Join(err, now)
+		case <-timer.C:
+			j.log.Warn("a device has not done the work of a closed group yet: its streams are closed when it has")
+			return err
+		}
+	}
 	return err
 }
 
@@ -176,8 +198,11 @@ func (v *visit) arrived() bool { return v.word(wordArrived) >= v.at }
 // passed reports whether the stream has nothing more to do for the operation.
 func (v *visit) passed() bool { return v.word(wordPassed) >= v.at }
 
-// give gives the stream work. An error says that the stream has failed; it may still do what it has
-// been given before. With the lock.
+// give gives the stream work. It waits while a stream of the caller has as many operations as its
+// driver takes, which may last until other operations of the group are over. So it is called without
+// the proxy's lock and that of devices, unless the stream has come to the operation or is the
+// group's. An error says that the stream has failed; it may still do what it has been given before.
+// With the lock.
 func (v *visit) give(steps ...func(s device.Stream) error) {
 	if v.own != nil {
 		v.own.Lock()
@@ -315,10 +340,11 @@ func (v *visit) end() {
 	}
 	if !v.lazy {
 		v.raise(v.at)
-	} else if v.given < len(v.out) {
-		v.give(v.write(wordPassed, v.at), v.record)
 	}
 	if v.buffer != nil {
+		if v.lazy && v.given < len(v.out) && v.err == nil { // the stream will not say that it has passed
+			v.buffer.left = v.event
+		}
 		v.buffer.busy.Store(false)
 	}
 }
@@ -360,7 +386,8 @@ func (v *visit) using(closed bool) bool {
 	given := v.given
 	v.mu.Unlock()
 	reads := (len(v.in) > 0 || v.merges) && !v.arrived()
-	writes := (given > 0 || !v.lazy && len(v.out) > 0) && !v.passed()
+	writes := !v.lazy && len(v.out) > 0 && !v.passed() ||
+		given > 0 && v.word(wordPassed) < v.value(v.out, given-1)
 	return (reads || writes) && (v.came() || !closed)
 }
 
@@ -440,8 +467,20 @@ type span struct {
 
 func (s span) at(loc Location) mem.Memory { return mem.Device(uint64(s.addr), s.n, loc) }
 
-// visit begins a visit. beyond is as in staging.take.
+// visit begins a visit. beyond is as in staging.take. It may wait: see visit.give.
 func (x *devices) visit(o *stay, beyond bool) (*visit, error) {
+	v, err := x.newVisit(o)
+	switch {
+	case err != nil:
+		return nil, err
+	case o.direct:
+		return v, v.approach()
+	}
+	return v, x.board(v, o, beyond)
+}
+
+// newVisit returns a visit that has not begun.
+func (x *devices) newVisit(o *stay) (*visit, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
@@ -456,12 +495,9 @@ func (x *devices) visit(o *stay, beyond bool) (*visit, error) {
 		v.stream = v.own
 	}
 	if o.direct {
-		if err := x.approachLocked(v, o); err != nil {
-			return nil, o.failure(err)
-		}
-		return v, nil
+		v.direct, err = x.directLocked(o)
 	}
-	return v, x.boardLocked(v, o, beyond)
+	return v, err
 }
 
 // failure returns the error of an operation that a device refuses.
@@ -469,8 +505,8 @@ func (o *stay) failure(err error) error {
 	return fmt.Errorf("%s of %d bytes at %s: %w", o.call, o.src.n+o.dst.n, o.device.Location(), err)
 }
 
-// boardLocked gives v a staging buffer, and begins to copy.
-func (x *devices) boardLocked(v *visit, o *stay, beyond bool) (err error) {
+// board gives v a staging buffer, and begins to copy.
+func (x *devices) board(v *visit, o *stay, beyond bool) (err error) {
 	first, second, total := layOut(o.src.addr, o.src.n, o.dst.addr, o.dst.n)
 	if v.buffer, err = x.staging.take(o.device, total, beyond); err != nil {
 		return o.failure(err)
@@ -596,9 +632,6 @@ func (g *Group) startVisit(v *visit, err error, q *exec.Request, limit time.Dura
 	}
 	if v != nil {
 		w.at.Store(&progress{g: g, visit: v})
-		if v.launch != nil && v.own != nil {
-			g.packets.loose = w
-		}
 	}
 	g.start(w, q, limit)
 	return w
@@ -642,11 +675,9 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	}
 	if g.run.Feed(&feed{g, v}); v.launch != nil {
 		g.run.Feed(&packetFeed{g: g, v: v})
-		g.packets.running = true
 	}
 	here, err = g.collective()
 	g.run.Feed(nil)
-	g.packets.running = false
 	if v.direct != nil {
 		g.say()
 	}
@@ -654,16 +685,45 @@ func (g *Group) across(v *visit) (here bool, err error) {
 		v.release(v.to.Len())
 	}
 	v.end()
-	g.job.proxy.Leave()
-	defer g.job.proxy.Return()
 	if err == nil {
-		if err = v.have(g.ctx); err == nil {
+		if err = g.deliver(v); err == nil {
 			return here, nil
 		}
 		here, err = false, fmt.Errorf("copying the result to the device: %w", err)
 	}
+	g.job.proxy.Leave()
+	defer g.job.proxy.Return()
 	g.settle(v)
 	return here, err
+}
+
+// deliver waits until the stream of the operation that runs has the result, as long as for a peer.
+// A failure of a rank does not end the wait: this rank has its data.
+func (g *Group) deliver(v *visit) error {
+	v.mu.Lock()
+	e, err := v.event, v.err
+	v.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	if g.wait.Waited() == 0 {
+		g.wait.Since(time.Now())
+	}
+	for !e.Done() {
+		if g.closed.Load() {
+			return ErrClosed
+		}
+		if err := g.wait.Err(); err != nil {
+			return &TimeoutError{Call: exec.Spell(g.run.Token()) + ", whose stream is held up,",
+				After: g.wait.Waited(), Reporter: g.rank, Err: expiry(err)}
+		}
+		g.job.proxy.Leave()
+		pace.Wait(context.Background())
+		g.job.proxy.Return()
+	}
+	return e.Wait(context.Background())
 }
 
 // have waits until the stream has done what it was given.

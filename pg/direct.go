@@ -35,9 +35,8 @@ func (g *Group) directly(c *exec.Call, lazy bool, d device.Device) bool {
 		c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
 }
 
-// approachLocked begins a direct visit: the operation may begin when the stream has done what it
-// had.
-func (x *devices) approachLocked(v *visit, o *stay) error {
+// directLocked returns what a direct visit has.
+func (x *devices) directLocked(o *stay) (*direct, error) {
 	number := byte(0)
 	for i, d := range x.direct {
 		if d == o.device {
@@ -50,23 +49,27 @@ func (x *devices) approachLocked(v *visit, o *stay) error {
 	}
 	shares, ok := o.device.(device.Sharer)
 	if !ok || number == 0 {
-		return errors.ErrUnsupported
+		return nil, o.failure(errors.ErrUnsupported)
 	}
-	v.direct = &direct{stay: *o, device: shares, number: number}
+	return &direct{stay: *o, device: shares, number: number}, nil
+}
+
+// approach begins a direct visit: the operation may begin when the stream has done what it had.
+func (v *visit) approach() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
 	v.give(v.record)
+	if v.err != nil {
+		return v.direct.stay.failure(v.err)
+	}
 	v.direct.come = v.event
-	return v.err
+	return nil
 }
 
 // stage makes a direct visit one that copies. Without the proxy's lock. Later operations may have
 // all staging buffers, and wait for this one.
 func (x *devices) stage(v *visit) error {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if x.closed {
-		return ErrClosed
-	}
-	if err := x.boardLocked(v, &v.direct.stay, true); err != nil {
+	if err := x.board(v, &v.direct.stay, true); err != nil {
 		return err
 	}
 	o := &v.direct.stay

@@ -64,7 +64,8 @@ type Seen struct {
 }
 
 // TimeoutError says that an operation did not end in time, and which ranks it waited for. It wraps
-// context.DeadlineExceeded or context.Canceled. The group is unusable afterwards, until Recover.
+// context.DeadlineExceeded or context.Canceled. The group is unusable afterwards, until Recover,
+// unless only a stream of this rank was late to take the result to its device.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // the operation's time until then
@@ -91,6 +92,14 @@ func (e *TimeoutError) Error() string {
 }
 
 func (e *TimeoutError) Unwrap() error { return e.Err }
+
+// expiry returns what a TimeoutError wraps when a wait has ended with err.
+func expiry(err error) error {
+	if errors.Is(err, context.Canceled) {
+		return context.Canceled
+	}
+	return context.DeadlineExceeded
+}
 
 // MismatchError says that two ranks called different operations where all must call the same. The
 // group is unusable afterwards, until Recover.

@@ -729,9 +729,9 @@ func (g *Group) Close() error {
 	g.begun(g.ctx, g.job.timeout, true)
 	g.run.Free()
 	g.disconnect()
-	unused := g.devices.close()
 	delete(g.job.groups, g)
 	g.leave()
+	unused := g.job.closeStreams(g.devices.close())
 	return errors.Join(unused, g.job.release())
 }
 

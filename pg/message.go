@@ -136,10 +136,7 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		e := &TimeoutError{Call: what, After: waited, Reporter: g.rank, Err: context.DeadlineExceeded}
-		if errors.Is(err, context.Canceled) {
-			e.Err = context.Canceled
-		}
+		e := &TimeoutError{Call: what, After: waited, Reporter: g.rank, Err: expiry(err)}
 		if m.device != nil && !m.device.v.arrived() {
 			e.Call += ", whose stream has not come to it"
 		} else if m.peer >= 0 {

@@ -27,9 +27,9 @@ import (
 // alike; an allreduce of up to device.MaxExchangeBytes is then in the memory of devices at all
 // ranks, or at none.
 //
-// The kernel of a started operation goes to the caller's stream in Start, that of any other to a
-// stream of the group when it has the turn. Kernels of one group run in the order of the
-// operations, because an operation of Start on a stream waits for earlier ones that have none. The
+// The kernel of a started operation goes to its stream in Start, that of a blocking call when it
+// has the turn. So kernels of one group run in the order of the operations, and one that streams
+// wait for is in its stream before their work is: streams may share a queue of the device. The
 // operation itself has its place in the order of the group's operations, and its turn ends when
 // the kernel has. If it fails, for whatever reason, the exchange is stopped: a word lets all
 // kernels of the group end without a result. So it is when the group leaves the view, is aborted
@@ -54,10 +54,8 @@ import (
 // packets is a group's state of its exchanges. All fields are under the proxy's lock.
 type packets struct {
 	now     *exchange   // of the view; nil: not made, or refused
-	running bool        // the call that has the turn is one in packets
 	refused error       // why operations go through the host, in this view and all later ones
 	former  []*exchange // of views before, that graphs may repeat
-	loose   *Work       // the latest started one without a stream of the caller
 }
 
 // An exchange is a device.Exchange of a group's view.
@@ -67,6 +65,8 @@ type exchange struct {
 	loc      Location
 	epoch    uint64
 	recorded bool // a stream records work; under the proxy's lock
+	// Kernels of operations that have not been settled. What they fail with is their operation's.
+	live atomic.Int32
 	// The first failure is that of an operation, or was reported; operations that the device has
 	// not come to look like graphs.
 	reported, blind atomic.Bool
@@ -78,8 +78,15 @@ type launch struct {
 	src, dst mem.Memory
 	op       Reduction
 	dtype    DType
-	limit    time.Duration
 	given    atomic.Bool // to the stream
+	settled  atomic.Bool // the operation knows its outcome
+}
+
+// settle says that the operation knows what the kernel has ended with, if it has.
+func (l *launch) settle() {
+	if l.given.Load() && !l.settled.Swap(true) {
+		l.x.live.Add(-1)
+	}
 }
 
 // short reports whether the devices do the call. With the proxy's lock.
@@ -105,7 +112,7 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 	}
 	p := g.job.proxy
 	p.Lock()
-	x, refused, loose := g.packets.now, g.packets.refused, g.packets.loose
+	x, refused := g.packets.now, g.packets.refused
 	switch {
 	case recorded && x == nil:
 		p.Unlock()
@@ -140,20 +147,11 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 	}
 	n := c.Bytes(c.Slots)
 	at := func(ptr unsafe.Pointer) mem.Memory { return mem.Device(uint64(uintptr(ptr)), n, d.Location()) }
-	l := &launch{x: x, src: at(c.In), dst: at(c.Out), op: c.Op, dtype: c.DType, limit: limit}
+	l := &launch{x: x, src: at(c.In), dst: at(c.Out), op: c.Op, dtype: c.DType}
 	if recorded {
-		return nil, true, x.AllReduce(s, l.op, l.dtype, l.dst, l.src, l.limit)
+		return nil, true, x.AllReduce(s, l.op, l.dtype, l.dst, l.src, limit)
 	}
 	v = &visit{stream: s, launch: l}
-	if s != nil && !waits {
-		if loose != nil {
-			if err := loose.Wait(ctx); err != nil && ctx.Err() != nil {
-				return nil, false, err
-			}
-		}
-		_ = v.launchNow() // what it fails with is the operation's error, in its turn
-		return v, false, nil
-	}
 	if s == nil {
 		switch v.own, err = g.devices.waitingStream(d); {
 		case errors.Is(err, ErrClosed):
@@ -162,6 +160,9 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 			return &visit{unfit: &unfitError{err}}, false, nil
 		}
 		v.stream = v.own.Stream
+	}
+	if !waits {
+		_ = v.launchNow() // what it fails with is the operation's error, in its turn
 	}
 	return v, false, nil
 }
@@ -187,13 +188,15 @@ func (x *devices) waitingStream(d device.Device) (*ownStream, error) {
 	return x.waiting[d.Location()], nil
 }
 
-// launchNow gives the stream the kernel.
+// launchNow gives the stream the kernel. The kernel has no time limit, since it may come to the
+// device long before the operation has the turn: what ends the operation stops the exchange.
 func (v *visit) launchNow() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	l := v.launch
+	l.x.live.Add(1)
 	l.given.Store(true)
-	v.give(func(s device.Stream) error { return l.x.AllReduce(s, l.op, l.dtype, l.dst, l.src, l.limit) }, v.record)
+	v.give(func(s device.Stream) error { return l.x.AllReduce(s, l.op, l.dtype, l.dst, l.src, 0) }, v.record)
 	return v.err
 }
 
@@ -237,7 +240,7 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		if x != nil || refused != nil {
 			return x, nil
 		}
-		made, bad := d.NewExchange(slices.Index(v.Active, g.rank), len(v.Active))
+		made, bad := g.newExchange(ctx, d, v)
 		mine := make([]byte, messageSize)
 		binary.LittleEndian.PutUint64(mine[messageView:], at.View)
 		binary.LittleEndian.PutUint64(mine[messageAttempt:], at.Attempt)
@@ -296,6 +299,17 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		}
 		return x, nil
 	}
+}
+
+// newExchange makes this rank's part of an exchange. The device may be doing what the program has
+// given it before, as long as for a peer.
+func (g *Group) newExchange(ctx context.Context, d device.Exchanger, v *groupView) (device.Exchange, error) {
+	if limit := g.job.timeout; limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
+	return d.NewExchange(ctx, slices.Index(v.Active, g.rank), len(v.Active))
 }
 
 // retire frees an exchange that no stream has recorded, nil if there is none, and unmaps its
@@ -456,7 +470,7 @@ func (g *Group) repeated() error {
 				"launch has no result, capture it again", x.epoch)
 		}
 	}
-	if x := g.packets.now; x != nil && !g.packets.running {
+	if x := g.packets.now; x != nil && x.live.Load() == 0 {
 		if why := x.unreported(); why != nil {
 			return fmt.Errorf("the launch of a graph with operations of this group has no result: %w", why)
 		}
@@ -476,6 +490,7 @@ func (x *exchange) unreported() *device.ExchangeError {
 // account says that the failure of a visit's exchange is that of its operation, if there is one.
 func (v *visit) account() {
 	x := v.launch.x
+	defer v.launch.settle()
 	if v.running() {
 		x.blind.Store(true)
 	} else if why, _ := x.Failure(); why != nil {
@@ -523,7 +538,10 @@ func (f *packetFeed) Do() error {
 		return &earlierError{l.x.epoch}
 	}
 	if !l.given.Load() {
-		if err := v.launchNow(); err != nil {
+		g.job.proxy.Leave()
+		err := v.launchNow()
+		g.job.proxy.Return()
+		if err != nil {
 			return fmt.Errorf("its stream has failed: %w", err)
 		}
 	}
@@ -549,6 +567,7 @@ func (f *packetFeed) Do() error {
 	if err := v.have(context.Background()); err != nil {
 		return fmt.Errorf("its stream has failed: %w", err)
 	}
+	defer l.settle()
 	if why, _ := l.x.Failure(); why != nil {
 		l.x.reported.Store(true)
 		return g.fate(l.x, why)

@@ -41,9 +41,10 @@ type stagingPool struct {
 type stagingBuffer struct {
 	words []mem.Memory
 	host  mem.Memory
-	uses  uint64      // the value of all words after the latest use
-	busy  atomic.Bool // an operation uses the memory
-	seen  uint64      // uses at the latest look of the timer
+	uses  uint64       // the value of all words after the latest use
+	busy  atomic.Bool  // an operation uses the memory
+	left  device.Event // if it is not nil, the stream has passed the latest operation when this is done
+	seen  uint64       // uses at the latest look of the timer
 	free  func() error
 }
 
@@ -57,7 +58,13 @@ const (
 
 // vacant reports whether the latest operation is over, and the stream has passed it.
 func (b *stagingBuffer) vacant() bool {
-	return !b.busy.Load() && b.words[wordPassed].Word(0).Load() >= b.uses
+	switch {
+	case b.busy.Load():
+		return false
+	case b.left == nil:
+		return b.words[wordPassed].Word(0).Load() >= b.uses
+	}
+	return b.left.Done() && b.left.Wait(context.Background()) == nil
 }
 
 // bufferUnit is the smallest size of a staging buffer's memory. Sizes are powers of two.
@@ -84,6 +91,7 @@ func (s *staging) take(d device.Device, n int, beyond bool) (*stagingBuffer, err
 	for _, b := range p.buffers {
 		if b.vacant() && b.host.Len() >= n && b.host.Len() <= max(4*n, bufferUnit) {
 			b.busy.Store(true)
+			b.left = nil
 			return b, nil
 		}
 	}

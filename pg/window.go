@@ -369,11 +369,8 @@ func (c *call) explain(rank int, err error) error {
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		e := &TimeoutError{Call: c.name, After: c.wait.Waited(), Reporter: g.rank, Err: context.DeadlineExceeded,
+		e := &TimeoutError{Call: c.name, After: c.wait.Waited(), Reporter: g.rank, Err: expiry(err),
 			Missing: []Seen{{Rank: rank, What: "nothing yet"}}}
-		if errors.Is(err, context.Canceled) {
-			e.Err = context.Canceled
-		}
 		if t, ok := g.coll.Seen(rank); ok {
 			e.Missing[0].What = exec.Spell(t)
 		}

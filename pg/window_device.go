@@ -223,12 +223,7 @@ func (c *carriage) explain(ctx context.Context, err error) error {
 	case ctx.Err() == nil:
 		return fmt.Errorf("%s: %w", c.name, err)
 	}
-	e := &TimeoutError{Call: c.name + ", whose stream has not come to it", Reporter: c.w.g.rank,
-		Err: context.DeadlineExceeded}
-	if errors.Is(err, context.Canceled) {
-		e.Err = context.Canceled
-	}
-	return e
+	return &TimeoutError{Call: c.name + ", whose stream has not come to it", Reporter: c.w.g.rank, Err: expiry(err)}
 }
 
 // putPieces puts the pieces, each while the stream brings the next one.

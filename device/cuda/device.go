@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -26,7 +27,8 @@ type Device struct {
 
 	mu      sync.Mutex
 	closed  bool
-	running sync.WaitGroup // functions of during, and freeLarge
+	running sync.WaitGroup // functions of during and behind, and freeLarge
+	failed  error          // the first of behind and freeLarge
 	streams map[*stream]struct{}
 	memory  map[uint64]allocation // by address, of Alloc
 	host    heap
@@ -173,6 +175,23 @@ func (v *Device) during(f func() error) error {
 	return f()
 }
 
+// behind has a goroutine run f, which may wait for the work on the GPU, and for which Close waits.
+// Close returns its error. If the device was closed, f is not run: Close frees everything.
+func (v *Device) behind(f func() error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !v.closed {
+		v.running.Go(func() { v.fail(f()) })
+	}
+}
+
+// fail keeps an error for Close.
+func (v *Device) fail(err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.failed = cmp.Or(v.failed, err)
+}
+
 // Free implements device.Device. It may wait until all work on the GPU has ended.
 func (v *Device) Free(m mem.Memory) error {
 	if m.Loc() == v.loc && m.Len() == 0 {
@@ -258,7 +277,7 @@ func (v *Device) Close() error {
 	closing.Wait()
 	v.running.Wait()
 	inboxes.forget(v)
-	errs = append(errs, v.host.failed, v.imports.end())
+	errs = append(errs, v.failed, v.imports.end())
 	for at, a := range v.memory {
 		errs = append(errs, v.release(at, a))
 	}

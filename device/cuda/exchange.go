@@ -51,7 +51,7 @@ type words struct {
 }
 
 // NewExchange implements device.Exchanger.
-func (v *Device) NewExchange(rank, ranks int) (device.Exchange, error) {
+func (v *Device) NewExchange(ctx context.Context, rank, ranks int) (device.Exchange, error) {
 	if rank < 0 || rank >= ranks || ranks < 2 || ranks > device.MaxExchangeRanks {
 		return nil, fmt.Errorf("cuda: %s: rank %d of %d in an exchange, want one of 2 to %d ranks: %w", v.loc, rank,
 			ranks, device.MaxExchangeRanks, errors.ErrUnsupported)
@@ -61,32 +61,31 @@ func (v *Device) NewExchange(rank, ranks int) (device.Exchange, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err = x.prepare(m); err != nil {
-		return nil, errors.Join(err, v.Free(m))
+	words, err := v.AllocHost((gpukernels.PacketWords + 1) * mem.WordSize)
+	if err == nil {
+		clear(words.Bytes())
+		x.packets.Words, _, err = v.reach(words)
 	}
+	if err == nil {
+		err = v.zero(ctx, m)
+	}
+	if err != nil {
+		v.behind(func() error { return v.Free(m) })
+		if words.Len() > 0 {
+			err = errors.Join(err, v.FreeHost(words))
+		}
+		return nil, err
+	}
+	x.words.m = words
 	x.inbox = inboxes.add(v, m)
 	x.packets.Inboxes[rank] = m.Address()
 	return x, nil
 }
 
-// prepare clears the exchange's memory.
-func (x *exchange) prepare(inbox mem.Memory) (err error) {
-	v := x.v
-	m, err := v.AllocHost((gpukernels.PacketWords + 1) * mem.WordSize)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, v.FreeHost(m))
-		}
-	}()
-	clear(m.Bytes())
-	if x.packets.Words, _, err = v.reach(m); err != nil {
-		return err
-	}
-	x.words.m = m
-	zeros, err := v.AllocHost(min(inbox.Len(), largestBlock))
+// zero clears memory of the device. If ctx ends first, the device does it later, before work that
+// frees the memory.
+func (v *Device) zero(ctx context.Context, m mem.Memory) error {
+	zeros, err := v.AllocHost(min(m.Len(), largestBlock))
 	if err != nil {
 		return err
 	}
@@ -95,17 +94,23 @@ func (x *exchange) prepare(inbox mem.Memory) (err error) {
 	if err != nil {
 		return errors.Join(err, v.FreeHost(zeros))
 	}
-	for at := 0; at < inbox.Len() && err == nil; at += zeros.Len() {
-		n := min(zeros.Len(), inbox.Len()-at)
-		err = s.Copy(inbox.Slice(at, n), zeros.Slice(0, n))
+	for at := 0; at < m.Len() && err == nil; at += zeros.Len() {
+		n := min(zeros.Len(), m.Len()-at)
+		err = s.Copy(m.Slice(at, n), zeros.Slice(0, n))
+	}
+	var e device.Event
+	if err == nil {
+		e, err = s.Record()
 	}
 	if err == nil {
-		var e device.Event
-		if e, err = s.Record(); err == nil {
-			err = e.Wait(context.Background())
-		}
+		err = e.Wait(ctx)
 	}
-	return first([]error{err, s.Close(), v.FreeHost(zeros)})
+	end := func() error { return first([]error{s.Close(), v.FreeHost(zeros)}) }
+	if err == nil {
+		return end()
+	}
+	v.behind(end)
+	return err
 }
 
 // Inbox implements device.Exchange.

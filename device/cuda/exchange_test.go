@@ -24,7 +24,7 @@ func exchanges(t *testing.T, on []*Device) []device.Exchange {
 	all := make([]device.Exchange, len(on))
 	keys, offsets := make([][]byte, len(on)), make([]uint64, len(on))
 	for r, v := range on {
-		x, err := v.NewExchange(r, len(on))
+		x, err := v.NewExchange(t.Context(), r, len(on))
 		must(t, err)
 		keys[r], offsets[r], err = x.Inbox()
 		must(t, err)
@@ -236,16 +236,20 @@ func TestExchangeBehindManyOperations(t *testing.T) {
 func TestExchangeRefuses(t *testing.T) {
 	f, v := open(t, fake.Config{})
 	for _, c := range [][2]int{{0, 1}, {2, 2}, {-1, 2}, {0, device.MaxExchangeRanks + 1}} {
-		if _, err := v.NewExchange(c[0], c[1]); !errors.Is(err, errors.ErrUnsupported) {
+		if _, err := v.NewExchange(t.Context(), c[0], c[1]); !errors.Is(err, errors.ErrUnsupported) {
 			t.Errorf("rank %d of %d: %v", c[0], c[1], err)
 		}
 	}
-	blocks := f.Census().DeviceBlocks
+	blocks, words := used(f, v)
 	for _, call := range []string{"cuMemCreate", "cuMemcpyAsync", "cuStreamCreate"} {
 		f.Fail(call, 1, fake.OutOfMemory)
-		if _, err := v.NewExchange(0, 2); err == nil || f.Census().DeviceBlocks != blocks {
-			t.Errorf("%s fails: %v, %d allocations", call, err, f.Census().DeviceBlocks)
+		if _, err := v.NewExchange(t.Context(), 0, 2); err == nil {
+			t.Errorf("%s fails, and there is an exchange", call)
 		}
+		f.Until(t, "the memory of an exchange that was not made is freed", func(fake.Census) bool {
+			b, h := used(f, v)
+			return b == blocks && h == words
+		})
 	}
 	x := exchanges(t, []*Device{v, v})[0]
 	m := alloc(t, v, device.MaxExchangeBytes+4)
@@ -276,6 +280,33 @@ func TestExchangeRefuses(t *testing.T) {
 	e, err := s.Record()
 	must(t, err)
 	must(t, e.Wait(ctx))
+}
+
+// What makes an exchange does not wait for the streams of the device: if it fails, or is given up
+// because a stream of the same queue waits, its memory is freed when the streams have gone on.
+func TestExchangeBesideAStreamThatWaits(t *testing.T) {
+	for name, c := range map[string]fake.Config{"fails": {}, "fails with IPC": {NoVMM: true}, "given up": {Queues: 1}} {
+		t.Run(name, func(t *testing.T) {
+			f, v := open(t, c)
+			s, word := newStreamOf(t, v), wordsOf(t, v, 1)[0]
+			blocks, host := used(f, v)
+			must(t, s.WaitValue(word, 1))
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+			defer cancel()
+			if c.Queues == 0 {
+				ctx = t.Context()
+				f.Fail("cuMemcpyAsync", 1, fake.OutOfMemory)
+			}
+			if _, err := v.NewExchange(ctx, 0, 2); err == nil || c.Queues > 0 != errors.Is(err, ctx.Err()) {
+				t.Errorf("an exchange: %v", err)
+			}
+			word.Word(0).Store(1)
+			f.Until(t, "the memory of an exchange that was not made is freed", func(fake.Census) bool {
+				b, h := used(f, v)
+				return b == blocks && h == host
+			})
+		})
+	}
 }
 
 // used returns how many allocations a driver has, and how much of its host memory a device uses.

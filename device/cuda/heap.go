@@ -39,9 +39,8 @@ type heap struct {
 	rest   []byte                   // of the newest chunk
 	left   []block                  // freed, but a stream may remember words in them
 
-	large  []unsafe.Pointer // chunks that the driver is to free
-	freer  bool             // a goroutine has it do so
-	failed error            // the first of that
+	large []unsafe.Pointer // chunks that the driver is to free
+	freer bool             // a goroutine has it do so
 }
 
 // A block is memory that AllocHost has given.
@@ -211,9 +210,8 @@ func (v *Device) freeLarge() {
 		at := h.large[0]
 		h.large = slices.Delete(h.large, 0, 1)
 		v.mu.Unlock()
-		err := v.gpu.freeHost(at)
+		v.fail(v.gpu.freeHost(at))
 		v.mu.Lock()
-		h.failed = cmp.Or(h.failed, err)
 	}
 }
 

@@ -149,7 +149,7 @@ func TestKindsOfHandles(t *testing.T) {
 			v, err := d.OpenIn(c.clique, 0)
 			must(t, err)
 			small, large := kindOf(t, v, alloc(t, v, 1000)), kindOf(t, v, alloc(t, v, physicalBytes))
-			x, err := v.NewExchange(0, 2)
+			x, err := v.NewExchange(t.Context(), 0, 2)
 			must(t, err)
 			inbox, _, err := x.Inbox()
 			must(t, err)

@@ -34,6 +34,7 @@ type stream struct {
 	mu      sync.Mutex
 	ending  bool           // Close has begun
 	closed  bool           // and has ended
+	end     chan struct{}  // is closed then
 	refused error          // why the stream takes no more work
 	failed  error          // why what the driver has taken does not end
 	held    []func() error // operations that the driver does not have
@@ -78,7 +79,7 @@ const (
 )
 
 func newStream(v *Device) (*stream, error) {
-	s := &stream{v: v}
+	s := &stream{v: v, end: make(chan struct{})}
 	if err := s.staged.init(s); err != nil {
 		return nil, err
 	}
@@ -386,13 +387,15 @@ func (s *stream) remembers(b block) bool {
 }
 
 // Close implements device.Stream. What the stream waits for is released: work behind it is done
-// before Close returns, with any results.
+// before Close returns, with any results. Only the first of several calls returns an error.
 func (s *stream) Close() error {
 	s.mu.Lock()
 	if s.ending {
 		s.mu.Unlock()
+		<-s.end
 		return nil
 	}
+	defer close(s.end)
 	s.reapLocked()
 	s.ending, s.held = true, nil
 	reached := s.reached // the last event before the first word that has not come

@@ -56,4 +56,5 @@ type Census struct {
 	Resident int // kernels that run
 	Loading  int // loads of kernels that wait until none runs
 	Delayed  int // copies that wait until a load has ended
+	Blocked  int // calls that wait until a stream takes more operations
 }

@@ -213,7 +213,7 @@ static reservation *reservations;
 static function *functions;
 static void *kernels_library;
 static const struct tutti_host_kernel *kernels;
-static int modules, queues, events;
+static int modules, queues, events, blocked;
 static struct {
 	char call[48];
 	int in, code;
@@ -1248,8 +1248,12 @@ static work *new_work(enum kind kind, size_t params)
 // give gives work to a stream. With the lock.
 static void give(stream *s, work *w)
 {
-	while (s->pending >= 1024)
-		await();
+	if (s->pending >= 1024) {
+		blocked++;
+		while (s->pending >= 1024)
+			await();
+		blocked--;
+	}
 	w->error = enter("work");
 	w->stream = s;
 	*s->queue->last = w;
@@ -1649,6 +1653,7 @@ EXPORT void *fake_bytes(uint64_t at, size_t n)
 typedef struct {
 	int contexts, device_blocks, imported, physical, reserved, host_blocks, modules, streams, events; // objects
 	int resident, loading, delayed; // kernels that run, loads that wait for them, copies that wait for loads
+	int blocked; // calls that wait for a full stream
 } census;
 
 EXPORT void fake_census(census *n)
@@ -1667,6 +1672,6 @@ EXPORT void fake_census(census *n)
 		n->physical++;
 	for (reservation *r = reservations; r; r = r->next)
 		n->reserved++;
-	n->modules = modules, n->streams = queues, n->events = events;
+	n->modules = modules, n->streams = queues, n->events = events, n->blocked = blocked;
 	pthread_mutex_unlock(&lock);
 }

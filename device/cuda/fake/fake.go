@@ -10,7 +10,7 @@ package fake
 
 typedef struct {
 	int contexts, device_blocks, imported, physical, reserved, host_blocks;
-	int modules, streams, events, resident, loading, delayed;
+	int modules, streams, events, resident, loading, delayed, blocked;
 } census;
 
 typedef struct {
@@ -208,7 +208,7 @@ func (d *Driver) Census() Census {
 	C.count(&d.f, &n)
 	return Census{int(n.contexts), int(n.device_blocks), int(n.imported), int(n.physical), int(n.reserved),
 		int(n.host_blocks), int(n.modules), int(n.streams), int(n.events), int(n.resident), int(n.loading),
-		int(n.delayed)}
+		int(n.delayed), int(n.blocked)}
 }
 
 // Capture begins or ends that the work of a stream goes into a graph.
