@@ -199,10 +199,10 @@ func (v *visit) arrived() bool { return v.word(wordArrived) >= v.at }
 func (v *visit) passed() bool { return v.word(wordPassed) >= v.at }
 
 // give gives the stream work. It waits while a stream of the caller has as many operations as its
-// driver takes, which may last until other operations of the group are over. So it is called without
-// the proxy's lock and that of devices, unless the stream has come to the operation or is the
-// group's. An error says that the stream has failed; it may still do what it has been given before.
-// With the lock.
+// driver takes, which may last until other operations of the group are over. So it is called
+// without the proxy's lock and that of devices, unless the stream has come to the operation or is
+// the group's. An error says that the stream has failed; it may still do what it has been given
+// before. With the lock.
 func (v *visit) give(steps ...func(s device.Stream) error) {
 	if v.own != nil {
 		v.own.Lock()

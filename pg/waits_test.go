@@ -94,8 +94,9 @@ func TestFullStreams(t *testing.T) {
 				}
 				defer free()
 				defer words[0].Word(0).Store(1)
-				if err := r.Do(ctx, AllReduceOp{Dst: DeviceBuffer(all[1].Slice(0, 64), Uint8, nil), Op: BitOr}); err != nil {
-					return err // connects
+				short := AllReduceOp{Dst: DeviceBuffer(all[1].Slice(0, 64), Uint8, nil), Op: BitOr}
+				if err := r.Do(ctx, short); err != nil { // connects
+					return err
 				}
 				var s device.Stream
 				if r.Rank() == 0 {
@@ -117,7 +118,7 @@ func TestFullStreams(t *testing.T) {
 				}
 				errs := []error{
 					sub.Barrier(ctx),
-					sub.Do(ctx, AllReduceOp{Dst: DeviceBuffer(all[1].Slice(0, 64), Uint8, nil), Op: BitOr}),
+					sub.Do(ctx, short),
 					sub.Do(ctx, AllReduceOp{Dst: DeviceBuffer(all[1], Uint8, nil), Op: BitOr}),
 					sub.Start(AllReduceOp{Dst: DeviceBuffer(all[1], Uint8, nil), Op: BitOr}).Wait(ctx),
 					message(8, true)(ctx, r.Group, DeviceBuffer(all[2], Uint8, nil)),
@@ -151,7 +152,8 @@ func TestGivenUpOnAFullStream(t *testing.T) {
 	const limit, n, begins = 200 * time.Millisecond, 1 << 20, 3
 	for _, what := range []string{"allreduce", "recv"} {
 		t.Run(what, func(t *testing.T) {
-			onPackets(t, 2, fake.Config{Devices: 2}, Config{PeerDevices: "off"}, func(ctx context.Context, r packetRank) error {
+			cfg := Config{PeerDevices: "off"}
+			onPackets(t, 2, fake.Config{Devices: 2}, cfg, func(ctx context.Context, r packetRank) error {
 				sub, err := r.Split(ctx, 0, r.Rank())
 				if err != nil {
 					return err
