@@ -31,7 +31,7 @@ func RunExcept(t *testing.T, open func(tb testing.TB) p2p.Transport, names ...st
 		f    func(*testing.T)
 	}{
 		{"Order", s.order}, {"BothWays", s.bothWays}, {"Sizes", s.sizes}, {"Held", s.held},
-		{"BackPressure", s.backPressure}, {"Sleepers", s.sleepers},
+		{"BackPressure", s.backPressure}, {"SendAfterRefusal", s.sendAfterRefusal}, {"Sleepers", s.sleepers},
 		{"CloseDelivers", s.closeDelivers}, {"CloseWakes", s.closeWakes}, {"CloseTwice", s.closeTwice},
 		{"CloseBesideUse", s.closeBesideUse},
 		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"Clients", s.clients},
@@ -208,6 +208,45 @@ func (s suite) sizes(t *testing.T) {
 			}
 		}
 		return nil
+	})
+}
+
+// sendAfterRefusal: after a Send that was refused, Arm says that there is room or Wake is called,
+// also if Flush has succeeded since.
+func (s suite) sendAfterRefusal(t *testing.T) {
+	a, b := s.pair(t)
+	full := make(chan struct{})
+	both(t, func() error {
+		h, p := Frame(0, a.MaxFrame(), nil)
+		ok, err := true, error(nil)
+		for deadline := time.Now().Add(Patience); ok && err == nil && time.Now().Before(deadline); {
+			ok, err = a.Send(&h, p)
+		}
+		close(full)
+		if err != nil || ok {
+			return fmt.Errorf("the last Send: %v, %w, want that it is refused", ok, err)
+		}
+		if err := a.FlushAll(); err != nil {
+			return err
+		}
+		if !a.Arm() {
+			if err := a.Host.Sleep(); err != nil {
+				return err
+			}
+		}
+		a.Disarm()
+		h, p = Frame(0, 0, nil)
+		if err := a.Put(&h, p); err != nil {
+			return err
+		}
+		return a.FlushAll()
+	}, func() error {
+		<-full
+		for {
+			if h, _, err := b.Wait(); err != nil || h.Len == 0 {
+				return err
+			}
+		}
 	})
 }
 

@@ -342,8 +342,8 @@ func (l *link) Flush() (bool, error) {
 	if l.failure != nil {
 		return false, l.failure
 	}
-	l.refused = l.out.n > 0
-	return !l.refused, nil
+	l.refused = l.refused || l.out.n > 0 // a Send may wait for Arm
+	return l.out.n == 0, nil
 }
 
 // Recv implements p2p.Link.
