@@ -70,21 +70,21 @@ const (
 	grace = time.Second
 )
 
-// stream returns a stream of the group at d.
-func (x *devices) streamLocked(d device.Device) (*ownStream, error) {
+// streamLocked returns the stream of the group at d that is in all: x.own or x.waiting.
+func (x *devices) streamLocked(all *map[Location]*ownStream, d device.Device) (*ownStream, error) {
 	loc := d.Location()
-	if s := x.own[loc]; s != nil {
+	if s := (*all)[loc]; s != nil {
 		return s, nil
 	}
 	s, err := d.Stream()
 	if err != nil {
 		return nil, err
 	}
-	if x.own == nil {
-		x.own = map[Location]*ownStream{}
+	if *all == nil {
+		*all = map[Location]*ownStream{}
 	}
-	x.own[loc] = &ownStream{Stream: s}
-	return x.own[loc], nil
+	(*all)[loc] = &ownStream{Stream: s}
+	return (*all)[loc], nil
 }
 
 // close returns the group's streams after the last operation. The caller closes them.
@@ -489,7 +489,7 @@ func (x *devices) newVisit(o *stay) (*visit, error) {
 	v := &visit{stream: o.stream, lazy: o.lazy || o.stream == nil, merges: o.writes && o.merges}
 	var err error
 	if v.stream == nil {
-		if v.own, err = x.streamLocked(o.device); err != nil {
+		if v.own, err = x.streamLocked(&x.own, o.device); err != nil {
 			return nil, o.failure(err)
 		}
 		v.stream = v.own
@@ -706,24 +706,46 @@ func (g *Group) deliver(v *visit) error {
 	if err != nil {
 		return err
 	}
-	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
-	defer pace.Stop()
+	g.beginWait()
+	err = g.holdLocked(func() (bool, error) {
+		if e.Done() {
+			return true, nil
+		}
+		if g.closed.Load() {
+			return false, ErrClosed
+		}
+		if err := g.wait.Err(); err != nil {
+			return false, &TimeoutError{Call: exec.Spell(g.run.Token()) + ", whose stream is held up,",
+				After: g.wait.Waited(), Reporter: g.rank, Err: expiry(err)}
+		}
+		return false, nil
+	})
+	if err != nil {
+		return err
+	}
+	return e.Wait(context.Background())
+}
+
+// beginWait has the time of the operation that runs count from now, unless it has waited before.
+func (g *Group) beginWait() {
 	if g.wait.Waited() == 0 {
 		g.wait.Since(time.Now())
 	}
-	for !e.Done() {
-		if g.closed.Load() {
-			return ErrClosed
-		}
-		if err := g.wait.Err(); err != nil {
-			return &TimeoutError{Call: exec.Spell(g.run.Token()) + ", whose stream is held up,",
-				After: g.wait.Waited(), Reporter: g.rank, Err: expiry(err)}
+}
+
+// holdLocked is hold with the proxy's lock, which it gives up between the calls of done. It waits
+// until done returns true or an error.
+func (g *Group) holdLocked(done func() (bool, error)) error {
+	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
+	defer pace.Stop()
+	for {
+		if ok, err := done(); ok || err != nil {
+			return err
 		}
 		g.job.proxy.Leave()
 		pace.Wait(context.Background())
 		g.job.proxy.Return()
 	}
-	return e.Wait(context.Background())
 }
 
 // have waits until the stream has done what it was given.
@@ -777,9 +799,7 @@ func (g *Group) arrive(v *visit, n int) error {
 	}
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
-	if g.wait.Waited() == 0 {
-		g.wait.Since(time.Now())
-	}
+	g.beginWait()
 	for !v.has(n) {
 		g.job.proxy.Look() // a peer may have failed the operation
 		if g.err != nil || g.hopeless(v) != nil {

@@ -243,10 +243,7 @@ func (g *Group) doDeviceMessage(ctx context.Context, m *message) (Status, error)
 	limit := g.job.timeout
 	err := error(nil)
 	if m.recv || small { // a short message may be sent before the receiver asks for it
-		within, cancel := ctx, context.CancelFunc(func() {})
-		if limit > 0 {
-			within, cancel = context.WithTimeout(ctx, limit)
-		}
+		within, cancel := limited(ctx, limit)
 		err = g.bring(within, c.v)
 		cancel()
 	}

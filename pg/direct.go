@@ -9,7 +9,6 @@ import (
 
 	"tutti/collectives"
 	"tutti/device"
-	"tutti/internal/backoff"
 	"tutti/mem"
 	"tutti/pg/internal/exec"
 )
@@ -142,26 +141,21 @@ func (f *feed) Settle(last bool) error {
 	if err != nil && !last {
 		return f.broken(err)
 	}
-	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
-	defer pace.Stop()
-	ctx, cancel := context.Background(), context.CancelFunc(func() {})
-	if last {
-		ctx, cancel = context.WithTimeout(ctx, grace)
-	}
-	defer cancel()
-	for !e.Done() {
-		if !last {
+	until := time.Now().Add(grace)
+	err = g.holdLocked(func() (bool, error) {
+		switch {
+		case e.Done():
+			return true, nil
+		case !last:
 			g.job.proxy.Look() // a peer may have failed the operation
-			if err := g.stopped(); err != nil {
-				return err
-			}
+			return false, g.stopped()
+		case time.Now().After(until):
+			return false, context.DeadlineExceeded
 		}
-		g.job.proxy.Leave()
-		err := pace.Wait(ctx)
-		g.job.proxy.Return()
-		if err != nil {
-			return err
-		}
+		return false, nil
+	})
+	if err != nil {
+		return err
 	}
 	return f.broken(e.Wait(context.Background()))
 }

@@ -144,16 +144,21 @@ func (g *Group) enter(ctx context.Context, what string, stead func()) error {
 	return g.queued(ctx, what, stead)
 }
 
+// limited returns ctx with a time limit, unless that is 0 or less.
+func limited(ctx context.Context, limit time.Duration) (context.Context, context.CancelFunc) {
+	if limit <= 0 {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, limit)
+}
+
 // queued is enter for a call that is not first. It is called with the proxy's lock, and unlocks it
 // if it fails. While it waits it runs the started operations before it.
 func (g *Group) queued(ctx context.Context, what string, stead func()) error {
 	p, began := g.job.proxy, time.Now()
 	mine := &waiter{turn: make(chan struct{})}
 	g.line.join(mine)
-	within, cancel := ctx, context.CancelFunc(func() {})
-	if g.job.timeout > 0 {
-		within, cancel = context.WithTimeout(ctx, g.job.timeout)
-	}
+	within, cancel := limited(ctx, g.job.timeout)
 	defer cancel()
 	for {
 		select {

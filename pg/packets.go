@@ -13,7 +13,6 @@ import (
 
 	"tutti/collectives"
 	"tutti/device"
-	"tutti/internal/backoff"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/pg/flight"
@@ -174,18 +173,7 @@ func (x *devices) waitingStream(d device.Device) (*ownStream, error) {
 	if x.closed {
 		return nil, ErrClosed
 	}
-	if s := x.waiting[d.Location()]; s != nil {
-		return s, nil
-	}
-	s, err := d.Stream()
-	if err != nil {
-		return nil, err
-	}
-	if x.waiting == nil {
-		x.waiting = map[Location]*ownStream{}
-	}
-	x.waiting[d.Location()] = &ownStream{Stream: s}
-	return x.waiting[d.Location()], nil
+	return x.streamLocked(&x.waiting, d)
 }
 
 // launchNow gives the stream the kernel. The kernel has no time limit, since it may come to the
@@ -304,11 +292,8 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 // newExchange makes this rank's part of an exchange. The device may be doing what the program has
 // given it before, as long as for a peer.
 func (g *Group) newExchange(ctx context.Context, d device.Exchanger, v *groupView) (device.Exchange, error) {
-	if limit := g.job.timeout; limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, limit)
-		defer cancel()
-	}
+	ctx, cancel := limited(ctx, g.job.timeout)
+	defer cancel()
 	return d.NewExchange(ctx, slices.Index(v.Active, g.rank), len(v.Active))
 }
 
@@ -545,24 +530,23 @@ func (f *packetFeed) Do() error {
 			return fmt.Errorf("its stream has failed: %w", err)
 		}
 	}
-	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
-	defer pace.Stop()
-	if g.wait.Waited() == 0 {
-		g.wait.Since(time.Now())
-	}
-	for n := 0; v.running(); n++ {
+	g.beginWait()
+	looks := 0
+	err := g.holdLocked(func() (bool, error) {
+		if !v.running() {
+			return true, nil
+		}
 		g.job.proxy.Look()
 		if err := g.hopeless(v); err != nil {
-			return err
+			return false, err
 		}
-		if n%looksAPatience == looksAPatience-1 { // the others are told who is late
-			if err := g.wait.Tell(); err != nil {
-				return err
-			}
+		if looks++; looks%looksAPatience == 0 { // the others are told who is late
+			return false, g.wait.Tell()
 		}
-		g.job.proxy.Leave()
-		pace.Wait(context.Background())
-		g.job.proxy.Return()
+		return false, nil
+	})
+	if err != nil {
+		return err
 	}
 	if err := v.have(context.Background()); err != nil {
 		return fmt.Errorf("its stream has failed: %w", err)

@@ -202,11 +202,8 @@ func (g *Group) board(ctx context.Context, limit time.Duration, o *stay, waits b
 	if try() {
 		return v, err
 	}
-	if limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, limit)
-		defer cancel()
-	}
+	ctx, cancel := limited(ctx, limit)
+	defer cancel()
 	began := time.Now()
 	late := g.hold(ctx, func() (bool, error) { return try(), nil })
 	switch {

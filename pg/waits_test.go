@@ -19,17 +19,23 @@ import (
 // mostPending is how many operations of a stream the driver takes before its calls wait.
 const mostPending = 1024
 
-// crowd has a stream of the program wait for a word, with room for some operations behind that.
-func crowd(s device.Stream, words []mem.Memory, room int) error {
-	if err := s.WaitValue(words[0], 1); err != nil {
-		return err
+// crowded returns a stream of the program that waits for a word, with room for some operations
+// behind that. end ends it.
+func (r packetRank) crowded(t *testing.T, words []mem.Memory, room int) (s device.Stream, end func() error, err error) {
+	p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+	handle, err := p.Stream()
+	if err != nil {
+		return nil, nil, err
 	}
-	for range mostPending - 1 - room {
-		if err := s.WriteValue(words[1], 1); err != nil {
-			return err
-		}
+	s, end = r.d.Borrow(handle), func() error { return p.Destroy(handle) }
+	err = s.WaitValue(words[0], 1)
+	for i := 0; err == nil && i < mostPending-1-room; i++ {
+		err = s.WriteValue(words[1], 1)
 	}
-	return nil
+	if err != nil {
+		return nil, nil, errors.Join(err, end())
+	}
+	return s, end, nil
 }
 
 // A call that gives work to a stream of the program waits while the stream is full. The rank goes
@@ -100,16 +106,12 @@ func TestFullStreams(t *testing.T) {
 				}
 				var s device.Stream
 				if r.Rank() == 0 {
-					p := program.Open(t, r.f.Path, 0)
-					handle, err := p.Stream()
+					full, end, err := r.crowded(t, words, 0)
 					if err != nil {
 						return err
 					}
-					defer p.Destroy(handle)
-					s = r.d.Borrow(handle)
-					if err := crowd(s, words, 0); err != nil {
-						return err
-					}
+					defer end()
+					s = full
 				}
 				called := make(chan error, 1)
 				go func() { called <- c.call(ctx, r.Group, DeviceBuffer(all[0], Uint8, s)) }()
@@ -149,8 +151,8 @@ func TestFullStreams(t *testing.T) {
 // A blocking call is given up while its stream has no room for more than what has begun it: it
 // returns, other operations go on, and its host memory is free again when the stream has passed it.
 func TestGivenUpOnAFullStream(t *testing.T) {
-	const limit, n, begins = 200 * time.Millisecond, 1 << 20, 3
-	for _, what := range []string{"allreduce", "recv"} {
+	const limit, n = 200 * time.Millisecond, 1 << 20
+	for what, room := range map[string]int{"allreduce": 3, "recv": 2} { // for what begins the call
 		t.Run(what, func(t *testing.T) {
 			cfg := Config{PeerDevices: "off"}
 			onPackets(t, 2, fake.Config{Devices: 2}, cfg, func(ctx context.Context, r packetRank) error {
@@ -173,20 +175,11 @@ func TestGivenUpOnAFullStream(t *testing.T) {
 				}
 				defer free()
 				defer words[0].Word(0).Store(1)
-				p := program.Open(t, r.f.Path, 0)
-				handle, err := p.Stream()
+				s, end, err := r.crowded(t, words, room)
 				if err != nil {
 					return err
 				}
-				defer p.Destroy(handle)
-				s := r.d.Borrow(handle)
-				room := begins
-				if what == "recv" {
-					room = 2
-				}
-				if err := crowd(s, words, room); err != nil {
-					return err
-				}
+				defer end()
 				short, cancel := context.WithTimeout(ctx, limit)
 				if b := DeviceBuffer(m, Uint8, s); what == "recv" {
 					err = r.Do(short, RecvOp{X: b, From: 1, Tag: 9})
@@ -201,6 +194,8 @@ func TestGivenUpOnAFullStream(t *testing.T) {
 					return err
 				}
 				vacant := func() bool {
+					r.job.staging.mu.Lock()
+					defer r.job.staging.mu.Unlock()
 					for _, b := range r.job.staging.pools[r.d.Location()].buffers {
 						if !b.vacant() {
 							return false
@@ -291,8 +286,8 @@ func TestAStreamInTheWayOfAResult(t *testing.T) {
 			return err
 		}
 		close(late)
-		var held *TimeoutError
-		if err := w.Wait(ctx); !errors.As(err, &held) || !strings.Contains(err.Error(), "whose stream is held up") {
+		err = w.Wait(ctx)
+		if !errors.As(err, new(*TimeoutError)) || !strings.Contains(err.Error(), "whose stream is held up") {
 			return fmt.Errorf("%v, want that the stream is held up", err)
 		}
 		return errors.Join(r.Barrier(ctx), sub.Close(), r.Barrier(ctx))

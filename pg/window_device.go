@@ -78,11 +78,8 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	if c.piece == 0 {
 		c.piece = leastPiece
 	}
-	if limit := g.job.timeout; limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, limit)
-		defer cancel()
-	}
+	ctx, cancel := limited(ctx, g.job.timeout)
+	defer cancel()
 	if done, err := c.direct(ctx); done || err != nil {
 		return err
 	}

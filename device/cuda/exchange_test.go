@@ -246,10 +246,7 @@ func TestExchangeRefuses(t *testing.T) {
 		if _, err := v.NewExchange(t.Context(), 0, 2); err == nil {
 			t.Errorf("%s fails, and there is an exchange", call)
 		}
-		f.Until(t, "the memory of an exchange that was not made is freed", func(fake.Census) bool {
-			b, h := used(f, v)
-			return b == blocks && h == words
-		})
+		freed(t, f, v, blocks, words)
 	}
 	x := exchanges(t, []*Device{v, v})[0]
 	m := alloc(t, v, device.MaxExchangeBytes+4)
@@ -301,10 +298,7 @@ func TestExchangeBesideAStreamThatWaits(t *testing.T) {
 				t.Errorf("an exchange: %v", err)
 			}
 			word.Word(0).Store(1)
-			f.Until(t, "the memory of an exchange that was not made is freed", func(fake.Census) bool {
-				b, h := used(f, v)
-				return b == blocks && h == host
-			})
+			freed(t, f, v, blocks, host)
 		})
 	}
 }
@@ -314,6 +308,15 @@ func used(f *fake.Driver, v *Device) (blocks, host int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return f.Census().DeviceBlocks, len(v.host.used)
+}
+
+// freed waits until no more memory is used than before an exchange that was not made: see used.
+func freed(t *testing.T, f *fake.Driver, v *Device, blocks, host int) {
+	t.Helper()
+	f.Until(t, "the memory of an exchange that was not made is freed", func(fake.Census) bool {
+		b, h := used(f, v)
+		return b == blocks && h == host
+	})
 }
 
 // Exchanges that are freed leave nothing. What other ranks of the process store into stays until

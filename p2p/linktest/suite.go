@@ -229,12 +229,9 @@ func (s suite) sendAfterRefusal(t *testing.T) {
 		if err := a.FlushAll(); err != nil {
 			return err
 		}
-		if !a.Arm() {
-			if err := a.Host.Sleep(); err != nil {
-				return err
-			}
+		if err := a.Nap(); err != nil {
+			return err
 		}
-		a.Disarm()
 		h, p = Frame(0, 0, nil)
 		if err := a.Put(&h, p); err != nil {
 			return err
