@@ -15,6 +15,11 @@ import (
 //go:noescape
 func moveString(dst, src unsafe.Pointer, n int)
 
+// Acquire begins to take the cache lines of n bytes at an address from other processors, where the
+// processor can do that: stores to them that follow in some tens of nanoseconds need not wait for
+// them. It changes no memory, and the address need not be valid.
+func Acquire(at uintptr, n int)
+
 // moves reports whether string moves of this processor are not slow. It compares them with Copy in
 // this processor's cache, where they have no advantage.
 var moves = sync.OnceValue(func() bool {

@@ -22,6 +22,25 @@ func beforeWall(t *testing.T, n int) []byte {
 	return m[data-n : data : data]
 }
 
+// Acquire changes nothing, and takes any address and length.
+func TestAcquire(t *testing.T) {
+	b := beforeWall(t, 4096)
+	for i := range b {
+		b[i] = byte(i)
+	}
+	at := uintptr(ptr(b))
+	for _, off := range []uintptr{0, 1, 4095, 4096, 1 << 20, -at, 1 - at, 1<<63 - at, -at - 1, 1<<47 - at} {
+		for _, n := range []int{-1, 0, 1, 64, 8192} {
+			Acquire(at+off, n)
+		}
+	}
+	for i := range b {
+		if b[i] != byte(i) {
+			t.Fatalf("byte %d has changed", i)
+		}
+	}
+}
+
 // TestKernelsStayInBounds runs everything on buffers that end at a hole, at every length of a tail.
 func TestKernelsStayInBounds(t *testing.T) {
 	const room = 4096

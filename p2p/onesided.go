@@ -116,6 +116,10 @@ type Immediate interface {
 	// signal. True: it has succeeded, and all puts before it; there is no completion. False:
 	// nothing was begun, use Put.
 	PutNow(local []byte, to *mem.Remote, offset uint64, s *Signal) bool
+
+	// Near returns the address at which PutNow has written to the memory of to, 0 if it is not
+	// known. It is for kernels.Acquire alone: the memory may be gone.
+	Near(to *mem.Remote) uintptr
 }
 
 // Getter is a link that can read the peer's exposed memory.

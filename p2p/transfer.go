@@ -253,6 +253,14 @@ func (c *Channel) PutNow(slot int, local []byte, to *mem.Remote, offset uint64, 
 	return true
 }
 
+// Near returns where PutNow writes to, for kernels.Acquire alone: see Immediate. With the lock.
+func (c *Channel) Near(slot int, to *mem.Remote) uintptr {
+	if now := c.stream(slot).pr.transfers.now; now != nil {
+		return now.Near(to)
+	}
+	return 0
+}
+
 // Get begins to copy from offset of from, memory of the rank in slot, to local: see Getter.
 // Otherwise it is as Put.
 func (c *Channel) Get(w *Wait, t *Transfer, slot int, local mem.Memory, from *mem.Remote, offset uint64) error {

@@ -7,7 +7,9 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
+	"sync/atomic"
 
+	"tutti/kernels"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
@@ -50,7 +52,8 @@ type Window struct {
 	// Sent to the other ranks.
 	data, signals *mem.Remote
 
-	closing sync.Mutex // held by Refresh and Close
+	near    []atomic.Uintptr // by slot: where puts to the part write in this process, 0 if not known
+	closing sync.Mutex       // held by Refresh and Close
 
 	// Under the proxy's lock.
 	parts  []part // by slot
@@ -135,6 +138,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	}
 	w := &Window{g: g, n: bytes, words: (bytes + 63) &^ 63, tag: g.job.session.Self.Incarnation >> countBits}
 	rows := max(g.Size(), g.job.settings.MaxSize)
+	w.near = make([]atomic.Uintptr, rows)
 	p := g.job.proxy
 	var err error
 	if w.region, err = p.AllocWritable(w.words + rows*rowSize); err == nil {
@@ -229,6 +233,7 @@ func (w *Window) adopt(parts []part) {
 			parts[slot] = *old
 			continue
 		}
+		w.near[slot].Store(0)
 		w.drop(old)
 	}
 	w.parts = parts
@@ -432,12 +437,24 @@ func (w *Window) Signal(ctx context.Context, rank, counter int) error {
 	return w.put(ctx, "signal", rank, 0, nil, nil, counter, true)
 }
 
+// acquireMax is the length in bytes up to which the lines of a put are taken before it is made. Of a
+// longer one those of the beginning are.
+const acquireMax = 4 << 10
+
 // put implements Put, PutSignal and Signal. A negative counter means none. v is the visit that src
 // belongs to, or nil; after an error it is the caller's.
 func (w *Window) put(ctx context.Context, name string, rank, offset int, src []byte, v *visit, counter int,
 	strong bool) error {
 	if counter >= WindowCounters || strong && counter < 0 {
 		return badCounter(name, counter)
+	}
+	// To take the lines first is quicker than to let the copy's stores take them: they take all at
+	// once, and meanwhile the checks are made. The word of the signal is not taken: its target polls
+	// it, and would take it back.
+	if uint(rank) < uint(len(w.near)) {
+		if at := w.near[rank].Load(); at != 0 {
+			kernels.Acquire(at+uintptr(offset), min(len(src), acquireMax))
+		}
 	}
 	p, err := w.reach(name, rank, offset, len(src))
 	if err != nil {
@@ -468,6 +485,9 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 		}
 	case len(src) > 0 || counter >= 0:
 		placed = w.g.msgs.PutNow(rank, src, &p.data, uint64(offset), signal)
+		if w.near[rank].Load() == 0 || !placed {
+			w.near[rank].Store(w.g.msgs.Near(rank, &p.data))
+		}
 	}
 	if placed {
 		if counter >= 0 {

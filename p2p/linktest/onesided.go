@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/kernels"
 	"tutti/mem"
 	"tutti/p2p"
 )
@@ -1108,6 +1109,9 @@ func (s suite) now(t *testing.T) {
 	put := func(size int, off uint64, sig *p2p.Signal) bool {
 		return now.PutNow(local[:size], to, off, sig)
 	}
+	if at := now.Near(to); at != 0 {
+		t.Errorf("Near is %#x before anything was put", at)
+	}
 	for deadline := time.Now().Add(Patience); !put(8, 0, nil); { // until the link knows the memory
 		if err := x.turns(); err != nil {
 			t.Fatal(err)
@@ -1128,6 +1132,11 @@ func (s suite) now(t *testing.T) {
 			t.Error("Arm does not say that a signal has come")
 		}
 		y.Disarm()
+	}
+	if at := now.Near(to); at == 0 {
+		t.Error("Near does not know memory to which was put at once")
+	} else {
+		kernels.Acquire(at, n-128)
 	}
 	before := bytes.Clone(r.Bytes())
 	forged := *to
@@ -1159,6 +1168,9 @@ func (s suite) now(t *testing.T) {
 	x.Close()
 	if put(8, 0, nil) {
 		t.Error("something was put over a link that is closed")
+	}
+	if at := now.Near(to); at != 0 {
+		t.Errorf("Near is %#x over a link that is closed", at)
 	}
 }
 

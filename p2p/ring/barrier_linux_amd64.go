@@ -30,6 +30,3 @@ func barrier() { unix.Syscall(unix.SYS_MEMBARRIER, cmdGlobalExpedited, 0, 0) }
 func storeRelease(p *uint64, v uint64)
 
 func prefetch(p unsafe.Pointer)
-
-//go:noescape
-func acquire(p unsafe.Pointer, n int)

@@ -12,4 +12,3 @@ func registerBarrier() bool            { return false }
 func barrier()                         {}
 func storeRelease(p *uint64, v uint64) { atomic.StoreUint64(p, v) }
 func prefetch(unsafe.Pointer)          {}
-func acquire(unsafe.Pointer, int)      {}

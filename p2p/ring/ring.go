@@ -412,7 +412,7 @@ func (e *End) Prepare(n int) {
 	_, size := place(uint64(n))
 	off := e.out.tail & (e.size - 1)
 	if size < e.size-off {
-		acquire(unsafe.Add(e.out.data, off), int(size+line))
+		kernels.Acquire(uintptr(unsafe.Add(e.out.data, off)), int(size+line))
 	}
 }
 

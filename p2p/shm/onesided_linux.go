@@ -505,6 +505,18 @@ func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal
 	}
 }
 
+// Near implements p2p.Immediate.
+func (l *link) Near(to *mem.Remote) uintptr {
+	l.knowing.Lock()
+	defer l.knowing.Unlock()
+	for _, t := range &l.recent {
+		if t != nil && t.generation == to.Generation && t.id == to.ID {
+			return uintptr(unsafe.Pointer(unsafe.SliceData(t.granted)))
+		}
+	}
+	return 0
+}
+
 // place copies src to offset of to, and then writes s, if both targets are known and their owner
 // grants the access. The caller has raised the busy word.
 func (l *link) place(src []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
