@@ -393,7 +393,7 @@ func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
 // adopt returns the socket of c, which it closes, as a descriptor that the Go runtime's poller does
 // not watch.
 func (t *Transport) adopt(c net.Conn) (int, error) {
-	local := oneHost(c)
+	local := socket.WithinHost(c)
 	fd, err := t.duplicate(c)
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
@@ -444,13 +444,6 @@ var largestBuffer = sync.OnceValue(func() int {
 	n, _ := strconv.Atoi(strings.TrimSpace(string(b)))
 	return n
 })
-
-// oneHost reports whether both ends of c have the same address.
-func oneHost(c net.Conn) bool {
-	a, ok := c.LocalAddr().(*net.TCPAddr)
-	b, too := c.RemoteAddr().(*net.TCPAddr)
-	return ok && too && a.IP.Equal(b.IP)
-}
 
 // connect dials to and authenticates both ends. It returns the socket and the peer's address. first
 // is an open connection to use first, or nil.
