@@ -437,8 +437,8 @@ func (w *Window) Signal(ctx context.Context, rank, counter int) error {
 	return w.put(ctx, "signal", rank, 0, nil, nil, counter, true)
 }
 
-// acquireMax is the length in bytes up to which the lines of a put are taken before it is made. Of a
-// longer one those of the beginning are.
+// acquireMax is the length in bytes up to which the lines of a put are taken before it is made. Of
+// a longer one those of the beginning are.
 const acquireMax = 4 << 10
 
 // put implements Put, PutSignal and Signal. A negative counter means none. v is the visit that src
@@ -449,8 +449,8 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 		return badCounter(name, counter)
 	}
 	// To take the lines first is quicker than to let the copy's stores take them: they take all at
-	// once, and meanwhile the checks are made. The word of the signal is not taken: its target polls
-	// it, and would take it back.
+	// once, and meanwhile the checks are made. The word of the signal is not taken: its target
+	// polls it, and would take it back.
 	if uint(rank) < uint(len(w.near)) {
 		if at := w.near[rank].Load(); at != 0 {
 			kernels.Acquire(at+uintptr(offset), min(len(src), acquireMax))
