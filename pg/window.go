@@ -485,7 +485,7 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 		}
 	case len(src) > 0 || counter >= 0:
 		placed = w.g.msgs.PutNow(rank, src, &p.data, uint64(offset), signal)
-		if w.near[rank].Load() == 0 || !placed {
+		if len(src) > 0 && (!placed || w.near[rank].Load() == 0) {
 			w.near[rank].Store(w.g.msgs.Near(rank, &p.data))
 		}
 	}

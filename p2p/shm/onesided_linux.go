@@ -509,10 +509,8 @@ func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal
 func (l *link) Near(to *mem.Remote) uintptr {
 	l.knowing.Lock()
 	defer l.knowing.Unlock()
-	for _, t := range &l.recent {
-		if t != nil && t.generation == to.Generation && t.id == to.ID {
-			return uintptr(unsafe.Pointer(unsafe.SliceData(t.granted)))
-		}
+	if t := l.known(to); t != nil {
+		return uintptr(unsafe.Pointer(unsafe.SliceData(t.granted)))
 	}
 	return 0
 }
@@ -544,12 +542,19 @@ func (l *link) place(src []byte, to *mem.Remote, offset uint64, s *p2p.Signal) b
 // recall returns n bytes at off of x if its target is known and its owner grants the access, else
 // nil. The caller has raised the busy word, so that Close does not forget the targets meanwhile.
 func (l *link) recall(x *mem.Remote, rights mem.Rights, off, n uint64) []byte {
+	t := l.known(x)
+	if t == nil || !t.valid() || !t.rights.Has(rights) {
+		return nil
+	}
+	return t.part(rights, off, n)
+}
+
+// known returns the recent target of x, nil if there is none. The caller has raised the busy word,
+// or holds knowing.
+func (l *link) known(x *mem.Remote) *target {
 	for _, t := range &l.recent {
 		if t != nil && t.generation == x.Generation && t.id == x.ID {
-			if !t.valid() || !t.rights.Has(rights) {
-				return nil
-			}
-			return t.part(rights, off, n)
+			return t
 		}
 	}
 	return nil
@@ -559,10 +564,8 @@ func (l *link) recall(x *mem.Remote, rights mem.Rights, off, n uint64) []byte {
 func (l *link) know(x *mem.Remote) bool {
 	l.knowing.Lock()
 	defer l.knowing.Unlock()
-	for _, t := range &l.recent {
-		if t != nil && t.generation == x.Generation && t.id == x.ID {
-			return true
-		}
+	if l.known(x) != nil {
+		return true
 	}
 	r, err := l.Reach(x, mem.Write)
 	if err != nil || r == nil {
