@@ -2,6 +2,8 @@
 
 #include "textflag.h"
 
+#define PREFETCHW_DI(offset) BYTE $0x0f; BYTE $0x0d; BYTE $0x8f; LONG $offset
+
 // func moveString(dst, src unsafe.Pointer, n int)
 TEXT ·moveString(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), DI
@@ -9,6 +11,164 @@ TEXT ·moveString(SB), NOSPLIT, $0-24
 	MOVQ n+16(FP), CX
 	CLD
 	REP; MOVSB
+	RET
+
+// func moveAheadAVX512(dst, src unsafe.Pointer, n int)
+TEXT ·moveAheadAVX512(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+
+	// To the first whole line of dst.
+	VMOVDQU64 (SI), Z0
+	VMOVDQU64 Z0, (DI)
+	MOVQ DI, AX
+	NEGQ AX
+	ANDQ $63, AX
+	ADDQ AX, DI
+	ADDQ AX, SI
+	SUBQ AX, CX
+	SUBQ $1280, CX
+	JLT  near
+
+far:
+	PREFETCHW_DI(1024)
+	PREFETCHW_DI(1088)
+	PREFETCHW_DI(1152)
+	PREFETCHW_DI(1216)
+	VMOVDQU64 (SI), Z0
+	VMOVDQU64 64(SI), Z1
+	VMOVDQU64 128(SI), Z2
+	VMOVDQU64 192(SI), Z3
+	VMOVDQA64 Z0, (DI)
+	VMOVDQA64 Z1, 64(DI)
+	VMOVDQA64 Z2, 128(DI)
+	VMOVDQA64 Z3, 192(DI)
+	ADDQ $256, DI
+	ADDQ $256, SI
+	SUBQ $256, CX
+	JGE  far
+
+near: // no line behind dst is taken
+	ADDQ $1024, CX
+	JLT  last
+
+line:
+	VMOVDQU64 (SI), Z0
+	VMOVDQU64 64(SI), Z1
+	VMOVDQU64 128(SI), Z2
+	VMOVDQU64 192(SI), Z3
+	VMOVDQA64 Z0, (DI)
+	VMOVDQA64 Z1, 64(DI)
+	VMOVDQA64 Z2, 128(DI)
+	VMOVDQA64 Z3, 192(DI)
+	ADDQ $256, DI
+	ADDQ $256, SI
+	SUBQ $256, CX
+	JGE  line
+
+last: // the last 256 bytes, a part of which is there already
+	VMOVDQU64 (SI)(CX*1), Z0
+	VMOVDQU64 64(SI)(CX*1), Z1
+	VMOVDQU64 128(SI)(CX*1), Z2
+	VMOVDQU64 192(SI)(CX*1), Z3
+	VMOVDQU64 Z0, (DI)(CX*1)
+	VMOVDQU64 Z1, 64(DI)(CX*1)
+	VMOVDQU64 Z2, 128(DI)(CX*1)
+	VMOVDQU64 Z3, 192(DI)(CX*1)
+	VZEROUPPER
+	RET
+
+// func moveAheadAVX2(dst, src unsafe.Pointer, n int)
+TEXT ·moveAheadAVX2(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+
+	// To the first whole line of dst.
+	VMOVDQU (SI), Y0
+	VMOVDQU 32(SI), Y1
+	VMOVDQU Y0, (DI)
+	VMOVDQU Y1, 32(DI)
+	MOVQ DI, AX
+	NEGQ AX
+	ANDQ $63, AX
+	ADDQ AX, DI
+	ADDQ AX, SI
+	SUBQ AX, CX
+	SUBQ $1280, CX
+	JLT  near
+
+far:
+	PREFETCHW_DI(1024)
+	PREFETCHW_DI(1088)
+	PREFETCHW_DI(1152)
+	PREFETCHW_DI(1216)
+	VMOVDQU (SI), Y0
+	VMOVDQU 32(SI), Y1
+	VMOVDQU 64(SI), Y2
+	VMOVDQU 96(SI), Y3
+	VMOVDQU 128(SI), Y4
+	VMOVDQU 160(SI), Y5
+	VMOVDQU 192(SI), Y6
+	VMOVDQU 224(SI), Y7
+	VMOVDQA Y0, (DI)
+	VMOVDQA Y1, 32(DI)
+	VMOVDQA Y2, 64(DI)
+	VMOVDQA Y3, 96(DI)
+	VMOVDQA Y4, 128(DI)
+	VMOVDQA Y5, 160(DI)
+	VMOVDQA Y6, 192(DI)
+	VMOVDQA Y7, 224(DI)
+	ADDQ $256, DI
+	ADDQ $256, SI
+	SUBQ $256, CX
+	JGE  far
+
+near: // no line behind dst is taken
+	ADDQ $1024, CX
+	JLT  last
+
+line:
+	VMOVDQU (SI), Y0
+	VMOVDQU 32(SI), Y1
+	VMOVDQU 64(SI), Y2
+	VMOVDQU 96(SI), Y3
+	VMOVDQU 128(SI), Y4
+	VMOVDQU 160(SI), Y5
+	VMOVDQU 192(SI), Y6
+	VMOVDQU 224(SI), Y7
+	VMOVDQA Y0, (DI)
+	VMOVDQA Y1, 32(DI)
+	VMOVDQA Y2, 64(DI)
+	VMOVDQA Y3, 96(DI)
+	VMOVDQA Y4, 128(DI)
+	VMOVDQA Y5, 160(DI)
+	VMOVDQA Y6, 192(DI)
+	VMOVDQA Y7, 224(DI)
+	ADDQ $256, DI
+	ADDQ $256, SI
+	SUBQ $256, CX
+	JGE  line
+
+last: // the last 256 bytes, a part of which is there already
+	VMOVDQU (SI)(CX*1), Y0
+	VMOVDQU 32(SI)(CX*1), Y1
+	VMOVDQU 64(SI)(CX*1), Y2
+	VMOVDQU 96(SI)(CX*1), Y3
+	VMOVDQU 128(SI)(CX*1), Y4
+	VMOVDQU 160(SI)(CX*1), Y5
+	VMOVDQU 192(SI)(CX*1), Y6
+	VMOVDQU 224(SI)(CX*1), Y7
+	VMOVDQU Y0, (DI)(CX*1)
+	VMOVDQU Y1, 32(DI)(CX*1)
+	VMOVDQU Y2, 64(DI)(CX*1)
+	VMOVDQU Y3, 96(DI)(CX*1)
+	VMOVDQU Y4, 128(DI)(CX*1)
+	VMOVDQU Y5, 160(DI)(CX*1)
+	VMOVDQU Y6, 192(DI)(CX*1)
+	VMOVDQU Y7, 224(DI)(CX*1)
+	VZEROUPPER
 	RET
 
 // func Acquire(at uintptr, n int)

@@ -112,7 +112,7 @@ type Putter interface {
 // Immediate is a Putter that can complete small puts at once, because it writes to the peer's
 // memory itself.
 type Immediate interface {
-	// PutNow is Put of host memory for a transfer that takes a few microseconds; a nil s is no
+	// PutNow is Put of host memory for a transfer that takes some microseconds; a nil s is no
 	// signal. True: it has succeeded, and all puts before it; there is no completion. False:
 	// nothing was begun, use Put.
 	PutNow(local []byte, to *mem.Remote, offset uint64, s *Signal) bool

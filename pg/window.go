@@ -449,7 +449,7 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 		return badCounter(name, counter)
 	}
 	// To take the lines first is quicker than to let the copy's stores take them: they take all at
-	// once, and meanwhile the checks are made. The word of the signal is not taken: its target
+	// once, and meanwhile the checks are made. The word of the signal is not taken here: its target
 	// polls it, and would take it back.
 	if uint(rank) < uint(len(w.near)) {
 		if at := w.near[rank].Load(); at != 0 {

@@ -476,8 +476,8 @@ func (l *link) lower() {
 	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised)
 }
 
-// nowMax is the largest put of PutNow in bytes.
-const nowMax = 64 << 10
+// nowMax is the largest put of PutNow in bytes: one chunk.
+const nowMax = 256 << 10
 
 // PutNow implements p2p.Immediate.
 func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
@@ -531,6 +531,9 @@ func (l *link) place(src []byte, to *mem.Remote, offset uint64, s *p2p.Signal) b
 	}
 	if l.gated() {
 		return false
+	}
+	if s != nil { // the owner polls the word; this processor has its line by the time of the store
+		kernels.Acquire(uintptr(unsafe.Pointer(unsafe.SliceData(word))), mem.WordSize)
 	}
 	kernels.CopyShared(unsafe.Pointer(unsafe.SliceData(data)), unsafe.Pointer(unsafe.SliceData(src)), len(src))
 	if s != nil {

@@ -34,9 +34,9 @@ const (
 	// failed.
 	turnEvery = 2 << 20
 	// cachedCopies is the number of bytes that a call may copy so that they are likely to stay in a
-	// shared cache: string moves in pieces of cachedPiece are fastest then. Beyond, longer copies
-	// than cachedCopy are left to Go's, which bypasses the caches with pieces of more than 1 MiB on
-	// amd64.
+	// shared cache: kernels.CopyShared of pieces of cachedPiece is fastest then. Beyond, longer
+	// copies than cachedCopy are left to Go's, which bypasses the caches with pieces of more than 1
+	// MiB on amd64.
 	cachedCopies = 8 << 20
 	cachedCopy   = 1 << 20
 	cachedPiece  = 256 << 10
