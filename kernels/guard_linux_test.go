@@ -1,6 +1,7 @@
 package kernels
 
 import (
+	"bytes"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -59,6 +60,41 @@ func TestKernelsStayInBounds(t *testing.T) {
 				if im.t.widen[dt] != nil {
 					im.t.widen[dt](ptr(at(0, 4)), ptr(at(1, dt.Size())), n)
 					im.t.narrow[dt](ptr(at(0, dt.Size())), ptr(at(1, 4)), n)
+				}
+			}
+		}
+	}
+}
+
+// TestCopiesStayInBounds copies from and to buffers that end at a hole, or begin behind one.
+func TestCopiesStayInBounds(t *testing.T) {
+	const most = 3 * sharedFrom
+	page := unix.Getpagesize()
+	var walled [2][]byte // pages between two holes
+	for i := range walled {
+		m, err := unix.Mmap(-1, 0, most+2*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { unix.Munmap(m) })
+		for _, hole := range [][]byte{m[:page], m[page+most:]} {
+			if err := unix.Mprotect(hole, unix.PROT_NONE); err != nil {
+				t.Fatal(err)
+			}
+		}
+		walled[i] = m[page : page+most]
+	}
+	for name, f := range copies {
+		for _, n := range []int{1, 63, sharedFrom, sharedFrom + 1, sharedFrom + 255, sharedFrom + 1279, most} {
+			for _, dst := range [][]byte{walled[0][:n], walled[0][most-n:]} {
+				for _, src := range [][]byte{walled[1][:n], walled[1][most-n:]} {
+					for i := range src {
+						src[i] = byte(i * 7)
+					}
+					clear(dst)
+					if f(ptr(dst), ptr(src), n); !bytes.Equal(dst, src) {
+						t.Fatalf("%s of %d bytes", name, n)
+					}
 				}
 			}
 		}
