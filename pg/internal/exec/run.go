@@ -26,7 +26,7 @@ const (
 	leastChunk  = 16 << 10
 	// wireChunk is the pipelining grain on links without shared memory. One system call moves a
 	// whole chunk. Nothing is passed on in a broadcast between two ranks, which needs no grain.
-	wireChunk = 256 << 10
+	wireChunk = 512 << 10
 )
 
 // Config describes the rank and the group of a Runner.
