@@ -30,8 +30,11 @@ type mailbox struct {
 	lastArrival uint64
 	expect      uint64 // number of the last message that has a recv
 	buffered    int64  // bytes of messages, whole or arriving, that were not handed on
+	spare       spares // of those that were
 	consumed    uint64 // bytes that were handed on
 	reported    uint64 // of those, what the peer knows
+
+	note [wire.HeaderSize + wire.OutcomeSize]byte // for takeNoteLocked
 }
 
 // post is a message that is not taken yet.
@@ -194,7 +197,7 @@ func (s *session) messageLocked(c *link.Conn, seq uint64, n int64) (link.Sink, e
 			return link.Sink{Gate: &t.gate, Token: a}, nil
 		}
 	}
-	a.buf = make([]byte, n)
+	a.buf = s.spare.take(int(n))
 	return link.Sink{Buf: a.buf, Token: a}, nil
 }
 
@@ -227,10 +230,10 @@ func (s *session) arrivedLocked(c *link.Conn, a *arrival, stored bool) error {
 // carries the note, it may wait for the next frames: a program that receives often answers. Before
 // the session is up the note waits: if it never is, the message is lost.
 func (s *session) takeNoteLocked(c *link.Conn, seq uint64, code wire.Code, n int64) {
-	b := wire.Header{Size: wire.OutcomeSize, Address: seq, Op: wire.Taken}.Append(nil)
+	b := wire.Header{Size: wire.OutcomeSize, Address: seq, Op: wire.Taken}.Append(s.note[:0])
 	b = wire.Outcome{Code: code, Bytes: uint64(n)}.Append(b)
 	if !s.up {
-		s.early = append(s.early, b)
+		s.early = append(s.early, bytes.Clone(b))
 		return
 	}
 	s.owedNotes--
@@ -257,6 +260,7 @@ func (s *session) handOverLocked(a *arrival) {
 	if t := a.task; !t.ended {
 		n = t.copyLocked(a.buf)
 	}
+	s.spare.put(a.buf)
 	a.buf = nil
 	s.deliveredLocked(a, n)
 }

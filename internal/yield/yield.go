@@ -22,7 +22,7 @@ const (
 	most  = 64                            // yields in succession with another thread, before a move
 	least = 16
 	heavy = 8 // such yields that one of a slice counts for
-	first = int64(5 * time.Millisecond)
+	first = int64(time.Millisecond)
 	last  = int64(time.Second)
 )
 

@@ -40,7 +40,7 @@ func TestPollerMovesSeldomUnderContention(t *testing.T) {
 	if n := len(m); n < 60 || n > 70 {
 		t.Errorf("moved %d times in a minute, want about once a second", n)
 	}
-	m = spin(&p, 2*time.Hour, 8*time.Millisecond, taken, never)
+	m = spin(&p, 2*time.Hour, time.Duration(2*first), taken, never)
 	if len(m) != 2 { // at once, and after the first pause
 		t.Errorf("moved at %v after a quiet time", m)
 	}

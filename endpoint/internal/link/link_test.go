@@ -471,6 +471,19 @@ func TestNoPollingWhileOthersNeedTheProcessors(t *testing.T) {
 		}
 		at += want
 	}
+	single := func(away int64) {
+		t.Helper()
+		if c.note(at, at+away) || c.present(at+away) || c.pause.Load() != 0 {
+			t.Fatalf("a single absence of %v stopped the polling", time.Duration(away))
+		}
+		at += away
+	}
+	single(late + 1)
+	for away := late + 1; away < snooze; away *= 3 { // each long after the one before
+		at += soon + soonTimes*away + 1
+		single(away)
+	}
+	at += soon
 	for pause := doze; pause < snooze; pause *= 2 {
 		absent(pause)
 		if c.note(at, at+1); c.pause.Load() != pause {
@@ -492,6 +505,8 @@ func TestNoPollingWhileOthersNeedTheProcessors(t *testing.T) {
 			t.Fatalf("pause %v after quiet times, want %v", time.Duration(c.pause.Load()), time.Duration(pause))
 		}
 	}
+	single(late + 1)
+	at += soon + soonTimes*(late+1)
 	absent(doze)
 }
 

@@ -18,15 +18,18 @@ import (
 
 // Durations of polling, in nanoseconds.
 const (
-	spin   = int64(50 * time.Microsecond)  // an idle connection stays active for so long
-	late   = int64(500 * time.Microsecond) // a thread that others keep from its processor is away longer
-	doze   = int64(time.Millisecond)       // then no thread polls for so long, and twice as long the next time
-	snooze = int64(time.Second)            // but no longer than this
-	calm   = 16                            // a part of that time without an absence halves it
-	tend   = int64(100 * time.Microsecond) // the loop serves attended connections so often
-	rounds = 8                             // polls between two looks at the clock
-	seldom = 64                            // polls between two looks whether a waiter has given up
-	patier = 5                             // polling in vain shortens spin at most so many times by half
+	spin = int64(50 * time.Microsecond)  // an idle connection stays active for so long
+	late = int64(500 * time.Microsecond) // a thread that others keep from its processor is away longer
+	soon = int64(4 * time.Millisecond)   // two absences are near each other within this and
+	// soonTimes times the second: where others compute, each absence takes as long as their turns.
+	soonTimes = 3
+	doze      = int64(time.Millisecond)       // then no thread polls for so long, and twice as long the next time
+	snooze    = int64(time.Second)            // but no longer than this
+	calm      = 16                            // a part of that time without an absence halves it
+	tend      = int64(100 * time.Microsecond) // the loop serves attended connections so often
+	rounds    = 8                             // polls between two looks at the clock
+	seldom    = 64                            // polls between two looks whether a waiter has given up
+	patier    = 5                             // polling in vain shortens spin at most so many times by half
 )
 
 // Loop serves connections with one goroutine.
@@ -58,8 +61,9 @@ func NewLoop() (*Loop, error) {
 // contention knows whether other programs need the processors. Then threads sleep and do not poll:
 // one that wakes up gets a processor sooner than one that has used its share.
 type contention struct {
-	until atomic.Int64 // no polling
-	pause atomic.Int64 // how long the last time; 0: there was none, or it is long over
+	until  atomic.Int64 // no polling
+	pause  atomic.Int64 // how long the last time; 0: there was none, or it is long over
+	absent atomic.Int64 // the end of the last long absence
 }
 
 // present reports whether polling is to be avoided at a time.
@@ -74,12 +78,17 @@ func (c *contention) yield(p *yield.Poller, before int64) (at int64, long bool) 
 }
 
 // note records that a thread has run at before and at, and yielded between. A single long absence
-// may be an accident and stops the polling for a moment only. Each that follows soon doubles the
-// time, and a part of the time without any halves it.
+// changes nothing: the Go collector of this process or of the peer, for example, takes a processor
+// for a millisecond. A second one soon after stops the polling for a while. Each that follows soon
+// doubles the time, and a part of the time without any halves it.
 func (c *contention) note(before, at int64) (long bool) {
-	pause := c.pause.Load()
+	pause, away := c.pause.Load(), at-before
 	switch {
-	case at-before > late:
+	case away > late:
+		last := c.absent.Swap(at)
+		if pause == 0 && before-last > soon+soonTimes*away {
+			return false
+		}
 		pause = min(max(2*pause, doze), snooze)
 		c.pause.Store(pause)
 		c.until.Store(at + pause)

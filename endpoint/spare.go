@@ -1,0 +1,49 @@
+package endpoint
+
+import "math/bits"
+
+// Bounds of the memory that a session keeps for messages which come before their recvs: it is used
+// again, because the collector would run often for it.
+const (
+	mostSpare  = 128 << 10 // bytes in all
+	mostSpares = 32        // buffers
+	leastSpare = 64        // bytes of one
+)
+
+// spares is memory of messages that were handed over, the oldest first.
+type spares struct {
+	bufs [][]byte
+	size int // bytes
+}
+
+// take returns n bytes, whose content is undefined.
+func (s *spares) take(n int) []byte {
+	for i := len(s.bufs) - 1; i >= 0; i-- {
+		if b := s.bufs[i]; cap(b) >= n {
+			s.remove(i)
+			return b[:n]
+		}
+	}
+	return make([]byte, n, max(leastSpare, 1<<bits.Len(uint(max(n-1, 0)))))
+}
+
+// put keeps b, which take has returned and nobody uses any more, and drops the oldest ones if there
+// are too many.
+func (s *spares) put(b []byte) {
+	if cap(b) > mostSpare/4 {
+		return
+	}
+	for len(s.bufs) == mostSpares || s.size+cap(b) > mostSpare {
+		s.remove(0)
+	}
+	s.bufs = append(s.bufs, b)
+	s.size += cap(b)
+}
+
+func (s *spares) remove(i int) {
+	s.size -= cap(s.bufs[i])
+	copy(s.bufs[i:], s.bufs[i+1:])
+	last := len(s.bufs) - 1
+	s.bufs[last] = nil
+	s.bufs = s.bufs[:last]
+}
