@@ -614,7 +614,7 @@ func TestSplitDuringDeath(t *testing.T) {
 						return
 					}
 					if err == nil {
-						// It names the rank that died, or a survivor that has closed its sub for that.
+						// It names the rank that died, or a survivor that has closed its group.
 						err = sub.Barrier(ctx)
 						sub.Close()
 						if err != nil && lostRank(err) < 0 {
