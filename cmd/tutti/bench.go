@@ -61,9 +61,8 @@ do. The exit code is 1 if anything is wrong.
 
 --op p2p measures instead what package endpoint does, between two processes here: messages, reads,
 writes and batches of reads, beside the same bytes over a plain TCP connection of Go's package net.
-The contestants take turns, each after a tenth of its calls off the clock, and medians over the rounds
-are compared. With --transport rdma reads and writes of 4 KiB or more go from memory to memory by an
-RDMA device.
+The contestants take turns, and medians over the rounds are compared. With --transport rdma reads
+and writes of 4 KiB or more go from memory to memory by an RDMA device.
 
 Operations: ` + strings.Join(bench.Ops(), " ") + `
 Types:      ` + joined(kernels.DTypes()) + `
