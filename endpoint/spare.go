@@ -1,6 +1,9 @@
 package endpoint
 
-import "math/bits"
+import (
+	"math/bits"
+	"slices"
+)
 
 // Bounds of the memory that a session keeps for messages which come before their recvs: it is used
 // again, because the collector would run often for it.
@@ -42,8 +45,5 @@ func (s *spares) put(b []byte) {
 
 func (s *spares) remove(i int) {
 	s.size -= cap(s.bufs[i])
-	copy(s.bufs[i:], s.bufs[i+1:])
-	last := len(s.bufs) - 1
-	s.bufs[last] = nil
-	s.bufs = s.bufs[:last]
+	s.bufs = slices.Delete(s.bufs, i, i+1)
 }

@@ -4,6 +4,57 @@
 
 #define PREFETCHW_DI(offset) BYTE $0x0f; BYTE $0x0d; BYTE $0x8f; LONG $offset
 
+// TAKE_AHEAD asks for the 256 bytes of dst 1 KiB ahead.
+#define TAKE_AHEAD \
+	PREFETCHW_DI(1024); \
+	PREFETCHW_DI(1088); \
+	PREFETCHW_DI(1152); \
+	PREFETCHW_DI(1216)
+
+// TO_LINE goes on to the first whole line of dst.
+#define TO_LINE \
+	MOVQ DI, AX; \
+	NEGQ AX; \
+	ANDQ $63, AX; \
+	ADDQ AX, DI; \
+	ADDQ AX, SI; \
+	SUBQ AX, CX
+
+// MOVE_AVX512 and MOVE_AVX2 move 256 bytes to whole lines, and go on behind them.
+#define MOVE_AVX512 \
+	VMOVDQU64 (SI), Z0; \
+	VMOVDQU64 64(SI), Z1; \
+	VMOVDQU64 128(SI), Z2; \
+	VMOVDQU64 192(SI), Z3; \
+	VMOVDQA64 Z0, (DI); \
+	VMOVDQA64 Z1, 64(DI); \
+	VMOVDQA64 Z2, 128(DI); \
+	VMOVDQA64 Z3, 192(DI); \
+	ADDQ $256, DI; \
+	ADDQ $256, SI; \
+	SUBQ $256, CX
+
+#define MOVE_AVX2 \
+	VMOVDQU (SI), Y0; \
+	VMOVDQU 32(SI), Y1; \
+	VMOVDQU 64(SI), Y2; \
+	VMOVDQU 96(SI), Y3; \
+	VMOVDQU 128(SI), Y4; \
+	VMOVDQU 160(SI), Y5; \
+	VMOVDQU 192(SI), Y6; \
+	VMOVDQU 224(SI), Y7; \
+	VMOVDQA Y0, (DI); \
+	VMOVDQA Y1, 32(DI); \
+	VMOVDQA Y2, 64(DI); \
+	VMOVDQA Y3, 96(DI); \
+	VMOVDQA Y4, 128(DI); \
+	VMOVDQA Y5, 160(DI); \
+	VMOVDQA Y6, 192(DI); \
+	VMOVDQA Y7, 224(DI); \
+	ADDQ $256, DI; \
+	ADDQ $256, SI; \
+	SUBQ $256, CX
+
 // func moveString(dst, src unsafe.Pointer, n int)
 TEXT ·moveString(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), DI
@@ -19,34 +70,15 @@ TEXT ·moveAheadAVX512(SB), NOSPLIT, $0-24
 	MOVQ src+8(FP), SI
 	MOVQ n+16(FP), CX
 
-	// To the first whole line of dst.
 	VMOVDQU64 (SI), Z0
 	VMOVDQU64 Z0, (DI)
-	MOVQ DI, AX
-	NEGQ AX
-	ANDQ $63, AX
-	ADDQ AX, DI
-	ADDQ AX, SI
-	SUBQ AX, CX
+	TO_LINE
 	SUBQ $1280, CX
 	JLT  near
 
 far:
-	PREFETCHW_DI(1024)
-	PREFETCHW_DI(1088)
-	PREFETCHW_DI(1152)
-	PREFETCHW_DI(1216)
-	VMOVDQU64 (SI), Z0
-	VMOVDQU64 64(SI), Z1
-	VMOVDQU64 128(SI), Z2
-	VMOVDQU64 192(SI), Z3
-	VMOVDQA64 Z0, (DI)
-	VMOVDQA64 Z1, 64(DI)
-	VMOVDQA64 Z2, 128(DI)
-	VMOVDQA64 Z3, 192(DI)
-	ADDQ $256, DI
-	ADDQ $256, SI
-	SUBQ $256, CX
+	TAKE_AHEAD
+	MOVE_AVX512
 	JGE  far
 
 near: // no line behind dst is taken
@@ -54,17 +86,7 @@ near: // no line behind dst is taken
 	JLT  last
 
 line:
-	VMOVDQU64 (SI), Z0
-	VMOVDQU64 64(SI), Z1
-	VMOVDQU64 128(SI), Z2
-	VMOVDQU64 192(SI), Z3
-	VMOVDQA64 Z0, (DI)
-	VMOVDQA64 Z1, 64(DI)
-	VMOVDQA64 Z2, 128(DI)
-	VMOVDQA64 Z3, 192(DI)
-	ADDQ $256, DI
-	ADDQ $256, SI
-	SUBQ $256, CX
+	MOVE_AVX512
 	JGE  line
 
 last: // the last 256 bytes, a part of which is there already
@@ -85,44 +107,17 @@ TEXT ·moveAheadAVX2(SB), NOSPLIT, $0-24
 	MOVQ src+8(FP), SI
 	MOVQ n+16(FP), CX
 
-	// To the first whole line of dst.
 	VMOVDQU (SI), Y0
 	VMOVDQU 32(SI), Y1
 	VMOVDQU Y0, (DI)
 	VMOVDQU Y1, 32(DI)
-	MOVQ DI, AX
-	NEGQ AX
-	ANDQ $63, AX
-	ADDQ AX, DI
-	ADDQ AX, SI
-	SUBQ AX, CX
+	TO_LINE
 	SUBQ $1280, CX
 	JLT  near
 
 far:
-	PREFETCHW_DI(1024)
-	PREFETCHW_DI(1088)
-	PREFETCHW_DI(1152)
-	PREFETCHW_DI(1216)
-	VMOVDQU (SI), Y0
-	VMOVDQU 32(SI), Y1
-	VMOVDQU 64(SI), Y2
-	VMOVDQU 96(SI), Y3
-	VMOVDQU 128(SI), Y4
-	VMOVDQU 160(SI), Y5
-	VMOVDQU 192(SI), Y6
-	VMOVDQU 224(SI), Y7
-	VMOVDQA Y0, (DI)
-	VMOVDQA Y1, 32(DI)
-	VMOVDQA Y2, 64(DI)
-	VMOVDQA Y3, 96(DI)
-	VMOVDQA Y4, 128(DI)
-	VMOVDQA Y5, 160(DI)
-	VMOVDQA Y6, 192(DI)
-	VMOVDQA Y7, 224(DI)
-	ADDQ $256, DI
-	ADDQ $256, SI
-	SUBQ $256, CX
+	TAKE_AHEAD
+	MOVE_AVX2
 	JGE  far
 
 near: // no line behind dst is taken
@@ -130,25 +125,7 @@ near: // no line behind dst is taken
 	JLT  last
 
 line:
-	VMOVDQU (SI), Y0
-	VMOVDQU 32(SI), Y1
-	VMOVDQU 64(SI), Y2
-	VMOVDQU 96(SI), Y3
-	VMOVDQU 128(SI), Y4
-	VMOVDQU 160(SI), Y5
-	VMOVDQU 192(SI), Y6
-	VMOVDQU 224(SI), Y7
-	VMOVDQA Y0, (DI)
-	VMOVDQA Y1, 32(DI)
-	VMOVDQA Y2, 64(DI)
-	VMOVDQA Y3, 96(DI)
-	VMOVDQA Y4, 128(DI)
-	VMOVDQA Y5, 160(DI)
-	VMOVDQA Y6, 192(DI)
-	VMOVDQA Y7, 224(DI)
-	ADDQ $256, DI
-	ADDQ $256, SI
-	SUBQ $256, CX
+	MOVE_AVX2
 	JGE  line
 
 last: // the last 256 bytes, a part of which is there already

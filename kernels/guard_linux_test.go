@@ -7,20 +7,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// beforeWall returns n bytes that end where the address space has a hole: an access past them
-// crashes.
-func beforeWall(t *testing.T, n int) []byte {
+// betweenWalls returns n bytes, rounded up to pages, with a hole of the address space at each end:
+// an access to one crashes.
+func betweenWalls(t *testing.T, n int) []byte {
 	page := unix.Getpagesize()
 	data := (n + page - 1) &^ (page - 1)
-	m, err := unix.Mmap(-1, 0, data+page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	m, err := unix.Mmap(-1, 0, data+2*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { unix.Munmap(m) })
-	if err := unix.Mprotect(m[data:], unix.PROT_NONE); err != nil {
-		t.Fatal(err)
+	for _, hole := range [][]byte{m[:page], m[page+data:]} {
+		if err := unix.Mprotect(hole, unix.PROT_NONE); err != nil {
+			t.Fatal(err)
+		}
 	}
-	return m[data-n : data : data]
+	return m[page:][:data:data]
+}
+
+// beforeWall returns n bytes that end at a hole.
+func beforeWall(t *testing.T, n int) []byte {
+	m := betweenWalls(t, n)
+	return m[len(m)-n:]
 }
 
 // Acquire changes nothing, and takes any address and length.
@@ -69,25 +77,11 @@ func TestKernelsStayInBounds(t *testing.T) {
 // TestCopiesStayInBounds copies from and to buffers that end at a hole, or begin behind one.
 func TestCopiesStayInBounds(t *testing.T) {
 	const most = 3 * sharedFrom
-	page := unix.Getpagesize()
-	var walled [2][]byte // pages between two holes
-	for i := range walled {
-		m, err := unix.Mmap(-1, 0, most+2*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { unix.Munmap(m) })
-		for _, hole := range [][]byte{m[:page], m[page+most:]} {
-			if err := unix.Mprotect(hole, unix.PROT_NONE); err != nil {
-				t.Fatal(err)
-			}
-		}
-		walled[i] = m[page : page+most]
-	}
+	walled := [2][]byte{betweenWalls(t, most), betweenWalls(t, most)}
 	for name, f := range copies {
 		for _, n := range []int{1, 63, sharedFrom, sharedFrom + 1, sharedFrom + 255, sharedFrom + 1279, most} {
-			for _, dst := range [][]byte{walled[0][:n], walled[0][most-n:]} {
-				for _, src := range [][]byte{walled[1][:n], walled[1][most-n:]} {
+			for _, dst := range [][]byte{walled[0][:n], walled[0][len(walled[0])-n:]} {
+				for _, src := range [][]byte{walled[1][:n], walled[1][len(walled[1])-n:]} {
 					for i := range src {
 						src[i] = byte(i * 7)
 					}
