@@ -45,9 +45,8 @@ func Serve(addr string, number int, all ...prometheus.Collector) (*Exporter, err
 		}
 	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4,
-		Timeout: 10 * time.Second}))
-	few := &fewConns{Listener: l, room: MaxConns, in: map[net.Conn]*visit{}}
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{Timeout: 10 * time.Second}))
+	few := &fewConns{Listener: l, room: MaxConns, in: map[net.Conn]*visit{}, turns: make(chan struct{}, maxAnswers)}
 	e := &Exporter{addr: l.Addr().String(), done: make(chan struct{}),
 		srv: &http.Server{Handler: few.handler(mux), ConnState: few.note, ConnContext: few.context,
 			ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second,
@@ -72,14 +71,18 @@ func (e *Exporter) Close() {
 // process's descriptors.
 const MaxConns = 32
 
+// maxAnswers bounds the requests that are answered at the same time. Further ones wait.
+const maxAnswers = 4
+
 // fewConns is a listener that holds few connections. If there are too many, it closes the oldest of
 // those that have sent nothing, else of those that are idle, else of those whose request is
-// incomplete. A connection that is being answered stays.
+// incomplete or waits for its turn. A connection that is being answered stays.
 type fewConns struct {
 	net.Listener
-	room int
-	mu   sync.Mutex
-	in   map[net.Conn]*visit
+	room  int
+	turns chan struct{} // holds an entry for each request that is being answered
+	mu    sync.Mutex
+	in    map[net.Conn]*visit
 }
 
 // visit is the state of a connection in a fewConns.
@@ -156,9 +159,16 @@ func (f *fewConns) context(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
-// handler returns h, and marks connections while their requests are answered.
+// handler returns h for a few requests at a time, and marks connections while their requests are
+// answered.
 func (f *fewConns) handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case f.turns <- struct{}{}:
+			defer func() { <-f.turns }()
+		case <-r.Context().Done():
+			return
+		}
 		if c, ok := r.Context().Value(connKey{}).(net.Conn); ok {
 			f.at(c, answered)
 			defer f.at(c, asking) // the server may have to read further requests

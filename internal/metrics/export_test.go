@@ -1,10 +1,16 @@
 package metrics
 
 import (
+	"errors"
 	"net"
 	"net/http"
 	"slices"
+	"sync/atomic"
 	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
 
 	"tutti/internal/ports"
 )
@@ -46,6 +52,66 @@ func TestFewConnsEvictInOrder(t *testing.T) {
 	}
 	if f.in[kept] == nil || len(f.in) != 4 {
 		t.Errorf("of %d connections, the one that is answered is %v", len(f.in), f.in[kept])
+	}
+}
+
+// slow is a collector that counts how many of its collections run at the same time, and lets none
+// end before goOn is closed.
+type slow struct {
+	desc      *prometheus.Desc
+	running   chan struct{}
+	goOn      chan struct{}
+	now, most atomic.Int32
+}
+
+func (s *slow) Describe(c chan<- *prometheus.Desc) { c <- s.desc }
+
+func (s *slow) Collect(c chan<- prometheus.Metric) {
+	for n := s.now.Add(1); ; {
+		if m := s.most.Load(); n <= m || s.most.CompareAndSwap(m, n) {
+			break
+		}
+	}
+	s.running <- struct{}{}
+	<-s.goOn
+	s.now.Add(-1)
+	c <- prometheus.MustNewConstMetric(s.desc, prometheus.GaugeValue, 1)
+}
+
+// All of many requests that come together are answered, and few at a time.
+func TestRequestsWaitForTheirTurn(t *testing.T) {
+	const requests = 3 * maxAnswers
+	s := &slow{desc: prometheus.NewDesc("slow", "", nil, nil), running: make(chan struct{}, requests),
+		goOn: make(chan struct{})}
+	e, err := Serve("127.0.0.1:0", 0, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer e.Close()
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 30 * time.Second}
+	var all errgroup.Group
+	for range requests {
+		all.Go(func() error {
+			r, err := client.Get("http://" + e.Addr() + "/metrics")
+			if err != nil {
+				return err
+			}
+			defer r.Body.Close()
+			if r.StatusCode != http.StatusOK {
+				return errors.New(r.Status)
+			}
+			return nil
+		})
+	}
+	for range maxAnswers {
+		<-s.running
+	}
+	close(s.goOn)
+	if err := all.Wait(); err != nil {
+		t.Error(err)
+	}
+	if most := s.most.Load(); most > maxAnswers {
+		t.Errorf("%d requests were answered at the same time, want at most %d", most, maxAnswers)
 	}
 }
 
