@@ -78,7 +78,8 @@ type Sharer interface {
 	// Import makes the allocation of a key accessible to the device's streams. owner is the
 	// incarnation of its rank, which keeps the allocation until Import has returned. An allocation
 	// is mapped once. The caller calls Release. The error says why the device does not reach it; it
-	// wraps errors.ErrUnsupported if there is no path between the two devices.
+	// wraps errors.ErrUnsupported if there is no path between the two devices, and ErrLater if the
+	// same call may succeed when the device has done some work.
 	Import(owner uint64, key []byte) (Shared, error)
 	// Forget says that an owner is gone: nothing of it is imported afterwards.
 	Forget(owner uint64)
@@ -141,4 +142,5 @@ type Event interface {
 var (
 	ErrMemory = errors.New("not memory that the device can use so")
 	ErrClosed = errors.New("stream closed")
+	ErrLater  = errors.New("the device has work to do before")
 )

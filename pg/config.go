@@ -84,9 +84,10 @@ type Config struct {
 	StagingLimit int
 	// PeerDevices says whether collectives on large buffers in the memory of Devices load from the
 	// memory of the other ranks' devices in place, where all ranks are on one machine and the
-	// devices reach each other: "auto" or "off". These are blocking calls, and started ones on
-	// buffers without a stream. A group does it if all of its ranks may. Group.Topology says
-	// whether it does, and why not. Default TUTTI_PEER_DEVICES, else "auto".
+	// devices reach each other: "auto" or "off". Started operations on a stream of the caller do it
+	// on a device.Reserver, such as a GPU, in groups of up to 48 ranks. A group does it if all of
+	// its ranks may. Group.Topology says whether it does, and why not. Default TUTTI_PEER_DEVICES,
+	// else "auto".
 	//
 	// With "auto", an allreduce of up to 16 KiB is done by the devices alone, without the hosts, if
 	// the group has 2 to 8 ranks, all on one machine and each with a GPU that was ready when it

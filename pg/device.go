@@ -31,7 +31,8 @@ import (
 // No other code gives work to the stream of a blocking operation, or to those of the group (for
 // buffers without a stream), before the operation has ended. They are given the copy of a piece
 // when the host has it, and never wait: such visits are lazy. What a lazy visit has not been given
-// is never done.
+// is never done. The same holds for places in a stream of the caller, in which only that stream
+// waits: see directly.
 
 // devices is what a group has of Config.Devices.
 type devices struct {
@@ -140,26 +141,35 @@ func (x *devices) cut(n int) (ends []int) {
 	return ends
 }
 
+// whole is cut for a single piece.
+func whole(n int) []int {
+	if n == 0 {
+		return nil
+	}
+	return []int{n}
+}
+
 // A visit is one use of a staging buffer, by an operation: its stream brings the source, and
 // fetches the result. Its methods may be called by any goroutine.
 type visit struct {
-	words  []mem.Memory
-	base   uint64         // the value of the words before
-	at     uint64         // and after
-	in     []int          // where pieces of the source end: see cut
-	out    []int          // of the destination
-	buffer *stagingBuffer // nil in tests
-	stream device.Stream
-	own    *ownStream  // stream, if it is the group's
-	lazy   bool        // the stream is given the result when it is there
-	from   mem.Memory  // of the source, on the host
-	to     mem.Memory  // of the destination
-	dst    mem.Memory  // on the device; empty: nothing is written there
-	merges bool        // parts of the destination stay as they are
-	unfit  *unfitError // nil: it has begun; else why the operation fails when it has the turn
-	launch *launch     // nil: the operation is not one in packets
-	direct *direct     // nil: it has copied from the beginning
-	staged bool        // it copies
+	words    []mem.Memory
+	base     uint64         // the value of the words before
+	at       uint64         // and after
+	in       []int          // where pieces of the source end: see cut
+	out      []int          // of the destination
+	buffer   *stagingBuffer // nil in tests
+	stream   device.Stream
+	own      *ownStream  // stream, if it is the group's
+	lazy     bool        // the stream is given the result when it is there
+	reserved bool        // stream is places in one of the caller's
+	from     mem.Memory  // of the source, on the host
+	to       mem.Memory  // of the destination
+	dst      mem.Memory  // on the device; empty: nothing is written there
+	merges   bool        // parts of the destination stay as they are
+	unfit    *unfitError // nil: it has begun; else why the operation fails when it has the turn
+	launch   *launch     // nil: the operation is not one in packets
+	direct   *direct     // nil: it has copied from the beginning
+	staged   bool        // it copies
 
 	bereaved bereaved // under the proxy's lock
 
@@ -332,6 +342,9 @@ func (v *visit) end() {
 		return
 	}
 	v.ended = true
+	if v.reserved {
+		v.stream.Close()
+	}
 	if l := v.launch; l != nil && l.given.Load() && (v.event == nil || !v.event.Done()) {
 		l.x.Stop()
 	}
@@ -455,8 +468,10 @@ type stay struct {
 	lazy          bool
 	src, dst      span
 	reads, writes bool
-	merges        bool // parts of the destination stay as they are
-	direct        bool // ranks may load from each other's devices
+	merges        bool          // parts of the destination stay as they are
+	direct        bool          // ranks may load from each other's devices
+	places        device.Places // that the stream reserves for that; none: it is the visit's
+	spare         int           // of them, for another run of the operation
 }
 
 // A span is n bytes at an address of a device.
@@ -514,11 +529,15 @@ func (x *devices) board(v *visit, o *stay, beyond bool) (err error) {
 	x.copies.Add(1)
 	loc := o.device.Location()
 	v.from, v.to = v.buffer.host.Slice(first, o.src.n), v.buffer.host.Slice(second, o.dst.n)
+	cut := x.cut
+	if v.reserved { // in one piece: places are few
+		cut = whole
+	}
 	if o.reads {
-		v.in = x.cut(o.src.n)
+		v.in = cut(o.src.n)
 	}
 	if o.writes {
-		v.dst, v.out = o.dst.at(loc), x.cut(o.dst.n)
+		v.dst, v.out = o.dst.at(loc), cut(o.dst.n)
 	}
 	v.words, v.base = v.buffer.words, v.buffer.uses
 	v.buffer.uses += uint64(max(len(v.in), len(v.out))) + 1
@@ -563,7 +582,12 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 	g.job.proxy.Lock()
 	c, err := g.check(&q.Request)
 	size, partial := g.v.Size, len(g.v.Active) < g.v.Size || g.job.settings.OnFailure != Report
-	direct := err == nil && d != nil && g.directly(&c, waits || s == nil, d)
+	direct := err == nil && d != nil && g.directly(&c, d)
+	var places device.Places
+	spare := 0
+	if direct && !waits && s != nil {
+		places, spare, direct = g.places(&c, d)
+	}
 	short := err == nil && d != nil && g.short(&c, d)
 	closed := g.closed.Load()
 	g.job.proxy.Unlock()
@@ -581,9 +605,13 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 		}
 	}
 	in, out, reads, writes := c.Extents(g.rank, size)
-	v, err = g.board(ctx, limit, &stay{call: q.Kind.String(), device: d, stream: s, lazy: waits,
-		src: span{uintptr(q.Src.Ptr), in}, dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
-		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct}, waits)
+	o := &stay{call: q.Kind.String(), device: d, stream: s, lazy: waits, src: span{uintptr(q.Src.Ptr), in},
+		dst: span{uintptr(q.Dst.Ptr), out}, reads: reads, writes: writes,
+		merges: writes && partial && c.Kind.Layout().Out.Parted(), direct: direct, places: places, spare: spare}
+	if direct = direct && (places.N == 0 || o.shared()); !direct {
+		o.direct, o.places = false, device.Places{}
+	}
+	v, err = g.board(ctx, limit, o, waits)
 	switch {
 	case errors.Is(err, ErrClosed), errors.Is(err, errors.ErrUnsupported): // a stream that is captured
 		return nil, false, err

@@ -216,27 +216,41 @@ func streamWith(d device.Device, n int) (s device.Stream, m mem.Memory, release 
 	return s, m, func() { d.Free(m); s.Close() }, nil
 }
 
+// onLate runs f with a device that has delays: one through whose host memory operations of n bytes
+// go, and one that ranks load from in place.
+func onLate(t *testing.T, pause time.Duration, f func(t *testing.T, d *devicetest.Late, n int)) {
+	t.Run("copied", func(t *testing.T) { f(t, devicetest.NewLate("cuda:0", 7, pause), 4000) })
+	t.Run("direct", func(t *testing.T) {
+		d := devicetest.NewLate("cuda:0", 7, pause)
+		d.Lend()
+		f(t, d, 256<<10)
+	})
+}
+
 // An operation that fails lets the stream go on. One in place that has not begun leaves its buffer
 // as it was.
 func TestFailedOperationsReleaseStreams(t *testing.T) {
-	d := devicetest.NewLate("cuda:0", 7, 0)
+	onLate(t, 0, testFailedOperationsReleaseStreams)
+}
+
+func testFailedOperationsReleaseStreams(t *testing.T, d *devicetest.Late, n int) {
 	each(t, 2, Config{Devices: device.List{d}, Timeout: 100 * time.Millisecond},
 		func(ctx context.Context, g *Group) error {
 			if g.Rank() == 1 { // it does not come
 				return nil
 			}
-			s, m, release, err := streamWith(d, 64)
+			s, m, release, err := streamWith(d, n)
 			if err != nil {
 				return err
 			}
 			defer release()
-			want := bytes.Repeat([]byte{5}, 64)
+			want := bytes.Repeat([]byte{5}, n)
 			if err := s.Copy(m, mem.Host(want, mem.Anywhere)); err != nil {
 				return err
 			}
 			b := DeviceBuffer(m, Float32, s)
 			works := []*Work{g.Start(AllReduceOp{Dst: b, Op: Sum}), g.Start(AllReduceOp{Dst: b, Op: Max})}
-			got := mem.Host(make([]byte, 64), mem.Anywhere)
+			got := mem.Host(make([]byte, n), mem.Anywhere)
 			if err := s.Copy(got, m); err != nil {
 				return err
 			}
@@ -258,13 +272,16 @@ func TestFailedOperationsReleaseStreams(t *testing.T) {
 // Nothing is written to the device's memory after an operation has failed to which the stream had
 // come.
 func TestFailedOperationsLeaveTheMemoryAlone(t *testing.T) {
-	d := devicetest.NewLate("cuda:0", 7, 200*time.Microsecond)
+	onLate(t, 200*time.Microsecond, testFailedOperationsLeaveTheMemoryAlone)
+}
+
+func testFailedOperationsLeaveTheMemoryAlone(t *testing.T, d *devicetest.Late, n int) {
 	each(t, 2, Config{Devices: device.List{d}, Timeout: 20 * time.Millisecond},
 		func(ctx context.Context, g *Group) error {
 			if g.Rank() == 1 { // it does not come
 				return nil
 			}
-			s, m, release, err := streamWith(d, 4000)
+			s, m, release, err := streamWith(d, n)
 			if err != nil {
 				return err
 			}
@@ -274,7 +291,7 @@ func TestFailedOperationsLeaveTheMemoryAlone(t *testing.T) {
 				return err
 			}
 			defer own.Close()
-			c := &canary{own, m, bytes.Repeat([]byte{5}, 4000)}
+			c := &canary{own, m, bytes.Repeat([]byte{5}, n)}
 			for i := range 20 {
 				op := AllReduceOp{Dst: DeviceBuffer(m, Float32, s), Op: Sum}
 				if i%2 == 0 {
@@ -294,10 +311,11 @@ func TestFailedOperationsLeaveTheMemoryAlone(t *testing.T) {
 }
 
 // A stream that does not come bounds its operation by its time, and Close by nothing.
-func TestStreamsThatDoNotCome(t *testing.T) {
-	d := devicetest.NewLate("cuda:0", 7, 0)
+func TestStreamsThatDoNotCome(t *testing.T) { onLate(t, 0, testStreamsThatDoNotCome) }
+
+func testStreamsThatDoNotCome(t *testing.T, d *devicetest.Late, n int) {
 	each(t, 2, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
-		s, m, release, err := streamWith(d, 64)
+		s, m, release, err := streamWith(d, n)
 		if err != nil {
 			return err
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 	"unsafe"
 
@@ -17,6 +18,10 @@ import (
 // and the operation's buffers are the device's. The ranks decide in the operation whether their
 // streams load from each other's devices (exec.Direct). If they do not, the visit gets a staging
 // buffer, and the source is copied: see visit.stage.
+//
+// A started operation on a stream of the caller is a lazy visit, too, if the device is a
+// device.Reserver: the stream gets places for the operation's work at once, and the work when the
+// operation has the turn.
 
 // direct is what a visit has until it is staged.
 type direct struct {
@@ -24,14 +29,52 @@ type direct struct {
 	device  device.Sharer
 	come    device.Event // the stream has come to the operation
 	number  byte         // of the device
+	room    int          // the most ranks of a view for whose plan the stream has places
 	pointer func(unsafe.Pointer) unsafe.Pointer
 }
 
-// directly reports whether q may be a direct visit. With the proxy's lock.
-func (g *Group) directly(c *exec.Call, lazy bool, d device.Device) bool {
+// stagedPlaces is how many places a visit takes at most when it is staged: for a copy of the
+// destination, which it may have to keep in part, one of the source, and one of the result.
+const stagedPlaces = 3
+
+// directly reports whether c may be a direct visit. With the proxy's lock.
+func (g *Group) directly(c *exec.Call, d device.Device) bool {
 	_, shares := d.(device.Sharer)
-	return lazy && shares && g.job.settings.PeerDevices != "off" && g.v.Asks && len(g.v.Active) > 1 &&
+	return shares && g.job.settings.PeerDevices != "off" && g.v.Asks && len(g.v.Active) > 1 &&
 		c.Bytes(g.v.Size) >= collectives.LoadStoreMin(c.Kind)
+}
+
+// places returns what a stream of the caller reserves for c, a direct visit. It reports false if
+// the visit should copy from the beginning instead, in pieces. With the proxy's lock.
+func (g *Group) places(c *exec.Call, d device.Device) (p device.Places, spare int, ok bool) {
+	n := len(g.v.Active)
+	if _, able := d.(device.Reserver); !able || n > device.MaxPlaceSources || g.run.Refuses() {
+		return p, 0, false
+	}
+	// A plan that loads has a reduction, and then a copy from each rank at most.
+	copies := (n + device.MaxPlaceCopies - 1) / device.MaxPlaceCopies
+	p = device.Places{N: max(1+copies, stagedPlaces), Bytes: c.Bytes(g.v.Size)}
+	if c.Kind.Reduces() {
+		p.Op, p.DType = c.Op, c.DType
+	}
+	if g.job.settings.OnFailure == Retry || g.job.settings.Uniform || c.Uniform { // it may run again
+		p.N, spare = p.N+stagedPlaces, stagedPlaces
+	}
+	return p, spare, true
+}
+
+// shared reports whether the memory of o can be shared at all.
+func (o *stay) shared() bool {
+	d := o.device.(device.Sharer)
+	for _, s := range []span{o.src, o.dst} {
+		if s.n == 0 {
+			continue
+		}
+		if _, _, err := d.Share(s.at(o.device.Location())); err != nil {
+			return false
+		}
+	}
+	return true
 }
 
 // directLocked returns what a direct visit has.
@@ -50,15 +93,26 @@ func (x *devices) directLocked(o *stay) (*direct, error) {
 	if !ok || number == 0 {
 		return nil, o.failure(errors.ErrUnsupported)
 	}
-	return &direct{stay: *o, device: shares, number: number}, nil
+	return &direct{stay: *o, device: shares, number: number, room: math.MaxInt}, nil
 }
 
 // approach begins a direct visit: the operation may begin when the stream has done what it had.
 func (v *visit) approach() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	if o := &v.direct.stay; o.places.N > 0 {
+		s, err := o.device.(device.Reserver).Reserve(o.stream, o.places)
+		if err != nil {
+			return o.failure(err)
+		}
+		v.stream, v.reserved, v.lazy = s, true, true
+		v.direct.room = (o.places.N - o.spare - 1) * device.MaxPlaceCopies
+	}
 	v.give(v.record)
 	if v.err != nil {
+		if v.reserved {
+			v.stream.Close()
+		}
 		return v.direct.stay.failure(v.err)
 	}
 	v.direct.come = v.event
@@ -113,10 +167,15 @@ func (f *feed) Import(slot int, key []byte) (device.Shared, error) {
 
 func (f *feed) Lasts(key []byte) bool { return f.v.direct.device.Lasts(key) }
 
+func (f *feed) Room() int { return f.v.direct.room }
+
 func (f *feed) Give(work func(s device.Stream, loc mem.Location) error) error {
 	v := f.v
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	if v.reserved { // another run of the operation is staged
+		v.direct.room = 0
+	}
 	loc := v.direct.stay.device.Location()
 	v.give(func(s device.Stream) error { return work(s, loc) })
 	return f.broken(v.err)

@@ -145,28 +145,76 @@ func copying(rank, n, count int) []directCase {
 	}
 }
 
+// A way is how an operation is called.
+type way int
+
+const (
+	blocking way = iota
+	started
+	onStream // started, on a stream of the caller's
+	ways
+)
+
+// run runs an operation in a way, at most until ctx ends, and returns when its result is there. op
+// is given the stream of its buffers.
+func (d *gpu) run(ctx context.Context, g *pg.Group, how way, op func(s device.Stream) pg.Operation) error {
+	start := g.Start
+	if end, limited := ctx.Deadline(); limited {
+		start = func(op pg.Operation) *pg.Work { return g.StartWithin(max(time.Until(end), 1), op) }
+	}
+	switch how {
+	case blocking:
+		return g.Do(ctx, op(nil))
+	case started:
+		return start(op(nil)).Wait(context.Background())
+	}
+	s, err := d.Stream()
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	words, free, err := device.Words(d, 2)
+	if err != nil {
+		return err
+	}
+	defer free()
+	if err := s.WaitValue(words[0], 1); err != nil {
+		return err
+	}
+	w := start(op(s))
+	behind := s.WriteValue(words[1], 1)
+	if words[1].Word(0).Load() != 0 {
+		return errors.New("the stream has passed an operation that it has not come to")
+	}
+	words[0].Word(0).Store(1)
+	if err := errors.Join(behind, w.Wait(context.Background())); err != nil {
+		return err
+	}
+	e, err := s.Record()
+	if err != nil {
+		return err
+	}
+	return e.Wait(ctx)
+}
+
 // compare runs a case on the host and on the device, and compares all bits.
-func (d *gpu) compare(t *testing.T, g *pg.Group, c directCase, dt pg.DType, rng *rand.Rand, started bool) {
+func (d *gpu) compare(t *testing.T, g *pg.Group, c directCase, dt pg.DType, rng *rand.Rand, how way) {
 	t.Helper()
 	dst, src := ones(rng, dt, c.dst), ones(rng, dt, c.src)
 	m := d.alloc(t, slices.Concat(dst, src))
 	defer d.Free(m)
-	on := func(at, n int) pg.Buffer {
+	on := func(s device.Stream, at, n int) pg.Buffer {
 		if n == 0 {
 			return pg.Buffer{DType: dt}
 		}
-		return pg.DeviceBuffer(m.Slice(at, n), dt, nil)
+		return pg.DeviceBuffer(m.Slice(at, n), dt, s)
 	}
 	if err := g.Do(t.Context(), c.op(hostBuffer(dst, dt), hostBuffer(src, dt))); err != nil {
 		t.Fatalf("%s of %v on the host: %v", c.name, dt, err)
 	}
-	op := c.op(on(0, len(dst)), on(len(dst), len(src)))
-	err := error(nil)
-	if started {
-		err = g.Start(op).Wait(t.Context())
-	} else {
-		err = g.Do(t.Context(), op)
-	}
+	err := d.run(t.Context(), g, how, func(s device.Stream) pg.Operation {
+		return c.op(on(s, 0, len(dst)), on(s, len(dst), len(src)))
+	})
 	if err != nil {
 		t.Fatalf("%s of %v: %v", c.name, dt, err)
 	}
@@ -193,7 +241,7 @@ func TestDirectBetweenProcesses(t *testing.T) {
 							continue
 						}
 						for _, c := range reducing(n, bytes/dt.Size()+3, op) {
-							d.compare(t, g, c, dt, rng, false)
+							d.compare(t, g, c, dt, rng, way(i)%ways)
 						}
 					}
 				}
@@ -204,8 +252,16 @@ func TestDirectBetweenProcesses(t *testing.T) {
 				}
 				for i, size := range sizes {
 					for _, c := range slices.Concat(copying(g.Rank(), n, size), reducing(n, size, pg.Sum)) {
-						d.compare(t, g, c, pg.Uint8, rng, i%2 == 0)
+						d.compare(t, g, c, pg.Uint8, rng, way(i)%ways)
 					}
+				}
+				before := g.Copies()
+				for _, c := range slices.Concat(copying(g.Rank(), n, 128<<10), reducing(n, 128<<10, pg.Sum)) {
+					d.compare(t, g, c, pg.Uint8, rng, onStream)
+				}
+				// With IPC handles, memory at the place of former memory is mapped later.
+				if g.Copies() != before && n == 2 {
+					t.Error("started operations on a stream were copied through the host")
 				}
 				if path, err := g.Direct(); path != "same GPU" || err != nil {
 					t.Errorf("the path is %q, %v", path, err)
@@ -215,13 +271,22 @@ func TestDirectBetweenProcesses(t *testing.T) {
 	}
 }
 
-// sum runs an allreduce on the device that adds 1<<rank, and checks the result: it is one of these.
+// sum is sumBy for a blocking call.
 func (d *gpu) sum(ctx context.Context, g *pg.Group, m mem.Memory, want ...byte) error {
+	return d.sumBy(ctx, g, blocking, m, want...)
+}
+
+// sumBy runs an allreduce on the device that adds 1<<rank, and checks the result: it is one of
+// these.
+func (d *gpu) sumBy(ctx context.Context, g *pg.Group, how way, m mem.Memory, want ...byte) error {
 	b := d.fake.Bytes(m)
 	for i := range b {
 		b[i] = byte(1 << g.Rank())
 	}
-	if err := g.Do(ctx, pg.AllReduceOp{Dst: pg.DeviceBuffer(m, pg.Uint8, nil), Op: pg.Sum}); err != nil {
+	err := d.run(ctx, g, how, func(s device.Stream) pg.Operation {
+		return pg.AllReduceOp{Dst: pg.DeviceBuffer(m, pg.Uint8, s), Op: pg.Sum}
+	})
+	if err != nil {
 		return err
 	}
 	if !slices.Contains(want, b[0]) || bytes.Count(b, b[:1]) != len(b) {
@@ -382,7 +447,7 @@ func TestDeathDuringDirectOperations(t *testing.T) {
 						if err != nil {
 							t.Fatal(err)
 						}
-						err = d.sum(ctx, g, m, 15, 15-1<<victim)
+						err = d.sumBy(ctx, g, way(moment)%ways, m, 15, 15-1<<victim)
 						var lost *pg.RankError
 						switch {
 						case errors.As(err, &lost) && lost.Rank == victim:
@@ -495,7 +560,7 @@ func TestDirectDeadlines(t *testing.T) {
 					}
 					cctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 					began := time.Now()
-					err = d.sum(cctx, g, m, 1<<n-1)
+					err = d.sumBy(cctx, g, way(round)%ways, m, 1<<n-1)
 					if took := time.Since(began); g.Rank() != victim && took > 20*time.Second {
 						t.Errorf("round %d: it returned after %v, with %v", round, took, err)
 					}
@@ -754,7 +819,7 @@ func TestDirectAmongOtherOperations(t *testing.T) {
 				if err := g.Do(ctx, c.op(hostBuffer(dst, pg.Uint8), hostBuffer(src, pg.Uint8))); err != nil {
 					t.Fatal(err)
 				}
-				mode := 1 + all.IntN(2)
+				mode := []int{1, 2, 4}[all.IntN(3)]
 				if mixed {
 					mode = own.IntN(5)
 				}

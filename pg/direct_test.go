@@ -3,12 +3,14 @@ package pg
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"fmt"
 	"testing"
 	"time"
 
 	"tutti/device"
 	"tutti/device/devicetest"
+	"tutti/mem"
 )
 
 // Large operations on a device that several ranks of a process use load from the memory of each
@@ -76,6 +78,97 @@ func TestDirectOperationsAreChosenByAll(t *testing.T) {
 			if err := g.Barrier(ctx); err != nil {
 				return err
 			}
+		}
+		path, err := g.Direct()
+		if path != "same device" || err != nil {
+			return fmt.Errorf("the path is %q, %v", path, err)
+		}
+		return nil
+	})
+}
+
+// Started operations on streams of the caller load from the peers' devices, too. Start does not
+// wait for the stream, nor for a peer, and later work of the stream sees the result.
+func TestStartedOperationsAreDirect(t *testing.T) {
+	const n, count, rounds = 3, 50_000, 20
+	d := devicetest.NewLate("cuda:0", 7, 30*time.Microsecond)
+	d.Lend()
+	each(t, n, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
+		type lane struct {
+			s       device.Stream
+			m       mem.Memory
+			word    mem.Memory
+			release func()
+		}
+		var lanes [2]lane
+		for i := range lanes {
+			l := &lanes[i]
+			var err error
+			if l.s, l.m, l.release, err = streamWith(d, 4*count); err != nil {
+				return err
+			}
+			words, free, err := device.Words(d, 1)
+			if err != nil {
+				return err
+			}
+			l.word = words[0]
+			defer free()
+			defer l.release()
+			ones := make([]byte, 4*count)
+			for k := 0; k < len(ones); k += 4 {
+				ones[k] = 1
+			}
+			if err := l.s.Copy(l.m, hostMemory(ones)); err != nil {
+				return err
+			}
+		}
+		for round := range rounds {
+			var works []*Work
+			for k := range 6 { // in turns on both streams, of which one comes late
+				l := &lanes[k%2]
+				if k < 2 && (round+g.Rank()+k)%2 == 0 {
+					if err := l.s.WaitValue(l.word, uint64(round+1)); err != nil {
+						return err
+					}
+				}
+				op := Max
+				if k < 2 {
+					op = Sum
+				}
+				works = append(works, g.Start(AllReduceOp{Dst: DeviceBuffer(l.m, Uint32, l.s), Op: op}))
+			}
+			var got [2][]byte
+			for i, l := range lanes {
+				got[i] = make([]byte, 4*count)
+				if err := l.s.Copy(hostMemory(got[i]), l.m); err != nil {
+					return err
+				}
+			}
+			for _, l := range lanes {
+				l.word.Word(0).Store(uint64(round + 1))
+			}
+			for i, l := range lanes {
+				if err := reach(ctx, l.s); err != nil {
+					return err
+				}
+				want := uint32(1)
+				for range round + 1 {
+					want *= n
+				}
+				for k := 0; k < 4*count; k += 4 {
+					if v := binary.LittleEndian.Uint32(got[i][k:]); v != want {
+						return fmt.Errorf("round %d: the stream sees %d at %d, want %d", round, v, k/4, want)
+					}
+				}
+			}
+			for i, w := range works {
+				if err := w.Wait(ctx); err != nil {
+					return fmt.Errorf("round %d, operation %d: %w", round, i, err)
+				}
+			}
+		}
+		if copies := g.Copies(); copies > 0 {
+			return fmt.Errorf("%d operations were copied through the host", copies)
 		}
 		path, err := g.Direct()
 		if path != "same device" || err != nil {

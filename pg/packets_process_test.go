@@ -23,8 +23,11 @@ import (
 var memoryOps = map[string]fake.Config{"memory operations, descriptors": {},
 	"kernels, IPC": {NoMemoryOps: true, NoVMM: true}}
 
-// startedSizes are those of operations in packets, and of some that go through the host.
-var startedSizes = []int{64, 1 << 20}
+// startedSizes are those of operations in packets, of some that go through the host, and of some
+// that load from the other GPUs.
+var startedSizes = []int{64, copiedSize, 1 << 20}
+
+const copiedSize = 100 << 10
 
 // A flow is a stream of a rank's program, with memory for its operations.
 type flow struct {
@@ -143,7 +146,7 @@ func TestDeathAmongStartedOperations(t *testing.T) {
 							t.Fatal(failed, bad)
 						}
 					}
-					if (g.Copies() == 0) != (size < 1<<20) {
+					if (g.Copies() == 0) != (size != copiedSize) {
 						t.Errorf("%d pieces of the host's memory were used", g.Copies())
 					}
 					tellVictim(t, g, victim)

@@ -43,6 +43,17 @@ func (b borrowed) accept() error {
 	return err
 }
 
+// enqueue gives the stream a kernel.
+func (b borrowed) enqueue(l gpukernels.Launch) error {
+	if err := b.accept(); err != nil {
+		return err
+	}
+	return b.v.launch(b.queue, l)
+}
+
+// waitFor is WaitValue: no Close stores to the word.
+func (b borrowed) waitFor(word mem.Memory, n uint64, _ func()) error { return b.WaitValue(word, n) }
+
 // Capturing implements device.Capturer.
 func (b borrowed) Capturing() (bool, error) {
 	if err := b.v.open(); err != nil {
@@ -53,20 +64,9 @@ func (b borrowed) Capturing() (bool, error) {
 
 // Copy implements device.Stream.
 func (b borrowed) Copy(dst, src mem.Memory) error {
-	if err := same(dst, src); err != nil {
+	at, err := b.v.direct(dst, src)
+	if err != nil {
 		return err
-	}
-	var at [2]uint64
-	for i, m := range []mem.Memory{dst, src} {
-		to, direct, err := b.v.reach(m)
-		if err == nil && !direct {
-			err = fmt.Errorf("cuda: %s: copying host memory on a stream of the caller, want memory of AllocHost: %w",
-				b.v.loc, device.ErrMemory)
-		}
-		if err != nil {
-			return err
-		}
-		at[i] = to
 	}
 	if err := b.accept(); err != nil || dst.Len() == 0 || dst == src {
 		return err

@@ -15,8 +15,8 @@ import (
 	"tutti/mem"
 )
 
-// Device is a GPU. It implements device.Device, device.HostAllocator, device.Exporter and
-// device.Exchanger.
+// Device is a GPU. It implements device.Device, device.HostAllocator, device.Exporter,
+// device.Exchanger and device.Reserver.
 type Device struct {
 	gpu       *gpu
 	info      Info
@@ -33,6 +33,7 @@ type Device struct {
 	memory  map[uint64]allocation // by address, of Alloc
 	host    heap
 
+	rooms   rooms
 	kinds   kinds    // of handles of memory
 	imports *imports // of other processes
 }
@@ -72,7 +73,7 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
 		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap()}
-	v.imports = newImports(v.loc, g.openImport, g.closeImport)
+	v.imports = newImports(v.loc, g.openImport, g.closeImport, v.rooms.held)
 	if err = v.prepareHandles(clique); err == nil {
 		err = v.load(ptx, preload)
 	}

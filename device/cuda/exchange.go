@@ -216,7 +216,7 @@ func (x *exchange) orderedLocked(s device.Stream, launch func() error) error {
 // follow has s wait for the latest call.
 func (x *exchange) follow(s device.Stream, ended mem.Memory) error {
 	if own, ok := s.(*stream); ok {
-		return own.waitFor(ended, x.calls, &x.unsure)
+		return own.waitFor(ended, x.calls, func() { x.unsure.Store(true) })
 	}
 	return s.WaitValue(ended, x.calls)
 }

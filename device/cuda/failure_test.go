@@ -84,6 +84,9 @@ func use(d *Driver) (err error) {
 	if words[1].Word(0).Load() != 1 || !bytes.Equal(out, bytes.Repeat([]byte{6}, n)) {
 		return errors.New("other results")
 	}
+	if err := usePlaces(v, s, m, words[1]); err != nil {
+		return err
+	}
 	if err := s.WaitValue(words[0], 2); err != nil { // Close has to end that
 		return err
 	}
@@ -100,6 +103,31 @@ func use(d *Driver) (err error) {
 		}
 	}
 	return nil // Close frees m[1]
+}
+
+// usePlaces reserves places of s, and adds m[1] to m[0].
+func usePlaces(v *Device, s device.Stream, m [2]mem.Memory, word mem.Memory) error {
+	r, err := v.Reserve(s, device.Places{N: 2, Bytes: m[0].Len(), Op: kernels.Sum, DType: kernels.Uint8})
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	if err := r.Reduce(kernels.Sum, kernels.Uint8, m[0], m[:], 0); err != nil {
+		return err
+	}
+	if err := r.WriteValue(word, 2); err != nil {
+		return err
+	}
+	if err := wait(r); err != nil {
+		return err
+	}
+	if word.Word(0).Load() != 2 {
+		return errors.New("the word was not written")
+	}
+	if err := r.Close(); err != nil {
+		return err
+	}
+	return wait(s)
 }
 
 // Every call of the driver fails once, at every place that makes it. Its error is returned, with

@@ -95,6 +95,7 @@ type imports struct {
 	loc   mem.Location
 	open  func(region) (at uint64, err error) // maps at least Size bytes
 	close func(r region, at uint64) error
+	held  func() bool // a stream waits in places for an operation, which may be the one that maps
 
 	mu      sync.Mutex
 	ended   bool
@@ -104,8 +105,8 @@ type imports struct {
 }
 
 func newImports(loc mem.Location, open func(region) (uint64, error),
-	unmap func(r region, at uint64) error) *imports {
-	return &imports{loc: loc, open: open, close: unmap, mapped: map[importKey]*mapping{}}
+	unmap func(r region, at uint64) error, held func() bool) *imports {
+	return &imports{loc: loc, open: open, close: unmap, held: held, mapped: map[importKey]*mapping{}}
 }
 
 // unmapTime is how long take waits for the driver to unmap memory.
@@ -145,9 +146,13 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		if i < 0 {
 			break
 		}
-		if !in.waitLocked(in.closing[i], time.After(unmapTime)) {
+		limit := unmapTime
+		if in.held() {
+			limit = 0
+		}
+		if !in.waitLocked(in.closing[i], time.After(limit)) {
 			return nil, fmt.Errorf("cuda: memory that %s had mapped at the place of other memory is not unmapped yet, "+
-				"because the GPU has work: %w", in.loc, errors.ErrUnsupported)
+				"because the GPU has work: %w", in.loc, device.ErrLater)
 		}
 	}
 	if in.ended {

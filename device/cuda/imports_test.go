@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"pgregory.net/rapid"
 
@@ -43,8 +44,10 @@ func (d *table) imports() *imports {
 				return errTable
 			}
 			return nil
-		})
+		}, free)
 }
+
+func free() bool { return false }
 
 func handle(number, base, size uint64) region {
 	return region{kind: kindIPC,
@@ -211,7 +214,7 @@ func TestImportsWhileUnmapping(t *testing.T) {
 			unmapped.Store(true)
 		}
 		return nil
-	})
+	}, free)
 	take := func(r region) *Import {
 		i, err := in.take(7, r)
 		if err != nil {
@@ -243,28 +246,42 @@ func TestImportsWhileUnmapping(t *testing.T) {
 	}
 }
 
-// TestImportGivesUp: memory at the place of what the driver does not unmap is refused, so that an
-// operation for which the GPU waits goes on without it.
+// TestImportGivesUp: memory at the place of what the driver does not unmap is refused for now, so
+// that an operation for which the GPU waits goes on without it: at once if the GPU is known to wait
+// for operations.
 func TestImportGivesUp(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		goes := make(chan struct{})
-		in := newImports("cuda:0", func(region) (uint64, error) { return 1, nil },
-			func(region, uint64) error { <-goes; return nil })
-		one, err := in.take(7, handle(1, 4096, 100))
-		if err != nil {
-			t.Fatal(err)
-		}
-		released := make(chan error)
-		go func() { released <- one.Release() }()
-		synctest.Wait()
-		if _, err := in.take(7, handle(2, 4096, 100)); !errors.Is(err, errors.ErrUnsupported) {
-			t.Errorf("%v, want that the memory is not supported", err)
-		}
-		close(goes)
-		if err := errors.Join(<-released, in.end()); err != nil {
-			t.Error(err)
-		}
-	})
+	for _, held := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			goes := make(chan struct{})
+			in := newImports("cuda:0", func(region) (uint64, error) { return 1, nil },
+				func(region, uint64) error { <-goes; return nil }, func() bool { return held })
+			one, err := in.take(7, handle(1, 4096, 100))
+			if err != nil {
+				t.Fatal(err)
+			}
+			released := make(chan error)
+			go func() { released <- one.Release() }()
+			synctest.Wait()
+			began := time.Now()
+			if _, err := in.take(7, handle(2, 4096, 100)); !errors.Is(err, device.ErrLater) {
+				t.Errorf("%v, want %v", err, device.ErrLater)
+			}
+			if took := time.Since(began); held != (took == 0) {
+				t.Errorf("it took %v", took)
+			}
+			close(goes)
+			if err := <-released; err != nil {
+				t.Error(err)
+			}
+			two, err := in.take(7, handle(2, 4096, 100))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(two.Release(), in.end()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
 }
 
 func TestHandleEncoding(t *testing.T) {

@@ -56,7 +56,7 @@ type point struct {
 	given  uint64 // operations before the marker
 	word   *atomic.Uint64
 	v      uint64
-	forged *atomic.Bool // becomes true before Close stores to the word; may be nil
+	forge  func() // is called before Close stores to the word; may be nil
 }
 
 // met reports whether the stream does not stop here.
@@ -185,9 +185,9 @@ func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []
 	return s.refused
 }
 
-// reduction returns the launches of a stream's Reduce.
-func (v *Device) reduction(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory,
-	divisor int) ([]gpukernels.Launch, error) {
+// reducible checks the arguments of a stream's Reduce, and returns the addresses of srcs.
+func (v *Device) reducible(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory,
+	divisor int) ([]uint64, error) {
 	if err := same(dst, srcs...); err != nil {
 		return nil, err
 	}
@@ -203,6 +203,16 @@ func (v *Device) reduction(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs
 			from[i-1] = m.Address()
 		}
 	}
+	return from, nil
+}
+
+// reduction returns the launches of a stream's Reduce.
+func (v *Device) reduction(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory,
+	divisor int) ([]gpukernels.Launch, error) {
+	from, err := v.reducible(op, dt, dst, srcs, divisor)
+	if err != nil {
+		return nil, err
+	}
 	launches, err := gpukernels.Reduce(op, dt, dst.Address(), from, uint64(dst.Len()), divisor, v.info.SMs)
 	if err != nil {
 		return nil, fmt.Errorf("cuda: %s: %w", v.loc, err)
@@ -216,6 +226,25 @@ func (v *Device) launch(q queue, l gpukernels.Launch) error {
 		return fmt.Errorf("cuda: launch %s on %s: its kernels were loaded without it", l.Function, v.loc)
 	}
 	return v.gpu.launch(q, f, l.Function, l.Grid, l.Block, l.Shared, l.Params)
+}
+
+// direct returns the addresses of the memories of a copy that no goroutine takes part in.
+func (v *Device) direct(dst, src mem.Memory) (at [2]uint64, err error) {
+	if err := same(dst, src); err != nil {
+		return at, err
+	}
+	for i, m := range []mem.Memory{dst, src} {
+		to, ok, err := v.reach(m)
+		if err == nil && !ok {
+			err = fmt.Errorf("cuda: %s: copying host memory on a stream of the caller, want memory of AllocHost: %w",
+				v.loc, device.ErrMemory)
+		}
+		if err != nil {
+			return at, err
+		}
+		at[i] = to
+	}
+	return at, nil
 }
 
 // word returns the address of a word on the device, for a value.
@@ -240,8 +269,8 @@ func (v *Device) word(m mem.Memory, value uint64) (uint64, error) {
 // WaitValue implements device.Stream.
 func (s *stream) WaitValue(word mem.Memory, v uint64) error { return s.waitFor(word, v, nil) }
 
-// waitFor is WaitValue. forged, if it is not nil, becomes true before Close stores to the word.
-func (s *stream) waitFor(word mem.Memory, v uint64, forged *atomic.Bool) error {
+// waitFor is WaitValue. forge, if it is not nil, is called before Close stores to the word.
+func (s *stream) waitFor(word mem.Memory, v uint64, forge func()) error {
 	at, err := s.v.word(word, v)
 	if err != nil {
 		return err
@@ -251,12 +280,12 @@ func (s *stream) waitFor(word mem.Memory, v uint64, forged *atomic.Bool) error {
 	if err := s.acceptLocked(); err != nil {
 		return err
 	}
-	s.waitLocked(word.Word(0), at, v, forged)
+	s.waitLocked(word.Word(0), at, v, forge)
 	return s.refused
 }
 
 // waitLocked enqueues a wait, and remembers it for Close.
-func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64, forged *atomic.Bool) {
+func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64, forge func()) {
 	s.giveLocked(func() (err error) {
 		if word.Load() >= v { // what the GPU is given from now on sees what came before it
 			return nil
@@ -267,7 +296,7 @@ func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64, forged *atomic.Bo
 			err = s.v.launch(s.queue, gpukernels.Wait(at, v))
 		}
 		if err == nil {
-			s.pending = append(s.pending, point{word: word, v: v, forged: forged})
+			s.pending = append(s.pending, point{word: word, v: v, forge: forge})
 		}
 		return err
 	})
@@ -457,8 +486,8 @@ func (s *stream) drain() error {
 			p := &s.pending[i]
 			for p.marker == nil {
 				now := p.word.Load()
-				if now < p.v && p.forged != nil {
-					p.forged.Store(true)
+				if now < p.v && p.forge != nil {
+					p.forge()
 				}
 				if now >= p.v || p.word.CompareAndSwap(now, p.v) {
 					break

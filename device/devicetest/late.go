@@ -295,74 +295,105 @@ func (d *Late) reach(m mem.Memory) ([]byte, error) {
 	return d.find(m)
 }
 
-// work enqueues f, which computes dst from srcs. find finds their bytes.
-func (s *stream) work(find func(mem.Memory) ([]byte, error), dst mem.Memory, srcs []mem.Memory,
-	f func(dst []byte, srcs [][]byte)) error {
+// work returns what computes dst from srcs by f. find finds their bytes.
+func (d *Late) work(find func(mem.Memory) ([]byte, error), dst mem.Memory, srcs []mem.Memory,
+	f func(dst []byte, srcs [][]byte)) (func(), error) {
 	to, err := find(dst)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	from := make([][]byte, len(srcs))
 	early := false // f has to read the sources first, because it overwrites them
 	for i, m := range srcs {
 		if from[i], err = find(m); err != nil {
-			return err
+			return nil, err
 		}
 		if m.Len() != dst.Len() {
-			return fmt.Errorf("late: %d bytes where the destination has %d: %w", m.Len(), dst.Len(), device.ErrMemory)
+			return nil, fmt.Errorf("late: %d bytes where the destination has %d: %w", m.Len(), dst.Len(),
+				device.ErrMemory)
 		}
 		early = early || unsafe.SliceData(from[i]) == unsafe.SliceData(to)
 	}
-	return s.take(func() {
-		if early || s.d.choose(2) == 0 {
+	return func() {
+		if early || d.choose(2) == 0 {
 			for i, b := range from {
 				from[i] = append([]byte(nil), b...)
 			}
 		}
-		s.d.mu.Lock()
-		s.d.spoil(to)
-		s.d.mu.Unlock()
-		s.d.tarry()
+		d.mu.Lock()
+		d.spoil(to)
+		d.mu.Unlock()
+		d.tarry()
 		f(to, from)
-	})
+	}, nil
 }
 
-func (s *stream) Copy(dst, src mem.Memory) error {
-	return s.work(s.d.reach, dst, []mem.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
+// copying returns what copies src to dst.
+func (d *Late) copying(find func(mem.Memory) ([]byte, error), dst, src mem.Memory) (func(), error) {
+	return d.work(find, dst, []mem.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
 }
 
-func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
+// reducing returns what reduces srcs to dst.
+func (d *Late) reducing(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory,
+	divisor int) (func(), error) {
 	if err := device.Reducible(op, dt, dst, srcs, divisor); err != nil {
-		return err
+		return nil, err
 	}
-	return s.work(s.d.find, dst, srcs, func(dst []byte, srcs [][]byte) {
+	return d.work(d.find, dst, srcs, func(dst []byte, srcs [][]byte) {
 		if err := Fold(op, dt, dst, srcs, divisor); err != nil {
 			panic(err) // the arguments were checked
 		}
 	})
 }
 
-func (s *stream) WaitValue(word mem.Memory, v uint64) error {
-	if !word.Loc().Host() || word.Len() != mem.WordSize {
-		return fmt.Errorf("late: %d bytes at %q are no word to wait for: %w", word.Len(), word.Loc(), device.ErrMemory)
+func (s *stream) Copy(dst, src mem.Memory) error {
+	f, err := s.d.copying(s.d.reach, dst, src)
+	if err != nil {
+		return err
 	}
-	return s.take(func() {
-		for n := 0; word.Word(0).Load() < v; n++ {
-			select {
-			case <-s.closing:
-				return
-			default:
-			}
-			if runtime.Gosched(); n > 100 {
-				time.Sleep(20 * time.Microsecond)
-			}
+	return s.take(f)
+}
+
+func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
+	f, err := s.d.reducing(op, dt, dst, srcs, divisor)
+	if err != nil {
+		return err
+	}
+	return s.take(f)
+}
+
+// checkWord checks that m is a word.
+func checkWord(m mem.Memory) error {
+	if !m.Loc().Host() || m.Len() != mem.WordSize {
+		return fmt.Errorf("late: %d bytes at %q are no word: %w", m.Len(), m.Loc(), device.ErrMemory)
+	}
+	return nil
+}
+
+// until waits for done, or until the stream is closed.
+func (s *stream) until(done func() bool) {
+	for n := 0; !done(); n++ {
+		select {
+		case <-s.closing:
+			return
+		default:
 		}
-	})
+		if runtime.Gosched(); n > 100 {
+			time.Sleep(20 * time.Microsecond)
+		}
+	}
+}
+
+func (s *stream) WaitValue(word mem.Memory, v uint64) error {
+	if err := checkWord(word); err != nil {
+		return err
+	}
+	return s.take(func() { s.until(func() bool { return word.Word(0).Load() >= v }) })
 }
 
 func (s *stream) WriteValue(word mem.Memory, v uint64) error {
-	if !word.Loc().Host() || word.Len() != mem.WordSize {
-		return fmt.Errorf("late: %d bytes at %q are no word to write: %w", word.Len(), word.Loc(), device.ErrMemory)
+	if err := checkWord(word); err != nil {
+		return err
 	}
 	return s.take(func() { word.Word(0).Store(v) })
 }

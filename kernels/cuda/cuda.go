@@ -50,9 +50,9 @@ func Module(major, minor int) (ptx []byte, err error) {
 
 // Functions returns the names of all kernels of a module, sorted.
 func Functions() []string {
-	names := []string{"tutti_copy", "tutti_wait", "tutti_write"}
+	names := []string{copies, copies + placed, "tutti_tell", "tutti_wait", "tutti_write"}
 	for _, k := range reductions() {
-		names = append(names, k, k+many, k+packets)
+		names = append(names, k, k+many, k+placed, k+packets)
 	}
 	slices.Sort(names)
 	return names

@@ -4,6 +4,7 @@ package cuda_test
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -137,6 +138,18 @@ func (x reduction) run(t cudatest.TB, h *cudatest.Host) {
 		t.Fatal(err)
 	}
 	h.Run(t, launches...)
+	result := slices.Clone(dst.b)
+	if x.place >= 0 {
+		copy(dst.b, before[x.place])
+	}
+	switch err := placedReduction(t, h, x, address(dst.b), addresses, uint64(size)); {
+	case errors.Is(err, cuda.ErrPlace) && (len(launches) > 1 || x.sources > cuda.MaxPlaceSources || x.sources == 1):
+		copy(dst.b, result)
+	case err != nil:
+		t.Fatalf("%+v: %v", x, err)
+	case !bytes.Equal(dst.b, result):
+		t.Fatalf("%+v: work in a place has another result", x)
+	}
 	if !dst.intact() {
 		t.Fatalf("%+v: written around the destination", x)
 	}
@@ -158,6 +171,27 @@ func (x reduction) run(t cudatest.TB, h *cudatest.Host) {
 	}
 	runtime.KeepAlive(dst)
 	runtime.KeepAlive(srcs)
+}
+
+// placedReduction does the reduction by a place, after which it stores two words.
+func placedReduction(t cudatest.TB, h *cudatest.Host, x reduction, dst uint64, srcs []uint64, bytes uint64) error {
+	memory := newBuffer(int(cuda.PlaceSize)+16, 0)
+	clear(memory.b)
+	at := address(memory.b)
+	word := at + uint64(cuda.PlaceSize)
+	p := cuda.PlaceAt(memory.b)
+	if err := p.Reduce(x.op, x.dt, dst, srcs, bytes, x.divisor); err != nil {
+		return err
+	}
+	p.Write(word, 5)
+	launches := cuda.Placed(x.op, x.dt, at, bytes/2, sms, word+8, 7)
+	h.Run(t, launches[:]...)
+	told := memory.b[cuda.PlaceSize:]
+	if element(told, 8, 0) != 5 || element(told, 8, 1) != 7 || !memory.intact() {
+		t.Fatalf("%+v: the words after the place are %v", x, told)
+	}
+	runtime.KeepAlive(memory)
+	return nil
 }
 
 func (x reduction) String() string { return fmt.Sprintf("%v of %v", x.op, x.dt) }
@@ -315,18 +349,54 @@ func TestReduceRefuses(t *testing.T) {
 func TestCopyAtAnyAddress(t *testing.T) {
 	h := cudatest.Load(t, 2)
 	r := rand.New(rand.NewPCG(3, 4))
+	place := newBuffer(int(cuda.PlaceSize)+8, 0)
 	for to := range 16 {
 		for from := range 16 {
 			for _, n := range []int{0, 1, 7, 15, 16, 17, 100, 70_001} {
 				dst, src := newBuffer(n, to), newBuffer(n, from)
 				fill(r, kernels.Uint8, src.b, 2)
-				h.Run(t, cuda.Copy(address(dst.b), address(src.b), uint64(n), sms))
-				if !bytes.Equal(dst.b, src.b) || !dst.intact() {
-					t.Fatalf("%d bytes from an address of %d modulo 16 to one of %d are not a copy", n, from, to)
+				for _, launches := range [][]cuda.Launch{
+					{cuda.Copy(address(dst.b), address(src.b), uint64(n), sms)},
+					placedCopy(place, address(dst.b), address(src.b), uint64(n)),
+				} {
+					clear(dst.b)
+					h.Run(t, launches...)
+					if !bytes.Equal(dst.b, src.b) || !dst.intact() {
+						t.Fatalf("%d bytes from an address of %d modulo 16 to one of %d are not a copy", n, from, to)
+					}
+				}
+				h.Run(t, placedNothing(place)...)
+				if !bytes.Equal(dst.b, src.b) || !place.intact() {
+					t.Fatalf("the kernels of an empty place have copied")
 				}
 			}
 		}
 	}
+}
+
+// placedCopy returns the launches that copy by a place, in parts.
+func placedCopy(place buffer, dst, src, n uint64) []cuda.Launch {
+	clear(place.b)
+	p := cuda.PlaceAt(place.b)
+	for at := uint64(0); at < n; {
+		part := min(n-at, n/cuda.MaxPlaceCopies+1)
+		if !p.Copy(dst+at, src+at, part) || part > 1 && p.Copy(dst+at+part-1, src+at, 1) ||
+			part > 1 && p.Copy(src+at, dst+at, 1) || part > 1 && p.Copy(dst+n+100, dst+at, 1) {
+			panic("copies that depend on each other are together, or others are not")
+		}
+		at += part
+	}
+	at := address(place.b)
+	l := cuda.Placed(0, 0, at, n, sms, at+uint64(cuda.PlaceSize), 1)
+	return l[:]
+}
+
+// placedNothing returns the launches for a place that stays empty.
+func placedNothing(place buffer) []cuda.Launch {
+	clear(place.b)
+	at := address(place.b)
+	l := cuda.Placed(kernels.Sum, kernels.Float32, at, 100, sms, at+uint64(cuda.PlaceSize), 1)
+	return l[:]
 }
 
 // TestKernelWaitsForWord has a kernel wait for a word that another writes.

@@ -15,6 +15,7 @@ const MaxSources = 504
 
 const (
 	few     = 8 // the most sources of the kernels with a small parameter
+	copies  = "tutti_copy"
 	many    = "_many"
 	threads = 256 // of a block
 	waves   = 8   // the most blocks of a multiprocessor; a thread does the work of several then
@@ -32,11 +33,14 @@ const (
 // The structs have the layout of those in src/params.h.
 type (
 	reduceParams struct {
+		sharedParams
+		src [MaxSources]uint64 // the kernels for few sources take the first of them
+	}
+	sharedParams struct {
 		dst, n, vectors      uint64
 		flip, divisor, magic uint64
 		head, sources, flags uint32
 		_                    uint32
-		src                  [MaxSources]uint64 // the kernels for few sources take the first of them
 	}
 	copyParams struct {
 		dst, src, n uint64
@@ -128,6 +132,19 @@ func reductions() (names []string) {
 // error says that the reduction is not defined or that there are more than [MaxSources] sources.
 func Reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes uint64, divisor, sms int) ([]Launch,
 	error) {
+	all, err := reduceWork(op, dt, dst, srcs, bytes, divisor)
+	if err != nil || len(all) == 0 {
+		return nil, err
+	}
+	launches := make([]Launch, len(all))
+	for i := range all {
+		launches[i] = all[i].launch(sms)
+	}
+	return launches, nil
+}
+
+// reduceWork is Reduce, without the size of a grid.
+func reduceWork(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes uint64, divisor int) ([]work, error) {
 	switch {
 	case !kernels.Supported(op, dt) || divisor != 0 && !kernels.Supported(kernels.Avg, dt):
 		return nil, fmt.Errorf("kernels/cuda: %v of %v divided by %d is not defined", op, dt, divisor)
@@ -143,36 +160,63 @@ func Reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes ui
 	if len(srcs) == 1 && dt.Class() != kernels.Boolean {
 		switch {
 		case divisor != 0:
-			return []Launch{reduce(kernels.Sum, dt, dst, srcs, bytes, divisor, false, sms)}, nil
+			return []work{reduce(kernels.Sum, dt, dst, srcs, bytes, divisor, false)}, nil
 		case dst == srcs[0]:
 			return nil, nil
 		}
-		return []Launch{Copy(dst, srcs[0], bytes, sms)}, nil
+		return []work{{dst: dst, srcs: srcs, bytes: bytes}}, nil
 	}
 	switch {
 	case op == kernels.Avg:
-		l := []Launch{reduce(kernels.Sum, dt, dst, srcs, bytes, len(srcs), false, sms)}
+		all := []work{reduce(kernels.Sum, dt, dst, srcs, bytes, len(srcs), false)}
 		if divisor != 0 {
-			l = append(l, reduce(kernels.Sum, dt, dst, []uint64{dst}, bytes, divisor, false, sms))
+			all = append(all, reduce(kernels.Sum, dt, dst, []uint64{dst}, bytes, divisor, false))
 		}
-		return l, nil
+		return all, nil
 	case op == kernels.Sum || divisor == 0:
-		return []Launch{reduce(op, dt, dst, srcs, bytes, divisor, true, sms)}, nil
+		return []work{reduce(op, dt, dst, srcs, bytes, divisor, true)}, nil
 	}
-	return []Launch{
-		reduce(op, dt, dst, srcs, bytes, 0, false, sms),
-		reduce(kernels.Sum, dt, dst, []uint64{dst}, bytes, divisor, false, sms),
+	return []work{
+		reduce(op, dt, dst, srcs, bytes, 0, false),
+		reduce(kernels.Sum, dt, dst, []uint64{dst}, bytes, divisor, false),
 	}, nil
 }
 
-// reduce returns the launch of one kernel. With rounded the sums are rounded to dt before they are
+// work is what one kernel does.
+type work struct {
+	kernel string // "": it copies
+	p      sharedParams
+	dst    uint64
+	srcs   []uint64
+	bytes  uint64
+}
+
+// launch returns the launch of the work.
+func (w *work) launch(sms int) Launch {
+	if w.kernel == "" {
+		return Copy(w.dst, w.srcs[0], w.bytes, sms)
+	}
+	p := reduceParams{sharedParams: w.p}
+	copy(p.src[:], w.srcs)
+	name, size := w.kernel, fewSize
+	if len(w.srcs) > few {
+		name, size = w.kernel+many, unsafe.Sizeof(p)
+	}
+	return launch(name, raw(&p, size), w.pieces(), sms)
+}
+
+// pieces returns how many threads the work of a reduction occupies.
+func (w *work) pieces() uint64 {
+	single := w.p.n - w.p.vectors*(vector*w.p.n/w.bytes)
+	return max(w.p.vectors, single)
+}
+
+// reduce returns the work of one kernel. With rounded the sums are rounded to dt before they are
 // divided.
-func reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes uint64, divisor int, rounded bool,
-	sms int) Launch {
+func reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes uint64, divisor int, rounded bool) work {
 	r := reductionOf(op, dt)
 	unit := uint64(r.unit)
-	p := reduceParams{dst: dst, n: bytes / unit, flip: r.flip, sources: uint32(len(srcs))}
-	copy(p.src[:], srcs)
+	p := sharedParams{dst: dst, n: bytes / unit, flip: r.flip, sources: uint32(len(srcs))}
 	apart, all := uint64(0), dst
 	for _, s := range srcs {
 		apart |= s ^ dst
@@ -190,11 +234,7 @@ func reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes ui
 	var flags uint32
 	p.divisor, p.magic, flags = division(dt, divisor)
 	p.flags |= flags
-	name, size := r.kernel, fewSize
-	if len(srcs) > few {
-		name, size = r.kernel+many, unsafe.Sizeof(p)
-	}
-	return launch(name, raw(&p, size), max(p.vectors, p.n-p.vectors*(vector/unit)), sms)
+	return work{kernel: r.kernel, p: p, dst: dst, srcs: srcs, bytes: bytes}
 }
 
 // division returns what a kernel needs to divide by divisor, or not to if that is 0.
@@ -227,12 +267,17 @@ func launch(function string, params []byte, pieces uint64, sms int) Launch {
 // Copy returns the launch that copies bytes, which may lie at any addresses and are disjoint. Its
 // Grid is 0 if there is nothing to copy.
 func Copy(dst, src, bytes uint64, sms int) Launch {
+	p := copyOf(dst, src, bytes)
+	return launch(copies, raw(&p, unsafe.Sizeof(p)), (bytes+uint64(p.unit)-1)/uint64(p.unit), sms)
+}
+
+func copyOf(dst, src, bytes uint64) copyParams {
 	p := copyParams{dst: dst, src: src, n: bytes, unit: vector}
 	for (dst^src)%uint64(p.unit) != 0 {
 		p.unit /= 2
 	}
 	p.head = uint32(min(-dst%uint64(p.unit), bytes))
-	return launch("tutti_copy", raw(&p, unsafe.Sizeof(p)), (bytes+uint64(p.unit)-1)/uint64(p.unit), sms)
+	return p
 }
 
 // Wait returns the launch that ends when the word, 8 bytes at a multiple of 8, has the value v or a

@@ -31,9 +31,9 @@ func raw(x []float32) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), 4*len(x))
 }
 
-// TestProcesses: processes that share the GPU load from each other's memory, and every operation
-// has the result that it has on the host. Short vectors have IPC handles, long ones descriptors if
-// the driver has them.
+// TestProcesses: processes that share the GPU load from each other's memory, and every operation,
+// blocking or started on a stream, has the result that it has on the host. Short vectors have IPC
+// handles, long ones descriptors if the driver has them.
 func TestProcesses(t *testing.T) {
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		for _, n := range []int{2, 4} {
@@ -70,14 +70,23 @@ func operate(t *testing.T, g *pg.Group, v *cuda.Device) {
 			b.fill(to, raw(dst))
 			b.fill(from, raw(src))
 			b.finish()
+			before := bytes.Clone(raw(dst))
 			b.must(g.Do(t.Context(), c.op(pg.BufferOf(dst), pg.BufferOf(src))))
-			there := pg.Buffer{}
-			if c.src > 0 {
-				there = pg.DeviceBuffer(from, pg.Float32, nil)
-			}
-			b.must(g.Do(t.Context(), c.op(pg.DeviceBuffer(to, pg.Float32, nil), there)))
-			if !bytes.Equal(b.bytes(to), raw(dst)) {
-				t.Errorf("%s of %d elements: not the bits of the operation on the host", c.name, count)
+			for _, s := range []device.Stream{nil, b.s} {
+				there := pg.Buffer{}
+				if c.src > 0 {
+					there = pg.DeviceBuffer(from, pg.Float32, s)
+				}
+				if op := c.op(pg.DeviceBuffer(to, pg.Float32, s), there); s == nil {
+					b.must(g.Do(t.Context(), op))
+				} else {
+					b.fill(to, before)
+					b.must(g.Start(op).Wait(t.Context()))
+				}
+				if !bytes.Equal(b.bytes(to), raw(dst)) {
+					t.Errorf("%s of %d elements, on a stream: %v: not the bits of the operation on the host", c.name,
+						count, s != nil)
+				}
 			}
 			b.must(v.Free(to), v.Free(from))
 		}

@@ -10,7 +10,8 @@
 //     then a stream that waits holds up others, as in the queues of the hardware. Events, waits for
 //     words and writes of words are work of streams.
 //   - Kernels are those of the host compilation of package kernels/cuda. Their parameter is scanned
-//     for addresses of device memory, which are replaced by those of the contents.
+//     for addresses of device memory, which are replaced by those of the contents. So is the memory
+//     of a place, when its kernel begins.
 //   - A kernel is loaded when it is launched first, when its attributes are asked for, or by
 //     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
@@ -107,7 +108,8 @@ struct tutti_host_kernel {
 	void (*run)(const void *params, unsigned grid, unsigned block, unsigned shared);
 };
 
-enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 112, MAX_PARAMS = 4096 };
+enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 112, MAX_PARAMS = 4096,
+       PLACE = 472 }; // bytes of a place
 
 typedef struct context {
 	int device, references, error; // error: of work that has failed
@@ -1155,6 +1157,43 @@ EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *device, void *at, unsigned fla
 	END;
 }
 
+// translate replaces the addresses of device memory among n bytes by those of the contents, if work
+// of a context may use them.
+static int translate(context *c, void *bytes, size_t n)
+{
+	for (uint64_t *word = bytes, at; n >= sizeof at; n -= sizeof at, word++) {
+		memcpy(&at, word, sizeof at);
+		void *to = contents(at, 0);
+		block *b = find(at, 0);
+		if (b && b->of ? !accesses(c, at, 0) :
+		    to ? b->file >= 0 && b->context != c && !peers[c->device][b->context->device] :
+			 reserved(at, 0) != NULL)
+			return ILLEGAL_ADDRESS;
+		if (to)
+			memcpy(word, &to, sizeof to);
+	}
+	return OK;
+}
+
+// placed reports whether the parameter of a kernel is the address of a place.
+static int placed(const struct tutti_host_kernel *k)
+{
+	const char *end = "_placed";
+	size_t n = strlen(k->name), m = strlen(end);
+	return n > m && !strcmp(k->name + n - m, end);
+}
+
+// look has a kernel read its place: a copy, with the addresses of the contents.
+static int look(context *c, work *w)
+{
+	uint64_t at;
+	memcpy(&at, w->params, sizeof at);
+	void *copy = w->params + sizeof at;
+	memcpy(copy, (void *)at, PLACE);
+	memcpy(w->params, &copy, sizeof copy);
+	return translate(c, copy, PLACE);
+}
+
 // perform does work. Without the lock.
 static void perform(context *c, const work *w)
 {
@@ -1213,6 +1252,8 @@ static void *run(void *arg)
 			q->last = &q->first;
 		if (!c->error && w->error)
 			c->error = w->error;
+		if (!c->error && w->kind == KERNEL && placed(w->kernel))
+			c->error = look(c, w);
 		if (!c->error) {
 			c->busy++;
 			c->resident += w->kind == KERNEL;
@@ -1543,24 +1584,11 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		load(k);
-		work *w = new_work(KERNEL, k->kernel->params);
+		work *w = new_work(KERNEL, k->kernel->params + (placed(k->kernel) ? PLACE : 0));
 		w->kernel = k->kernel;
 		w->grid = x, w->block = bx, w->shared = shared;
 		memcpy(w->params, params[0], k->kernel->params);
-		for (size_t i = 0; i + 8 <= k->kernel->params; i += 8) {
-			uint64_t at;
-			memcpy(&at, w->params + i, 8);
-			void *to = contents(at, 0);
-			block *b = find(at, 0);
-			if (b && b->of ? !accesses(c, at, 0) :
-			    to ? b->file >= 0 && b->context != c && !peers[c->device][b->context->device] :
-				 reserved(at, 0) != NULL)
-				result = ILLEGAL_ADDRESS;
-			if (to) {
-				at = (uintptr_t)to;
-				memcpy(w->params + i, &at, 8);
-			}
-		}
+		result = translate(c, w->params, k->kernel->params);
 		if (result)
 			free(w);
 		else if (to_stream->graph) {

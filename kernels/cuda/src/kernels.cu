@@ -1,6 +1,7 @@
 // The kernels: every one has a name that begins with tutti_ and one parameter, a struct.
 
 #include "packets.h"
+#include "place.h"
 
 #define REDUCTIONS(K)              \
 	K(sum, int8, Int8, Sum)        \
@@ -34,25 +35,6 @@
 	K(and, bool, Bool, And) \
 	K(xor, bool, Bool, Xor)
 
-DEVICE void copy(const CopyParams &p) {
-	switch (p.unit) {
-	case 16:
-		copyUnits<Vector>(p);
-		break;
-	case 8:
-		copyUnits<u64>(p);
-		break;
-	case 4:
-		copyUnits<u32>(p);
-		break;
-	case 2:
-		copyUnits<u16>(p);
-		break;
-	default:
-		copyUnits<u8>(p);
-	}
-}
-
 DEVICE void wait(const WordParams &p) {
 	if (position() == 0)
 		while (acquire(p.word) < p.value)
@@ -65,7 +47,9 @@ DEVICE void write(const WordParams &p) {
 }
 
 #define KERNELS(K)              \
-	K(tutti_copy, CopyParams, copy) \
+	K(tutti_copy, CopyParams, copy<>) \
+	K(tutti_copy_placed, PlaceParams, copyPlaced) \
+	K(tutti_tell, TellParams, tell) \
 	K(tutti_wait, WordParams, wait) \
 	K(tutti_write, WordParams, write)
 
@@ -76,6 +60,7 @@ DEVICE void write(const WordParams &p) {
 #define REDUCTION(op, dt, type, function) \
 	KERNEL(tutti_##op##_##dt, FewSources, (reduce<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_many, ManySources, (reduce<type, function>)) \
+	KERNEL(tutti_##op##_##dt##_placed, PlaceParams, (reducePlaced<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_packets, PacketParams, (allReducePackets<type, function>))
 REDUCTIONS(REDUCTION)
 KERNELS(KERNEL)
@@ -89,6 +74,7 @@ KERNELS(KERNEL)
 #define REDUCTION(op, dt, type, function) \
 	KERNEL(tutti_##op##_##dt, FewSources, (reduce<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_many, ManySources, (reduce<type, function>)) \
+	KERNEL(tutti_##op##_##dt##_placed, PlaceParams, (reducePlaced<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_packets, PacketParams, (allReducePackets<type, function>))
 extern "C" __attribute__((visibility("default"))) const tutti_host_kernel tutti_host_kernels[] = {
 	REDUCTIONS(REDUCTION) KERNELS(KERNEL){nullptr, 0, nullptr}};

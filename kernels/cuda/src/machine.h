@@ -6,7 +6,9 @@
 
 #ifdef __CUDA_ARCH__
 
-#define DEVICE static inline __attribute__((device, always_inline))
+#define METHOD inline __attribute__((device, always_inline))
+#define DEVICE static METHOD
+#define ONCE static __attribute__((device, noinline)) // one copy for all kernels
 #define GLOBAL __attribute__((address_space(1)))
 
 // position is the number of this thread among the threads of the launch.
@@ -16,6 +18,13 @@ DEVICE u64 position() {
 
 // threads is the number of threads of the launch.
 DEVICE u64 threads() { return u64(__nvvm_read_ptx_sreg_nctaid_x()) * __nvvm_read_ptx_sreg_ntid_x(); }
+
+// fixed reads a number that nothing changes while the kernel runs.
+DEVICE u64 fixed(u64 at) {
+	u64 v;
+	asm("ld.global.nc.u64 %0, [%1];" : "=l"(v) : "l"(at));
+	return v;
+}
 
 // acquire reads a word that another processor releases.
 DEVICE u64 acquire(u64 word) {
@@ -82,11 +91,14 @@ DEVICE void pause() { asm volatile("nanosleep.u32 64;" : : : "memory"); }
 
 #else
 
-#define DEVICE static inline __attribute__((always_inline))
+#define METHOD inline __attribute__((always_inline))
+#define DEVICE static METHOD
+#define ONCE static __attribute__((noinline))
 #define GLOBAL
 
 DEVICE u64 position() { return u64(host_thread.block) * host_thread.threads + host_thread.thread; }
 DEVICE u64 threads() { return u64(host_thread.blocks) * host_thread.threads; }
+DEVICE u64 fixed(u64 at) { return *reinterpret_cast<const u64 *>(at); }
 DEVICE u64 acquire(u64 word) { return __atomic_load_n(reinterpret_cast<u64 *>(word), __ATOMIC_ACQUIRE); }
 DEVICE void release(u64 word, u64 v) { __atomic_store_n(reinterpret_cast<u64 *>(word), v, __ATOMIC_RELEASE); }
 DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {

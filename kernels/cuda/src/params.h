@@ -20,6 +20,7 @@ enum : u32 {
 // where per of them have 16 bytes, begin at a multiple of 16 in every buffer.
 template <int most>
 struct ReduceParams {
+	enum { few = most <= 8 };
 	u64 dst;
 	u64 n;
 	u64 vectors;
@@ -43,6 +44,45 @@ struct CopyParams {
 	u64 n;
 	u32 head;
 	u32 unit; // bytes: 1, 2, 4, 8 or 16
+};
+
+// What is in a place.
+enum : u32 {
+	kCopies = 1,
+	kReduction = 2,
+};
+
+// A Place is the memory of a device for work that is chosen when the stream has its kernels:
+// copies, a reduction, or nothing. Then, if word is not 0, value is stored there.
+struct Place {
+	u32 kind;
+	u32 copies; // each has three numbers of src: where to, where from, bytes
+	u64 word;
+	u64 value;
+	u64 dst;
+	u64 n;
+	u64 vectors;
+	u64 flip;
+	u64 divisor;
+	u64 magic;
+	u32 head;
+	u32 sources;
+	u32 flags;
+	u32 unused;
+	u64 src[48];
+};
+static_assert(sizeof(Place) == 472, "the size is known to package cuda and to the fake driver");
+
+// PlaceParams is a place.
+struct PlaceParams {
+	u64 place;
+};
+
+// TellParams is a place, and a word that is stored after that of the place.
+struct TellParams {
+	u64 place;
+	u64 word;
+	u64 value;
 };
 
 // WordParams is a word of 8 bytes and a value.

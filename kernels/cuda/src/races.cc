@@ -24,8 +24,8 @@ static u32 elementSize(const std::string &name) {
 }
 
 // reduceOnce returns the destination after a reduction of the first sources; in place it is one.
-template <class P>
-static std::vector<Vector> reduceOnce(const tutti_host_kernel &k, u32 size, u32 sources, bool inPlace, bool aligned,
+template <class P, class Kernel>
+static std::vector<Vector> reduceOnce(const Kernel &k, u32 size, u32 sources, bool inPlace, bool aligned,
                                       unsigned workers) {
 	const u64 vectors = 3 * kGrid * kBlock + 5;
 	std::mt19937_64 random(size * 100 + sources);
@@ -50,14 +50,34 @@ static std::vector<Vector> reduceOnce(const tutti_host_kernel &k, u32 size, u32 
 	return buffers[inPlace ? sources - 1 : sources];
 }
 
-template <class P>
-static bool reduces(const tutti_host_kernel &k) {
+// placedOnce is reduceOnce with a place.
+static std::vector<Vector> placedOnce(const tutti_host_kernel &k, u32 size, u32 sources, bool inPlace, bool aligned,
+                                      unsigned workers) {
+	struct Launcher {
+		const tutti_host_kernel &k;
+		void run(const void *params, unsigned grid, unsigned block, unsigned) const {
+			const FewSources &p = *static_cast<const FewSources *>(params);
+			Place place = {};
+			place.kind = kReduction;
+			place.dst = p.dst, place.n = p.n, place.vectors = p.vectors, place.flip = p.flip, place.divisor = p.divisor;
+			place.magic = p.magic, place.head = p.head, place.sources = p.sources, place.flags = p.flags;
+			for (u32 s = 0; s < p.sources; s++)
+				place.src[s] = p.src[s];
+			const PlaceParams at = {address(&place)};
+			k.run(&at, grid, block, 0);
+		}
+	};
+	return reduceOnce<FewSources>(Launcher{k}, size, sources, inPlace, aligned, workers);
+}
+
+template <class Once>
+static bool reduces(const tutti_host_kernel &k, u32 most, Once once) {
 	const u32 size = elementSize(k.name);
-	for (u32 sources : {1, 2, 3, sizeof(P) == sizeof(FewSources) ? 8 : 11})
+	for (u32 sources : {1u, 2u, 3u, most})
 		for (bool inPlace : {false, true})
 			for (bool aligned : {false, true}) {
-				auto got = reduceOnce<P>(k, size, sources, inPlace, aligned, kWorkers);
-				auto want = reduceOnce<P>(k, size, sources, inPlace, aligned, 1);
+				auto got = once(k, size, sources, inPlace, aligned, kWorkers);
+				auto want = once(k, size, sources, inPlace, aligned, 1);
 				if (memcmp(got.data(), want.data(), got.size() * sizeof(Vector)) != 0) {
 					fprintf(stderr, "%s of %u sources: %u threads yield something else than one\n", k.name, sources,
 					        kWorkers);
@@ -67,7 +87,7 @@ static bool reduces(const tutti_host_kernel &k) {
 	return true;
 }
 
-static bool copies(const tutti_host_kernel &k) {
+static bool copies(const tutti_host_kernel &k, bool placed) {
 	std::vector<u8> src(50001), dst(src.size());
 	for (size_t i = 0; i < src.size(); i++)
 		src[i] = u8(i * 7);
@@ -75,7 +95,12 @@ static bool copies(const tutti_host_kernel &k) {
 		CopyParams p = {address(dst.data()), address(src.data()), src.size(), 0, unit};
 		std::fill(dst.begin(), dst.end(), 0);
 		tutti_host_workers = kWorkers;
-		k.run(&p, kGrid, kBlock, 0);
+		Place place = {};
+		place.kind = kCopies, place.copies = 2;
+		const u64 half = p.n / 2 / unit * unit, halves[] = {p.dst, p.src, half, p.dst + half, p.src + half, p.n - half};
+		std::copy(std::begin(halves), std::end(halves), place.src);
+		const PlaceParams at = {address(&place)};
+		k.run(placed ? static_cast<const void *>(&at) : &p, kGrid, kBlock, 0);
 		if (src != dst) {
 			fprintf(stderr, "%s in units of %u bytes: the copy is another\n", k.name, unit);
 			return false;
@@ -127,16 +152,21 @@ static bool exchanges(const tutti_host_kernel &k) {
 	return !failed && results[0] == results[1] && results[0] == results[2];
 }
 
-// hands passes plain memory from a thread to another and back, by words.
-static bool hands(const tutti_host_kernel &wait, const tutti_host_kernel &write) {
-	u64 there = 0, back = 0, data = 0;
+// hands passes plain memory from a thread to another and back, by words. The other one tells of its
+// part by the word of a place as well.
+static bool hands(const tutti_host_kernel &wait, const tutti_host_kernel &write, const tutti_host_kernel &tell) {
+	u64 there = 0, back = 0, again = 0, data = 0;
+	Place place = {};
 	const u64 rounds = 200;
 	std::thread other([&] {
 		for (u64 i = 1; i <= rounds; i++) {
-			WordParams arrived = {address(&there), i}, done = {address(&back), i};
+			WordParams arrived = {address(&there), i};
 			wait.run(&arrived, 1, 1, 0);
 			data++;
-			write.run(&done, 1, 1, 0);
+			place.word = i % 2 ? address(&again) : 0;
+			place.value = i;
+			const TellParams done = {address(&place), address(&back), i};
+			tell.run(&done, 1, 1, 0);
 		}
 	});
 	for (u64 i = 1; i <= rounds; i++) {
@@ -146,13 +176,15 @@ static bool hands(const tutti_host_kernel &wait, const tutti_host_kernel &write)
 		wait.run(&answered, 1, 1, 0);
 	}
 	other.join();
-	if (data != 2 * rounds)
-		fprintf(stderr, "%llu additions, want %llu\n", data, 2 * rounds);
-	return data == 2 * rounds;
+	const bool good = data == 2 * rounds && again == rounds - 1;
+	if (!good)
+		fprintf(stderr, "%llu additions, the latest one of %llu, want %llu and %llu\n", data, again, 2 * rounds,
+		        rounds - 1);
+	return good;
 }
 
 int main() {
-	const tutti_host_kernel *wait = nullptr, *write = nullptr;
+	const tutti_host_kernel *wait = nullptr, *write = nullptr, *tell = nullptr;
 	int run = 0;
 	for (auto k = tutti_host_kernels; k->name != nullptr; k++, run++) {
 		const std::string name = k->name;
@@ -161,12 +193,16 @@ int main() {
 			wait = k;
 		else if (name == "tutti_write")
 			write = k;
-		else if (name == "tutti_copy")
-			good = copies(*k);
+		else if (name == "tutti_tell")
+			tell = k;
+		else if (name == "tutti_copy" || name == "tutti_copy_placed")
+			good = copies(*k, k->params == sizeof(PlaceParams));
 		else if (k->params == sizeof(FewSources))
-			good = reduces<FewSources>(*k);
+			good = reduces(*k, 8, reduceOnce<FewSources, tutti_host_kernel>);
 		else if (k->params == sizeof(ManySources))
-			good = reduces<ManySources>(*k);
+			good = reduces(*k, 11, reduceOnce<ManySources, tutti_host_kernel>);
+		else if (k->params == sizeof(PlaceParams))
+			good = reduces(*k, 11, placedOnce);
 		else if (k->params == sizeof(PacketParams))
 			good = exchanges(*k);
 		else
@@ -174,7 +210,7 @@ int main() {
 		if (!good)
 			return 1;
 	}
-	if (wait == nullptr || write == nullptr || !hands(*wait, *write))
+	if (wait == nullptr || write == nullptr || tell == nullptr || !hands(*wait, *write, *tell))
 		return 1;
 	printf("%d kernels\n", run);
 }

@@ -373,7 +373,7 @@ template <class T, class Op, class P>
 DEVICE void reduce(const P &p) {
 	const u32 size = sizeof(typename T::Bits), per = 16 / size;
 	// Two vectors of 16 numbers do not fit into the registers.
-	const bool pairs = sizeof(P) == sizeof(FewSources) && Block<T, Op>::lanes < 16;
+	const bool pairs = P::few && Block<T, Op>::lanes < 16;
 	const u64 step = threads(), rest = p.n - p.vectors * per;
 	u64 v = position(), e = v;
 	ROLL
@@ -405,18 +405,18 @@ DEVICE void reduce(const P &p) {
 	}
 }
 
-// copyUnits copies with loads and stores of the size of U.
-template <class U>
+// copyUnits copies with loads and stores of the size of U, many at a time.
+template <class U, u32 many>
 DEVICE void copyUnits(const CopyParams &p) {
 	const u64 step = threads(), units = (p.n - p.head) / sizeof(U), end = p.head + units * sizeof(U);
-	for (u64 i = position(); i < units; i += 4 * step) {
-		U x[4];
+	for (u64 i = position(); i < units; i += many * step) {
+		U x[many];
 		UNROLL
-		for (u32 k = 0; k < 4; k++)
+		for (u32 k = 0; k < many; k++)
 			if (i + k * step < units)
 				x[k] = load<U>(p.src + p.head + (i + k * step) * sizeof(U));
 		UNROLL
-		for (u32 k = 0; k < 4; k++)
+		for (u32 k = 0; k < many; k++)
 			if (i + k * step < units)
 				store<U>(p.dst + p.head + (i + k * step) * sizeof(U), x[k]);
 	}
@@ -424,4 +424,25 @@ DEVICE void copyUnits(const CopyParams &p) {
 		store<u8>(p.dst + i, load<u8>(p.src + i));
 	for (u64 i = end + position(); i < p.n; i += step)
 		store<u8>(p.dst + i, load<u8>(p.src + i));
+}
+
+// copy does this thread's part of a copy.
+template <u32 many = 4>
+DEVICE void copy(const CopyParams &p) {
+	switch (p.unit) {
+	case 16:
+		copyUnits<Vector, many>(p);
+		break;
+	case 8:
+		copyUnits<u64, many>(p);
+		break;
+	case 4:
+		copyUnits<u32, many>(p);
+		break;
+	case 2:
+		copyUnits<u16, many>(p);
+		break;
+	default:
+		copyUnits<u8, many>(p);
+	}
 }

@@ -37,7 +37,9 @@ type Direct interface {
 	Share(ptr unsafe.Pointer, n int) (key []byte, offset uint64, err error)
 	Import(slot int, key []byte) (device.Shared, error)
 	Lasts(key []byte) bool
-	// Give gives work to the stream.
+	// Room returns the most ranks of a view for whose plan the stream has room.
+	Room() int
+	// Give gives a piece of work to the stream.
 	Give(work func(s device.Stream, loc mem.Location) error) error
 	// Settle waits until the stream has done what it was given. It returns an error if the stream
 	// has failed, or when the call fails meanwhile, unless last is true: then the wait is bounded
@@ -69,11 +71,23 @@ type direct struct {
 const mostKnown = 64
 
 // verdictSize is the size of a rank's answer whether it could map the peers' memory: zeros, or the
-// begin of a reason.
+// begin of a reason behind a byte that says for how long it holds.
 const verdictSize = 320
+
+// The first byte of a reason.
+const (
+	never = 1 + iota // not in this view
+	later            // a call may ask again
+)
 
 // errMixed says that a call of this view was not on the devices of all ranks.
 var errMixed = errors.New("a rank's buffers are not in a device's memory that others can load")
+
+// errRoom says that a stream has no room for the work of a call.
+var errRoom = errors.New("its stream has no places for the work, because it runs again or the view has grown")
+
+// Refuses reports whether no call of this view loads from devices. With the proxy's lock.
+func (r *Runner) Refuses() bool { return r.direct.refused != nil }
 
 // Direct says how the calls of this view use the memory of devices: the path that they load by, or
 // else why the buffers are copied to the host; "" if no call has asked. With the proxy's lock.
@@ -150,6 +164,10 @@ func (x *direct) close() {
 
 // offer writes where this rank's buffers are, and returns the access to them.
 func (r *Runner) offer(d Direct, desc []byte, in, out int) (access byte) {
+	if d.Room() < len(r.set.Active) {
+		r.direct.why = errRoom
+		return accessNone
+	}
 	if len(r.direct.keys) > 4*mostKnown { // most of calls that were not on the devices of all ranks
 		clear(r.direct.keys)
 	}
@@ -242,16 +260,16 @@ func (r *Runner) introduce(d Direct) (bool, error) {
 			return false
 		})
 	}
-	var bad error
+	var own error
 	for _, e := range fresh {
 		var s device.Shared
-		if e.slot != r.rank && bad == nil {
+		if e.slot != r.rank && own == nil {
 			key := all[e.slot*introSize:]
 			if binary.LittleEndian.Uint64(r.mapped.all[e.slot*descSize+24:]) != e.number {
 				key = key[keySize:]
 			}
-			if s, bad = d.Import(e.slot, key[1:][:min(int(key[0]), device.MaxKey)]); bad != nil {
-				bad = fmt.Errorf("rank %d: %w", r.ranks[e.slot], bad)
+			if s, own = d.Import(e.slot, key[1:][:min(int(key[0]), device.MaxKey)]); own != nil {
+				own = fmt.Errorf("rank %d: %w", r.ranks[e.slot], own)
 			} else {
 				x.path = s.Path()
 			}
@@ -259,22 +277,40 @@ func (r *Runner) introduce(d Direct) (bool, error) {
 		x.known[e.slot][e.number] = s
 	}
 	mine, all = make([]byte, verdictSize), make([]byte, verdictSize*r.set.Size)
-	if bad != nil {
-		copy(mine, bad.Error())
+	if own != nil {
+		mine[0] = never
+		if errors.Is(own, device.ErrLater) {
+			mine[0] = later
+		}
+		copy(mine[1:], own.Error())
 	}
 	if err := r.share(mine, all); err != nil {
 		return false, err
 	}
+	var why error
 	for _, slot := range r.set.Active {
-		if v := all[slot*verdictSize:][:verdictSize]; v[0] != 0 {
-			if slot != r.rank || bad == nil {
-				bad = errors.New(string(trim(v)))
-			}
-			x.refused = fmt.Errorf("rank %d does not reach the memory of %w", r.ranks[slot], bad)
+		v := all[slot*verdictSize:][:verdictSize]
+		if v[0] == 0 || why != nil && v[0] == later {
+			continue
+		}
+		bad := own
+		if slot != r.rank || bad == nil {
+			bad = errors.New(string(trim(v[1:])))
+		}
+		why = fmt.Errorf("rank %d does not reach the memory of %w", r.ranks[slot], bad)
+		if v[0] != later {
+			x.refused = why
 			return false, nil
 		}
 	}
-	return true, nil
+	if why == nil {
+		return true, nil
+	}
+	x.why = why
+	for _, e := range fresh { // the next call that has it introduces it anew
+		x.forget(e.slot, false, func(number uint64) bool { return number == e.number })
+	}
+	return false, nil
 }
 
 // trim returns text without the zeros behind it.

@@ -1,0 +1,330 @@
+//go:build cgo && linux
+
+package cuda
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"tutti/device"
+	"tutti/internal/backoff"
+	"tutti/kernels"
+	gpukernels "tutti/kernels/cuda"
+	"tutti/mem"
+)
+
+// Places of a stream (device.Reserver) are, for the driver, each
+//
+//	a wait until the first word of a room has the number of the place,
+//	a copy of the place from the room's host memory to its memory on the device,
+//	a kernel that does what is in the place, and
+//	one that stores the number to the second word, and what WriteValue has asked for.
+//
+// So the stream reads a place when the host has raised the first word, and no kernel waits on the
+// device. A room is used again when a stream has passed all of its places.
+
+const (
+	_ = uint(gpukernels.MaxPlaceSources - device.MaxPlaceSources)
+	_ = uint(gpukernels.MaxPlaceCopies - device.MaxPlaceCopies)
+)
+
+// A room has the memory of the places of a stream.
+type room struct {
+	words    [2]mem.Memory // numbers of places: that the stream may do, that it has done
+	host     mem.Memory    // the places, pinned
+	device   mem.Memory    // and on the device
+	capacity int           // places
+	uses     uint64        // the number of the last place of the latest use
+}
+
+// rooms are those of a device.
+type rooms struct {
+	mu  sync.Mutex
+	all []*room
+}
+
+// roomUnit is the smallest capacity of a room. Capacities are powers of two.
+const roomUnit = 4
+
+// take returns a room for n places, which no stream uses.
+func (r *rooms) take(v *Device, n int) (*room, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	capacity := roomUnit
+	for capacity < n {
+		capacity *= 2
+	}
+	for _, x := range r.all {
+		if x.capacity == capacity && x.passed() {
+			x.uses += uint64(n) + 1
+			return x, nil
+		}
+	}
+	x := &room{capacity: capacity, uses: uint64(n) + 1}
+	size := capacity * int(gpukernels.PlaceSize)
+	whole, err := v.AllocHost(size + len(x.words)*mem.WordSize)
+	if err != nil {
+		return nil, err
+	}
+	if x.device, err = v.Alloc(size); err != nil {
+		return nil, errors.Join(err, v.FreeHost(whole))
+	}
+	x.host = whole.Slice(0, size)
+	for i := range x.words {
+		x.words[i] = whole.Slice(size+i*mem.WordSize, mem.WordSize)
+		x.words[i].Word(0).Store(0)
+	}
+	r.all = append(r.all, x)
+	return x, nil
+}
+
+// passed reports whether the stream has passed all places of the latest use.
+func (x *room) passed() bool { return x.words[1].Word(0).Load() >= x.uses }
+
+// held reports whether streams have places to pass.
+func (r *rooms) held() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.ContainsFunc(r.all, func(x *room) bool { return !x.passed() })
+}
+
+// A carrier is a stream of the driver, which places are in.
+type carrier interface {
+	device.Stream
+	// enqueue gives it a kernel.
+	enqueue(l gpukernels.Launch) error
+	// waitFor is WaitValue. forge, if it is not nil, is called before Close of the stream stores
+	// the value to the word.
+	waitFor(word mem.Memory, v uint64, forge func()) error
+}
+
+// reserved is the stream of places.
+type reserved struct {
+	v     *Device
+	room  *room
+	order device.Places
+	base  uint64 // the number before that of the first place
+	ended device.Event
+
+	mu     sync.Mutex
+	given  int  // places that the carrier may do
+	open   bool // the next one has work
+	closed bool // it takes no more
+}
+
+// Reserve implements device.Reserver.
+func (v *Device) Reserve(s device.Stream, p device.Places) (device.Stream, error) {
+	c, ok := s.(carrier)
+	switch {
+	case !ok:
+		return nil, fmt.Errorf("cuda: %s: places in a stream of another package: %w", v.loc, errors.ErrUnsupported)
+	case p.N < 1 || p.Bytes < 0 || p.Op != 0 && !kernels.Supported(p.Op, p.DType):
+		return nil, fmt.Errorf("cuda: %s: %d places for %d bytes, %v of %v: %w", v.loc, p.N, p.Bytes, p.Op, p.DType,
+			device.ErrPlaces)
+	}
+	if b, ok := s.(borrowed); ok {
+		if err := b.accept(); err != nil {
+			return nil, err
+		}
+	}
+	x, err := v.rooms.take(v, p.N)
+	if err != nil {
+		return nil, err
+	}
+	r := &reserved{v: v, room: x, order: p, base: x.uses - uint64(p.N)}
+	clear(x.host.Bytes())
+	if err := r.reserve(c); err != nil {
+		r.Close() // the carrier passes what it was given
+		return nil, err
+	}
+	return r, nil
+}
+
+// reserve gives the carrier the places.
+func (r *reserved) reserve(c carrier) error {
+	if err := c.WriteValue(r.room.words[1], r.base); err != nil {
+		return err
+	}
+	done, err := r.v.word(r.room.words[1], r.base)
+	if err != nil {
+		return err
+	}
+	for i := range r.order.N {
+		number := r.base + uint64(i) + 1
+		host, there := r.place(r.room.host, i), r.place(r.room.device, i)
+		launches := gpukernels.Placed(r.order.Op, r.order.DType, there.Address(), uint64(r.order.Bytes), r.v.info.SMs,
+			done, number)
+		if err := errors.Join(c.waitFor(r.room.words[0], number, r.forge), c.Copy(there, host), c.enqueue(launches[0]),
+			c.enqueue(launches[1])); err != nil {
+			return err
+		}
+	}
+	r.ended, err = c.Record()
+	return err
+}
+
+// place returns the memory of a place.
+func (r *reserved) place(m mem.Memory, i int) mem.Memory {
+	return m.Slice(i*int(gpukernels.PlaceSize), int(gpukernels.PlaceSize))
+}
+
+// forge says that the carrier is closed, and passes all places: what they have must not change any
+// more.
+func (r *reserved) forge() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.closed = true
+}
+
+// flushLocked gives the carrier the place that has work.
+func (r *reserved) flushLocked() {
+	if r.open {
+		r.open = false
+		r.given++
+		r.room.words[0].Word(0).Store(r.base + uint64(r.given))
+	}
+}
+
+// nextLocked returns the next place, which is empty.
+func (r *reserved) nextLocked() (*gpukernels.Place, error) {
+	if r.closed {
+		return nil, fmt.Errorf("cuda: %s: %w", r.v.loc, device.ErrClosed)
+	}
+	r.flushLocked()
+	if r.given == r.order.N {
+		return nil, fmt.Errorf("cuda: %s: all %d places have work: %w", r.v.loc, r.given, device.ErrPlaces)
+	}
+	return r.nowLocked(), nil
+}
+
+// nowLocked returns the first place that the carrier may not do.
+func (r *reserved) nowLocked() *gpukernels.Place {
+	return gpukernels.PlaceAt(r.place(r.room.host, r.given).Bytes())
+}
+
+// Copy implements device.Stream.
+func (r *reserved) Copy(dst, src mem.Memory) error {
+	at, err := r.v.direct(dst, src)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if dst.Len() == 0 || dst == src || r.open && r.nowLocked().Copy(at[0], at[1], uint64(dst.Len())) {
+		return nil
+	}
+	p, err := r.nextLocked()
+	if err != nil {
+		return err
+	}
+	r.open = p.Copy(at[0], at[1], uint64(dst.Len()))
+	return nil
+}
+
+// Reduce implements device.Stream.
+func (r *reserved) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
+	from, err := r.v.reducible(op, dt, dst, srcs, divisor)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p, err := r.nextLocked()
+	if err != nil {
+		return err
+	}
+	if r.order.Op == 0 || !gpukernels.SamePlace(op, dt, r.order.Op, r.order.DType) {
+		return fmt.Errorf("cuda: %s: %v of %v in a place for %v of %v: %w", r.v.loc, op, dt, r.order.Op, r.order.DType,
+			device.ErrPlaces)
+	}
+	if err := p.Reduce(op, dt, dst.Address(), from, uint64(dst.Len()), divisor); err != nil {
+		return fmt.Errorf("cuda: %s: %w: %w", r.v.loc, err, device.ErrPlaces)
+	}
+	r.open = true
+	return nil
+}
+
+// WaitValue implements device.Stream. It is refused: the host waits instead.
+func (r *reserved) WaitValue(mem.Memory, uint64) error {
+	return fmt.Errorf("cuda: %s: waiting for a word in a place: %w", r.v.loc, device.ErrPlaces)
+}
+
+// WriteValue implements device.Stream.
+func (r *reserved) WriteValue(word mem.Memory, n uint64) error {
+	at, err := r.v.word(word, n)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.open {
+		if _, err := r.nextLocked(); err != nil {
+			return err
+		}
+		r.open = true
+	} else if r.closed {
+		return fmt.Errorf("cuda: %s: %w", r.v.loc, device.ErrClosed)
+	}
+	r.nowLocked().Write(at, n)
+	r.flushLocked()
+	return nil
+}
+
+// Record implements device.Stream.
+func (r *reserved) Record() (device.Event, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return nil, fmt.Errorf("cuda: %s: %w", r.v.loc, device.ErrClosed)
+	}
+	r.flushLocked()
+	return &placeEvent{r: r, number: r.base + uint64(r.given)}, nil
+}
+
+// Close implements device.Stream. It does not wait. Any goroutine may call it.
+func (r *reserved) Close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.open && !r.closed {
+		*r.nowLocked() = gpukernels.Place{}
+	}
+	r.closed, r.open = true, false
+	raise(r.room.words[0].Word(0), r.base+uint64(r.order.N))
+	return nil
+}
+
+// raise has a word become v, unless it is larger.
+func raise(word *atomic.Uint64, v uint64) {
+	for now := word.Load(); now < v && !word.CompareAndSwap(now, v); now = word.Load() {
+	}
+}
+
+// A placeEvent is done when its place is, or the carrier has failed.
+type placeEvent struct {
+	r      *reserved
+	number uint64
+}
+
+func (e *placeEvent) reached() bool { return e.r.room.words[1].Word(0).Load() >= e.number }
+
+// Done implements device.Event.
+func (e *placeEvent) Done() bool { return e.reached() || e.r.ended.Done() }
+
+// Wait implements device.Event.
+func (e *placeEvent) Wait(ctx context.Context) error {
+	pace := backoff.Backoff{Yields: yields, Nap: nap}
+	defer pace.Stop()
+	for !e.Done() {
+		if err := pace.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	if e.reached() {
+		return nil
+	}
+	return e.r.ended.Wait(ctx)
+}
