@@ -620,9 +620,8 @@ func TestChangesOfRegionsAreToldInTheirOrder(t *testing.T) {
 // A batch of one is held for what follows only if it is small, as one operation is.
 func TestLargeBatchesOfOneAreNotHeld(t *testing.T) {
 	s := &session{requests: map[uint64]request{1: {}, 2: {}, 3: {}, 4: {}}}
-	for n, want := range map[int64]bool{smallest: true, smallest + 1: false} {
-		x := &task{n: n}
-		if got := s.holdLocked(&Future{tasks: []*task{x}}); got != want {
+	for n, want := range map[int]bool{smallest: true, smallest + 1: false} {
+		if got := s.holdLocked([]Op{{Local: mem.Host(make([]byte, n), mem.Anywhere)}}); got != want {
 			t.Errorf("a batch of one operation of %d bytes is held: %v", n, got)
 		}
 		s.held = 0

@@ -143,7 +143,7 @@ func (p *Peer) sumLocked(s *stats.Endpoint, sum *counts) {
 	for _, t := range p.due {
 		s.Pending[t.Kind.String()]++
 	}
-	for _, a := range p.mail {
+	for _, a := range p.mail.all() {
 		s.Waiting.Add(uint64(a.total))
 	}
 	x := p.session

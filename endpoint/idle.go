@@ -50,7 +50,7 @@ func (s *session) byeToLocked(conns []*link.Conn) {
 
 // idleLocked reports whether nothing is under way and no call waits for the peer.
 func (s *session) idleLocked() bool {
-	return len(s.requests)+len(s.asking) == 0 && s.restsLocked()
+	return len(s.requests)+s.asking.len() == 0 && s.restsLocked()
 }
 
 // restsLocked is idleLocked, but for inquiries of this end, which do not keep a session.
@@ -60,13 +60,13 @@ func (s *session) restsLocked() bool {
 			return false
 		}
 	}
-	for _, q := range s.asking {
+	for _, q := range s.asking.all() {
 		if q.op != wire.Inquire {
 			return false
 		}
 	}
-	return s.path.restsLocked() && len(s.backlog)+len(s.serving) == 0 && s.owed+s.owedNotes == 0 &&
-		len(s.untaken)+len(s.sendq) == 0 && s.lending == nil && len(s.peer.recvs)+len(s.peer.waiting) == 0
+	return s.path.restsLocked() && s.backlog.len()+len(s.serving) == 0 && s.owed+s.owedNotes == 0 &&
+		len(s.untaken)+s.sendq.len() == 0 && s.lending == nil && s.peer.recvs.len()+len(s.peer.waiting) == 0
 }
 
 // byeLocked answers that the peer has nothing to do, or ends a session that both ends have done

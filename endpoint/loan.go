@@ -222,7 +222,7 @@ func (p *path) borrowLocked(a *arrival) bool {
 	}
 	a.task.key = &a.lent.key
 	a.borrowed = true
-	p.queue = append(p.queue, a.task)
+	p.queue.push(a.task)
 	p.flyLocked()
 	return true
 }

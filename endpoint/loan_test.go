@@ -552,8 +552,9 @@ func TestKeysOfMessagesAreNotGivenAgain(t *testing.T) {
 	until(t, "a loan", func() bool { return loansOf(p) == 2 })
 	p.mu.Lock()
 	var key uint32
+	lent := second.results[0].task
 	for l := range p.session.path.loans {
-		if l.task == &second.one {
+		if l.task == lent {
 			key = l.key
 		}
 	}
@@ -577,7 +578,7 @@ func TestKeysOfMessagesAreNotGivenAgain(t *testing.T) {
 	until(t, "the end of the registration", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return second.one.flight == nil
+		return lent.flight == nil
 	})
 	if again(10) {
 		t.Fatal("other memory has the key of a message that the peer may read")

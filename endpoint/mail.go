@@ -15,8 +15,8 @@ import (
 // receive has bounded memory in use, and its sender waits.
 type mailbox struct {
 	// Sending.
-	sendq    []*task // not sent, because too many are not taken, or behind lending
-	lending  *task   // whose memory is being registered; nil: none
+	sendq    queue[*task] // not sent, because too many are not taken, or behind lending
+	lending  *task        // whose memory is being registered; nil: none
 	untaken  map[uint64]*post
 	lastSeq  uint64
 	sent     uint64 // bytes of messages that went at once
@@ -34,13 +34,15 @@ type mailbox struct {
 	consumed    uint64 // bytes that were handed on
 	reported    uint64 // of those, what the peer knows
 
+	spareArrivals pool[arrival] // that were delivered
+
 	note [wire.HeaderSize + wire.OutcomeSize]byte // for takeNoteLocked
 }
 
 // post is a message that is not taken yet.
 type post struct {
 	task   *task                 // nil: given up
-	letter *letter               // of a message that goes at once
+	letter letter                // its announcement, or all of it
 	loan   *loan                 // of a message that the peer may read; nil: it may not
 	pulled int64                 // bytes that the peer has asked for
 	pulls  int                   // in so many requests
@@ -68,19 +70,18 @@ type arrival struct {
 
 // sendLocked sends a message, or puts it behind those that wait.
 func (s *session) sendLocked(t *task) {
-	if len(s.sendq) > 0 || !s.sendNowLocked(t) {
+	if s.sendq.len() > 0 || !s.sendNowLocked(t) {
 		t.stage = queued
-		s.sendq = append(s.sendq, t)
+		s.sendq.push(t)
 	}
 }
 
 func (s *session) sendMoreLocked() {
-	for len(s.sendq) > 0 {
-		if t := s.sendq[0]; !t.ended && !s.sendNowLocked(t) {
+	for s.sendq.len() > 0 {
+		if t := s.sendq.first(); !t.ended && !s.sendNowLocked(t) {
 			return
 		}
-		s.sendq[0] = nil
-		s.sendq = s.sendq[1:]
+		s.sendq.pop()
 	}
 }
 
@@ -105,10 +106,11 @@ func (s *session) postLocked(t *task, loan *loan) {
 	t.stage = moving
 	s.lastSeq++
 	t.seq = s.lastSeq
-	l := &letter{seq: t.seq, op: wire.Message}
+	x := &t.post
+	x.task, x.loan = t, loan
+	l := &x.letter
+	l.seq, l.op, l.of = t.seq, wire.Message, x
 	l.Gate, l.N, l.Whole = &t.gate, t.n, true
-	x := &post{task: t, letter: l, loan: loan}
-	l.of = x
 	switch {
 	case loan != nil:
 		l.op, l.off, l.N = wire.Lend, t.n, 0
@@ -165,7 +167,8 @@ func (s *session) newArrivalLocked(c *link.Conn, seq uint64, total uint64) (*arr
 		return nil, err
 	}
 	s.lastArrival = seq
-	a := &arrival{seq: seq, total: int64(total)}
+	a := s.spareArrivals.take()
+	a.seq, a.total = seq, int64(total)
 	s.arrivals[seq] = a
 	return a, nil
 }
@@ -190,8 +193,8 @@ func (s *session) messageLocked(c *link.Conn, seq uint64, n int64) (link.Sink, e
 			s.buffered, s.room)
 	}
 	s.buffered += cost
-	if p := s.peer; p.session == s && seq == s.expect+1 && len(p.mail) == 0 && len(p.recvs) > 0 {
-		if t := p.recvs[0]; n <= t.n && !(t.Exact && n != t.n) {
+	if p := s.peer; p.session == s && seq == s.expect+1 && p.mail.len() == 0 && p.recvs.len() > 0 {
+		if t := p.recvs.first(); n <= t.n && !(t.Exact && n != t.n) {
 			s.takeLocked(a, t)
 			a.direct = true
 			return link.Sink{Gate: &t.gate, Token: a}, nil
@@ -278,8 +281,10 @@ func (s *session) deliveredLocked(a *arrival, n int64) {
 	delete(s.arrivals, a.seq)
 	s.consumeLocked(a.total)
 	if t := a.task; t != nil && !t.ended {
+		t.free = true
 		s.peer.receivedLocked(t, n, a.total)
 	}
+	s.spareArrivals.put(a)
 }
 
 // spoiltLocked notes that a recv's memory failed, if err is not nil.
@@ -317,12 +322,10 @@ func (s *session) consumeLocked(n int64) {
 
 // matchLocked gives messages to recvs.
 func (p *Peer) matchLocked() {
-	for len(p.recvs) > 0 {
-		t := p.recvs[0]
-		if len(p.mail) > 0 {
-			a := p.mail[0]
-			p.mail[0] = nil
-			p.mail = p.mail[1:]
+	for p.recvs.len() > 0 {
+		t := p.recvs.first()
+		if p.mail.len() > 0 {
+			a := p.mail.pop()
 			p.shiftRecvLocked()
 			p.receivedLocked(t, t.copyLocked(a.buf), a.total)
 			continue
@@ -472,6 +475,7 @@ func (s *session) takenLocked(seq uint64, o wire.Outcome, text string) error {
 			s.peer.failLocked(t, fmt.Errorf("the peer's recv ended: %w", err))
 		} else {
 			t.result.N, t.result.Total = t.n, t.n
+			t.free = x.letter.op == wire.Message && x.letter.through.Load()
 			if x.loan != nil && x.pulls == 0 && o.Bytes > 0 {
 				s.peer.countLocked(func(c *counts) { c.direct[OpSend].Add(uint64(t.n)) })
 			}
@@ -556,7 +560,7 @@ func (s *session) closeMailLocked(why error) {
 			p.failLocked(x.task, why)
 		}
 	}
-	for _, t := range s.sendq {
+	for _, t := range s.sendq.all() {
 		p.failLocked(t, why)
 	}
 	if s.lending != nil {
@@ -572,10 +576,12 @@ func (s *session) closeMailLocked(why error) {
 		}
 	}
 	slices.SortFunc(whole, func(a, b *arrival) int { return int(int64(a.seq - b.seq)) })
-	p.mail = append(p.mail, whole...)
-	for _, t := range p.recvs {
+	for _, a := range whole {
+		p.mail.push(a)
+	}
+	for _, t := range p.recvs.all() {
 		p.failLocked(t, why)
 	}
-	p.recvs = nil
-	s.untaken, s.sendq, s.arrivals = nil, nil, nil
+	p.recvs = queue[*task]{}
+	s.untaken, s.sendq, s.arrivals = nil, queue[*task]{}, nil
 }

@@ -75,31 +75,41 @@ type Result struct {
 // Future is the handle of one operation, or of a batch. Its methods may be called from any
 // goroutine.
 type Future struct {
-	peer  *Peer
-	tasks []*task
-	left  atomic.Int32 // tasks that have not ended
-	one   task         // of a future of one operation
-	list  [1]*task
+	peer    *Peer
+	results []result
+	one     [1]result    // of a future of one operation
+	left    atomic.Int32 // operations that have not ended
 
 	mu   sync.Mutex
 	done chan struct{} // made when it is first needed
 }
 
-// task is an operation under way. peer.mu guards it, except gate.
+// result is the end of an operation of a Future. peer.mu guards it until all have ended.
+type result struct {
+	Result
+	task *task // nil: it has ended
+}
+
+// task is an operation under way. peer.mu guards it, except gate. It is apart from the Future,
+// which a program may keep: a task that is free when it ends is used again for another operation,
+// with its piece and its post.
 type task struct {
 	Op
 	future   *Future
+	result   *result
 	gate     gate.Gate // of Local
 	n        int64     // bytes of Local
 	deadline time.Time
 	at       int // index in the peer's heap of deadlines; -1: none
 	stage    stage
 	ended    bool
-	result   Result
+	free     bool // once it has ended, nothing but Peer.over refers to it or a part of it
 
-	pieces  []*piece // of a read or a write
+	pieces  []piece  // of a read or a write
+	first   [1]piece // those, if there is one
 	running int      // pieces that have not ended
 	seq     uint64   // of a message
+	post    post     // of a send
 	letter  *arrival // of a recv that has a message
 
 	remote RemoteRegion // of a read or a write that was begun
@@ -124,22 +134,31 @@ const (
 type piece struct {
 	link.Out // of a write
 	task     *task
-	region   RemoteRegion
 	conn     *link.Conn
 	id       uint64
 	off      int64 // in the range
 	n        int64
 	got      int64
-	begun    bool  // the request was given to conn
-	headed   bool  // the connection's: a frame of a write was sent
-	failed   error // why the bytes were not placed
+	begun    bool        // the request was given to conn
+	arriving bool        // conn places bytes of a read
+	headed   bool        // the connection's: a frame of a write was sent
+	through  atomic.Bool // all of a write was sent: conn has done with it
+	failed   error       // why the bytes were not placed
+}
+
+// restsLocked reports whether conn does not use a piece any more whose request has ended.
+func (p *piece) restsLocked() bool {
+	if p.task.Kind == OpWrite {
+		return p.through.Load()
+	}
+	return !p.arriving
 }
 
 // Head implements link.Framer, for a write.
 func (p *piece) Head(b []byte, at, n int64) []byte {
 	p.headed = true
 	b = wire.Header{Size: uint64(wire.RangeSize + n), Address: p.id, Op: wire.Put}.Append(b)
-	return wire.Range{Region: p.region.id, Generation: p.region.generation,
+	return wire.Range{Region: p.task.remote.id, Generation: p.task.remote.generation,
 		Offset: uint64(p.task.Offset + p.off + at), Total: uint64(p.n)}.Append(b)
 }
 
@@ -147,6 +166,7 @@ func (p *piece) Head(b []byte, at, n int64) []byte {
 func (p *piece) Tail(b []byte, ok bool) []byte {
 	switch {
 	case ok:
+		p.through.Store(true)
 		return b
 	case !p.headed: // the peer does not know of it
 		p.task.future.peer.unsent(p, p.Err())
@@ -163,6 +183,8 @@ type letter struct {
 	seq uint64
 	off int64 // of a Piece: in the message; of an Offer or a Lend: the length of the message
 	of  *post // not of a Dropped
+	// through says that all was sent: the connection has done with it.
+	through atomic.Bool
 	// unsent says that nothing of a Message was sent, or will be.
 	unsent atomic.Bool
 }
@@ -194,8 +216,9 @@ func (l *letter) Tail(b []byte, ok bool) []byte {
 		l.unsent.Store(true)
 		return wire.Header{Address: l.seq, Op: wire.Dropped}.Append(b)
 	case l.op == wire.Piece:
-		return wire.Header{Address: l.seq, Op: wire.Sent}.Append(b)
+		b = wire.Header{Address: l.seq, Op: wire.Sent}.Append(b)
 	}
+	l.through.Store(true)
 	return b
 }
 
@@ -291,16 +314,16 @@ func (f *Future) Err() error {
 	if !f.Ended() {
 		return nil
 	}
-	for _, t := range f.tasks {
-		if t.result.Err != nil {
-			return t.result.Err
+	for i := range f.results {
+		if err := f.results[i].Err; err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
 // Len returns the number of operations.
-func (f *Future) Len() int { return len(f.tasks) }
+func (f *Future) Len() int { return len(f.results) }
 
 // Result returns the result of operation i of the batch, in the order of Batch's argument, once all
 // have ended; before, it panics.
@@ -308,7 +331,7 @@ func (f *Future) Result(i int) Result {
 	if !f.Ended() {
 		panic("endpoint: Result of a Future that is not done")
 	}
-	return f.tasks[i].result
+	return f.results[i].Result
 }
 
 // Wait waits for the operations and returns Err. When ctx ends first, it cancels those that have
@@ -340,8 +363,8 @@ func (f *Future) Cancel() { f.cancel(ErrCancelled) }
 func (f *Future) cancel(err error) {
 	p := f.peer
 	p.mu.Lock()
-	for _, t := range f.tasks {
-		if !t.ended {
+	for i := range f.results {
+		if t := f.results[i].task; t != nil {
 			p.giveUpLocked(t, fmt.Errorf("%s: %w", t.what(), err))
 		}
 	}
@@ -349,10 +372,8 @@ func (f *Future) cancel(err error) {
 	<-f.Done() // another goroutine may be about to end them
 }
 
-// finish ends a task whose result is set. Without locks.
-func (t *task) finish() {
-	t.gate.Close()
-	f := t.future
+// finish notes that one of the operations has ended, whose result is set. Without locks.
+func (f *Future) finish() {
 	if f.left.Add(-1) > 0 {
 		return
 	}

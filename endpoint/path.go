@@ -101,7 +101,7 @@ type path struct {
 	state pathState
 	conn  *card.Conn // of the state direct
 
-	queue    []*task            // that wait for a flight
+	queue    queue[*task]       // that wait for a flight
 	flights  int                // goroutines that move operations
 	aboard   map[*task]struct{} // whose memory the device may access
 	stranded []*task            // that the connections carry when the path is fenced
@@ -192,7 +192,7 @@ func (p *path) takeLocked(t *task, r RemoteRegion) bool {
 	t.key = k
 	t.stage = moving
 	s.frames++ // so that the session is not idle
-	p.queue = append(p.queue, t)
+	p.queue.push(t)
 	p.flyLocked()
 	return true
 }
@@ -248,7 +248,7 @@ func (s *session) keyLocked(id, address, remote uint64) error {
 
 // flyLocked starts a flight for what waits.
 func (p *path) flyLocked() {
-	if p.flights < maxFlights && len(p.queue) > 0 && p.s.ep.goes(p.fly) {
+	if p.flights < maxFlights && p.queue.len() > 0 && p.s.ep.goes(p.fly) {
 		p.flights++
 	}
 }
@@ -277,14 +277,13 @@ func (p *path) fly() {
 // groupLocked takes the first operations off the queue.
 func (p *path) groupLocked() (group []*task, requests []card.Request) {
 	bytes := int64(0)
-	for len(p.queue) > 0 && len(group) < maxGrouped {
-		t := p.queue[0]
+	for p.queue.len() > 0 && len(group) < maxGrouped {
+		t := p.queue.first()
 		local := t.localOf()
 		if !t.ended && len(group) > 0 && (bytes+int64(local.Len()) > maxGroup || !t.key.joins(group[0].key)) {
 			break
 		}
-		p.queue[0] = nil
-		p.queue = p.queue[1:]
+		p.queue.pop()
 		if t.ended {
 			continue
 		}
@@ -296,7 +295,7 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 		requests = append(requests, card.Request{Write: t.Kind == OpWrite, Local: local,
 			Exporter: p.s.ep.ctx.exporter(local), Remote: t.key.address + uint64(t.Offset), Key: t.key.remote})
 	}
-	if len(p.queue) > 0 {
+	if p.queue.len() > 0 {
 		p.flyLocked()
 	}
 	return group, requests
@@ -337,9 +336,10 @@ func (p *path) landLocked(group []*task, conn *card.Conn, err error) {
 		case err == nil:
 			t.result.N, t.result.Total = t.n, t.n
 			s.peer.countLocked(func(c *counts) { c.direct[t.Kind].Add(uint64(t.n)) })
+			t.free = true
 			s.peer.endLocked(t)
 		case errors.As(err, new(*card.MemoryError)):
-			s.sendPiecesLocked(t, t.remote)
+			s.sendPiecesLocked(t)
 		default:
 			t.key.failedLocked(err, group)
 			p.stranded = append(p.stranded, t)
@@ -428,8 +428,8 @@ func (p *path) downLocked(conn *card.Conn, why error) {
 	p.state, p.conn, p.fenced = fencing, nil, false
 	p.s.ep.log.Warn("endpoint: RDMA is not used for a while", "peer", p.s.peer, "pause", p.pause, "err", why)
 	p.s.peer.countLocked(func(c *counts) { c.detours++ })
-	p.stranded = append(p.stranded, p.queue...)
-	p.queue = nil
+	p.stranded = append(p.stranded, p.queue.all()...)
+	p.queue = queue[*task]{}
 	p.s.ep.goes(func() { // else the session ends
 		conn.Fail()
 		peer := p.s.peer
@@ -456,7 +456,7 @@ func (p *path) settleLocked() {
 		case t.Kind == OpRecv:
 			p.s.pullPartsLocked(t.letter)
 		default:
-			p.s.sendPiecesLocked(t, t.remote)
+			p.s.sendPiecesLocked(t)
 		}
 	}
 	p.s.freedLocked()
@@ -466,13 +466,13 @@ func (p *path) settleLocked() {
 // waiter when the line is closed.
 func (p *path) breakLocked(why error) {
 	p.state, p.conn = never, nil
-	for _, t := range slices.Concat(p.queue, p.stranded) {
+	for _, t := range slices.Concat(p.queue.all(), p.stranded) {
 		p.s.peer.failLocked(t, why)
 	}
 	for t := range p.aboard {
 		p.s.peer.failLocked(t, why)
 	}
-	p.queue, p.stranded = nil, nil
+	p.queue, p.stranded = queue[*task]{}, nil
 	if p.grace != nil {
 		p.grace.Stop()
 	}
@@ -480,7 +480,7 @@ func (p *path) breakLocked(why error) {
 
 // restsLocked reports whether nothing is under way.
 func (p *path) restsLocked() bool {
-	return p == nil || len(p.queue)+len(p.aboard)+len(p.stranded) == 0
+	return p == nil || p.queue.len()+len(p.aboard)+len(p.stranded) == 0
 }
 
 // usedLocked reports whether the path was used within d, which the peer cannot see.

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
 	"tutti/endpoint/stats"
@@ -26,16 +27,16 @@ type Peer struct {
 	name atomic.Pointer[string] // nil: it has not told it
 
 	mu          sync.Mutex
-	info        Info          // Addrs is empty if it was never told
-	wanted      bool          // Connect asked for it
-	session     *session      // nil: not connected
-	lastSession uint64        // its id, or that of the one before
-	coming      *session      // whose connections are arriving
-	awaited     chan struct{} // closed when there is a session; nil: no call waits
-	dialling    chan struct{} // closed when the dial ends; nil: none
-	waiting     []*task       // for a session
-	recvs       []*task       // in order; the first has not ended
-	mail        []*arrival    // complete messages of earlier sessions
+	info        Info            // Addrs is empty if it was never told
+	wanted      bool            // Connect asked for it
+	session     *session        // nil: not connected
+	lastSession uint64          // its id, or that of the one before
+	coming      *session        // whose connections are arriving
+	awaited     chan struct{}   // closed when there is a session; nil: no call waits
+	dialling    chan struct{}   // closed when the dial ends; nil: none
+	waiting     []*task         // for a session
+	recvs       queue[*task]    // in order; the first has not ended
+	mail        queue[*arrival] // complete messages of earlier sessions
 	due         deadlines
 	timer       *time.Timer // for the first of due
 	alarm       time.Time   // when it fires; zero: it does not
@@ -46,9 +47,11 @@ type Peer struct {
 	counts      counts
 	forgotten   bool // counts are those of the endpoint
 
-	// What unlock does after it has unlocked.
-	over  []*task
-	dirty []*link.Conn
+	// What release does after it has unlocked.
+	over  []*task      // that end
+	dirty []*link.Conn // that have something to send
+
+	spareTasks pool[task] // those that were free
 }
 
 // peerID is what a peer has proved to be.
@@ -120,38 +123,25 @@ func (p *Peer) Recv(dst []byte) *Future {
 // Start starts one operation. Wrong arguments are the Future's error.
 func (p *Peer) Start(op Op) *Future {
 	f := &Future{peer: p}
-	f.one.Op = op
-	f.list[0] = &f.one
-	f.tasks = f.list[:]
-	return p.start(f)
+	f.results = f.one[:]
+	return p.start(f, []Op{op})
 }
 
 // Batch starts operations, any number and mixture of them, with one Future. They may be done in any
 // order, except that messages keep theirs. An operation that fails does not end the others.
 func (p *Peer) Batch(ops []Op) *Future {
-	f := &Future{peer: p, tasks: make([]*task, len(ops))}
-	tasks := make([]task, len(ops))
-	for i := range ops {
-		tasks[i].Op = ops[i]
-		f.tasks[i] = &tasks[i]
-	}
-	return p.start(f)
+	return p.start(&Future{peer: p, results: make([]result, len(ops))}, ops)
 }
 
-func (p *Peer) start(f *Future) *Future {
-	f.left.Store(int32(len(f.tasks)))
-	now := time.Now()
-	for _, t := range f.tasks {
-		t.future, t.at = f, -1
-		t.result.Err = t.check(p.ep.ctx)
-		t.n = t.len()
-		if t.Timeout == 0 {
-			t.Timeout = p.ep.cfg.Timeout
-		}
-		t.deadline = now.Add(t.Timeout)
+func (p *Peer) start(f *Future, ops []Op) *Future {
+	f.left.Store(int32(len(ops)))
+	for i := range ops {
+		f.results[i].Err = ops[i].check(p.ep.ctx)
 	}
+	now := time.Now()
 	p.mu.Lock()
-	for _, t := range f.tasks {
+	for i := range ops {
+		t := p.newTaskLocked(f, i, ops[i], now)
 		switch {
 		case t.result.Err != nil:
 			p.endLocked(t)
@@ -164,24 +154,32 @@ func (p *Peer) start(f *Future) *Future {
 		}
 	}
 	p.alarmLocked(now)
-	if s := p.session; s != nil && s.up && s.holdLocked(f) {
-		over, dirty := p.takeLocked()
-		p.mu.Unlock()
-		for _, c := range dirty {
-			c.FlushSoon()
-		}
-		finish(over)
-		return f
+	flush := (*link.Conn).Flush
+	if s := p.session; s != nil && s.up && s.holdLocked(ops) {
+		flush = (*link.Conn).FlushSoon
 	}
-	p.unlock()
+	p.release(flush)
 	return f
+}
+
+// newTaskLocked makes the task of operation i of a future.
+func (p *Peer) newTaskLocked(f *Future, i int, op Op, now time.Time) *task {
+	t := p.spareTasks.take()
+	t.Op, t.future, t.result, t.at = op, f, &f.results[i], -1
+	t.result.task = t
+	t.n = t.len()
+	if t.Timeout == 0 {
+		t.Timeout = p.ep.cfg.Timeout
+	}
+	t.deadline = now.Add(t.Timeout)
+	return t
 }
 
 // admitLocked starts a task.
 func (p *Peer) admitLocked(t *task) {
 	if t.Kind == OpRecv {
 		t.stage = receiving
-		p.recvs = append(p.recvs, t)
+		p.recvs.push(t)
 		p.matchLocked()
 		return
 	}
@@ -201,6 +199,7 @@ func (p *Peer) admitLocked(t *task) {
 // set.
 func (p *Peer) endLocked(t *task) {
 	t.ended = true
+	t.result.task = nil
 	p.endedLocked(t)
 	p.due.remove(t)
 	if t.flight == nil { // else it is over when it lands
@@ -228,7 +227,7 @@ func (p *Peer) giveUpLocked(t *task, err error) {
 	if p.dead++; p.dead > 64 && p.dead > len(p.due) { // they are skipped, but not forgotten
 		p.dead = 0
 		p.waiting = slices.DeleteFunc(p.waiting, ended)
-		p.recvs = slices.DeleteFunc(p.recvs, ended)
+		p.recvs.drop(ended)
 		if s := p.session; s != nil {
 			s.compactLocked()
 		}
@@ -239,57 +238,64 @@ func ended(t *task) bool { return t.ended }
 
 // shiftRecvLocked takes the first recv off the list.
 func (p *Peer) shiftRecvLocked() {
-	p.recvs[0] = nil
-	p.recvs = p.recvs[1:]
+	p.recvs.pop()
 	p.trimRecvsLocked()
 }
 
 // trimRecvsLocked takes recvs that were given up off the list's front.
 func (p *Peer) trimRecvsLocked() {
-	for len(p.recvs) > 0 && p.recvs[0].ended {
-		p.recvs[0] = nil
-		p.recvs = p.recvs[1:]
+	for p.recvs.len() > 0 && p.recvs.first().ended {
+		p.recvs.pop()
 	}
 }
 
-// takeLocked returns the tasks that are over, and the connections that have something to send.
-func (p *Peer) takeLocked() (over []*task, dirty []*link.Conn) {
-	over, dirty = p.over, p.dirty
-	p.over, p.dirty = nil, nil
-	return over, dirty
-}
-
-func finish(tasks []*task) {
-	for _, t := range tasks {
-		t.finish()
+// release releases mu, flushes the connections that have something to send and ends the tasks that
+// are over. Those that are free are used again at once.
+func (p *Peer) release(flush func(*link.Conn)) {
+	type ending struct {
+		future *Future
+		gate   *gate.Gate // to be closed; nil: nobody else knows it
 	}
-}
-
-// unlock releases mu, ends the tasks that are over and sends what there is to send.
-func (p *Peer) unlock() {
-	over, dirty := p.takeLocked()
+	var endings [8]ending // a longer list is on the heap
+	var conns [4]*link.Conn
+	over, dirty := endings[:0], append(conns[:0], p.dirty...)
+	for _, t := range p.over {
+		e := ending{future: t.future}
+		if t.free {
+			p.spareTasks.put(t)
+		} else {
+			e.gate = &t.gate
+		}
+		over = append(over, e)
+	}
+	p.over, p.dirty = emptied(p.over), emptied(p.dirty)
 	p.mu.Unlock()
 	for _, c := range dirty {
-		c.Flush()
+		flush(c)
 	}
-	finish(over)
+	for _, e := range over {
+		if e.gate != nil {
+			e.gate.Close()
+		}
+		e.future.finish()
+	}
 }
+
+// unlock is release that flushes at once.
+func (p *Peer) unlock() { p.release((*link.Conn).Flush) }
 
 // settle is unlock for a handler of c, which is flushed when all that has arrived is handled.
 func (p *Peer) settle(c *link.Conn) {
-	over, dirty := p.takeLocked()
-	p.mu.Unlock()
-	for _, d := range dirty {
+	p.release(func(d *link.Conn) {
 		if d == c {
 			c.FlushAfter()
 		} else {
 			d.Flush()
 		}
-	}
-	finish(over)
+	})
 }
 
-// touchLocked has unlock flush c.
+// touchLocked has release flush c.
 func (p *Peer) touchLocked(c *link.Conn) {
 	for _, d := range p.dirty {
 		if d == c {
@@ -335,12 +341,12 @@ func (p *Peer) polled(f *Future) []*link.Conn {
 	if s == nil || !s.up {
 		return nil
 	}
-	if !slices.ContainsFunc(f.tasks, func(t *task) bool { return !t.ended && t.key == nil }) {
+	if !slices.ContainsFunc(f.results, func(r result) bool { return r.task != nil && r.task.key == nil }) {
 		return nil // the path has all of them
 	}
 	if len(s.conns) > 1 {
-		for _, t := range f.tasks {
-			if !t.ended && (t.running > 1 || t.letter != nil && t.letter.pulls > 1) {
+		for i := range f.results {
+			if t := f.results[i].task; t != nil && (t.running > 1 || t.letter != nil && t.letter.pulls > 1) {
 				return s.conns
 			}
 		}
@@ -579,7 +585,7 @@ func (p *Peer) leave(why error) {
 	for len(p.due) > 0 {
 		p.failLocked(p.due[0], why)
 	}
-	p.recvs, p.mail = nil, nil
+	p.recvs, p.mail = queue[*task]{}, queue[*arrival]{}
 	if p.timer != nil {
 		p.timer.Stop()
 	}

@@ -41,14 +41,16 @@ type session struct {
 	// Requests of this end.
 	last     uint64
 	requests map[uint64]request
-	backlog  []*piece          // that do not fit
+	backlog  queue[*piece]     // that do not fit
 	fences   int               // writes that were given up, and that the peer may still be placing
 	queries  map[string]*query // lookups, by the names of the regions
-	asking   []*query          // that do not fit
+	asking   queue[*query]     // that do not fit
 
 	// Requests of the peer.
 	serving map[uint64]*service
 	owed    int // requests that were not answered
+
+	spareServices pool[service] // that have ended
 
 	held int // operations in succession that holdLocked has held
 
@@ -96,7 +98,7 @@ const (
 // newSession makes a session of count connections. p.mu is held.
 func newSession(p *Peer, id uint64, count int) *session {
 	room := int64(window)
-	for _, a := range p.mail {
+	for _, a := range p.mail.all() {
 		room -= int64(wire.Cost(uint64(a.total)))
 	}
 	return &session{ep: p.ep, peer: p, id: id, conns: make([]*link.Conn, count),
@@ -198,13 +200,13 @@ func (s *session) breakLocked(why error) {
 			s.endQueryLocked(r.query, why)
 		}
 	}
-	for _, pc := range s.backlog {
+	for _, pc := range s.backlog.all() {
 		p.failLocked(pc.task, why)
 	}
-	for _, q := range s.asking {
+	for _, q := range s.asking.all() {
 		s.endQueryLocked(q, why)
 	}
-	s.requests, s.backlog, s.asking = nil, nil, nil
+	s.requests, s.backlog, s.asking = nil, queue[*piece]{}, queue[*query]{}
 	if s.path != nil {
 		s.path.breakLocked(why)
 	}
@@ -248,8 +250,8 @@ func (s *session) fullLocked() bool {
 // holdLocked reports whether an operation that was just started is better sent with the next ones:
 // it is small, and at least twice as many are with the peer as are held. A program that keeps
 // several under way starts one for each that has ended, and answers often arrive together.
-func (s *session) holdLocked(f *Future) bool {
-	if len(f.tasks) != 1 || f.tasks[0].n > smallest || 2*(s.held+1) > len(s.requests)+len(s.untaken) {
+func (s *session) holdLocked(ops []Op) bool {
+	if len(ops) != 1 || ops[0].len() > smallest || 2*(s.held+1) > len(s.requests)+len(s.untaken) {
 		s.held = 0
 		return false
 	}
@@ -260,7 +262,7 @@ func (s *session) holdLocked(f *Future) bool {
 // askLocked sends a query, or puts it behind what is under way.
 func (s *session) askLocked(q *query) {
 	if s.fullLocked() {
-		s.asking = append(s.asking, q)
+		s.asking.push(q)
 		return
 	}
 	c := s.conns[0]
@@ -316,24 +318,24 @@ func (s *session) issueLocked(t *task, r RemoteRegion) {
 	}
 	t.remote = r
 	if s.path == nil || !s.path.takeLocked(t, r) {
-		s.sendPiecesLocked(t, r)
+		s.sendPiecesLocked(t)
 	}
 }
 
 // sendPiecesLocked has the connections carry a read or a write.
-func (s *session) sendPiecesLocked(t *task, r RemoteRegion) {
+func (s *session) sendPiecesLocked(t *task) {
 	k, part := s.share(t.n)
 	t.stage = moving
 	t.running = int(k)
-	pieces := make([]piece, k)
-	t.pieces = make([]*piece, k)
-	for i := range pieces {
-		pc := &pieces[i]
-		pc.task, pc.region = t, r
+	if t.pieces = t.first[:]; k > 1 {
+		t.pieces = make([]piece, k)
+	}
+	for i := range t.pieces {
+		pc := &t.pieces[i]
+		pc.task = t
 		pc.off = int64(i) * part
 		pc.n = min(part, t.n-pc.off)
 		pc.conn = s.conns[i]
-		t.pieces[i] = pc
 		s.putLocked(pc)
 	}
 }
@@ -357,7 +359,7 @@ func (s *session) fencedLocked() bool {
 func (s *session) putLocked(pc *piece) {
 	if s.fullLocked() || s.fencedLocked() {
 		pc.task.stage = queued
-		s.backlog = append(s.backlog, pc)
+		s.backlog.push(pc)
 		return
 	}
 	t := pc.task
@@ -371,7 +373,7 @@ func (s *session) putLocked(pc *piece) {
 	} else {
 		var buf [wire.HeaderSize + wire.RangeSize]byte
 		b := wire.Header{Size: wire.RangeSize, Address: pc.id, Op: wire.Get}.Append(buf[:0])
-		pc.conn.Later(wire.Range{Region: pc.region.id, Generation: pc.region.generation,
+		pc.conn.Later(wire.Range{Region: t.remote.id, Generation: t.remote.generation,
 			Offset: uint64(t.Offset + pc.off), Total: uint64(pc.n)}.Append(b))
 	}
 	s.peer.touchLocked(pc.conn)
@@ -379,18 +381,13 @@ func (s *session) putLocked(pc *piece) {
 
 // freedLocked starts pieces of the backlog for which there is room now.
 func (s *session) freedLocked() {
-	for len(s.asking) > 0 && !s.fullLocked() {
-		q := s.asking[0]
-		s.asking = s.asking[1:]
-		if !q.ended {
+	for s.asking.len() > 0 && !s.fullLocked() {
+		if q := s.asking.pop(); !q.ended {
 			s.askLocked(q)
 		}
 	}
-	for len(s.backlog) > 0 && !s.fullLocked() && !s.fencedLocked() {
-		pc := s.backlog[0]
-		s.backlog[0] = nil
-		s.backlog = s.backlog[1:]
-		if !pc.task.ended {
+	for s.backlog.len() > 0 && !s.fullLocked() && !s.fencedLocked() {
+		if pc := s.backlog.pop(); !pc.task.ended {
 			s.putLocked(pc)
 		}
 	}
@@ -406,7 +403,8 @@ func (s *session) withdrawLocked(t *task) {
 	if t.flight != nil {
 		t.flight.giveUpLocked()
 	}
-	for _, pc := range t.pieces {
+	for i := range t.pieces {
+		pc := &t.pieces[i]
 		r, open := s.requests[pc.id]
 		if !pc.begun || !open || r.piece != pc {
 			continue
@@ -431,8 +429,8 @@ func (s *session) withdrawLocked(t *task) {
 
 // compactLocked forgets tasks that have ended.
 func (s *session) compactLocked() {
-	s.backlog = slices.DeleteFunc(s.backlog, func(pc *piece) bool { return pc.task.ended })
-	s.sendq = slices.DeleteFunc(s.sendq, ended)
+	s.backlog.drop(func(pc *piece) bool { return pc.task.ended })
+	s.sendq.drop(ended)
 	for _, q := range s.queries {
 		q.then = slices.DeleteFunc(q.then, ended)
 	}
@@ -584,6 +582,7 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 	}
 	switch t := sink.Token.(type) {
 	case *piece:
+		t.arriving = false
 		if !stored && !t.task.ended && t.failed == nil {
 			t.failed = cmp.Or(sink.Err, errors.New("it was closed"))
 		}
@@ -648,6 +647,7 @@ func (s *session) dataLocked(c *link.Conn, id, off, n uint64) (link.Sink, error)
 			wire.ErrFrame, n, off, pc.n, pc.got)
 	}
 	pc.got += int64(n)
+	pc.arriving = true
 	return link.Sink{Gate: &pc.task.gate, File: pc.task.File, Off: pc.task.FileOffset + pc.off + int64(off),
 		Token: pc}, nil
 }
@@ -706,6 +706,7 @@ func (s *session) pieceDoneLocked(pc *piece, code wire.Code, err error) {
 	}
 	if t.running--; t.running == 0 {
 		t.result.Total = t.result.N
+		t.free = len(t.pieces) == 1 && pc.restsLocked()
 		s.peer.endLocked(t)
 	}
 }
@@ -742,7 +743,8 @@ func (s *session) answerWhyLocked(c *link.Conn, id uint64, code wire.Code, n uin
 // replyLocked is answerWhyLocked without a count, for requests that belong to no operation.
 func (s *session) replyLocked(c *link.Conn, id uint64, code wire.Code, n uint64, why string) {
 	s.owed--
-	c.Later(done(nil, id, code, n, why))
+	var buf [wire.HeaderSize + wire.OutcomeSize]byte
+	c.Later(done(buf[:0], id, code, n, why))
 	s.peer.touchLocked(c)
 }
 
@@ -793,13 +795,21 @@ func (s *session) getLocked(c *link.Conn, id uint64, x wire.Range) error {
 		s.answerLocked(c, id, code, 0)
 		return nil
 	}
-	sv := &service{session: s, conn: c, region: r, id: id}
+	sv := s.newServiceLocked(c, id)
+	sv.region = r
 	sv.Framer, sv.Off, sv.N = sv, r.base+int64(x.Offset), int64(x.Total)
 	sv.Gate, sv.File = &r.gate, r.file
-	s.serving[id] = sv
 	c.Queue(&sv.Out)
 	s.peer.touchLocked(c)
 	return nil
+}
+
+// newServiceLocked notes a request of the peer that takes more than one frame.
+func (s *session) newServiceLocked(c *link.Conn, id uint64) *service {
+	sv := s.spareServices.take()
+	sv.session, sv.conn, sv.id = s, c, id
+	s.serving[id] = sv
+	return sv
 }
 
 // Head implements link.Framer, for the answer to a read.
@@ -830,7 +840,9 @@ func (sv *service) Tail(b []byte, ok bool) []byte {
 		code, n = wire.Stale, 0
 	}
 	s.peer.servedLocked(OpRead, code, n)
-	return done(b, sv.id, code, n, why)
+	b = done(b, sv.id, code, n, why)
+	s.spareServices.put(sv)
+	return b
 }
 
 // placeLocked serves a frame of a write.
@@ -840,8 +852,8 @@ func (s *session) placeLocked(c *link.Conn, id uint64, x wire.Range, n uint64) (
 		if err := s.oweLocked(c); err != nil {
 			return link.Sink{}, err
 		}
-		sv = &service{session: s, conn: c, id: id, write: true, total: x.Total}
-		s.serving[id] = sv
+		sv = s.newServiceLocked(c, id)
+		sv.write, sv.total = true, x.Total
 	}
 	if !sv.write || sv.conn != c || sv.total != x.Total || n > x.Total-sv.got || n == 0 && x.Total > 0 {
 		return link.Sink{}, fmt.Errorf("%w: %d bytes for write %d of %d, of which %d have come", wire.ErrFrame, n, id,
@@ -882,6 +894,7 @@ func (s *session) placedLocked(c *link.Conn, sv *service, stored bool, err error
 		s.peer.servedLocked(OpWrite, wire.OK, n)
 	}
 	s.answerWhyLocked(c, sv.id, sv.code, n, sv.why)
+	s.spareServices.put(sv)
 	return nil
 }
 

@@ -47,3 +47,40 @@ func (s *spares) remove(i int) {
 	s.size -= cap(s.bufs[i])
 	s.bufs = slices.Delete(s.bufs, i, i+1)
 }
+
+// Bounds of what is kept of other memory to be used again.
+const (
+	mostKept = 64   // objects of a pool
+	mostRoom = 1024 // elements of an empty list
+)
+
+// pool has objects that are used again, because the collector would run often for them.
+type pool[T any] struct{ kept []*T }
+
+// take returns an object, which is zero.
+func (p *pool[T]) take() *T {
+	n := len(p.kept)
+	if n == 0 {
+		return new(T)
+	}
+	x := p.kept[n-1]
+	p.kept = p.kept[:n-1]
+	return x
+}
+
+// put takes an object back that nobody uses any more.
+func (p *pool[T]) put(x *T) {
+	*x = *new(T)
+	if len(p.kept) < mostKept {
+		p.kept = append(p.kept, x)
+	}
+}
+
+// emptied returns a list without its elements that has its memory, unless that is large.
+func emptied[T any](list []T) []T {
+	if cap(list) > mostRoom {
+		return nil
+	}
+	clear(list)
+	return list[:0]
+}

@@ -185,8 +185,8 @@ func (s *session) watchLocked(c *link.Conn, id uint64) error {
 	if s.serving[id] != nil {
 		return fmt.Errorf("%w: request %d is open already", wire.ErrFrame, id)
 	}
-	sv := &service{session: s, conn: c, id: id, watch: true}
-	s.serving[id] = sv
+	sv := s.newServiceLocked(c, id)
+	sv.watch = true
 	s.ep.watchers.add(sv)
 	return nil
 }

@@ -20,6 +20,12 @@ type Instance struct {
 	raw    syscall.RawConn
 	fd     int
 	events []unix.EpollEvent
+	n      int // of events that have come; negative: the call was interrupted
+
+	// look gets events, and reports whether there is something to return. Functions that are made
+	// for each call would be garbage.
+	look    func(epfd uintptr) bool
+	control func(epfd uintptr) // look without a result
 }
 
 // New returns an instance that watches nothing.
@@ -33,6 +39,11 @@ func New() (*Instance, error) {
 		return nil, fmt.Errorf("create an epoll instance: %w", err)
 	}
 	p := &Instance{file: os.NewFile(uintptr(fd), "epoll"), fd: fd, events: make([]unix.EpollEvent, 64)}
+	p.look = func(epfd uintptr) bool {
+		p.n, _ = unix.EpollWait(int(epfd), p.events, 0) // EINTR: what is ready stays ready
+		return p.n != 0
+	}
+	p.control = func(epfd uintptr) { p.look(epfd) }
 	if p.raw, err = p.file.SyscallConn(); err == nil {
 		err = p.file.SetReadDeadline(time.Time{}) // fails unless the runtime's poller took the descriptor
 	}
@@ -74,11 +85,7 @@ func (p *Instance) WakeAt(t time.Time) { p.file.SetReadDeadline(t) }
 // Wait appends to ids those of the events that have come. It returns without any at the time of
 // WakeAt. After Close it returns an error. One goroutine at a time may wait.
 func (p *Instance) Wait(ids []uint64) ([]uint64, error) {
-	n := 0
-	err := p.raw.Read(func(epfd uintptr) bool {
-		n, _ = unix.EpollWait(int(epfd), p.events, 0) // EINTR: n is -1, and what is ready stays ready
-		return n != 0
-	})
+	err := p.raw.Read(p.look)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		p.file.SetReadDeadline(time.Time{})
 		return ids, nil
@@ -86,19 +93,20 @@ func (p *Instance) Wait(ids []uint64) ([]uint64, error) {
 	if err != nil {
 		return ids, err
 	}
-	return p.append(ids, n), nil
+	return p.append(ids), nil
 }
 
 // Look is Wait without waiting. The goroutine that waits may call it.
 func (p *Instance) Look(ids []uint64) ([]uint64, error) {
-	n := 0
-	err := p.raw.Control(func(epfd uintptr) { n, _ = unix.EpollWait(int(epfd), p.events, 0) })
-	return p.append(ids, n), err
+	if err := p.raw.Control(p.control); err != nil {
+		return ids, err
+	}
+	return p.append(ids), nil
 }
 
-// append appends the ids of the first n events.
-func (p *Instance) append(ids []uint64, n int) []uint64 {
-	for _, e := range p.events[:max(n, 0)] {
+// append appends the ids of the events that have come.
+func (p *Instance) append(ids []uint64) []uint64 {
+	for _, e := range p.events[:max(p.n, 0)] {
 		ids = append(ids, uint64(uint32(e.Fd))|uint64(uint32(e.Pad))<<32)
 	}
 	return ids
