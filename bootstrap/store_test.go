@@ -31,6 +31,9 @@ type backend struct {
 	expire func(bootstrap.Store)              // a handle's lease ends, without its doing; nil: cannot
 }
 
+// opTimeout lets a store on a busy machine wait for its disk.
+const opTimeout = 5 * time.Second
+
 func each(t *testing.T, f func(t *testing.T, b *backend)) {
 	t.Run("memory", func(t *testing.T) {
 		m := storetest.NewMemory()
@@ -44,7 +47,7 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 		e := startEtcd(t)
 		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store {
 			return dial(t, e,
-				bootstrap.StoreConfig{OpTimeout: time.Second})
+				bootstrap.StoreConfig{OpTimeout: opTimeout})
 		}, func() { e.Close() }, nil})
 	})
 	t.Run("meeting", func(t *testing.T) {
@@ -55,14 +58,14 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 		stop = sync.OnceFunc(stop)
 		t.Cleanup(stop)
 		f(t, &backend{"meeting", func(t testing.TB) bootstrap.Store {
-			return dial(t, nil, bootstrap.StoreConfig{Address: address, OpTimeout: time.Second})
+			return dial(t, nil, bootstrap.StoreConfig{Address: address, OpTimeout: opTimeout})
 		}, stop, nil})
 	})
 	t.Run("site", func(t *testing.T) {
 		s := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 		p := newProxy(t, strings.TrimPrefix(s.Address, "etcds://"))
 		cfg := siteConfig(s)
-		cfg.Address, cfg.OpTimeout = "etcds://"+p.Addr(), time.Second
+		cfg.Address, cfg.OpTimeout = "etcds://"+p.Addr(), opTimeout
 		f(t, &backend{"site", func(t testing.TB) bootstrap.Store { return dial(t, nil, cfg) }, p.Close, nil})
 	})
 }
