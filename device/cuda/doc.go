@@ -44,6 +44,13 @@
 // time, because its calls wait when it has many more. The others follow when the stream has come
 // further and a method of it, or of one of its events, is called.
 //
+// # Places
+//
+// A [Device] is a device.Reserver: a stream gets places for work that the host chooses later, such
+// as a copy from memory of another rank that the host does not know yet. The stream waits in each
+// for a word, and no kernel is resident. The memory of places is used again when a stream has
+// passed them, and freed with the device.
+//
 // # Copies
 //
 // A copy between device memory, and from or to pinned memory of the same device, is one call of the

@@ -31,6 +31,11 @@
 // to [MaxSources]. Max is Min of inverted elements, or is and of inverted bits, and the same
 // inversion orders signed integers as unsigned ones.
 //
+// # Places
+//
+// A [Place] has copies or a reduction that are chosen when its kernels are in a stream already
+// ([Placed]). A kernel reads it from the memory of the device, up to 48 sources.
+//
 // # Packets
 //
 // [Packets] is an allreduce of small messages in one kernel, over inboxes that the ranks have
