@@ -126,6 +126,9 @@ func (v *Device) Reserve(s device.Stream, p device.Places) (device.Stream, error
 		return nil, fmt.Errorf("cuda: %s: %d places for %d bytes, %v of %v: %w", v.loc, p.N, p.Bytes, p.Op, p.DType,
 			device.ErrPlaces)
 	}
+	if err := v.open(); err != nil {
+		return nil, err
+	}
 	if b, ok := s.(borrowed); ok {
 		if err := b.accept(); err != nil {
 			return nil, err
@@ -158,9 +161,16 @@ func (r *reserved) reserve(c carrier) error {
 		host, there := r.place(r.room.host, i), r.place(r.room.device, i)
 		launches := gpukernels.Placed(r.order.Op, r.order.DType, there.Address(), uint64(r.order.Bytes), r.v.info.SMs,
 			done, number)
-		if err := errors.Join(c.waitFor(r.room.words[0], number, r.forge), c.Copy(there, host), c.enqueue(launches[0]),
-			c.enqueue(launches[1])); err != nil {
+		if err := c.waitFor(r.room.words[0], number, r.forge); err != nil {
 			return err
+		}
+		if err := c.Copy(there, host); err != nil {
+			return err
+		}
+		for _, l := range launches {
+			if err := c.enqueue(l); err != nil {
+				return err
+			}
 		}
 	}
 	r.ended, err = c.Record()
@@ -172,12 +182,19 @@ func (r *reserved) place(m mem.Memory, i int) mem.Memory {
 	return m.Slice(i*int(gpukernels.PlaceSize), int(gpukernels.PlaceSize))
 }
 
-// forge says that the carrier is closed, and passes all places: what they have must not change any
-// more.
+// forge says that the carrier is closed, and passes all places.
 func (r *reserved) forge() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.closed = true
+	r.closeLocked()
+}
+
+// closeLocked has the places keep what they have, but for work that was not given to the carrier.
+func (r *reserved) closeLocked() {
+	if r.open {
+		*r.nowLocked() = gpukernels.Place{}
+	}
+	r.closed, r.open = true, false
 }
 
 // flushLocked gives the carrier the place that has work.
@@ -266,8 +283,6 @@ func (r *reserved) WriteValue(word mem.Memory, n uint64) error {
 			return err
 		}
 		r.open = true
-	} else if r.closed {
-		return fmt.Errorf("cuda: %s: %w", r.v.loc, device.ErrClosed)
 	}
 	r.nowLocked().Write(at, n)
 	r.flushLocked()
@@ -289,10 +304,7 @@ func (r *reserved) Record() (device.Event, error) {
 func (r *reserved) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.open && !r.closed {
-		*r.nowLocked() = gpukernels.Place{}
-	}
-	r.closed, r.open = true, false
+	r.closeLocked()
 	raise(r.room.words[0].Word(0), r.base+uint64(r.order.N))
 	return nil
 }

@@ -133,30 +133,38 @@ func testClosedPlaces(t *testing.T, h Harness) {
 	d := h.reserver(t)
 	const n = 100
 	a, b := h.alloc(t, n), h.alloc(t, n)
-	for _, work := range []int{0, 1, 2} {
-		s, err := h.Device.Stream()
-		must(t, err)
-		h.fill(a, bytes.Repeat([]byte{1}, n))
-		h.fill(b, bytes.Repeat([]byte{2}, n))
-		places := reserve(t, d, s, device.Places{N: 2, Bytes: n})
-		var last device.Event
-		for range work {
-			must(t, places.Copy(a, b))
-			last = record(t, places)
-		}
-		if last != nil {
-			must(t, await(t, last))
-		}
-		must(t, s.Close())
-		if err := places.Copy(b, a); work < 2 && !errors.Is(err, device.ErrClosed) || err == nil {
-			t.Errorf("work for places of a stream that is closed: %v", err)
-		}
-		if last != nil && !last.Done() {
-			t.Error("an event is not done any more")
-		}
-		must(t, places.Close())
-		if want := bytes.Repeat([]byte{byte(1 + min(work, 1))}, n); !bytes.Equal(h.Bytes(a), want) {
-			t.Errorf("after %d pieces of work the destination has %v", work, h.Bytes(a)[:3])
+	for work := range 3 {
+		for _, open := range []bool{false, true} {
+			s, err := h.Device.Stream()
+			must(t, err)
+			h.fill(a, bytes.Repeat([]byte{1}, n))
+			h.fill(b, bytes.Repeat([]byte{2}, n))
+			places := reserve(t, d, s, device.Places{N: 3, Bytes: n})
+			come := record(t, places)
+			must(t, await(t, come))
+			for range work {
+				must(t, places.Copy(a.Slice(0, n/2), b.Slice(0, n/2)))
+				come = record(t, places)
+			}
+			must(t, await(t, come))
+			if open { // it is not given to the stream
+				must(t, places.Copy(a, b))
+			}
+			must(t, s.Close())
+			_, err = places.Record()
+			for call, err := range map[string]error{"Copy": places.Copy(b, a), "Record": err} {
+				if !errors.Is(err, device.ErrClosed) {
+					t.Errorf("%s for places of a stream that is closed: %v", call, err)
+				}
+			}
+			if !come.Done() {
+				t.Error("an event is not done any more")
+			}
+			must(t, places.Close())
+			want := append(bytes.Repeat([]byte{byte(1 + min(work, 1))}, n/2), bytes.Repeat([]byte{1}, n/2)...)
+			if !bytes.Equal(h.Bytes(a), want) {
+				t.Errorf("after %d pieces of work the destination has %v", work, h.Bytes(a)[:3])
+			}
 		}
 	}
 }
