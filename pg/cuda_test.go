@@ -147,12 +147,13 @@ func preloads(t *testing.T, join func(Config) (*Group, error), inUse bool) {
 // that, which does not begin yet, and waited for without a look at the stream.
 func TestManyStartedOperationsOnAGPU(t *testing.T) {
 	for name, c := range ways {
-		t.Run(name, func(t *testing.T) { manyStarted(t, fakeGPU(t, c)) })
+		t.Run(name, func(t *testing.T) { manyStarted(t, fakeGPU(t, c), 400, 16) })
+		t.Run(name+", in places", func(t *testing.T) { manyStarted(t, fakeGPU(t, c), 200, 40_000) })
 	}
 }
 
-func manyStarted(t *testing.T, d device.Device) {
-	const n, many, count = 2, 400, 16
+func manyStarted(t *testing.T, d device.Device, many, count int) {
+	const n = 2
 	each(t, n, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
 		s, m, release, err := streamWith(d, 4*count)
 		if err != nil {

@@ -101,7 +101,8 @@ func TestCloseWhileAStreamWaits(t *testing.T) {
 func TestStagingLimit(t *testing.T) {
 	const n, limit, many = 512 << 10, 1 << 20, 12
 	for _, size := range []int{n, 4 * limit} {
-		eachStaged(t, size, Config{StagingLimit: limit}, func(ctx context.Context, g *Group, x *staged) error {
+		cfg := Config{StagingLimit: limit, PeerDevices: "off"}
+		eachStaged(t, size, cfg, func(ctx context.Context, g *Group, x *staged) error {
 			for round := range 3 {
 				x.fill(1 << g.Rank())
 				var works []*Work
@@ -145,7 +146,8 @@ func (x *staged) hold(here bool) (word *atomic.Uint64, free func() error, err er
 // An operation for which there is no room in time fails at all ranks. Those before it succeed.
 func TestStagingLimitInVain(t *testing.T) {
 	const n = 1 << 20
-	eachStaged(t, n, Config{StagingLimit: 2 * n}, func(ctx context.Context, g *Group, x *staged) error {
+	cfg := Config{StagingLimit: 2 * n, PeerDevices: "off"}
+	eachStaged(t, n, cfg, func(ctx context.Context, g *Group, x *staged) error {
 		x.fill(1 << g.Rank())
 		word, free, err := x.hold(g.Rank() == 0)
 		if err != nil {
@@ -242,7 +244,7 @@ func TestRefusedOperationIsToldToOtherRanks(t *testing.T) {
 // Memory that nothing uses is freed.
 func TestIdleStagingBuffersAreFreed(t *testing.T) {
 	const n = 1 << 20
-	eachStaged(t, n, Config{}, func(ctx context.Context, g *Group, x *staged) error {
+	eachStaged(t, n, Config{PeerDevices: "off"}, func(ctx context.Context, g *Group, x *staged) error {
 		if err := g.Start(x.or()).Wait(ctx); err != nil {
 			return err
 		}

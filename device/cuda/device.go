@@ -100,11 +100,7 @@ func (v *Device) load(ptx []byte, preload bool) (err error) {
 		}
 		v.functions[name] = f
 	}
-	m, err := v.AllocHost(1)
-	if err != nil {
-		return err
-	}
-	return v.FreeHost(m)
+	return v.rooms.prepare(v)
 }
 
 // Info describes the GPU.

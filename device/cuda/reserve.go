@@ -64,7 +64,24 @@ func (r *rooms) take(v *Device, n int) (*room, error) {
 			return x, nil
 		}
 	}
-	x := &room{capacity: capacity, uses: uint64(n) + 1}
+	x, err := r.addLocked(v, capacity)
+	if err != nil {
+		return nil, err
+	}
+	x.uses = uint64(n) + 1
+	return x, nil
+}
+
+// prepare makes a room, so that the first operation need not.
+func (r *rooms) prepare(v *Device) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	_, err := r.addLocked(v, roomUnit)
+	return err
+}
+
+func (r *rooms) addLocked(v *Device, capacity int) (*room, error) {
+	x := &room{capacity: capacity}
 	size := capacity * int(gpukernels.PlaceSize)
 	whole, err := v.AllocHost(size + len(x.words)*mem.WordSize)
 	if err != nil {

@@ -13,14 +13,13 @@ import (
 	"tutti/mem"
 )
 
-// reserver returns the device, or ends the test if its streams have no places.
-func (h Harness) reserver(t *testing.T) device.Reserver {
-	t.Helper()
-	d, ok := h.Device.(device.Reserver)
-	if !ok {
-		t.Skip("the streams of this device have no places")
+// placed returns the test of a device whose streams have places, and of none other.
+func placed(f func(t *testing.T, h Harness, d device.Reserver)) func(t *testing.T, h Harness) {
+	return func(t *testing.T, h Harness) {
+		if d, ok := h.Device.(device.Reserver); ok {
+			f(t, h, d)
+		}
 	}
-	return d
 }
 
 // reserve reserves places in s.
@@ -57,8 +56,7 @@ func await(t *testing.T, e device.Event) error {
 
 // testPlaces gives a stream work, places, and work behind them, and then the work of the places, in
 // random portions.
-func testPlaces(t *testing.T, h Harness) {
-	d := h.reserver(t)
+func testPlaces(t *testing.T, h Harness, d device.Reserver) {
 	r := rand.New(rand.NewPCG(5, 1))
 	const n = 40_000
 	a, b, c := h.alloc(t, n), h.alloc(t, n), h.alloc(t, n)
@@ -129,8 +127,7 @@ func testPlaces(t *testing.T, h Harness) {
 }
 
 // testClosedPlaces closes a stream before its places, and while they have work.
-func testClosedPlaces(t *testing.T, h Harness) {
-	d := h.reserver(t)
+func testClosedPlaces(t *testing.T, h Harness, d device.Reserver) {
 	const n = 100
 	a, b := h.alloc(t, n), h.alloc(t, n)
 	for work := range 3 {
@@ -169,8 +166,7 @@ func testClosedPlaces(t *testing.T, h Harness) {
 	}
 }
 
-func testPlaceRefusals(t *testing.T, h Harness) {
-	d := h.reserver(t)
+func testPlaceRefusals(t *testing.T, h Harness, d device.Reserver) {
 	const n = 64
 	a, b, c := h.alloc(t, n), h.alloc(t, n), h.alloc(t, n)
 	words := h.words(t, 1)
@@ -229,8 +225,7 @@ func testPlaceRefusals(t *testing.T, h Harness) {
 }
 
 // testCopiesOfAPlace has copies that do not depend on each other share a place.
-func testCopiesOfAPlace(t *testing.T, h Harness) {
-	d := h.reserver(t)
+func testCopiesOfAPlace(t *testing.T, h Harness, d device.Reserver) {
 	const n = device.MaxPlaceCopies * 1000
 	a, b := h.alloc(t, n), h.alloc(t, n)
 	want := make([]byte, n)

@@ -52,8 +52,8 @@ func Suite(t *testing.T, open func(t *testing.T) Harness) {
 	for name, f := range map[string]func(t *testing.T, h Harness){
 		"memory": testMemory, "order": testOrder, "words": testWords, "events": testEvents,
 		"host memory": testHostMemory, "reductions": testReductions, "refusals": testRefusals, "closing": testClosing,
-		"places": testPlaces, "places of a closed stream": testClosedPlaces, "refusals of places": testPlaceRefusals,
-		"copies of a place": testCopiesOfAPlace,
+		"places": placed(testPlaces), "places of a closed stream": placed(testClosedPlaces),
+		"refusals of places": placed(testPlaceRefusals), "copies of a place": placed(testCopiesOfAPlace),
 	} {
 		t.Run(name, func(t *testing.T) { f(t, open(t)) })
 	}
