@@ -6,6 +6,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -215,6 +216,40 @@ func TestChooseAgrees(t *testing.T) {
 	}
 	if Choose(Shape{}, Caps{}) != Auto {
 		t.Error("a choice for no kind")
+	}
+}
+
+// TestLoadStoreStepsAreFew: a rank reduces once at most, before it copies, and it copies from each
+// rank once at most. Streams of devices are given room for that.
+func TestLoadStoreStepsAreFew(t *testing.T) {
+	r := rand.New(rand.NewPCG(8, 1))
+	for n := 1; n <= 20; n++ {
+		for _, k := range Kinds() {
+			if !slices.Contains(Algorithms(k), LoadStore) {
+				continue
+			}
+			c := draw(r, k, LoadStore, n)
+			for i := range n {
+				p, err := Build(LoadStore, c.rank(i))
+				if err != nil {
+					t.Fatal(err)
+				}
+				reductions, copies := 0, 0
+				for _, s := range p.Steps {
+					switch s.Verb {
+					case ReduceInto:
+						if reductions++; copies > 0 {
+							t.Errorf("%v: it reduces after it has copied", c)
+						}
+					case Copy:
+						copies++
+					}
+				}
+				if reductions > 1 || copies > n {
+					t.Errorf("%v: %d reductions and %d copies of %d ranks", c, reductions, copies, n)
+				}
+			}
+		}
 	}
 }
 
