@@ -40,10 +40,13 @@ type block struct {
 	mem []byte
 }
 
+// firstAddress begins the addresses of a device: neither Go's heap nor a program is there.
+const firstAddress = 1 << 44
+
 // NewLate makes a device at loc, "cuda:0" or the like. Its choices depend on seed and on how its
 // goroutines run. Sometimes it pauses, for up to pause.
 func NewLate(loc mem.Location, seed uint64, pause time.Duration) *Late {
-	return &Late{loc: loc, pause: pause, rng: rand.New(rand.NewPCG(seed, 0x1a7e)), next: 1 << 20}
+	return &Late{loc: loc, pause: pause, rng: rand.New(rand.NewPCG(seed, 0x1a7e)), next: firstAddress}
 }
 
 // Location implements device.Device.
