@@ -41,14 +41,18 @@ type room struct {
 	uses     uint64        // the number of the last place of the latest use
 }
 
-// rooms are those of a device.
+// rooms are those of a device. They stay until it is closed, as many as streams have had places in
+// at a time.
 type rooms struct {
-	mu  sync.Mutex
-	all []*room
+	mu   sync.Mutex
+	all  []*room
+	rest mem.Memory // of the device, for further rooms
 }
 
-// roomUnit is the smallest capacity of a room. Capacities are powers of two.
-const roomUnit = 4
+const (
+	roomUnit  = 4        // the smallest capacity of a room; capacities are powers of two
+	roomChunk = 32 << 10 // bytes of the device that are allocated for rooms, at least
+)
 
 // take returns a room for n places, which no stream uses.
 func (r *rooms) take(v *Device, n int) (*room, error) {
@@ -83,13 +87,18 @@ func (r *rooms) prepare(v *Device) error {
 func (r *rooms) addLocked(v *Device, capacity int) (*room, error) {
 	x := &room{capacity: capacity}
 	size := capacity * int(gpukernels.PlaceSize)
+	if r.rest.Len() < size {
+		m, err := v.Alloc(max(size, roomChunk))
+		if err != nil {
+			return nil, err
+		}
+		r.rest = m
+	}
 	whole, err := v.AllocHost(size + len(x.words)*mem.WordSize)
 	if err != nil {
 		return nil, err
 	}
-	if x.device, err = v.Alloc(size); err != nil {
-		return nil, errors.Join(err, v.FreeHost(whole))
-	}
+	x.device, r.rest = r.rest.Slice(0, size), r.rest.Slice(size, r.rest.Len()-size)
 	x.host = whole.Slice(0, size)
 	for i := range x.words {
 		x.words[i] = whole.Slice(size+i*mem.WordSize, mem.WordSize)
