@@ -10,7 +10,6 @@ import (
 	"sync"
 
 	"tutti/device"
-	"tutti/internal/backoff"
 	"tutti/kernels"
 	gpukernels "tutti/kernels/cuda"
 	"tutti/mem"
@@ -203,12 +202,8 @@ func (e *recorded) Done() bool {
 
 // Wait implements device.Event.
 func (e *recorded) Wait(ctx context.Context) error {
-	pace := backoff.Backoff{Yields: yields, Nap: nap}
-	defer pace.Stop()
-	for !e.Done() {
-		if err := pace.Wait(ctx); err != nil {
-			return err
-		}
+	if err := await(ctx, e); err != nil {
+		return err
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()

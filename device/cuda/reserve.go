@@ -11,7 +11,6 @@ import (
 	"sync/atomic"
 
 	"tutti/device"
-	"tutti/internal/backoff"
 	"tutti/kernels"
 	gpukernels "tutti/kernels/cuda"
 	"tutti/mem"
@@ -354,12 +353,8 @@ func (e *placeEvent) Done() bool { return e.reached() || e.r.ended.Done() }
 
 // Wait implements device.Event.
 func (e *placeEvent) Wait(ctx context.Context) error {
-	pace := backoff.Backoff{Yields: yields, Nap: nap}
-	defer pace.Stop()
-	for !e.Done() {
-		if err := pace.Wait(ctx); err != nil {
-			return err
-		}
+	if err := await(ctx, e); err != nil {
+		return err
 	}
 	if e.reached() {
 		return nil

@@ -503,6 +503,18 @@ func (s *stream) drain() error {
 	}
 }
 
+// await waits until an event is done, or ctx ends.
+func await(ctx context.Context, e device.Event) error {
+	pace := backoff.Backoff{Yields: yields, Nap: nap}
+	defer pace.Stop()
+	for !e.Done() {
+		if err := pace.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // An event is one of a stream, by its number.
 type event struct {
 	s      *stream
@@ -525,12 +537,8 @@ func (e *event) Done() bool {
 
 // Wait implements device.Event.
 func (e *event) Wait(ctx context.Context) error {
-	pace := backoff.Backoff{Yields: yields, Nap: nap}
-	defer pace.Stop()
-	for !e.Done() {
-		if err := pace.Wait(ctx); err != nil {
-			return err
-		}
+	if err := await(ctx, e); err != nil {
+		return err
 	}
 	e.s.mu.Lock()
 	defer e.s.mu.Unlock()

@@ -80,7 +80,7 @@ func (p *Place) Reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint6
 	}
 	w := &all[0]
 	if w.kernel == "" {
-		p.Copy(w.dst, w.srcs[0], w.bytes)
+		p.Copy(w.p.dst, w.srcs[0], w.bytes)
 		return nil
 	}
 	p.kind, p.sharedParams = placeReduction, w.p

@@ -164,7 +164,7 @@ func reduceWork(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, byte
 		case dst == srcs[0]:
 			return nil, nil
 		}
-		return []work{{dst: dst, srcs: srcs, bytes: bytes}}, nil
+		return []work{{p: sharedParams{dst: dst}, srcs: srcs, bytes: bytes}}, nil
 	}
 	switch {
 	case op == kernels.Avg:
@@ -186,7 +186,6 @@ func reduceWork(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, byte
 type work struct {
 	kernel string // "": it copies
 	p      sharedParams
-	dst    uint64
 	srcs   []uint64
 	bytes  uint64
 }
@@ -194,7 +193,7 @@ type work struct {
 // launch returns the launch of the work.
 func (w *work) launch(sms int) Launch {
 	if w.kernel == "" {
-		return Copy(w.dst, w.srcs[0], w.bytes, sms)
+		return Copy(w.p.dst, w.srcs[0], w.bytes, sms)
 	}
 	p := reduceParams{sharedParams: w.p}
 	copy(p.src[:], w.srcs)
@@ -234,7 +233,7 @@ func reduce(op kernels.Op, dt kernels.DType, dst uint64, srcs []uint64, bytes ui
 	var flags uint32
 	p.divisor, p.magic, flags = division(dt, divisor)
 	p.flags |= flags
-	return work{kernel: r.kernel, p: p, dst: dst, srcs: srcs, bytes: bytes}
+	return work{kernel: r.kernel, p: p, srcs: srcs, bytes: bytes}
 }
 
 // division returns what a kernel needs to divide by divisor, or not to if that is 0.
