@@ -174,15 +174,16 @@ func (b *bulk) under() (n int) {
 	return n
 }
 
-// fails takes a completion with an error of a rail's receive.
+// fails takes a completion with an error of a rail's receive, from the queue of the lane.
 func (b *bulk) fails(c *rdma.Completion) {
 	i := slices.IndexFunc(b.rails, func(r *rail) bool { return c.ID == r.receive() })
 	if i < 0 {
 		b.lane.fail(fmt.Errorf("%w: a completion of request %d", p2p.ErrProtocol, c.ID))
 		return
 	}
-	r := b.rails[i]
-	b.broken(r, &rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: r.Name(), QP: c.QP, Vendor: c.Vendor})
+	if err := b.rails[i].flushed(c); err != nil {
+		b.broken(b.rails[i], err)
+	}
 }
 
 // broken says that a rail has failed. If it has ever worked, so has the lane: what was requested
@@ -490,6 +491,8 @@ func (b *bulk) reapRail(r *rail, revoked func(gen uint64)) {
 func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) error {
 	p := &r.pieces[c.ID%railDepth]
 	switch {
+	case c.Status != rdma.Success && c.ID == r.receive():
+		return r.flushed(c)
 	case c.Status != rdma.Success || c.ID < railDepth && p.move == nil:
 		op := rdma.Write
 		if c.ID < railDepth && p.move != nil && p.move.m.Read {

@@ -861,6 +861,55 @@ func TestStatusClasses(t *testing.T) {
 	}
 }
 
+// The status of a request that has failed counts, also if the flush of the queue pair's receive is
+// seen before it.
+func TestStatusAfterFlush(t *testing.T) { overRails(t, testStatusAfterFlush) }
+
+func testStatusAfterFlush(t *testing.T, p ports) {
+	var now atomic.Bool
+	f := soft.New(soft.Config{Seed: 36, Devices: 4, Faults: soft.Faults{
+		Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+			if now.Load() && r.Op != rdma.WriteImm && len(r.Segments) > 0 && r.ID < railDepth {
+				return rdma.MemoryWindow
+			}
+			return rdma.Success
+		}}})
+	t.Cleanup(f.Close)
+	x, y := sidesOf(t, f, p)
+	raised(t, x.End, y.End)
+	const n = 1 << 20
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Read|mem.Write)
+	b := pattern(n, 1)
+	place(t, x, b, to)
+	now.Store(true)
+	id, err := x.PutTo(b, to, 0, p2p.Signal{})
+	l := inner(x.End)
+	l.mu.Lock()
+	seen := false
+	for _, r := range l.lane.bulk.rails {
+		if r.under == 0 {
+			continue
+		}
+		seen = true
+		c := &rdma.Completion{ID: r.receive(), Status: rdma.Flushed}
+		if !r.own {
+			l.lane.bulk.fails(c)
+		} else if err := l.lane.bulk.complete(r, c, nil); err != nil {
+			l.lane.bulk.broken(r, err)
+		}
+	}
+	l.mu.Unlock()
+	if err := x.Await(id, err); err != nil || !bytes.Equal(r.Bytes(), b) || !seen {
+		t.Errorf("%v, or other bytes, or nothing was under way (%v)", err, !seen)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.barred.has(to.Generation) {
+		t.Error("the memory is not barred")
+	}
+}
+
 // Of what is barred only the latest is kept.
 func TestBarsAreBounded(t *testing.T) {
 	var b bars

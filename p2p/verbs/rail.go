@@ -66,6 +66,16 @@ func (r *rail) open(n *lane, rung func()) error {
 // receive returns the identifier of the receive. It is none of those of other requests.
 func (r *rail) receive() uint64 { return railDepth + 1 + uint64(r.number) }
 
+// flushed takes a completion with an error of the receive. The error says that the rail has failed.
+// With requests under way their completions say so, and why: the queue pair completes all of them
+// with an error, and the first of these may be seen after that of the receive.
+func (r *rail) flushed(c *rdma.Completion) error {
+	if r.under > 0 {
+		return nil
+	}
+	return &rdma.StatusError{Status: c.Status, Op: rdma.Recv, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
+}
+
 // probe posts a request that shows that data passes, in a chain.
 func (r *rail) probe(chain *[1]rdma.SendRequest) error {
 	chain[0] = rdma.SendRequest{ID: railDepth, Op: rdma.Write, Signaled: true}
