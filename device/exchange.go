@@ -3,15 +3,16 @@ package device
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
+	"tutti/collectives"
 	"tutti/kernels"
 	"tutti/mem"
 )
 
-// An Exchanger is a Sharer whose streams combine short vectors of several ranks by themselves,
-// without the hosts. Each rank has memory of its own into which the others store, and nowhere else:
-// its inbox.
+// An Exchanger is a Sharer whose streams do collectives of several ranks by themselves, without the
+// hosts. Each rank has memory of its own into which the others store, and nowhere else: its inbox.
 type Exchanger interface {
 	Sharer
 	// NewExchange makes the exchange of a rank, numbered from 0, among ranks ranks. Its memory is
@@ -20,15 +21,50 @@ type Exchanger interface {
 	NewExchange(ctx context.Context, rank, ranks int) (Exchange, error)
 }
 
-// The limits of an Exchange.
-const (
-	MaxExchangeRanks = 8
-	MaxExchangeBytes = 16 << 10 // of a vector
-)
+// MaxExchangeRanks is the most ranks of an Exchange.
+const MaxExchangeRanks = 8
 
-// An Exchange combines vectors of ranks. All ranks make the same calls of AllReduce, in the same
-// order, and repeat alike what they have recorded. Its methods may be called by any goroutine,
-// AllReduce by one at a time.
+// ShortVector is the length in bytes of a vector up to which a collective by an Exchange is meant
+// to be faster than streams that load from each other's memory. Longer ones are right, too.
+const ShortVector = 128 << 10
+
+// An ExchangeCall is a collective of an Exchange. What its buffers hold is that of the kind: see
+// package collectives, whose slots are the parts of a buffer.
+type ExchangeCall struct {
+	Kind  collectives.Kind // one whose buffers are vectors, or have parts of equal length
+	Op    kernels.Op       // of a kind that reduces
+	DType kernels.DType
+	Root  int   // rank, of a kind that has one
+	Count int   // elements of a vector, or of a part
+	Parts []int // of each rank in buffers that have several
+	// Memory of the device, in which the result has the place that package collectives allows. A
+	// rank that does not use one of them has none.
+	Dst, Src mem.Memory
+}
+
+// Lengths returns the bytes of the destination and of the source that a rank needs.
+func (c *ExchangeCall) Lengths(rank int) (dst, src int) {
+	l := c.Kind.Layout()
+	n := c.Count * c.DType.Size()
+	of := func(e collectives.Extent) int {
+		if e.Parted() && len(c.Parts) > 0 {
+			return n * (slices.Max(c.Parts) + 1)
+		}
+		return n
+	}
+	if !l.InAtRoot || rank == c.Root {
+		src = of(l.In)
+	}
+	// The vector of a broadcast is at its root.
+	if (!l.OutAtRoot || rank == c.Root) && !(c.Kind == collectives.Broadcast && rank == c.Root) {
+		dst = of(l.Out)
+	}
+	return dst, src
+}
+
+// An Exchange does collectives of ranks. All ranks make the same calls of Do, in the same order,
+// and repeat alike what they have recorded. Its methods may be called by any goroutine, Do by one
+// at a time.
 type Exchange interface {
 	// Inbox returns the key of the allocation that has this rank's inbox, and where it begins: see
 	// Sharer.
@@ -37,12 +73,13 @@ type Exchange interface {
 	// returned nil, or the device is closed. The error wraps errors.ErrUnsupported if the streams
 	// of the ranks would not run at the same time.
 	Connect(inboxes []Shared, offsets []uint64) error
-	// AllReduce has s combine src of all ranks, in their order, into dst, when all earlier calls
-	// have ended on whichever stream. If s records its work (Capturer), that is recorded. The work
-	// waits for the streams of the other ranks, at most for limit if that is not 0. It ends without
-	// a result as Failure says; so does all later work then.
-	AllReduce(s Stream, op kernels.Op, dt kernels.DType, dst, src mem.Memory, limit time.Duration) error
-	// Free frees its memory. It stops the exchange, has later calls of AllReduce fail, and waits
+	// Do has s do this rank's part of a collective when all earlier calls have ended on whichever
+	// stream. Reductions are in the order of the ranks. If s records its work (Capturer), that is
+	// recorded. The work waits for the streams of the other ranks, at most for limit if that is not
+	// 0. It ends without a result as Failure says; so does all later work then. The number of the
+	// call is one more than that of the call before, and 0 if it is recorded.
+	Do(s Stream, c ExchangeCall, limit time.Duration) (number uint64, err error)
+	// Free frees its memory. It stops the exchange, has later calls of Do fail, and waits
 	// until the work of the earlier ones has ended. The inbox stays as long as other ranks may
 	// store into it: those of this process until their own Free, those of others until the device
 	// is closed, unless the inbox lives while they have it mapped. If ctx ends before the work
@@ -61,17 +98,17 @@ type Exchange interface {
 // terms of CUDA, stream capture). What was recorded is done later, any number of times.
 type Capturer interface {
 	Capturing() (bool, error)
+	// RecordCopy is Copy within memory of the device while it records, when Copy is refused.
+	RecordCopy(dst, src mem.Memory) error
 }
 
 // An ExchangeError says why work of an Exchange has no result.
 type ExchangeError struct {
-	Stopped bool // by Stop
-	Rank    int  // else the rank that was late, or whose call differs
+	Number  uint64 // of the call that has ended so first; 0: it was recorded
+	Stopped bool   // by Stop
+	Rank    int    // else the rank that was late, or whose call differs
 	Differs bool
-	// The rank's call, if it differs.
-	Op    kernels.Op
-	DType kernels.DType
-	Count int
+	Call    ExchangeCall // of the rank, if it differs, without its buffers
 }
 
 func (e *ExchangeError) Error() string {
@@ -79,7 +116,8 @@ func (e *ExchangeError) Error() string {
 	case e.Stopped:
 		return "the exchange was stopped"
 	case e.Differs:
-		return fmt.Sprintf("rank %d combines %d elements, %v of %v", e.Rank, e.Count, e.Op, e.DType)
+		return fmt.Sprintf("rank %d does another %v, of %d elements of %v", e.Rank, e.Call.Kind, e.Call.Count,
+			e.Call.DType)
 	}
 	return fmt.Sprintf("nothing came from rank %d in time", e.Rank)
 }

@@ -89,17 +89,21 @@ type Config struct {
 	// its ranks may. Group.Topology says whether it does, and why not. Default TUTTI_PEER_DEVICES,
 	// else "auto".
 	//
-	// With "auto", an allreduce of up to 16 KiB is done by the devices alone, without the hosts, if
-	// the group has 2 to 8 ranks, all on one machine and each with a GPU that was ready when it
-	// joined (see Devices), and no AutoAdmit. Its buffers are then in the memory of GPUs at all
-	// ranks, or at none, and a rank uses one GPU for these calls; ranks of one process have streams
-	// of their own. The first such call in a view waits for all ranks, also in Start. It is not run
-	// again with OnFailure Retry. A borrowed stream (cuda.Device.Borrow) may be captured into a
-	// graph then: Start on it ends at once, and each launch of the graph is the operation. Graphs
-	// and other operations of this kind come in the same order at all ranks. A launch waits for
-	// Timeout at most. The group's next operation fails if a launch has had no result: because a
-	// rank was late or lost, or because the group has entered another view since the capture. Then
-	// it has to be captured again, after such an operation was run outside of a capture.
+	// With "auto", an allreduce of up to 128 KiB (device.ShortVector) is done by the devices alone,
+	// without the hosts, if the group has 2 to 8 ranks, all on one machine and each with a GPU that
+	// was ready when it joined (see Devices), and no AutoAdmit. Its buffers are then in the memory
+	// of GPUs at all ranks, or at none, and a rank uses one GPU for these calls; ranks of one
+	// process have streams of their own. The first such call in a view waits for all ranks, also in
+	// Start. It is not run again with OnFailure Retry.
+	//
+	// After such an allreduce a borrowed stream (cuda.Device.Borrow) may be captured into a graph,
+	// with collectives of any length whose ranks have parts of equal length: Start on the stream
+	// ends at once, and each launch of the graph is the operation. Graphs, and allreduces of up to
+	// 128 KiB beside them, come in the same order at all ranks. A launch waits for Timeout at most.
+	// The group's next operation fails if a launch has had no result: because a rank was late or
+	// lost, or because the group has entered another view since the capture. Then it has to be
+	// captured again, after an allreduce of up to 128 KiB outside of a capture. A group of one rank
+	// needs none.
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to

@@ -599,9 +599,15 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 	case d == nil: // all are empty
 		return nil, false, nil
 	}
+	if recorded, err = capturing(s); err != nil || recorded {
+		if err == nil {
+			err = g.record(&c, d, s, limit, waits)
+		}
+		return nil, recorded, err
+	}
 	if short {
-		if v, recorded, err = g.packetVisit(ctx, &c, d, s, limit, waits); v != nil || recorded || err != nil {
-			return v, recorded, err
+		if v, err = g.packetVisit(ctx, &c, d, s, waits); v != nil || err != nil {
+			return v, false, err
 		}
 	}
 	in, out, reads, writes := c.Extents(g.rank, size)

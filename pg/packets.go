@@ -23,7 +23,7 @@ import (
 // each rank stores what the rank has into memory of the others, and combines what it got
 // (device.Exchange). The hosts send no messages for them. It is done in groups of which every rank
 // had a device.Exchanger when it joined, and which is on one machine, so that all ranks decide
-// alike; an allreduce of up to device.MaxExchangeBytes is then in the memory of devices at all
+// alike; an allreduce of up to device.ShortVector bytes is then in the memory of devices at all
 // ranks, or at none.
 //
 // The kernel of a started operation goes to its stream in Start, that of a blocking call when it
@@ -42,13 +42,14 @@ import (
 // ways. Where a started operation has its turn in a later view than its kernel, it fails, and says
 // so to the other ranks, which may be making the exchange of that view instead.
 //
-// A stream that records its work gets the kernel and nothing else, and the operation is over: it
-// has no place in the order of operations. The launches of the graph do have one among each other
-// and among the group's other operations in packets, which the program keeps the same at all
-// ranks, and apart in time as the stream of a rank does. A kernel of a graph waits for
-// Config.Timeout at most; what it has failed with is the error of the group's next operation. The
-// exchange of a former view is stopped, so that a graph from there ends without a result, and the
-// next operation says that it has to be captured again.
+// A stream that records its work gets the kernel of any collective whose ranks have parts of equal
+// length, of any length, and nothing else, and the operation is over: it has no place in the order
+// of operations. The launches of the graph do have one among each other and among the group's other
+// operations in packets, which the program keeps the same at all ranks, and apart in time as the
+// stream of a rank does. A kernel of a graph waits for Config.Timeout at most; what it has failed
+// with is the error of the group's next operation. The exchange of a former view is stopped, so
+// that a graph from there ends without a result, and the next operation says that it has to be
+// captured again.
 
 // packets is a group's state of its exchanges. All fields are under the proxy's lock.
 type packets struct {
@@ -73,12 +74,21 @@ type exchange struct {
 
 // A launch is the kernel of a visit.
 type launch struct {
-	x        *exchange
-	src, dst mem.Memory
-	op       Reduction
-	dtype    DType
-	given    atomic.Bool // to the stream
-	settled  atomic.Bool // the operation knows its outcome
+	x       *exchange
+	call    device.ExchangeCall
+	number  atomic.Uint64 // of the call of the exchange; 0: none yet
+	given   atomic.Bool   // to the stream
+	settled atomic.Bool   // the operation knows its outcome
+}
+
+// failure returns why the kernel has no result, nil if it has one or has not ended. The exchange
+// knows only what has failed first; kernels before that have ended well.
+func (l *launch) failure() *device.ExchangeError {
+	why, _ := l.x.Failure()
+	if why != nil && l.number.Load() < why.Number {
+		return nil
+	}
+	return why
 }
 
 // settle says that the operation knows what the kernel has ended with, if it has.
@@ -92,78 +102,151 @@ func (l *launch) settle() {
 func (g *Group) short(c *exec.Call, d device.Device) bool {
 	_, able := d.(device.Exchanger)
 	n := c.Bytes(g.v.Size)
-	return able && len(g.v.Active) > 1 && c.Kind == collectives.AllReduce && n > 0 && n <= device.MaxExchangeBytes
+	return able && len(g.v.Active) > 1 && c.Kind == collectives.AllReduce && n > 0 && n <= device.ShortVector
 }
 
 // packetVisit begins the visit of an operation in packets. It returns nil if such operations go
-// through the host. ctx bounds the making of an exchange. If the stream records its
-// work, recorded is true and there is no visit.
-func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, s device.Stream, limit time.Duration,
-	waits bool) (v *visit, recorded bool, err error) {
-	if r, ok := s.(device.Capturer); ok {
-		if recorded, err = r.Capturing(); err != nil {
-			return nil, false, err
-		}
-	}
-	if recorded && waits {
-		return nil, false, fmt.Errorf("%v on a stream that is being captured: it cannot be waited for, so it has to "+
-			"be started: %w", c.Kind, errors.ErrUnsupported)
-	}
+// through the host. ctx bounds the making of an exchange.
+func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, s device.Stream, waits bool) (*visit,
+	error) {
 	p := g.job.proxy
 	p.Lock()
-	x, refused := g.packets.now, g.packets.refused
-	switch {
-	case recorded && x == nil:
-		p.Unlock()
-		why := "none was made"
-		if refused != nil {
-			why = refused.Error()
-		}
-		return nil, false, fmt.Errorf("%v on a stream that is being captured: the ranks have no exchange in this view "+
-			"(%s): run it once before the capture: %w", c.Kind, why, errors.ErrUnsupported)
-	default:
-		if err = g.barred(); err == nil && recorded {
-			x.recorded = true
-		}
-	}
+	x, view, refused, err := g.packets.now, g.v, g.packets.refused, g.barred()
 	made := (x != nil || refused != nil) && !g.rough
 	p.Unlock()
 	if err != nil {
-		return nil, false, err
+		return nil, err
 	}
-	if !recorded && !made {
+	if !made {
 		if x, err = g.connect(ctx, c, d.(device.Exchanger), d.Location()); err != nil {
-			return nil, false, err
+			return nil, err
 		}
 	}
 	switch {
 	case x == nil:
-		return nil, false, nil
+		return nil, nil
 	case x.loc != d.Location():
-		return nil, false, &ArgumentError{Call: c.Kind.String(), Arg: "a buffer's location", Got: string(d.Location()),
-			Want: fmt.Sprintf("%q, where this rank's allreduces of up to %d bytes began in this view", x.loc,
-				device.MaxExchangeBytes)}
+		return nil, g.elsewhere(c, x, d)
 	}
-	n := c.Bytes(c.Slots)
-	at := func(ptr unsafe.Pointer) mem.Memory { return mem.Device(uint64(uintptr(ptr)), n, d.Location()) }
-	l := &launch{x: x, src: at(c.In), dst: at(c.Out), op: c.Op, dtype: c.DType}
-	if recorded {
-		return nil, true, x.AllReduce(s, l.op, l.dtype, l.dst, l.src, limit)
-	}
-	v = &visit{stream: s, launch: l}
+	v := &visit{stream: s, launch: &launch{x: x, call: view.exchangeCall(c, g.rank, d.Location())}}
 	if s == nil {
 		switch v.own, err = g.devices.waitingStream(d); {
 		case errors.Is(err, ErrClosed):
-			return nil, false, err
+			return nil, err
 		case err != nil:
-			return &visit{unfit: &unfitError{err}}, false, nil
+			return &visit{unfit: &unfitError{err}}, nil
 		}
 		v.stream = v.own.Stream
 	}
 	if !waits {
 		_ = v.launchNow() // what it fails with is the operation's error, in its turn
 	}
-	return v, false, nil
+	return v, nil
+}
+
+// elsewhere is the error of an operation on another device than that of the exchange.
+func (g *Group) elsewhere(c *exec.Call, x *exchange, d device.Device) error {
+	return &ArgumentError{Call: c.Kind.String(), Arg: "a buffer's location", Got: string(d.Location()),
+		Want: fmt.Sprintf("%q, where this rank's allreduces of up to %d bytes began in this view", x.loc,
+			device.ShortVector)}
+}
+
+// exchangeCall returns c as the exchange of a view does it.
+func (v *groupView) exchangeCall(c *exec.Call, slot int, loc Location) device.ExchangeCall {
+	at := func(ptr unsafe.Pointer, n int) (m mem.Memory) {
+		if n > 0 {
+			m = mem.Device(uint64(uintptr(ptr)), n, loc)
+		}
+		return m
+	}
+	in, out, _, _ := c.Extents(slot, c.Slots)
+	return device.ExchangeCall{Kind: c.Kind, Op: c.Op, DType: c.DType, Root: slices.Index(v.Active, c.Root),
+		Count: c.Count, Parts: v.Active, Dst: at(c.Out, out), Src: at(c.In, in)}
+}
+
+// capturing reports whether a stream, nil if there is none, records its work.
+func capturing(s device.Stream) (bool, error) {
+	if r, ok := s.(device.Capturer); ok {
+		return r.Capturing()
+	}
+	return false, nil
+}
+
+// record has a stream record an operation, of any length: the exchange is the only way in which
+// devices do one again without the hosts.
+func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit time.Duration, waits bool) error {
+	refuse := func(why string) error {
+		return fmt.Errorf("%v on a stream that is being captured: %s: %w", c.Kind, why, errors.ErrUnsupported)
+	}
+	if waits {
+		return refuse("it cannot be waited for, so it has to be started")
+	}
+	even, ok := evenly(*c)
+	if !ok {
+		return refuse("parts of different lengths cannot be repeated without the hosts")
+	}
+	c = &even
+	p := g.job.proxy
+	p.Lock()
+	x, v, refused, err := g.packets.now, g.v, g.packets.refused, g.barred()
+	if x != nil && err == nil {
+		x.recorded = true
+	}
+	p.Unlock()
+	call := v.exchangeCall(c, g.rank, d.Location())
+	l := c.Kind.Layout()
+	switch {
+	case err != nil:
+		return err
+	case call.Root < 0 && (l.InAtRoot || l.OutAtRoot):
+		return &p2p.PeerError{Rank: v.ranks[c.Root], Err: p2p.ErrPeerGone}
+	case len(v.Active) == 1:
+		return recordAlone(s.(device.Capturer), &call)
+	case x == nil:
+		why := "none was made"
+		if refused != nil {
+			why = refused.Error()
+		}
+		return refuse(fmt.Sprintf("the ranks have no exchange in this view (%s): run an allreduce of up to %d bytes "+
+			"in the memory of GPUs once before the capture", why, device.ShortVector))
+	case x.loc != d.Location():
+		return g.elsewhere(c, x, d)
+	}
+	_, err = x.Do(s, call, limit)
+	return err
+}
+
+// evenly returns c as a collective whose parts are of equal length. It reports false if they are
+// not.
+func evenly(c exec.Call) (exec.Call, bool) {
+	for _, n := range append(slices.Clip(c.Counts), c.RecvCounts...) {
+		if n != c.Counts[0] {
+			return c, false
+		}
+	}
+	switch c.Kind {
+	case collectives.AllGatherV:
+		c.Kind, c.Count = collectives.AllGather, c.Counts[0]
+	case collectives.AllToAllV:
+		c.Kind, c.Count = collectives.AllToAll, c.Counts[0]
+	}
+	c.Counts, c.RecvCounts = nil, nil
+	return c, true
+}
+
+// recordAlone has a stream record an operation of a view of this rank alone.
+func recordAlone(s device.Capturer, c *device.ExchangeCall) error {
+	l, n := c.Kind.Layout(), c.Count*c.DType.Size()
+	if dst, src := c.Lengths(0); dst == 0 || src == 0 {
+		return nil
+	}
+	part := func(m mem.Memory, e collectives.Extent) mem.Memory {
+		if e.Parted() {
+			return m.Slice(n*c.Parts[0], n)
+		}
+		return m.Slice(0, n)
+	}
+	return s.RecordCopy(part(c.Dst, l.Out), part(c.Src, l.In))
 }
 
 // waitingStream returns a stream of the group at d, in which kernels wait for other ranks.
@@ -184,7 +267,11 @@ func (v *visit) launchNow() error {
 	l := v.launch
 	l.x.live.Add(1)
 	l.given.Store(true)
-	v.give(func(s device.Stream) error { return l.x.AllReduce(s, l.op, l.dtype, l.dst, l.src, 0) }, v.record)
+	v.give(func(s device.Stream) error {
+		number, err := l.x.Do(s, l.call, 0)
+		l.number.Store(number)
+		return err
+	}, v.record)
 	return v.err
 }
 
@@ -466,7 +553,7 @@ func (g *Group) repeated() error {
 // unreported returns why work has no result, once, unless that is an operation's.
 func (x *exchange) unreported() *device.ExchangeError {
 	why, again := x.Failure()
-	if why == nil || x.reported.Swap(true) && !again || x.blind.Load() {
+	if why == nil || (why.Number != 0 || x.reported.Swap(true)) && !again || x.blind.Load() {
 		return nil
 	}
 	return why
@@ -478,7 +565,7 @@ func (v *visit) account() {
 	defer v.launch.settle()
 	if v.running() {
 		x.blind.Store(true)
-	} else if why, _ := x.Failure(); why != nil {
+	} else if v.launch.failure() != nil {
 		x.reported.Store(true)
 	}
 }
@@ -495,7 +582,10 @@ func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
 		return errMoved
 	case why.Differs:
 		ours := g.run.Token()
-		c := exec.Call{Kind: collectives.AllReduce, Op: why.Op, DType: why.DType, Count: why.Count}
+		c := exec.Call{Kind: why.Call.Kind, Op: why.Call.Op, DType: why.Call.DType, Count: why.Call.Count}
+		if why.Call.Root < len(g.v.Active) {
+			c.Root = g.v.Active[why.Call.Root]
+		}
 		theirs := c.Token(ours.Seq, collectives.Auto)
 		theirs.Call = uint64(flight.Call(theirs.Call).InPackets())
 		return &p2p.Disagreement{Rank: slot, Ours: ours, Theirs: theirs}
@@ -552,7 +642,7 @@ func (f *packetFeed) Do() error {
 		return fmt.Errorf("its stream has failed: %w", err)
 	}
 	defer l.settle()
-	if why, _ := l.x.Failure(); why != nil {
+	if why := l.failure(); why != nil {
 		l.x.reported.Store(true)
 		return g.fate(l.x, why)
 	}

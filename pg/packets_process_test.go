@@ -23,8 +23,8 @@ import (
 var memoryOps = map[string]fake.Config{"memory operations, descriptors": {},
 	"kernels, IPC": {NoMemoryOps: true, NoVMM: true}}
 
-// startedSizes are those of operations in packets, of some that go through the host, and of some
-// that load from the other GPUs.
+// startedSizes are those of operations in packets, of some that go through the host, because then
+// PeerDevices is off, and of some that load from the other GPUs.
 var startedSizes = []int{64, copiedSize, 1 << 20}
 
 const copiedSize = 100 << 10
@@ -104,6 +104,9 @@ func onFlow(t *testing.T, c fake.Config, size int, cfg pg.Config, f func(t *test
 	opts ...pgtest.Option) {
 	d := openGPUOf(t, ofRank(), c)
 	cfg.Devices = device.List{d}
+	if size == copiedSize {
+		cfg.PeerDevices = "off"
+	}
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		s, err := d.Stream()
 		if err != nil {

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
 
 	"tutti/device"
 	"tutti/device/cuda"
@@ -77,7 +78,7 @@ func TestPackets(t *testing.T) {
 		"one GPU, waiting by kernels": {NoMemoryOps: true}} {
 		t.Run(name, func(t *testing.T) {
 			onPackets(t, 3, c, Config{}, func(ctx context.Context, r packetRank) error {
-				s, m, release, err := streamWith(r.d, 2*device.MaxExchangeBytes)
+				s, m, release, err := streamWith(r.d, 2*device.ShortVector)
 				if err != nil {
 					return err
 				}
@@ -88,9 +89,9 @@ func TestPackets(t *testing.T) {
 					return err
 				}
 				defer p.Destroy(own)
-				const most = device.MaxExchangeBytes
+				const most = device.ShortVector
 				dst, src := m.Slice(0, most), m.Slice(most, most)
-				for i, n := range []int{4, 64, most, 1000, 4, 8, 4} {
+				for i, n := range []int{4, 64, 16 << 10, most, 1000, 4, 8, 4} {
 					x := make([]byte, n)
 					for k := range x {
 						x[k] = byte(k * (r.Rank() + 3))
@@ -238,7 +239,7 @@ func TestPacketsMismatch(t *testing.T) {
 			}
 			return nil
 		}
-		large, err := r.d.Alloc(64 << 10)
+		large, err := r.d.Alloc(2 * device.ShortVector)
 		if err != nil {
 			return err
 		}
@@ -272,6 +273,8 @@ func TestPacketsMismatch(t *testing.T) {
 		}{
 			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: b, Op: Max}}, "max"},
 			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: DeviceBuffer(m, Int8, nil), Op: Sum}}, "int8"},
+			{[2]Operation{AllReduceOp{Dst: DeviceBuffer(large.Slice(0, 20000), Uint32, nil), Op: Sum},
+				AllReduceOp{Dst: DeviceBuffer(large.Slice(0, 18000), Uint32, nil), Op: Sum}}, "4500 elements"},
 			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: BufferOf([]uint32{1}), Op: Sum}},
 				"in packets"},
 		} {
@@ -292,6 +295,36 @@ func TestPacketsMismatch(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// The operation whose kernel has failed has the error, and not one before it, whose kernel has
+// ended by then: that has its result, unless the group's failure has come to it first.
+func TestPacketsThatFailAfterOthers(t *testing.T) {
+	for range 8 {
+		onPackets(t, 2, fake.Config{Devices: 2}, Config{}, func(ctx context.Context, r packetRank) error {
+			s, m, release, err := streamWith(r.d, 20000)
+			if err != nil {
+				return err
+			}
+			defer release()
+			all, some := DeviceBuffer(m, Float32, s), DeviceBuffer(m.Slice(0, 18000), Float32, s)
+			if err := r.Do(ctx, AllReduceOp{Dst: all, Op: Sum}); err != nil {
+				return err
+			}
+			first := r.Start(AllReduceOp{Dst: all, Op: Sum})
+			second := r.Start(AllReduceOp{Dst: []Buffer{all, some}[r.Rank()], Op: Sum})
+			for name, err := range map[string]error{"the first": first.Wait(ctx), "the second": second.Wait(ctx)} {
+				if err == nil && name == "the first" {
+					continue
+				}
+				if err == nil || !strings.Contains(err.Error(), "4500 elements") ||
+					!strings.Contains(err.Error(), "5000 elements") {
+					return fmt.Errorf("%s: %w", name, err)
+				}
+			}
+			return nil
+		})
+	}
 }
 
 // begun returns a stream, a number in the device's memory and their sum over the ranks, which has
@@ -400,7 +433,7 @@ func TestPacketsInGraphs(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		large, err := r.d.Alloc(device.MaxExchangeBytes + 4)
+		pair, err := r.d.Alloc(4)
 		if err != nil {
 			return err
 		}
@@ -408,7 +441,7 @@ func TestPacketsInGraphs(t *testing.T) {
 		op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, on), Op: Sum}
 		unconnected, err := p.Capture(s, func() error {
 			if err := r.Start(op).Wait(ctx); !errors.Is(err, errors.ErrUnsupported) ||
-				!strings.Contains(err.Error(), "run it once before the capture") {
+				!strings.Contains(err.Error(), "once before the capture") {
 				return fmt.Errorf("before the first exchange: %w", err)
 			}
 			return nil
@@ -422,9 +455,9 @@ func TestPacketsInGraphs(t *testing.T) {
 		capture := func() (*program.Graph, error) {
 			return p.Capture(s, func() error {
 				for name, o := range map[string]Operation{
-					"a long vector":     AllReduceOp{Dst: DeviceBuffer(large, Uint8, on), Op: Sum},
-					"another operation": BroadcastOp{X: DeviceBuffer(m, Uint32, on)},
-					"a send":            SendOp{X: DeviceBuffer(m, Uint32, on), To: 1 - r.Rank()},
+					"own lengths": AllGatherVOp{Dst: DeviceBuffer(pair, Uint32, on),
+						Src: DeviceBuffer(m.Slice(0, 4*r.Rank()), Uint32, on), Counts: []int{0, 1}},
+					"a send": SendOp{X: DeviceBuffer(m, Uint32, on), To: 1 - r.Rank()},
 				} {
 					if err := r.Start(o).Wait(ctx); !errors.Is(err, errors.ErrUnsupported) {
 						return fmt.Errorf("%s: %w", name, err)
@@ -493,6 +526,145 @@ func TestPacketsInGraphs(t *testing.T) {
 		}
 		return run(3 * launches)
 	})
+}
+
+// A graph has collectives of every kind whose parts are of equal length, of lengths that take one
+// packet and many rounds of packets, in place where that may be. Every launch has the results of
+// the same operations on host memory.
+func TestEveryKindInGraphs(t *testing.T) {
+	for _, n := range []int{1, 3} {
+		t.Run(fmt.Sprintf("%d ranks", n), func(t *testing.T) { testEveryKindInGraphs(t, n) })
+	}
+}
+
+func testEveryKindInGraphs(t *testing.T, n int) {
+	const launches = 3
+	onPackets(t, n, fake.Config{Devices: n}, Config{}, func(ctx context.Context,
+		r packetRank) error {
+		p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+		s, err := p.Stream()
+		if err != nil {
+			return err
+		}
+		defer p.Destroy(s)
+		on := r.d.Borrow(s)
+		return r.graphsOfEveryKind(ctx, p, s, on, n-1, []int{1, 37, device.ShortVector/4 + 9}, launches)
+	})
+}
+
+// graphsOfEveryKind has graphs of one operation each, and compares what they do.
+func (r packetRank) graphsOfEveryKind(ctx context.Context, p *program.Program, s uintptr, on device.Stream, root int,
+	counts []int, launches int) error {
+	first, err := r.number(1)
+	if err != nil {
+		return err
+	}
+	if err := r.Do(ctx, AllReduceOp{Dst: DeviceBuffer(first, Uint32, on), Op: Sum}); err != nil {
+		return err
+	}
+	size, me := r.Size(), r.Rank()
+	for _, count := range counts {
+		src, err := r.d.Alloc(4 * size * count)
+		if err != nil {
+			return err
+		}
+		dst, err := r.d.Alloc(4 * size * count)
+		if err != nil {
+			return err
+		}
+		// Of each buffer, vectors and parts are at the beginning.
+		for _, c := range []struct {
+			name string
+			of   func(dst, src func(at, parts int) Buffer) Operation
+		}{
+			{"allreduce", func(dst, src func(at, parts int) Buffer) Operation {
+				return AllReduceOp{Dst: dst(0, 1), Src: src(0, 1), Op: Avg}
+			}},
+			{"allreduce in place", func(dst, _ func(at, parts int) Buffer) Operation {
+				return AllReduceOp{Dst: dst(0, 1), Op: Max}
+			}},
+			{"reducescatter", func(dst, src func(at, parts int) Buffer) Operation {
+				return ReduceScatterOp{Dst: dst(0, 1), Src: src(0, size), Op: Sum}
+			}},
+			{"allgather", func(dst, src func(at, parts int) Buffer) Operation {
+				return AllGatherOp{Dst: dst(0, size), Src: src(0, 1)}
+			}},
+			{"allgather in place", func(dst, _ func(at, parts int) Buffer) Operation {
+				return AllGatherOp{Dst: dst(0, size), Src: dst(me, 1)}
+			}},
+			{"alltoall", func(dst, src func(at, parts int) Buffer) Operation {
+				return AllToAllOp{Dst: dst(0, size), Src: src(0, size)}
+			}},
+			{"allgatherv", func(dst, src func(at, parts int) Buffer) Operation {
+				return AllGatherVOp{Dst: dst(0, size), Src: src(0, 1), Counts: slices.Repeat([]int{count}, size)}
+			}},
+			{"alltoallv", func(dst, src func(at, parts int) Buffer) Operation {
+				all := slices.Repeat([]int{count}, size)
+				return AllToAllVOp{Dst: dst(0, size), Src: src(0, size), SendCounts: all, RecvCounts: all}
+			}},
+			{"broadcast", func(dst, _ func(at, parts int) Buffer) Operation {
+				return BroadcastOp{X: dst(0, 1), Root: root}
+			}},
+			{"reduce", func(dst, _ func(at, parts int) Buffer) Operation {
+				return ReduceOp{X: dst(0, 1), Op: Min, Root: root}
+			}},
+			{"gather", func(dst, src func(at, parts int) Buffer) Operation {
+				op := GatherOp{Src: src(0, 1), Root: root}
+				if me == root {
+					op.Dst = dst(0, size)
+				}
+				return op
+			}},
+			{"scatter", func(dst, src func(at, parts int) Buffer) Operation {
+				op := ScatterOp{Dst: dst(0, 1), Root: root}
+				if me == root {
+					op.Src = src(0, size)
+				}
+				return op
+			}},
+		} {
+			there := func(m mem.Memory) func(at, parts int) Buffer {
+				return func(at, parts int) Buffer {
+					return DeviceBuffer(m.Slice(4*at*count, 4*parts*count), Uint32, on)
+				}
+			}
+			hosts := func(b []byte) func(at, parts int) Buffer {
+				return func(at, parts int) Buffer {
+					x := unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/4)
+					return BufferOf(x[at*count:][:parts*count])
+				}
+			}
+			graph, err := p.Capture(s, func() error { return r.Start(c.of(there(dst), there(src))).Wait(ctx) })
+			if err != nil {
+				return fmt.Errorf("%s of %d: %w", c.name, count, err)
+			}
+			for launch := range launches {
+				for i, m := range []mem.Memory{src, dst} {
+					b := r.f.Bytes(m)
+					for k := range b {
+						b[k] = byte(k*(me+3) + launch + 7*i + k>>8)
+					}
+				}
+				a, b := bytes.Clone(r.f.Bytes(src)), bytes.Clone(r.f.Bytes(dst))
+				if err := r.Do(ctx, c.of(hosts(b), hosts(a))); err != nil {
+					return err
+				}
+				if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+					return err
+				}
+				if !bytes.Equal(r.f.Bytes(dst), b) || !bytes.Equal(r.f.Bytes(src), a) {
+					return fmt.Errorf("%s of %d, launch %d: not the host's result", c.name, count, launch)
+				}
+			}
+			if err := graph.Close(); err != nil {
+				return err
+			}
+		}
+		if err := errors.Join(r.d.Free(src), r.d.Free(dst)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // The launch of a graph that another rank does not repeat ends when Config.Timeout is over, and the

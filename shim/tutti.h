@@ -363,13 +363,13 @@ enum { /* kinds of operations: see the functions below for their fields */
  * finds anything in dst. If the stream has not come to an operation a second after its failure,
  * that ends; the stream still passes it when it comes, and the buffers must exist until then.
  *
- * An allreduce of up to 16 KiB needs no host if the group has 2 to 8 ranks on one machine, each
+ * An allreduce of up to 128 KiB needs no host if the group has 2 to 8 ranks on one machine, each
  * with a GPU that the process used when it joined, and no auto_admit. It is in the memory of GPUs
  * at all ranks then, or at none, on one GPU of each, and the first one in a view waits for all
- * ranks, also in tutti_start. A stream that is being captured into a graph
- * (cudaStreamBeginCapture) takes such an allreduce by tutti_start, after one was run outside of a
- * capture, and no other operation. Each launch of the graph is the operation then, and has no
- * result after the group has entered another view; the next operation says so.
+ * ranks, also in tutti_start. After one was run, a stream that is being captured into a graph
+ * (cudaStreamBeginCapture) takes collectives of any length by tutti_start, if all parts are of
+ * equal length, and no messages. Each launch of the graph is the operation then, and has no result
+ * after the group has entered another view; the next operation says so.
  *
  * TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
 typedef struct tutti_buffer {

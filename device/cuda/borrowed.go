@@ -21,9 +21,9 @@ import (
 // The work of its methods is in the order of the stream with the caller's own, so all of it goes to
 // the driver at once: a call waits, like those of CUDA, while the stream has a thousand operations
 // that are not done. Host memory that is copied must be pinned memory of AllocHost. A stream that
-// is being captured into a graph takes no work but that of an exchange (device.Exchange): a graph
-// would repeat the values of words. Close does nothing, so what waits for a word is not released by
-// it.
+// is being captured into a graph takes no work but that of an exchange (device.Exchange) and copies
+// by RecordCopy: a graph would repeat the values of words. Close does nothing, so what waits for a
+// word is not released by it.
 func (v *Device) Borrow(handle uintptr) device.Stream { return borrowed{v, queue(handle)} }
 
 // A borrowed stream has no state.
@@ -59,6 +59,20 @@ func (b borrowed) Capturing() (bool, error) {
 		return false, err
 	}
 	return b.v.gpu.captured(b.queue)
+}
+
+// RecordCopy implements device.Capturer.
+func (b borrowed) RecordCopy(dst, src mem.Memory) error {
+	for _, m := range []mem.Memory{dst, src} {
+		if m.Loc() != b.v.loc {
+			return fmt.Errorf("cuda: %s: recording a copy of memory at %q: %w", b.v.loc, m.Loc(), device.ErrMemory)
+		}
+	}
+	at, err := b.v.direct(dst, src)
+	if err != nil || dst.Len() == 0 || dst == src {
+		return err
+	}
+	return b.v.gpu.copy(b.queue, at[0], at[1], dst.Len())
 }
 
 // Copy implements device.Stream.

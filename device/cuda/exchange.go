@@ -14,7 +14,6 @@ import (
 
 	"tutti/device"
 	"tutti/internal/backoff"
-	"tutti/kernels"
 	gpukernels "tutti/kernels/cuda"
 	"tutti/mem"
 )
@@ -146,46 +145,60 @@ func (x *exchange) Connect(others []device.Shared, offsets []uint64) error {
 	return nil
 }
 
-// AllReduce implements device.Exchange. s is a stream of the device.
-func (x *exchange) AllReduce(s device.Stream, op kernels.Op, dt kernels.DType, dst, src mem.Memory,
-	limit time.Duration) error {
-	if err := same(dst, src); err != nil {
-		return err
-	}
-	for _, m := range []mem.Memory{dst, src} {
-		if m.Loc() != x.v.loc {
-			return fmt.Errorf("cuda: %s: combining memory at %q: %w", x.v.loc, m.Loc(), device.ErrMemory)
-		}
-	}
+// Do implements device.Exchange. s is a stream of the device.
+func (x *exchange) Do(s device.Stream, c device.ExchangeCall, limit time.Duration) (number uint64, err error) {
 	p := x.packets
 	p.Limit = limit
-	l, err := p.AllReduce(op, dt, dst.Address(), src.Address(), uint64(dst.Len()))
-	if err != nil {
-		return fmt.Errorf("cuda: %s: %w", x.v.loc, err)
-	}
-	if l.Grid == 0 {
-		return nil
+	call := gpukernels.PacketCall{Kind: c.Kind, Op: c.Op, DType: c.DType, Root: c.Root, Count: c.Count, Parts: c.Parts}
+	dst, src := c.Lengths(p.Rank)
+	for _, b := range []struct {
+		m    mem.Memory
+		n    int
+		into *uint64
+	}{{c.Dst, dst, &call.Dst}, {c.Src, src, &call.Src}} {
+		switch {
+		case b.m.Len() < b.n:
+			return 0, fmt.Errorf("cuda: %s: %v in packets with %d bytes of memory, want %d", x.v.loc, c.Kind,
+				b.m.Len(), b.n)
+		case b.n > 0 && b.m.Loc() != x.v.loc:
+			return 0, fmt.Errorf("cuda: %s: %v in packets of memory at %q: %w", x.v.loc, c.Kind, b.m.Loc(),
+				device.ErrMemory)
+		case b.n > 0:
+			*b.into = b.m.Address()
+		}
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.freed {
-		return fmt.Errorf("cuda: %s: combining in an exchange that was freed: %w", x.v.loc, device.ErrClosed)
+		return 0, fmt.Errorf("cuda: %s: combining in an exchange that was freed: %w", x.v.loc, device.ErrClosed)
 	}
-	switch s := s.(type) {
-	case borrowed:
-		captured, err := s.Capturing()
-		if err != nil {
-			return err
+	b, foreign := s.(borrowed)
+	own, ours := s.(*stream)
+	recorded := false
+	switch {
+	case foreign:
+		if recorded, err = b.Capturing(); err != nil {
+			return 0, err
 		}
-		if captured { // the order is that of the graph's launches
-			x.recorded = true
-			return x.v.launch(s.queue, l)
-		}
-		return x.orderedLocked(s, func() error { return x.v.launch(s.queue, l) })
-	case *stream:
-		return x.orderedLocked(s, func() error { return s.enqueue(l) })
+	case !ours:
+		return 0, fmt.Errorf("cuda: %s: combining on a stream of another package: %w", x.v.loc, device.ErrMemory)
 	}
-	return fmt.Errorf("cuda: %s: combining on a stream of another package: %w", x.v.loc, device.ErrMemory)
+	if !recorded {
+		call.Number = x.calls + 1
+	}
+	l, err := p.Do(call)
+	switch {
+	case err != nil:
+		return 0, fmt.Errorf("cuda: %s: %w", x.v.loc, err)
+	case l.Grid == 0:
+		return call.Number, nil
+	case recorded: // the order is that of the graph's launches
+		x.recorded = true
+		return 0, x.v.launch(b.queue, l)
+	case foreign:
+		return call.Number, x.orderedLocked(s, func() error { return x.v.launch(b.queue, l) })
+	}
+	return call.Number, x.orderedLocked(s, func() error { return own.enqueue(l) })
 }
 
 // orderedLocked gives s the kernel of the next call, after that of the one before.
@@ -266,8 +279,10 @@ func (w *words) readLocked() {
 	w.again = w.m.Word(2*mem.WordSize).Swap(0) != 0 || w.again
 	if word := w.m.Word(mem.WordSize).Load(); word != 0 && w.why == nil {
 		f := gpukernels.PacketFailureOf(word)
-		w.why = &device.ExchangeError{Stopped: f.Reason == gpukernels.Stopped, Rank: f.Rank,
-			Differs: f.Reason == gpukernels.Differs, Op: f.Op, DType: f.DType, Count: f.Count}
+		w.why = &device.ExchangeError{Number: w.m.Word(3 * mem.WordSize).Load(),
+			Stopped: f.Reason == gpukernels.Stopped, Rank: f.Rank, Differs: f.Reason == gpukernels.Differs,
+			Call: device.ExchangeCall{Kind: f.Call.Kind, Op: f.Call.Op, DType: f.Call.DType, Root: f.Call.Root,
+				Count: f.Call.Count}}
 	}
 }
 

@@ -8,9 +8,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"reflect"
 	"testing"
 	"time"
 
+	"tutti/collectives"
 	"tutti/device"
 	"tutti/device/cuda/fake"
 	"tutti/device/cuda/program"
@@ -40,6 +42,18 @@ func exchanges(t *testing.T, on []*Device) []device.Exchange {
 		must(t, all[r].Connect(inboxes, offsets))
 	}
 	return all
+}
+
+// do is Do without the number.
+func do(x device.Exchange, s device.Stream, c device.ExchangeCall, limit time.Duration) error {
+	_, err := x.Do(s, c, limit)
+	return err
+}
+
+// allReduce returns a call of all ranks with memory of the same length.
+func allReduce(op kernels.Op, dt kernels.DType, dst, src mem.Memory) device.ExchangeCall {
+	return device.ExchangeCall{Kind: collectives.AllReduce, Op: op, DType: dt, Count: src.Len() / dt.Size(), Dst: dst,
+		Src: src}
 }
 
 // number returns memory with a number of 4 bytes.
@@ -80,7 +94,7 @@ func TestExchange(t *testing.T) {
 					streams := []device.Stream{newStreamOf(t, v), newStreamOf(t, v), v.Borrow(uintptr(foreign(t, v)))}
 					for i := range calls {
 						s := streams[(i*i+r)%len(streams)]
-						must(t, x.AllReduce(s, kernels.Sum, kernels.Uint32, m, m, time.Minute))
+						must(t, do(x, s, allReduce(kernels.Sum, kernels.Uint32, m, m), time.Minute))
 						e, err := s.Record()
 						must(t, err)
 						ends = append(ends, e)
@@ -131,7 +145,7 @@ func TestExchangeInGraphs(t *testing.T) {
 				t.Errorf("a copy: %v", err)
 			}
 			for range 3 {
-				if err := x.AllReduce(b, kernels.Sum, kernels.Uint32, m, m, time.Minute); err != nil {
+				if err := do(x, b, allReduce(kernels.Sum, kernels.Uint32, m, m), time.Minute); err != nil {
 					return err
 				}
 			}
@@ -146,7 +160,8 @@ func TestExchangeInGraphs(t *testing.T) {
 	for range launches {
 		for r, x := range all {
 			must(t, graphs[r].Launch(streams[r]))
-			must(t, x.AllReduce(v.Borrow(streams[r]), kernels.Max, kernels.Uint32, numbers[r], numbers[r], time.Minute))
+			must(t, do(x, v.Borrow(streams[r]), allReduce(kernels.Max, kernels.Uint32, numbers[r], numbers[r]),
+				time.Minute))
 		}
 	}
 	want := uint32(3)
@@ -172,26 +187,27 @@ func TestExchangeFailures(t *testing.T) {
 		want  device.ExchangeError
 	}{
 		"stopped": {0, func(t *testing.T, all []device.Exchange, _ device.Stream, _ mem.Memory) { all[0].Stop() },
-			device.ExchangeError{Stopped: true}},
+			device.ExchangeError{Number: 1, Stopped: true}},
 		"late": {time.Millisecond, func(*testing.T, []device.Exchange, device.Stream, mem.Memory) {},
-			device.ExchangeError{Rank: 1}},
+			device.ExchangeError{Number: 1, Rank: 1}},
 		"differs": {0, func(t *testing.T, all []device.Exchange, s device.Stream, m mem.Memory) {
-			must(t, all[1].AllReduce(s, kernels.Min, kernels.Int8, m, m, 0))
-		}, device.ExchangeError{Rank: 1, Differs: true, Op: kernels.Min, DType: kernels.Int8, Count: 4}},
+			must(t, do(all[1], s, allReduce(kernels.Min, kernels.Int8, m, m), 0))
+		}, device.ExchangeError{Number: 1, Rank: 1, Differs: true, Call: device.ExchangeCall{
+			Kind: collectives.AllReduce, Op: kernels.Min, DType: kernels.Int8, Count: 4}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f, v := open(t, fake.Config{})
 			all := exchanges(t, []*Device{v, v})
 			s, other := newStreamOf(t, v), newStreamOf(t, v)
 			m := number(t, f, v, 5)
-			must(t, all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, c.limit))
+			must(t, do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), c.limit))
 			c.other(t, all, other, number(t, f, v, 6))
 			must(t, wait(s))
 			why, again := all[0].Failure()
-			if why == nil || *why != c.want || again || value(f, m) != 5 || why.Error() == "" {
+			if why == nil || !reflect.DeepEqual(*why, c.want) || again || value(f, m) != 5 || why.Error() == "" {
 				t.Errorf("%+v, %v, and the number is %d: want %+v", why, again, value(f, m), c.want)
 			}
-			must(t, all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0), wait(s))
+			must(t, do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0), wait(s))
 			if _, again := all[0].Failure(); !again {
 				t.Error("a call after that is not reported")
 			}
@@ -221,10 +237,10 @@ func TestExchangeBehindManyOperations(t *testing.T) {
 		must(t, s.Copy(m, o))
 	}
 	third, x, y := newStreamOf(t, v), number(t, f, v, 10), number(t, f, v, 20)
-	must(t, all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, time.Minute),
-		all[0].AllReduce(third, kernels.Max, kernels.Uint32, x, x, time.Minute),
-		all[1].AllReduce(other, kernels.Sum, kernels.Uint32, o, o, time.Minute),
-		all[1].AllReduce(other, kernels.Max, kernels.Uint32, y, y, time.Minute))
+	must(t, do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), time.Minute),
+		do(all[0], third, allReduce(kernels.Max, kernels.Uint32, x, x), time.Minute),
+		do(all[1], other, allReduce(kernels.Sum, kernels.Uint32, o, o), time.Minute),
+		do(all[1], other, allReduce(kernels.Max, kernels.Uint32, y, y), time.Minute))
 	word.Word(0).Store(1)
 	must(t, wait(s), wait(third), wait(other))
 	if value(f, m) != 4 || value(f, o) != 4 || value(f, x) != 20 || value(f, y) != 20 {
@@ -249,25 +265,28 @@ func TestExchangeRefuses(t *testing.T) {
 		freed(t, f, v, blocks, words)
 	}
 	x := exchanges(t, []*Device{v, v})[0]
-	m := alloc(t, v, device.MaxExchangeBytes+4)
+	m := alloc(t, v, 8)
 	s := newStreamOf(t, v)
 	host := mem.Host(make([]byte, 4), mem.Anywhere)
 	for what, err := range map[string]error{
-		"host memory":    x.AllReduce(s, kernels.Sum, kernels.Int32, host, host, 0),
-		"a long vector":  x.AllReduce(s, kernels.Sum, kernels.Int32, m, m, 0),
-		"other lengths":  x.AllReduce(s, kernels.Sum, kernels.Int32, m.Slice(0, 8), m.Slice(0, 4), 0),
-		"another stream": x.AllReduce(nil, kernels.Sum, kernels.Int32, m.Slice(0, 8), m.Slice(0, 8), 0),
+		"host memory":    do(x, s, allReduce(kernels.Sum, kernels.Int32, host, host), 0),
+		"a short buffer": do(x, s, allReduce(kernels.Sum, kernels.Int32, m.Slice(0, 4), m), 0),
+		"few parts": do(x, s, device.ExchangeCall{Kind: collectives.AllGather, DType: kernels.Int32, Count: 1,
+			Parts: []int{0, 2}, Dst: m, Src: m.Slice(0, 4)}, 0),
+		"another kind": do(x, s, device.ExchangeCall{Kind: collectives.AllGatherV, DType: kernels.Int32, Count: 1,
+			Dst: m, Src: m}, 0),
+		"another stream": do(x, nil, allReduce(kernels.Sum, kernels.Int32, m, m), 0),
 	} {
 		if err == nil {
 			t.Errorf("%s is accepted", what)
 		}
 	}
-	must(t, x.AllReduce(s, kernels.Sum, kernels.Int32, m.Slice(0, 4), m.Slice(0, 4), 0))
+	must(t, do(x, s, allReduce(kernels.Sum, kernels.Int32, m, m), 0))
 	other := v.Borrow(uintptr(foreign(t, v)))
 	for _, call := range []string{"cuStreamWaitValue64_v2", "cuLaunchKernel", "cuStreamWriteValue64_v2"} {
 		var failed *Error
 		f.Fail(call, 1, fake.NotSupported)
-		err := x.AllReduce(other, kernels.Sum, kernels.Int32, m.Slice(0, 4), m.Slice(0, 4), 0)
+		err := do(x, other, allReduce(kernels.Sum, kernels.Int32, m, m), 0)
 		if !errors.As(err, &failed) {
 			t.Errorf("%s fails: %v", call, err)
 		}
@@ -341,7 +360,7 @@ func TestFreeExchanges(t *testing.T) {
 			for range 5 {
 				all := exchanges(t, on)
 				for r, x := range all {
-					must(t, x.AllReduce(s[r], kernels.Sum, kernels.Uint32, m[r], m[r], time.Minute))
+					must(t, do(x, s[r], allReduce(kernels.Sum, kernels.Uint32, m[r], m[r]), time.Minute))
 				}
 				must(t, wait(s[0]), wait(s[1]), all[0].Free(t.Context()))
 				if now, _ := used(f, on[0]); now != blocks+2 {
@@ -352,12 +371,12 @@ func TestFreeExchanges(t *testing.T) {
 					t.Errorf("it has failed: %v, %v", why, again)
 				}
 				all[1].Stop()
-				err := all[0].AllReduce(s[0], kernels.Sum, kernels.Uint32, m[0], m[0], 0)
+				err := do(all[0], s[0], allReduce(kernels.Sum, kernels.Uint32, m[0], m[0]), 0)
 				if !errors.Is(err, device.ErrClosed) {
 					t.Errorf("a call after Free: %v", err)
 				}
 				for range 2 { // which give up, and follow a failure
-					must(t, all[1].AllReduce(s[1], kernels.Sum, kernels.Uint32, m[1], m[1], 0))
+					must(t, do(all[1], s[1], allReduce(kernels.Sum, kernels.Uint32, m[1], m[1]), 0))
 				}
 				must(t, wait(s[1]), all[1].Free(t.Context()), all[1].Free(t.Context()))
 				if now, words := used(f, on[0]); now != blocks || words != host {
@@ -381,7 +400,7 @@ func TestFreeWaitsForStreams(t *testing.T) {
 	all := exchanges(t, []*Device{v, v})
 	word := wordsOf(t, v, 1)[0]
 	s, m := newStreamOf(t, v), number(t, f, v, 5)
-	must(t, s.WaitValue(word, 1), all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0))
+	must(t, s.WaitValue(word, 1), do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0))
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := all[0].Free(ctx); !errors.Is(err, context.Canceled) {
@@ -416,7 +435,7 @@ func TestCloseEndsFree(t *testing.T) {
 	s, err := on[0].Stream()
 	must(t, err)
 	m := number(t, f, on[0], 1)
-	must(t, s.WaitValue(words[0], 1), all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0))
+	must(t, s.WaitValue(words[0], 1), do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0))
 	all[0].Stop()
 	freed := make(chan error, 1)
 	go func() { freed <- all[0].Free(t.Context()) }()
@@ -432,8 +451,8 @@ func TestFreeDoesNotGuess(t *testing.T) {
 	word := wordsOf(t, v, 1)[0]
 	s, other, m := newStreamOf(t, v), newStreamOf(t, v), number(t, f, v, 5)
 	must(t, s.WaitValue(word, 1),
-		all[0].AllReduce(s, kernels.Sum, kernels.Uint32, m, m, 0),
-		all[0].AllReduce(other, kernels.Sum, kernels.Uint32, m, m, 0))
+		do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0),
+		do(all[0], other, allReduce(kernels.Sum, kernels.Uint32, m, m), 0))
 	all[0].Stop()
 	must(t, other.Close())
 	if err := all[0].Free(t.Context()); err == nil {
@@ -448,7 +467,7 @@ func TestFreeDoesNotGuess(t *testing.T) {
 	q, err := p.Stream()
 	must(t, err)
 	g, err := p.Capture(q, func() error {
-		return all[1].AllReduce(v.Borrow(q), kernels.Sum, kernels.Uint32, m, m, 0)
+		return do(all[1], v.Borrow(q), allReduce(kernels.Sum, kernels.Uint32, m, m), 0)
 	})
 	must(t, err)
 	if err := all[1].Free(t.Context()); err == nil {

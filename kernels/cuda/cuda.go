@@ -50,7 +50,8 @@ func Module(major, minor int) (ptx []byte, err error) {
 
 // Functions returns the names of all kernels of a module, sorted.
 func Functions() []string {
-	names := []string{copies, copies + placed, "tutti_tell", "tutti_wait", "tutti_write"}
+	names := []string{copies, copies + placed, copies + packets, copies + byBytes + packets, "tutti_tell", "tutti_wait",
+		"tutti_write"}
 	for _, k := range reductions() {
 		names = append(names, k, k+many, k+placed, k+packets)
 	}

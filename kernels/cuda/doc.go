@@ -38,6 +38,6 @@
 //
 // # Packets
 //
-// [Packets] is an allreduce of small messages in one kernel, over inboxes that the ranks have
-// mapped of each other: each sends all others what it has, and combines what it got.
+// [Packets] is a collective in one kernel, over inboxes that the ranks have mapped of each other:
+// each sends all others what it has for them, and combines what it got, or puts it side by side.
 package cuda

@@ -2,46 +2,58 @@ package cuda
 
 import (
 	"fmt"
+	"math"
 	"time"
 	"unsafe"
 
+	"tutti/collectives"
 	"tutti/kernels"
 )
 
-// The limits of an exchange of packets.
-const (
-	MaxPacketRanks = 8
-	MaxPacketBytes = 16 << 10 // of a message
-)
+// MaxPacketRanks is the most ranks that exchange packets.
+const MaxPacketRanks = 8
+
+// PacketRound is how many bytes of a message go in a round of packets. A longer message takes
+// several, in each of which all ranks wait for each other.
+const PacketRound = 128 << 10
 
 const (
 	packets      = "_packets"
+	byBytes      = "_bytes"
 	payload      = 8 // bytes of data in a packet
 	packet       = 16
 	packetBlocks = 16 // few, so that all of them run at once
-	inboxSlot    = MaxPacketBytes / payload * packet
+	inboxSlot    = PacketRound / payload * packet
 )
 
-// A mark has 9 bits for the number of the call, 15 for the number of elements, 5 for their type and
-// 3 for the operation.
+// The two marks of a packet have 9 bits for the number of the call, and 23 each of what the call
+// is: the low 31 bits of the number of elements, 5 for their type, 3 for the operation, 3 for the
+// root and 4 for the kind.
 const (
-	markCount = 9
-	markType  = 24
-	markOp    = 29
+	markNumber = 9
+	markBits   = 32 - markNumber
+	markCount  = 31
+	markType   = markCount
+	markOp     = markType + 5
+	markRoot   = markOp + 3
+	markKind   = markRoot + 3
 )
 
 // packetParams has the layout of PacketParams in src/params.h.
 type packetParams struct {
 	dst, src, n, flip, divisor, magic uint64
-	slot, calls, words, limit         uint64
-	ranks, rank, flags, call          uint32
+	from, to                          uint64
+	slot, calls, words, limit, id     uint64
+	ranks, rank, flags, root          uint32
+	marks                             [2]uint32
+	part                              [MaxPacketRanks]uint32
 	inbox                             [MaxPacketRanks]uint64
 }
 
-// Packets is what a rank knows to exchange small messages with others over memory that they have
-// mapped of each other. A packet has 8 bytes of data and a mark, so that who finds the mark has the
+// Packets is what a rank knows to exchange messages with others over memory that they have mapped
+// of each other. A packet has 8 bytes of data and two marks, so that who finds the marks has the
 // data: no rank waits for a flag after the data. Ranks store into each other's inboxes and nowhere
-// else. The mark tells the number of the call and what it is, so that ranks whose calls differ find
+// else. The marks tell the number of the call and what it is, so that ranks whose calls differ find
 // out.
 //
 // The number of a call is in the memory of the device: a launch may be repeated, as a graph does.
@@ -58,50 +70,115 @@ type Packets struct {
 }
 
 // PacketWords is the number of words of Packets.Words.
-const PacketWords = 3
+const PacketWords = 4
 
 // InboxBytes returns the bytes of an inbox: two slots for every rank, so that a rank may send while
-// another still reads the call before, and the numbers of calls.
-func InboxBytes(ranks int) int { return 2*ranks*inboxSlot + 4*(1+MaxPacketBytes/payload) }
+// another still reads the round before, and the numbers of calls.
+func InboxBytes(ranks int) int { return 2*ranks*inboxSlot + 4*(1+PacketRound/payload) }
 
-// AllReduce returns the launch that combines src of all ranks, in their order, into dst of each, as
-// package kernels defines op on dt; dst is src or disjoint from it. All ranks make the same calls
-// in the same order, each after its call before has ended, which is the order of a stream. The
-// kernel ends when the packets of all ranks have come. It gives up and leaves dst undefined when
-// another rank's call differs, when the limit is over, when the first of Words says so, or when a
-// call before has given up; the inboxes have to be replaced then. The Grid is 0 if bytes is 0. An
-// error says that the operation is not defined, or that the message or the number of ranks is too
-// large.
-func (x Packets) AllReduce(op kernels.Op, dt kernels.DType, dst, src, bytes uint64) (Launch, error) {
-	ranks := len(x.Inboxes)
+// A PacketCall is a collective of ranks that exchange packets. What its buffers hold is that of the
+// kind: see package collectives, whose slots are the parts of a buffer.
+type PacketCall struct {
+	Kind  collectives.Kind // one whose parts are as long as each other, with data
+	Op    kernels.Op       // of a kind that reduces
+	DType kernels.DType
+	Root  int // rank, of a kind that has one
+	Count int // elements of a part, or of a vector
+	// Parts are the parts of the ranks in buffers that have several.
+	Parts []int
+	// Number is the fourth of Words when the call is the first to give up. It need not be the same
+	// at all ranks.
+	Number uint64
+	// Addresses, of bytes. A buffer that the rank does not use need not exist.
+	Dst, Src uint64
+}
+
+// Do returns the launch of this rank's part of a collective, whose reductions are those of package
+// kernels, in the order of the ranks. All ranks make the same calls in the same order, each after
+// its call before has ended, which is the order of a stream. The kernel ends when the packets of
+// all ranks have come. It gives up and leaves the destination undefined when another rank's call
+// differs, when the limit is over, when the first of Words says so, or when a call before has given
+// up; the inboxes have to be replaced then. The Grid is 0 if the count is. An error says that the
+// call is not defined, or that there are too many ranks.
+func (x Packets) Do(c PacketCall) (Launch, error) {
+	ranks, layout := len(x.Inboxes), c.Kind.Layout()
+	reduces, rooted := c.Kind.Reduces(), layout.InAtRoot || layout.OutAtRoot
+	parted := layout.In.Parted() || layout.Out.Parted()
 	switch {
-	case !kernels.Supported(op, dt):
-		return Launch{}, fmt.Errorf("kernels/cuda: %v of %v is not defined", op, dt)
+	case layout.In != collectives.One && layout.In != collectives.All ||
+		layout.Out != collectives.One && layout.Out != collectives.All:
+		return Launch{}, fmt.Errorf("kernels/cuda: %v cannot go in packets", c.Kind)
+	case reduces && !kernels.Supported(c.Op, c.DType):
+		return Launch{}, fmt.Errorf("kernels/cuda: %v of %v is not defined", c.Op, c.DType)
+	case !c.DType.Valid() || c.Count < 0 || c.Count > math.MaxInt/c.DType.Size():
+		return Launch{}, fmt.Errorf("kernels/cuda: %d elements of %v in packets", c.Count, c.DType)
 	case ranks < 2 || ranks > MaxPacketRanks || x.Rank < 0 || x.Rank >= ranks:
 		return Launch{}, fmt.Errorf("kernels/cuda: rank %d of %d exchanges packets, want one of 2 to %d ranks",
 			x.Rank, ranks, MaxPacketRanks)
-	case bytes > MaxPacketBytes || bytes%uint64(dt.Size()) != 0:
-		return Launch{}, fmt.Errorf("kernels/cuda: a message of %d bytes in packets, want at most %d and whole "+
-			"elements of %v", bytes, MaxPacketBytes, dt)
+	case rooted && (c.Root < 0 || c.Root >= ranks):
+		return Launch{}, fmt.Errorf("kernels/cuda: rank %d as the root of %d ranks that exchange packets", c.Root,
+			ranks)
+	case parted && len(c.Parts) != ranks:
+		return Launch{}, fmt.Errorf("kernels/cuda: %d parts of %d ranks that exchange packets", len(c.Parts), ranks)
 	}
-	r := reductionOf(op, dt)
-	p := packetParams{dst: dst, src: src, n: bytes / uint64(r.unit), flip: r.flip, slot: inboxSlot, words: x.Words,
-		calls: x.Inboxes[x.Rank] + 2*uint64(ranks)*inboxSlot, limit: uint64(max(x.Limit, 0)), ranks: uint32(ranks),
-		rank: uint32(x.Rank)}
-	p.call = uint32(bytes)/uint32(dt.Size())<<markCount | uint32(dt)<<markType | uint32(op-1)<<markOp
-	divisor := 0
-	if op == kernels.Avg {
-		divisor = ranks
+	bytes := uint64(c.Count * c.DType.Size())
+	p := packetParams{dst: c.Dst, src: c.Src, slot: inboxSlot, words: x.Words,
+		calls: x.Inboxes[x.Rank] + 2*uint64(ranks)*inboxSlot, limit: uint64(max(x.Limit, 0)), id: c.Number,
+		ranks: uint32(ranks), rank: uint32(x.Rank), root: uint32(ranks)}
+	what := uint64(c.Count)&(1<<markCount-1) | uint64(c.DType)<<markType | uint64(c.Kind)<<markKind
+	if rooted {
+		what |= uint64(c.Root) << markRoot
 	}
-	p.divisor, p.magic, p.flags = division(dt, divisor)
-	if (dst|src)%uint64(r.unit) == 0 {
+	if layout.In.Parted() {
+		p.from = bytes
+	}
+	if layout.Out.Parted() {
+		p.to = bytes
+	}
+	for r := 0; parted && r < ranks; r++ {
+		p.part[r] = uint32(c.Parts[r])
+	}
+	if layout.InAtRoot {
+		p.root = uint32(c.Root)
+	}
+	used := uint64(0)
+	if layout.InAtRoot && x.Rank != c.Root {
+		p.flags |= silent
+	} else {
+		used |= c.Src | p.from
+	}
+	// The vector of a broadcast is at its root.
+	if layout.OutAtRoot && x.Rank != c.Root || c.Kind == collectives.Broadcast && x.Rank == c.Root {
+		p.flags |= idle
+	} else {
+		used |= c.Dst | p.to
+	}
+	var kernel string
+	unit := uint64(1)
+	if reduces {
+		what |= uint64(c.Op-1) << markOp
+		r := reductionOf(c.Op, c.DType)
+		divisor := 0
+		if c.Op == kernels.Avg {
+			divisor = ranks
+		}
+		flags := uint32(0)
+		p.divisor, p.magic, flags = division(c.DType, divisor)
+		p.flags |= flags
+		kernel, unit, p.flip = r.kernel, uint64(r.unit), r.flip
+	} else if kernel = copies + byBytes; (used|bytes)%payload == 0 {
+		kernel, unit = copies, payload
+	}
+	if used%unit == 0 {
 		p.flags |= natural
 	}
+	p.n = bytes / unit
+	p.marks = [2]uint32{uint32(what) << markNumber, uint32(what>>markBits) << markNumber}
 	copy(p.inbox[:], x.Inboxes)
-	// The grid follows from the message, so that all ranks have the same: a thread then waits only
+	// The grid follows from the length, so that all ranks have the same: a thread then waits only
 	// for what threads with its own number send first.
 	blocks := min((bytes+payload*threads-1)/(payload*threads), packetBlocks)
-	l := Launch{Function: r.kernel + packets, Grid: uint32(blocks), Block: threads}
+	l := Launch{Function: kernel + packets, Grid: uint32(blocks), Block: threads}
 	l.Params = raw(&p, unsafe.Sizeof(p))
 	return l, nil
 }
@@ -120,20 +197,21 @@ const (
 type PacketFailure struct {
 	Reason Reason
 	Rank   int // that is late, or whose call differs
-	// The rank's call, if it differs.
-	Op    kernels.Op
-	DType kernels.DType
-	Count int
+	// The rank's call, if it differs, without its buffers; of the Count, the low 31 bits.
+	Call PacketCall
 }
 
 // PacketFailureOf reads the second of Packets.Words, which is 0 until a call gives up. The third
-// one becomes 1 when a call begins after that.
+// one becomes 1 when a call begins after that, and the fourth is the number of the call.
 func PacketFailureOf(word uint64) PacketFailure {
 	f := PacketFailure{Reason: Reason(word), Rank: int(word >> 8 & 0xff)}
 	if f.Reason == Differs {
-		mark := uint32(word >> 32)
-		f.Op, f.DType = kernels.Op(mark>>markOp+1), kernels.DType(mark>>markType&31)
-		f.Count = int(mark >> markCount & 0x7fff)
+		what := word >> 16
+		f.Call = PacketCall{Kind: collectives.Kind(what >> markKind), DType: kernels.DType(what >> markType & 31),
+			Root: int(what >> markRoot & 7), Count: int(what & (1<<markCount - 1))}
+		if f.Call.Kind.Reduces() {
+			f.Call.Op = kernels.Op(what>>markOp&7 + 1)
+		}
 	}
 	return f
 }

@@ -5,6 +5,7 @@ package cuda_test
 import (
 	"bytes"
 	"math/rand/v2"
+	"reflect"
 	"runtime"
 	"strings"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/collectives"
 	"tutti/kernels"
 	"tutti/kernels/cuda"
 	"tutti/kernels/cuda/cudatest"
@@ -56,7 +58,10 @@ func TestAllReducePackets(t *testing.T) {
 				continue
 			}
 			p := newParty(ranks, time.Minute)
-			lengths := []int{1, 2, 8 / size, 100, 3000 / size, 5, cuda.MaxPacketBytes / size, 7}
+			lengths := []int{1, 2, 8 / size, 100, 3000 / size, 5, 16384 / size, 7}
+			if op == kernels.Sum && ranks == 4 { // several rounds
+				lengths = append(lengths, 2*cuda.PacketRound/size+3, 9)
+			}
 			srcs, dsts := make([][]buffer, len(lengths)), make([][]buffer, len(lengths))
 			wants := make([][]byte, len(lengths))
 			r := rand.New(rand.NewPCG(uint64(ranks), uint64(dt)))
@@ -79,13 +84,8 @@ func TestAllReducePackets(t *testing.T) {
 			for k := range ranks {
 				wg.Go(func() {
 					for i := range lengths {
-						l, err := p.ranks[k].AllReduce(op, dt, address(dsts[i][k].b), address(srcs[i][k].b),
-							uint64(len(srcs[i][k].b)))
-						if err != nil {
-							t.Error(err)
-							return
-						}
-						h.Run(t, l)
+						h.Run(t, p.call(t, k, cuda.PacketCall{Kind: collectives.AllReduce, Op: op, DType: dt,
+							Count: lengths[i], Dst: address(dsts[i][k].b), Src: address(srcs[i][k].b)}))
 					}
 				})
 			}
@@ -123,13 +123,105 @@ func (p *party) run(t *testing.T, h *cudatest.Host, memory []buffer, calls map[i
 	runtime.KeepAlive(memory)
 }
 
-// call returns the launch of a rank's allreduce.
-func (p *party) call(t *testing.T, rank int, op kernels.Op, dt kernels.DType, b buffer) cuda.Launch {
-	l, err := p.ranks[rank].AllReduce(op, dt, address(b.b), address(b.b), uint64(len(b.b)))
+// call returns the launch of a rank's part of a call.
+func (p *party) call(t *testing.T, rank int, c cuda.PacketCall) cuda.Launch {
+	l, err := p.ranks[rank].Do(c)
 	if err != nil {
-		t.Fatal(err)
+		t.Error(err)
 	}
 	return l
+}
+
+// allReduce returns the call of an allreduce in place.
+func allReduce(op kernels.Op, dt kernels.DType, b buffer) cuda.PacketCall {
+	return cuda.PacketCall{Kind: collectives.AllReduce, Op: op, DType: dt, Count: len(b.b) / dt.Size(),
+		Dst: address(b.b), Src: address(b.b)}
+}
+
+// TestPacketCalls makes calls of every kind, of several lengths, types and alignments, in a row.
+// The parts of the ranks lie in another order than their numbers, and there is a part of no rank
+// between them. What the interpreter of plans says is the result.
+func TestPacketCalls(t *testing.T) {
+	h := cudatest.Load(t, 1)
+	const ranks = 3
+	parts := []int{3, 0, 2} // part 1 is of no rank
+	const size = 4          // parts
+	p := newParty(ranks, time.Minute)
+	random := rand.New(rand.NewPCG(3, 5))
+	kinds := []collectives.Kind{collectives.AllReduce, collectives.ReduceScatter, collectives.AllGather,
+		collectives.AllToAll, collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter}
+	for _, n := range []int{8, 24, 4, 1001, 2*cuda.PacketRound + 40, 2, 1024} {
+		for _, kind := range kinds {
+			for root := range ranks {
+				layout := kind.Layout()
+				if root > 0 && (!layout.InAtRoot && !layout.OutAtRoot || n > cuda.PacketRound) {
+					continue
+				}
+				shift := random.IntN(3) * 4 // of the buffers
+				srcs, dsts, wants := make([]buffer, ranks), make([]buffer, ranks), make([][]byte, ranks)
+				length := func(e collectives.Extent) int {
+					if e.Parted() {
+						return size * n
+					}
+					return n
+				}
+				for r := range ranks {
+					srcs[r] = newBuffer(length(layout.In), shift)
+					dsts[r] = newBuffer(length(layout.Out), shift*(r%2))
+					fill(random, kernels.Uint8, srcs[r].b, 3)
+					fill(random, kernels.Uint8, dsts[r].b, 3)
+					wants[r] = append([]byte{}, dsts[r].b...)
+				}
+				part := func(b []byte, e collectives.Extent, rank int) []byte {
+					if e.Parted() {
+						return b[parts[rank]*n:][:n]
+					}
+					return b
+				}
+				for r := range ranks {
+					if layout.OutAtRoot && r != root || kind == collectives.Broadcast && r == root {
+						continue
+					}
+					if kind.Reduces() {
+						clear(wants[r])
+					}
+					for from := range ranks {
+						if layout.InAtRoot && from != root {
+							continue
+						}
+						to, b := part(wants[r], layout.Out, from), part(srcs[from].b, layout.In, r)
+						for i := range to {
+							if kind.Reduces() {
+								to[i] ^= b[i]
+							} else {
+								to[i] = b[i]
+							}
+						}
+					}
+				}
+				var wg sync.WaitGroup
+				for r := range ranks {
+					c := cuda.PacketCall{Kind: kind, Op: kernels.BitXor, DType: kernels.Uint8, Root: root, Count: n,
+						Parts: parts, Dst: address(dsts[r].b), Src: address(srcs[r].b)}
+					if layout.InAtRoot && r != root {
+						c.Src = 0
+					}
+					if layout.OutAtRoot && r != root {
+						c.Dst = 0
+					}
+					wg.Go(func() { h.Run(t, p.call(t, r, c)) })
+				}
+				wg.Wait()
+				for r := range ranks {
+					if !bytes.Equal(dsts[r].b, wants[r]) || !dsts[r].intact() || p.failure(r).Reason != 0 {
+						t.Fatalf("%v of %d bytes, root %d: rank %d has another result (%+v)", kind, n, root, r,
+							p.failure(r))
+					}
+				}
+				runtime.KeepAlive(srcs)
+			}
+		}
+	}
 }
 
 // TestPacketsStop has ranks wait for one that never calls, until they are told to stop. Later calls
@@ -140,7 +232,7 @@ func TestPacketsStop(t *testing.T) {
 	all := []buffer{newBuffer(64, 0), newBuffer(64, 0)}
 	calls := map[int]cuda.Launch{}
 	for k := range 2 { // rank 2 is gone
-		calls[k] = p.call(t, k, kernels.Sum, kernels.Float32, all[k])
+		calls[k] = p.call(t, k, allReduce(kernels.Sum, kernels.Float32, all[k]))
 	}
 	stopped := make(chan struct{})
 	go func() {
@@ -152,7 +244,7 @@ func TestPacketsStop(t *testing.T) {
 	p.run(t, h, all, calls)
 	<-stopped
 	for k := range 2 {
-		if f := p.failure(k); f != (cuda.PacketFailure{Reason: cuda.Stopped}) || element(p.words[k].b, 8, 2) != 0 {
+		if f := p.failure(k); f.Reason != cuda.Stopped || element(p.words[k].b, 8, 2) != 0 {
 			t.Errorf("rank %d: %+v, want that it was stopped", k, f)
 		}
 	}
@@ -172,7 +264,7 @@ func TestPacketsStoppedBefore(t *testing.T) {
 	calls := map[int]cuda.Launch{}
 	for k := range 2 {
 		h.Run(t, cuda.Write(address(p.words[k].b), 1))
-		calls[k] = p.call(t, k, kernels.Sum, kernels.Float32, all[k])
+		calls[k] = p.call(t, k, allReduce(kernels.Sum, kernels.Float32, all[k]))
 		for i := range all[k].b {
 			all[k].b[i] = 7
 		}
@@ -190,8 +282,8 @@ func TestPacketsLate(t *testing.T) {
 	h := cudatest.Load(t, 1)
 	p := newParty(2, time.Millisecond)
 	b := newBuffer(64, 0)
-	p.run(t, h, []buffer{b}, map[int]cuda.Launch{0: p.call(t, 0, kernels.Sum, kernels.Float32, b)})
-	if f := p.failure(0); f != (cuda.PacketFailure{Reason: cuda.Late, Rank: 1}) {
+	p.run(t, h, []buffer{b}, map[int]cuda.Launch{0: p.call(t, 0, allReduce(kernels.Sum, kernels.Float32, b))})
+	if f := p.failure(0); f.Reason != cuda.Late || f.Rank != 1 {
 		t.Errorf("%+v, want that rank 1 is late", f)
 	}
 }
@@ -200,36 +292,42 @@ func TestPacketsLate(t *testing.T) {
 // first, second and 600th call.
 func TestPacketsDiffer(t *testing.T) {
 	h := cudatest.Load(t, 1)
-	type call struct {
-		op    kernels.Op
-		dt    kernels.DType
-		count int
+	of := func(op kernels.Op, dt kernels.DType, count int) cuda.PacketCall {
+		return cuda.PacketCall{Kind: collectives.AllReduce, Op: op, DType: dt, Count: count}
 	}
-	for name, calls := range map[string][2]call{
-		"operation": {{kernels.Sum, kernels.Float32, 10}, {kernels.Max, kernels.Float32, 10}},
-		"type":      {{kernels.Sum, kernels.Float32, 10}, {kernels.Sum, kernels.Int32, 10}},
-		"longer":    {{kernels.BitXor, kernels.Uint8, 16384}, {kernels.BitXor, kernels.Uint8, 9}},
-		"shorter":   {{kernels.Min, kernels.Bool, 1}, {kernels.Avg, kernels.Float64, 2048}},
+	broadcast := cuda.PacketCall{Kind: collectives.Broadcast, DType: kernels.Float32, Root: 1, Count: 10}
+	other := broadcast
+	other.Root = 0
+	long := broadcast
+	long.Count = cuda.PacketRound
+	for name, calls := range map[string][2]cuda.PacketCall{
+		"operation": {of(kernels.Sum, kernels.Float32, 10), of(kernels.Max, kernels.Float32, 10)},
+		"type":      {of(kernels.Sum, kernels.Float32, 10), of(kernels.Sum, kernels.Int32, 10)},
+		"longer":    {of(kernels.BitXor, kernels.Uint8, 16384), of(kernels.BitXor, kernels.Uint8, 9)},
+		"shorter":   {of(kernels.Min, kernels.Bool, 1), of(kernels.Avg, kernels.Float64, 2048)},
+		"kind":      {of(kernels.Sum, kernels.Float32, 10), broadcast},
+		"root":      {broadcast, other},
+		"rounds":    {long, broadcast},
 	} {
 		for _, before := range []int{0, 1, 599} {
 			p := newParty(2, time.Minute)
-			all := []buffer{newBuffer(16384, 0), newBuffer(16384, 0)}
+			all := []buffer{newBuffer(4*cuda.PacketRound, 0), newBuffer(4*cuda.PacketRound, 0)}
 			for range before {
 				same := map[int]cuda.Launch{}
 				for k := range 2 {
-					same[k] = p.call(t, k, kernels.BitOr, kernels.Uint8, buffer{b: all[k].b[:100]})
+					same[k] = p.call(t, k, allReduce(kernels.BitOr, kernels.Uint8, buffer{b: all[k].b[:100]}))
 				}
 				p.run(t, h, all, same)
 			}
 			launches := map[int]cuda.Launch{}
 			for k, c := range calls {
-				launches[k] = p.call(t, k, c.op, c.dt, buffer{b: all[k].b[:c.count*c.dt.Size()]})
+				c.Dst, c.Src = address(all[k].b), address(all[k].b)
+				launches[k] = p.call(t, k, c)
 			}
 			p.run(t, h, all, launches)
 			for k := range 2 {
-				o := calls[1-k]
-				want := cuda.PacketFailure{Reason: cuda.Differs, Rank: 1 - k, Op: o.op, DType: o.dt, Count: o.count}
-				if f := p.failure(k); f != want {
+				want := cuda.PacketFailure{Reason: cuda.Differs, Rank: 1 - k, Call: calls[1-k]}
+				if f := p.failure(k); !reflect.DeepEqual(f, want) {
 					t.Errorf("another %s after %d calls: rank %d: %+v, want %+v", name, before, k, f, want)
 				}
 			}
@@ -239,21 +337,32 @@ func TestPacketsDiffer(t *testing.T) {
 
 // TestPacketsRefuse checks the errors.
 func TestPacketsRefuse(t *testing.T) {
-	two := []uint64{0, 1 << 20}
+	two := cuda.Packets{Inboxes: []uint64{0, 1 << 20}}
+	sum := cuda.PacketCall{Kind: collectives.AllReduce, Op: kernels.Sum, DType: kernels.Float32, Count: 2}
+	with := func(change func(c *cuda.PacketCall)) cuda.PacketCall {
+		c := sum
+		change(&c)
+		return c
+	}
 	for name, c := range map[string]struct {
-		x     cuda.Packets
-		op    kernels.Op
-		bytes uint64
-		want  string
+		x    cuda.Packets
+		call cuda.PacketCall
+		want string
 	}{
-		"one rank":        {cuda.Packets{Inboxes: two[:1]}, kernels.Sum, 8, "rank 0 of 1"},
-		"too many ranks":  {cuda.Packets{Inboxes: make([]uint64, 9)}, kernels.Sum, 8, "rank 0 of 9"},
-		"no such rank":    {cuda.Packets{Rank: 2, Inboxes: two}, kernels.Sum, 8, "rank 2 of 2"},
-		"a long message":  {cuda.Packets{Inboxes: two}, kernels.Sum, cuda.MaxPacketBytes + 4, "16388 bytes"},
-		"half an element": {cuda.Packets{Inboxes: two}, kernels.Sum, 6, "6 bytes"},
-		"bits of floats":  {cuda.Packets{Inboxes: two}, kernels.BitAnd, 8, "not defined"},
+		"one rank":       {cuda.Packets{Inboxes: two.Inboxes[:1]}, sum, "rank 0 of 1"},
+		"too many ranks": {cuda.Packets{Inboxes: make([]uint64, 9)}, sum, "rank 0 of 9"},
+		"no such rank":   {cuda.Packets{Rank: 2, Inboxes: two.Inboxes}, sum, "rank 2 of 2"},
+		"no elements":    {two, with(func(c *cuda.PacketCall) { c.Count = -1 }), "-1 elements"},
+		"no such type": {two, with(func(c *cuda.PacketCall) { c.DType, c.Kind = 0, collectives.AllToAll }),
+			"elements of"},
+		"bits of floats": {two, with(func(c *cuda.PacketCall) { c.Op = kernels.BitAnd }), "not defined"},
+		"a barrier":      {two, with(func(c *cuda.PacketCall) { c.Kind = collectives.Barrier }), "barrier"},
+		"own lengths":    {two, with(func(c *cuda.PacketCall) { c.Kind = collectives.AllGatherV }), "allgatherv"},
+		"no such root": {two, with(func(c *cuda.PacketCall) { c.Kind, c.Root = collectives.Reduce, 2 }),
+			"rank 2 as the root"},
+		"no parts": {two, with(func(c *cuda.PacketCall) { c.Kind = collectives.AllGather }), "0 parts of 2"},
 	} {
-		_, err := c.x.AllReduce(c.op, kernels.Float32, 0, 0, c.bytes)
+		_, err := c.x.Do(c.call)
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %q", name, err, c.want)
 		}

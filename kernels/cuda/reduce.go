@@ -28,6 +28,8 @@ const (
 	round
 	signed
 	natural
+	silent
+	idle
 )
 
 // The structs have the layout of those in src/params.h.

@@ -25,7 +25,7 @@ if [ $compile = yes ] && command -v go >/dev/null; then
 	go test -c -o "$binary" .
 fi
 [ $run = yes ] || exit 0
-times='AllReduceOfLocalRanks|GraphReplay|FirstCollective|Sanitizer|Staging'
+times='AllReduceOfLocalRanks|GraphKinds|GraphReplay|FirstCollective|Sanitizer|Staging'
 exec timeout 570 "$binary" -test.count 1 \
 	-test.run "^Test(Suite|Reductions|NearFloat64|Short|Processes|Handles|DeadProcess|Bandwidths|$times)\$/^$kind\$" \
 	-test.timeout 9m -gpu.required -gpu.device "$device"

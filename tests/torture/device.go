@@ -238,7 +238,7 @@ const shortDevice Mem = "short device"
 // place chooses the kinds of memory of a call's two buffers: those of a collective are on one
 // device, or on none.
 func (s *Step) place(p *Part, gpus GPUs) (dst, src Mem) {
-	if gpus != NoGPUs && s.Op == AllReduce && s.Count*s.DType.Size() <= device.MaxExchangeBytes && len(s.Ranks) > 0 {
+	if gpus != NoGPUs && s.Op == AllReduce && s.Count*s.DType.Size() <= device.ShortVector && len(s.Ranks) > 0 {
 		first := &s.Ranks[0]
 		switch {
 		case first.Dst == MemDevice || first.Src == MemDevice:

@@ -308,7 +308,8 @@ func (m *making) burst() {
 	group := m.group()
 	for range 4 + m.rnd.IntN(4) {
 		s := Step{Op: AllReduce, Group: group, DType: pick(m.generator, pg.Int32, pg.Float32, pg.BFloat16), Red: pg.Sum}
-		s.Count = 2 * (1 + m.rnd.IntN(device.MaxExchangeBytes/2/s.DType.Size()))
+		most := []int{16 << 10, device.ShortVector}[m.rnd.IntN(2)]
+		s.Count = 2 * (1 + m.rnd.IntN(most/2/s.DType.Size()))
 		for range m.job.Ranks {
 			p := Part{How: Started, Dst: MemDevice, Src: MemDevice, Other: m.chance(0.5)}
 			if m.chance(0.4) {

@@ -15,8 +15,8 @@
 //   - A kernel is loaded when it is launched first, when its attributes are asked for, or by
 //     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
-//   - A stream that is captured records its kernels into a graph, and refuses other work. A graph
-//     is launched any number of times.
+//   - A stream that is captured records its kernels, copies and functions of the host into a graph,
+//     and refuses other work. A graph is launched any number of times.
 //   - Functions of the host are work of streams. They may call the library; the real one forbids
 //     that.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
@@ -195,7 +195,7 @@ typedef struct stream {
 	struct graph *graph; // that gets its work while it is captured; NULL: the test says that it is
 } stream;
 
-typedef struct graph { // kernels, in the order of a stream
+typedef struct graph { // work, in the order of a stream
 	context *context;
 	work *first, **last;
 } graph;
@@ -1303,6 +1303,19 @@ static void give(stream *s, work *w)
 	s->context->working++;
 }
 
+// refuses reports whether a stream is captured by a test that has no graph. With the lock.
+static int refuses(const stream *s) { return s->capturing && !s->graph; }
+
+// submit gives work to a stream, or to the graph that records it. With the lock.
+static void submit(stream *s, work *w)
+{
+	if (s->graph) {
+		*s->graph->last = w;
+		s->graph->last = &w->next;
+	} else
+		give(s, w);
+}
+
 // new_stream makes a stream. With the lock.
 static stream *new_stream(context *c)
 {
@@ -1443,7 +1456,7 @@ EXPORT int cuStreamEndCapture(void *s, void **found)
 
 static work *copy_work(const work *w)
 {
-	size_t n = sizeof *w + w->kernel->params;
+	size_t n = sizeof *w + (w->kernel ? w->kernel->params : 0);
 	return memcpy(malloc(n), w, n);
 }
 
@@ -1505,7 +1518,7 @@ EXPORT int cuGraphExecDestroy(void *g)
 EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 {
 	BEGIN_IN;
-	if (!result && stream_of(c, s)->capturing)
+	if (!result && refuses(stream_of(c, s)))
 		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		c->delayed++;
@@ -1521,7 +1534,7 @@ EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 		else {
 			work *w = new_work(COPY, 0);
 			w->dst = to, w->src = from, w->n = n;
-			give(stream_of(c, s), w);
+			submit(stream_of(c, s), w);
 		}
 	}
 	END;
@@ -1530,12 +1543,12 @@ EXPORT int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, void *s)
 EXPORT int cuLaunchHostFunc(void *s, void (*f)(void *), void *arg)
 {
 	BEGIN_IN;
-	if (!result && stream_of(c, s)->capturing)
+	if (!result && refuses(stream_of(c, s)))
 		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		work *w = new_work(HOST, 0);
 		w->host = f, w->dst = arg;
-		give(stream_of(c, s), w);
+		submit(stream_of(c, s), w);
 	}
 	END;
 }
@@ -1580,7 +1593,7 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 			k->kernel->params > MAX_PARAMS))
 		result = INVALID_VALUE;
 	stream *to_stream = result ? NULL : stream_of(c, s);
-	if (!result && to_stream->capturing && !to_stream->graph)
+	if (!result && refuses(to_stream))
 		result = CAPTURE_UNSUPPORTED;
 	if (!result) {
 		load(k);
@@ -1591,11 +1604,8 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 		result = translate(c, w->params, k->kernel->params);
 		if (result)
 			free(w);
-		else if (to_stream->graph) {
-			*to_stream->graph->last = w;
-			to_stream->graph->last = &w->next;
-		} else
-			give(to_stream, w);
+		else
+			submit(to_stream, w);
 	}
 	END;
 }

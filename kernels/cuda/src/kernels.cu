@@ -49,6 +49,8 @@ DEVICE void write(const WordParams &p) {
 #define KERNELS(K)              \
 	K(tutti_copy, CopyParams, copy<>) \
 	K(tutti_copy_placed, PlaceParams, copyPlaced) \
+	K(tutti_copy_packets, PacketParams, gatherPackets<u64>) \
+	K(tutti_copy_bytes_packets, PacketParams, gatherPackets<u8>) \
 	K(tutti_tell, TellParams, tell) \
 	K(tutti_wait, WordParams, wait) \
 	K(tutti_write, WordParams, write)
@@ -61,7 +63,7 @@ DEVICE void write(const WordParams &p) {
 	KERNEL(tutti_##op##_##dt, FewSources, (reduce<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_many, ManySources, (reduce<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_placed, PlaceParams, (reducePlaced<type, function>)) \
-	KERNEL(tutti_##op##_##dt##_packets, PacketParams, (allReducePackets<type, function>))
+	KERNEL(tutti_##op##_##dt##_packets, PacketParams, (reducePackets<type, function>))
 REDUCTIONS(REDUCTION)
 KERNELS(KERNEL)
 
@@ -75,7 +77,7 @@ KERNELS(KERNEL)
 	KERNEL(tutti_##op##_##dt, FewSources, (reduce<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_many, ManySources, (reduce<type, function>)) \
 	KERNEL(tutti_##op##_##dt##_placed, PlaceParams, (reducePlaced<type, function>)) \
-	KERNEL(tutti_##op##_##dt##_packets, PacketParams, (allReducePackets<type, function>))
+	KERNEL(tutti_##op##_##dt##_packets, PacketParams, (reducePackets<type, function>))
 extern "C" __attribute__((visibility("default"))) const tutti_host_kernel tutti_host_kernels[] = {
 	REDUCTIONS(REDUCTION) KERNELS(KERNEL){nullptr, 0, nullptr}};
 

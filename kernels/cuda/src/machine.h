@@ -39,11 +39,11 @@ DEVICE void release(u64 word, u64 v) {
 }
 
 // A packet is two words of 8 bytes, each half data and half a mark. Each word is read as it was
-// written, so that a thread that reads the mark has the data; nothing else is ordered.
-DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
+// written, so that a thread that reads both marks has the data; nothing else is ordered.
+DEVICE void storePacket(u64 at, u64 data, u32 first, u32 second) {
 	asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
 	             :
-	             : "l"(at), "r"(low), "r"(mark), "r"(high), "r"(mark)
+	             : "l"(at), "r"(u32(data)), "r"(first), "r"(u32(data >> 32)), "r"(second)
 	             : "memory");
 }
 
@@ -101,10 +101,10 @@ DEVICE u64 threads() { return u64(host_thread.blocks) * host_thread.threads; }
 DEVICE u64 fixed(u64 at) { return *reinterpret_cast<const u64 *>(at); }
 DEVICE u64 acquire(u64 word) { return __atomic_load_n(reinterpret_cast<u64 *>(word), __ATOMIC_ACQUIRE); }
 DEVICE void release(u64 word, u64 v) { __atomic_store_n(reinterpret_cast<u64 *>(word), v, __ATOMIC_RELEASE); }
-DEVICE void storePacket(u64 at, u32 low, u32 high, u32 mark) {
+DEVICE void storePacket(u64 at, u64 data, u32 first, u32 second) {
 	u64 *p = reinterpret_cast<u64 *>(at);
-	__atomic_store_n(&p[0], low | u64(mark) << 32, __ATOMIC_RELAXED);
-	__atomic_store_n(&p[1], high | u64(mark) << 32, __ATOMIC_RELAXED);
+	__atomic_store_n(&p[0], u32(data) | u64(first) << 32, __ATOMIC_RELAXED);
+	__atomic_store_n(&p[1], data >> 32 | u64(second) << 32, __ATOMIC_RELAXED);
 }
 DEVICE void loadPacket(u64 at, u32 &low, u32 &first, u32 &high, u32 &second) {
 	u64 *p = reinterpret_cast<u64 *>(at);

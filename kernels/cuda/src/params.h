@@ -14,6 +14,9 @@ enum : u32 {
 	kRound = 2,   // round it to the type of the elements before
 	kSigned = 4,  // the integers to divide are signed
 	kNatural = 8, // all addresses are multiples of the size of an element
+	// Of packets:
+	kSilent = 16, // this rank has no source, and sends zeros
+	kIdle = 32,   // this rank has no result
 };
 
 // ReduceParams combines elements 0..n-1 of the sources into dst. Elements head..head+per*vectors-1,
@@ -91,19 +94,19 @@ struct WordParams {
 	u64 value;
 };
 
-// Why a kernel gave up, in the low byte of a word; the next byte is a rank, and the upper half the
-// mark that came from it.
+// Why a kernel gave up, in the low byte of a word; the next byte is a rank, and the others are what
+// the rank's call is: above the numbers of its marks, the second above the first.
 enum : u64 {
 	kStopped = 1, // it was told to
 	kLate = 2,    // the rank's packets did not come within the limit
 	kDiffers = 3, // the rank made another call
 };
 
-// A mark has the number of the call in its low bits, and what the call is above them.
-enum : u32 { kNumber = 511 };
+// A mark has the number of the call in its low bits, and a part of what the call is above them.
+enum : u32 { kNumber = 511, kNumberBits = 9 };
 
-// PacketParams combines the n elements of all ranks into dst. Rank r writes its packets into slot r
-// of every other rank's inbox, and reads its own inbox.
+// PacketParams exchanges n elements with every rank, and combines them or puts them side by side.
+// Rank r writes its packets into slot r of every other rank's inbox, and reads its own inbox.
 struct PacketParams {
 	u64 dst;
 	u64 src;
@@ -111,13 +114,20 @@ struct PacketParams {
 	u64 flip;
 	u64 divisor;
 	u64 magic;
+	u64 from;  // bytes of a part of the source, which has one for every rank; 0: all get the same
+	u64 to;    // bytes of a part of the result, which has one of every rank; 0: it has one
 	u64 slot;  // bytes
 	u64 calls; // of this rank: 0 until a kernel gave up, then by packet the number of its latest call; 4 bytes each
-	u64 words; // of the host: stop, and if it is not 0 kernels give up; why one gave up; 1 if one began later
+	// Of the host: stop, and if it is not 0 kernels give up; why one gave up; 1 if one began later;
+	// the id of the one that gave up.
+	u64 words;
 	u64 limit; // nanoseconds that a kernel waits; 0: it is not bounded
+	u64 id;
 	u32 ranks;
 	u32 rank;
 	u32 flags;
-	u32 call; // what the call is, as in a mark
+	u32 root;  // the rank whose elements are put; ranks: those of all are
+	u32 marks[2]; // what the call is, as in a packet
+	u32 part[8]; // of every rank, where there are several
 	u64 inbox[8]; // of every rank
 };

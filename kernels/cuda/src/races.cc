@@ -17,7 +17,9 @@ static u64 address(const void *p) { return u64(reinterpret_cast<uintptr_t>(p)); 
 
 // elementSize returns the bytes of an element of a kernel, from its name.
 static u32 elementSize(const std::string &name) {
-	for (const char *ending : {"int8", "bits", "bool", "e4m3", "e5m2"})
+	if (name == "tutti_copy_packets")
+		return 8;
+	for (const char *ending : {"int8", "bits", "bool", "bytes", "e4m3", "e5m2"})
 		if (name.find(ending) != name.npos)
 			return 1;
 	return name.find("64") != name.npos ? 8 : name.find("32") != name.npos ? 4 : 2;
@@ -109,15 +111,15 @@ static bool copies(const tutti_host_kernel &k, bool placed) {
 	return true;
 }
 
-// exchanges has ranks on threads of their own combine messages in packets, several times. Their
-// results are the same.
+// exchanges has ranks on threads of their own exchange messages in packets, several times, in two
+// rounds each. Their results are the same.
 static bool exchanges(const tutti_host_kernel &k) {
 	const u32 ranks = 3, calls = 6, size = elementSize(k.name), n = 500;
-	const u64 slot = (n * size + 7) / 8 * 16;
+	const u64 slot = (n * size / 2 + 15) / 8 * 16;
 	std::vector<std::vector<Vector>> inboxes(ranks, std::vector<Vector>(2 * ranks * slot / 16));
-	std::vector<std::vector<u64>> results(ranks, std::vector<u64>(calls * n));
+	std::vector<std::vector<u64>> results(ranks, std::vector<u64>(ranks * calls * n));
 	std::vector<std::vector<u32>> numbers(ranks, std::vector<u32>(1 + slot / 16));
-	u64 words[3] = {};
+	u64 words[4] = {};
 	std::vector<std::thread> threads;
 	tutti_host_workers = 1;
 	for (u32 rank = 0; rank < ranks; rank++)
@@ -128,7 +130,7 @@ static bool exchanges(const tutti_host_kernel &k) {
 				for (auto &v : src)
 					v = random();
 				PacketParams p = {};
-				p.dst = address(&results[rank][(call - 1) * n]);
+				p.dst = address(&results[rank][(call - 1) * ranks * n]);
 				p.src = address(src.data());
 				p.n = n;
 				p.slot = slot;
@@ -137,10 +139,12 @@ static bool exchanges(const tutti_host_kernel &k) {
 				p.limit = 60000000000;
 				p.ranks = ranks;
 				p.rank = rank;
-				p.call = 7 << 9;
+				p.root = ranks;
+				p.marks[0] = 7 << kNumberBits, p.marks[1] = 5 << kNumberBits;
 				p.flags = kNatural;
+				p.to = n * size;
 				for (u32 r = 0; r < ranks; r++)
-					p.inbox[r] = address(inboxes[r].data());
+					p.part[r] = r, p.inbox[r] = address(inboxes[r].data());
 				k.run(&p, 2, kBlock, 0);
 			}
 		});

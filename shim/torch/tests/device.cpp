@@ -38,6 +38,11 @@ constexpr int kDevices = 4, kNotReady = 600;
   X(cuMemHostAlloc, (void**, size_t, unsigned))                         \
   X(cuStreamCreate, (void**, unsigned))                                 \
   X(cuStreamQuery, (void*))                                             \
+  X(cuStreamIsCapturing, (void*, int*))                                 \
+  X(cuStreamBeginCapture_v2, (void*, int))                              \
+  X(cuStreamEndCapture, (void*, void**))                                \
+  X(cuGraphInstantiateWithFlags, (void**, void*, unsigned long long))   \
+  X(cuGraphLaunch, (void*, void*))                                      \
   X(cuStreamWaitValue64_v2, (void*, uint64_t, uint64_t, unsigned))      \
   X(cuStreamWriteValue64_v2, (void*, uint64_t, uint64_t, unsigned))     \
   X(cuLaunchHostFunc, (void*, void (*)(void*), void*))
@@ -103,10 +108,26 @@ bool idle(int number, c10::StreamId id) {
   return result == 0;
 }
 
-// Has a stream run a function.
-void launch(int number, c10::StreamId id, std::function<void()> work) {
+bool captured(int number, c10::StreamId id) {
   void* stream = handle_of(number, id);
   In in(number);
+  int status;
+  CU(cu.cuStreamIsCapturing(stream, &status));
+  return status != 0;
+}
+
+// Has a stream run a function. A graph keeps it.
+void launch(int number, c10::StreamId id, std::function<void()> work) {
+  const bool graph = captured(number, id);
+  void* stream = handle_of(number, id);
+  In in(number);
+  if (graph) {
+    CU(cu.cuLaunchHostFunc(
+        stream,
+        [](void* arg) { (*static_cast<std::function<void()>*>(arg))(); },
+        new std::function<void()>(std::move(work))));
+    return;
+  }
   CU(cu.cuLaunchHostFunc(
       stream,
       [](void* arg) {
@@ -157,8 +178,12 @@ struct Event {
   }
 };
 
+// In a graph, which is of one stream here, an event is nothing.
 std::unique_ptr<Event> record(int number, c10::StreamId id) {
   auto event = std::make_unique<Event>(take_word(number));
+  if (captured(number, id)) {
+    return event;
+  }
   event->word.last++;
   void* stream = handle_of(number, id);
   In in(number);
@@ -290,6 +315,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     while (!queryEvent(event)) {
       std::this_thread::yield();
     }
+  }
+  bool isStreamCapturing(const c10::Stream& s) const override {
+    return captured(s.device_index(), s.id());
   }
   bool queryStream(const c10::Stream& s) const override {
     return idle(s.device_index(), s.id());
@@ -445,6 +473,28 @@ EXPORT int64_t device_use_stream(int64_t id) {
 
 EXPORT int device_idle(int64_t id) {
   return idle(device, id);
+}
+
+// Begins to record what the current stream of this thread is given, and ends that with a graph.
+EXPORT void device_begin_capture() {
+  void* stream = handle_of(device, current[device]);
+  In in(device);
+  CU(cu.cuStreamBeginCapture_v2(stream, 0));
+}
+
+EXPORT void* device_end_capture() {
+  void* stream = handle_of(device, current[device]);
+  In in(device);
+  void *graph, *executable;
+  CU(cu.cuStreamEndCapture(stream, &graph));
+  CU(cu.cuGraphInstantiateWithFlags(&executable, graph, 0));
+  return executable;
+}
+
+EXPORT void device_launch(void* graph) {
+  void* stream = handle_of(device, current[device]);
+  In in(device);
+  CU(cu.cuGraphLaunch(graph, stream));
 }
 
 // Has the current stream wait for a gate.

@@ -9,6 +9,7 @@ import itertools
 import os
 import shlex
 import subprocess
+import time
 import types
 
 import torch
@@ -70,6 +71,8 @@ def load(chosen):
     _module.device_open.restype = ctypes.c_char_p
     _module.device_new_stream.restype = _module.device_use_stream.restype = ctypes.c_int64
     _module.device_use_stream.argtypes = _module.device_idle.argtypes = [ctypes.c_int64]
+    _module.device_end_capture.restype = ctypes.c_void_p
+    _module.device_launch.argtypes = [ctypes.c_void_p]
     why = _module.device_open(COMPILED.encode())
     if why is not None:
         raise RuntimeError(why.decode())
@@ -106,6 +109,26 @@ def stream(number):
         yield
     finally:
         _module.device_use_stream(before)
+
+
+class Graph:
+    """What a function gives a stream of its own, to be done any number of times."""
+
+    def __init__(self, function):
+        self._stream = new_stream()
+        with stream(self._stream):
+            _module.device_begin_capture()
+            try:
+                function()
+            finally:
+                self._graph = _module.device_end_capture()
+
+    def launch(self):
+        """Has the graph's stream do it, and waits for that."""
+        with stream(self._stream):
+            _module.device_launch(self._graph)
+            while not idle(self._stream):
+                time.sleep(0.001)
 
 
 def new_stream():

@@ -207,6 +207,41 @@ def order(rank, size, port):
     dist.destroy_process_group()
 
 
+def graphs(rank, size, port):
+    """Graphs repeat the operations whose ranks give and get as much as each other."""
+    init(rank, size, port)
+    dist.all_reduce(on(torch.ones(1)))  # prepares graphs
+    done = 0
+    for name, tensors, operation in cases(rank, size):
+        if "isend" in name or "coalesc" in name:  # they are on other streams
+            continue
+        mine = [on(torch.zeros_like(x)) for x in tensors]
+        on(torch.ones(1)).cpu()
+        if name.startswith("uneven") or name.startswith("all_to_all_single from"):
+            try:
+                device.Graph(lambda op=operation, t=mine: op(t, False))
+                raise AssertionError(f"{name} is in a graph")
+            except RuntimeError as e:
+                assert "being captured" in str(e), e
+            continue
+        graph = device.Graph(lambda op=operation, t=mine: op(t, False))
+        for launch in range(3):
+            want = [(t.float() + launch % 2).to(t.dtype) for t in tensors]
+            for x, y in zip(mine, want, strict=True):
+                x.copy_(y)
+            on(torch.ones(1)).cpu()  # the stream has done that
+            graph.launch()
+            work = operation(want, False)
+            if work is not None:
+                work.wait()
+            for got, w in zip(mine, want, strict=True):
+                same(got, w, name)
+        done += 1
+    assert done > 20, done
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def beside(rank, size, port):
     """With async_op, the stream goes on beside the operation until wait."""
     init(rank, size, port)
@@ -558,6 +593,9 @@ class Device(unittest.TestCase):
 
     def test_operations_are_in_the_order_of_the_stream(self):
         harness.run(order, 3)
+
+    def test_graphs(self):
+        harness.run(graphs, 3)
 
     def test_streams_go_on_beside_operations(self):
         harness.run(beside, 3)
