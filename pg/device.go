@@ -599,11 +599,11 @@ func (g *Group) visit(ctx context.Context, q *request, limit time.Duration, wait
 	case d == nil: // all are empty
 		return nil, false, nil
 	}
-	if recorded, err = capturing(s); err != nil || recorded {
-		if err == nil {
-			err = g.record(&c, d, s, limit, waits)
-		}
-		return nil, recorded, err
+	switch recorded, err = capturing(s); {
+	case err != nil:
+		return &visit{unfit: &unfitError{err}}, false, nil
+	case recorded:
+		return nil, true, g.record(&c, d, s, limit, waits)
 	}
 	if short {
 		if v, err = g.packetVisit(ctx, &c, d, s, waits); v != nil || err != nil {

@@ -327,6 +327,42 @@ func TestPacketsThatFailAfterOthers(t *testing.T) {
 	}
 }
 
+// A rank whose driver does not say whether a stream is captured fails its operation at all ranks,
+// whatever its length.
+func TestStreamsThatCannotBeAsked(t *testing.T) {
+	onPackets(t, 2, fake.Config{Devices: 2}, Config{}, func(ctx context.Context, r packetRank) error {
+		p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+		s, err := p.Stream()
+		if err != nil {
+			return err
+		}
+		defer p.Destroy(s)
+		m, err := r.d.Alloc(1 << 20)
+		if err != nil {
+			return err
+		}
+		for _, n := range []int{4, 1 << 20} {
+			op := AllReduceOp{Dst: DeviceBuffer(m.Slice(0, n), Uint8, r.d.Borrow(s)), Op: Sum}
+			if err := errors.Join(r.Do(ctx, op), r.Barrier(ctx)); err != nil {
+				return err
+			}
+			if r.Rank() == 0 {
+				r.f.Fail("cuStreamIsCapturing", 1, fake.NotSupported)
+				err = r.Start(op).Wait(ctx)
+			} else {
+				err = r.Do(ctx, AllReduceOp{Dst: DeviceBuffer(m.Slice(0, n), Uint8, nil), Op: Sum})
+			}
+			if err == nil || errors.As(err, new(*TimeoutError)) {
+				return fmt.Errorf("%d bytes: %w", n, err)
+			}
+			if err := r.Recover(ctx); err != nil {
+				return err
+			}
+		}
+		return p.Finish(s, 20*time.Second)
+	})
+}
+
 // begun returns a stream, a number in the device's memory and their sum over the ranks, which has
 // run once.
 func (r packetRank) begun(ctx context.Context) (s device.Stream, m mem.Memory, op AllReduceOp, err error) {
