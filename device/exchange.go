@@ -42,6 +42,23 @@ type ExchangeCall struct {
 	Dst, Src mem.Memory
 }
 
+// String returns the call in words: "reduce (float32 sum, 1024 elements, root 1)".
+func (c *ExchangeCall) String() string {
+	s := fmt.Sprintf("%v (%v", c.Kind, c.DType)
+	if c.Kind.Reduces() {
+		s += " " + c.Op.String()
+	}
+	s += fmt.Sprintf(", %d elements", c.Count)
+	l := c.Kind.Layout()
+	if l.In.Parted() || l.Out.Parted() {
+		s += " a rank"
+	}
+	if l.InAtRoot || l.OutAtRoot {
+		s += fmt.Sprintf(", root %d", c.Root)
+	}
+	return s + ")"
+}
+
 // Lengths returns the bytes of the destination and of the source that a rank needs.
 func (c *ExchangeCall) Lengths(rank int) (dst, src int) {
 	l := c.Kind.Layout()
@@ -104,11 +121,15 @@ type Capturer interface {
 
 // An ExchangeError says why work of an Exchange has no result.
 type ExchangeError struct {
-	Number  uint64 // of the call that has ended so first; 0: it was recorded
-	Stopped bool   // by Stop
-	Rank    int    // else the rank that was late, or whose call differs
-	Differs bool
-	Call    ExchangeCall // of the rank, if it differs, without its buffers
+	// Number is that of the call that has ended so first. If Recorded, it was one without a number,
+	// and this is that of the call after it.
+	Number   uint64
+	Recorded bool
+	Stopped  bool // by Stop
+	Rank     int  // else the rank that was late, or whose call differs
+	Differs  bool
+	// The call of this rank, and that of the other one if it differs, without their buffers.
+	Ours, Theirs ExchangeCall
 }
 
 func (e *ExchangeError) Error() string {
@@ -116,8 +137,7 @@ func (e *ExchangeError) Error() string {
 	case e.Stopped:
 		return "the exchange was stopped"
 	case e.Differs:
-		return fmt.Sprintf("rank %d does another %v, of %d elements of %v", e.Rank, e.Call.Kind, e.Call.Count,
-			e.Call.DType)
+		return fmt.Sprintf("rank %d did %v, and this rank %v", e.Rank, &e.Theirs, &e.Ours)
 	}
-	return fmt.Sprintf("nothing came from rank %d in time", e.Rank)
+	return fmt.Sprintf("nothing came from rank %d in time for %v", e.Rank, &e.Ours)
 }

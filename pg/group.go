@@ -633,6 +633,7 @@ func (g *Group) told(a *wireAbort) error {
 	}
 	if a.Kind == abortCall {
 		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
+		g.disconnect()
 		return g.aborted
 	}
 	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: mishap(a.Text)}

@@ -64,12 +64,26 @@ type exchange struct {
 	inboxes  []device.Shared // of the other ranks
 	loc      Location
 	epoch    uint64
-	recorded bool // a stream records work; under the proxy's lock
+	active   []int // the slots of the ranks
+	recorded bool  // a stream records work; under the proxy's lock
 	// Kernels of operations that have not been settled. What they fail with is their operation's.
 	live atomic.Int32
 	// The first failure is that of an operation, or was reported; operations that the device has
 	// not come to look like graphs.
 	reported, blind atomic.Bool
+}
+
+// failed is Failure with slots of the group as ranks.
+func (x *exchange) failed() (*device.ExchangeError, bool) {
+	why, again := x.Failure()
+	if why == nil {
+		return nil, again
+	}
+	slots := *why
+	for _, rank := range []*int{&slots.Rank, &slots.Ours.Root, &slots.Theirs.Root} {
+		*rank = x.active[min(*rank, len(x.active)-1)]
+	}
+	return &slots, again
 }
 
 // A launch is the kernel of a visit.
@@ -84,7 +98,7 @@ type launch struct {
 // failure returns why the kernel has no result, nil if it has one or has not ended. The exchange
 // knows only what has failed first; kernels before that have ended well.
 func (l *launch) failure() *device.ExchangeError {
-	why, _ := l.x.Failure()
+	why, _ := l.x.failed()
 	if why != nil && l.number.Load() < why.Number {
 		return nil
 	}
@@ -366,7 +380,7 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 			g.refuse(why)
 			return nil, nil
 		}
-		x = &exchange{Exchange: made, inboxes: inboxes, loc: loc, epoch: v.epoch}
+		x = &exchange{Exchange: made, inboxes: inboxes, loc: loc, epoch: v.epoch, active: v.Active}
 		if g.sync.At() == at && g.halted() == nil {
 			g.packets.now = x
 		} else { // other ranks may have begun the operation
@@ -544,16 +558,20 @@ func (g *Group) repeated() error {
 	}
 	if x := g.packets.now; x != nil && x.live.Load() == 0 {
 		if why := x.unreported(); why != nil {
-			return fmt.Errorf("the launch of a graph with operations of this group has no result: %w", why)
+			return graphFailed(why)
 		}
 	}
 	return nil
 }
 
+func graphFailed(why *device.ExchangeError) error {
+	return fmt.Errorf("the launch of a graph with operations of this group has no result: %w", why)
+}
+
 // unreported returns why work has no result, once, unless that is an operation's.
 func (x *exchange) unreported() *device.ExchangeError {
-	why, again := x.Failure()
-	if why == nil || (why.Number != 0 || x.reported.Swap(true)) && !again || x.blind.Load() {
+	why, again := x.failed()
+	if why == nil || (!why.Recorded || x.reported.Swap(true)) && !again || x.blind.Load() {
 		return nil
 	}
 	return why
@@ -572,23 +590,23 @@ func (v *visit) account() {
 
 // fate returns the error of an operation whose kernel has ended without a result. With the proxy's
 // lock.
-func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
-	slot := g.v.Active[min(why.Rank, len(g.v.Active)-1)]
+func (g *Group) fate(why *device.ExchangeError) error {
 	switch {
 	case why.Stopped:
 		if err := g.coll.Err(); err != nil {
 			return err
 		}
 		return errMoved
+	case why.Recorded:
+		return graphFailed(why)
 	case why.Differs:
-		ours := g.run.Token()
-		c := exec.Call{Kind: why.Call.Kind, Op: why.Call.Op, DType: why.Call.DType, Count: why.Call.Count}
-		if why.Call.Root < len(g.v.Active) {
-			c.Root = g.v.Active[why.Call.Root]
-		}
+		ours, t := g.run.Token(), &why.Theirs
+		c := exec.Call{Kind: t.Kind, Op: t.Op, DType: t.DType, Root: t.Root, Count: t.Count}
 		theirs := c.Token(ours.Seq, collectives.Auto)
-		theirs.Call = uint64(flight.Call(theirs.Call).InPackets())
-		return &p2p.Disagreement{Rank: slot, Ours: ours, Theirs: theirs}
+		if c.Kind == collectives.AllReduce {
+			theirs.Call = uint64(flight.Call(theirs.Call).InPackets())
+		}
+		return &p2p.Disagreement{Rank: why.Rank, Ours: ours, Theirs: theirs}
 	}
 	return fmt.Errorf("its device: %w: %w", why, p2p.ErrTimeout)
 }
@@ -644,7 +662,7 @@ func (f *packetFeed) Do() error {
 	defer l.settle()
 	if why := l.failure(); why != nil {
 		l.x.reported.Store(true)
-		return g.fate(l.x, why)
+		return g.fate(why)
 	}
 	return nil
 }

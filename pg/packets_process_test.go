@@ -3,18 +3,23 @@
 package pg_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
+	"unsafe"
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/program"
 	"tutti/internal/proctest"
 	"tutti/mem"
+	"tutti/p2p"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -222,6 +227,108 @@ func TestStartedOperationsOfAnEarlierView(t *testing.T) {
 			t.Fatal(err)
 		}
 		f.goesOn(t, g, 5)
+	}, pgtest.Expect(victim, syscall.SIGKILL))
+}
+
+// After a rank was lost, graphs have the results of the host, with the parts of the others where
+// they were, and the rank that does not launch one is named.
+func TestGraphsWithoutARank(t *testing.T) {
+	const victim, count = 1, 40_009
+	cfg := pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}
+	onFlow(t, fake.Config{}, 64, cfg, func(t *testing.T, f *flow, g *pg.Group) {
+		ctx, me, n := t.Context(), g.Rank(), 4*count
+		p := program.Open(t, f.d.fake.Path, 0)
+		s, err := p.Stream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Destroy(s)
+		on := f.d.Borrow(s)
+		short := pg.AllReduceOp{Dst: pg.DeviceBuffer(f.d.alloc(t, make([]byte, 4)), pg.Uint32, on), Op: pg.Sum}
+		if err := g.Do(ctx, short); err != nil {
+			t.Fatal(err)
+		}
+		if me == victim {
+			pgtest.Kill(t)
+		}
+		for len(g.View().Active) == 3 {
+			if g.Barrier(ctx) != nil {
+				if err := g.Recover(ctx); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if err := g.Do(ctx, short); err != nil {
+			t.Fatal(err)
+		}
+		dst, src := f.d.alloc(t, make([]byte, 3*n)), f.d.alloc(t, make([]byte, 3*n))
+		for i, of := range []func(dst, src func(parts int) pg.Buffer) pg.Operation{
+			func(dst, src func(parts int) pg.Buffer) pg.Operation {
+				return pg.AllReduceOp{Dst: dst(1), Src: src(1), Op: pg.Avg}
+			},
+			func(dst, src func(parts int) pg.Buffer) pg.Operation {
+				return pg.ReduceScatterOp{Dst: dst(1), Src: src(3), Op: pg.Sum}
+			},
+			func(dst, src func(parts int) pg.Buffer) pg.Operation { return pg.AllGatherOp{Dst: dst(3), Src: src(1)} },
+			func(dst, src func(parts int) pg.Buffer) pg.Operation { return pg.AllToAllOp{Dst: dst(3), Src: src(3)} },
+			func(dst, _ func(parts int) pg.Buffer) pg.Operation { return pg.BroadcastOp{X: dst(1), Root: 2} },
+			func(dst, src func(parts int) pg.Buffer) pg.Operation {
+				if me != 2 {
+					return pg.ScatterOp{Dst: dst(1), Root: 2}
+				}
+				return pg.ScatterOp{Dst: dst(1), Src: src(3), Root: 2}
+			},
+		} {
+			there := func(m mem.Memory) func(parts int) pg.Buffer {
+				return func(parts int) pg.Buffer { return pg.DeviceBuffer(m.Slice(0, parts*n), pg.Uint32, on) }
+			}
+			here := func(b []byte) func(parts int) pg.Buffer {
+				return func(parts int) pg.Buffer {
+					return pg.BufferOf(unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(b))), parts*count))
+				}
+			}
+			graph, err := p.Capture(s, func() error { return g.Start(of(there(dst), there(src))).Wait(ctx) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range []mem.Memory{dst, src} {
+				b := f.d.fake.Bytes(m)
+				for k := range b {
+					b[k] = byte(k*(me+3) + i)
+				}
+			}
+			to, from := bytes.Clone(f.d.fake.Bytes(dst)), bytes.Clone(f.d.fake.Bytes(src))
+			if err := g.Do(ctx, of(here(to), here(from))); err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(f.d.fake.Bytes(dst), to) {
+				t.Errorf("operation %d: not the host's result", i)
+			}
+			if err := errors.Join(g.Barrier(ctx), graph.Close()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := p.Capture(s, func() error {
+			return g.Start(pg.BroadcastOp{X: pg.DeviceBuffer(dst, pg.Uint32, on), Root: victim}).Wait(ctx)
+		}); !errors.Is(err, p2p.ErrPeerGone) {
+			t.Errorf("a broadcast of the lost rank: %v", err)
+		}
+		differs := pg.AllReduceOp{Dst: short.Dst, Op: []pg.Reduction{pg.Sum, 0, pg.Max}[me]}
+		graph, err := p.Capture(s, func() error { return g.Start(differs).Wait(ctx) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		err = g.Barrier(ctx)
+		if want := "rank 2 did allreduce (uint32 max, 1 elements)"; me == 0 && (err == nil ||
+			!strings.Contains(err.Error(), want)) || err == nil || strings.Contains(err.Error(), "rank 1") {
+			t.Errorf("%v, want %q", err, want)
+		}
 	}, pgtest.Expect(victim, syscall.SIGKILL))
 }
 

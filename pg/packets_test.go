@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 	"unsafe"
@@ -740,6 +741,140 @@ func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
 			return err
 		}
 		return r.Do(ctx, op)
+	})
+}
+
+// captured captures an operation on a stream of the program, in a group that has an exchange.
+func (r packetRank) captured(ctx context.Context, p *program.Program, s uintptr, op Operation) (*program.Graph, error) {
+	m, err := r.number(1)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.Do(ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}); err != nil {
+		return nil, err
+	}
+	return p.Capture(s, func() error { return r.Start(op).Wait(ctx) })
+}
+
+// A graph whose operations differ between the ranks has no result, and the error says what each
+// rank did. An operation before it, whose kernel has ended and which has the turn later, has its
+// result; one behind it has the graph's error.
+func TestOperationsAroundAGraphThatFails(t *testing.T) {
+	for name, early := range map[string]bool{"the one behind is started later": false, "it is started before": true} {
+		t.Run(name, func(t *testing.T) { testAroundAGraph(t, early) })
+	}
+}
+
+func testAroundAGraph(t *testing.T, early bool) {
+	var ended sync.WaitGroup
+	ended.Add(2)
+	onPackets(t, 2, fake.Config{Devices: 2}, Config{}, func(ctx context.Context, r packetRank) error {
+		done := sync.OnceFunc(ended.Done)
+		defer done()
+		p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+		s, err := p.Stream()
+		if err != nil {
+			return err
+		}
+		defer p.Destroy(s)
+		late, err := r.d.Stream()
+		if err != nil {
+			return err
+		}
+		defer late.Close()
+		words, free, err := device.Words(r.d, 1)
+		if err != nil {
+			return err
+		}
+		defer free()
+		a, err := r.number(1)
+		if err != nil {
+			return err
+		}
+		b, err := r.number(1)
+		if err != nil {
+			return err
+		}
+		long, err := r.d.Alloc(2 * device.ShortVector)
+		if err != nil {
+			return err
+		}
+		on := r.d.Borrow(s)
+		graph, err := r.captured(ctx, p, s, AllReduceOp{Dst: DeviceBuffer(b, Uint32, on),
+			Op: []Reduction{Sum, Max}[r.Rank()]})
+		if err != nil {
+			return err
+		}
+		defer graph.Close()
+		if err := late.WaitValue(words[0], 1); err != nil {
+			return err
+		}
+		turn := r.Start(AllReduceOp{Dst: DeviceBuffer(long, Uint32, late), Op: Sum}) // keeps the turn
+		before := r.Start(AllReduceOp{Dst: DeviceBuffer(a, Uint32, on), Op: Sum})
+		if err := p.Finish(s, 20*time.Second); err != nil {
+			return err
+		}
+		if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+			return err
+		}
+		start := func() *Work { return r.Start(AllReduceOp{Dst: DeviceBuffer(a, Uint32, on), Op: Avg}) }
+		var behind *Work
+		if early { // the other rank's failure may come before this rank has done with the others
+			behind = start()
+		}
+		words[0].Word(0).Store(1)
+		if err := errors.Join(turn.Wait(ctx), before.Wait(ctx)); !early && (err != nil || r.value(a) != 2) {
+			return fmt.Errorf("operations before the graph: %d, %w", r.value(a), err)
+		}
+		done()
+		if ended.Wait(); !early {
+			behind = start()
+		}
+		err = behind.Wait(ctx)
+		for _, want := range []string{"launch of a graph", "allreduce (uint32 sum, 1 elements)",
+			"allreduce (uint32 max, 1 elements)"} {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				return fmt.Errorf("an operation behind the graph: %w, want %q", err, want)
+			}
+		}
+		return r.Recover(ctx)
+	})
+}
+
+// A graph that waits for a rank which aborts the group ends when this rank has heard of it.
+func TestAbortEndsGraphsOfOthers(t *testing.T) {
+	launched := make(chan struct{})
+	onPackets(t, 2, fake.Config{Devices: 2}, Config{Timeout: 5 * time.Minute}, func(ctx context.Context,
+		r packetRank) error {
+		p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+		s, err := p.Stream()
+		if err != nil {
+			return err
+		}
+		defer p.Destroy(s)
+		m, err := r.number(1)
+		if err != nil {
+			return err
+		}
+		graph, err := r.captured(ctx, p, s, AllReduceOp{Dst: DeviceBuffer(m, Uint32, r.d.Borrow(s)), Op: Sum})
+		if err != nil {
+			return err
+		}
+		defer graph.Close()
+		if r.Rank() == 1 {
+			<-launched
+			r.Abort(errors.New("enough"))
+			return nil
+		}
+		err = graph.Launch(s)
+		close(launched)
+		if err != nil {
+			return err
+		}
+		if err := r.Barrier(ctx); !errors.Is(err, ErrAborted) {
+			return err
+		}
+		return p.Finish(s, 20*time.Second)
 	})
 }
 

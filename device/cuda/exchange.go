@@ -39,9 +39,9 @@ type exchange struct {
 	words words
 }
 
-// The words of an exchange are host memory that its kernels use: gpukernels.PacketWords, and one
-// that counts the calls that have ended. The lock is held for moments only. exchange.mu is held
-// while a stream is given a call, which may wait until the exchange is stopped.
+// The words of an exchange are host memory that its kernels use: see gpukernels.Packets. The lock
+// is held for moments only. exchange.mu is held while a stream is given a call, which may wait
+// until the exchange is stopped.
 type words struct {
 	mu    sync.Mutex
 	m     mem.Memory // empty: it was freed, and what Failure returns is kept
@@ -60,7 +60,7 @@ func (v *Device) NewExchange(ctx context.Context, rank, ranks int) (device.Excha
 	if err != nil {
 		return nil, err
 	}
-	words, err := v.AllocHost((gpukernels.PacketWords + 1) * mem.WordSize)
+	words, err := v.AllocHost(gpukernels.PacketWords * mem.WordSize)
 	if err == nil {
 		clear(words.Bytes())
 		x.packets.Words, _, err = v.reach(words)
@@ -237,7 +237,7 @@ func (x *exchange) follow(s device.Stream, ended mem.Memory) error {
 // ended returns the word that counts the calls that have ended. With exchange.mu, before it is
 // freed.
 func (x *exchange) ended() mem.Memory {
-	return x.words.m.Slice(gpukernels.PacketWords*mem.WordSize, mem.WordSize)
+	return x.words.m.Slice(gpukernels.PacketsEnded*mem.WordSize, mem.WordSize)
 }
 
 // enqueue gives the stream a kernel.
@@ -277,13 +277,21 @@ func (w *words) readLocked() {
 		return
 	}
 	w.again = w.m.Word(2*mem.WordSize).Swap(0) != 0 || w.again
-	if word := w.m.Word(mem.WordSize).Load(); word != 0 && w.why == nil {
-		f := gpukernels.PacketFailureOf(word)
-		w.why = &device.ExchangeError{Number: w.m.Word(3 * mem.WordSize).Load(),
-			Stopped: f.Reason == gpukernels.Stopped, Rank: f.Rank, Differs: f.Reason == gpukernels.Differs,
-			Call: device.ExchangeCall{Kind: f.Call.Kind, Op: f.Call.Op, DType: f.Call.DType, Root: f.Call.Root,
-				Count: f.Call.Count}}
+	if w.why != nil || w.m.Word(mem.WordSize).Load() == 0 {
+		return
 	}
+	var all [gpukernels.PacketWords]uint64
+	for i := range all {
+		all[i] = w.m.Word(i * mem.WordSize).Load()
+	}
+	f := gpukernels.PacketFailureOf(all)
+	w.why = &device.ExchangeError{Number: f.Number, Recorded: f.Recorded, Stopped: f.Reason == gpukernels.Stopped,
+		Rank: f.Rank, Differs: f.Reason == gpukernels.Differs, Ours: callOf(&f.Ours), Theirs: callOf(&f.Theirs)}
+}
+
+// callOf returns what is known of a call.
+func callOf(c *gpukernels.PacketCall) device.ExchangeCall {
+	return device.ExchangeCall{Kind: c.Kind, Op: c.Op, DType: c.DType, Root: c.Root, Count: c.Count}
 }
 
 // Free implements device.Exchange.

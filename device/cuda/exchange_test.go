@@ -181,18 +181,19 @@ func TestExchangeInGraphs(t *testing.T) {
 // rank makes another call. What is given or repeated afterwards ends at once, and is reported. The
 // stream goes on, and the context is usable.
 func TestExchangeFailures(t *testing.T) {
+	sum := device.ExchangeCall{Kind: collectives.AllReduce, Op: kernels.Sum, DType: kernels.Uint32, Count: 1}
 	for name, c := range map[string]struct {
 		limit time.Duration
 		other func(t *testing.T, all []device.Exchange, s device.Stream, m mem.Memory)
 		want  device.ExchangeError
 	}{
 		"stopped": {0, func(t *testing.T, all []device.Exchange, _ device.Stream, _ mem.Memory) { all[0].Stop() },
-			device.ExchangeError{Number: 1, Stopped: true}},
+			device.ExchangeError{Number: 1, Stopped: true, Ours: sum}},
 		"late": {time.Millisecond, func(*testing.T, []device.Exchange, device.Stream, mem.Memory) {},
-			device.ExchangeError{Number: 1, Rank: 1}},
+			device.ExchangeError{Number: 1, Rank: 1, Ours: sum}},
 		"differs": {0, func(t *testing.T, all []device.Exchange, s device.Stream, m mem.Memory) {
 			must(t, do(all[1], s, allReduce(kernels.Min, kernels.Int8, m, m), 0))
-		}, device.ExchangeError{Number: 1, Rank: 1, Differs: true, Call: device.ExchangeCall{
+		}, device.ExchangeError{Number: 1, Rank: 1, Differs: true, Ours: sum, Theirs: device.ExchangeCall{
 			Kind: collectives.AllReduce, Op: kernels.Min, DType: kernels.Int8, Count: 4}}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -69,8 +69,12 @@ type Packets struct {
 	Limit time.Duration
 }
 
-// PacketWords is the number of words of Packets.Words.
-const PacketWords = 4
+// PacketWords is the number of words of Packets.Words, and PacketsEnded the one in which the caller
+// counts calls with a number that have ended.
+const (
+	PacketWords  = 6
+	PacketsEnded = 4
+)
 
 // InboxBytes returns the bytes of an inbox: two slots for every rank, so that a rank may send while
 // another still reads the round before, and the numbers of calls.
@@ -86,8 +90,8 @@ type PacketCall struct {
 	Count int // elements of a part, or of a vector
 	// Parts are the parts of the ranks in buffers that have several.
 	Parts []int
-	// Number is the fourth of Words when the call is the first to give up. It need not be the same
-	// at all ranks.
+	// Number tells calls apart: see PacketFailure. It need not be the same at all ranks. 0: the
+	// call may be repeated.
 	Number uint64
 	// Addresses, of bytes. A buffer that the rank does not use need not exist.
 	Dst, Src uint64
@@ -196,22 +200,35 @@ const (
 // A PacketFailure says why a call gave up.
 type PacketFailure struct {
 	Reason Reason
-	Rank   int // that is late, or whose call differs
-	// The rank's call, if it differs, without its buffers; of the Count, the low 31 bits.
-	Call PacketCall
+	// Number is that of the call. If it has none it is Recorded, and this is the number of the
+	// first call that had not ended.
+	Number   uint64
+	Recorded bool
+	Rank     int // that is late, or whose call differs
+	// The call of this rank, and that of the other one if it differs, without their buffers; of the
+	// Count, the low 31 bits.
+	Ours, Theirs PacketCall
 }
 
-// PacketFailureOf reads the second of Packets.Words, which is 0 until a call gives up. The third
-// one becomes 1 when a call begins after that, and the fourth is the number of the call.
-func PacketFailureOf(word uint64) PacketFailure {
-	f := PacketFailure{Reason: Reason(word), Rank: int(word >> 8 & 0xff)}
+// PacketFailureOf reads Packets.Words, of which the second is 0 until a call gives up. The third
+// one becomes 1 when a call begins after that.
+func PacketFailureOf(words [PacketWords]uint64) PacketFailure {
+	const recorded = 1 << 63
+	why := words[1]
+	f := PacketFailure{Reason: Reason(why), Number: words[3] &^ recorded, Recorded: words[3]&recorded != 0,
+		Rank: int(why >> 8 & 0xff), Ours: packetCallOf(words[5])}
 	if f.Reason == Differs {
-		what := word >> 16
-		f.Call = PacketCall{Kind: collectives.Kind(what >> markKind), DType: kernels.DType(what >> markType & 31),
-			Root: int(what >> markRoot & 7), Count: int(what & (1<<markCount - 1))}
-		if f.Call.Kind.Reduces() {
-			f.Call.Op = kernels.Op(what>>markOp&7 + 1)
-		}
+		f.Theirs = packetCallOf(why >> 16)
 	}
 	return f
+}
+
+// packetCallOf returns what two marks tell.
+func packetCallOf(what uint64) PacketCall {
+	c := PacketCall{Kind: collectives.Kind(what >> markKind), DType: kernels.DType(what >> markType & 31),
+		Root: int(what >> markRoot & 7), Count: int(what & (1<<markCount - 1))}
+	if c.Kind.Reduces() {
+		c.Op = kernels.Op(what>>markOp&7 + 1)
+	}
+	return c
 }

@@ -4,6 +4,7 @@ package cuda_test
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math/rand/v2"
 	"reflect"
 	"runtime"
@@ -109,7 +110,11 @@ func TestAllReducePackets(t *testing.T) {
 
 // failure returns why a rank gave up.
 func (p *party) failure(rank int) cuda.PacketFailure {
-	return cuda.PacketFailureOf(element(p.words[rank].b, 8, 1))
+	var words [cuda.PacketWords]uint64
+	for i := range words {
+		words[i] = element(p.words[rank].b, 8, i)
+	}
+	return cuda.PacketFailureOf(words)
 }
 
 // run has some of the ranks make one call each, on memory, and returns when all have
@@ -322,11 +327,20 @@ func TestPacketsDiffer(t *testing.T) {
 			launches := map[int]cuda.Launch{}
 			for k, c := range calls {
 				c.Dst, c.Src = address(all[k].b), address(all[k].b)
+				if before == 0 { // it is recorded after three others
+					binary.LittleEndian.PutUint64(p.words[k].b[8*cuda.PacketsEnded:], 3)
+				} else {
+					c.Number = uint64(before) + 7
+				}
 				launches[k] = p.call(t, k, c)
 			}
 			p.run(t, h, all, launches)
 			for k := range 2 {
-				want := cuda.PacketFailure{Reason: cuda.Differs, Rank: 1 - k, Call: calls[1-k]}
+				want := cuda.PacketFailure{Reason: cuda.Differs, Number: uint64(before) + 7, Rank: 1 - k,
+					Ours: calls[k], Theirs: calls[1-k]}
+				if before == 0 {
+					want.Number, want.Recorded = 4, true
+				}
 				if f := p.failure(k); !reflect.DeepEqual(f, want) {
 					t.Errorf("another %s after %d calls: rank %d: %+v, want %+v", name, before, k, f, want)
 				}

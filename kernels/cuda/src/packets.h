@@ -16,12 +16,22 @@ DEVICE u64 payload(const PacketParams &p, u64 src, u64 packet) {
 	return data;
 }
 
-// giveUp says why, unless another thread has.
+// what is what a call is, from the marks of its packets.
+DEVICE u64 what(u32 first, u32 second) {
+	return u64(first >> kNumberBits) | u64(second >> kNumberBits) << (32 - kNumberBits);
+}
+
+// claimed says why a call gave up, unless another thread has.
+ONCE void claimed(u64 calls, u64 words, u64 id, u64 call, u64 why) {
+	if (!claim(calls))
+		return;
+	release(words + 24, id != 0 ? id : kRecorded | (acquire(words + 32) + 1));
+	release(words + 40, call);
+	release(words + 8, why);
+}
+
 DEVICE void giveUp(const PacketParams &p, u64 why) {
-	if (claim(p.calls)) {
-		release(p.words + 24, p.id);
-		release(p.words + 8, why);
-	}
+	claimed(p.calls, p.words, p.id, what(p.marks[0], p.marks[1]), why);
 }
 
 // A Wait is what a thread knows while it waits for packets.
@@ -84,8 +94,7 @@ DEVICE bool receive(const PacketParams &p, const Wait &w, const Round &round, u3
 			break;
 		// What was there before has the number of the call before the last.
 		if ((first & kNumber) == round.number && (second & kNumber) == round.number) {
-			giveUp(p, kDiffers | u64(rank) << 8 | u64(first >> kNumberBits) << 16 |
-			              u64(second >> kNumberBits) << (48 - kNumberBits));
+			giveUp(p, kDiffers | u64(rank) << 8 | what(first, second) << 16);
 			return false;
 		}
 		if (polls % 64 != 0)

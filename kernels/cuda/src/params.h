@@ -102,6 +102,9 @@ enum : u64 {
 	kDiffers = 3, // the rank made another call
 };
 
+// A kernel without an id has been recorded.
+enum : u64 { kRecorded = 1ull << 63 };
+
 // A mark has the number of the call in its low bits, and a part of what the call is above them.
 enum : u32 { kNumber = 511, kNumberBits = 9 };
 
@@ -119,10 +122,11 @@ struct PacketParams {
 	u64 slot;  // bytes
 	u64 calls; // of this rank: 0 until a kernel gave up, then by packet the number of its latest call; 4 bytes each
 	// Of the host: stop, and if it is not 0 kernels give up; why one gave up; 1 if one began later;
-	// the id of the one that gave up.
+	// the id of the one that gave up; how many kernels with an id have ended, which the streams of
+	// the host count; what the call is of the one that gave up.
 	u64 words;
 	u64 limit; // nanoseconds that a kernel waits; 0: it is not bounded
-	u64 id;
+	u64 id;    // 0: it has none, and takes the next one with kRecorded
 	u32 ranks;
 	u32 rank;
 	u32 flags;

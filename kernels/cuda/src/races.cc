@@ -119,7 +119,7 @@ static bool exchanges(const tutti_host_kernel &k) {
 	std::vector<std::vector<Vector>> inboxes(ranks, std::vector<Vector>(2 * ranks * slot / 16));
 	std::vector<std::vector<u64>> results(ranks, std::vector<u64>(ranks * calls * n));
 	std::vector<std::vector<u32>> numbers(ranks, std::vector<u32>(1 + slot / 16));
-	u64 words[4] = {};
+	u64 words[6] = {};
 	std::vector<std::thread> threads;
 	tutti_host_workers = 1;
 	for (u32 rank = 0; rank < ranks; rank++)
