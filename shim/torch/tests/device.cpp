@@ -198,7 +198,9 @@ struct Memory final : c10::Allocator {
     int number;
     uint64_t at;
     size_t size;
-    std::set<c10::StreamId> streams; // that use it, besides the one that it was made for
+    c10::StreamId stream;            // that it was made for
+    std::set<c10::StreamId> streams; // others that use it
+    std::unique_ptr<Event> end;      // of what stream had when it was freed, which other streams wait for
     std::vector<std::unique_ptr<Event>> ends;
   };
 
@@ -213,7 +215,7 @@ struct Memory final : c10::Allocator {
       std::lock_guard<std::mutex> guard(mutex);
       for (auto at = freed().begin(); at != freed().end(); ++at) {
         Block& b = **at;
-        bool usable = b.number == number && b.size == n;
+        bool usable = b.number == number && b.size == n && (b.stream == current[number] || b.end->reached());
         for (const auto& end : b.ends) {
           usable = usable && end->reached();
         }
@@ -225,12 +227,14 @@ struct Memory final : c10::Allocator {
       }
     }
     if (block == nullptr) {
-      block = new Block{number, 0, n, {}, {}};
+      block = new Block{number, 0, n, 0, {}, {}, {}};
       In in(number);
       CU(cu.cuMemAlloc_v2(&block->at, n));
     }
+    block->stream = current[number];
     block->streams.clear();
-    block->ends.clear(); // without the lock
+    block->end.reset(); // without the lock, as the others
+    block->ends.clear();
     return {reinterpret_cast<void*>(block->at), block, &free, where};
   }
 
@@ -245,6 +249,7 @@ struct Memory final : c10::Allocator {
   static void forget(void*) {}
   static void free(void* context) {
     auto* block = static_cast<Block*>(context);
+    block->end = record(block->number, block->stream);
     for (c10::StreamId stream : block->streams) {
       block->ends.push_back(record(block->number, stream));
     }
