@@ -61,6 +61,7 @@ var needsDevice = map[string]bool{
 	"tutti/tests/gpu TestBandwidths/GPU":                                 true,
 	"tutti/tests/gpu TestDeadProcess/GPU":                                true,
 	"tutti/tests/gpu TestFirstCollective/GPU":                            true,
+	"tutti/tests/gpu TestGraphKinds/GPU":                                 true,
 	"tutti/tests/gpu TestGraphReplay/GPU":                                true,
 	"tutti/tests/gpu TestHandles/GPU":                                    true,
 	"tutti/tests/gpu TestNearFloat64/GPU":                                true,
