@@ -51,9 +51,10 @@ func (g *Group) places(c *exec.Call, d device.Device) (p device.Places, spare in
 	if _, able := d.(device.Reserver); !able || n > device.MaxPlaceSources || g.run.Refuses() {
 		return p, 0, false
 	}
-	// A plan that loads has a reduction, and then a copy from each rank at most.
+	// A plan that loads has a reduction, and then a copy from each rank at most. The stream waits
+	// in a last place until the operation has ended: then no peer loads from its buffers any more.
 	copies := (n + device.MaxPlaceCopies - 1) / device.MaxPlaceCopies
-	p = device.Places{N: max(1+copies, stagedPlaces), Bytes: c.Bytes(g.v.Size)}
+	p = device.Places{N: max(1+copies+1, stagedPlaces), Bytes: c.Bytes(g.v.Size)}
 	if c.Kind.Reduces() {
 		p.Op, p.DType = c.Op, c.DType
 	}
@@ -106,7 +107,7 @@ func (v *visit) approach() error {
 			return o.failure(err)
 		}
 		v.stream, v.reserved, v.lazy = s, true, true
-		v.direct.room = (o.places.N - o.spare - 1) * device.MaxPlaceCopies
+		v.direct.room = (o.places.N - o.spare - 2) * device.MaxPlaceCopies
 	}
 	v.give(v.record)
 	if v.err != nil {

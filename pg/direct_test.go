@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -176,4 +177,44 @@ func TestStartedOperationsAreDirect(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// A stream passes an operation when no peer loads from its memory any more: later work may change
+// it, in groups of any size.
+func TestStreamsHoldMemoryThatPeersLoad(t *testing.T) {
+	for _, n := range []int{3, 16, 18, 34} {
+		t.Run(fmt.Sprintf("%d ranks", n), func(t *testing.T) {
+			const count, rounds = 40_000, 3
+			d := devicetest.NewLate("cuda:0", 7, 200*time.Microsecond)
+			d.Lend()
+			each(t, n, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
+				s, m, release, err := streamWith(d, 4*count)
+				if err != nil {
+					return err
+				}
+				defer release()
+				mine, poison, got := make([]byte, 4*count), bytes.Repeat([]byte{0xEE}, 4*count), make([]byte, 4*count)
+				for k := 0; k < len(mine); k += 4 {
+					mine[k] = byte(g.Rank() + 1)
+				}
+				for round := range rounds {
+					err := s.Copy(m, hostMemory(mine))
+					w := g.Start(AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum})
+					if err = errors.Join(err, s.Copy(hostMemory(got), m), s.Copy(m, hostMemory(poison)), reach(ctx, s),
+						w.Wait(ctx)); err != nil {
+						return err
+					}
+					for k := 0; k < len(got); k += 4 {
+						if v := binary.LittleEndian.Uint32(got[k:]); v != uint32(n*(n+1)/2) {
+							return fmt.Errorf("round %d: %#x at %d, want %#x", round, v, k/4, n*(n+1)/2)
+						}
+					}
+				}
+				if copies := g.Copies(); copies > 0 {
+					return fmt.Errorf("%d operations were copied through the host", copies)
+				}
+				return nil
+			})
+		})
+	}
 }
