@@ -46,11 +46,16 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 		who = pg.AnyRank
 	}
 	var got pg.Status
-	err := r.timed(name+": recv", r.limit(part), func() (err error) {
+	there, typed := part.How == Blocking && r.device.has(c.dst), part.How == Blocking && s.DType == pg.Float32
+	limit := r.limit(&Part{}) // a started recv knows no ctx
+	if there || typed {
+		limit = r.limit(part)
+	}
+	err := r.timed(name+": recv", limit, func() (err error) {
 		switch {
-		case part.How == Blocking && r.device.has(c.dst):
+		case there:
 			got, err = h.g.DoRecv(cctx, pg.RecvOp{X: c.buffer(c.dst), From: who, Tag: tag})
-		case part.How == Blocking && d.size == 4 && s.DType == pg.Float32:
+		case typed:
 			got, err = pg.Recv(cctx, h.g, as[float32](c.dst), who, tag)
 		default:
 			w := h.g.Start(pg.RecvOp{X: c.buffer(c.dst), From: who, Tag: tag})
