@@ -233,8 +233,8 @@ func TestStartedOperationsOfAnEarlierView(t *testing.T) {
 // After a rank was lost, graphs have the results of the host, with the parts of the others where
 // they were, and the rank that does not launch one is named.
 func TestGraphsWithoutARank(t *testing.T) {
-	const victim, count = 1, 40_009
-	cfg := pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}
+	const victim, count = 1, 3_007
+	cfg := pg.Config{OnFailure: pg.Shrink, Timeout: 2 * time.Minute}
 	onFlow(t, fake.Config{}, 64, cfg, func(t *testing.T, f *flow, g *pg.Group) {
 		ctx, me, n := t.Context(), g.Rank(), 4*count
 		p := program.Open(t, f.d.fake.Path, 0)
@@ -301,7 +301,7 @@ func TestGraphsWithoutARank(t *testing.T) {
 			if err := g.Do(ctx, of(here(to), here(from))); err != nil {
 				t.Fatal(err)
 			}
-			if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+			if err := errors.Join(graph.Launch(s), p.Finish(s, 2*time.Minute)); err != nil {
 				t.Fatal(err)
 			}
 			if !bytes.Equal(f.d.fake.Bytes(dst), to) {
@@ -321,7 +321,7 @@ func TestGraphsWithoutARank(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
+		if err := errors.Join(graph.Launch(s), p.Finish(s, 2*time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 		err = g.Barrier(ctx)
