@@ -41,5 +41,14 @@ func (k Kind) Layout() Layout {
 	return Layout{}
 }
 
+// Uses reports whether the root, or else another rank, reads In and writes Out. The vector of a
+// Broadcast is at its root, which does not write it.
+func (k Kind) Uses(root bool) (in, out bool) {
+	l := k.Layout()
+	in = l.In != None && (!l.InAtRoot || root)
+	out = l.Out != None && (!l.OutAtRoot || root) && !(k == Broadcast && root)
+	return in, out
+}
+
 // Parted reports whether the length of a buffer of this extent depends on the number of slots.
 func (e Extent) Parted() bool { return e == All || e == Packed }

@@ -69,11 +69,11 @@ func (c *ExchangeCall) Lengths(rank int) (dst, src int) {
 		}
 		return n
 	}
-	if !l.InAtRoot || rank == c.Root {
+	reads, writes := c.Kind.Uses(rank == c.Root)
+	if reads {
 		src = of(l.In)
 	}
-	// The vector of a broadcast is at its root.
-	if (!l.OutAtRoot || rank == c.Root) && !(c.Kind == collectives.Broadcast && rank == c.Root) {
+	if writes {
 		dst = of(l.Out)
 	}
 	return dst, src

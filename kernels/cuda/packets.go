@@ -146,16 +146,16 @@ func (x Packets) Do(c PacketCall) (Launch, error) {
 		p.root = uint32(c.Root)
 	}
 	used := uint64(0)
-	if layout.InAtRoot && x.Rank != c.Root {
-		p.flags |= silent
-	} else {
+	reads, writes := c.Kind.Uses(x.Rank == c.Root)
+	if reads {
 		used |= c.Src | p.from
-	}
-	// The vector of a broadcast is at its root.
-	if layout.OutAtRoot && x.Rank != c.Root || c.Kind == collectives.Broadcast && x.Rank == c.Root {
-		p.flags |= idle
 	} else {
+		p.flags |= silent
+	}
+	if writes {
 		used |= c.Dst | p.to
+	} else {
+		p.flags |= idle
 	}
 	var kernel string
 	unit := uint64(1)

@@ -109,11 +109,8 @@ func (c *Call) Extents(rank, n int) (in, out int, reads, writes bool) {
 	if out *= elem; l.OutAtRoot && !atRoot && l.Out.Parted() {
 		out = 0
 	}
-	reads, writes = in > 0 && (!l.InAtRoot || atRoot), out > 0 && (!l.OutAtRoot || atRoot)
-	if c.Kind == collectives.Broadcast && atRoot {
-		writes = false // its vector is there
-	}
-	return in, out, reads, writes
+	reads, writes = c.Kind.Uses(atRoot)
+	return in, out, reads && in > 0, writes && out > 0
 }
 
 // Synchronizes reports whether every rank's result depends on every other's data.
