@@ -89,10 +89,11 @@ const (
 	short    = 16 << 10  // received at first; such calls are cheaper
 	small    = 16 << 10  // a payload up to this size is copied behind its header
 	gather   = 64 << 10  // frames are collected up to this size
-	Chunk    = 512 << 10 // the largest frame of a transfer
+	Chunk    = 2 << 20   // the largest frame of a transfer
+	staging  = 512 << 10 // that of one from a device, and memory of the host for a device
 	direct   = 8 << 10   // a payload of which more is missing is received at its place
 	ahead    = 4 << 10   // what is read behind a payload that is received at its place
-	rxShare  = 1 << 20   // received in one call of Poll
+	rxShare  = 2 << 20   // received in one call of Poll
 	txShare  = 4 << 20   // sent in one call of Flush
 	textSize = wire.MaxText
 )
@@ -171,10 +172,10 @@ type stage struct {
 	free func()
 }
 
-// get returns the memory, Chunk bytes.
+// get returns the memory, staging bytes.
 func (s *stage) get(d gate.Device) (_ []byte, err error) {
 	if s.b == nil {
-		s.b, s.free, err = d.Stage(Chunk)
+		s.b, s.free, err = d.Stage(staging)
 	}
 	return s.b, err
 }
@@ -467,7 +468,7 @@ func (c *Conn) collect() {
 
 // begin adds the next frame of o to out; true: its payload follows out.
 func (c *Conn) begin(o *Out) bool {
-	n := min(o.N-o.at, Chunk)
+	n := min(o.N-o.at, o.frame())
 	copied := n > 0 && (n <= small || o.Whole) && o.File == nil // Enter looks at the gate
 	if o.stopped.Load() || !copied && o.Gate != nil && !o.Gate.IsOpen() {
 		c.out = o.Tail(c.out, false)
@@ -505,10 +506,21 @@ func (c *Conn) begin(o *Out) bool {
 	return true
 }
 
+// frame is the largest frame of o, in bytes.
+func (o *Out) frame() int64 {
+	if o.fromDevice() {
+		return staging
+	}
+	return Chunk
+}
+
+// fromDevice reports whether the source is memory of a device.
+func (o *Out) fromDevice() bool { return o.File == nil && o.Gate != nil && o.Gate.Device() != nil }
+
 // load copies the next n bytes of o to memory of the host, if they are in a device. false: its gate
 // was closed, or o.err says why the device could not be read.
 func (c *Conn) load(o *Out, n int64) (b []byte, ok bool) {
-	if o.File != nil || o.Gate == nil || o.Gate.Device() == nil || n == 0 {
+	if !o.fromDevice() || n == 0 {
 		return nil, true
 	}
 	if b, o.err = c.outStage.get(o.Gate.Device()); o.err != nil {
