@@ -79,7 +79,9 @@ func (c *cover) add(p *Program) {
 			pairsOf(s.traits(&s.Ranks[i], together), func(k [2]string) { c.pairs[k]++ })
 		}
 		for i := range s.Par {
-			one(&s.Par[i], true)
+			if s.Op == Together {
+				one(&s.Par[i], true)
+			}
 		}
 	}
 	for i := range p.Steps {

@@ -22,7 +22,15 @@ import (
 type memoryDevice interface {
 	device.Device
 	Bytes(m mem.Memory) []byte
+	// tape returns a stream of the program's own.
+	tape() (tape, error)
 }
+
+// late is a memoryDevice whose streams cannot be captured.
+type late struct{ *devicetest.Late }
+
+// tape implements memoryDevice.
+func (late) tape() (tape, error) { return nil, errors.ErrUnsupported }
 
 // seat is what a rank has of the GPUs of its job. The zero seat is that of a rank without one.
 type seat struct {
@@ -38,7 +46,7 @@ func (j *Job) sit(number int, seed uint64, from fake.Files) (*seat, error) {
 	if j.GPUs != NoGPUs {
 		return j.seat(number, from)
 	}
-	d := devicetest.NewLate("cuda:0", seed, 20*time.Microsecond)
+	d := late{devicetest.NewLate("cuda:0", seed, 20*time.Microsecond)}
 	return &seat{device: d, memory: d, all: device.List{d}}, nil
 }
 
@@ -59,7 +67,7 @@ func (s *seat) end() error {
 
 // deviceMemory is the memory that a rank has of a device, and streams for its buffers.
 type deviceMemory struct {
-	pools [3]*devicePool
+	pools [4]*devicePool
 	d     memoryDevice // nil: the pools are empty
 
 	mu      sync.Mutex
@@ -77,6 +85,7 @@ const (
 	keptPool    = iota // stays until the end of the job
 	renewedPool        // is freed and allocated again by Renew
 	shortPool          // for shortDevice
+	graphPool          // for graphDevice
 )
 
 // streamKey names one of the two streams of a group.
@@ -92,13 +101,16 @@ type deviceStream struct {
 	next uint64     // value of it
 }
 
-// shortBytes is the size of the memory for short buffers. Those of two programs fit into it, so
-// that there is always room.
-const shortBytes = 4 << 20
+// Sizes of memory in which there is always room. The short buffers of two programs fit into it, and
+// so do those of a graph.
+const (
+	shortBytes = 4 << 20
+	graphBytes = 4 << 20
+)
 
 func newDeviceMemory(d memoryDevice, n int) (m *deviceMemory, err error) {
 	m = &deviceMemory{d: d, streams: map[streamKey]*deviceStream{}}
-	for i, n := range []int{n, n, shortBytes} {
+	for i, n := range []int{n, n, shortBytes, graphBytes} {
 		if m.pools[i], err = newDevicePool(d, fmt.Sprintf("device memory %d", i), n); err != nil {
 			return nil, err
 		}
@@ -116,14 +128,13 @@ func (m *deviceMemory) renew() (err error) {
 	return err
 }
 
-// take returns n bytes of a pool, or of another if they are not free, except for short buffers.
+// take returns n bytes of a pool, or of another if they are not free and the pool may be full.
 func (m *deviceMemory) take(pool, n, skew int, owner string) (b *buffer, err error) {
 	b, err = m.pools[pool].take(n, skew, owner)
-	if (errors.Is(err, errBusy) || b == nil && err == nil) && pool != shortPool {
+	if full := errors.Is(err, errBusy) || b == nil && err == nil; full && pool < shortPool {
 		b, err = m.pools[1-pool].take(n, skew, owner)
-	}
-	if m.d != nil && errors.Is(err, errBusy) && pool == shortPool {
-		err = errors.New("the torture test has too little memory for short buffers")
+	} else if full && m.d != nil {
+		err = fmt.Errorf("the torture test has too little memory: %d bytes are not free of %s", n, m.pools[pool].name)
 	}
 	return b, err
 }
@@ -234,6 +245,9 @@ func (m *deviceMemory) place(b []byte) mem.Memory {
 // their buffers on GPUs at all ranks that have one, or at none (pg.Config.PeerDevices), even if the
 // other device memory is in use.
 const shortDevice Mem = "short device"
+
+// graphDevice is the memory of the buffers of graphs.
+const graphDevice Mem = "graph device"
 
 // place chooses the kinds of memory of a call's two buffers: those of a collective are on one
 // device, or on none.

@@ -326,6 +326,7 @@ type Result struct {
 	Findings []Finding
 	Ops      int
 	Errors   map[string]int
+	Graphs   map[string]int // refused, and launches
 	Slow     []string       // calls
 	Faults   map[string]int // that happened, by kind
 	Lost     bool           // the job cannot continue
@@ -364,7 +365,7 @@ const (
 
 // run runs a program on the job.
 func (x *session) run(p *Program) *Result {
-	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
+	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{}}
 	c := &course{session: x, p: p, res: res, reports: map[int]*Report{}, gates: map[int]Gate{},
 		done: make(chan string, len(p.Faults)+1), began: map[int]bool{}, doomed: map[int]bool{},
 		asked: map[*member]int{}, found: map[int][]Finding{}}
@@ -597,6 +598,9 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 		}
 		for k, n := range rep.Errors {
 			res.Errors[k] += n
+		}
+		for k, n := range rep.Graphs {
+			res.Graphs[k] += n
 		}
 		res.Findings = append(res.Findings, rep.Findings...)
 		for k, v := range rep.Facts {

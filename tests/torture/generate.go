@@ -321,6 +321,35 @@ func (m *making) burst() {
 	}
 }
 
+// graph makes a graph of a few short collectives, or of one that takes several rounds: kernels of
+// the fake driver are slow.
+func (m *making) graph(group int) Step {
+	s := Step{Op: Graph, Group: group, Count: 1 + m.rnd.IntN(3)}
+	calls, most := 1+m.rnd.IntN(3), pick(m.generator, 256, 1<<10, 1<<10, 8<<10)
+	if m.chance(0.05) {
+		s.Count, calls, most = 1, 1, 2*device.ShortVector+1000
+	}
+	for len(s.Par) < calls {
+		c := m.collective(group, false, false)
+		if c.Op == Barrier || c.Count == 0 { // which a stream does not record
+			continue
+		}
+		c.Count = min(c.Count, most/c.DType.Size()/m.job.Ranks)
+		for i, p := range c.Ranks {
+			c.Ranks[i] = Part{InPlace: p.InPlace}
+		}
+		s.Par = append(s.Par, c)
+	}
+	for range m.job.Ranks {
+		p := Part{}
+		if m.chance(0.3) {
+			p.Late = m.moment()
+		}
+		s.Ranks = append(s.Ranks, p)
+	}
+	return s
+}
+
 // has reports whether a group exists.
 func (m *making) has(group int) bool { return group == 0 || slices.Contains(m.order, group) }
 
@@ -361,8 +390,10 @@ func (m *making) clean() {
 	case n < 56:
 		switch {
 		case m.avoids("started"):
-		case m.job.GPUs != NoGPUs && m.chance(0.5):
+		case m.job.GPUs != NoGPUs && m.chance(0.4):
 			m.burst()
+		case m.job.GPUs != NoGPUs && m.chance(0.6) && !m.avoids("graphs"):
+			m.add(m.graph(m.group()))
 		default:
 			m.flood()
 		}

@@ -10,8 +10,10 @@ import (
 	"sync"
 	"time"
 
+	"tutti/device"
 	"tutti/device/cuda"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/program"
 	"tutti/mem"
 )
 
@@ -38,6 +40,45 @@ type gpu struct {
 
 // Bytes implements memoryDevice.
 func (g gpu) Bytes(m mem.Memory) []byte { return g.fake.Bytes(m) }
+
+// tape implements memoryDevice.
+func (g gpu) tape() (tape, error) {
+	p, err := program.New(g.fake.Path, g.Info().Ordinal)
+	if err != nil {
+		return nil, err
+	}
+	s, err := p.Stream()
+	if err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	return &cudaTape{g.Device, p, s, nil}, nil
+}
+
+// A cudaTape is a tape of a GPU.
+type cudaTape struct {
+	d     *cuda.Device
+	p     *program.Program
+	s     uintptr
+	graph *program.Graph // nil: none was captured
+}
+
+func (t *cudaTape) stream() device.Stream { return t.d.Borrow(t.s) }
+
+func (t *cudaTape) capture(f func() error) (err error) {
+	t.graph, err = t.p.Capture(t.s, f)
+	return err
+}
+
+func (t *cudaTape) launch() error { return t.graph.Launch(t.s) }
+
+func (t *cudaTape) finish(limit time.Duration) error { return t.p.Finish(t.s, limit) }
+
+func (t *cudaTape) close() (err error) {
+	if t.graph != nil {
+		err = t.graph.Close()
+	}
+	return errors.Join(err, t.p.Destroy(t.s), t.p.Close())
+}
 
 // makeGPUs makes what the processes of ranks load, unless it was made before.
 var makeGPUs = sync.OnceValues(func() (fake.Files, error) { return fake.Make(context.Background()) })

@@ -34,7 +34,7 @@ func (l localGuide) Hang(f Finding) {
 // runLocal runs programs on ranks of this process. Each has a job of its own, because such groups
 // do not recover.
 func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
-	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
+	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{}}
 	fail := func(err error) *Result {
 		res.find(&Finding{Kind: "error", Text: err.Error()})
 		return res

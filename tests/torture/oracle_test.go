@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"go/parser"
 	"go/token"
+	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -76,6 +77,7 @@ func TestProgramsOnGPUs(t *testing.T) {
 		{Op: Message, DType: pg.Float32, Count: 70_001, Ranks: []Part{on, {Dst: MemPlain, Src: MemDevice}, held}},
 		{Op: Window, DType: pg.Uint8, Count: 100_000, Root: 1, Ranks: parts(n, held)},
 		{Op: Window, DType: pg.Uint8, Count: 300_001, Root: 2, Ranks: parts(n, on)},
+		aGraph,
 		{Op: Wait},
 	}}
 	for _, tr := range []string{"inproc", "soft", "shm"} {
@@ -90,6 +92,33 @@ func TestProgramsOnGPUs(t *testing.T) {
 					Replay(t, job, p.clone(), p.clone())
 				})
 			}
+		}
+	}
+}
+
+// aGraph is a step with several launches of a graph.
+var aGraph = Step{Op: Graph, Count: 3, Par: []Step{
+	{Op: AllReduce, DType: pg.Int32, Red: pg.Max, Count: 33, Ranks: []Part{{InPlace: true}}},
+	{Op: AllToAllV, DType: pg.Uint8, Red: pg.Sum, Count: 70},
+	{Op: Scatter, DType: pg.BFloat16, Red: pg.Sum, Root: 1, Count: 5, Ranks: []Part{{}, {InPlace: true}}},
+}}
+
+// TestGraphsAreLaunched has graphs of ranks with GPUs that reach each other's memory, and of others,
+// whose streams refuse.
+func TestGraphsAreLaunched(t *testing.T) {
+	if _, err := makeGPUs(); errors.Is(err, compiled.ErrNoCompiler) {
+		t.Skip(err)
+	}
+	for gpus, want := range map[GPUs]map[string]int{
+		NoGPUs: {}, GPUsEach: {"launches": 2 * aGraph.Count}, GPUsOne: {"launches": 2 * aGraph.Count},
+		GPUsApart: {"refused": 2},
+	} {
+		job := smallJob
+		job.GPUs = gpus
+		p := &Program{Seed: 7, Touch: -1, Steps: []Step{aGraph}}
+		p.normalize(job)
+		if res := runLocal(job, p, nil); len(res.Findings) > 0 || !maps.Equal(res.Graphs, want) {
+			t.Errorf("GPUs %q: %v, want %v (%v)", gpus, res.Graphs, want, res.Findings)
 		}
 	}
 }

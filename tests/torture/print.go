@@ -115,7 +115,7 @@ var names = func() (all []struct {
 		}{op, name})
 	}
 	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Window, Agree,
-		Split, Close, Abort, Admit, Alloc, Free, Renew, Argument, Wait, Together, Brace, Heal} {
+		Split, Close, Abort, Admit, Alloc, Free, Renew, Graph, Argument, Wait, Together, Brace, Heal} {
 		all = append(all, struct {
 			op   Op
 			name string

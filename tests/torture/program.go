@@ -89,6 +89,7 @@ const (
 	Alloc         Op = "alloc" // renews the registered memory of number Root
 	Free          Op = "free"
 	Renew         Op = "renew"    // the memory of a device, after waiting for all started operations
+	Graph         Op = "graph"    // Par, captured, and launched Count times
 	Argument      Op = "argument" // an invalid call; Root selects the error
 	Wait          Op = "wait"     // for all started operations
 	Together      Op = "together" // Par concurrently, on different groups
@@ -139,7 +140,7 @@ type Step struct {
 	Root  int          `json:",omitempty"` // a slot of the group, modulo its size
 	Count int          `json:",omitempty"`
 	New   int          `json:",omitempty"` // Split: the number of the group that it makes
-	Par   []Step       `json:",omitempty"` // Together
+	Par   []Step       `json:",omitempty"` // Together, Graph
 	Alt   *Alt         `json:",omitempty"`
 	Ranks []Part       `json:",omitempty"` // the part of each rank of the job
 

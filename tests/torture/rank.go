@@ -37,6 +37,7 @@ type Report struct {
 	Ops      int               // number of operations
 	Slow     []string          `json:",omitempty"` // calls that took longer than a second
 	Errors   map[string]int    `json:",omitempty"` // typed errors seen, by type
+	Graphs   map[string]int    `json:",omitempty"` // that were refused, and launches
 	Use      *rig.Usage        `json:",omitempty"`
 }
 
@@ -266,6 +267,8 @@ func (r *rank) take(m Mem, n, size int, owner string) *buffer {
 		b, err = r.device.take((r.now+n)%2, n, size*(n%3), owner)
 	case shortDevice:
 		b, err = r.device.take(shortPool, n, size*(n%3), owner)
+	case graphDevice:
+		b, err = r.device.take(graphPool, n, size*(n%3), owner)
 	case MemGuard:
 		for range r.guards {
 			if r.turn = (r.turn + 1) % len(r.guards); errors.Is(err, errBusy) {
@@ -575,6 +578,8 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 				r.fact(fmt.Sprintf("%d admitted", r.now), "%d", n)
 			}
 		}
+	case Graph:
+		r.graph(ctx, s, h)
 	case Argument:
 		r.argument(ctx, s, h)
 	default:
@@ -635,46 +640,14 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		c.name += fmt.Sprintf(" on group %d", s.Group)
 	}
 	name := c.name
-	dst, src := c.lengths()
-	size := c.d.size
 	r.mu.Lock()
 	r.differs = r.differs || s.differs(h)
 	r.mu.Unlock()
-	me := h.slot()
-	grab := func(m Mem, n int) []byte {
-		b := r.take(m, n*size, size, name)
-		if b != nil {
-			c.bufs = append(c.bufs, b)
-		}
-		return b.bytes()
-	}
 	toMem, fromMem := s.place(part, r.job.GPUs)
-	switch {
-	case c.op == AllReduce && part.InPlace, c.op == Broadcast, c.op == Reduce:
-		c.inPlace = true
-		c.dst = grab(toMem, dst)
-		c.src = c.dst
-	case part.InPlace && (c.op == AllGather || c.op == AllGatherV || c.op == Gather && me == c.root):
-		c.inPlace = true
-		c.dst = grab(toMem, dst)
-		at := me * c.count * size
-		if c.op == AllGatherV {
-			at = 0
-			for _, k := range c.counts[:me] {
-				at += k * size
-			}
-		}
-		c.src = c.dst[at : at+src*size]
-	case part.InPlace && c.op == Scatter && me == c.root:
-		c.inPlace = true
-		c.src = grab(fromMem, src)
-		c.dst = c.src[me*c.count*size : (me+1)*c.count*size]
-	default:
-		c.dst, c.src = grab(toMem, dst), grab(fromMem, src)
-		if r.device.has(c.dst) != r.device.has(c.src) && dst > 0 && src > 0 { // there was no room for one
-			r.giveBack(c)
-			c.dst, c.src = grab(MemPlain, dst), grab(MemPlain, src)
-		}
+	r.lay(c, part, toMem, fromMem)
+	if dst, src := c.lengths(); r.device.has(c.dst) != r.device.has(c.src) && dst > 0 && src > 0 { // no room for one
+		r.giveBack(c)
+		r.lay(c, part, MemPlain, MemPlain)
 	}
 	c.device, c.stream = r.device, r.stream(h, part, c.count, c.dst, c.src)
 	input := c.src
@@ -683,7 +656,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 	} else {
 		c.fill(r.me)
 	}
-	if c.op == Broadcast && me != c.root {
+	if c.op == Broadcast && h.slot() != c.root {
 		input = nil
 	}
 	r.bring(c, part, input)
@@ -711,6 +684,42 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		}
 	}
 	r.check(name, c, err)
+}
+
+// lay takes the buffers of a call of kinds of memory.
+func (r *rank) lay(c *call, part *Part, toMem, fromMem Mem) {
+	me, size := c.h.slot(), c.d.size
+	dst, src := c.lengths()
+	grab := func(m Mem, n int) []byte {
+		b := r.take(m, n*size, size, c.name)
+		if b != nil {
+			c.bufs = append(c.bufs, b)
+		}
+		return b.bytes()
+	}
+	switch {
+	case c.op == AllReduce && part.InPlace, c.op == Broadcast, c.op == Reduce:
+		c.inPlace = true
+		c.dst = grab(toMem, dst)
+		c.src = c.dst
+	case part.InPlace && (c.op == AllGather || c.op == AllGatherV || c.op == Gather && me == c.root):
+		c.inPlace = true
+		c.dst = grab(toMem, dst)
+		at := me * c.count * size
+		if c.op == AllGatherV {
+			at = 0
+			for _, k := range c.counts[:me] {
+				at += k * size
+			}
+		}
+		c.src = c.dst[at : at+src*size]
+	case part.InPlace && c.op == Scatter && me == c.root:
+		c.inPlace = true
+		c.src = grab(fromMem, src)
+		c.dst = c.src[me*c.count*size : (me+1)*c.count*size]
+	default:
+		c.dst, c.src = grab(toMem, dst), grab(fromMem, src)
+	}
 }
 
 // await waits for a started operation: first briefly, to interrupt it anywhere.

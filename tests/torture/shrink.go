@@ -157,12 +157,12 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 				}
 			},
 			func(s *Step) {
-				if s.Op == Together && len(s.Par) > 1 {
+				if len(s.Par) > 1 {
 					s.Par = s.Par[1:]
 				}
 			},
 			func(s *Step) {
-				if s.Op == Together && len(s.Par) > 1 {
+				if len(s.Par) > 1 {
 					s.Par = s.Par[:len(s.Par)-1]
 				}
 			},

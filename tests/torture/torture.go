@@ -37,7 +37,7 @@ type Options struct {
 // Summary is the result of a run.
 type Summary struct {
 	Programs, Jobs, Ops, Steps int
-	Errors, Faults             map[string]int
+	Errors, Faults, Graphs     map[string]int
 	Took                       time.Duration
 	Findings                   []*Found
 	Ignored                    int
@@ -57,7 +57,8 @@ type Found struct {
 func Run(t *testing.T, o Options) *Summary {
 	g := newGenerator(o.Seed, o.Transport, o.Faults)
 	g.avoid = o.Avoid
-	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, GPUs: map[string]int{}, cov: g.cov}
+	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{},
+		GPUs: map[string]int{}, cov: g.cov}
 	s := open(t, o.Transport)
 	began := time.Now()
 	sum.began = began
@@ -103,6 +104,9 @@ func Run(t *testing.T, o Options) *Summary {
 			sum.Steps += len(p.Steps)
 			for k, v := range res.Errors {
 				sum.Errors[k] += v
+			}
+			for k, v := range res.Graphs {
+				sum.Graphs[k] += v
 			}
 			for k, v := range res.Faults {
 				sum.Faults[k] += v
@@ -332,7 +336,8 @@ func (s *Summary) Print(w io.Writer, transport string) {
 		"%s: %d operations of ranks (%.0f a second), %d steps, %d programs, %d jobs in %v; "+
 			"%d findings, %d ignored or seen before\n", transport, s.Ops, rate, s.Steps, s.Programs, s.Jobs,
 		s.Took.Round(time.Second), len(s.Findings), s.Ignored)
-	for what, m := range map[string]map[string]int{"faults": s.Faults, "errors": s.Errors, "GPUs of jobs": s.GPUs} {
+	for what, m := range map[string]map[string]int{"faults": s.Faults, "errors": s.Errors, "GPUs of jobs": s.GPUs,
+		"graphs": s.Graphs} {
 		var all []string
 		for _, k := range slices.Sorted(maps.Keys(m)) {
 			all = append(all, fmt.Sprintf("%s %d", k, m[k]))

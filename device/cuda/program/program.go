@@ -96,26 +96,46 @@ import (
 // A Program uses one GPU. Its methods may be called by any goroutine.
 type Program struct{ p *C.program }
 
-// Open opens the driver's library at path, and uses the GPU with a number of the driver's until the
-// test ends.
+// Open is New, and closes the program when the test ends.
 func Open(tb testing.TB, path string, ordinal int) *Program {
 	tb.Helper()
-	p := &Program{(*C.program)(C.calloc(1, C.sizeof_program))}
-	name := C.CString(path)
-	defer C.free(unsafe.Pointer(name))
-	if why := C.load(name, p.p); why != nil {
-		tb.Fatal(C.GoString(why))
-	}
-	if err := failed(C.use(p.p, C.int(ordinal)), "use the GPU"); err != nil {
+	p, err := New(path, ordinal)
+	if err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {
-		if err := failed(C.unuse(p.p), "stop using the GPU"); err != nil {
+		if err := p.Close(); err != nil {
 			tb.Error(err)
 		}
-		C.free(unsafe.Pointer(p.p))
 	})
 	return p
+}
+
+// New opens the driver's library at path, and uses the GPU with a number of the driver's until
+// Close.
+func New(path string, ordinal int) (*Program, error) {
+	p := &Program{(*C.program)(C.calloc(1, C.sizeof_program))}
+	name := C.CString(path)
+	defer C.free(unsafe.Pointer(name))
+	err := error(nil)
+	if why := C.load(name, p.p); why != nil {
+		err = errors.New(C.GoString(why))
+	} else {
+		err = failed(C.use(p.p, C.int(ordinal)), "use the GPU")
+	}
+	if err != nil {
+		C.free(unsafe.Pointer(p.p))
+		return nil, err
+	}
+	return p, nil
+}
+
+// Close ends the use of the GPU. Streams and graphs of the program have ended.
+func (p *Program) Close() error {
+	err := failed(C.unuse(p.p), "stop using the GPU")
+	C.free(unsafe.Pointer(p.p))
+	p.p = nil
+	return err
 }
 
 func failed(r C.int, what string) error {
