@@ -552,19 +552,16 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var aborted *p2p.Aborted
 	var earlier *earlierError
 	switch {
-	case errors.As(err, new(*unfitError)):
+	case errors.As(err, new(*unfitError)), errors.As(err, new(*graphError)):
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // handled before
 	case errors.As(err, &earlier):
-		if g.lost != nil && g.lost.Epoch >= earlier.epoch {
-			e := *g.lost
-			e.Call = exec.Spell(now)
-			return &wireAbort{Kind: abortRank, A: g.rank, B: e.Rank, Call: now, Text: e.Err.Error()}, &e
+		e := g.overtaken(earlier.epoch, exec.Spell(now))
+		if e.Rank != g.rank {
+			return &wireAbort{Kind: abortRank, A: g.rank, B: e.Rank, Call: now, Text: e.Err.Error()}, e
 		}
-		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()},
-			&RankError{Rank: g.rank, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank,
-				Err: mishap(err.Error())}
+		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, e
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {

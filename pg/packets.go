@@ -189,9 +189,8 @@ func capturing(s device.Stream) (bool, error) {
 // record has a stream record an operation, of any length: the exchange is the only way in which
 // devices do one again without the hosts.
 func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit time.Duration, waits bool) error {
-	refuse := func(why string) error {
-		return fmt.Errorf("%v on a stream that is being captured: %s: %w", c.Kind, why, errors.ErrUnsupported)
-	}
+	what := fmt.Sprintf("%v on a stream that is being captured", c.Kind)
+	refuse := func(why string) error { return fmt.Errorf("%s: %s: %w", what, why, errors.ErrUnsupported) }
 	if waits {
 		return refuse("it cannot be waited for, so it has to be started")
 	}
@@ -213,7 +212,7 @@ func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit tim
 	case err != nil:
 		return err
 	case call.Root < 0 && (l.InAtRoot || l.OutAtRoot):
-		return &p2p.PeerError{Rank: v.ranks[c.Root], Err: p2p.ErrPeerGone}
+		return &RankError{Rank: c.Root, Epoch: v.epoch, Call: what, Reporter: g.rank, Err: p2p.ErrPeerGone}
 	case len(v.Active) == 1:
 		return recordAlone(s.(device.Capturer), &call)
 	case x == nil:
@@ -551,21 +550,57 @@ func (g *Group) end(x *exchange) {
 // repeated returns why work that a graph has repeated has no result, or nil. With the proxy's lock.
 func (g *Group) repeated() error {
 	for _, x := range g.packets.former {
-		if x.unreported() != nil {
-			return fmt.Errorf("a graph with operations of this group was captured in view %d, which is over: its "+
-				"launch has no result, capture it again", x.epoch)
+		if why := x.unreported(); why != nil {
+			return &graphError{
+				text: fmt.Sprintf("a graph with operations of this group was captured in view %d, which is over: its "+
+					"launch has no result, capture it again", x.epoch),
+				is: g.overtaken(x.epoch, graphCall)}
 		}
 	}
 	if x := g.packets.now; x != nil && x.live.Load() == 0 {
 		if why := x.unreported(); why != nil {
-			return graphFailed(why)
+			return g.graphFailed(x, why)
 		}
 	}
 	return nil
 }
 
-func graphFailed(why *device.ExchangeError) error {
-	return fmt.Errorf("the launch of a graph with operations of this group has no result: %w", why)
+// A graphError says that the launch of a graph has no result.
+type graphError struct {
+	text string
+	is   error // one that the group's operations return
+}
+
+func (e *graphError) Error() string { return e.text }
+
+func (e *graphError) Unwrap() error { return e.is }
+
+const graphCall = "the launch of a graph"
+
+// graphFailed returns the error of a launch that has no result in the view of x.
+func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
+	e := &graphError{text: fmt.Sprintf("%s with operations of this group has no result: %v", graphCall, why)}
+	switch ours := why.Ours.String() + " in a graph"; {
+	case why.Stopped:
+		e.is = g.overtaken(x.epoch, graphCall)
+	case why.Differs:
+		e.is = &MismatchError{RankA: g.rank, CallA: ours, RankB: why.Rank, CallB: why.Theirs.String()}
+	default:
+		e.is = &TimeoutError{Call: ours, After: g.job.timeout, Missing: []Seen{{why.Rank, "nothing yet"}},
+			Reporter: g.rank, Err: context.DeadlineExceeded}
+	}
+	return e
+}
+
+// overtaken returns the error of a call that was given to its stream in an earlier view.
+func (g *Group) overtaken(epoch uint64, call string) *RankError {
+	if g.lost != nil && g.lost.Epoch >= epoch {
+		e := *g.lost
+		e.Call = call
+		return &e
+	}
+	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Call: call, Reporter: g.rank,
+		Err: mishap((&earlierError{epoch}).Error())}
 }
 
 // unreported returns why work has no result, once, unless that is an operation's.
@@ -590,7 +625,7 @@ func (v *visit) account() {
 
 // fate returns the error of an operation whose kernel has ended without a result. With the proxy's
 // lock.
-func (g *Group) fate(why *device.ExchangeError) error {
+func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
 	switch {
 	case why.Stopped:
 		if err := g.coll.Err(); err != nil {
@@ -598,7 +633,7 @@ func (g *Group) fate(why *device.ExchangeError) error {
 		}
 		return errMoved
 	case why.Recorded:
-		return graphFailed(why)
+		return g.graphFailed(x, why)
 	case why.Differs:
 		ours, t := g.run.Token(), &why.Theirs
 		c := exec.Call{Kind: t.Kind, Op: t.Op, DType: t.DType, Root: t.Root, Count: t.Count}
@@ -662,7 +697,7 @@ func (f *packetFeed) Do() error {
 	defer l.settle()
 	if why := l.failure(); why != nil {
 		l.x.reported.Store(true)
-		return g.fate(why)
+		return g.fate(l.x, why)
 	}
 	return nil
 }

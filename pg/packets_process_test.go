@@ -311,9 +311,10 @@ func TestGraphsWithoutARank(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+		var lost *pg.RankError
 		if _, err := p.Capture(s, func() error {
 			return g.Start(pg.BroadcastOp{X: pg.DeviceBuffer(dst, pg.Uint32, on), Root: victim}).Wait(ctx)
-		}); !errors.Is(err, p2p.ErrPeerGone) {
+		}); !errors.As(err, &lost) || lost.Rank != victim || !errors.Is(err, p2p.ErrPeerGone) {
 			t.Errorf("a broadcast of the lost rank: %v", err)
 		}
 		differs := pg.AllReduceOp{Dst: short.Dst, Op: []pg.Reduction{pg.Sum, 0, pg.Max}[me]}
@@ -325,8 +326,10 @@ func TestGraphsWithoutARank(t *testing.T) {
 			t.Fatal(err)
 		}
 		err = g.Barrier(ctx)
-		if want := "rank 2 did allreduce (uint32 max, 1 elements)"; me == 0 && (err == nil ||
-			!strings.Contains(err.Error(), want)) || err == nil || strings.Contains(err.Error(), "rank 1") {
+		var differ *pg.MismatchError
+		if want := "rank 2 did allreduce (uint32 max, 1 elements)"; me == 0 && (!errors.As(err, &differ) ||
+			differ.RankB != 2 || !strings.Contains(err.Error(), want)) ||
+			err == nil || strings.Contains(err.Error(), "rank 1") {
 			t.Errorf("%v, want %q", err, want)
 		}
 	}, pgtest.Expect(victim, syscall.SIGKILL))

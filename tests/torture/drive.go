@@ -617,9 +617,11 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 		if x == nil || rep.Use == nil {
 			continue
 		}
+		inboxes := 2 * x.job.Ranks * rep.Recorded // a file, or a mapping, for each, and for what the driver has
 		if was := x.first[number]; was == nil || x.progs < 4 {
 			x.first[number] = rep.Use
-		} else if u := rep.Use; u.Files > was.Files+16 || u.Maps > was.Maps+24 || u.Goroutines > was.Goroutines+32 ||
+		} else if u := rep.Use; u.Files > was.Files+16+inboxes || u.Maps > was.Maps+24+inboxes ||
+			u.Goroutines > was.Goroutines+32 ||
 			u.Heap > was.Heap+48<<20+3*uint64(x.job.Pool) {
 			res.Findings = append(res.Findings,
 				Finding{Kind: "resources", Rank: number,

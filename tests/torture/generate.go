@@ -385,15 +385,15 @@ func (m *making) forgetAll() { m.order = nil }
 // clean adds an undisturbed step.
 func (m *making) clean() {
 	switch n := m.rnd.IntN(100); {
+	case n < 3 && m.job.GPUs != NoGPUs && !m.avoids("graphs"):
+		m.add(m.graph(m.group()))
 	case n < 52:
 		m.add(m.collective(m.group(), true, false))
 	case n < 56:
 		switch {
 		case m.avoids("started"):
-		case m.job.GPUs != NoGPUs && m.chance(0.4):
+		case m.job.GPUs != NoGPUs && m.chance(0.5):
 			m.burst()
-		case m.job.GPUs != NoGPUs && m.chance(0.6) && !m.avoids("graphs"):
-			m.add(m.graph(m.group()))
 		default:
 			m.flood()
 		}
@@ -681,6 +681,8 @@ func (m *making) outside() {
 			m.add(Step{Op: Agree, Ranks: make([]Part, m.job.Ranks)})
 		} else if m.chance(0.2) {
 			m.add(m.message(m.group(), 1<<20).with(Window))
+		} else if m.chance(0.3) && m.job.GPUs != NoGPUs && !m.avoids("graphs") {
+			m.add(m.graph(m.group()))
 		} else if m.chance(0.2) {
 			m.add(m.together())
 		} else {

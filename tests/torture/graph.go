@@ -24,32 +24,33 @@ type tape interface {
 	close() error
 }
 
-// graph captures the collectives of a step and launches the graph, each time with other data.
-// Ranks whose streams cannot be captured, and groups whose collectives cannot, have none, which is
-// the same at all ranks: package pg says when.
+// graph captures the collectives of a step and launches the graph, each time with other data, if it
+// could be captured at all ranks. Ranks whose streams cannot be captured, and groups whose
+// collectives cannot, have no graph: package pg says when.
 func (r *rank) graph(ctx context.Context, s *Step, h *handle) {
 	r.landOn(ctx, h) // their kernels are on other streams
-	if s.May != 0 {
-		return
-	}
 	g := &graph{r: r, h: h, s: s}
-	if !g.warm(ctx) || r.device.d == nil {
-		return
-	}
-	var err error
-	if g.tape, err = r.device.d.tape(); err != nil {
-		if !errors.Is(err, errors.ErrUnsupported) {
-			g.fail("a stream of the program: %v", err)
+	has := g.warm(ctx) && r.device.d != nil
+	if has {
+		var err error
+		if g.tape, err = r.device.d.tape(); err != nil {
+			if has = false; !errors.Is(err, errors.ErrUnsupported) {
+				g.fail("a stream of the program: %v", err)
+			}
+		} else {
+			defer g.close()
+			has = g.capture(ctx)
 		}
-		return
 	}
-	defer func() {
-		g.giveBack()
-		if err := r.timed("closing a graph", 0, g.tape.close); err != nil {
-			g.fail("closing it: %v", err)
-		}
-	}()
-	if !g.capture(ctx) {
+	if s.May == 0 {
+		r.fact(fmt.Sprintf("%s of %v", g.name(), h.ranks), "captured %v", has)
+	}
+	all := false
+	err := r.timed("agreeing on a graph", r.limit(&Part{}), func() (err error) {
+		all, err = h.g.Agree(ctx, has)
+		return err
+	})
+	if r.judge("agreeing on a graph", s.May, err); err != nil || !all {
 		return
 	}
 	for i := range s.Count {
@@ -65,7 +66,14 @@ type graph struct {
 	h     *handle
 	s     *Step
 	tape  tape
+	view  pg.View // of the capture
 	calls []*call
+}
+
+// viewKey names a view of a group.
+type viewKey struct {
+	of    *handle
+	epoch uint64
 }
 
 func (g *graph) name() string { return fmt.Sprintf("step %d: graph", g.r.now) }
@@ -86,7 +94,7 @@ func (g *graph) warm(ctx context.Context) bool {
 	err := r.timed(what, r.limit(&Part{}), func() error {
 		return g.h.g.Do(ctx, pg.AllReduceOp{Dst: c.buffer(b.bytes()), Op: pg.Sum})
 	})
-	if n := len(g.h.g.View().Active); err == nil && *word != uint32(n) {
+	if n := len(g.h.g.View().Active); err == nil && g.s.May == 0 && *word != uint32(n) {
 		r.find("wrong", "%s gives %d, want %d", what, *word, n)
 	}
 	r.judge(what, g.s.May, err)
@@ -101,6 +109,7 @@ func (g *graph) capture(ctx context.Context) bool {
 		r.lay(c, r.part(&g.s.Par[i]), graphDevice, graphDevice)
 		g.calls = append(g.calls, c)
 	}
+	g.view = g.h.g.View()
 	on := &deviceStream{Stream: g.tape.stream()}
 	err := r.timed(g.name()+": capture", r.limit(&Part{}), func() error {
 		return g.tape.capture(func() error {
@@ -113,11 +122,11 @@ func (g *graph) capture(ctx context.Context) bool {
 			return nil
 		})
 	})
-	r.fact(fmt.Sprintf("%s of %v", g.name(), g.h.ranks), "captured %v", err == nil)
 	if errors.Is(err, errors.ErrUnsupported) {
 		g.count("refused")
-	} else if err != nil {
-		g.fail("capture: %v", err)
+	} else {
+		r.recorded[viewKey{g.h, g.view.Epoch}] = true
+		r.judge(g.name()+": capture", g.s.May, err)
 	}
 	return err == nil
 }
@@ -139,14 +148,15 @@ func (g *graph) call(i, launch int) *call {
 }
 
 // launch repeats the graph, and checks what it does. In some launches the hosts do a collective
-// meanwhile, and some have the work done twice.
+// meanwhile, and some have the work done twice. If something disturbs it, the operation after it
+// tells whether there is a result. It returns false if there is to be no other launch.
 func (g *graph) launch(ctx context.Context, n int) bool {
 	r := g.r
 	was := make([][]byte, len(g.calls))
 	for i, first := range g.calls {
 		c := g.call(i, n)
 		c.dst, c.src, c.bufs, c.inPlace = first.dst, first.src, first.bufs, first.inPlace
-		c.before = g.h.g.View()
+		c.before = g.view
 		if c.inPlace && c.op == AllReduce {
 			c.input(r.me, c.dst, c.dst)
 		} else {
@@ -162,7 +172,7 @@ func (g *graph) launch(ctx context.Context, n int) bool {
 	if err == nil && choice&1 != 0 && !slices.ContainsFunc(g.s.Par, accumulates) {
 		err = g.tape.launch()
 	}
-	if err == nil && choice&2 != 0 {
+	if err == nil && choice&2 != 0 && g.s.May == 0 {
 		err = r.timed(g.name()+": barrier beside it", r.limit(&Part{}), func() error { return g.h.g.Barrier(ctx) })
 	}
 	err = errors.Join(err, r.timed(g.name()+": its end", r.job.Timeout+slack, func() error {
@@ -173,9 +183,18 @@ func (g *graph) launch(ctx context.Context, n int) bool {
 		return false
 	}
 	g.count("launches")
-	ok := true
+	ok := g.s.May == 0
+	if !ok {
+		what := g.name() + ": the barrier after it"
+		err := r.timed(what, r.limit(&Part{}), func() error { return g.h.g.Barrier(ctx) })
+		r.judge(what, g.s.May, err)
+		if err != nil {
+			return false
+		}
+		g.count("disturbed launches with a result")
+	}
 	for i, c := range g.calls {
-		if text, _ := c.result(c.dst, was[i], g.h.g.View()); text != "" {
+		if text, _ := c.result(c.dst, was[i], g.view); text != "" {
 			r.find("wrong", "%s in place %v (%s): %s", c.name, c.inPlace, g.kinds(), text)
 			ok = false
 		}
@@ -213,8 +232,11 @@ func (g *graph) kinds() string {
 	return strings.Join(all, ", ")
 }
 
-func (g *graph) giveBack() {
+func (g *graph) close() {
 	for _, c := range g.calls {
 		g.r.giveBack(c)
+	}
+	if err := g.r.timed("closing a graph", 0, g.tape.close); err != nil {
+		g.fail("closing it: %v", err)
 	}
 }

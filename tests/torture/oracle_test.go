@@ -103,8 +103,8 @@ var aGraph = Step{Op: Graph, Count: 3, Par: []Step{
 	{Op: Scatter, DType: pg.BFloat16, Red: pg.Sum, Root: 1, Count: 5, Ranks: []Part{{}, {InPlace: true}}},
 }}
 
-// TestGraphsAreLaunched has graphs of ranks with GPUs that reach each other's memory, and of others,
-// whose streams refuse.
+// TestGraphsAreLaunched has graphs of ranks with GPUs that reach each other's memory, and of
+// others, whose streams refuse.
 func TestGraphsAreLaunched(t *testing.T) {
 	if _, err := makeGPUs(); errors.Is(err, compiled.ErrNoCompiler) {
 		t.Skip(err)

@@ -38,6 +38,7 @@ type Report struct {
 	Slow     []string          `json:",omitempty"` // calls that took longer than a second
 	Errors   map[string]int    `json:",omitempty"` // typed errors seen, by type
 	Graphs   map[string]int    `json:",omitempty"` // that were refused, and launches
+	Recorded int               `json:",omitempty"` // views of groups in which graphs were captured, in all programs
 	Use      *rig.Usage        `json:",omitempty"`
 }
 
@@ -86,6 +87,10 @@ type rank struct {
 
 	watch *watch
 
+	// The views in which graphs were captured: the groups keep what these use until the devices are
+	// closed.
+	recorded map[viewKey]bool
+
 	mu      sync.Mutex // guards what follows and the pools: the parts of a step together run concurrently
 	p       *Program
 	now     int
@@ -107,7 +112,7 @@ type region struct {
 func newRank(job Job, me int, g guide, d memoryDevice,
 	join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
 	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{},
-		rep: &Report{Rank: me}}
+		recorded: map[viewKey]bool{}, rep: &Report{Rank: me}}
 	mem, err := guarded(job.Pool)
 	if err != nil {
 		return nil, err
@@ -349,6 +354,7 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 		r.find("store", "at the end: %v", err)
 	}
 	r.stopStreams(nil)
+	r.rep.Recorded = len(r.recorded)
 	if p.Seed%16 == 0 && !r.shared {
 		r.rep.Use = rig.Use()
 	}

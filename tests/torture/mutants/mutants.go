@@ -191,6 +191,20 @@ var mutants = []mutant{
 			{"device/cuda", "exchange.orderedLocked", "x.latest != nil && x.latest != s", "false"},
 		},
 	},
+	{
+		name:      "graph-silent",
+		what:      "a launch of a graph that has no result is not the error of the next operation",
+		transport: "shm",
+		flags:     []string{"-torture.faults", "1"},
+		edits:     []edit{{"pg", "Group.launch", "if err := g.repeated(); err != nil {", "if err := error(nil); err != nil {"}},
+	},
+	{
+		name:      "graph-parts",
+		what:      "kernels take the parts of the ranks that are left for those of the first ranks",
+		transport: "shm",
+		flags:     []string{"-torture.faults", "1"},
+		edits:     []edit{{"kernels/cuda", "Packets.Do", "p.part[r] = uint32(c.Parts[r])", "p.part[r] = uint32(r)"}},
+	},
 }
 
 // apply returns the files that the mutant changes, with their new contents.
