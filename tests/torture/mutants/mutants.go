@@ -196,7 +196,8 @@ var mutants = []mutant{
 		what:      "a launch of a graph that has no result is not the error of the next operation",
 		transport: "shm",
 		flags:     []string{"-torture.faults", "1"},
-		edits:     []edit{{"pg", "Group.launch", "if err := g.repeated(); err != nil {", "if err := error(nil); err != nil {"}},
+		edits: []edit{{"pg", "Group.launch", "if err := g.repeated(); err != nil {",
+			"if err := error(nil); err != nil {"}},
 	},
 	{
 		name:      "graph-parts",
