@@ -98,8 +98,8 @@ func (s *session) sendNowLocked(t *task) bool {
 	return true
 }
 
-// longestLocked is the length of the longest message that goes at once.
-func (s *session) longestLocked() int64 { return min(int64(s.theirs.Message), link.Chunk) }
+// longestLocked is the length of the longest message that goes at once, as a whole.
+func (s *session) longestLocked() int64 { return min(int64(s.theirs.Message), link.MaxWhole) }
 
 // postLocked announces a message, with the loan that the peer can read it with if that is not nil.
 func (s *session) postLocked(t *task, loan *loan) {

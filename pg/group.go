@@ -551,9 +551,12 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var differ *p2p.Disagreement
 	var aborted *p2p.Aborted
 	var earlier *earlierError
+	var graph *graphError
 	switch {
-	case errors.As(err, new(*unfitError)), errors.As(err, new(*graphError)):
+	case errors.As(err, new(*unfitError)):
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
+	case errors.As(err, &graph):
+		return g.graphAbort(graph, now), err
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // handled before
 	case errors.As(err, &earlier):

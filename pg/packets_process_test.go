@@ -248,6 +248,10 @@ func TestGraphsWithoutARank(t *testing.T) {
 		if err := g.Do(ctx, short); err != nil {
 			t.Fatal(err)
 		}
+		old, err := p.Capture(s, func() error { return g.Start(short).Wait(ctx) })
+		if err != nil {
+			t.Fatal(err)
+		}
 		if me == victim {
 			pgtest.Kill(t)
 		}
@@ -258,7 +262,20 @@ func TestGraphsWithoutARank(t *testing.T) {
 				}
 			}
 		}
-		if err := g.Do(ctx, short); err != nil {
+		var lost *pg.RankError
+		if me == 0 { // a graph of the former view: Admit, which the others go on with, does not hide that it failed
+			if err := errors.Join(old.Launch(s), p.Finish(s, 2*time.Minute)); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := g.Admit(ctx); !errors.As(err, &lost) || lost.Rank != victim || lost.Overwritten ||
+				!strings.Contains(err.Error(), "capture it again") {
+				t.Errorf("Admit after the launch of a graph of the former view: %v", err)
+			}
+		}
+		if _, err := g.Admit(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(g.Do(ctx, short), old.Close()); err != nil {
 			t.Fatal(err)
 		}
 		dst, src := f.d.alloc(t, make([]byte, 3*n)), f.d.alloc(t, make([]byte, 3*n))
@@ -311,7 +328,6 @@ func TestGraphsWithoutARank(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		var lost *pg.RankError
 		if _, err := p.Capture(s, func() error {
 			return g.Start(pg.BroadcastOp{X: pg.DeviceBuffer(dst, pg.Uint32, on), Root: victim}).Wait(ctx)
 		}); !errors.As(err, &lost) || lost.Rank != victim || !errors.Is(err, p2p.ErrPeerGone) {

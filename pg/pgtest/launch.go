@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -31,6 +32,7 @@ type launch struct {
 	keepOutput  bool                    // of standard output
 	argv        func(rank int) []string // called on the test's goroutine
 	check       func(p *process) string // the fault of a process that ended with status 0, "" if none
+	scratch     string                  // directory of the ranks' temporary files
 
 	// With the option Faults.
 	relay   *relay
@@ -50,8 +52,9 @@ func (l *launch) process(rank int) *process {
 // faulty prepares the injection of faults. inject begins it, when the ranks run; end ends it.
 func (l *launch) faulty() (inject, end func()) {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	var err error
-	if l.flights, err = os.MkdirTemp("", "pgtest-flights-"); err == nil {
+	l.flights = filepath.Join(l.scratch, "flights")
+	err := os.Mkdir(l.flights, 0o700)
+	if err == nil {
 		l.relay, err = newRelay(ctx, l.execute)
 	}
 	if err != nil {
@@ -69,8 +72,21 @@ func (l *launch) faulty() (inject, end func()) {
 		cancel(errors.New("the ranks have ended"))
 		injector.Wait()
 		l.relay.close()
-		os.RemoveAll(l.flights)
 	}
+}
+
+// tidy gives the ranks a directory for their temporary files: one that is killed does not remove
+// its own. The caller calls remove when they have ended.
+func (l *launch) tidy() (remove func()) {
+	l.t.Helper()
+	var err error
+	if l.scratch, err = os.MkdirTemp("", "pgtest"); err != nil { // not t.TempDir: paths of sockets are short
+		l.t.Fatalf("pgtest: %v", err)
+	}
+	if !slices.ContainsFunc(l.o.env, func(v string) bool { return strings.HasPrefix(v, "TMPDIR=") }) {
+		l.environment = append(l.environment, "TMPDIR="+l.scratch)
+	}
+	return func() { os.RemoveAll(l.scratch) }
 }
 
 // process is one rank.
@@ -94,6 +110,7 @@ type process struct {
 func (l *launch) run() []*process {
 	l.t.Helper()
 	l.now = map[int]*process{}
+	defer l.tidy()()
 	inject := func() {}
 	if l.o.faults {
 		begin, end := l.faulty()

@@ -21,7 +21,7 @@
 // panics, dies of a signal or exceeds the time limit fails the test, and the other ranks are ended
 // in bounded time: first asked for their stacks (SIGQUIT), then killed. No process survives the
 // test: every rank has its own process group, which is killed with it, and dies with the test's
-// process.
+// process. The ranks' directory for temporary files (os.TempDir) is removed after them.
 //
 // The ranks meet in a store, which is one more process of the test binary: the first Run starts it,
 // all others share it, and it ends with the test binary. Programs that link only package pg do not

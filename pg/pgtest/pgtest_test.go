@@ -97,6 +97,20 @@ func TestExpectedDeath(t *testing.T) {
 	}, Expect(1, syscall.SIGKILL))
 }
 
+// What ranks leave in their directory for temporary files is removed, unless the test has named
+// another one.
+func TestTemporaryFilesAreRemoved(t *testing.T) {
+	mine := t.TempDir()
+	for _, opts := range [][]Option{nil, {Env("TMPDIR=" + mine)}} {
+		for rank, out := range Exec(t, 2, []string{"mktemp", "-d"}, opts...) {
+			path := strings.TrimSpace(out)
+			if _, err := os.Stat(path); (err == nil) != (opts != nil) || opts != nil && filepath.Dir(path) != mine {
+				t.Errorf("rank %d's %q: %v", rank, path, err)
+			}
+		}
+	}
+}
+
 func TestRunLocal(t *testing.T) {
 	var mu sync.Mutex
 	seen := map[int]bool{}
@@ -351,6 +365,7 @@ func TestChildrenOfRanksEnd(t *testing.T) {
 func TestProcessesEndWithTestBinary(t *testing.T) {
 	needProc(t)
 	c := scenario(t, "for ever")
+	c.Env = append(c.Environ(), "TMPDIR="+t.TempDir()) // it cannot remove its files
 	out, err := c.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

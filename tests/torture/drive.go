@@ -617,7 +617,7 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 		if x == nil || rep.Use == nil {
 			continue
 		}
-		inboxes := 2 * x.job.Ranks * rep.Recorded // a file, or a mapping, for each, and for what the driver has
+		inboxes := 2 * x.job.Ranks * rep.Recorded // each view keeps a file or a mapping a rank, the driver as many
 		if was := x.first[number]; was == nil || x.progs < 4 {
 			x.first[number] = rep.Use
 		} else if u := rep.Use; u.Files > was.Files+16+inboxes || u.Maps > was.Maps+24+inboxes ||

@@ -50,13 +50,32 @@ func (r *rank) graph(ctx context.Context, s *Step, h *handle) {
 		all, err = h.g.Agree(ctx, has)
 		return err
 	})
-	if r.judge("agreeing on a graph", s.May, err); err != nil || !all {
+	r.judge("agreeing on a graph", s.May, err)
+	launches := err == nil && all
+	if s.May != 0 {
+		g.disturbed(ctx, launches)
 		return
 	}
-	for i := range s.Count {
-		if !g.launch(ctx, i) {
+	for i := 0; i < s.Count && launches; i++ {
+		if was, ok := g.launch(ctx, i); !ok || !g.right(was) {
 			return
 		}
+	}
+}
+
+// disturbed launches the graph once, unless this rank has none. The operation after it, which is
+// the same at all ranks, tells whether there is a result.
+func (g *graph) disturbed(ctx context.Context, launches bool) {
+	r := g.r
+	var was [][]byte
+	if launches {
+		was, launches = g.launch(ctx, 0)
+	}
+	what := g.name() + ": the barrier after it"
+	err := r.timed(what, r.limit(&Part{}), func() error { return g.h.g.Barrier(ctx) })
+	if r.judge(what, g.s.May, err); err == nil && launches {
+		g.count("disturbed launches with a result")
+		g.right(was)
 	}
 }
 
@@ -70,10 +89,20 @@ type graph struct {
 	calls []*call
 }
 
-// viewKey names a view of a group.
+// viewKey names a view of a group. Groups that Split makes end with their program.
 type viewKey struct {
-	of    *handle
-	epoch uint64
+	program uint64 // 0 for the group of all ranks
+	group   int
+	epoch   uint64
+	heals   int
+}
+
+func (g *graph) viewKey() viewKey {
+	k := viewKey{g.r.p.Seed, g.s.Group, g.view.Epoch, g.r.heals}
+	if k.group == 0 {
+		k.program = 0
+	}
+	return k
 }
 
 func (g *graph) name() string { return fmt.Sprintf("step %d: graph", g.r.now) }
@@ -122,10 +151,12 @@ func (g *graph) capture(ctx context.Context) bool {
 			return nil
 		})
 	})
-	if errors.Is(err, errors.ErrUnsupported) {
+	switch {
+	case err == nil:
+		r.recorded[g.viewKey()] = true
+	case errors.Is(err, errors.ErrUnsupported):
 		g.count("refused")
-	} else {
-		r.recorded[viewKey{g.h, g.view.Epoch}] = true
+	default:
 		r.judge(g.name()+": capture", g.s.May, err)
 	}
 	return err == nil
@@ -147,12 +178,12 @@ func (g *graph) call(i, launch int) *call {
 	return c
 }
 
-// launch repeats the graph, and checks what it does. In some launches the hosts do a collective
-// meanwhile, and some have the work done twice. If something disturbs it, the operation after it
-// tells whether there is a result. It returns false if there is to be no other launch.
-func (g *graph) launch(ctx context.Context, n int) bool {
+// launch repeats the graph, and waits for its end. In some launches the hosts do a collective
+// meanwhile, and some have the work done twice. It returns what was in the destinations, and false
+// if the launch has failed.
+func (g *graph) launch(ctx context.Context, n int) (was [][]byte, ok bool) {
 	r := g.r
-	was := make([][]byte, len(g.calls))
+	was = make([][]byte, len(g.calls))
 	for i, first := range g.calls {
 		c := g.call(i, n)
 		c.dst, c.src, c.bufs, c.inPlace = first.dst, first.src, first.bufs, first.inPlace
@@ -164,7 +195,7 @@ func (g *graph) launch(ctx context.Context, n int) bool {
 		}
 		was[i], g.calls[i] = slices.Clone(c.dst), c
 	}
-	if late := r.part(g.s).Late; late > 0 {
+	if late := r.part(g.s).Late; late > 0 { // every time
 		time.Sleep(late)
 	}
 	choice := hash(r.p.Seed, r.now, n)
@@ -175,24 +206,20 @@ func (g *graph) launch(ctx context.Context, n int) bool {
 	if err == nil && choice&2 != 0 && g.s.May == 0 {
 		err = r.timed(g.name()+": barrier beside it", r.limit(&Part{}), func() error { return g.h.g.Barrier(ctx) })
 	}
-	err = errors.Join(err, r.timed(g.name()+": its end", r.job.Timeout+slack, func() error {
-		return g.tape.finish(r.job.Timeout + slack)
+	err = errors.Join(err, r.timed(g.name()+": its end", r.job.Timeout, func() error {
+		return g.tape.finish(r.job.Timeout + 2*hung) // the process may be stopped meanwhile
 	}))
 	if err != nil {
 		g.fail("launch %d: %v", n, err)
-		return false
+		return nil, false
 	}
 	g.count("launches")
-	ok := g.s.May == 0
-	if !ok {
-		what := g.name() + ": the barrier after it"
-		err := r.timed(what, r.limit(&Part{}), func() error { return g.h.g.Barrier(ctx) })
-		r.judge(what, g.s.May, err)
-		if err != nil {
-			return false
-		}
-		g.count("disturbed launches with a result")
-	}
+	return was, true
+}
+
+// right checks the results of a launch.
+func (g *graph) right(was [][]byte) bool {
+	r, ok := g.r, true
 	for i, c := range g.calls {
 		if text, _ := c.result(c.dst, was[i], g.view); text != "" {
 			r.find("wrong", "%s in place %v (%s): %s", c.name, c.inPlace, g.kinds(), text)
@@ -233,10 +260,10 @@ func (g *graph) kinds() string {
 }
 
 func (g *graph) close() {
-	for _, c := range g.calls {
-		g.r.giveBack(c)
-	}
 	if err := g.r.timed("closing a graph", 0, g.tape.close); err != nil {
 		g.fail("closing it: %v", err)
+	}
+	for _, c := range g.calls {
+		g.r.giveBack(c)
 	}
 }

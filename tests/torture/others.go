@@ -309,6 +309,7 @@ const recovery = 25 * time.Second
 // heal ends a disturbance.
 func (r *rank) heal(ctx context.Context, s *Step) {
 	r.land(ctx, false)
+	r.heals++
 	later := r.later
 	r.later = nil
 	faulty := s.May&(Lost|Unheard) != 0 && r.job.Transport != "inproc"

@@ -90,6 +90,7 @@ type rank struct {
 	// The views in which graphs were captured: the groups keep what these use until the devices are
 	// closed.
 	recorded map[viewKey]bool
+	heals    int // that have ended: each may have entered another view of the same ranks
 
 	mu      sync.Mutex // guards what follows and the pools: the parts of a step together run concurrently
 	p       *Program

@@ -59,7 +59,7 @@ type Out struct {
 	Off  int64      // of the first byte in the source
 	N    int64
 	// Whole has all bytes copied when the first is sent: the transfer is then sent as a whole or
-	// not at all. It has at most Chunk bytes.
+	// not at all. It has at most MaxWhole bytes.
 	Whole bool
 
 	at      int64 // bytes that were put into frames
@@ -90,7 +90,8 @@ const (
 	small    = 16 << 10  // a payload up to this size is copied behind its header
 	gather   = 64 << 10  // frames are collected up to this size
 	Chunk    = 2 << 20   // the largest frame of a transfer
-	staging  = 512 << 10 // that of one from a device, and memory of the host for a device
+	staging  = 512 << 10 // that of one from a device, and the host's memory for a device and a direction
+	MaxWhole = staging   // the largest transfer that is copied as a whole
 	direct   = 8 << 10   // a payload of which more is missing is received at its place
 	ahead    = 4 << 10   // what is read behind a payload that is received at its place
 	rxShare  = 2 << 20   // received in one call of Poll

@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -270,6 +271,55 @@ func transfersArrive(t *testing.T, m wire.Mode) {
 			t.Errorf("transfer %d of %d bytes: code %d, lost %v", i, len(want[i]), in.codes[uint64(i)],
 				in.lost[uint64(i)])
 		}
+	}
+}
+
+// counted is a transfer that counts its frames.
+type counted struct {
+	*transfer
+	frames *atomic.Int32
+}
+
+func (c counted) Head(b []byte, at, n int64) []byte {
+	c.frames.Add(1)
+	return c.transfer.Head(b, at, n)
+}
+
+// inMemory is a device in the host's memory.
+type inMemory []byte
+
+func (m inMemory) Load(dst []byte, off int64) error { copy(dst, m[off:]); return nil }
+
+func (m inMemory) Store(src []byte, off int64) error { copy(m[off:], src); return nil }
+
+func (inMemory) Stage(n int) ([]byte, func(), error) { return make([]byte, n), func() {}, nil }
+
+// A transfer that is to go as a whole has one frame, from host memory and from a device.
+func TestWholeTransfersHaveOneFrame(t *testing.T) { eachMode(t, wholeTransfersHaveOneFrame) }
+
+func wholeTransfersHaveOneFrame(t *testing.T, m wire.Mode) {
+	in := newSink()
+	x, _ := couple(t, m, newSink(), in)
+	var frames atomic.Int32
+	for i := range 2 {
+		src, dst := random(MaxWhole, uint64(i)), make([]byte, MaxWhole)
+		f := &transfer{id: uint64(i)}
+		f.Framer, f.Gate, f.N, f.Whole = counted{f, &frames}, new(gate.Gate), MaxWhole, true
+		if i == 0 {
+			f.Gate.Open(src)
+		} else {
+			f.Gate.OpenDevice(inMemory(src))
+		}
+		in.add(f.id, dst)
+		x.Queue(&f.Out)
+		x.Flush()
+		in.until(t, "the transfer", func() bool { return len(in.codes) == i+1 })
+		in.mu.Lock()
+		in.gates[f.id].Close()
+		if in.codes[f.id] != wire.OK || !bytes.Equal(src, dst) || int(frames.Load()) != i+1 {
+			t.Errorf("transfer %d: code %d, %d frames", i, in.codes[f.id], frames.Load())
+		}
+		in.mu.Unlock()
 	}
 }
 
