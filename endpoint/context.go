@@ -28,8 +28,9 @@ type ContextConfig struct {
 	// GOMAXPROCS, 1 to 4.
 	Loops int
 	// Devices are those whose memory the endpoints may use, in regions and operations. What does
-	// not go by RDMA goes through host memory: 512 KiB for each connection that needs it, of
-	// device.HostAllocator if the device is one. The devices must stay usable until Close.
+	// not go by RDMA goes through host memory: 512 KiB for each direction of a connection that
+	// needs it, of device.HostAllocator if the device is one. The devices must stay usable until
+	// Close.
 	Devices []device.Device
 }
 

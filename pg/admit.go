@@ -80,7 +80,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			g.run.Adopt(c)
 			_, err = g.collective()
 		}
-		if errors.As(err, &lost) && g.err == nil && !errors.As(err, new(*graphError)) { // the same at all survivors
+		if errors.As(err, &lost) && g.err == nil { // the same at all survivors
 			continue
 		}
 		if err != nil {

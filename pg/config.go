@@ -100,11 +100,12 @@ type Config struct {
 	// with collectives of any length whose ranks have parts of equal length: Start on the stream
 	// ends at once, and each launch of the graph is the operation. Graphs, and allreduces of up to
 	// 128 KiB beside them, come in the same order at all ranks. A launch waits for Timeout at most.
-	// If it has had no result, the group's next operation fails as if it were the launch: with a
-	// TimeoutError if a rank was late, with a MismatchError if ranks did different things (at the
-	// others a RankError that names the rank which noticed), with a RankError if a rank was lost or
-	// the group has entered another view since the capture. Then the graph is to be captured again,
-	// after an allreduce of up to 128 KiB outside of a capture. A group of one rank needs none.
+	// If it has had no result, the group's next operation but Split and Admit fails: with a
+	// TimeoutError if a rank was late, with a MismatchError if ranks did different things, with a
+	// RankError if a rank was lost or the group has entered another view since the capture. At the
+	// others it fails with a RankError that names the lost rank, or else the one that has noticed.
+	// Then the graph is to be captured again, after an allreduce of up to 128 KiB outside of a
+	// capture. A group of one rank needs none.
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to

@@ -376,8 +376,10 @@ func (g *Group) launch() error {
 	if err := g.wait.Err(); err != nil {
 		return g.miss(err)
 	}
-	if err := g.repeated(); err != nil {
-		return g.miss(err)
+	if !g.run.Call().Uniform { // else it ends alike at all ranks, and the next one tells
+		if err := g.repeated(); err != nil {
+			return g.miss(err)
+		}
 	}
 	if b := g.run.Bound(); b == nil || !g.run.Current(b) {
 		g.run.Unbind()
@@ -561,7 +563,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return nil, err // handled before
 	case errors.As(err, &earlier):
 		e := g.overtaken(earlier.epoch, exec.Spell(now))
-		if e.Rank != g.rank {
+		if !slices.Contains(g.v.Active, e.Rank) {
 			return &wireAbort{Kind: abortRank, A: g.rank, B: e.Rank, Call: now, Text: e.Err.Error()}, e
 		}
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, e

@@ -580,43 +580,31 @@ const graphCall = "the launch of a graph"
 // graphFailed returns the error of a launch that has no result in the view of x.
 func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 	e := &graphError{text: fmt.Sprintf("%s with operations of this group has no result: %v", graphCall, why)}
-	switch {
+	switch ours := why.Ours.String() + " in a graph"; {
 	case why.Stopped:
 		e.is = g.overtaken(x.epoch, graphCall)
 	case why.Differs:
-		e.is = &MismatchError{RankA: g.rank, CallA: why.Ours.String(), RankB: why.Rank, CallB: why.Theirs.String()}
+		e.is = &MismatchError{RankA: g.rank, CallA: ours, RankB: why.Rank, CallB: why.Theirs.String()}
 	default:
-		e.is = &TimeoutError{Call: why.Ours.String(), After: g.job.timeout, Reporter: g.rank,
-			Missing: []Seen{seen(g.lastSeen(why.Rank))}, Err: context.DeadlineExceeded}
+		t, ok := g.coll.Seen(why.Rank)
+		e.is = &TimeoutError{Call: ours, After: g.job.timeout, Reporter: g.rank,
+			Missing: []Seen{seen(exec.Seen{Rank: why.Rank, Has: ok, Last: t})}, Err: context.DeadlineExceeded}
 	}
 	return e
 }
 
-// lastSeen returns the last operation that a rank was seen in.
-func (g *Group) lastSeen(slot int) exec.Seen {
-	t, ok := g.coll.Seen(slot)
-	return exec.Seen{Rank: slot, Has: ok, Last: t}
-}
-
 // graphAbort returns what the other ranks are told of a launch that has no result. now is the
-// operation that notices it. The calls of ranks that differ have no place among the operations, so
-// that the text tells of them.
+// operation that notices it.
 func (g *Group) graphAbort(e *graphError, now p2p.Token) *wireAbort {
-	a := &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: e.Error()}
-	switch is := e.is.(type) {
-	case *RankError:
-		if is.Rank != g.rank {
-			a.Kind, a.B, a.Text = abortRank, is.Rank, is.Err.Error()
-		}
-	case *TimeoutError:
-		a.Kind, a.After, a.Missing = abortTimeout, int64(is.After), []exec.Seen{g.lastSeen(is.Missing[0].Rank)}
+	if lost, ok := e.is.(*RankError); ok && !slices.Contains(g.v.Active, lost.Rank) {
+		return &wireAbort{Kind: abortRank, A: g.rank, B: lost.Rank, Call: now, Text: lost.Err.Error()}
 	}
-	return a
+	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: e.Error()}
 }
 
 // overtaken returns the error of a call that was given to its stream in an earlier view.
 func (g *Group) overtaken(epoch uint64, call string) *RankError {
-	if g.lost != nil && g.lost.Epoch >= epoch {
+	if g.lost != nil && g.lost.Epoch >= epoch && !errors.As(g.lost.Err, new(mishap)) {
 		return &RankError{Rank: g.lost.Rank, Epoch: g.lost.Epoch, Call: call, Reporter: g.lost.Reporter,
 			Err: g.lost.Err}
 	}

@@ -151,12 +151,10 @@ func (g *graph) capture(ctx context.Context) bool {
 			return nil
 		})
 	})
-	switch {
-	case err == nil:
-		r.recorded[g.viewKey()] = true
-	case errors.Is(err, errors.ErrUnsupported):
+	if errors.Is(err, errors.ErrUnsupported) {
 		g.count("refused")
-	default:
+	} else {
+		r.recorded[g.viewKey()] = true // at least a part, perhaps
 		r.judge(g.name()+": capture", g.s.May, err)
 	}
 	return err == nil
