@@ -34,8 +34,11 @@ def run_class(name):
     """Runs a class in a process of its own. Returns its output, and its counts, or None if there are none."""
     done = subprocess.run([sys.executable, __file__, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True, errors="replace")
-    *lines, last = done.stdout.splitlines() or [""]
-    counts = COUNTS.match(last)
+    lines, counts = done.stdout.splitlines(), None
+    for at in reversed(range(len(lines))):  # processes that end later may warn behind it
+        if counts := COUNTS.match(lines[at]):
+            del lines[at]
+            break
     if not counts:
         return done.stdout + f"{name} ended with {done.returncode} and no result\n", None
     return "\n".join(lines) + "\n", [int(n) for n in counts.groups()]
