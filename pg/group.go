@@ -558,15 +558,12 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, new(*unfitError)):
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 	case errors.As(err, &graph):
-		return g.graphAbort(graph, now), err
+		return g.overtakenAbort(graph.is, err.Error(), now), err
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // handled before
 	case errors.As(err, &earlier):
 		e := g.overtaken(earlier.epoch, exec.Spell(now))
-		if !slices.Contains(g.v.Active, e.Rank) {
-			return &wireAbort{Kind: abortRank, A: g.rank, B: e.Rank, Call: now, Text: e.Err.Error()}, e
-		}
-		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, e
+		return g.overtakenAbort(e, err.Error(), now), e
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {

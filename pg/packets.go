@@ -593,13 +593,14 @@ func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 	return e
 }
 
-// graphAbort returns what the other ranks are told of a launch that has no result. now is the
-// operation that notices it.
-func (g *Group) graphAbort(e *graphError, now p2p.Token) *wireAbort {
-	if lost, ok := e.is.(*RankError); ok && !slices.Contains(g.v.Active, lost.Rank) {
+// overtakenAbort returns what the other ranks are told of work of an earlier view, or of a graph,
+// that has failed with err: which rank has left the view if err names one that has, else text. now
+// is the operation that notices it.
+func (g *Group) overtakenAbort(err error, text string, now p2p.Token) *wireAbort {
+	if lost, ok := err.(*RankError); ok && !slices.Contains(g.v.Active, lost.Rank) {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: lost.Rank, Call: now, Text: lost.Err.Error()}
 	}
-	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: e.Error()}
+	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: text}
 }
 
 // overtaken returns the error of a call that was given to its stream in an earlier view.

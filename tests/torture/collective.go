@@ -171,6 +171,17 @@ func (c *call) fill(me int) {
 	c.input(me, c.src, c.dst)
 }
 
+// changed returns how the input of a call that is not in place differs from what this rank wrote,
+// "" if it does not.
+func (c *call) changed(me int) string {
+	if c.inPlace || len(c.src) == 0 {
+		return ""
+	}
+	want := slices.Clone(c.src)
+	c.input(me, want, nil)
+	return c.d.compare(c.src, want)
+}
+
 // input writes the input of rank me to src, or to dst if the call is in place.
 func (c *call) input(me int, src, dst []byte) {
 	_, n := c.lengths()

@@ -186,11 +186,7 @@ func (g *graph) launch(ctx context.Context, n int) (was [][]byte, ok bool) {
 		c := g.call(i, n)
 		c.dst, c.src, c.bufs, c.inPlace = first.dst, first.src, first.bufs, first.inPlace
 		c.before = g.view
-		if c.inPlace && c.op == AllReduce {
-			c.input(r.me, c.dst, c.dst)
-		} else {
-			c.fill(r.me)
-		}
+		c.fill(r.me)
 		was[i], g.calls[i] = slices.Clone(c.dst), c
 	}
 	if late := r.part(g.s).Late; late > 0 { // every time
@@ -223,12 +219,8 @@ func (g *graph) right(was [][]byte) bool {
 			r.find("wrong", "%s in place %v (%s): %s", c.name, c.inPlace, g.kinds(), text)
 			ok = false
 		}
-		if !c.inPlace && len(c.src) > 0 {
-			want := slices.Clone(c.src)
-			c.input(r.me, want, nil)
-			if text := c.d.compare(c.src, want); text != "" {
-				r.find("wrong", "%s has changed its input: %s", c.name, text)
-			}
+		if text := c.changed(r.me); text != "" {
+			r.find("wrong", "%s has changed its input: %s", c.name, text)
 		}
 	}
 	return ok

@@ -658,11 +658,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 	}
 	c.device, c.stream = r.device, r.stream(h, part, c.count, c.dst, c.src)
 	input := c.src
-	if c.inPlace && c.op == AllReduce {
-		c.input(r.me, c.dst, c.dst)
-	} else {
-		c.fill(r.me)
-	}
+	c.fill(r.me)
 	if c.op == Broadcast && h.slot() != c.root {
 		input = nil
 	}
@@ -797,12 +793,8 @@ func (r *rank) check(name string, c *call, err error) {
 			r.find("wrong", "%s failed, not overwriting its input, and the input is lost: %s: %v", name, text, err)
 		}
 	}
-	if !c.inPlace && len(c.src) > 0 {
-		want := slices.Clone(c.src)
-		c.input(r.me, want, nil)
-		if text := c.d.compare(c.src, want); text != "" {
-			r.find("wrong", "%s has changed its input on %s: %s (%v)", name, c.where(), text, err)
-		}
+	if text := c.changed(r.me); text != "" {
+		r.find("wrong", "%s has changed its input on %s: %s (%v)", name, c.where(), text, err)
 	}
 	if r.job.Uniform && r.job.OnFailure != pg.Report && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 &&
 		c.h == r.group(0) {
