@@ -148,6 +148,102 @@ last: // the last 256 bytes, a part of which is there already
 	VZEROUPPER
 	RET
 
+// func moveNonTemporalAVX512(dst, src unsafe.Pointer, n int)
+TEXT ·moveNonTemporalAVX512(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+
+	VMOVDQU64 (SI), Z0
+	VMOVDQU64 Z0, (DI)
+	TO_LINE
+	SUBQ $256, CX
+	JLT  last
+
+lines:
+	VMOVDQU64 (SI), Z0
+	VMOVDQU64 64(SI), Z1
+	VMOVDQU64 128(SI), Z2
+	VMOVDQU64 192(SI), Z3
+	VMOVNTDQ Z0, (DI)
+	VMOVNTDQ Z1, 64(DI)
+	VMOVNTDQ Z2, 128(DI)
+	VMOVNTDQ Z3, 192(DI)
+	ADDQ    $256, DI
+	ADDQ    $256, SI
+	SUBQ    $256, CX
+	JGE     lines
+
+last: // the last 256 bytes, a part of which is there already; stores follow in order
+	SFENCE
+	VMOVDQU64 (SI)(CX*1), Z0
+	VMOVDQU64 64(SI)(CX*1), Z1
+	VMOVDQU64 128(SI)(CX*1), Z2
+	VMOVDQU64 192(SI)(CX*1), Z3
+	VMOVDQU64 Z0, (DI)(CX*1)
+	VMOVDQU64 Z1, 64(DI)(CX*1)
+	VMOVDQU64 Z2, 128(DI)(CX*1)
+	VMOVDQU64 Z3, 192(DI)(CX*1)
+	VZEROUPPER
+	RET
+
+// func moveNonTemporalAVX2(dst, src unsafe.Pointer, n int)
+TEXT ·moveNonTemporalAVX2(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+
+	VMOVDQU (SI), Y0
+	VMOVDQU 32(SI), Y1
+	VMOVDQU Y0, (DI)
+	VMOVDQU Y1, 32(DI)
+	TO_LINE
+	SUBQ $256, CX
+	JLT  last
+
+lines:
+	VMOVDQU (SI), Y0
+	VMOVDQU 32(SI), Y1
+	VMOVDQU 64(SI), Y2
+	VMOVDQU 96(SI), Y3
+	VMOVDQU 128(SI), Y4
+	VMOVDQU 160(SI), Y5
+	VMOVDQU 192(SI), Y6
+	VMOVDQU 224(SI), Y7
+	VMOVNTDQ Y0, (DI)
+	VMOVNTDQ Y1, 32(DI)
+	VMOVNTDQ Y2, 64(DI)
+	VMOVNTDQ Y3, 96(DI)
+	VMOVNTDQ Y4, 128(DI)
+	VMOVNTDQ Y5, 160(DI)
+	VMOVNTDQ Y6, 192(DI)
+	VMOVNTDQ Y7, 224(DI)
+	ADDQ    $256, DI
+	ADDQ    $256, SI
+	SUBQ    $256, CX
+	JGE     lines
+
+last: // the last 256 bytes, a part of which is there already; stores follow in order
+	SFENCE
+	VMOVDQU (SI)(CX*1), Y0
+	VMOVDQU 32(SI)(CX*1), Y1
+	VMOVDQU 64(SI)(CX*1), Y2
+	VMOVDQU 96(SI)(CX*1), Y3
+	VMOVDQU 128(SI)(CX*1), Y4
+	VMOVDQU 160(SI)(CX*1), Y5
+	VMOVDQU 192(SI)(CX*1), Y6
+	VMOVDQU 224(SI)(CX*1), Y7
+	VMOVDQU Y0, (DI)(CX*1)
+	VMOVDQU Y1, 32(DI)(CX*1)
+	VMOVDQU Y2, 64(DI)(CX*1)
+	VMOVDQU Y3, 96(DI)(CX*1)
+	VMOVDQU Y4, 128(DI)(CX*1)
+	VMOVDQU Y5, 160(DI)(CX*1)
+	VMOVDQU Y6, 192(DI)(CX*1)
+	VMOVDQU Y7, 224(DI)(CX*1)
+	VZEROUPPER
+	RET
+
 // func Acquire(at uintptr, n int)
 TEXT ·Acquire(SB), NOSPLIT, $0-16
 	MOVQ  at+0(FP), AX

@@ -13,7 +13,12 @@ func init() {
 	for name, f := range map[string]struct {
 		move func(dst, src unsafe.Pointer, n int)
 		can  bool
-	}{"moveAheadAVX512": {moveAheadAVX512, hasAVX512}, "moveAheadAVX2": {moveAheadAVX2, hasAVX2}} {
+	}{
+		"moveAheadAVX512":       {moveAheadAVX512, hasAVX512},
+		"moveAheadAVX2":         {moveAheadAVX2, hasAVX2},
+		"moveNonTemporalAVX512": {moveNonTemporalAVX512, hasAVX512},
+		"moveNonTemporalAVX2":   {moveNonTemporalAVX2, hasAVX2},
+	} {
 		if f.can {
 			copies[name] = func(dst, src unsafe.Pointer, n int) {
 				if n < sharedFrom {
@@ -26,68 +31,101 @@ func init() {
 	}
 }
 
+const trialCopies = 32 // of each way
+
 func TestTrialPrefersTheFasterWay(t *testing.T) {
+	always := func(time float64) func(int) float64 { return func(int) float64 { return time } }
+	interrupted := func(i int) float64 {
+		if i%4 == 0 {
+			return 1000
+		}
+		return 1
+	}
 	for _, c := range []struct {
-		name         string
-		whole, ahead func(i int) float64
-		want         way
+		name  string
+		times []func(i int) float64 // of whole, ahead, nonTemporal
+		want  way
 	}{
-		{"faster ahead", func(int) float64 { return 2 }, func(int) float64 { return 1 }, ahead},
-		{"faster whole", func(int) float64 { return 1 }, func(int) float64 { return 2 }, whole},
-		{"alike", func(int) float64 { return 1 }, func(int) float64 { return 1 }, whole},
-		{"interruptions", func(int) float64 { return 1.1 }, func(i int) float64 {
-			if i%4 == 0 {
-				return 1000
-			}
-			return 1
-		}, ahead},
+		{"faster ahead", []func(int) float64{always(2), always(1)}, ahead},
+		{"faster whole", []func(int) float64{always(1), always(2)}, whole},
+		{"alike", []func(int) float64{always(1), always(1)}, whole},
+		{"interruptions", []func(int) float64{always(1.1), interrupted}, ahead},
+		{"faster past the caches", []func(int) float64{always(3), always(2), always(1)}, nonTemporal},
+		{"slower past the caches", []func(int) float64{always(3), always(4), always(5)}, whole},
 	} {
-		var tr trial
+		tr := trial{rules: &rules{ways: way(len(c.times)), turns: trialCopies, turn: 1}}
 		for round := range 2 { // the second one begins anew
 			tr.best.Store(uint32(ways))
+			tr.running.Store(true)
 			for i := range trialCopies {
-				if got := way(tr.best.Load()); got != ways {
-					t.Errorf("%s, trial %d: decides for way %d after %d copies", c.name, round, got, i)
+				for w, time := range c.times {
+					tr.add(way(w), time(i))
 				}
-				tr.add(whole, c.whole(i))
-				tr.add(ahead, c.ahead(i))
 			}
+			tr.decide()
 			if got := way(tr.best.Load()); got != c.want {
 				t.Errorf("%s, trial %d: way %d, want %d", c.name, round, got, c.want)
+			}
+			tr.decide() // nothing has been tried since
+			if got := way(tr.best.Load()); got != c.want {
+				t.Errorf("%s, after trial %d: way %d, want %d", c.name, round, got, c.want)
 			}
 		}
 	}
 }
 
 func TestTrialCopiesAreSharedEvenly(t *testing.T) {
-	var tr trial
+	for n := ahead + 1; n <= ways; n++ {
+		tr := trial{rules: &rules{ways: n, turns: trialCopies, turn: 1}}
+		for kinds := 1; kinds <= 2; kinds++ { // of copies that take turns, as those to a ring and from it
+			done := make([][ways]int, kinds)
+			for i := range tr.length() {
+				done[int(i)%kinds][tr.way(i)]++
+			}
+			for kind, d := range done {
+				for w := range n {
+					if want := trialCopies / kinds; d[w] < want-1 || d[w] > want+1 {
+						t.Errorf("of %d ways, copies of kind %d of %d: %v, want about %d each", n, kind, kinds, d[:n],
+							want)
+						break
+					}
+				}
+			}
+		}
+	}
+}
+
+// TestTrialsDecide: the copies of a trial are timed and decide, whether they are transfers or parts
+// of them.
+func TestTrialsDecide(t *testing.T) {
 	dst, src := make([]byte, sharedFrom), make([]byte, sharedFrom)
-	if !hasAVX2 { // this processor has one way
-		if tr.try(0, ptr(dst), ptr(src), len(src)) {
-			t.Error("a trial of one way")
+	for _, of := range []int{len(src), 8 * len(src), 1000 * len(src)} {
+		tr := trial{rules: &outRules}
+		if !hasAVX2 { // this processor has one way
+			if tr.try(0, ptr(dst), ptr(src), len(src), of) {
+				t.Error("a trial of one way")
+			}
+			continue
 		}
-		return
-	}
-	var done [2][ways]int // by parity of the copy, as of copies to a ring and from it
-	for i := range uint32(ways) * (trialCopies - 1) {
-		had := len(tr.times[whole])
-		if !tr.try(i, ptr(dst), ptr(src), len(src)) {
-			t.Fatal("a copy of a trial was not made")
+		tr.mu.Lock() // another goroutine tries
+		if tr.try(0, ptr(dst), ptr(src), len(src), of) {
+			t.Error("two goroutines try at once")
 		}
-		w := ahead
-		if len(tr.times[whole]) > had {
-			w = whole
+		tr.mu.Unlock()
+		tr.best.Store(uint32(ways))
+		most := tr.length() * uint32(max(1, min(of/len(src), parts)))
+		for range most {
+			if tr.copy(ptr(dst), ptr(src), len(src), of); tr.best.Load() != uint32(ways) {
+				t.Fatalf("parts of %d bytes of %d: decided within a trial", len(src), of)
+			}
 		}
-		done[i%2][w]++
-	}
-	for parity, d := range done {
-		if diff := d[whole] - d[ahead]; diff < -1 || diff > 1 {
-			t.Errorf("copies with numbers of parity %d: %d whole, %d ahead", parity, d[whole], d[ahead])
+		if tr.copy(ptr(dst), ptr(src), len(src), of); tr.best.Load() >= uint32(ways) {
+			t.Errorf("parts of %d bytes of %d: no decision after %d", len(src), of, most)
+		}
+		for w, times := range tr.times {
+			if len(times) > 0 {
+				t.Errorf("%d times of way %d are left", len(times), w)
+			}
 		}
 	}
-	tr.mu.Lock() // another goroutine tries
-	if tr.try(0, ptr(dst), ptr(src), len(src)) {
-		t.Error("two goroutines try at once")
-	}
-	tr.mu.Unlock()
 }

@@ -41,6 +41,7 @@ func TestAcquire(t *testing.T) {
 	for _, off := range []uintptr{0, 1, 4095, 4096, 1 << 20, -at, 1 - at, 1<<63 - at, -at - 1, 1<<47 - at} {
 		for _, n := range []int{-1, 0, 1, 64, 8192} {
 			Acquire(at+off, n)
+			AcquireOut(at+off, n)
 		}
 	}
 	for i := range b {

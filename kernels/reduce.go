@@ -162,6 +162,11 @@ func Copy(dst, src unsafe.Pointer, n int) {
 // sharedFrom is the length in bytes from which on the ways of copyShared are faster than Copy.
 const sharedFrom = 4 << 10
 
+// outFrom is the length in bytes from which on CopyOut may bypass the caches. The reader of fewer
+// bytes loses more time than the writer gains: it waits for the memory, from which it cannot read
+// ahead yet.
+const outFrom = 64 << 10
+
 // CopyShared copies n bytes, which must not overlap, from or to memory that other processors use.
 // Long copies are made in the way that has taken the least time in this process: by a string move
 // (REP MOVSB), which takes the cache lines of dst from other caches without reading them, or by
@@ -171,6 +176,28 @@ func CopyShared(dst, src unsafe.Pointer, n int) {
 		Copy(dst, src, n)
 	} else {
 		copyShared(dst, src, n)
+	}
+}
+
+// CopyOut copies n bytes, which must not overlap, to memory that another processor has used and
+// reads next. They are a part of a transfer of of bytes. Like CopyShared it chooses the way by the
+// times of earlier copies; from outFrom bytes on it may be CopyNonTemporal.
+func CopyOut(dst, src unsafe.Pointer, n, of int) {
+	if n < outFrom {
+		CopyShared(dst, src, n)
+	} else {
+		copyOut(dst, src, n, max(n, of))
+	}
+}
+
+// CopyNonTemporal copies n bytes, which must not overlap, so that long copies bypass the caches of
+// this processor where it can do that: dst's lines leave the caches in which they are, without
+// being read. The stores are ordered before later ones.
+func CopyNonTemporal(dst, src unsafe.Pointer, n int) {
+	if n < sharedFrom {
+		Copy(dst, src, n)
+	} else {
+		copyNonTemporal(dst, src, n)
 	}
 }
 

@@ -695,7 +695,9 @@ func TestStagedAvg(t *testing.T) {
 }
 
 // copies has all functions that copy bytes.
-var copies = map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyShared": CopyShared}
+var copies = map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyShared": CopyShared,
+	"CopyNonTemporal": CopyNonTemporal,
+	"CopyOut":         func(dst, src unsafe.Pointer, n int) { CopyOut(dst, src, n, 3*n) }}
 
 func TestCopiesAtAnyOffset(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))

@@ -46,6 +46,7 @@ type Channel struct {
 	tagged    bool // for the tagged lane; outlives links
 	retired   bool // removed from the proxy's tables
 	hint      bool // see Begin
+	bypass    bool // see Bypass
 	p         *Proxy
 	ranks     []int // rank of each slot, -1 for an empty one; nil until opened
 	slots     map[int]int
@@ -441,7 +442,7 @@ func (c *Channel) Err() error { return c.err }
 // With hint, every rank whose result depends on this one's data finds Hinted set when the operation
 // has ended: message headers pass the hint on with the data.
 func (c *Channel) Begin(t Token, hint bool) error {
-	c.now, c.hint = t, hint
+	c.now, c.hint, c.bypass = t, hint, false
 	if c.err == nil {
 		for _, st := range c.fast { // what arrived before the operation began
 			if st != nil && len(st.early) > 0 {
@@ -453,6 +454,16 @@ func (c *Channel) Begin(t Token, hint bool) error {
 		}
 	}
 	return c.err
+}
+
+// Bypass says that long messages of the ordered lane bypass this processor's caches until the next
+// Begin, where the links can do that. With the lock.
+func (c *Channel) Bypass() { c.bypass = true }
+
+// Bypasses reports whether the link to slot is up and can do what Bypass asks for. With the lock.
+func (c *Channel) Bypasses(slot int) bool {
+	pr := c.stream(slot).pr
+	return pr.link != nil && pr.bypasser != nil
 }
 
 // Hinted reports whether this rank, or one whose data its result depends on, began the operation
@@ -868,7 +879,7 @@ func (c *Channel) SendSome(slot int, tok Token, buf []byte) (sent bool, err erro
 		if c.hint {
 			h.Flags |= flagHint
 		}
-		if !c.push(st, &h, buf[off:off+n]) {
+		if !c.push(st, &h, buf[off:off+n], c.bypass) {
 			if pr.lent != nil { // its credit may be queued behind the loan
 				c.p.unlend(pr)
 			}
@@ -895,7 +906,7 @@ func (c *Channel) last(pr *peer, err error) error {
 }
 
 // push transmits one frame that counts against the credit, if credit and room allow.
-func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
+func (c *Channel) push(st *stream, h *Header, payload []byte, past bool) bool {
 	n := cost(len(payload))
 	if c.retired || st.sent+n-st.acked > uint32(c.window) {
 		return false
@@ -904,7 +915,7 @@ func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 	if len(st.pr.ctl) > 0 {
 		return false
 	}
-	if !c.p.transmit(st.pr, h, payload) {
+	if !c.p.transmit(st.pr, h, payload, past) {
 		return false
 	}
 	st.sent += n

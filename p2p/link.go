@@ -179,6 +179,13 @@ type Gatherer interface {
 	Gather(h *Header, payload []byte) (bool, error)
 }
 
+// Bypasser is a link over memory that both ends access.
+type Bypasser interface {
+	// SendPast is Send, but a long payload bypasses the caches of this processor (see
+	// kernels.CopyNonTemporal). The peer reads it from memory, not from this processor's caches.
+	SendPast(h *Header, payload []byte) (bool, error)
+}
+
 // Preparer is a link over memory that both ends access.
 type Preparer interface {
 	// Prepare says that a frame of n bytes of payload will be sent in some tens of nanoseconds. The

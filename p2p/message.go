@@ -147,7 +147,7 @@ func (p *Proxy) pump(pr *peer) bool {
 		n := min(s.there-s.off, pr.link.MaxFrame(), frameBytes)
 		h := Header{Kind: frameBulk, Chan: p.number(s.st), Seq: s.remote, Off: uint64(s.off), Len: uint32(n),
 			Ack: s.st.taken}
-		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
+		if !p.transmit(pr, &h, s.buf[s.off:s.off+n], false) {
 			break
 		}
 		any = true
@@ -167,7 +167,7 @@ func (c *Channel) begin(st *stream, s *SendReq) bool {
 	if s.there < len(s.buf) || len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
 		h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
 	}
-	if st.pr.sendErr != nil || !c.push(st, &h, payload) {
+	if st.pr.sendErr != nil || !c.push(st, &h, payload, false) {
 		return false
 	}
 	if h.Kind == frameRTS {

@@ -35,7 +35,7 @@ func (p *Proxy) poll(pr *peer) bool {
 		busy = done
 	}
 	for len(pr.ctl) > 0 && !pr.unsent && pr.sendErr == nil {
-		if !p.transmit(pr, &pr.ctl[0].h, pr.ctl[0].payload) {
+		if !p.transmit(pr, &pr.ctl[0].h, pr.ctl[0].payload, false) {
 			break
 		}
 		pr.ctl = pr.ctl[:copy(pr.ctl, pr.ctl[1:])]

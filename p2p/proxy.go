@@ -212,6 +212,7 @@ type sender struct {
 	unsent   bool       // the link has unsent data
 	gatherer Gatherer   // the link, if it is one
 	preparer Preparer   // the link, if it is one
+	bypasser Bypasser   // the link, if it is one
 	out      Header     // the frame that is being sent; here to avoid an allocation for each frame
 	ctl      []ctl      // control frames that the link had no room for
 	queued   []*stream  // streams with messages of the tagged lane to begin
@@ -466,6 +467,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 	pr.linkNo++
 	pr.gatherer, _ = l.(Gatherer)
 	pr.preparer, _ = l.(Preparer)
+	pr.bypasser, _ = l.(Bypasser)
 	pr.transfers.attach(pathsOf(l, transport))
 	p.links = append(p.links, pr)
 	p.tune(l)
@@ -740,7 +742,7 @@ func (c *Channel) control(pr *peer, h Header, payload []byte) {
 
 // queue sends a frame behind all queued ones.
 func (p *Proxy) queue(pr *peer, h Header, payload []byte) {
-	if len(pr.ctl) == 0 && p.transmit(pr, &h, payload) {
+	if len(pr.ctl) == 0 && p.transmit(pr, &h, payload, false) {
 		return
 	}
 	if pr.sendErr == nil {
@@ -748,11 +750,16 @@ func (p *Proxy) queue(pr *peer, h Header, payload []byte) {
 	}
 }
 
-// transmit offers one frame to the peer's link. If the link fails, it goes down, and transmit
-// returns false.
-func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
+// transmit offers one frame to the peer's link, with past to Bypasser.SendPast. If the link fails,
+// it goes down, and transmit returns false.
+func (p *Proxy) transmit(pr *peer, h *Header, payload []byte, past bool) (ok bool) {
 	pr.out = *h
-	ok, err := pr.link.Send(&pr.out, payload)
+	var err error
+	if past && pr.bypasser != nil {
+		ok, err = pr.bypasser.SendPast(&pr.out, payload)
+	} else {
+		ok, err = pr.link.Send(&pr.out, payload)
+	}
 	if err == nil && ok {
 		pr.counts.sent(len(payload))
 		var flushed bool

@@ -334,7 +334,7 @@ func (p *Proxy) beat(on *peer, now time.Time) {
 		if pr.link != nil && len(pr.ctl) == 0 && !pr.unsent && pr.sendErr == nil &&
 			now.Sub(pr.beaten) >= p.cfg.Heartbeat {
 			pr.beaten = now
-			p.transmit(pr, &Header{Kind: frameBeat}, nil)
+			p.transmit(pr, &Header{Kind: frameBeat}, nil, false)
 		}
 	}
 	if on != nil {

@@ -112,3 +112,42 @@ func TestSingleCopies(t *testing.T) {
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{SingleCopy: "on"}))
 }
+
+// TestWaysOfPlainMemory: while calls on plain memory try all ways to copy it, and afterwards, every
+// collective has the bits that it has through rings.
+func TestWaysOfPlainMemory(t *testing.T) {
+	for _, single := range []string{"auto", "off"} {
+		t.Run(single, func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				unix.Prctl(unix.PR_SET_PTRACER, ^uintptr(0), 0, 0, 0) // where yama asks for that
+				random := rand.New(rand.NewPCG(5, uint64(g.Rank())))
+				for _, name := range slices.Sorted(maps.Keys(singly)) {
+					algorithm := "oneshot" // as with single copies
+					if name == "reduce_scatter" {
+						algorithm = "pairwise"
+					}
+					for i := range 20 { // a trial has twelve calls
+						x := make([]float32, 3*50_021)
+						for i := range x {
+							x[i] = random.Float32()
+						}
+						var results [2][]float32
+						for j, algorithm := range []string{algorithm, "auto"} {
+							if err := g.SetAlgorithm(algorithm); err != nil {
+								t.Fatal(err)
+							}
+							y, err := singly[name](t.Context(), g, slices.Clone(x))
+							if err != nil {
+								t.Fatalf("%s, call %d, %s: %v", name, i, algorithm, err)
+							}
+							results[j] = y
+						}
+						if !slices.Equal(results[0], results[1]) {
+							t.Fatalf("%s, call %d: other bits", name, i)
+						}
+					}
+				}
+			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{SingleCopy: single}))
+		})
+	}
+}

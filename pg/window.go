@@ -437,10 +437,6 @@ func (w *Window) Signal(ctx context.Context, rank, counter int) error {
 	return w.put(ctx, "signal", rank, 0, nil, nil, counter, true)
 }
 
-// acquireMax is the length in bytes up to which the lines of a put are taken before it is made. Of
-// a longer one those of the beginning are.
-const acquireMax = 4 << 10
-
 // put implements Put, PutSignal and Signal. A negative counter means none. v is the visit that src
 // belongs to, or nil; after an error it is the caller's.
 func (w *Window) put(ctx context.Context, name string, rank, offset int, src []byte, v *visit, counter int,
@@ -453,7 +449,7 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 	// polls it, and would take it back.
 	if uint(rank) < uint(len(w.near)) {
 		if at := w.near[rank].Load(); at != 0 {
-			kernels.Acquire(at+uintptr(offset), min(len(src), acquireMax))
+			kernels.AcquireOut(at+uintptr(offset), len(src))
 		}
 	}
 	p, err := w.reach(name, rank, offset, len(src))

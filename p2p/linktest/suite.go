@@ -65,6 +65,7 @@ func (s suite) order(t *testing.T) {
 	var sizes []int
 	var buf []byte
 	gatherer, gathers := a.Link.(p2p.Gatherer)
+	bypasser, bypasses := a.Link.(p2p.Bypasser)
 	rapid.Check(t, func(rt *rapid.T) {
 		b.Fill = rapid.Bool().Draw(rt, "fill")
 		for _, n := range rapid.SliceOfN(rapid.IntRange(0, a.MaxFrame()), 1, 20).Draw(rt, "sizes") {
@@ -76,6 +77,9 @@ func (s suite) order(t *testing.T) {
 			send := a.Send
 			if gathers && rapid.Bool().Draw(rt, "gather") {
 				send = gatherer.Gather
+			}
+			if bypasses && rapid.Bool().Draw(rt, "past") {
+				send = bypasser.SendPast
 			}
 			for deadline := time.Now().Add(Patience); ; {
 				ok, err := send(&h, p)

@@ -225,7 +225,15 @@ func (e *End) violated(format string, args ...any) error {
 
 // Send implements p2p.Link. A payload that is longer than MaxFrame or not h.Len long is an error of
 // the caller that does not fail the link.
-func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
+func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) { return e.send(h, payload, false) }
+
+// SendPast implements p2p.Bypasser, for payloads from pastLeast bytes on.
+func (e *End) SendPast(h *p2p.Header, payload []byte) (bool, error) { return e.send(h, payload, true) }
+
+// pastLeast is the length of a payload in bytes from which on it may bypass the caches.
+const pastLeast = 16 << 10
+
+func (e *End) send(h *p2p.Header, payload []byte, past bool) (bool, error) {
 	if e.state.Load() != live {
 		return false, e.Err()
 	}
@@ -263,7 +271,10 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 		p.seq++
 	}
 	*(*p2p.Header)(unsafe.Add(frame, 8)) = *h
-	if n > 0 {
+	switch {
+	case past && n >= pastLeast:
+		kernels.CopyNonTemporal(unsafe.Add(frame, at), unsafe.Pointer(unsafe.SliceData(payload)), int(n))
+	case n > 0:
 		kernels.CopyShared(unsafe.Add(frame, at), unsafe.Pointer(unsafe.SliceData(payload)), int(n))
 	}
 	p.tail += size

@@ -199,7 +199,7 @@ func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error)
 		if rights == mem.Read {
 			kernels.CopyShared(mine, theirs, n)
 		} else {
-			kernels.CopyShared(theirs, mine, n)
+			kernels.CopyOut(theirs, mine, n, len(o.local))
 		}
 		o.target.Leave()
 		if o.moved += n; o.moved < len(o.local) {

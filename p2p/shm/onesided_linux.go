@@ -476,8 +476,9 @@ func (l *link) lower() {
 	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised)
 }
 
-// nowMax is the largest put of PutNow in bytes: one chunk.
-const nowMax = 256 << 10
+// nowMax is the largest put of PutNow in bytes. Its caller holds the lock meanwhile, as for a chunk
+// of an engine, of which it is four.
+const nowMax = 1 << 20
 
 // PutNow implements p2p.Immediate.
 func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
@@ -535,7 +536,7 @@ func (l *link) place(src []byte, to *mem.Remote, offset uint64, s *p2p.Signal) b
 	if s != nil { // the owner polls the word; this processor has its line by the time of the store
 		kernels.Acquire(uintptr(unsafe.Pointer(unsafe.SliceData(word))), mem.WordSize)
 	}
-	kernels.CopyShared(unsafe.Pointer(unsafe.SliceData(data)), unsafe.Pointer(unsafe.SliceData(src)), len(src))
+	kernels.CopyOut(unsafe.Pointer(unsafe.SliceData(data)), unsafe.Pointer(unsafe.SliceData(src)), len(src), len(src))
 	if s != nil {
 		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(word))), s.Value)
 	}

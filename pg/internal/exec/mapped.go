@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"tutti/collectives"
+	"tutti/kernels"
 	"tutti/p2p"
 )
 
@@ -65,10 +66,12 @@ const (
 	accessDevice // all that are loaded are in the memory of a device
 )
 
-// Bits of reads.
+// What a rank offers for plain memory: it can read that of its peers; it tries which way is
+// fastest; and, shifted by wayBits, the way that it proposes.
 const (
 	canRead = 1 << iota
-	rather
+	tries
+	wayBits = iota
 )
 
 // loaded returns how many bytes of In and Out of slot its peers load in a load-store plan of c.
@@ -94,7 +97,7 @@ func (c *Call) loaded(slot, elem int) (in, out int) {
 type outcome struct {
 	until uint64 // calls before this operation are sent
 	pause byte   // what this rank would say
-	able  bool   // all ranks could read plain memory
+	past  bool   // they are sent past the caches
 }
 
 // mostSent is the largest number of calls that are sent without an exchange. Memory that is
@@ -128,10 +131,14 @@ func (o *outcomes) of(key planKey) *outcome {
 // the memory is there: see exchange.
 func (r *Runner) loads(elem int) (bool, error) {
 	at := r.outcomes.of(planKey{kind: r.cur.Kind, root: r.cur.Root, elem: elem, count: r.cur.Count})
-	if r.seq < at.until {
-		return false, nil
+	load, err := false, error(nil)
+	if r.seq >= at.until {
+		load, err = r.exchange(elem, at)
 	}
-	return r.exchange(elem, at)
+	if !load && at.past {
+		r.coll.Bypass()
+	}
+	return load, err
 }
 
 // exchange tells all ranks where this rank's buffers are, and maps the peers' buffers that its plan
@@ -158,7 +165,7 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 			access = r.offer(d, m.mine, in, out)
 		case r.set.Caps.Mapped:
 			access = max(r.describe(m.mine[24:40], c.In, in), r.describe(m.mine[40:56], c.Out, out))
-			reads = r.reads(elem)
+			reads = r.offers(elem)
 		}
 		if reads != 0 || access == accessMapped || access == accessDevice {
 			board, off := m.exposure.Place()
@@ -168,7 +175,7 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 			binary.LittleEndian.PutUint64(m.mine[16:], m.exposure.Begin())
 			m.begun = true
 			r.trials.report(m.mine[56:])
-			if at.able && r.trials.undecided() {
+			if r.trials.undecided() {
 				m.mine[2] = 0
 			}
 		}
@@ -191,11 +198,20 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	} else if d != nil {
 		r.direct.why = cmp.Or(r.direct.why, errMixed)
 	}
-	at.able = read
-	if !mapped && read {
+	at.past = false
+	if !mapped && !direct {
 		r.trials.learn(m.all, r.set.Active)
-		read = m.all[r.set.Active[0]*descSize+1]&rather != 0
-		r.trials.begin(r.tok.Seq, read)
+		proposed := way(m.all[r.set.Active[0]*descSize+1] >> wayBits % byte(ways))
+		read = read && proposed == single
+		at.past = proposed == past
+		ran := rings
+		switch {
+		case read:
+			ran = single
+		case at.past:
+			ran = past
+		}
+		r.trials.begin(r.tok.Seq, proposed, ran)
 	}
 	if !mapped && !read && !direct {
 		pause := m.all[r.set.Active[0]*descSize+2]
@@ -235,32 +251,51 @@ func (r *Runner) describe(d []byte, ptr unsafe.Pointer, n int) (access byte) {
 	return accessMapped
 }
 
-// reads returns whether this rank can read plain memory of all others in the current call, and
-// would rather do so than have it sent.
-func (r *Runner) reads(elem int) (bits byte) {
+// offers returns whether this rank can read plain memory of all others in the current call, and the
+// way that it proposes.
+func (r *Runner) offers(elem int) (bits byte) {
 	c, n := r.cur, len(r.set.Active)
-	if c.Kind.Reduces() && !r.choose(false).OnePass() { // the result's bits would not be the same
-		return 0
-	}
-	size := c.Count * elem // what a rank reads from another
+	size := c.Count * elem // what a rank gets from another
 	switch c.Kind {
 	case collectives.AllReduce:
 		size /= n
 	case collectives.AllGatherV:
 		size = c.elements(collectives.Packed, n) * elem / n
 	}
-	if !r.cfg.Single.reads(size) {
-		return 0
+	can := [ways]bool{rings: true, past: size >= triedFrom && r.bypasses(), single: r.reads(size)}
+	if can[single] {
+		bits = canRead
 	}
+	switch {
+	case can[single] && r.cfg.Single == SingleOn:
+		bits |= byte(single) << wayBits
+	case can[single] || can[past]:
+		bits |= tries | byte(r.trials.propose(c.Kind, size, can))<<wayBits
+	}
+	return bits
+}
+
+// reads reports whether this rank may read size bytes of plain memory of each other one at once.
+func (r *Runner) reads(size int) bool {
+	if r.cur.Kind.Reduces() && !r.choose(false).OnePass() { // the result's bits would not be the same
+		return false
+	}
+	return r.cfg.Single.reads(size) && r.peers(func(slot int) bool { return r.coll.ProcessReader(slot) != nil })
+}
+
+// bypasses reports whether this rank's links can bypass the caches.
+func (r *Runner) bypasses() bool {
+	return kernels.NonTemporal() && r.peers(func(slot int) bool { return r.coll.Bypasses(slot) })
+}
+
+// peers reports whether f is true of all other ranks.
+func (r *Runner) peers(f func(slot int) bool) bool {
 	for _, slot := range r.set.Active {
-		if slot != r.rank && r.coll.ProcessReader(slot) == nil {
-			return 0
+		if slot != r.rank && !f(slot) {
+			return false
 		}
 	}
-	if r.trials.propose(c.Kind, size) || r.cfg.Single == SingleOn {
-		return canRead | rather
-	}
-	return canRead
+	return true
 }
 
 // locate finds the buffers of a peer that the plan loads, and maps them unless they are plain.

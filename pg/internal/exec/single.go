@@ -5,21 +5,34 @@ import (
 	"fmt"
 	"math"
 	"math/bits"
+	"slices"
 	"time"
 
 	"tutti/collectives"
 )
 
-// Plain memory of a peer on this machine can be copied in two ways: twice, through a ring, or once,
-// by the kernel, straight from the peer's process (p2p.ProcessReader). Which one is faster depends
-// on the kernel, on the size of the pages that the buffers are in (with pages of 2 MiB the kernel's
-// copy takes a third of the time that it takes with pages of 4 KiB), on the caches, and on how many
-// ranks share a core. Nothing but the calls themselves knows all that. So the ranks try both ways:
-// of each kind and class of sizes the first calls alternate between them, are timed, and decide how
-// the following ones run. Later calls try again.
+// Plain memory of a peer on this machine can be copied in three ways: twice, through a ring; the
+// same with stores that bypass the sender's caches (p2p.Bypasser); or once, by the kernel, straight
+// from the peer's process (p2p.ProcessReader). Which one is fastest depends on the kernel, on the
+// size of the pages that the buffers are in (with pages of 2 MiB the kernel's copy takes a third of
+// the time that it takes with pages of 4 KiB), on the caches, and on how many ranks share a core.
+// Nothing but the calls themselves knows all that. So the ranks try all ways, one after the other:
+// of each kind and class of sizes the first calls are timed, and decide how the following ones run.
+// Later calls try again. Ways do not alternate, because how long a call takes depends on the caches
+// that the previous one has left.
 //
 // Every way has the same steps in the same order, or combines the same elements in the same order:
 // the results do not depend on the times.
+
+// way is a way to copy plain memory of a peer.
+type way uint8
+
+const (
+	rings way = iota
+	past      // rings, with stores that bypass the caches
+	single
+	ways
+)
 
 // Single says when a rank reads plain memory straight from its peers' processes.
 type Single uint8
@@ -41,23 +54,24 @@ func ParseSingle(s string) (Single, error) {
 }
 
 const (
-	// singleLeast is the number of bytes read at once from which on single copies are made if they
-	// are made always, and singleTried from which on they are tried. Below, calls of the system
-	// take longer than a copy.
+	// triedFrom is the number of bytes that a rank gets from another from which on other ways than
+	// rings are tried, and singleLeast from which on single copies are made if they are made
+	// always. Below, calls of the system take longer than a copy.
+	triedFrom   = 64 << 10
 	singleLeast = 4 << 10
-	singleTried = 64 << 10
-	// trialCalls is the number of calls of a trial, in which both ways take turns.
-	trialCalls = 8
+	// eachCalls is the number of calls of each way in a trial.
+	eachCalls = 4
 	// A trial is repeated after some calls: leastPause, and twice as many after each trial with the
 	// same result, up to mostPause.
 	leastPause = 128
 	mostPause  = 4096
-	// A single copy has to take less than this share of the time of two: at equal times rings are
-	// preferred, because ranks work at their own pace then.
-	singleShare = 0.95
-	// A trial ends after warmCalls if its best single copy takes longer than the share hopeless.
-	// The first call of each way does not count alone: it may be the first to touch its memory.
-	warmCalls = 4
+	// A way has to take less than this share of the time of an earlier one in the list: at equal
+	// times rings are preferred, because ranks work at their own pace then.
+	betterShare = 0.95
+	// A way is given up after warmCalls calls if the best of them takes longer than the share
+	// hopeless of the best of another one. The first call of each way does not count alone: it may
+	// be the first to touch its memory.
+	warmCalls = 2
 	hopeless  = 1.5
 	// timeUnit is the unit of the times that ranks tell each other.
 	timeUnit = 16 * time.Nanosecond
@@ -67,15 +81,15 @@ const (
 func (s Single) reads(n int) bool {
 	switch s {
 	case SingleAuto:
-		return n >= singleTried
+		return n >= triedFrom
 	case SingleOn:
 		return n >= singleLeast
 	}
 	return false
 }
 
-// trials decides for calls on plain memory whether their ranks read it. Every rank keeps the same
-// accounts; in each call those of the lowest rank count.
+// trials decides for calls on plain memory how it is copied. Every rank keeps the same accounts; in
+// each call those of the lowest rank count.
 type trials struct {
 	of      map[trialKey]*trial
 	current *trial // of the running call; nil: it is not tried
@@ -89,28 +103,30 @@ type trialKey struct {
 	class int
 }
 
-// trial is the account of a class. The times are the best of the trial, in time units a byte.
+// trial is the account of a class.
 type trial struct {
-	calls  int
-	times  [2]float64 // of rings, of single copies
-	single bool       // the result of the last trial
-	ended  bool       // this one's result is known
-	pause  int
+	can   [ways]bool    // what this rank can do
+	tries [ways]int     // calls that were to run each way
+	times [ways]float64 // the best of this trial, in time units a byte
+	best  way           // the result of the last trial
+	ended bool          // this one's result is known
+	calls int           // since then
+	pause int
 }
 
 // timed is the last call that was timed.
 type timed struct {
 	trial *trial
 	seq   uint32
-	way   int // 0: rings, 1: single copies
+	way   way
 	size  int
 	begin time.Time
 	took  uint32 // in time units, 0: it has not ended well
 }
 
-// propose makes the trial of calls of a kind in which a rank reads size bytes from each other the
-// current one, and reports whether the next call is to be a single copy.
-func (t *trials) propose(kind collectives.Kind, size int) bool {
+// propose makes the trial of calls of a kind in which a rank gets size bytes from each other the
+// current one, and returns the way that the next call is to run, of those that this rank can.
+func (t *trials) propose(kind collectives.Kind, size int, can [ways]bool) way {
 	key := trialKey{kind, bits.Len(uint(size))}
 	at := t.of[key]
 	if at == nil {
@@ -121,11 +137,16 @@ func (t *trials) propose(kind collectives.Kind, size int) bool {
 		at.restart()
 		t.of[key] = at
 	}
-	t.current, t.size = at, size
-	if at.calls < trialCalls {
-		return at.calls%2 == 1
+	t.current, t.size, at.can = at, size, can
+	if at.ended && can[at.best] {
+		return at.best
 	}
-	return at.single
+	for w := range ways {
+		if at.races(w) && at.tries[w] < eachCalls {
+			return w
+		}
+	}
+	return rings
 }
 
 // undecided reports whether the running call belongs to a trial whose result is not known.
@@ -139,23 +160,30 @@ func (t *trials) skip(n int) {
 }
 
 // restart begins another trial.
-func (t *trial) restart() { t.calls, t.times, t.ended = 0, [2]float64{math.Inf(1), math.Inf(1)}, false }
+func (t *trial) restart() {
+	t.ended, t.calls, t.tries = false, 0, [ways]int{}
+	for w := range t.times {
+		t.times[w] = math.Inf(1)
+	}
+}
 
-// begin starts the clock of the current call, when all ranks have begun it.
-func (t *trials) begin(seq uint64, single bool) {
+// begin starts the clock of the current call, when all ranks have begun it. It runs the way ran,
+// which may be another one than was proposed by the rank that counts.
+func (t *trials) begin(seq uint64, proposed, ran way) {
 	if t.current == nil {
 		return
 	}
-	t.last = timed{trial: t.current, seq: uint32(seq), size: t.size, begin: time.Now()}
-	if single {
-		t.last.way = 1
-	}
+	t.last = timed{trial: t.current, seq: uint32(seq), way: ran, size: t.size, begin: time.Now()}
+	t.current.tries[proposed]++
 	t.current.count(1)
 }
 
 // count counts n calls, after which it may be time for another trial.
 func (t *trial) count(n int) {
-	if t.calls += n; t.calls >= trialCalls+t.pause {
+	if !t.ended {
+		return
+	}
+	if t.calls += n; t.calls >= t.pause {
 		t.restart()
 	}
 }
@@ -186,23 +214,40 @@ func (t *trials) learn(all []byte, active []int) {
 		slowest = max(slowest, took)
 	}
 	if at := t.last.trial; at != nil {
-		at.times[t.last.way] = min(at.times[t.last.way], float64(slowest)/float64(t.last.size))
+		w := t.last.way
+		at.times[w] = min(at.times[w], float64(slowest)/float64(t.last.size))
 		at.decide()
 	}
 	t.last = timed{}
 }
 
-// decide ends a trial whose calls have all run, or whose single copies are hopeless.
+// races reports whether w may be the fastest way.
+func (t *trial) races(w way) bool {
+	least := slices.Min(t.times[:])
+	return t.can[w] && (t.tries[w] < warmCalls || t.times[w] <= hopeless*least)
+}
+
+// decide ends a trial when each way that may be the fastest has run as often as it has to, or only
+// one is left.
 func (t *trial) decide() {
-	both := !math.IsInf(t.times[0], 1) && !math.IsInf(t.times[1], 1)
-	if t.ended || t.calls < warmCalls || t.calls < trialCalls && !(both && t.times[1] > hopeless*t.times[0]) {
+	left, best, missing := 0, rings, false
+	for w := range ways {
+		if !t.races(w) {
+			continue
+		}
+		left++
+		missing = missing || t.tries[w] < eachCalls
+		if t.times[w] < betterShare*t.times[best] || math.IsInf(t.times[best], 1) {
+			best = w
+		}
+	}
+	if t.ended || missing && left > 1 {
 		return
 	}
-	single := both && t.times[1] < singleShare*t.times[0]
-	t.calls = max(t.calls, trialCalls)
-	if t.ended = true; single == t.single {
+	t.ended, t.calls = true, 0
+	if best == t.best {
 		t.pause = min(2*t.pause, mostPause)
 	} else {
-		t.single, t.pause = single, leastPause
+		t.best, t.pause = best, leastPause
 	}
 }

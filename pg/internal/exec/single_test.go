@@ -9,90 +9,94 @@ import (
 
 // A group of ranks that make calls of one kind on plain memory, with the times that each takes.
 type trialled struct {
-	ranks []trials
-	time  func(rank int, single bool) uint32
-	seq   uint64
-	calls [2]int // by way
+	ranks   []trials
+	time    func(rank int, w way) uint32
+	refused bool // the last rank cannot make single copies
+	seq     uint64
+	calls   [ways]int
 }
 
-// call runs one call of size bytes, and reports whether it was a single copy.
-func (g *trialled) call(size int) (single bool) {
+// call runs one call of size bytes, and returns its way.
+func (g *trialled) call(size int) way {
 	g.seq++
 	all := make([]byte, descSize*len(g.ranks))
 	active := make([]int, len(g.ranks))
+	proposed := rings
 	for r := range g.ranks {
 		t := &g.ranks[r]
+		can := [ways]bool{true, true, !g.refused || r < len(g.ranks)-1}
 		t.current = nil
-		if t.propose(collectives.AllGather, size) {
-			all[r*descSize+1] = rather
+		if w := t.propose(collectives.AllGather, size, can); r == 0 {
+			proposed = w
 		}
 		t.report(all[r*descSize+56:])
 		active[r] = r
 	}
-	single = all[1]&rather != 0
+	ran := proposed
+	if ran == single && g.refused {
+		ran = rings
+	}
 	for r := range g.ranks {
 		t := &g.ranks[r]
 		t.learn(all, active)
-		t.begin(g.seq, single)
-		t.last.took = g.time(r, single)
+		t.begin(g.seq, proposed, ran)
+		t.last.took = g.time(r, ran)
 	}
-	if single {
-		g.calls[1]++
-	} else {
-		g.calls[0]++
-	}
-	return single
+	g.calls[ran]++
+	return ran
 }
 
-// TestTrialsFindTheFasterWay: after a trial calls run the faster way, whichever it is, and ranks
-// agree on it; now and then they try the other one, ever less often, until that has become faster.
-func TestTrialsFindTheFasterWay(t *testing.T) {
-	times := [2]uint32{100, 60}
-	g := &trialled{ranks: make([]trials, 3), time: func(rank int, single bool) uint32 {
-		if single {
-			return times[1] + uint32(rank)
-		}
-		return times[0] + uint32(rank)
-	}}
+// settle runs calls until the trials are as seldom as they get, and then some more, which count.
+func (g *trialled) settle() {
 	const size = 300 << 10
-	settle := func() {
-		for range 2 * mostPause {
-			g.call(size)
-		}
-		g.calls = [2]int{}
-		for range 20 * mostPause {
-			g.call(size)
-		}
+	for range 2 * mostPause {
+		g.call(size)
 	}
-	settle()
-	if g.calls[0] > g.calls[1]/50 {
-		t.Errorf("%d calls through rings and %d single copies, which are faster", g.calls[0], g.calls[1])
-	}
-	times = [2]uint32{100, 120}
-	settle()
-	if g.calls[1] == 0 || g.calls[1] > g.calls[0]/50 {
-		t.Errorf("%d calls through rings, which are faster, and %d single copies", g.calls[0], g.calls[1])
-	}
-	times = [2]uint32{100, 500}
-	settle()
-	if hopeless := g.calls[1]; hopeless == 0 || hopeless > 20*warmCalls/2+warmCalls {
-		t.Errorf("%d hopeless single copies in %d calls", hopeless, g.calls[0])
-	}
-	times = [2]uint32{100, 98} // no difference that counts
-	settle()
-	if g.calls[1] > g.calls[0]/50 {
-		t.Errorf("%d calls through rings, which are as fast, and %d single copies", g.calls[0], g.calls[1])
+	g.calls = [ways]int{}
+	for range 20 * mostPause {
+		g.call(size)
 	}
 }
 
-// TestTrialsSurviveColdMemory: a first single copy that is slow, because memory is touched for the
-// first time, does not end the trial.
+// TestTrialsFindTheFastestWay: after a trial calls run the fastest way, whichever it is, and ranks
+// agree on it; now and then they try the other ones, ever less often, until one has become faster.
+func TestTrialsFindTheFastestWay(t *testing.T) {
+	var times [ways]uint32
+	g := &trialled{ranks: make([]trials, 3), time: func(rank int, w way) uint32 { return times[w] + uint32(rank) }}
+	for _, c := range []struct {
+		times [ways]uint32
+		want  way
+	}{
+		{[ways]uint32{rings: 100, past: 110, single: 60}, single},
+		{[ways]uint32{rings: 100, past: 110, single: 120}, rings},
+		{[ways]uint32{rings: 100, past: 50, single: 120}, past},
+		{[ways]uint32{rings: 100, past: 50, single: 40}, single},
+		{[ways]uint32{rings: 1000, past: 50, single: 1000}, past},
+		{[ways]uint32{rings: 100, past: 500, single: 500}, rings},
+		{[ways]uint32{rings: 100, past: 500, single: 90}, single},
+		{[ways]uint32{rings: 100, past: 98, single: 97}, rings}, // no difference that counts
+	} {
+		times = c.times
+		g.settle()
+		for w, n := range g.calls {
+			hopeless := 20*(warmCalls+1) + eachCalls
+			most := g.calls[c.want] / 50
+			if way(w) != c.want && (n == 0 || n > most || times[w] >= 500 && n > hopeless) {
+				t.Errorf("times %v: calls of each way %v, want almost all of way %d", c.times, g.calls, c.want)
+				break
+			}
+		}
+	}
+}
+
+// TestTrialsSurviveColdMemory: first calls that are slow, because memory is touched for the first
+// time, do not decide.
 func TestTrialsSurviveColdMemory(t *testing.T) {
 	calls := 0
-	g := &trialled{ranks: make([]trials, 2), time: func(rank int, single bool) uint32 {
+	g := &trialled{ranks: make([]trials, 2), time: func(rank int, w way) uint32 {
 		if calls++; calls <= 4 {
 			return uint32(1000 * calls)
-		} else if single {
+		} else if w == single {
 			return 60
 		}
 		return 100
@@ -100,18 +104,18 @@ func TestTrialsSurviveColdMemory(t *testing.T) {
 	for range 40 {
 		g.call(1 << 20)
 	}
-	if !g.call(1 << 20) {
-		t.Error("rings, which are slower")
+	if w := g.call(1 << 20); w != single {
+		t.Errorf("way %d, which is slower", w)
 	}
 }
 
 // TestTrialsGoByTheSlowestRank: a way that is faster for one rank only is not taken.
 func TestTrialsGoByTheSlowestRank(t *testing.T) {
-	g := &trialled{ranks: make([]trials, 2), time: func(rank int, single bool) uint32 {
+	g := &trialled{ranks: make([]trials, 2), time: func(rank int, w way) uint32 {
 		switch {
-		case rank == 0 && single:
+		case rank == 0 && w == single:
 			return 10
-		case single:
+		case w == single:
 			return 200
 		}
 		return 100
@@ -119,16 +123,28 @@ func TestTrialsGoByTheSlowestRank(t *testing.T) {
 	for range 50 {
 		g.call(1 << 20)
 	}
-	if g.calls[1] > trialCalls/2 {
-		t.Errorf("%d single copies, which are slower for rank 1", g.calls[1])
+	if g.calls[single] > eachCalls {
+		t.Errorf("%d single copies, which are slower for rank 1", g.calls[single])
+	}
+}
+
+// TestTrialsOfWhatOneRankCannot: a way that the lowest rank proposes, and another one cannot go,
+// ends no trial of the others, and is not proposed again and again.
+func TestTrialsOfWhatOneRankCannot(t *testing.T) {
+	g := &trialled{ranks: make([]trials, 2), refused: true, time: func(_ int, w way) uint32 {
+		return [ways]uint32{rings: 100, past: 60, single: 10}[w]
+	}}
+	g.settle()
+	if g.calls[single] > 0 || g.calls[rings] > g.calls[past]/50 {
+		t.Errorf("calls of each way %v, want almost all of way %d", g.calls, past)
 	}
 }
 
 // TestTrialsAreOfAClass: what is found for some sizes says nothing about others.
 func TestTrialsAreOfAClass(t *testing.T) {
 	small := true
-	g := &trialled{ranks: make([]trials, 2), time: func(_ int, single bool) uint32 {
-		if single == small {
+	g := &trialled{ranks: make([]trials, 2), time: func(_ int, w way) uint32 {
+		if (w == single) == small {
 			return 200
 		}
 		return 100
@@ -141,11 +157,11 @@ func TestTrialsAreOfAClass(t *testing.T) {
 		}
 	}
 	small = true
-	if g.call(127 << 10) {
+	if g.call(127<<10) == single {
 		t.Error("a single copy where rings are faster")
 	}
 	small = false
-	if !g.call(2<<20 + 1) {
+	if g.call(2<<20+1) != single {
 		t.Error("rings where a single copy is faster")
 	}
 }
@@ -163,16 +179,16 @@ func TestTrialsIgnoreOtherCalls(t *testing.T) {
 		seq, took uint32
 		counts    bool
 	}{{6, 50, false}, {7, 0, false}, {7, 50, true}} {
-		a.propose(collectives.AllGather, 1<<20)
-		a.begin(7, false)
+		a.propose(collectives.AllGather, 1<<20, [ways]bool{true, true, true})
+		a.begin(7, rings, rings)
 		a.end()
 		at := a.current
 		at.restart()
 		tell(0, 7, 40)
 		tell(1, c.seq, c.took)
 		a.learn(all, []int{0, 1})
-		if got := at.times[0] == 50.0/(1<<20); got != c.counts {
-			t.Errorf("%+v: the time is %v", c, at.times[0])
+		if got := at.times[rings] == 50.0/(1<<20); got != c.counts {
+			t.Errorf("%+v: the time is %v", c, at.times[rings])
 		}
 	}
 }
