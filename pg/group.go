@@ -400,6 +400,9 @@ func (g *Group) launch() error {
 // count it.
 func (g *Group) miss(err error) error {
 	g.seq++
+	if g.uniform() {
+		g.gave = g.seq
+	}
 	typed := g.fail(err)
 	g.rough = true
 	g.fails(typed)

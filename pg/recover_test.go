@@ -820,6 +820,49 @@ func TestUniformSurvivorsHaveSameOutcomes(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL), pgtest.Expect(3, syscall.SIGKILL))
 }
 
+// An operation that a rank has to give up before it begins, because its deadline has passed, fails
+// at all ranks with Uniform, also at those that need nothing of that rank.
+func TestUniformOutcomeOfAnOperationThatDoesNotBegin(t *testing.T) {
+	for _, c := range []pg.Config{{OnFailure: pg.Report}, {OnFailure: pg.Shrink}, {OnFailure: pg.Retry},
+		{OnFailure: pg.Report, OnTimeout: pg.TimeoutEvicts}, {OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts},
+		{OnFailure: pg.Retry, OnTimeout: pg.TimeoutEvicts}} {
+		t.Run(fmt.Sprintf("%v,OnTimeout=%d", c.OnFailure, c.OnTimeout), func(t *testing.T) {
+			t.Parallel()
+			c.Uniform = true
+			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				late, cancel := context.WithDeadline(ctx, time.Now())
+				defer cancel()
+				for round := range 6 {
+					who := round%3 + 1
+					mine, x := ctx, []int64{1}
+					if g.Rank() == who {
+						mine = late
+					}
+					var err error
+					if round < 3 {
+						err = pg.Broadcast(mine, g, x, 0) // no other rank needs anything of rank who
+					} else {
+						err = pg.Reduce(mine, g, x, 0, pg.Sum) // only rank 0 does
+					}
+					if err == nil {
+						t.Errorf("round %d: rank %d has succeeded, and rank %d has not begun", round, g.Rank(), who)
+					}
+					if err := g.Recover(ctx); err != nil {
+						t.Fatalf("round %d: %v", round, err)
+					}
+					if x = []int64{1}; round%2 == 0 {
+						continue
+					}
+					if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 4 {
+						t.Errorf("round %d: then %v, %v", round, x, err)
+					}
+				}
+			}, pgtest.Transport("shm"), pgtest.Config(c))
+		})
+	}
+}
+
 // A rank that closes its group without a failure is lost to the others like one that died, after
 // all that it owed them.
 func TestGracefulExit(t *testing.T) {
