@@ -109,7 +109,7 @@ type Config struct {
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
-	// be faster, by trying both ways), "on" (from 32 KiB on, an allreduce from 128 KiB on) or
+	// be faster, by trying), "on" (from 32 KiB on, an allreduce from 128 KiB on) or
 	// "off". The results are the same. A group does it if all of its ranks may. Default
 	// TUTTI_SINGLE_COPY, else "auto".
 	SingleCopy string
@@ -121,8 +121,9 @@ type Config struct {
 	OnFailure OnFailure
 	// Uniform makes the outcome of every collective the same at all survivors: each has the result,
 	// or each gets the error. It costs a small exchange after each collective. An operation that a
-	// rank gives up (a deadline, a cancelled context) fails on that rank, and may have succeeded on
-	// others. Default TUTTI_UNIFORM. All ranks must have the same OnFailure and Uniform.
+	// rank gives up (a deadline, a cancelled context) fails on all. If the rank gives up in that
+	// exchange, or in one for a new view, it fails on that rank, and may have succeeded on others.
+	// Default TUTTI_UNIFORM. All ranks must have the same OnFailure and Uniform.
 	Uniform bool
 	// OnTimeout says what happens to ranks that did not come to an operation in time, and which
 	// ranks decide that. Default: TimeoutReports. All ranks must have the same OnTimeout.

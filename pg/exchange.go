@@ -29,8 +29,8 @@ import (
 //     has begun its own.
 //   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
 //     another one.
-//   - cause belongs to Group.err, and gave to the last operation; both are cleared by the next
-//     exchange.
+//   - cause belongs to Group.err, and is cleared by the next exchange; gave counts as long as it is
+//     the last operation.
 //   - parts is set from the beginning of the wait in Close on: only in a closed group.
 //   - agreement.between is set only while a call has the turn (Group.busy).
 //
@@ -295,7 +295,7 @@ func (g *Group) ready() error {
 		return g.err
 	}
 	if err := g.verdicts(); err != nil {
-		g.seq++
+		g.forgo()
 		g.fails(err)
 		return err
 	}
@@ -304,12 +304,12 @@ func (g *Group) ready() error {
 	case broken && (g.job.settings.OnFailure == Report || !g.passing(g.coll.Err())):
 		return nil // the operation fails
 	case g.job.settings.OnFailure == Report && g.sync.Lost(): // between two operations
-		g.seq++
+		g.forgo()
 		g.err = g.fail(errMoved)
 		return g.err
 	case g.sync.Pending() || g.sync.Behind() || g.sync.Due(broken):
 		if err := g.move(g.standing(), broken); err != nil {
-			g.seq++ // the operation is over on this rank only
+			g.forgo()
 			g.fails(err)
 			return err
 		}

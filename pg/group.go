@@ -399,14 +399,20 @@ func (g *Group) launch() error {
 // miss ends an operation that does not begin because of err: nothing was sent, but the other ranks
 // count it.
 func (g *Group) miss(err error) error {
-	g.seq++
-	if g.uniform() {
-		g.gave = g.seq
-	}
+	g.forgo()
 	typed := g.fail(err)
 	g.rough = true
-	g.fails(typed)
+	if !g.fails(typed) && g.job.settings.OnFailure == Report {
+		g.err = typed
+	}
 	return typed
+}
+
+// forgo counts the next operation, which does not begin on this rank.
+func (g *Group) forgo() {
+	if g.seq++; g.uniform() {
+		g.gave = g.seq
+	}
 }
 
 // concluded ends the operation, whose steps have ended with err.

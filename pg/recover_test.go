@@ -1,6 +1,7 @@
 package pg_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -833,14 +834,15 @@ func TestUniformOutcomeOfAnOperationThatDoesNotBegin(t *testing.T) {
 				ctx := t.Context()
 				late, cancel := context.WithDeadline(ctx, time.Now())
 				defer cancel()
-				for round := range 6 {
+				var outcomes []byte
+				for round := range 12 {
 					who := round%3 + 1
 					mine, x := ctx, []int64{1}
 					if g.Rank() == who {
 						mine = late
 					}
 					var err error
-					if round < 3 {
+					if round < 6 {
 						err = pg.Broadcast(mine, g, x, 0) // no other rank needs anything of rank who
 					} else {
 						err = pg.Reduce(mine, g, x, 0, pg.Sum) // only rank 0 does
@@ -848,14 +850,27 @@ func TestUniformOutcomeOfAnOperationThatDoesNotBegin(t *testing.T) {
 					if err == nil {
 						t.Errorf("round %d: rank %d has succeeded, and rank %d has not begun", round, g.Rank(), who)
 					}
+					if round%2 == 0 { // without Recover, which the group may not need
+						err := g.Barrier(ctx)
+						outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
+					}
 					if err := g.Recover(ctx); err != nil {
 						t.Fatalf("round %d: %v", round, err)
 					}
-					if x = []int64{1}; round%2 == 0 {
+					if x = []int64{1}; round%3 > 0 {
 						continue
 					}
 					if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 4 {
 						t.Errorf("round %d: then %v, %v", round, x, err)
+					}
+				}
+				theirs := make([]byte, len(outcomes)*g.Size())
+				if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
+					t.Fatal(err)
+				}
+				for r := range g.Size() {
+					if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; !bytes.Equal(got, outcomes) {
+						t.Errorf("next operations without Recover: %v at rank %d, %v here", got, r, outcomes)
 					}
 				}
 			}, pgtest.Transport("shm"), pgtest.Config(c))
