@@ -45,11 +45,11 @@ func Acquire(at uintptr, n int)
 // acquireMax bounds what AcquireOut takes, in bytes.
 const acquireMax = 4 << 10
 
-// AcquireOut is Acquire for the beginning of a CopyOut of n bytes, if that will be the faster for
-// it. String moves and non-temporal stores take lines without moving them; they would wait for
-// lines that are moved.
+// AcquireOut is Acquire for the beginning of a CopyOut of n bytes, unless that is long, or will be
+// a string move. String moves and non-temporal stores take lines without moving them, and would
+// wait for those that are moved.
 func AcquireOut(at uintptr, n int) {
-	if n < sharedFrom || n < outFrom && way(class(sharedTrials, n).best.Load()) == ahead {
+	if n < sharedFrom || n < outFrom && (way(class(sharedTrials, n).best.Load()) == ahead || !moves()) {
 		Acquire(at, min(n, acquireMax))
 	}
 }
@@ -147,7 +147,7 @@ var (
 )
 
 const (
-	// betterShare is the share of the time of a way, than which a later one must take less.
+	// A way has to take less than this share of the time of an earlier one in the list.
 	betterShare = 0.95
 
 	parts      = 256 // in a transfer
@@ -213,12 +213,12 @@ func (t *trial) try(i uint32, dst, src unsafe.Pointer, n, of int) bool {
 	w := t.way(i)
 	begin := time.Now()
 	w.copy(dst, src, n)
-	time := float64(time.Since(begin)) / float64(n)
+	each := float64(time.Since(begin)) / float64(n)
 	if w == nonTemporal {
-		time += float64(lateRead) / float64(of)
+		each += float64(lateRead) / float64(of)
 	}
 	if i%t.turn >= t.skip {
-		t.add(w, time)
+		t.add(w, each)
 	}
 	return true
 }
@@ -258,10 +258,10 @@ func (t *trial) decide() {
 // or were the first to touch their memory. It sorts times.
 func quick(times []float64) float64 {
 	slices.Sort(times)
+	times = times[:len(times)*3/4]
 	sum := 0.0
-	quick := times[:len(times)*3/4]
-	for _, t := range quick {
+	for _, t := range times {
 		sum += t
 	}
-	return sum / float64(len(quick))
+	return sum / float64(len(times))
 }

@@ -59,7 +59,7 @@ func TestBypass(t *testing.T) {
 	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
 	for r := range all {
 		all[r] = p2p.New(p2p.Config{Self: id(r), Size: len(all), Secret: []byte("0123456789abcdef"), Threads: true,
-			Transports: []p2p.Transport{&bypassing{inproc.New(inproc.Config{}), &frames}},
+			Transports: []p2p.Transport{&bypassing{inproc.New(inproc.Config{RingBytes: 1 << 20}), &frames}},
 			Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
 				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].Endpoints()}, nil
 			}})
@@ -133,6 +133,13 @@ func TestBypass(t *testing.T) {
 		move(uint64(i)+1, c.bypass, c.tagged)
 		if n := frames.Load() - before; n > 0 != c.bypass {
 			t.Errorf("%s: %d frames bypass the caches", c.name, n)
+		}
+	}
+	all[0].Lock()
+	defer all[0].Unlock()
+	for _, c := range all[0].Counts() {
+		if c.BytesPast != uint64(len(data)) || c.BytesSent < 4*c.BytesPast {
+			t.Errorf("%d bytes past the caches of %d sent, want %d", c.BytesPast, c.BytesSent, len(data))
 		}
 	}
 }

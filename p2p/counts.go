@@ -7,6 +7,7 @@ type counts struct {
 	transport               string // of the latest link
 	framesSent, bytesSent   uint64
 	framesTaken, bytesTaken uint64
+	bytesPast               uint64 // of bytesSent
 	puts, bytesPut          uint64
 	gets, bytesGot          uint64
 	waited                  time.Duration
@@ -51,6 +52,7 @@ type PeerCounts struct {
 	Err                        error  // why there is no link, if known
 	FramesSent, FramesReceived uint64
 	BytesSent, BytesReceived   uint64 // payloads
+	BytesPast                  uint64 // of those sent, the ones that went through Bypasser.SendPast
 	// Puts and Gets are the puts and gets of this rank that ended well, BytesPut and BytesGot what
 	// they moved, over any path. A signal alone is a put of no bytes. These bytes are not in
 	// BytesSent and BytesReceived.
@@ -70,8 +72,9 @@ func (p *Proxy) Counts() []PeerCounts {
 		if pr, c := &p.peers[i], &p.peers[i].counts; pr.link != nil || pr.err != nil || *c != (counts{}) {
 			all = append(all, PeerCounts{Rank: pr.rank, Up: pr.link != nil, Transport: c.transport, Err: pr.err,
 				FramesSent: c.framesSent, FramesReceived: c.framesTaken,
-				BytesSent: c.bytesSent, BytesReceived: c.bytesTaken, Puts: c.puts, Gets: c.gets, BytesPut: c.bytesPut,
-				BytesGot: c.bytesGot, Waited: c.waited, Incarnation: pr.id.Incarnation})
+				BytesSent: c.bytesSent, BytesReceived: c.bytesTaken, BytesPast: c.bytesPast, Puts: c.puts,
+				Gets: c.gets, BytesPut: c.bytesPut, BytesGot: c.bytesGot,
+				Waited: c.waited, Incarnation: pr.id.Incarnation})
 		}
 	}
 	return all

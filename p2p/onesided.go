@@ -109,16 +109,16 @@ type Putter interface {
 	Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error
 }
 
-// Immediate is a Putter that can complete small puts at once, because it writes to the peer's
-// memory itself.
+// Immediate is a Putter that can complete puts at once, because it writes to the peer's memory
+// itself.
 type Immediate interface {
-	// PutNow is Put of host memory for a transfer that takes some microseconds; a nil s is no
-	// signal. True: it has succeeded, and all puts before it; there is no completion. False:
+	// PutNow is Put of host memory of at most 1 MiB, which takes some tens of microseconds; a nil s
+	// is no signal. True: it has succeeded, and all puts before it; there is no completion. False:
 	// nothing was begun, use Put.
 	PutNow(local []byte, to *mem.Remote, offset uint64, s *Signal) bool
 
 	// Near returns the address at which PutNow has written to the memory of to, 0 if it is not
-	// known. It is for kernels.Acquire alone: the memory may be gone.
+	// known. It is for kernels.AcquireOut alone: the memory may be gone.
 	Near(to *mem.Remote) uintptr
 }
 

@@ -756,7 +756,9 @@ func (p *Proxy) transmit(pr *peer, h *Header, payload []byte, past bool) (ok boo
 	pr.out = *h
 	var err error
 	if past && pr.bypasser != nil {
-		ok, err = pr.bypasser.SendPast(&pr.out, payload)
+		if ok, err = pr.bypasser.SendPast(&pr.out, payload); ok {
+			pr.counts.bytesPast += uint64(len(payload))
+		}
 	} else {
 		ok, err = pr.link.Send(&pr.out, payload)
 	}

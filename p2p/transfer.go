@@ -253,7 +253,7 @@ func (c *Channel) PutNow(slot int, local []byte, to *mem.Remote, offset uint64, 
 	return true
 }
 
-// Near returns where PutNow writes to, for kernels.Acquire alone: see Immediate. With the lock.
+// Near returns where PutNow writes to, for kernels.AcquireOut alone: see Immediate. With the lock.
 func (c *Channel) Near(slot int, to *mem.Remote) uintptr {
 	if now := c.stream(slot).pr.transfers.now; now != nil {
 		return now.Near(to)

@@ -56,6 +56,16 @@ func (g *Group) Sent(t *testing.T) (n uint64) {
 	return n
 }
 
+// SentPast returns the number of bytes that this rank has sent to others past its caches.
+func (g *Group) SentPast() (n uint64) {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	for _, c := range g.job.proxy.Counts() {
+		n += c.BytesPast
+	}
+	return n
+}
+
 // JobView returns the slots that are active in the job's view; the group may not have entered it.
 func (g *Group) JobView() []int {
 	g.job.proxy.Lock()

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/kernels"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -121,6 +122,7 @@ func TestWaysOfPlainMemory(t *testing.T) {
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 				unix.Prctl(unix.PR_SET_PTRACER, ^uintptr(0), 0, 0, 0) // where yama asks for that
 				random := rand.New(rand.NewPCG(5, uint64(g.Rank())))
+				past := g.SentPast()
 				for _, name := range slices.Sorted(maps.Keys(singly)) {
 					algorithm := "oneshot" // as with single copies
 					if name == "reduce_scatter" {
@@ -146,6 +148,9 @@ func TestWaysOfPlainMemory(t *testing.T) {
 							t.Fatalf("%s, call %d: other bits", name, i)
 						}
 					}
+				}
+				if kernels.NonTemporal() && g.SentPast() == past {
+					t.Error("nothing was sent past the caches")
 				}
 			}, pgtest.Transport("shm"), pgtest.Config(pg.Config{SingleCopy: single}))
 		})

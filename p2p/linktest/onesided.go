@@ -1102,7 +1102,7 @@ func (s suite) now(t *testing.T) {
 		t.Logf("links of %s put nothing at once, and do not say that they do", x.Node.T.Name())
 		return
 	}
-	const n = 4096
+	const n = 1<<20 + 4096
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 64, n-128, mem.Write|mem.Signal)
 	local := make([]byte, n)
@@ -1120,7 +1120,11 @@ func (s suite) now(t *testing.T) {
 			t.Fatal("nothing can be put at once")
 		}
 	}
-	for round, size := range []int{0, 1, 8, 64, 1000, n - 256} {
+	sizes := []int{0, 1, 8, 64, 1000, 4000, 1 << 20}
+	for range 200 { // by all ways of kernels.CopyOut
+		sizes = append(sizes, 64<<10+13)
+	}
+	for round, size := range sizes {
 		fill(local[:size], round)
 		if !put(size, 64, &p2p.Signal{At: to, Value: uint64(round + 1)}) {
 			t.Fatalf("%d bytes and a signal cannot be put at once", size)

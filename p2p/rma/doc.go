@@ -14,7 +14,7 @@
 // progress.
 package rma
 
-// chunk bounds one access to a peer's memory, in bytes: Withdraw waits for one.
+// chunk bounds one access of an engine to a peer's memory, in bytes: Withdraw waits for one.
 const chunk = 256 << 10
 
 // putFrame bounds the data of a frame of a put, in bytes: frames of other operations wait for one.

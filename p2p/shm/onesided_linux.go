@@ -21,8 +21,8 @@ import (
 )
 
 // Puts and gets access the peer's memory through a mapping in this process. The owner ends the
-// access without the peer's cooperation: before every access to a chunk, of at most 256 KiB, the
-// peer announces it in a word, and checks whether the memory is still granted.
+// access without the peer's cooperation: before every access to a chunk, of at most nowMax bytes,
+// the peer announces it in a word, and checks whether the memory is still granted.
 //
 // Words, 64 bits each:
 //
@@ -476,8 +476,8 @@ func (l *link) lower() {
 	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised)
 }
 
-// nowMax is the largest put of PutNow in bytes. Its caller holds the lock meanwhile, as for a chunk
-// of an engine, of which it is four.
+// nowMax is the largest put of PutNow in bytes, and bounds one access to the peer's memory. The
+// caller holds the lock meanwhile, for 20 to 40 us; an engine's chunks of a fourth take longer.
 const nowMax = 1 << 20
 
 // PutNow implements p2p.Immediate.

@@ -47,15 +47,15 @@ type source struct {
 
 // A descriptor tells the peers where this rank's buffers are, in descSize bytes, little-endian:
 //
-//	0 access (1 byte) | 1 reads (1) | 2 pause (1) | 3 device (1)
+//	0 access (1 byte) | 1 offers (1) | 2 pause (1) | 3 device (1)
 //	4 offset of the exposure's word (4) | 8 its region | 16 ticket
 //	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it
 //	56 sequence number of the last call that was timed (4) | 60 its time (4)
 //
 // A region is 0 if the peers do not need that buffer of this rank; or if it is plain memory, and
 // then the offset is its address. The ranks load if all memory is mapped; or if none is closed, all
-// can read plain memory of all others, and the lowest of them would rather read it in this call. In
-// the memory of a device, a region is an allocation, by its rank's number: see direct.
+// can read plain memory of all others, and the lowest of them proposes that for this call. In the
+// memory of a device, a region is an allocation, by its rank's number: see direct.
 const descSize = 64
 
 // Access to the buffers of a rank.
@@ -98,6 +98,7 @@ type outcome struct {
 	until uint64 // calls before this operation are sent
 	pause byte   // what this rank would say
 	past  bool   // they are sent past the caches
+	tried bool   // all ranks have tried which way is fastest
 }
 
 // mostSent is the largest number of calls that are sent without an exchange. Memory that is
@@ -175,7 +176,7 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 			binary.LittleEndian.PutUint64(m.mine[16:], m.exposure.Begin())
 			m.begun = true
 			r.trials.report(m.mine[56:])
-			if r.trials.undecided() {
+			if at.tried && r.cfg.Single != SingleOn && r.trials.undecided() {
 				m.mine[2] = 0
 			}
 		}
@@ -183,12 +184,13 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	if err := r.share(m.mine, m.all); err != nil {
 		return false, err
 	}
-	mapped, read, direct := true, true, true
+	mapped, read, direct, tried := true, true, true, true
 	for _, slot := range r.set.Active {
 		d := m.all[slot*descSize:]
 		mapped = mapped && d[0] == accessMapped
 		read = read && (d[0] == accessMapped || d[0] == accessRead) && d[1]&canRead != 0
 		direct = direct && d[0] == accessDevice
+		tried = tried && d[1]&tries != 0
 	}
 	if direct {
 		var err error
@@ -198,12 +200,11 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	} else if d != nil {
 		r.direct.why = cmp.Or(r.direct.why, errMixed)
 	}
-	at.past = false
-	if !mapped && !direct {
-		r.trials.learn(m.all, r.set.Active)
-		proposed := way(m.all[r.set.Active[0]*descSize+1] >> wayBits % byte(ways))
-		read = read && proposed == single
-		at.past = proposed == past
+	proposed := way(m.all[r.set.Active[0]*descSize+1] >> wayBits % byte(ways))
+	plain := !mapped && !direct
+	read = read && plain && proposed == single
+	at.past, at.tried = plain && proposed == past, plain && tried
+	if at.tried {
 		ran := rings
 		switch {
 		case read:
@@ -211,9 +212,12 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 		case at.past:
 			ran = past
 		}
+		r.trials.learn(m.all, r.set.Active)
 		r.trials.begin(r.tok.Seq, proposed, ran)
+	} else {
+		r.trials.current = nil
 	}
-	if !mapped && !read && !direct {
+	if plain && !read {
 		pause := m.all[r.set.Active[0]*descSize+2]
 		at.until, at.pause = r.seq+1+uint64(pause), min(2*at.pause+1, mostSent)
 		r.trials.skip(int(pause))
@@ -266,11 +270,12 @@ func (r *Runner) offers(elem int) (bits byte) {
 	if can[single] {
 		bits = canRead
 	}
-	switch {
-	case can[single] && r.cfg.Single == SingleOn:
-		bits |= byte(single) << wayBits
-	case can[single] || can[past]:
-		bits |= tries | byte(r.trials.propose(c.Kind, size, can))<<wayBits
+	if can[single] || can[past] {
+		w := r.trials.propose(c.Kind, size, can)
+		if can[single] && r.cfg.Single == SingleOn {
+			w = single
+		}
+		bits |= tries | byte(w)<<wayBits
 	}
 	return bits
 }
@@ -357,7 +362,7 @@ func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (source, error)
 
 // plain is load for n bytes at address addr of the peer's process.
 func (r *Runner) plain(at *peerMemory, slot int, addr uint64, n int) (source, error) {
-	if addr == 0 || addr+uint64(n) < addr || r.mapped.mine[1] == 0 { // this rank would not have agreed
+	if addr == 0 || addr+uint64(n) < addr || r.mapped.mine[1]&canRead == 0 { // this rank would not have agreed
 		return source{}, &p2p.PeerError{Rank: r.ranks[slot],
 			Err: fmt.Errorf("%w: plain memory of %d bytes at %#x", p2p.ErrProtocol, n, addr)}
 	}

@@ -122,7 +122,7 @@ type Runner struct {
 	mapped   mapped   // the peers' memory, in a load-store plan
 	direct   direct   // the same in the memory of devices
 	outcomes outcomes // of exchanges
-	trials   trials   // of single copies
+	trials   trials   // of ways to copy plain memory
 }
 
 // New makes a Runner. Open and Settle must be called before its first call.

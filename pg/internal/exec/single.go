@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math"
 	"math/bits"
-	"slices"
 	"time"
 
 	"tutti/collectives"
@@ -68,9 +67,9 @@ const (
 	// A way has to take less than this share of the time of an earlier one in the list: at equal
 	// times rings are preferred, because ranks work at their own pace then.
 	betterShare = 0.95
-	// A way is given up after warmCalls calls if the best of them takes longer than the share
-	// hopeless of the best of another one. The first call of each way does not count alone: it may
-	// be the first to touch its memory.
+	// A way is given up when the times of warmCalls calls are known, if the best of them is longer
+	// than the share hopeless of the best of another one. The first call of each way does not count
+	// alone: it may be the first to touch its memory.
 	warmCalls = 2
 	hopeless  = 1.5
 	// timeUnit is the unit of the times that ranks tell each other.
@@ -107,7 +106,8 @@ type trialKey struct {
 type trial struct {
 	can   [ways]bool    // what this rank can do
 	tries [ways]int     // calls that were to run each way
-	times [ways]float64 // the best of this trial, in time units a byte
+	known [ways]int     // calls of each way whose times are known
+	times [ways]float64 // the best of them, in time units a byte
 	best  way           // the result of the last trial
 	ended bool          // this one's result is known
 	calls int           // since then
@@ -138,13 +138,13 @@ func (t *trials) propose(kind collectives.Kind, size int, can [ways]bool) way {
 		t.of[key] = at
 	}
 	t.current, t.size, at.can = at, size, can
-	if at.ended && can[at.best] {
-		return at.best
-	}
 	for w := range ways {
-		if at.races(w) && at.tries[w] < eachCalls {
+		if !at.ended && at.races(w) && at.tries[w] < eachCalls {
 			return w
 		}
+	}
+	if can[at.best] {
+		return at.best
 	}
 	return rings
 }
@@ -161,7 +161,7 @@ func (t *trials) skip(n int) {
 
 // restart begins another trial.
 func (t *trial) restart() {
-	t.ended, t.calls, t.tries = false, 0, [ways]int{}
+	t.ended, t.calls, t.tries, t.known = false, 0, [ways]int{}, [ways]int{}
 	for w := range t.times {
 		t.times[w] = math.Inf(1)
 	}
@@ -215,16 +215,23 @@ func (t *trials) learn(all []byte, active []int) {
 	}
 	if at := t.last.trial; at != nil {
 		w := t.last.way
+		at.known[w]++
 		at.times[w] = min(at.times[w], float64(slowest)/float64(t.last.size))
 		at.decide()
 	}
 	t.last = timed{}
 }
 
-// races reports whether w may be the fastest way.
+// races reports whether w may be the fastest way: it has not been tried often enough to know, or
+// its time is near the best one.
 func (t *trial) races(w way) bool {
-	least := slices.Min(t.times[:])
-	return t.can[w] && (t.tries[w] < warmCalls || t.times[w] <= hopeless*least)
+	least := math.Inf(1)
+	for w, time := range t.times {
+		if t.can[w] {
+			least = min(least, time)
+		}
+	}
+	return t.can[w] && (t.known[w] < warmCalls && t.tries[w] < eachCalls || t.times[w] <= hopeless*least)
 }
 
 // decide ends a trial when each way that may be the fastest has run as often as it has to, or only
