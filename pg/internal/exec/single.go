@@ -58,12 +58,15 @@ const (
 	// always. Below, calls of the system take longer than a copy.
 	triedFrom   = 64 << 10
 	singleLeast = 4 << 10
+	// The first trial follows after firstCalls calls through rings: calls that touch memory or use
+	// links for the first time say nothing.
+	firstCalls = 16
 	// eachCalls is the number of calls of each way in a trial.
 	eachCalls = 4
 	// A trial is repeated after some calls: leastPause, and twice as many after each trial with the
 	// same result, up to mostPause.
-	leastPause = 128
-	mostPause  = 4096
+	leastPause = 256
+	mostPause  = 8192
 	// A way has to take less than this share of the time of an earlier one in the list: at equal
 	// times rings are preferred, because ranks work at their own pace then.
 	betterShare = 0.95
@@ -133,8 +136,7 @@ func (t *trials) propose(kind collectives.Kind, size int, can [ways]bool) way {
 		if t.of == nil {
 			t.of = map[trialKey]*trial{}
 		}
-		at = &trial{pause: leastPause}
-		at.restart()
+		at = &trial{ended: true, pause: leastPause, calls: leastPause - firstCalls}
 		t.of[key] = at
 	}
 	t.current, t.size, at.can = at, size, can
