@@ -33,13 +33,13 @@ const (
 	// turnEvery is the number of bytes of a result between two checks whether the operation has
 	// failed.
 	turnEvery = 2 << 20
-	// cachedCopies is the number of bytes that a call may copy so that they are likely to stay in a
-	// shared cache: kernels.CopyShared of pieces of cachedPiece is fastest then. Beyond, longer
-	// copies than cachedCopy are left to Go's, which bypasses the caches with pieces of more than 1
-	// MiB on amd64.
-	cachedCopies = 8 << 20
-	cachedCopy   = 1 << 20
-	cachedPiece  = 256 << 10
+	// cachedFills is the number of bytes that a call may write, to memory that it has not read, so
+	// that they are likely to stay in a shared cache: kernels.CopyShared of pieces of cachedPiece
+	// is fastest then. Beyond, longer copies than cachedCopy are left to Go's, which bypasses the
+	// caches with pieces of more than 1 MiB on amd64.
+	cachedFills = 8 << 20
+	cachedCopy  = 1 << 20
+	cachedPiece = 256 << 10
 	// stagedBytes is the size of the memory for pieces of the peers' plain memory that a step
 	// folds. A piece has stagedLeast bytes or more.
 	stagedBytes = 256 << 10
@@ -81,7 +81,7 @@ func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 	r.proxy.Leave()
 	defer r.proxy.Return()
 	piece, move := cachedPiece, kernels.CopyShared
-	if n > cachedCopy && r.copied(r.prog) > cachedCopies {
+	if n > cachedCopy && r.fills(r.prog) > cachedFills {
 		piece, move = turnEvery, kernels.Copy
 	}
 	return r.pieces(n, piece, func(at, n int) { move(unsafe.Add(dst, at), unsafe.Add(src, at), n) })

@@ -329,19 +329,23 @@ type program struct {
 	loads []load    // the peers whose memory a load-store plan loads, ascending
 
 	copies int   // bytes that Copy steps write
+	folds  int   // bytes that ReduceInto steps write
 	own    int32 // the Copy step from In to Out, which writes nothing in place; or -1
 }
 
-// copied returns the number of bytes that the plan's Copy steps write in the running call.
-func (r *Runner) copied(prog *program) int {
-	if prog.own < 0 {
-		return prog.copies
+// fills returns the number of bytes that the plan's steps write in the running call to memory that
+// it has not read.
+func (r *Runner) fills(prog *program) int {
+	n := prog.copies
+	if r.in.ptr != r.out.ptr {
+		n += prog.folds
 	}
-	s := &prog.Steps[prog.own]
-	if r.at(&s.Dst) != r.at(&s.Src) {
-		return prog.copies
+	if prog.own >= 0 {
+		if s := &prog.Steps[prog.own]; r.at(&s.Dst) == r.at(&s.Src) {
+			n -= s.Dst.Len
+		}
 	}
-	return prog.copies - s.Dst.Len
+	return n
 }
 
 type planKey struct {
@@ -391,6 +395,7 @@ func compile(p *collectives.Plan) *program {
 			}
 			continue
 		case collectives.ReduceInto:
+			prog.folds += s.Dst.Len
 		default:
 			continue
 		}
