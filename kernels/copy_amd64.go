@@ -140,7 +140,7 @@ var (
 const lateRead = 2 * time.Microsecond
 
 // sharedTrials are those of CopyShared, and outTrials those of CopyOut: of lengths of less than 16
-// KiB, 64 KiB, 256 KiB and so on, and others.
+// KiB, 64 KiB, 256 KiB and so on, and others. CopyOut does not use the first two.
 var (
 	sharedTrials = newTrials(4, &sharedRules)
 	outTrials    = newTrials(7, &outRules)
@@ -230,9 +230,12 @@ func (t *trial) add(w way, time float64) {
 	}
 }
 
-// decide ends a trial. It changes nothing if a way has not been tried often enough.
+// decide ends a trial, unless another goroutine makes a copy of it or does the same. It changes
+// nothing if a way has not been tried often enough.
 func (t *trial) decide() {
-	t.mu.Lock()
+	if !t.mu.TryLock() {
+		return
+	}
 	defer t.mu.Unlock()
 	if !t.running.Swap(false) {
 		return

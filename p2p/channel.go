@@ -460,10 +460,11 @@ func (c *Channel) Begin(t Token, hint bool) error {
 // Begin, where the links can do that. With the lock.
 func (c *Channel) Bypass() { c.bypass = true }
 
-// Bypasses reports whether the link to slot is up and can do what Bypass asks for. With the lock.
+// Bypasses reports whether the link to slot can do what Bypass asks for, or is not up. With the
+// lock.
 func (c *Channel) Bypasses(slot int) bool {
 	pr := c.stream(slot).pr
-	return pr.link != nil && pr.bypasser != nil
+	return pr.link == nil || pr.bypasser != nil
 }
 
 // Hinted reports whether this rank, or one whose data its result depends on, began the operation

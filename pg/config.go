@@ -104,8 +104,8 @@ type Config struct {
 	// TimeoutError if a rank was late, with a MismatchError if ranks did different things, with a
 	// RankError if a rank was lost or the group has entered another view since the capture. At the
 	// others it fails with a RankError that names the lost rank, or else the one that has noticed.
-	// Then the graph is to be captured again, after an allreduce of up to 128 KiB outside of a
-	// capture. A group of one rank needs none.
+	// Then the graph is to be captured again, after Recover if the group has failed, and after an
+	// allreduce of up to 128 KiB outside of a capture. A group of one rank needs none.
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
@@ -122,7 +122,8 @@ type Config struct {
 	// Uniform makes the outcome of every collective the same at all survivors: each has the result,
 	// or each gets the error. It costs a small exchange after each collective. An operation that a
 	// rank gives up (a deadline, a cancelled context) fails on all. If the rank gives up in that
-	// exchange, or in one for a new view, it fails on that rank, and may have succeeded on others.
+	// exchange, in one for a new view, or because a stream does not take the result, it fails on
+	// that rank, and may have succeeded on others.
 	// Default TUTTI_UNIFORM. All ranks must have the same OnFailure and Uniform.
 	Uniform bool
 	// OnTimeout says what happens to ranks that did not come to an operation in time, and which

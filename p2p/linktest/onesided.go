@@ -1121,7 +1121,7 @@ func (s suite) now(t *testing.T) {
 		}
 	}
 	sizes := []int{0, 1, 8, 64, 1000, 4000, 1 << 20}
-	for range 200 { // by all ways of kernels.CopyOut
+	for range 200 { // some by each way of kernels.CopyOut, unless this process has chosen one before
 		sizes = append(sizes, 64<<10+13)
 	}
 	for round, size := range sizes {

@@ -98,7 +98,7 @@ type outcome struct {
 	until uint64 // calls before this operation are sent
 	pause byte   // what this rank would say
 	past  bool   // they are sent past the caches
-	tried bool   // all ranks have tried which way is fastest
+	trial *trial // of which way is fastest, in which all ranks took part; or nil
 }
 
 // mostSent is the largest number of calls that are sent without an exchange. Memory that is
@@ -133,8 +133,11 @@ func (o *outcomes) of(key planKey) *outcome {
 func (r *Runner) loads(elem int) (bool, error) {
 	at := r.outcomes.of(planKey{kind: r.cur.Kind, root: r.cur.Root, elem: elem, count: r.cur.Count})
 	load, err := false, error(nil)
-	if r.seq >= at.until {
+	switch {
+	case r.seq >= at.until:
 		load, err = r.exchange(elem, at)
+	case at.trial != nil:
+		at.trial.count()
 	}
 	if !load && at.past {
 		r.coll.Bypass()
@@ -176,8 +179,8 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 			binary.LittleEndian.PutUint64(m.mine[16:], m.exposure.Begin())
 			m.begun = true
 			r.trials.report(m.mine[56:])
-			if at.tried && r.cfg.Single != SingleOn && r.trials.undecided() {
-				m.mine[2] = 0
+			if at.trial != nil {
+				m.mine[2] = byte(min(int(m.mine[2]), r.trials.room()))
 			}
 		}
 	}
@@ -203,8 +206,9 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	proposed := way(m.all[r.set.Active[0]*descSize+1] >> wayBits % byte(ways))
 	plain := !mapped && !direct
 	read = read && plain && proposed == single
-	at.past, at.tried = plain && proposed == past, plain && tried
-	if at.tried {
+	at.past, at.trial = plain && proposed == past, nil
+	if plain && tried {
+		at.trial = r.trials.current
 		ran := rings
 		switch {
 		case read:
@@ -220,7 +224,6 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	if plain && !read {
 		pause := m.all[r.set.Active[0]*descSize+2]
 		at.until, at.pause = r.seq+1+uint64(pause), min(2*at.pause+1, mostSent)
-		r.trials.skip(int(pause))
 		return false, nil
 	}
 	at.pause = 0
@@ -272,7 +275,7 @@ func (r *Runner) offers(elem int) (bits byte) {
 	}
 	if can[single] || can[past] {
 		w := r.trials.propose(c.Kind, size, can)
-		if can[single] && r.cfg.Single == SingleOn {
+		if r.trials.forced = can[single] && r.cfg.Single == SingleOn; r.trials.forced {
 			w = single
 		}
 		bits |= tries | byte(w)<<wayBits
@@ -288,7 +291,7 @@ func (r *Runner) reads(size int) bool {
 	return r.cfg.Single.reads(size) && r.peers(func(slot int) bool { return r.coll.ProcessReader(slot) != nil })
 }
 
-// bypasses reports whether this rank's links can bypass the caches.
+// bypasses reports whether this rank's links can bypass the caches, as far as they are up.
 func (r *Runner) bypasses() bool {
 	return kernels.NonTemporal() && r.peers(func(slot int) bool { return r.coll.Bypasses(slot) })
 }

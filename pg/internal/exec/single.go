@@ -16,9 +16,9 @@ import (
 // size of the pages that the buffers are in (with pages of 2 MiB the kernel's copy takes a third of
 // the time that it takes with pages of 4 KiB), on the caches, and on how many ranks share a core.
 // Nothing but the calls themselves knows all that. So the ranks try all ways, one after the other:
-// of each kind and class of sizes the first calls are timed, and decide how the following ones run.
-// Later calls try again. Ways do not alternate, because how long a call takes depends on the caches
-// that the previous one has left.
+// of each kind and class of sizes some early calls are timed, and decide how the following ones
+// run. Later calls try again. Ways do not alternate, because how long a call takes depends on the
+// caches that the previous one has left.
 //
 // Every way has the same steps in the same order, or combines the same elements in the same order:
 // the results do not depend on the times.
@@ -96,6 +96,7 @@ type trials struct {
 	of      map[trialKey]*trial
 	current *trial // of the running call; nil: it is not tried
 	size    int    // of the running call
+	forced  bool   // this rank proposes single copies whatever the times are
 	last    timed
 }
 
@@ -151,14 +152,16 @@ func (t *trials) propose(kind collectives.Kind, size int, can [ways]bool) way {
 	return rings
 }
 
-// undecided reports whether the running call belongs to a trial whose result is not known.
-func (t *trials) undecided() bool { return t.current != nil && !t.current.ended }
-
-// skip counts n calls like the running one that are made without an exchange.
-func (t *trials) skip(n int) {
-	if t.current != nil {
-		t.current.count(n)
+// room returns how many calls may follow the running one without an exchange, so that the next
+// trial begins in time.
+func (t *trials) room() int {
+	switch {
+	case t.current == nil || t.forced:
+		return mostSent
+	case !t.current.ended:
+		return 0
 	}
+	return max(t.current.pause-t.current.calls-1, 0)
 }
 
 // restart begins another trial.
@@ -177,15 +180,15 @@ func (t *trials) begin(seq uint64, proposed, ran way) {
 	}
 	t.last = timed{trial: t.current, seq: uint32(seq), way: ran, size: t.size, begin: time.Now()}
 	t.current.tries[proposed]++
-	t.current.count(1)
+	t.current.count()
 }
 
-// count counts n calls, after which it may be time for another trial.
-func (t *trial) count(n int) {
+// count counts a call, after which it may be time for another trial.
+func (t *trial) count() {
 	if !t.ended {
 		return
 	}
-	if t.calls += n; t.calls >= t.pause {
+	if t.calls++; t.calls >= t.pause {
 		t.restart()
 	}
 }
