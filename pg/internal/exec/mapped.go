@@ -187,14 +187,8 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	if err := r.share(m.mine, m.all); err != nil {
 		return false, err
 	}
-	mapped, read, direct, tried := true, true, true, true
-	for _, slot := range r.set.Active {
-		d := m.all[slot*descSize:]
-		mapped = mapped && d[0] == accessMapped
-		read = read && (d[0] == accessMapped || d[0] == accessRead) && d[1]&canRead != 0
-		direct = direct && d[0] == accessDevice
-		tried = tried && d[1]&tries != 0
-	}
+	all := agree(m.all, r.set.Active)
+	direct := all.direct
 	if direct {
 		var err error
 		if direct, err = r.introduce(d); err != nil {
@@ -203,27 +197,17 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	} else if d != nil {
 		r.direct.why = cmp.Or(r.direct.why, errMixed)
 	}
-	proposed := way(m.all[r.set.Active[0]*descSize+1] >> wayBits % byte(ways))
-	plain := !mapped && !direct
-	read = read && plain && proposed == single
-	at.past, at.trial = plain && proposed == past, nil
-	if plain && tried {
+	plain, runs := !all.mapped && !direct, all.way()
+	at.past, at.trial = plain && runs == past, nil
+	if plain && all.tried {
 		at.trial = r.trials.current
-		ran := rings
-		switch {
-		case read:
-			ran = single
-		case at.past:
-			ran = past
-		}
 		r.trials.learn(m.all, r.set.Active)
-		r.trials.begin(r.tok.Seq, proposed, ran)
+		r.trials.begin(r.tok.Seq, all.proposed, runs)
 	} else {
 		r.trials.current = nil
 	}
-	if plain && !read {
-		pause := m.all[r.set.Active[0]*descSize+2]
-		at.until, at.pause = r.seq+1+uint64(pause), min(2*at.pause+1, mostSent)
+	if plain && runs != single {
+		at.until, at.pause = r.seq+1+uint64(all.pause), min(2*at.pause+1, mostSent)
 		return false, nil
 	}
 	at.pause = 0
@@ -241,6 +225,38 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 		}
 	}
 	return true, nil
+}
+
+// agreed is what the descriptors of a call say, at every rank alike.
+type agreed struct {
+	mapped   bool // all memory is mapped,
+	direct   bool // or in that of devices
+	readable bool // all ranks can read plain memory of all others
+	tried    bool // all ranks try which way is fastest to copy it
+	proposed way  // by the lowest rank
+	pause    byte // of the lowest rank
+}
+
+func agree(descs []byte, active []int) agreed {
+	first := descs[active[0]*descSize:]
+	a := agreed{mapped: true, direct: true, readable: true, tried: true,
+		proposed: way(first[1] >> wayBits % byte(ways)), pause: first[2]}
+	for _, slot := range active {
+		d := descs[slot*descSize:]
+		a.mapped = a.mapped && d[0] == accessMapped
+		a.direct = a.direct && d[0] == accessDevice
+		a.readable = a.readable && (d[0] == accessMapped || d[0] == accessRead) && d[1]&canRead != 0
+		a.tried = a.tried && d[1]&tries != 0
+	}
+	return a
+}
+
+// way returns the way that a call on plain memory runs.
+func (a agreed) way() way {
+	if a.proposed == single && !a.readable {
+		return rings
+	}
+	return a.proposed
 }
 
 // describe writes where n bytes at ptr are, and returns the access to them.

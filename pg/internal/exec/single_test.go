@@ -12,6 +12,7 @@ type trialled struct {
 	ranks   []trials
 	time    func(rank int, w way) uint32
 	refused bool // the last rank cannot make single copies
+	silent  bool // the last rank takes no part in trials
 	seq     uint64
 	calls   [ways]int
 }
@@ -19,31 +20,31 @@ type trialled struct {
 // call runs one call of size bytes, and returns its way.
 func (g *trialled) call(size int) way {
 	g.seq++
-	all := make([]byte, descSize*len(g.ranks))
+	descs := make([]byte, descSize*len(g.ranks))
 	active := make([]int, len(g.ranks))
-	proposed := rings
 	for r := range g.ranks {
-		t := &g.ranks[r]
-		can := [ways]bool{true, true, !g.refused || r < len(g.ranks)-1}
-		t.current = nil
-		if w := t.propose(collectives.AllGather, size, can); r == 0 {
-			proposed = w
+		t, d, last := &g.ranks[r], descs[r*descSize:], r == len(g.ranks)-1
+		active[r], d[0] = r, accessRead
+		can := [ways]bool{true, true, !g.refused || !last}
+		if can[single] {
+			d[1] = canRead
 		}
-		t.report(all[r*descSize+56:])
-		active[r] = r
+		if t.current = nil; !g.silent || !last {
+			d[1] |= tries | byte(t.propose(collectives.AllGather, size, can))<<wayBits
+		}
+		t.report(d[56:])
 	}
-	ran := proposed
-	if ran == single && g.refused {
-		ran = rings
-	}
+	all := agree(descs, active)
+	runs := all.way()
 	for r := range g.ranks {
-		t := &g.ranks[r]
-		t.learn(all, active)
-		t.begin(g.seq, proposed, ran)
-		t.last.took = g.time(r, ran)
+		if t := &g.ranks[r]; all.tried {
+			t.learn(descs, active)
+			t.begin(g.seq, all.proposed, runs)
+			t.last.took = g.time(r, runs)
+		}
 	}
-	g.calls[ran]++
-	return ran
+	g.calls[runs]++
+	return runs
 }
 
 // settle runs calls until the trials are as seldom as they get, and then some more, which count.
@@ -137,6 +138,60 @@ func TestTrialsOfWhatOneRankCannot(t *testing.T) {
 	g.settle()
 	if g.calls[single] > 0 || g.calls[rings] > g.calls[past]/50 {
 		t.Errorf("calls of each way %v, want almost all of way %d", g.calls, past)
+	}
+}
+
+// TestTrialsWithoutOneRank: if a rank takes no part in trials, none begins, and calls go through
+// rings; when it does again, the fastest way is found.
+func TestTrialsWithoutOneRank(t *testing.T) {
+	g := &trialled{ranks: make([]trials, 2), silent: true, time: func(_ int, w way) uint32 {
+		return [ways]uint32{rings: 100, past: 60, single: 80}[w]
+	}}
+	for range 1000 {
+		g.call(1 << 20)
+	}
+	if g.calls[past]+g.calls[single] > 0 {
+		t.Errorf("calls of each way %v, want all of way %d", g.calls, rings)
+	}
+	g.silent = false
+	for range firstCalls + 3*eachCalls + 1 {
+		g.call(1 << 20)
+	}
+	if w := g.call(1 << 20); w != past {
+		t.Errorf("way %d after a trial, want %d", w, past)
+	}
+}
+
+// TestAgreement: which way a call goes follows from the descriptors of all active ranks, and from
+// no other ones.
+func TestAgreement(t *testing.T) {
+	const some = canRead | tries
+	on := func(w way) byte { return byte(w) << wayBits }
+	for _, c := range []struct {
+		descs [3][3]byte // access, offers and pause; the second is of no active rank
+		want  agreed
+		way   way
+	}{
+		{[3][3]byte{{accessRead, some | on(single), 7}, {}, {accessRead, some | on(past), 9}},
+			agreed{readable: true, tried: true, proposed: single, pause: 7}, single},
+		{[3][3]byte{{accessRead, some | on(single), 0}, {}, {accessRead, tries, 0}},
+			agreed{tried: true, proposed: single}, rings},
+		{[3][3]byte{{accessRead, some | on(past), 3}, {}, {accessMapped, canRead, 0}},
+			agreed{readable: true, proposed: past, pause: 3}, past},
+		{[3][3]byte{{accessMapped, 0, 0}, {}, {accessMapped, some, 0}}, agreed{mapped: true}, rings},
+		{[3][3]byte{{accessDevice, 0, 0}, {}, {accessDevice, 0, 0}}, agreed{direct: true}, rings},
+		{[3][3]byte{{accessRead, some | on(single), 0}, {}, {}}, agreed{proposed: single}, rings},
+		{[3][3]byte{{accessRead, some | 3<<wayBits, 0}, {}, {accessRead, some, 0}}, // no such way
+			agreed{readable: true, tried: true, proposed: rings}, rings},
+	} {
+		descs := make([]byte, 3*descSize)
+		for slot, d := range c.descs {
+			copy(descs[slot*descSize:], d[:])
+		}
+		got := agree(descs, []int{0, 2})
+		if got != c.want || got.way() != c.way {
+			t.Errorf("%v: %+v, way %d, want %+v, way %d", c.descs, got, got.way(), c.want, c.way)
+		}
 	}
 }
 
