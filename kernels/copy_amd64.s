@@ -20,21 +20,41 @@
 	ADDQ AX, SI; \
 	SUBQ AX, CX
 
-// MOVE_AVX512 and MOVE_AVX2 move 256 bytes to whole lines, and go on behind them.
-#define MOVE_AVX512 \
+// FIRST_AVX512 and FIRST_AVX2 load the arguments, move 64 bytes, and go on to whole lines.
+#define FIRST_AVX512 \
+	MOVQ dst+0(FP), DI; \
+	MOVQ src+8(FP), SI; \
+	MOVQ n+16(FP), CX; \
+	VMOVDQU64 (SI), Z0; \
+	VMOVDQU64 Z0, (DI); \
+	TO_LINE
+
+#define FIRST_AVX2 \
+	MOVQ dst+0(FP), DI; \
+	MOVQ src+8(FP), SI; \
+	MOVQ n+16(FP), CX; \
+	VMOVDQU (SI), Y0; \
+	VMOVDQU 32(SI), Y1; \
+	VMOVDQU Y0, (DI); \
+	VMOVDQU Y1, 32(DI); \
+	TO_LINE
+
+// MOVE_AVX512 and MOVE_AVX2 move 256 bytes to whole lines, with the instruction STORE, and go on
+// behind them.
+#define MOVE_AVX512(STORE) \
 	VMOVDQU64 (SI), Z0; \
 	VMOVDQU64 64(SI), Z1; \
 	VMOVDQU64 128(SI), Z2; \
 	VMOVDQU64 192(SI), Z3; \
-	VMOVDQA64 Z0, (DI); \
-	VMOVDQA64 Z1, 64(DI); \
-	VMOVDQA64 Z2, 128(DI); \
-	VMOVDQA64 Z3, 192(DI); \
+	STORE Z0, (DI); \
+	STORE Z1, 64(DI); \
+	STORE Z2, 128(DI); \
+	STORE Z3, 192(DI); \
 	ADDQ $256, DI; \
 	ADDQ $256, SI; \
 	SUBQ $256, CX
 
-#define MOVE_AVX2 \
+#define MOVE_AVX2(STORE) \
 	VMOVDQU (SI), Y0; \
 	VMOVDQU 32(SI), Y1; \
 	VMOVDQU 64(SI), Y2; \
@@ -43,17 +63,48 @@
 	VMOVDQU 160(SI), Y5; \
 	VMOVDQU 192(SI), Y6; \
 	VMOVDQU 224(SI), Y7; \
-	VMOVDQA Y0, (DI); \
-	VMOVDQA Y1, 32(DI); \
-	VMOVDQA Y2, 64(DI); \
-	VMOVDQA Y3, 96(DI); \
-	VMOVDQA Y4, 128(DI); \
-	VMOVDQA Y5, 160(DI); \
-	VMOVDQA Y6, 192(DI); \
-	VMOVDQA Y7, 224(DI); \
+	STORE Y0, (DI); \
+	STORE Y1, 32(DI); \
+	STORE Y2, 64(DI); \
+	STORE Y3, 96(DI); \
+	STORE Y4, 128(DI); \
+	STORE Y5, 160(DI); \
+	STORE Y6, 192(DI); \
+	STORE Y7, 224(DI); \
 	ADDQ $256, DI; \
 	ADDQ $256, SI; \
 	SUBQ $256, CX
+
+// LAST_AVX512 and LAST_AVX2 move the last 256 bytes, from CX on; a part of them is there already.
+#define LAST_AVX512 \
+	VMOVDQU64 (SI)(CX*1), Z0; \
+	VMOVDQU64 64(SI)(CX*1), Z1; \
+	VMOVDQU64 128(SI)(CX*1), Z2; \
+	VMOVDQU64 192(SI)(CX*1), Z3; \
+	VMOVDQU64 Z0, (DI)(CX*1); \
+	VMOVDQU64 Z1, 64(DI)(CX*1); \
+	VMOVDQU64 Z2, 128(DI)(CX*1); \
+	VMOVDQU64 Z3, 192(DI)(CX*1); \
+	VZEROUPPER
+
+#define LAST_AVX2 \
+	VMOVDQU (SI)(CX*1), Y0; \
+	VMOVDQU 32(SI)(CX*1), Y1; \
+	VMOVDQU 64(SI)(CX*1), Y2; \
+	VMOVDQU 96(SI)(CX*1), Y3; \
+	VMOVDQU 128(SI)(CX*1), Y4; \
+	VMOVDQU 160(SI)(CX*1), Y5; \
+	VMOVDQU 192(SI)(CX*1), Y6; \
+	VMOVDQU 224(SI)(CX*1), Y7; \
+	VMOVDQU Y0, (DI)(CX*1); \
+	VMOVDQU Y1, 32(DI)(CX*1); \
+	VMOVDQU Y2, 64(DI)(CX*1); \
+	VMOVDQU Y3, 96(DI)(CX*1); \
+	VMOVDQU Y4, 128(DI)(CX*1); \
+	VMOVDQU Y5, 160(DI)(CX*1); \
+	VMOVDQU Y6, 192(DI)(CX*1); \
+	VMOVDQU Y7, 224(DI)(CX*1); \
+	VZEROUPPER
 
 // func moveString(dst, src unsafe.Pointer, n int)
 TEXT ·moveString(SB), NOSPLIT, $0-24
@@ -66,182 +117,78 @@ TEXT ·moveString(SB), NOSPLIT, $0-24
 
 // func moveAheadAVX512(dst, src unsafe.Pointer, n int)
 TEXT ·moveAheadAVX512(SB), NOSPLIT, $0-24
-	MOVQ dst+0(FP), DI
-	MOVQ src+8(FP), SI
-	MOVQ n+16(FP), CX
-
-	VMOVDQU64 (SI), Z0
-	VMOVDQU64 Z0, (DI)
-	TO_LINE
+	FIRST_AVX512
 	SUBQ $1280, CX
 	JLT  near
 
 far:
 	TAKE_AHEAD
-	MOVE_AVX512
-	JGE  far
+	MOVE_AVX512(VMOVDQA64)
+	JGE far
 
 near: // no line behind dst is taken
 	ADDQ $1024, CX
 	JLT  last
 
 line:
-	MOVE_AVX512
-	JGE  line
+	MOVE_AVX512(VMOVDQA64)
+	JGE line
 
-last: // the last 256 bytes, a part of which is there already
-	VMOVDQU64 (SI)(CX*1), Z0
-	VMOVDQU64 64(SI)(CX*1), Z1
-	VMOVDQU64 128(SI)(CX*1), Z2
-	VMOVDQU64 192(SI)(CX*1), Z3
-	VMOVDQU64 Z0, (DI)(CX*1)
-	VMOVDQU64 Z1, 64(DI)(CX*1)
-	VMOVDQU64 Z2, 128(DI)(CX*1)
-	VMOVDQU64 Z3, 192(DI)(CX*1)
-	VZEROUPPER
+last:
+	LAST_AVX512
 	RET
 
 // func moveAheadAVX2(dst, src unsafe.Pointer, n int)
 TEXT ·moveAheadAVX2(SB), NOSPLIT, $0-24
-	MOVQ dst+0(FP), DI
-	MOVQ src+8(FP), SI
-	MOVQ n+16(FP), CX
-
-	VMOVDQU (SI), Y0
-	VMOVDQU 32(SI), Y1
-	VMOVDQU Y0, (DI)
-	VMOVDQU Y1, 32(DI)
-	TO_LINE
+	FIRST_AVX2
 	SUBQ $1280, CX
 	JLT  near
 
 far:
 	TAKE_AHEAD
-	MOVE_AVX2
-	JGE  far
+	MOVE_AVX2(VMOVDQA)
+	JGE far
 
 near: // no line behind dst is taken
 	ADDQ $1024, CX
 	JLT  last
 
 line:
-	MOVE_AVX2
-	JGE  line
+	MOVE_AVX2(VMOVDQA)
+	JGE line
 
-last: // the last 256 bytes, a part of which is there already
-	VMOVDQU (SI)(CX*1), Y0
-	VMOVDQU 32(SI)(CX*1), Y1
-	VMOVDQU 64(SI)(CX*1), Y2
-	VMOVDQU 96(SI)(CX*1), Y3
-	VMOVDQU 128(SI)(CX*1), Y4
-	VMOVDQU 160(SI)(CX*1), Y5
-	VMOVDQU 192(SI)(CX*1), Y6
-	VMOVDQU 224(SI)(CX*1), Y7
-	VMOVDQU Y0, (DI)(CX*1)
-	VMOVDQU Y1, 32(DI)(CX*1)
-	VMOVDQU Y2, 64(DI)(CX*1)
-	VMOVDQU Y3, 96(DI)(CX*1)
-	VMOVDQU Y4, 128(DI)(CX*1)
-	VMOVDQU Y5, 160(DI)(CX*1)
-	VMOVDQU Y6, 192(DI)(CX*1)
-	VMOVDQU Y7, 224(DI)(CX*1)
-	VZEROUPPER
+last:
+	LAST_AVX2
 	RET
 
 // func moveNonTemporalAVX512(dst, src unsafe.Pointer, n int)
 TEXT ·moveNonTemporalAVX512(SB), NOSPLIT, $0-24
-	MOVQ dst+0(FP), DI
-	MOVQ src+8(FP), SI
-	MOVQ n+16(FP), CX
-
-	VMOVDQU64 (SI), Z0
-	VMOVDQU64 Z0, (DI)
-	TO_LINE
+	FIRST_AVX512
 	SUBQ $256, CX
 	JLT  last
 
 lines:
-	VMOVDQU64 (SI), Z0
-	VMOVDQU64 64(SI), Z1
-	VMOVDQU64 128(SI), Z2
-	VMOVDQU64 192(SI), Z3
-	VMOVNTDQ Z0, (DI)
-	VMOVNTDQ Z1, 64(DI)
-	VMOVNTDQ Z2, 128(DI)
-	VMOVNTDQ Z3, 192(DI)
-	ADDQ    $256, DI
-	ADDQ    $256, SI
-	SUBQ    $256, CX
-	JGE     lines
+	MOVE_AVX512(VMOVNTDQ)
+	JGE lines
 
-last: // the last 256 bytes, a part of which is there already; stores follow in order
+last: // stores follow in order
 	SFENCE
-	VMOVDQU64 (SI)(CX*1), Z0
-	VMOVDQU64 64(SI)(CX*1), Z1
-	VMOVDQU64 128(SI)(CX*1), Z2
-	VMOVDQU64 192(SI)(CX*1), Z3
-	VMOVDQU64 Z0, (DI)(CX*1)
-	VMOVDQU64 Z1, 64(DI)(CX*1)
-	VMOVDQU64 Z2, 128(DI)(CX*1)
-	VMOVDQU64 Z3, 192(DI)(CX*1)
-	VZEROUPPER
+	LAST_AVX512
 	RET
 
 // func moveNonTemporalAVX2(dst, src unsafe.Pointer, n int)
 TEXT ·moveNonTemporalAVX2(SB), NOSPLIT, $0-24
-	MOVQ dst+0(FP), DI
-	MOVQ src+8(FP), SI
-	MOVQ n+16(FP), CX
-
-	VMOVDQU (SI), Y0
-	VMOVDQU 32(SI), Y1
-	VMOVDQU Y0, (DI)
-	VMOVDQU Y1, 32(DI)
-	TO_LINE
+	FIRST_AVX2
 	SUBQ $256, CX
 	JLT  last
 
 lines:
-	VMOVDQU (SI), Y0
-	VMOVDQU 32(SI), Y1
-	VMOVDQU 64(SI), Y2
-	VMOVDQU 96(SI), Y3
-	VMOVDQU 128(SI), Y4
-	VMOVDQU 160(SI), Y5
-	VMOVDQU 192(SI), Y6
-	VMOVDQU 224(SI), Y7
-	VMOVNTDQ Y0, (DI)
-	VMOVNTDQ Y1, 32(DI)
-	VMOVNTDQ Y2, 64(DI)
-	VMOVNTDQ Y3, 96(DI)
-	VMOVNTDQ Y4, 128(DI)
-	VMOVNTDQ Y5, 160(DI)
-	VMOVNTDQ Y6, 192(DI)
-	VMOVNTDQ Y7, 224(DI)
-	ADDQ    $256, DI
-	ADDQ    $256, SI
-	SUBQ    $256, CX
-	JGE     lines
+	MOVE_AVX2(VMOVNTDQ)
+	JGE lines
 
-last: // the last 256 bytes, a part of which is there already; stores follow in order
+last: // stores follow in order
 	SFENCE
-	VMOVDQU (SI)(CX*1), Y0
-	VMOVDQU 32(SI)(CX*1), Y1
-	VMOVDQU 64(SI)(CX*1), Y2
-	VMOVDQU 96(SI)(CX*1), Y3
-	VMOVDQU 128(SI)(CX*1), Y4
-	VMOVDQU 160(SI)(CX*1), Y5
-	VMOVDQU 192(SI)(CX*1), Y6
-	VMOVDQU 224(SI)(CX*1), Y7
-	VMOVDQU Y0, (DI)(CX*1)
-	VMOVDQU Y1, 32(DI)(CX*1)
-	VMOVDQU Y2, 64(DI)(CX*1)
-	VMOVDQU Y3, 96(DI)(CX*1)
-	VMOVDQU Y4, 128(DI)(CX*1)
-	VMOVDQU Y5, 160(DI)(CX*1)
-	VMOVDQU Y6, 192(DI)(CX*1)
-	VMOVDQU Y7, 224(DI)(CX*1)
-	VZEROUPPER
+	LAST_AVX2
 	RET
 
 // func Acquire(at uintptr, n int)

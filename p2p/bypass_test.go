@@ -10,33 +10,7 @@ import (
 	"tutti/p2p/inproc"
 )
 
-// bypassing makes links that count frames which bypass the caches.
-type bypassing struct {
-	p2p.Transport
-	frames *atomic.Int64
-}
-
-func (b *bypassing) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
-	return b.Transport.Listen(ctx, &bypassingHost{h, b.frames})
-}
-
-func (b *bypassing) Dial(ctx context.Context, to p2p.Identity, ep []byte) (p2p.Link, error) {
-	l, err := b.Transport.Dial(ctx, to, ep)
-	if err != nil {
-		return nil, err
-	}
-	return &bypassingLink{l, b.frames}, nil
-}
-
-type bypassingHost struct {
-	p2p.Host
-	frames *atomic.Int64
-}
-
-func (h *bypassingHost) Accepted(from p2p.Identity, l p2p.Link) {
-	h.Host.Accepted(from, &bypassingLink{l, h.frames})
-}
-
+// bypassingLink counts frames that bypass the caches.
 type bypassingLink struct {
 	p2p.Link
 	frames *atomic.Int64
@@ -59,7 +33,8 @@ func TestBypass(t *testing.T) {
 	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
 	for r := range all {
 		all[r] = p2p.New(p2p.Config{Self: id(r), Size: len(all), Secret: []byte("0123456789abcdef"), Threads: true,
-			Transports: []p2p.Transport{&bypassing{inproc.New(inproc.Config{RingBytes: 1 << 20}), &frames}},
+			Transports: []p2p.Transport{&wrapping{inproc.New(inproc.Config{RingBytes: 1 << 20}),
+				func(l p2p.Link) p2p.Link { return &bypassingLink{l, &frames} }}},
 			Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
 				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].Endpoints()}, nil
 			}})

@@ -33,7 +33,8 @@ func (w *town) settle(t *testing.T, rank, size int, incarnation uint64) *member 
 	id := p2p.Identity{Rank: rank, Incarnation: incarnation}
 	m.Proxy = p2p.New(p2p.Config{Self: id, Size: size, Secret: []byte("0123456789abcdef"), Threads: true,
 		Oversubscribed: true,
-		Transports:     []p2p.Transport{&cutting{Transport: inproc.New(inproc.Config{RingBytes: 16 << 10}), m: m}},
+		Transports: []p2p.Transport{&wrapping{&asking{inproc.New(inproc.Config{RingBytes: 16 << 10}), m},
+			func(l p2p.Link) p2p.Link { return &cutLink{l, m} }}},
 		Notify: func(_ p2p.Identity, err error) {
 			m.mu.Lock()
 			m.events = append(m.events, err)
@@ -60,30 +61,22 @@ func (m *member) lastEvent() error {
 	return m.events[len(m.events)-1]
 }
 
-// cutting makes links that fail when their member says so.
-type cutting struct {
+// asking tells its member when a peer asks for a link.
+type asking struct {
 	p2p.Transport
 	m *member
 }
 
-func (c *cutting) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
-	return c.Transport.Listen(ctx, &cutHost{h, c.m})
+func (a *asking) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
+	return a.Transport.Listen(ctx, &askedHost{h, a.m})
 }
 
-func (c *cutting) Dial(ctx context.Context, to p2p.Identity, ep []byte) (p2p.Link, error) {
-	l, err := c.Transport.Dial(ctx, to, ep)
-	if err != nil {
-		return nil, err
-	}
-	return &cutLink{l, c.m}, nil
-}
-
-type cutHost struct {
+type askedHost struct {
 	p2p.Host
 	m *member
 }
 
-func (h *cutHost) Admit(from p2p.Identity) error {
+func (h *askedHost) Admit(from p2p.Identity) error {
 	defer func() {
 		select {
 		case h.m.asked <- struct{}{}:
@@ -93,8 +86,7 @@ func (h *cutHost) Admit(from p2p.Identity) error {
 	return h.Host.Admit(from)
 }
 
-func (h *cutHost) Accepted(from p2p.Identity, l p2p.Link) { h.Host.Accepted(from, &cutLink{l, h.m}) }
-
+// cutLink fails when its member says so.
 type cutLink struct {
 	p2p.Link
 	m *member

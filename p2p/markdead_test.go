@@ -12,33 +12,7 @@ import (
 	"tutti/p2p/inproc"
 )
 
-// network delivers nothing while it is held.
-type network struct {
-	p2p.Transport
-	held *atomic.Bool
-}
-
-func (n *network) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
-	return n.Transport.Listen(ctx, &networkHost{h, n.held})
-}
-
-func (n *network) Dial(ctx context.Context, to p2p.Identity, ep []byte) (p2p.Link, error) {
-	l, err := n.Transport.Dial(ctx, to, ep)
-	if err != nil {
-		return nil, err
-	}
-	return &delayed{l, n.held}, nil
-}
-
-type networkHost struct {
-	p2p.Host
-	held *atomic.Bool
-}
-
-func (h *networkHost) Accepted(from p2p.Identity, l p2p.Link) {
-	h.Host.Accepted(from, &delayed{l, h.held})
-}
-
+// delayed delivers nothing while it is held.
 type delayed struct {
 	p2p.Link
 	held *atomic.Bool
@@ -71,8 +45,9 @@ func (x *leavers) settle(rank int, life uint64) *p2p.Proxy {
 		held = new(atomic.Bool)
 	}
 	p := p2p.New(p2p.Config{Self: id, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-		Linger:     x.linger,
-		Transports: []p2p.Transport{&network{Transport: inproc.New(inproc.Config{RingBytes: 16 << 10}), held: held}},
+		Linger: x.linger,
+		Transports: []p2p.Transport{&wrapping{inproc.New(inproc.Config{RingBytes: 16 << 10}),
+			func(l p2p.Link) p2p.Link { return &delayed{l, held} }}},
 		Resolve: func(_ context.Context, r int) (p2p.Peer, error) {
 			x.mu.Lock()
 			defer x.mu.Unlock()

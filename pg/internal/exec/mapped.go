@@ -163,17 +163,17 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 	r.direct.forgetMany(r.rank)
 	if m.exposure != nil {
 		in, out := c.loaded(r.rank, elem)
-		var access, reads byte
+		var access, offers byte
 		switch {
 		case d != nil:
 			access = r.offer(d, m.mine, in, out)
 		case r.set.Caps.Mapped:
 			access = max(r.describe(m.mine[24:40], c.In, in), r.describe(m.mine[40:56], c.Out, out))
-			reads = r.offers(elem)
+			offers = r.offers(elem)
 		}
-		if reads != 0 || access == accessMapped || access == accessDevice {
+		if offers != 0 || access == accessMapped || access == accessDevice {
 			board, off := m.exposure.Place()
-			m.mine[0], m.mine[1] = access, reads
+			m.mine[0], m.mine[1] = access, offers
 			binary.LittleEndian.PutUint32(m.mine[4:], uint32(off))
 			binary.LittleEndian.PutUint64(m.mine[8:], board)
 			binary.LittleEndian.PutUint64(m.mine[16:], m.exposure.Begin())
