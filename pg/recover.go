@@ -19,7 +19,8 @@ const (
 	// until all survivors have called Recover.
 	Report OnFailure = iota
 	// Shrink: the operation in flight returns a *RankError at every survivor that had not finished
-	// it. The next operation runs among the survivors.
+	// it. The next operation runs among the survivors. A loss that is noticed when no rank is in an
+	// operation is no error of the next one: Group.View tells of it.
 	Shrink
 	// Retry: the operation in flight runs again among the survivors, if its inputs are intact on
 	// all of them and none has finished it; otherwise as Shrink. With Config.Uniform no survivor

@@ -31,6 +31,16 @@ def raises(kind, text, function, *arguments, **keywords):
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+# An operation during which rank lost dies fails at all ranks. It succeeds without lost at all
+# ranks if none had begun it when the loss was noticed. Returns whether it failed.
+def outlives(lost, function, *arguments, **keywords):
+    try:
+        function(*arguments, **keywords)
+    except dist.DistBackendError as e:
+        assert f"rank {lost}" in str(e), f"{e!r} does not name rank {lost}"
+        return True
+    return False
 """
 
 

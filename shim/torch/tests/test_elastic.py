@@ -31,10 +31,12 @@ if rank == lost:
     die()
 x = torch.ones(3)
 work = dist.all_reduce(x, async_op=True)
-raises(dist.DistBackendError, f"rank {lost}", work.wait)
-assert tutti_torch.failed_ranks(work) == [lost]
-tutti_torch.recover()  # as the next operation would
 left = [r for r in range(size) if r != lost]
+if outlives(lost, work.wait):
+    assert tutti_torch.failed_ranks(work) == [lost]
+else:
+    assert tutti_torch.failed_ranks(work) == [] and x.tolist() == [2.0] * 3, x
+tutti_torch.recover()  # as the next operation would
 assert tutti_torch.active_ranks() == left, tutti_torch.active_ranks()
 assert dist.get_world_size() == size
 
@@ -111,7 +113,7 @@ for lost in (0, 2):
     dist.barrier()
     if rank == lost:
         die()
-    raises(dist.DistBackendError, f"rank {lost}", dist.barrier)
+    outlives(lost, dist.barrier)
     while tutti_torch.admit() == 0:
         pass
     done += 1
@@ -168,7 +170,7 @@ trio = dist.new_group([0, 1, 2])
 dist.barrier()
 if rank == 1:
     die()
-raises(dist.DistBackendError, "rank 1", dist.all_reduce, torch.ones(1), group=trio)
+outlives(1, dist.all_reduce, torch.ones(1), group=trio)
 dist.all_reduce(x := torch.ones(1), group=trio)
 assert x.item() == 2 and tutti_torch.active_ranks(trio) == [0, 2]
 dist.all_reduce(x := torch.ones(1), group=pair)
@@ -219,7 +221,7 @@ else:
     step += 1
     if rank == 0:
         die()
-    raises(dist.DistBackendError, "rank 0", dist.barrier)
+    outlives(0, dist.barrier)
     dist.all_reduce(x := torch.ones(1))
     assert x.item() == 2, x  # the same processes go on
     while tutti_torch.admit() == 0:
