@@ -304,7 +304,14 @@ func place(t *testing.T, x *linktest.Side, b []byte, to *mem.Remote) {
 func TestFailedLaneIsFenced(t *testing.T) { overRails(t, testFence) }
 
 func testFence(t *testing.T, p ports) {
-	f := soft.New(soft.Config{Seed: 24, Devices: 4})
+	var fails atomic.Uint32 // the queue pair whose requests fail
+	f := soft.New(soft.Config{Seed: 24, Devices: 4, Faults: soft.Faults{
+		Request: func(device string, qp uint32, _ *rdma.SendRequest) rdma.Status {
+			if qp == fails.Load() {
+				return rdma.RetryExceeded
+			}
+			return rdma.Success
+		}}})
 	t.Cleanup(f.Close)
 	x, y := sidesOf(t, f, p)
 	const n = 8 << 20
@@ -313,12 +320,11 @@ func testFence(t *testing.T, p ports) {
 	b := pattern(n, 1)
 	place(t, x, b[:leastMove], to)
 	l := inner(x.End)
+	fails.Store(l.lane.bulk.rails[0].qp.Number())
 	id, err := x.PutTo(b, to, 0, p2p.Signal{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	r0 := l.lane.bulk.rails[0]
-	f.Break(r0.Name(), r0.qp.Number())
 	limbo := func() (n *lane, closed bool) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
