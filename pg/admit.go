@@ -22,8 +22,7 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.roster == nil {
 		return 0, nil
 	}
-	late := exec.Call{Kind: collectives.AllReduce, DType: Uint64, Op: Max, Count: admitFields}
-	if err := g.enter(ctx, "admit", func() { g.expired(late) }); err != nil {
+	if err := g.enter(ctx, "admit", func() { g.expired(admitCall) }); err != nil {
 		return 0, err
 	}
 	defer g.leave()
@@ -41,6 +40,9 @@ const (
 	admitFields
 )
 
+// admitCall is the exchange in Admit without its memory.
+var admitCall = exec.Call{Kind: collectives.AllReduce, Op: Max, DType: Uint64, Count: admitFields, Uniform: true}
+
 // admit agrees with all other ranks, those that are coming in included, on a view that contains
 // every waiting rank. since is the last view that this rank's program knows. All decisions depend
 // only on the result of a uniform allreduce, never on what this rank alone knows.
@@ -55,7 +57,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	}
 	for {
 		var lost *RankError
-		g.run.Adopt(exec.Call{Kind: collectives.AllReduce, Op: Max, DType: Uint64, Count: admitFields})
+		g.run.Adopt(admitCall)
 		if err := g.ready(); errors.As(err, &lost) && g.err == nil {
 			continue // the others are past an operation that this rank has not begun
 		} else if err != nil {

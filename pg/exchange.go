@@ -29,8 +29,7 @@ import (
 //     has begun its own.
 //   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
 //     another one.
-//   - cause belongs to Group.err, and is cleared by the next exchange; gave counts as long as it is
-//     the last operation.
+//   - cause belongs to Group.err, and is cleared by the next exchange.
 //   - parts is set from the beginning of the wait in Close on: only in a closed group.
 //   - agreement.between is set only while a call has the turn (Group.busy).
 //
@@ -44,7 +43,6 @@ type passage struct {
 	hint  bool            // the job has grown, and the other ranks have to be told
 	lost  *RankError      // the latest
 	cause []byte          // why the group has failed, as the other ranks are told
-	gave  uint64          // the last uniform operation that this rank gave up
 
 	present map[int]resync.Point // boundaries that the other ranks have reached, by slot
 	shows   resync.Point         // the boundary that this rank has announced
@@ -65,9 +63,12 @@ const (
 // standingSize bytes and more:
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 last complete exchange: view | 32 attempt
-//	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 place
-//	112 why the group has failed: the payload of Abort
-const standingSize = 72 + join.PlaceSize
+//	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 Given | 80 place
+//	120 why the group has failed: the payload of Abort
+const (
+	standingPlace = 80
+	standingSize  = standingPlace + join.PlaceSize
+)
 
 const (
 	standHas = 1 << iota
@@ -116,12 +117,11 @@ func encodeTold(t resync.Told) []byte {
 	b := make([]byte, 0, standingSize+len(more.cause))
 	last := t.Last
 	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, last.At.View, last.At.Attempt, last.Start,
-		last.Confirmed,
-		more.ballot, flags} {
+		last.Confirmed, more.ballot, flags, t.Given} {
 		b = binary.LittleEndian.AppendUint64(b, n)
 	}
 	b = b[:standingSize]
-	more.place.Encode(b[72:])
+	more.place.Encode(b[standingPlace:])
 	return append(b, more.cause...)
 }
 
@@ -136,10 +136,10 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 		return t, fmt.Errorf("a standing in attempt %d, the last possible is %d", t.At.Attempt, uint64(maxAttempt))
 	}
 	last := resync.Outcome{At: resync.Point{View: u(24), Attempt: u(32)}, Start: u(40), Confirmed: u(48)}
-	t.Standing = resync.Standing{Over: u(16), Last: last,
+	t.Standing = resync.Standing{Over: u(16), Given: u(72), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
-		More: told{join.DecodePlace(b[72:]), u(56), flags&standHost != 0, b[standingSize:]}}
+		More: told{join.DecodePlace(b[standingPlace:]), u(56), flags&standHost != 0, b[standingSize:]}}
 	return t, nil
 }
 
@@ -278,10 +278,8 @@ func (g *Group) passing(err error) bool {
 
 // standing returns where this rank stands between two operations.
 func (g *Group) standing() resync.Standing {
-	s := resync.Standing{Over: g.seq, Intact: true, Failed: g.err != nil}
-	if g.gave == g.seq && g.seq > 0 { // a result of this operation, if there is one, does not count
-		s.Over, s.Intact = g.seq-1, false
-	}
+	s := g.sync.Between(g.seq)
+	s.Failed = g.err != nil
 	return s
 }
 
@@ -295,9 +293,7 @@ func (g *Group) ready() error {
 		return g.err
 	}
 	if err := g.verdicts(); err != nil {
-		g.forgo()
-		g.fails(err)
-		return err
+		return g.forgone(err)
 	}
 	broken := g.coll.Err() != nil
 	switch {
@@ -309,9 +305,7 @@ func (g *Group) ready() error {
 		return g.err
 	case g.sync.Pending() || g.sync.Behind() || g.sync.Due(broken):
 		if err := g.move(g.standing(), broken); err != nil {
-			g.forgo()
-			g.fails(err)
-			return err
+			return g.forgone(err)
 		}
 		if g.err != nil {
 			return g.err
@@ -477,8 +471,8 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 		}
 	}
 	g.job.log.Debug("entering a view", "group", g.id(), "epoch", tell.At.View, "attempt", tell.At.Attempt,
-		"over", mine.Over, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls,
-		"passive", passive, "missing", g.sync.Missing())
+		"over", mine.Over, "given", mine.Given, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed,
+		"calls", mine.Calls, "passive", passive, "missing", g.sync.Missing())
 	if g.rough = true; complete {
 		g.settled()
 	}

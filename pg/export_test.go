@@ -29,8 +29,6 @@ func (g *Group) illegal() string {
 		return "operations have run before the rank was in a view"
 	case g.hint && !g.job.settings.AutoAdmit:
 		return "the ranks are told that the job has grown, without AutoAdmit"
-	case g.gave > g.seq:
-		return "the rank has given up an operation that has not begun"
 	case !g.rough && g.sync.Pending():
 		return "an exchange is under way, and the next operation does not look"
 	case !g.rough && g.sync.Lost():

@@ -400,19 +400,30 @@ func (g *Group) launch() error {
 // count it.
 func (g *Group) miss(err error) error {
 	g.forgo()
-	typed := g.fail(err)
 	g.rough = true
-	if !g.fails(typed) && g.job.settings.OnFailure == Report {
-		g.err = typed
-	}
-	return typed
+	return g.halt(g.fail(err))
 }
 
 // forgo counts the next operation, which does not begin on this rank.
 func (g *Group) forgo() {
-	if g.seq++; g.uniform() {
-		g.gave = g.seq
+	g.seq++
+	g.sync.GiveUp(g.seq, g.uniform())
+}
+
+// forgone is forgo for an operation that does not begin because of err, of which the other ranks
+// have been told.
+func (g *Group) forgone(err error) error {
+	g.forgo()
+	return g.halt(err)
+}
+
+// halt is fails for an operation that has not begun, and returns err. With Report the group fails
+// in any case.
+func (g *Group) halt(err error) error {
+	if !g.fails(err) && g.job.settings.OnFailure == Report {
+		g.err = err
 	}
+	return err
 }
 
 // concluded ends the operation, whose steps have ended with err.
@@ -450,12 +461,14 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 			if err = g.run.Confirm(); err == nil {
 				return here, nil
 			}
+			if g.past(err) {
+				g.rough = true // the next operation finds the failure
+				return here, nil
+			}
 		}
 		typed := g.fail(err)
 		if g.fails(typed) {
-			if uniform {
-				g.gave = g.seq
-			}
+			g.sync.GiveUp(g.seq, uniform)
 			return here, typed
 		}
 		g.rough = true
@@ -478,9 +491,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		intact := s.OnFailure == Retry && !g.run.Dirty() && !has
 		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
 		if err := g.move(mine, g.coll.Err() != nil); err != nil {
-			if uniform {
-				g.gave = g.seq
-			}
+			g.sync.GiveUp(g.seq, uniform)
 			g.fails(err)
 			return here, err
 		}
@@ -506,6 +517,17 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 			return here, nil
 		}
 	}
+}
+
+// past reports whether err is the failure of a later operation: then a rank has confirmed the
+// present one, and so all have its result.
+func (g *Group) past(err error) bool {
+	var ended *p2p.Aborted
+	if !errors.As(err, &ended) {
+		return false
+	}
+	a, bad := decodeAbort(ended.Payload, g.v.Size)
+	return bad == nil && a.Call.Seq > g.seq
 }
 
 // overwritten reports whether the current call's input is lost on this rank, which has the result
@@ -848,6 +870,6 @@ func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.C
 
 // exchangeCall returns the call of exchangeFor without its memory. With the proxy's lock.
 func (g *Group) exchangeCall(n int, prepares flight.Call, count uint64) exec.Call {
-	return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: n, Slots: g.v.Size, For: prepares,
-		ForCount: count}
+	return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: n, Slots: g.v.Size, Uniform: true,
+		For: prepares, ForCount: count}
 }

@@ -497,6 +497,7 @@ func (g *Group) step(ctx context.Context, c *exec.Call) error {
 		return err
 	}
 	defer g.leave()
+	g.run.Adopt(g.exchangeCall(messageSize/8, prepares, count))
 	if !g.rough {
 		return nil
 	}

@@ -180,12 +180,16 @@ func (g *Group) Recover(ctx context.Context) error {
 	return nil
 }
 
+// leastAccusing is the shortest wait that a rank is accused for: a rank that is a moment later than
+// the others is not missing.
+const leastAccusing = 10 * time.Millisecond
+
 // accuse reports the ranks that err names as missing to the membership, if ranks may be removed for
 // a timeout. A rank that learnt of the timeout from a peer accuses only if it had waited in the
 // operation long enough itself.
 func (g *Group) accuse(err error) {
 	late := g.evicts(err)
-	if late == nil || g.job.roster == nil {
+	if late == nil || g.job.roster == nil || late.After < leastAccusing {
 		return
 	}
 	alone := g.job.settings.OnTimeout == TimeoutEvictsAlone

@@ -11,7 +11,7 @@ import (
 // decodeTold accepts any input, and valid input encodes to the same bytes.
 func FuzzTold(f *testing.F) {
 	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1},
-		Standing: resync.Standing{Over: 5, Has: true, Calls: true,
+		Standing: resync.Standing{Over: 5, Given: 2, Has: true, Calls: true,
 			Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
 			More: told{place: join.Place{Machine: 1, Cores: 2, Maps: true, Incarnation: 9}, ballot: 2,
 				host: true, cause: []byte("why")}}}))
@@ -23,7 +23,7 @@ func FuzzTold(f *testing.F) {
 		}
 		again := encodeTold(x)
 		if y, err := decodeTold(again); err != nil || !bytes.Equal(encodeTold(y), again) || x.At != y.At ||
-			x.Over != y.Over || x.Last != y.Last || x.More.(told).host != y.More.(told).host {
+			x.Over != y.Over || x.Given != y.Given || x.Last != y.Last || x.More.(told).host != y.More.(told).host {
 			t.Errorf("%x was understood as %+v, told as %x and understood as %+v (%v)", b, x, again, y, err)
 		}
 	})

@@ -52,6 +52,8 @@ type Machine struct {
 
 	last   Outcome
 	failed bool
+
+	gave, upTo uint64 // the first and the last operation of GiveUp of which no exchange has decided; 0: none
 }
 
 // Told is a standing and the exchange that it belongs to.
@@ -141,6 +143,7 @@ func (m *Machine) Member() bool { return m.now.Has(m.self) }
 // another exchange. Members that call Recover or are coming in wait for programs, and are no reason
 // by themselves. passive: this rank's program is in no call, and the rank only follows others.
 func (m *Machine) target(renew, passive bool) Point {
+	renew = renew || m.gave > 0 && !m.pending // the others have to learn of it before the next operation
 	stuck := !passive && m.stuck()
 	leaves := !passive && (stuck || m.Lost() || m.aim > m.at.View)
 	next := m.at
@@ -208,6 +211,28 @@ func (m *Machine) Asked(failed bool) bool {
 // ranks have begun.
 func (m *Machine) Fresh(seq uint64) bool { return m.pending || seq < m.last.Start }
 
+// GiveUp notes that this rank ends operation seq, the one at hand, without knowing what becomes of
+// it at others: they may have its result. The exchange in which this rank tells of it decides, and
+// is due before the next operation. An operation that is not uniform, and follows none that is
+// noted, is over when it ends, and is not noted.
+func (m *Machine) GiveUp(seq uint64, uniform bool) {
+	if m.gave == 0 && uniform {
+		m.gave = seq
+	}
+	if m.gave > 0 {
+		m.upTo = seq
+	}
+}
+
+// Between returns where this rank stands between two operations, of which seq is the last that its
+// program has called.
+func (m *Machine) Between(seq uint64) Standing {
+	if m.gave > 0 {
+		return Standing{Over: m.gave - 1, Given: seq - m.gave}
+	}
+	return Standing{Over: seq, Intact: true}
+}
+
 // Enter enters the exchange of Due or Asked, with standing mine, and returns what to tell the other
 // members. complete reports whether all have told theirs.
 func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete bool) {
@@ -233,6 +258,11 @@ func (m *Machine) complete() bool {
 	m.pending = false
 	m.last = Outcome{At: m.at}
 	m.last.Start, m.last.Confirmed = Resume(slices.Collect(maps.Values(m.got)))
+	if m.upTo < m.last.Start {
+		m.gave, m.upTo = 0, 0
+	} else { // this rank gave them up after it had told its standing
+		m.gave = max(m.gave, m.last.Start)
+	}
 	failed, all := false, true
 	for _, s := range m.got {
 		failed, all = failed || s.Failed, all && (s.Calls || s.Joins)

@@ -4,7 +4,11 @@ import (
 	"encoding/binary"
 	"flag"
 	"fmt"
+	"hash/maphash"
 	"maps"
+	"os"
+	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +18,14 @@ import (
 // exchange's view have begun it there. Ranks die, or give an operation up, at any step. Views and
 // notices are delayed arbitrarily, notices between two ranks in order. A program whose group has
 // failed calls Recover and continues. All states are visited.
+// The models are deep recursions that leave much garbage: each stack would be a bucket of the
+// profile of memory.
+func TestMain(m *testing.M) {
+	runtime.MemProfileRate = 0
+	debug.SetGCPercent(400)
+	os.Exit(m.Run())
+}
+
 const (
 	modelRanks = 3
 	modelOps   = 2
@@ -27,6 +39,8 @@ type modelRules struct {
 	ops                    uint64
 	early                  bool // the operation ends at rank 0 alone, as a broadcast does at its root
 	recovers               bool // programs call Recover after the first operation, whatever became of it
+	goesOn                 bool // a rank that gives up does not fail the group
+	one                    bool // only the last rank gives up, and nothing that runs
 }
 
 type doing uint8
@@ -45,14 +59,14 @@ type modelRank struct {
 	m       *Machine
 	doing   doing
 	seq     uint64
-	aborts  bool // it has told that it has failed in this channel
-	broken  bool // the channel: a rank has failed in it
-	has     bool // the result of the operation that ran is here, unconfirmed
+	aborts  bool  // it has told that it has failed in this channel
+	broken  bool  // the channel: a rank has failed in it
+	ended   Point // the latest channel of which this rank was told that
+	has     bool  // the result of the operation that ran is here, unconfirmed
 	rough   bool
 	failed  bool
-	told    bool // to its program
-	called  bool // Recover
-	gave    uint64
+	told    bool               // to its program
+	called  bool               // Recover
 	outcome [modelOps + 1]int8 // 1 well, -1 failed, 2 given up
 }
 
@@ -123,6 +137,7 @@ func (f *fingerprint) outcome(o Outcome) { f.put(o.At.View, o.At.Attempt, o.Star
 
 func (f *fingerprint) standing(s Standing) {
 	f.put(s.Over)
+	f.put(s.Given)
 	f.flags(s.Has, s.Intact, s.Joins, s.Failed, s.Calls)
 	f.outcome(s.Last)
 }
@@ -133,6 +148,7 @@ func (f *fingerprint) machine(m *Machine) {
 	f.view(m.in)
 	f.standing(m.mine)
 	f.flags(m.pending, m.failed)
+	f.put(m.gave, m.upTo)
 	for slot := range modelRanks {
 		s, told := m.got[slot]
 		if f.flags(told); told {
@@ -147,13 +163,13 @@ func (f *fingerprint) machine(m *Machine) {
 	f.outcome(m.last)
 }
 
-func (w *modelWorld) key() string {
-	f := make(fingerprint, 0, 1024)
+// key identifies the state. f is memory that may be used.
+func (w *modelWorld) key(f fingerprint) fingerprint {
 	for r := range w.ranks {
 		p := &w.ranks[r]
 		f.machine(p.m)
 		f.flags(p.alive, p.aborts, p.broken, p.has, p.rough, p.failed, p.told, p.called)
-		f.put(uint64(p.doing), p.seq, p.gave)
+		f.put(uint64(p.doing), p.seq, p.ended.View, p.ended.Attempt)
 		for _, o := range p.outcome {
 			f.put(uint64(uint8(o)))
 		}
@@ -182,7 +198,7 @@ func (w *modelWorld) key() string {
 	}
 	f.view(w.view)
 	f.put(uint64(w.rules.deaths), uint64(w.rules.gives))
-	return string(f)
+	return f
 }
 
 func (w *modelWorld) channel(p Point) *channel {
@@ -194,10 +210,8 @@ func (w *modelWorld) channel(p Point) *channel {
 
 // standing, change, settled, answer and the rest are the driver's, as in package pg.
 func (p *modelRank) standing() Standing {
-	s := Standing{Over: p.seq, Intact: true, Failed: p.failed}
-	if p.gave == p.seq && p.seq > 0 {
-		s.Over, s.Intact = p.seq-1, false
-	}
+	s := p.m.Between(p.seq)
+	s.Failed = p.failed
 	return s
 }
 
@@ -210,7 +224,7 @@ func (w *modelWorld) change(r int, mine Standing, renew, passive bool) {
 			w.wires[r][s] = append(w.wires[r][s], message{Told: tell})
 		}
 	}
-	if p.rough, p.broken, p.aborts = true, false, false; complete {
+	if p.rough, p.broken, p.aborts = true, p.ended == p.m.at, false; complete {
 		w.settled(r)
 	}
 }
@@ -224,14 +238,20 @@ func (w *modelWorld) settled(r int) {
 // look fails the group where it has to fail between two operations.
 func (w *modelWorld) look(r int) {
 	p := &w.ranks[r]
-	if p.broken || w.rules.report && p.m.Lost() {
+	if p.broken && !w.rules.goesOn || w.rules.report && p.m.Lost() {
 		w.fail(r)
 	}
 }
 
 func (w *modelWorld) fail(r int) {
+	w.ranks[r].failed = true
+	w.abort(r)
+}
+
+// abort ends the channel, and tells the others.
+func (w *modelWorld) abort(r int) {
 	p := &w.ranks[r]
-	if p.failed, p.broken = true, true; p.aborts {
+	if p.broken = true; p.aborts {
 		return
 	}
 	p.aborts = true
@@ -303,6 +323,9 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					w.wires[s][r] = w.wires[s][r][1:]
 					if q := &w.ranks[r]; t.abort {
 						q.broken = q.broken || t.At == q.m.at
+						if q.ended.Before(t.At) {
+							q.ended = t.At
+						}
 						return
 					} else if q.m.Hear(s, t.Told) {
 						w.settled(r)
@@ -312,6 +335,19 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					w.advance(r)
 				})
 			}
+		}
+		if w.gives(r) && w.rules.goesOn && p.doing != running && p.doing != recovering &&
+			(p.doing == concluding || p.seq < w.rules.ops) {
+			try(say("gives up what has not begun, or in an exchange"), func(w *modelWorld) {
+				q := &w.ranks[r]
+				w.rules.gives--
+				w.abort(r)
+				if q.rough = true; q.doing != concluding {
+					q.seq++
+				}
+				q.m.GiveUp(q.seq, w.rules.uniform)
+				w.end(r, 2)
+			})
 		}
 		switch p.doing {
 		case idle:
@@ -348,6 +384,11 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 	}
 }
 
+// gives reports whether rank r may give up.
+func (w *modelWorld) gives(r int) bool {
+	return w.rules.gives > 0 && (r == modelRanks-1 || !w.rules.one)
+}
+
 // call begins the next operation.
 func (w *modelWorld) call(r int) {
 	p := &w.ranks[r]
@@ -355,14 +396,11 @@ func (w *modelWorld) call(r int) {
 	case p.failed:
 		p.told = true
 		return
-	case w.ranks[r].broken: // the operation finds it
+	case p.broken && !w.rules.goesOn, // the operation finds it
+		w.rules.report && p.m.Lost():
 		w.fail(r)
 		p.seq, p.told = p.seq+1, true
-		w.end(r, -1)
-		return
-	case w.rules.report && p.m.Lost():
-		w.fail(r)
-		p.seq, p.told = p.seq+1, true
+		p.m.GiveUp(p.seq, w.rules.uniform)
 		w.end(r, -1)
 		return
 	}
@@ -375,7 +413,7 @@ func (w *modelWorld) advance(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
 	case entering:
-		if !w.moves(r, p.standing(), false) {
+		if !w.moves(r, p.standing(), p.broken) {
 			return
 		}
 		o, _ := p.m.Outcome()
@@ -447,6 +485,15 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 		})
 	}
 	lost := slices.ContainsFunc(in, func(s int) bool { return !w.ranks[s].alive || ch.left[s] > 0 && ch.left[s] <= k })
+	conclude := func(w *modelWorld) {
+		if !w.rules.retry && !w.rules.uniform {
+			w.end(r, -1)
+			return
+		}
+		w.ranks[r].doing = concluding
+		w.moves(r, w.concludes(r), w.ranks[r].broken)
+		w.advance(r)
+	}
 	if lost && !p.broken {
 		try(say("cannot go on"), func(w *modelWorld) {
 			q := &w.ranks[r]
@@ -459,36 +506,37 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 				w.fail(r)
 				q.told = true
 			}
-			if !w.rules.retry && !w.rules.uniform {
-				w.end(r, -1)
-				return
-			}
-			q.doing = concluding
-			w.moves(r, w.concludes(r), w.ranks[r].broken)
-			w.advance(r)
+			conclude(w)
 		})
 	}
 	giveUp := func(outcome int8) func(w *modelWorld) {
 		return func(w *modelWorld) {
 			q := &w.ranks[r]
-			w.fail(r)
-			if q.told, q.rough = true, true; w.rules.uniform {
-				q.gave = k
+			q.rough = true
+			if w.rules.goesOn {
+				w.abort(r)
+				conclude(w)
+				return
 			}
+			w.fail(r)
+			q.told = true
+			q.m.GiveUp(k, w.rules.uniform)
 			w.end(r, outcome)
 		}
 	}
 	if p.broken {
 		try(say("is told that another has failed"), giveUp(2))
 	}
-	if w.rules.gives > 0 {
+	if w.gives(r) && !w.rules.one {
 		try(say("gives up"), func(w *modelWorld) { w.rules.gives--; giveUp(2)(w) })
 	}
 }
 
 type explorer struct {
 	t    *testing.T
-	seen map[string]bool
+	seed maphash.Seed
+	seen map[uint64]bool // by the hashes of keys
+	buf  fingerprint
 	path []string
 	ends int
 	calm bool // nothing fails
@@ -503,7 +551,8 @@ func (e *explorer) fail(w *modelWorld, format string, args ...any) {
 }
 
 func (e *explorer) visit(w *modelWorld) {
-	key := w.key()
+	e.buf = w.key(e.buf[:0])
+	key := maphash.Bytes(e.seed, e.buf)
 	if e.seen[key] {
 		return
 	}
@@ -581,7 +630,7 @@ func (rules modelRules) explore(t *testing.T) (states int) {
 	for r := range w.ranks {
 		w.ranks[r] = modelRank{alive: true, m: New(r, w.view)}
 	}
-	e := &explorer{t: t, seen: map[string]bool{}, calm: rules.deaths+rules.gives == 0}
+	e := &explorer{t: t, seed: maphash.MakeSeed(), seen: map[uint64]bool{}, calm: rules.deaths+rules.gives == 0}
 	e.visit(w)
 	if e.ends == 0 {
 		t.Errorf("%+v: nothing ends", rules)
@@ -617,8 +666,40 @@ func TestExchangesWithOneFailureAtEveryStep(t *testing.T) {
 		if *deep {
 			states += rules.explore(t)
 		}
+		rules.goesOn, rules.one, rules.early, rules.deaths, rules.gives = true, !*deep, true, 0, 2
+		if !rules.report && (*deep || rules.uniform && !rules.retry) {
+			states += rules.explore(t)
+		}
 	}
 	t.Logf("%d states", states)
+}
+
+// An exchange is due after an operation was given up, also if the channel is whole.
+func TestGivenUpOperationNeedsAnExchange(t *testing.T) {
+	m := New(0, View{Epoch: 1, Members: []int{0, 1}})
+	m.GiveUp(1, false)
+	if s := m.Between(1); m.Due(false) || s.Over != 1 || !s.Intact {
+		t.Errorf("an operation that is not uniform: due %v, standing %+v", m.Due(false), s)
+	}
+	m.GiveUp(2, true)
+	m.GiveUp(3, false)
+	mine := m.Between(3)
+	if !m.Due(false) || mine.Over != 1 || mine.Given != 1 || mine.Intact || mine.Next() != 4 {
+		t.Fatalf("two operations are given up: due %v, standing %+v", m.Due(false), mine)
+	}
+	told, _ := m.Enter(false, false, mine)
+	m.GiveUp(4, true) // in the exchange
+	m.Hear(1, Told{At: told.At, Standing: Standing{Over: 1, Has: true}})
+	o, _ := m.Outcome()
+	if s := m.Between(4); o.Start != 4 || o.Confirmed != 1 || !m.Due(false) || s.Over != 3 || s.Given != 0 ||
+		s.Next() != 5 {
+		t.Fatalf("a third one in the exchange: outcome %+v, due %v, standing %+v", o, m.Due(false), s)
+	}
+	told, _ = m.Enter(false, false, m.Between(4))
+	m.Hear(1, Told{At: told.At, Standing: Standing{Over: 3, Intact: true}})
+	if o, _ := m.Outcome(); o.Start != 5 || m.Due(false) || m.Between(4).Over != 4 {
+		t.Errorf("all are told: outcome %+v, due %v, standing %+v", o, m.Due(false), m.Between(4))
+	}
 }
 
 // A rank that comes in may know of a later view than the one that admitted it, and then tells

@@ -17,7 +17,10 @@ type Standing struct {
 	// Intact: the operation at hand can run from its beginning. It has not begun, or it may be
 	// retried and its inputs are unchanged.
 	Intact bool
-	Joins  bool // this rank has run no operation of this group: it begins where the others are, without a say
+	// Given is the number of operations after the one at hand that this rank has given up too. If
+	// it is not 0, the rank has given up the one at hand, and Has and Intact are false.
+	Given uint64
+	Joins bool // this rank has run no operation of this group: it begins where the others are, without a say
 
 	Failed bool // the group has failed on this rank, and its program has to call Recover
 	Calls  bool // the program has called Recover
@@ -44,7 +47,7 @@ func (s Standing) Next() uint64 {
 	if s.Intact {
 		return s.Over + 1
 	}
-	return s.Over + 2
+	return s.Over + 2 + s.Given
 }
 
 // Resume returns with which operation a new view begins, from the standings of all its members, in
@@ -62,11 +65,13 @@ func (s Standing) Next() uint64 {
 // and so knows that all had it. Otherwise no rank has given it to its program.
 //
 // A rank that gave up while others completed the exchange does not know its outcome. The next
-// exchange assigns it that outcome, or the operation that it gave up, whichever is later.
+// exchange assigns it that outcome, or what follows the operations that it gave up, whichever is
+// later.
 //
 // This requires that a uniform operation is over only when it is confirmed, or by a Resume. A rank
 // that gives up earlier (a deadline) may tell its program, but then it discards the result, and the
-// operation stays at hand, neither Has nor Intact, until the next exchange.
+// operation stays at hand, neither Has nor Intact, until the next exchange. The operations that it
+// gives up after that one, before the exchange, are Given.
 func Resume(standings []Standing) (start, confirmed uint64) {
 	start = 1
 	var last Standing
@@ -81,7 +86,7 @@ func Resume(standings []Standing) (start, confirmed uint64) {
 		case s.Joins:
 		case last.after(s):
 			// The member missed the outcome, and has run nothing since: it stands at that
-			// exchange's start, or after the operation that it gave up since.
+			// exchange's start, or after the operations that it gave up since.
 			behind = true
 			start = max(start, s.Next())
 		default:

@@ -22,19 +22,20 @@ type resumeRules struct {
 	uniform, retry bool
 	early          bool // the operation ends at the lowest rank alone, as a broadcast does at its root
 	giveUp         bool // an operation may be given up once
+	again          bool // and the one behind it too
 	joins          bool // the last rank comes in with the second view
 	n, kills, ops  int
 }
 
 // small is a Standing in few bytes.
 type small struct {
-	over                       uint8
-	has, intact, joins         bool
-	epoch, start, confirmed, _ uint8
+	over                           uint8
+	has, intact, joins             bool
+	epoch, start, confirmed, given uint8
 }
 
 func (s small) standing() Standing {
-	return Standing{Over: uint64(s.over), Has: s.has, Intact: s.intact, Joins: s.joins,
+	return Standing{Over: uint64(s.over), Has: s.has, Intact: s.intact, Given: uint64(s.given), Joins: s.joins,
 		Last: Outcome{Point{uint64(s.epoch), 0}, uint64(s.start), uint64(s.confirmed)}}
 }
 
@@ -57,6 +58,7 @@ type resumeWorld struct {
 	has     [resumeEpochs + 1][resumeRanks]uint8 // the last of which the result was there
 	kills   int8
 	gaveUp  bool
+	again   bool
 	joined  bool
 }
 
@@ -98,7 +100,10 @@ func (w *resumeWorld) change() {
 func (m *resumeModel) end(w *resumeWorld, r int, outcome uint8) {
 	p := &w.ranks[r]
 	p.at.over++
-	p.at.has, p.at.intact, p.begun = false, true, false
+	p.at.has, p.at.intact, p.begun = false, p.at.given == 0, false
+	if p.at.given > 0 {
+		p.at.given--
+	}
 	if int(p.at.over) <= resumeOps {
 		p.outcome[p.at.over] = outcome
 		if p.told[p.at.over] {
@@ -171,6 +176,15 @@ func (m *resumeModel) visit(w resumeWorld) {
 				w.change() // and there is another view
 			})
 		}
+		if gaveUp := p.told[min(k, resumeOps)] && !p.at.intact; gaveUp && m.rules.again && !w.again &&
+			int(k) < m.rules.ops {
+			try(say("give up %d", k+1), func(w *resumeWorld) {
+				q := &w.ranks[r]
+				q.at.given, q.told[k+1] = 1, true
+				w.again = true
+				w.change()
+			})
+		}
 		if w.kills > 0 && w.epoch < resumeEpochs {
 			try(say("dies"), func(w *resumeWorld) { w.kills--; w.ranks[r].dead = true; w.change() })
 		}
@@ -215,6 +229,7 @@ func (m *resumeModel) apply(w *resumeWorld, r int) {
 			all = append(all, w.sent[p.epoch][(i+r)%resumeRanks].standing())
 		}
 	}
+	late := p.at.given > w.sent[p.epoch][r].given // it gave up another one since, and has to enter a later exchange
 	start, confirmed := Resume(all)
 	if confirmed >= start {
 		m.fail(*w, "rank %d: %d is confirmed, and is to run", r, confirmed)
@@ -231,7 +246,7 @@ func (m *resumeModel) apply(w *resumeWorld, r int) {
 			m.end(w, r, failed)
 		}
 	}
-	if !p.at.intact {
+	if !p.at.intact && !late {
 		m.fail(*w, "rank %d is to run %d, and cannot", r, start)
 	}
 	p.ready, p.at.has, p.at.joins = true, false, false
@@ -273,10 +288,12 @@ func (m *resumeModel) check(w resumeWorld) {
 func TestResumeModel(t *testing.T) {
 	states := 0
 	for _, n := range []int{2, 3} {
-		for bits := range 32 {
+		for bits := range 64 {
 			rules := resumeRules{uniform: bits&1 != 0, retry: bits&2 != 0, early: bits&4 != 0, giveUp: bits&8 != 0,
-				joins: bits&16 != 0, n: n, kills: n - 1, ops: 5 - n}
+				joins: bits&16 != 0, again: bits&32 != 0, n: n, kills: n - 1, ops: 5 - n}
 			switch {
+			case rules.again && !rules.giveUp:
+				continue
 			case rules.giveUp && rules.joins, n == 3 && rules.joins, n == 3 && rules.giveUp &&
 				(rules.early || rules.retry || !rules.uniform), (testing.Short() || raceEnabled) &&
 				(n == 3 && !rules.giveUp || rules.joins):

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// "enter R over=N [has] [intact] [joins] [failed] [calls] [renew] [passive]" has rank R enter an
-// exchange with that standing, if it should. passive: its program does not wait.
+// "enter R over=N [given=N] [has] [intact] [joins] [failed] [calls] [renew] [passive]" has rank R
+// enter an exchange with that standing, if it should. passive: its program does not wait.
 func (s *script) enter(args []string) error {
 	r, m, err := s.rank(args, 0)
 	if err != nil {
@@ -19,6 +19,10 @@ func (s *script) enter(args []string) error {
 		switch name, value, _ := strings.Cut(w, "="); name {
 		case "over":
 			if mine.Over, err = strconv.ParseUint(value, 10, 64); err != nil {
+				return err
+			}
+		case "given":
+			if mine.Given, err = strconv.ParseUint(value, 10, 64); err != nil {
 				return err
 			}
 		case "has":

@@ -154,6 +154,9 @@ func standing(s Standing) string {
 			words = append(words, f.name)
 		}
 	}
+	if s.Given > 0 {
+		words = append(words, fmt.Sprintf("given=%d", s.Given))
+	}
 	if s.Last.At != (Point{}) {
 		words = append(words, fmt.Sprintf("last=%v", s.Last.At))
 	}
