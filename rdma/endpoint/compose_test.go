@@ -164,9 +164,11 @@ func (j *joint) complete(i int, status rdma.Status) {
 
 // moves returns what can happen next.
 func (j *joint) moves() (all []jointMove) {
-	try := func(what string, spend *uint8, act func()) {
+	moves := j.world.moves()
+	all = make([]jointMove, 0, 16+len(moves))
+	try := func(is what, spend *uint8, act func()) {
 		if spend == nil || *spend > 0 {
-			all = append(all, jointMove{what, func() {
+			all = append(all, jointMove{is, func() {
 				if spend != nil {
 					*spend--
 				}
@@ -174,7 +176,7 @@ func (j *joint) moves() (all []jointMove) {
 			}})
 		}
 	}
-	for _, m := range j.world.moves() {
+	for _, m := range moves {
 		var spend *uint8
 		if m.spend != nil {
 			spend = m.spend(&j.left.faults)
@@ -182,33 +184,33 @@ func (j *joint) moves() (all []jointMove) {
 		try(m.what, spend, func() { m.act(j.world) })
 	}
 	for i := range j.sides {
-		e, name := &j.ends[i], string("ab"[i])
+		e := &j.ends[i]
 		if s := e.present; s != nil && j.sides[i].m.phase == connected {
 			// Submit waits when it has posted a part.
 			if n := s.set.Usage()[0].InUse; n == 0 || n == jointDepth && len(e.device.ready) == 0 {
-				try(name+" submits", &j.left.batches[i], func() { j.submit(i) })
+				try(does(i, " submits"), &j.left.batches[i], func() { j.submit(i) })
 			}
 			if len(s.qp.sends) > 0 && s.qp.state == rdma.StateReady {
 				if j.answers(i) {
-					try(name+"'s request is placed", nil, func() { j.complete(i, rdma.Success) })
-					try(name+"'s request fails", &j.left.fail[i], func() { j.complete(i, rdma.RetryExceeded) })
+					try(does(i, "'s request is placed"), nil, func() { j.complete(i, rdma.Success) })
+					try(does(i, "'s request fails"), &j.left.fail[i], func() { j.complete(i, rdma.RetryExceeded) })
 				} else if j.sides[1-i].joined != (end{}) || !j.sides[1-i].live { // else it is repeated
-					try(name+"'s request has no answer", nil, func() { j.complete(i, rdma.RetryExceeded) })
+					try(does(i, "'s request has no answer"), nil, func() { j.complete(i, rdma.RetryExceeded) })
 				}
 			}
 			if s.failed {
-				try(name+"'s connection fails", nil, func() { j.step(i, broken{j.sides[i].generation}, nil) })
+				try(does(i, "'s connection fails"), nil, func() { j.step(i, broken{j.sides[i].generation}, nil) })
 			}
 		}
 		if len(e.device.ready) > 0 {
-			try(name+" polls", nil, func() {
+			try(does(i, " polls"), nil, func() {
 				if _, err := e.poller.Poll(); err != nil {
 					j.bad(i, "%v", err)
 				}
 			})
 		}
 		for k, s := range e.retired {
-			try(fmt.Sprintf("%s drains a set, of %d", name, len(e.retired)), nil, func() {
+			try(does(i, fmt.Sprintf(" drains a set, of %d", len(e.retired))), nil, func() {
 				e.retired = slices.Delete(e.retired, k, k+1)
 				if err := errors.Join(s.set.Drain(context.Background()), s.set.Close()); err != nil {
 					j.bad(i, "%v", err)
@@ -220,7 +222,7 @@ func (j *joint) moves() (all []jointMove) {
 }
 
 type jointMove struct {
-	what string
+	what what
 	act  func()
 }
 
@@ -395,24 +397,21 @@ func exploreJoint(t *testing.T, may jointFaults) (states, moves int) {
 	var path []int // of the moves taken
 	var of []int   // how many there were
 	var buf []byte
-	var story []string
+	var story []what
 	for {
 		j := newJoint(t, may)
 		story = story[:0]
-		var err error
 		take := func(m jointMove) {
 			moves++
 			story = append(story, m.what)
 			lives := [2]uint64{j.sides[0].life, j.sides[1].life}
 			m.act()
 			j.follow(lives)
-			if err == nil {
-				err = j.check()
-			}
 		}
-		for _, k := range path {
+		for _, k := range path { // all but the last were checked before
 			take(j.moves()[k])
 		}
+		err := j.check()
 		for err == nil {
 			buf = j.print(buf[:0])
 			key := maphash.Bytes(seed, buf)
@@ -426,12 +425,13 @@ func exploreJoint(t *testing.T, may jointFaults) (states, moves int) {
 			}
 			path, of = append(path, 0), append(of, len(all))
 			take(all[0])
+			err = j.check()
 		}
 		if err == nil {
 			err = j.rest()
 		}
 		if err != nil {
-			t.Fatalf("%v, after %q", err, story)
+			t.Fatalf("%v, after %v", err, story)
 		}
 		for len(path) > 0 && path[len(path)-1] == of[len(of)-1]-1 {
 			path, of = path[:len(path)-1], of[:len(of)-1]

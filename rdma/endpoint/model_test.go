@@ -44,16 +44,33 @@ type packet struct {
 	call   uint64
 	reply  bool
 	m      *message
-	text   string // what String returns
 }
 
-// send puts a packet on its way.
-func (w *world) send(p packet) {
-	p.text = fmt.Sprintf("%c gets %v", "ab"[p.to()], p.m)
-	w.packets = append(w.packets, p)
+func (p packet) String() string { return p.arrives().String() }
+
+// does describes a move of side i.
+func does(i int, after string) what { return what{name: names[i], after: after} }
+
+// arrives describes that p arrives.
+func (p packet) arrives() what { return what{name: names[p.to()], m: p.m} }
+
+// names are those of the sides.
+var names = [2]string{"a", "b"}
+
+// what describes a move. Most are never printed.
+type what struct {
+	before string
+	name   string   // of a side
+	m      *message // that the side gets; nil: it does what after says
+	after  string
 }
 
-func (p packet) String() string { return p.text }
+func (w what) String() string {
+	if w.m != nil {
+		return fmt.Sprintf("%s%s gets %v%s", w.before, w.name, w.m, w.after)
+	}
+	return w.before + w.name + w.after
+}
 
 func (p packet) to() int {
 	if p.reply {
@@ -158,10 +175,11 @@ func (w *world) step(i int, ev event, p *packet) {
 				s.pausing, s.calling = a.call, 0
 			case send:
 				s.calling = a.call
-				w.send(packet{caller: i, life: s.life, call: a.call, m: a.message})
+				w.packets = append(w.packets, packet{caller: i, life: s.life, call: a.call, m: a.message})
 			case answer:
 				answers++
-				w.send(packet{caller: p.caller, life: p.life, call: p.call, reply: true, m: a.message})
+				w.packets = append(w.packets,
+					packet{caller: p.caller, life: p.life, call: p.call, reply: true, m: a.message})
 			}
 		}
 	}
@@ -346,7 +364,7 @@ type modelState struct {
 }
 
 type storyLine struct {
-	what   string
+	what   what
 	before *storyLine
 }
 
@@ -354,12 +372,12 @@ func (s *storyLine) String() string {
 	if s == nil {
 		return ""
 	}
-	return s.before.String() + "\n    " + s.what
+	return s.before.String() + "\n    " + s.what.String()
 }
 
 // move is something that can happen: a step of a process, of the network or of a device.
 type move struct {
-	what  string
+	what  what
 	spend func(f *faults) *uint8 // what it uses up; nil: nothing
 	act   func(w *world)
 }
@@ -371,47 +389,50 @@ func (m move) opens(f *faults) bool {
 
 // moves returns what can happen next.
 func (w *world) moves() (all []move) {
-	try := func(what string, spend func(f *faults) *uint8, act func(w *world)) {
-		all = append(all, move{what, spend, act})
+	all = make([]move, 0, 16+3*len(w.packets))
+	try := func(is what, spend func(f *faults) *uint8, act func(w *world)) {
+		all = append(all, move{is, spend, act})
 	}
 	for i := range w.sides {
-		p, name := &w.sides[i], string("ab"[i])
+		p := &w.sides[i]
 		if p.m.phase == unconnected || p.m.phase == connecting && !p.m.wanted {
-			try(name+" opens", func(f *faults) *uint8 { return &f.open[i] },
+			try(does(i, " opens"), func(f *faults) *uint8 { return &f.open[i] },
 				func(w *world) { w.step(i, open{}, nil) })
 		}
 		if p.pausing != 0 {
-			try(name+" asks", nil, func(w *world) { w.ready(i) })
+			try(does(i, " asks"), nil, func(w *world) { w.ready(i) })
 		}
 		if p.calling != 0 {
 			if w.underWay(i) {
-				try(name+" is impatient", func(f *faults) *uint8 { return &f.hurry },
+				try(does(i, " is impatient"), func(f *faults) *uint8 { return &f.hurry },
 					func(w *world) { w.timeout(i) })
 			} else {
-				try(name+" has no reply", nil, func(w *world) { w.timeout(i) })
+				try(does(i, " has no reply"), nil, func(w *world) { w.timeout(i) })
 			}
 		}
 		if p.m.wanted {
-			try(name+" does not wait any more", func(f *faults) *uint8 { return &f.cancel[i] },
+			try(does(i, " does not wait any more"), func(f *faults) *uint8 { return &f.cancel[i] },
 				func(w *world) { w.step(i, cancel{}, nil) })
 		}
 		if !p.weak {
-			try("the device of "+name+" fails once", func(f *faults) *uint8 { return &f.weaken[i] },
-				func(w *world) { w.sides[i].weak = true })
+			try(what{before: "the device of ", name: names[i], after: " fails once"},
+				func(f *faults) *uint8 { return &f.weaken[i] }, func(w *world) { w.sides[i].weak = true })
 		}
 		if p.m.phase == connected {
-			try("queue pairs of "+name+" fail", func(f *faults) *uint8 { return &f.sever[i] },
-				func(w *world) { w.step(i, broken{p.generation}, nil) })
+			try(what{before: "queue pairs of ", name: names[i], after: " fail"},
+				func(f *faults) *uint8 { return &f.sever[i] }, func(w *world) { w.step(i, broken{p.generation}, nil) })
 		}
 		if p.any || p.m.peer.session != 0 {
-			try(name+" restarts", func(f *faults) *uint8 { return &f.restart[i] }, func(w *world) { w.restart(i) })
+			try(does(i, " restarts"), func(f *faults) *uint8 { return &f.restart[i] }, func(w *world) { w.restart(i) })
 		}
 	}
 	for k, p := range w.packets {
-		try(p.String(), nil, func(w *world) { w.deliver(k, false) })
-		try(p.String()+", and will again", func(f *faults) *uint8 { return &f.duplicate },
+		arrives, again, lost := p.arrives(), p.arrives(), p.arrives()
+		again.after, lost.before = ", and will again", "lost: "
+		try(arrives, nil, func(w *world) { w.deliver(k, false) })
+		try(again, func(f *faults) *uint8 { return &f.duplicate },
 			func(w *world) { w.deliver(k, true) })
-		try("lost: "+p.String(), func(f *faults) *uint8 { return &f.lose },
+		try(lost, func(f *faults) *uint8 { return &f.lose },
 			func(w *world) { w.packets = slices.Delete(w.packets, k, k+1) })
 	}
 	return all
@@ -616,7 +637,7 @@ func TestAnyMessages(t *testing.T) {
 					}
 				}
 				w.packets = w.packets[:0]
-				w.send(p)
+				w.packets = append(w.packets, p)
 				w.deliver(0, false)
 			}
 			if w.err != nil {
