@@ -29,7 +29,7 @@ APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$' \
 	-e '^tutti/collectives$$' -e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$')
 # And the tests in the others of which the same is true.
-ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|RandomWalks|AnyMessages|RareSubnormals)$$
+ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|MachineAndLedger|RandomWalks|RingIsReadAsItWasComposed|AnyMessages|RareSubnormals)$$
 # The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
 RDMA_PKGS   := ./rdma/verbs ./rdma/endpoint ./rdma/queue ./p2p/verbs ./endpoint ./cmd/tutti ./cmd/tutti/internal/pair
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.

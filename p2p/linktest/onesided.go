@@ -747,7 +747,7 @@ func (s suite) completion(t *testing.T) {
 	}
 	// Operations that are under way at a time have memory of their own: their data comes in any
 	// order, and by different means.
-	const large, more, number, parts = 2 << 20, 100, 40, 60
+	const large, more, number, parts = 1 << 20, 100, 40, 60
 	r := y.Alloc(t, parts*large+more)
 	to := y.Expose(t, r, 0, parts*large+more, mem.Read|mem.Write)
 	local := make([]byte, large)

@@ -220,6 +220,9 @@ func testDataSurvivesDevices(t *testing.T, p ports) {
 func survive(t *testing.T, x, y *linktest.Side, rounds, every, part int, fault func(i int)) {
 	t.Helper()
 	const parts = 4
+	if testing.Short() {
+		part /= 3
+	}
 	data, source, words := y.Alloc(t, 2*parts*part), y.Alloc(t, part), y.Alloc(t, 64)
 	to := y.Expose(t, data, 0, 2*parts*part, mem.Write)
 	from := y.Expose(t, source, 0, part, mem.Read)

@@ -320,7 +320,11 @@ func TestPrograms(t *testing.T) {
 			t.Cleanup(f.Close)
 			x, y := sidesOf(t, f, ends)
 			p := &program{t: t, r: rand.New(rand.NewPCG(seed, 7)), sides: [2]*linktest.Side{x, y}}
-			p.run(3000, 100, func() {
+			steps := 3000
+			if testing.Short() {
+				steps = 1000
+			}
+			p.run(steps, 100, func() {
 				for _, d := range devices {
 					f.SetPort(d, 1, true)
 				}

@@ -229,7 +229,7 @@ func TestPortsReturn(t *testing.T) {
 			t.Cleanup(f.Close)
 			x, y := sidesOf(t, f, twoEach)
 			proven(t, 2, x.End, y.End)
-			const size = 8 << 20
+			const size, part = 8 << 20, 256 << 10
 			to := y.Expose(t, y.Alloc(t, size), 0, size, mem.Write)
 			shares(t, x, to, size, "soft1", "soft3")
 			// Rounds of survive with faults: down in the first, up in the next one.
@@ -260,8 +260,8 @@ func TestPortsReturn(t *testing.T) {
 				t.Helper()
 				for late := time.Now().Add(linktest.Patience); ; {
 					put, _ := bytesMoved(x)
-					place(t, x, pattern(size, 3), to)
-					if now, _ := bytesMoved(x); now == put+size && in(c.device) == used {
+					place(t, x, pattern(part, 3), to)
+					if now, _ := bytesMoved(x); now == put+part && in(c.device) == used {
 						return
 					}
 					if time.Now().After(late) {
