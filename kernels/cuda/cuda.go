@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"compress/gzip"
 	_ "embed"
+	"encoding/binary"
 	"fmt"
-	"io"
 	"slices"
 )
 
@@ -42,10 +42,12 @@ func Module(major, minor int) (ptx []byte, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("kernels/cuda: the embedded PTX: %w", err)
 	}
-	if ptx, err = io.ReadAll(r); err != nil {
+	size := binary.LittleEndian.Uint32(packed[len(packed)-4:]) // as gzip ends
+	b := bytes.NewBuffer(make([]byte, 0, int(size)+bytes.MinRead))
+	if _, err := b.ReadFrom(r); err != nil {
 		return nil, fmt.Errorf("kernels/cuda: the embedded PTX: %w", err)
 	}
-	return ptx, nil
+	return b.Bytes(), nil
 }
 
 // Functions returns the names of all kernels of a module, sorted.
