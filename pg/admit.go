@@ -98,8 +98,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		if to := max(said[goal], said[latest]); to > g.v.epoch {
 			g.sync.Aim(to)
 			if err := g.move(g.standing(), false); err != nil {
-				g.fails(err)
-				return 0, err
+				return 0, g.halt(err)
 			}
 			if g.err != nil {
 				return 0, g.err

@@ -189,7 +189,7 @@ const (
 	// no rank is removed, and the next operation begins when all ranks have come to it. A rank
 	// whose operation timed out begins no other until this is decided: until the others agree, the
 	// late rank comes to its next operation, or Window ends. An operation that has waited for less
-	// than 10 ms, because its time was nearly up when it began, removes no rank.
+	// than 10 ms removes no rank.
 	TimeoutEvicts
 	// TimeoutEvictsAlone removes every rank that any one rank has waited for in vain. A rank that
 	// is early removes all others. It has to wait for 10 ms at least, as with TimeoutEvicts.

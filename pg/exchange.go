@@ -29,7 +29,7 @@ import (
 //     has begun its own.
 //   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
 //     another one.
-//   - cause belongs to Group.err, and is cleared by the next exchange.
+//   - cause belongs to Group.err, and is cleared with it by Recover.
 //   - parts is set from the beginning of the wait in Close on: only in a closed group.
 //   - agreement.between is set only while a call has the turn (Group.busy).
 //
@@ -295,15 +295,19 @@ func (g *Group) ready() error {
 	if err := g.verdicts(); err != nil {
 		return g.forgone(err)
 	}
-	broken := g.coll.Err() != nil
-	switch {
-	case broken && (g.job.settings.OnFailure == Report || !g.passing(g.coll.Err())):
-		return nil // the operation fails
-	case g.job.settings.OnFailure == Report && g.sync.Lost(): // between two operations
-		g.forgo()
-		g.err = g.fail(errMoved)
-		return g.err
-	case g.sync.Pending() || g.sync.Behind() || g.sync.Due(broken):
+	for {
+		broken := g.coll.Err() != nil
+		if broken && (g.job.settings.OnFailure == Report || !g.passing(g.coll.Err())) {
+			return nil // the operation fails
+		}
+		if g.job.settings.OnFailure == Report && g.sync.Lost() { // between two operations
+			g.forgo()
+			g.err = g.fail(errMoved)
+			return g.err
+		}
+		if !g.sync.Pending() && !g.sync.Behind() && !g.sync.Due(broken) {
+			break
+		}
 		if err := g.move(g.standing(), broken); err != nil {
 			return g.forgone(err)
 		}
@@ -332,9 +336,10 @@ func (g *Group) skipped() error {
 
 // move enters an exchange, for the job's present view or for another attempt in the group's view.
 // It returns when the exchange is complete: all members know with which operation to begin, or that
-// the group has failed (g.err). renew demands another exchange even if nothing else does.
+// the group has failed (g.err). renew demands another exchange even if nothing else does. Another
+// one may be due by then: mine is not where this rank stands in it.
 func (g *Group) move(mine resync.Standing, renew bool) error {
-	began := time.Now()
+	began, entered := time.Now(), false
 	for {
 		if err := g.halted(); err != nil {
 			return err
@@ -349,6 +354,8 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			}
 		}
 		switch due := g.sync.Due(renew); {
+		case entered && !g.sync.Pending():
+			return nil
 		case g.sync.Behind():
 		case due && g.job.judging():
 			if err := g.verdicts(); err != nil {
@@ -359,7 +366,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			if err := g.change(mine, renew, false); err != nil {
 				return err
 			}
-			renew = false
+			renew, entered = false, true
 			continue
 		case !g.sync.Pending():
 			return nil

@@ -417,7 +417,7 @@ func (g *Group) forgone(err error) error {
 	return g.halt(err)
 }
 
-// halt is fails for an operation that has not begun, and returns err. With Report the group fails
+// halt is fails for a call in which no operation runs, and returns err. With Report the group fails
 // in any case.
 func (g *Group) halt(err error) error {
 	if !g.fails(err) && g.job.settings.OnFailure == Report {
@@ -461,8 +461,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 			if err = g.run.Confirm(); err == nil {
 				return here, nil
 			}
-			if g.past(err) {
-				g.rough = true // the next operation finds the failure
+			if g.past(err, false) {
 				return here, nil
 			}
 		}
@@ -490,22 +489,27 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		g.wait.Restart() // the time of the failed attempt does not count
 		intact := s.OnFailure == Retry && !g.run.Dirty() && !has
 		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
-		if err := g.move(mine, g.coll.Err() != nil); err != nil {
-			g.sync.GiveUp(g.seq, uniform)
-			g.fails(err)
-			return here, err
-		}
-		o, _ := g.sync.Outcome()
-		if has && g.seq <= o.Confirmed {
-			return here, nil
-		}
-		if g.seq < o.Start || g.err != nil {
-			if lost != nil {
-				own := *lost
-				own.Overwritten = g.overwritten(has)
-				return here, &own
+		for renew := g.coll.Err() != nil; ; renew = false {
+			if err := g.move(mine, renew); err != nil {
+				g.sync.GiveUp(g.seq, uniform)
+				g.fails(err)
+				return here, err
 			}
-			return here, typed
+			o, _ := g.sync.Outcome()
+			if has && g.seq <= o.Confirmed {
+				return here, nil
+			}
+			if g.seq < o.Start || g.err != nil {
+				if lost != nil {
+					own := *lost
+					own.Overwritten = g.overwritten(has)
+					return here, &own
+				}
+				return here, typed
+			}
+			if !g.sync.Due(false) { // else others have left the channel; mine is intact, and holds there too
+				break
+			}
 		}
 		if bad := g.fits(); bad != nil {
 			return here, bad
@@ -519,15 +523,23 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 	}
 }
 
-// past reports whether err is the failure of a later operation: then a rank has confirmed the
-// present one, and so all have its result.
-func (g *Group) past(err error) bool {
+// past reports whether a confirmation has ended with err because another rank has failed in a later
+// operation. That rank has confirmed the present one, and so all have its result. The next
+// operation fails with err. joining: the confirmation is Join's, which a rank that calls Abort is
+// past.
+func (g *Group) past(err error, joining bool) bool {
 	var ended *p2p.Aborted
 	if !errors.As(err, &ended) {
 		return false
 	}
 	a, bad := decodeAbort(ended.Payload, g.v.Size)
-	return bad == nil && a.Call.Seq > g.seq
+	if bad != nil || a.Call.Seq <= g.seq && !(joining && a.Kind == abortCall) {
+		return false
+	}
+	g.coll.Forget()
+	g.run.Stop()
+	g.rough = true
+	return true
 }
 
 // overwritten reports whether the current call's input is lost on this rank, which has the result

@@ -328,19 +328,8 @@ func (g *Group) acquainted(ctx context.Context) error {
 		return nil
 	}
 	err := g.run.Confirm()
-	if err == nil {
+	if err == nil || g.past(err, true) {
 		return nil
-	}
-	var told *p2p.Aborted
-	if errors.As(err, &told) {
-		a, bad := decodeAbort(told.Payload, g.v.Size)
-		if bad == nil && (a.Kind == abortCall || a.Call.Seq > g.seq) {
-			// A rank that has joined gives something up: all are acquainted. The next operation
-			// fails with that.
-			g.coll.Forget()
-			g.run.Stop()
-			return nil
-		}
 	}
 	return g.fail(err)
 }

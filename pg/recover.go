@@ -175,7 +175,7 @@ func (g *Group) Recover(ctx context.Context) error {
 			break
 		}
 	}
-	g.err = nil
+	g.err, g.cause = nil, nil
 	g.seq = max(g.seq, g.begins()-1)
 	return nil
 }

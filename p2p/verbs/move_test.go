@@ -307,10 +307,14 @@ func place(t *testing.T, x *linktest.Side, b []byte, to *mem.Remote) {
 func TestFailedLaneIsFenced(t *testing.T) { overRails(t, testFence) }
 
 func testFence(t *testing.T, p ports) {
-	var fails atomic.Uint32 // the queue pair whose requests fail
+	type number struct {
+		device string
+		qp     uint32
+	}
+	var fails atomic.Pointer[number] // the queue pair whose requests fail
 	f := soft.New(soft.Config{Seed: 24, Devices: 4, Faults: soft.Faults{
 		Request: func(device string, qp uint32, _ *rdma.SendRequest) rdma.Status {
-			if qp == fails.Load() {
+			if n := fails.Load(); n != nil && *n == (number{device, qp}) {
 				return rdma.RetryExceeded
 			}
 			return rdma.Success
@@ -323,7 +327,8 @@ func testFence(t *testing.T, p ports) {
 	b := pattern(n, 1)
 	place(t, x, b[:leastMove], to)
 	l := inner(x.End)
-	fails.Store(l.lane.bulk.rails[0].qp.Number())
+	r0 := l.lane.bulk.rails[0]
+	fails.Store(&number{r0.Name(), r0.qp.Number()})
 	id, err := x.PutTo(b, to, 0, p2p.Signal{})
 	if err != nil {
 		t.Fatal(err)

@@ -1,6 +1,7 @@
 package resync
 
 import (
+	"bytes"
 	"encoding/binary"
 	"flag"
 	"fmt"
@@ -17,7 +18,12 @@ import (
 // The model: three ranks run operations, each of which succeeds at a rank when all members of its
 // exchange's view have begun it there. Ranks die, or give an operation up, at any step. Views and
 // notices are delayed arbitrarily, notices between two ranks in order. A program whose group has
-// failed calls Recover and continues. All states are visited.
+// failed calls Recover and continues. All states are visited; a hash of 64 bits stands for each.
+const (
+	modelRanks = 3
+	modelOps   = 2
+)
+
 // The models are deep recursions that leave much garbage: each stack would be a bucket of the
 // profile of memory.
 func TestMain(m *testing.M) {
@@ -25,11 +31,6 @@ func TestMain(m *testing.M) {
 	debug.SetGCPercent(400)
 	os.Exit(m.Run())
 }
-
-const (
-	modelRanks = 3
-	modelOps   = 2
-)
 
 var deep = flag.Bool("resync.deep", false, "explore two failures as well: minutes")
 
@@ -40,7 +41,8 @@ type modelRules struct {
 	early                  bool // the operation ends at rank 0 alone, as a broadcast does at its root
 	recovers               bool // programs call Recover after the first operation, whatever became of it
 	goesOn                 bool // a rank that gives up does not fail the group
-	one                    bool // only the last rank gives up, and nothing that runs
+	batches                bool // a rank may hear several notices before it looks
+	one                    bool // only the last rank gives up, and only between operations or in exchanges
 }
 
 type doing uint8
@@ -62,6 +64,7 @@ type modelRank struct {
 	aborts  bool  // it has told that it has failed in this channel
 	broken  bool  // the channel: a rank has failed in it
 	ended   Point // the latest channel of which this rank was told that
+	entered bool  // an exchange, since it concludes an operation
 	has     bool  // the result of the operation that ran is here, unconfirmed
 	rough   bool
 	failed  bool
@@ -168,7 +171,7 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 	for r := range w.ranks {
 		p := &w.ranks[r]
 		f.machine(p.m)
-		f.flags(p.alive, p.aborts, p.broken, p.has, p.rough, p.failed, p.told, p.called)
+		f.flags(p.alive, p.aborts, p.broken, p.entered, p.has, p.rough, p.failed, p.told, p.called)
 		f.put(uint64(p.doing), p.seq, p.ended.View, p.ended.Attempt)
 		for _, o := range p.outcome {
 			f.put(uint64(uint8(o)))
@@ -224,6 +227,7 @@ func (w *modelWorld) change(r int, mine Standing, renew, passive bool) {
 			w.wires[r][s] = append(w.wires[r][s], message{Told: tell})
 		}
 	}
+	p.entered = p.doing == concluding
 	if p.rough, p.broken, p.aborts = true, p.ended == p.m.at, false; complete {
 		w.settled(r)
 	}
@@ -235,8 +239,16 @@ func (w *modelWorld) settled(r int) {
 	p.failed, p.rough = p.failed || failed, true
 }
 
-// look fails the group where it has to fail between two operations.
-func (w *modelWorld) look(r int) {
+// look has rank r go on after what it has heard; if it may hear more first, only if that is now.
+func (w *modelWorld) look(r int, now bool) {
+	if now || !w.rules.batches {
+		w.answer(r)
+		w.advance(r)
+	}
+}
+
+// inspect fails the group where it has to fail between two operations.
+func (w *modelWorld) inspect(r int) {
 	p := &w.ranks[r]
 	if p.broken && !w.rules.goesOn || w.rules.report && p.m.Lost() {
 		w.fail(r)
@@ -267,7 +279,7 @@ func (w *modelWorld) answer(r int) {
 	if p.doing != idle || !p.m.Asked(p.failed) {
 		return
 	}
-	w.look(r)
+	w.inspect(r)
 	if p.m.Asked(p.failed) {
 		w.change(r, p.standing(), false, true)
 	}
@@ -331,9 +343,13 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 						w.settled(r)
 					}
 					w.ranks[r].rough = true
-					w.answer(r)
-					w.advance(r)
+					w.look(r, false)
 				})
+			}
+		}
+		if next := w.clone(); w.rules.batches && p.doing != running {
+			if next.look(r, true); !bytes.Equal(next.key(nil), w.key(nil)) {
+				try(say("looks what it has heard"), func(w *modelWorld) { w.look(r, true) })
 			}
 		}
 		if w.gives(r) && w.rules.goesOn && p.doing != running && p.doing != recovering &&
@@ -356,7 +372,7 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 				try(say("calls Recover"), func(w *modelWorld) {
 					q := &w.ranks[r]
 					q.doing, q.called = recovering, true
-					w.look(r)
+					w.inspect(r)
 					mine := q.standing()
 					mine.Calls = true
 					w.moves(r, mine, q.failed || q.broken || !q.m.Fresh(q.seq))
@@ -405,6 +421,7 @@ func (w *modelWorld) call(r int) {
 		return
 	}
 	p.doing = entering
+	w.moves(r, p.standing(), w.rules.goesOn && p.broken)
 	w.advance(r)
 }
 
@@ -413,7 +430,7 @@ func (w *modelWorld) advance(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
 	case entering:
-		if !w.moves(r, p.standing(), p.broken) {
+		if !w.moves(r, p.standing(), w.rules.goesOn && p.broken && !p.m.Pending()) {
 			return
 		}
 		o, _ := p.m.Outcome()
@@ -433,8 +450,9 @@ func (w *modelWorld) advance(r int) {
 			}
 			w.channel(p.m.at).begun[r] = p.seq
 		}
-	case concluding:
-		if !w.moves(r, w.concludes(r), false) {
+	case concluding: // the exchange decides, also if another one is due
+		decided := func() bool { return p.entered && !p.m.Pending() }
+		if !decided() && !w.moves(r, w.concludes(r), false) && !decided() {
 			return
 		}
 		o, _ := p.m.Outcome()
@@ -490,7 +508,7 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 			w.end(r, -1)
 			return
 		}
-		w.ranks[r].doing = concluding
+		w.ranks[r].doing, w.ranks[r].entered = concluding, false
 		w.moves(r, w.concludes(r), w.ranks[r].broken)
 		w.advance(r)
 	}
@@ -592,7 +610,7 @@ func (e *explorer) visit(w *modelWorld) {
 }
 
 func (e *explorer) check(w *modelWorld) {
-	quiet := true
+	quiet := !w.rules.batches
 	for r := range w.ranks {
 		p := &w.ranks[r]
 		if p.alive && p.m.at.Attempt > 4 {
@@ -666,7 +684,8 @@ func TestExchangesWithOneFailureAtEveryStep(t *testing.T) {
 		if *deep {
 			states += rules.explore(t)
 		}
-		rules.goesOn, rules.one, rules.early, rules.deaths, rules.gives = true, !*deep, true, 0, 2
+		rules.goesOn, rules.one, rules.batches = true, !*deep, true
+		rules.early, rules.deaths, rules.gives = true, 0, 2
 		if !rules.report && (*deep || rules.uniform && !rules.retry) {
 			states += rules.explore(t)
 		}
