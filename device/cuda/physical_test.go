@@ -76,8 +76,8 @@ func startPhysicalOwner(t *testing.T, setup ownerSetup) *owner {
 	t.Helper()
 	text, err := json.Marshal(setup)
 	must(t, err)
-	cmd := proctest.Again([]string{asPhysicalOwner + "=" + string(text)}, "-test.run=^TestPhysicalOwner$",
-		"-test.timeout=2m")
+	cmd := proctest.Again([]string{asPhysicalOwner + "=" + string(text), "TMPDIR=" + t.TempDir()},
+		"-test.run=^TestPhysicalOwner$", "-test.timeout=2m")
 	return &owner{proctest.RunPiped(t, cmd), t}
 }
 
