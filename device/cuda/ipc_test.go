@@ -75,8 +75,9 @@ type owner struct {
 
 func startOwner(t *testing.T) *owner {
 	t.Helper()
-	cmd := proctest.Again([]string{asOwner + "=1", "TMPDIR=" + t.TempDir()}, // where it leaves its files if it is killed
-		"-test.run=^TestOwner$", "-test.timeout=2m")
+	// TMPDIR is where it leaves its files if it is killed.
+	cmd := proctest.Again([]string{asOwner + "=1", "TMPDIR=" + t.TempDir()}, "-test.run=^TestOwner$",
+		"-test.timeout=2m")
 	return &owner{proctest.RunPiped(t, cmd), t}
 }
 
