@@ -301,9 +301,7 @@ func (g *Group) ready() error {
 			return nil // the operation fails
 		}
 		if g.job.settings.OnFailure == Report && g.sync.Lost() { // between two operations
-			g.forgo()
-			g.err = g.fail(errMoved)
-			return g.err
+			return g.miss(errMoved)
 		}
 		if !g.sync.Pending() && !g.sync.Behind() && !g.sync.Due(broken) {
 			break

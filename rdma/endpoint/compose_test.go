@@ -84,7 +84,7 @@ func (j *joint) start(i int) {
 
 func (j *joint) bad(i int, format string, args ...any) {
 	if j.err == nil {
-		j.err = fmt.Errorf("%c: "+format, append([]any{"ab"[i]}, args...)...)
+		j.err = fmt.Errorf("%s: "+format, append([]any{names[i]}, args...)...)
 	}
 }
 
@@ -348,14 +348,14 @@ func (j *joint) rest() error {
 		e := &j.ends[i]
 		for k, b := range e.batches {
 			if !b.t.Ended() {
-				return fmt.Errorf("%c: batch %d has not ended", "ab"[i], k)
+				return fmt.Errorf("%s: batch %d has not ended", names[i], k)
 			}
 		}
 		if n := len(e.batches); n == 0 || e.batches[n-1].t.Err() != nil {
-			return fmt.Errorf("%c: the last of %d batches was not placed", "ab"[i], n)
+			return fmt.Errorf("%s: the last of %d batches was not placed", names[i], n)
 		}
 		if u := e.present.set.Usage()[0]; u.InUse != 0 || u.Degraded || u.Failed {
-			return fmt.Errorf("%c: at rest the ledger has %+v", "ab"[i], u)
+			return fmt.Errorf("%s: at rest the ledger has %+v", names[i], u)
 		}
 	}
 	return nil

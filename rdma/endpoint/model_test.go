@@ -98,7 +98,7 @@ func (w *world) clone() *world {
 
 func (w *world) wrong(i int, format string, args ...any) {
 	if w.err == nil {
-		w.err = fmt.Errorf("%c: "+format, append([]any{"ab"[i]}, args...)...)
+		w.err = fmt.Errorf("%s: "+format, append([]any{names[i]}, args...)...)
 	}
 }
 
@@ -287,7 +287,7 @@ func (w *world) use() {
 func (w *world) rest() string {
 	var b strings.Builder
 	c := w.clone()
-	c.say = func(i int, a action) { fmt.Fprintf(&b, "\n    %c: %v", "ab"[i], a) }
+	c.say = func(i int, a action) { fmt.Fprintf(&b, "\n    %s: %v", names[i], a) }
 	c.settle()
 	c.use()
 	return b.String()

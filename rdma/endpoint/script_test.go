@@ -65,7 +65,7 @@ func onPacket(do func(w *world, k int)) func(*script, string) error {
 func TestScripts(t *testing.T) {
 	datadriven.Walk(t, "testdata/scripts", func(t *testing.T, path string) {
 		s := &script{w: newWorld()}
-		s.w.say = func(i int, a action) { fmt.Fprintf(&s.out, "%c: %v\n", "ab"[i], a) }
+		s.w.say = func(i int, a action) { fmt.Fprintf(&s.out, "%s: %v\n", names[i], a) }
 		datadriven.RunTest(t, path, func(t *testing.T, d *datadriven.TestData) string {
 			if d.Cmd != "do" {
 				d.Fatalf(t, "unknown verb %q", d.Cmd)
@@ -86,7 +86,7 @@ func TestScripts(t *testing.T) {
 			}
 			for i := range s.w.sides {
 				m := &s.w.sides[i].m
-				fmt.Fprintf(&s.out, "  %c: %v is %v", "ab"[i], m.self(), m.phase)
+				fmt.Fprintf(&s.out, "  %s: %v is %v", names[i], m.self(), m.phase)
 				if m.phase == connected {
 					fmt.Fprintf(&s.out, " with %v", m.with)
 				}

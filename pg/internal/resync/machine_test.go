@@ -347,7 +347,8 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 				})
 			}
 		}
-		if next := w.clone(); w.rules.batches && p.doing != running {
+		if w.rules.batches && p.doing != running {
+			next := w.clone()
 			if next.look(r, true); !bytes.Equal(next.key(nil), w.key(nil)) {
 				try(say("looks what it has heard"), func(w *modelWorld) { w.look(r, true) })
 			}
