@@ -186,10 +186,11 @@ const (
 	// TimeoutEvicts removes the ranks that more than half of the job's active ranks have waited for
 	// in vain, in one operation, each for at least half of its timeout. The group goes on without
 	// them as OnFailure says. Without such a majority (one rank was early, or two ranks disagree)
-	// no rank is removed, and the next operation begins when all ranks have come to it. A rank
-	// whose operation timed out begins no other until this is decided: until the others agree, the
-	// late rank comes to its next operation, or Window ends. An operation that has waited for less
-	// than 10 ms removes no rank.
+	// no rank is removed, and the next operation begins when all ranks have come to it. A rank that
+	// comes to the operation later gets the *TimeoutError too. A rank whose operation timed out
+	// begins no other until this is decided: until the others agree, the late rank comes to its
+	// next operation, or Window ends. An operation that has waited for less than 10 ms removes no
+	// rank.
 	TimeoutEvicts
 	// TimeoutEvictsAlone removes every rank that any one rank has waited for in vain. A rank that
 	// is early removes all others. It has to wait for 10 ms at least, as with TimeoutEvicts.

@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -29,7 +30,9 @@ import (
 //     has begun its own.
 //   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
 //     another one.
-//   - cause belongs to Group.err, and is cleared with it by Recover.
+//   - cause is set by a failed operation, and sent with the standings that follow. A complete
+//     exchange in which the rank told it clears it or, if the group has failed, Recover.
+//   - skips is set by every exchange that ends operations which this rank has not called.
 //   - parts is set from the beginning of the wait in Close on: only in a closed group.
 //   - agreement.between is set only while a call has the turn (Group.busy).
 //
@@ -42,7 +45,8 @@ type passage struct {
 	joins bool            // the rank is entering the group's view, and its program has no group yet
 	hint  bool            // the job has grown, and the other ranks have to be told
 	lost  *RankError      // the latest
-	cause []byte          // why the group has failed, as the other ranks are told
+	cause []byte          // why the last operation or the group has failed, as the other ranks are told
+	skips error           // why the operations before the view's first have failed
 
 	present map[int]resync.Point // boundaries that the other ranks have reached, by slot
 	shows   resync.Point         // the boundary that this rank has announced
@@ -64,7 +68,7 @@ const (
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 last complete exchange: view | 32 attempt
 //	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 Given | 80 place
-//	120 why the group has failed: the payload of Abort
+//	120 why the rank's last operation or its group has failed: the payload of Abort
 const (
 	standingPlace = 80
 	standingSize  = standingPlace + join.PlaceSize
@@ -323,13 +327,36 @@ func (g *Group) ready() error {
 
 // skipped returns the error of an operation that other ranks could not finish.
 func (g *Group) skipped() error {
-	if g.lost != nil {
-		e := *g.lost
-		e.Call = fmt.Sprintf("operation #%d", g.seq)
-		return &e
+	lost, ok := g.skips.(*RankError)
+	if !ok {
+		return g.skips
 	}
-	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: g.rank,
-		Err: errors.New("other ranks are past it")}
+	own := *lost
+	own.Call = fmt.Sprintf("operation #%d", g.seq)
+	return &own
+}
+
+// unfinished returns why operations have ended that this rank has not called, after the exchange
+// in which it learnt of that: what another member says or, if ranks were lost, which.
+func (g *Group) unfinished() error {
+	var lost error
+	for _, slot := range g.v.Active {
+		s, _ := g.sync.Told(slot)
+		switch a, bad := decodeAbort(s.More.(told).cause, g.v.Size); {
+		case bad != nil || a.Kind == abortCall:
+		case a.Kind != abortRank:
+			return g.told(a)
+		case lost == nil:
+			lost = g.told(a)
+		}
+	}
+	switch {
+	case g.lost != nil:
+		return g.lost
+	case lost != nil:
+		return lost
+	}
+	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, Err: errors.New("other ranks are past it")}
 }
 
 // move enters an exchange, for the job's present view or for another attempt in the group's view.
@@ -424,15 +451,15 @@ func (g *Group) reach(missing []int, waited time.Duration) []int {
 // departure bounds the time from a leaving rank's close of a group until it is out of the view.
 const departure = time.Second
 
+var errDeserted = errors.New("it closed its group and is still in the job, so that the group cannot go on without it")
+
 // deserted returns an error if one of missing, which a call has waited for since began, has closed
 // the group and stays in the job: such a rank sends nothing more in this group, and the view keeps
 // it.
 func (g *Group) deserted(missing []int, began time.Time, call string) error {
 	for _, slot := range missing {
 		if g.msgs.Closed(slot) && time.Since(began) > departure {
-			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank,
-				Err: errors.New("it closed its group and is still in the job, so that the group cannot go on " +
-					"without it")}
+			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, Err: errDeserted}
 		}
 	}
 	return nil
@@ -460,11 +487,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if !mine.Joins { // a rank that comes in was in no epoch before
 		g.coll.Leave(mine.Over)
 	}
-	more := told{place: g.job.session.Here, ballot: g.ballot.count(), host: g.packets.refused != nil}
-	if mine.Failed {
-		more.cause = g.cause
-	}
-	mine.More = more
+	mine.More = told{g.job.session.Here, g.ballot.count(), g.packets.refused != nil, g.cause}
 	tell, complete := g.sync.Enter(renew, passive, mine)
 	if err := g.open(tell.At); err != nil {
 		return err
@@ -551,6 +574,13 @@ func (g *Group) settled() {
 					Err:      errors.New("its group has failed")}
 			}
 		}
+	}
+	own, _ := g.sync.Told(g.rank)
+	if g.err == nil && bytes.Equal(own.More.(told).cause, g.cause) { // all have been told
+		g.cause = nil
+	}
+	if g.seq+1 < o.Start {
+		g.skips = g.unfinished()
 	}
 	if g.job.settings.AutoAdmit { // else Admit does
 		g.join(ballots)

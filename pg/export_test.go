@@ -78,6 +78,13 @@ func (g *Group) Decides(n uint64) bool {
 	return g.ballot.n == n && !g.between
 }
 
+// Skips reports whether an exchange has ended operations that the program has not called.
+func (g *Group) Skips() bool {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.seq+1 < g.begins()
+}
+
 // Copies returns how many visits of the group have used a staging buffer.
 func (g *Group) Copies() uint64 {
 	return g.devices.copies.Load()
