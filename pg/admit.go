@@ -55,10 +55,12 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		return n
 	}
+	again := func(err error) bool { // without the lost rank; the same at all survivors
+		return errors.As(err, new(*RankError)) && !errors.Is(err, errDeserted) && g.err == nil
+	}
 	for {
-		var lost *RankError
 		g.run.Adopt(admitCall)
-		if err := g.ready(); errors.As(err, &lost) && g.err == nil {
+		if err := g.ready(); again(err) {
 			continue // the others are past an operation that this rank has not begun
 		} else if err != nil {
 			return 0, err
@@ -82,7 +84,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			g.run.Adopt(c)
 			_, err = g.collective()
 		}
-		if errors.As(err, &lost) && g.err == nil { // the same at all survivors
+		if again(err) {
 			continue
 		}
 		if err != nil {

@@ -203,6 +203,42 @@ func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
+// A rank closes the group of all ranks and stays in the job with a subgroup: the others' Admit does
+// not wait for it until its time is up.
+func TestAdmitAfterCloseOfOneRank(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		sub, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer sub.Close()
+		if g.Rank() == 2 {
+			g.Close()
+			for from := range 2 { // until the others have seen enough
+				if _, err := pg.Recv(ctx, sub, []int64{0}, from, 1); err != nil {
+					t.Error(err)
+				}
+			}
+			return
+		}
+		for range 2 {
+			began := time.Now()
+			var lost *pg.RankError
+			if _, err := g.Admit(ctx); !errors.As(err, &lost) || lost.Rank != 2 {
+				t.Errorf("%v, want a *RankError: rank 2 has closed its group", err)
+			}
+			if took := time.Since(began); took > 20*time.Second {
+				t.Errorf("it took %v", took)
+			}
+		}
+		if err := pg.Send(ctx, sub, []int64{1}, 2, 1); err != nil {
+			t.Error(err)
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: time.Minute}))
+}
+
 // A rank closes a subgroup and stays in the job: every call of the others on it returns an error in
 // bounded time. When the rank has left the job, they continue without it.
 func TestCloseOfSubgroupOnly(t *testing.T) {
