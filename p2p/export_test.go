@@ -1,5 +1,8 @@
 package p2p
 
+// ReadFor is how long MarkDead reads from a peer that continues to send.
+const ReadFor = readFor
+
 // SetCredit has both directions of the accounts with slot stand at n, as if that much had been sent
 // and taken.
 func (c *Channel) SetCredit(slot int, n uint32) {

@@ -12,10 +12,10 @@ import (
 	"tutti/p2p/inproc"
 )
 
-// delayed delivers nothing while it is held.
+// delayed delivers nothing while it is held, and late while the process stalls.
 type delayed struct {
 	p2p.Link
-	held *atomic.Bool
+	held, stalls *atomic.Bool
 }
 
 func (d *delayed) Distant() {}
@@ -23,6 +23,9 @@ func (d *delayed) Distant() {}
 func (d *delayed) Recv() (*p2p.Header, []byte, error) {
 	if d.held.Load() {
 		return nil, nil, nil
+	}
+	if d.stalls.Load() {
+		time.Sleep(2 * p2p.ReadFor)
 	}
 	return d.Link.Recv()
 }
@@ -33,6 +36,7 @@ type leavers struct {
 	t      *testing.T
 	linger time.Duration
 	held   atomic.Bool
+	stalls atomic.Bool
 	mu     sync.Mutex
 	all    [2]*p2p.Proxy
 	lives  [2]uint64
@@ -40,14 +44,14 @@ type leavers struct {
 
 func (x *leavers) settle(rank int, life uint64) *p2p.Proxy {
 	id := p2p.Identity{Rank: rank, Incarnation: life}
-	held := &x.held
+	held, stalls := &x.held, &x.stalls
 	if rank != 0 {
-		held = new(atomic.Bool)
+		held, stalls = new(atomic.Bool), new(atomic.Bool)
 	}
 	p := p2p.New(p2p.Config{Self: id, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
 		Linger: x.linger,
 		Transports: []p2p.Transport{&wrapping{inproc.New(inproc.Config{RingBytes: 16 << 10}),
-			func(l p2p.Link) p2p.Link { return &delayed{l, held} }}},
+			func(l p2p.Link) p2p.Link { return &delayed{l, held, stalls} }}},
 		Resolve: func(_ context.Context, r int) (p2p.Peer, error) {
 			x.mu.Lock()
 			defer x.mu.Unlock()
@@ -64,9 +68,9 @@ func (x *leavers) settle(rank int, life uint64) *p2p.Proxy {
 	return p
 }
 
-// leaver has rank 1 send a last message and leave while the network delays it, and rank 0 mark it
-// dead.
-func leaver(t *testing.T, linger time.Duration) (x *leavers, c *p2p.Channel) {
+// leaver has rank 1 send its last messages, from number 2 on, and leave while the network delays
+// them.
+func leaver(t *testing.T, linger time.Duration, messages int) (x *leavers, c *p2p.Channel) {
 	x = &leavers{t: t, linger: linger}
 	a, b := x.settle(0, 1), x.settle(1, 2)
 	c, far := open(t, a, 1, 2), open(t, b, 1, 2)
@@ -79,9 +83,17 @@ func leaver(t *testing.T, linger time.Duration) (x *leavers, c *p2p.Channel) {
 	}
 	put(a, c, 1, 1)
 	x.held.Store(true)
-	put(b, far, 0, 2)
+	for i := range messages {
+		put(b, far, 0, uint64(2+i))
+	}
 	b.Close()
-	a.MarkDead(1, 2, errLeft)
+	return x, c
+}
+
+// markedDead is leaver with one message, and has rank 0 mark rank 1 dead.
+func markedDead(t *testing.T, linger time.Duration) (x *leavers, c *p2p.Channel) {
+	x, c = leaver(t, linger, 1)
+	x.all[0].MarkDead(1, 2, errLeft)
 	return x, c
 }
 
@@ -103,7 +115,7 @@ func await(p *p2p.Proxy, c *p2p.Channel, seq uint64) error {
 // Frames that a rank sent before it left arrive, even over a slow network; then its link ends and
 // another incarnation may link.
 func TestLastFramesOfLeaverArrive(t *testing.T) {
-	x, c := leaver(t, time.Hour)
+	x, c := markedDead(t, time.Hour)
 	late := time.AfterFunc(200*time.Millisecond, func() { x.held.Store(false); x.all[0].Wake() })
 	defer late.Stop()
 	if err := await(x.all[0], c, 2); err != nil {
@@ -118,9 +130,22 @@ func TestLastFramesOfLeaverArrive(t *testing.T) {
 	linked(t, x.all[0], 3)
 }
 
+// Frames that have arrived are read however slowly this process runs.
+func TestLastFramesInMemoryAreRead(t *testing.T) {
+	x, c := leaver(t, 0, 3)
+	x.stalls.Store(true)
+	x.held.Store(false)
+	x.all[0].MarkDead(1, 2, errLeft)
+	for seq := range uint64(3) {
+		if err := await(x.all[0], c, 2+seq); err != nil {
+			t.Errorf("message %d: %v", 2+seq, err)
+		}
+	}
+}
+
 // No rank waits for a leaver longer than Linger.
 func TestLingerEnds(t *testing.T) {
-	x, c := leaver(t, 20*time.Millisecond)
+	x, c := markedDead(t, 20*time.Millisecond)
 	if err := await(x.all[0], c, 2); !errors.Is(err, errLeft) {
 		t.Errorf("what the network keeps: %v", err)
 	}
@@ -134,7 +159,7 @@ func TestNewIncarnationEndsOldLink(t *testing.T) {
 		"dials":    func(_, b *p2p.Proxy) { b.Reconnect(0) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			x, c := leaver(t, time.Hour)
+			x, c := markedDead(t, time.Hour)
 			over := make(chan error, 1)
 			go func() { over <- await(x.all[0], c, 2) }()
 			b := x.settle(1, 3)
@@ -150,7 +175,7 @@ func TestNewIncarnationEndsOldLink(t *testing.T) {
 
 // Word that an incarnation is gone may come when the next one is linked: that one stays.
 func TestNextIncarnationStays(t *testing.T) {
-	x, _ := leaver(t, 0)
+	x, _ := markedDead(t, 0)
 	b := x.settle(1, 3)
 	b.Reconnect(0)
 	linked(t, x.all[0], 3)

@@ -569,7 +569,9 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 		return
 	}
 	p.unlend(pr)
-	for until := time.Now().Add(readFor); p.poll(pr) && time.Now().Before(until); { // a live peer may continue to send
+	n, until := 0, time.Now().Add(readFor)
+	for p.poll(pr) && (n < readFrames || time.Now().Before(until)) { // a live peer may continue to send
+		n++
 	}
 	if _, distant := pr.link.(Distant); !distant || p.cfg.Linger <= 0 {
 		p.remove(pr, why)
@@ -615,8 +617,12 @@ func (p *Proxy) MarkDeadUnlinked(rank int, incarnation uint64, why error) {
 	}
 }
 
-// readFor bounds how long MarkDead reads from a peer that continues to send.
-const readFor = 50 * time.Millisecond
+// MarkDead reads from a peer that continues to send for this long or, if this process is slow, this
+// many frames: more than a ring holds.
+const (
+	readFor    = 50 * time.Millisecond
+	readFrames = 1 << 13
+)
 
 // remove ends the remaining state of a peer's incarnation.
 func (p *Proxy) remove(pr *peer, why error) {
