@@ -16,6 +16,7 @@ const (
 	abortMismatch = 3 // rank a, rank b, their tokens
 	abortOther    = 4 // reporter, text
 	abortCall     = 5 // reporter, text: Group.Abort
+	abortDeserted = 6 // reporter, rank that has closed its group: Group.deserted
 	maxMissing    = 16
 )
 
@@ -72,7 +73,7 @@ var errBadAbort = errors.New("malformed abort message")
 
 // decodeAbort decodes a peer's payload. size bounds the rank numbers.
 func decodeAbort(b []byte, size int) (*wireAbort, error) {
-	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortCall {
+	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortDeserted {
 		return nil, errBadAbort
 	}
 	u32 := func(at int) int { return int(int32(binary.LittleEndian.Uint32(b[at:]))) }

@@ -55,8 +55,10 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		return n
 	}
-	again := func(err error) bool { // without the lost rank; the same at all survivors
-		return errors.As(err, new(*RankError)) && !errors.Is(err, errDeserted) && g.err == nil
+	// A loss is no reason to end, but any other one is, at whichever rank: all end then.
+	again := func(err error) bool {
+		_, other := g.reasons()
+		return errors.As(err, new(*RankError)) && !errors.Is(err, errDeserted) && g.err == nil && other == nil
 	}
 	for {
 		g.run.Adopt(admitCall)

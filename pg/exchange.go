@@ -2,6 +2,7 @@ package pg
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -336,25 +337,36 @@ func (g *Group) skipped() error {
 	return &own
 }
 
-// unfinished returns why operations have ended that this rank has not called, after the exchange
-// in which it learnt of that: what another member says or, if ranks were lost, which.
-func (g *Group) unfinished() error {
-	var lost error
+// reasons returns why the last operations of members have failed, as they have told in the latest
+// exchange: the first that is the loss of a rank, and the first that is not.
+func (g *Group) reasons() (loss, other *wireAbort) {
 	for _, slot := range g.v.Active {
-		s, _ := g.sync.Told(slot)
+		s, ok := g.sync.Told(slot)
+		if !ok {
+			continue
+		}
 		switch a, bad := decodeAbort(s.More.(told).cause, g.v.Size); {
 		case bad != nil || a.Kind == abortCall:
 		case a.Kind != abortRank:
-			return g.told(a)
-		case lost == nil:
-			lost = g.told(a)
+			other = cmp.Or(other, a)
+		default:
+			loss = cmp.Or(loss, a)
 		}
 	}
+	return loss, other
+}
+
+// unfinished returns why operations have ended that this rank has not called, after the exchange
+// in which it learnt of that.
+func (g *Group) unfinished() error {
+	loss, other := g.reasons()
 	switch {
+	case other != nil:
+		return g.told(other)
 	case g.lost != nil:
 		return g.lost
-	case lost != nil:
-		return lost
+	case loss != nil:
+		return g.told(loss)
 	}
 	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, Err: errors.New("other ranks are past it")}
 }
@@ -398,6 +410,9 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		}
 		missing := g.sync.Missing()
 		if err := g.deserted(missing, began, "entering a view"); err != nil {
+			var lost *RankError
+			errors.As(err, &lost)
+			g.cause = (&wireAbort{Kind: abortDeserted, A: g.rank, B: lost.Rank, Call: exec.EnterToken}).encode()
 			return err
 		}
 		if err := g.irreplaceable(missing, "entering a view"); err != nil {

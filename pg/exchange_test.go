@@ -239,6 +239,53 @@ func TestAdmitAfterCloseOfOneRank(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: time.Minute}))
 }
 
+// A rank has closed the group of all ranks, and leaves the job when one of the others has given up
+// waiting for it in Admit, and another has not: both get an error, and then the same results.
+func TestAdmitAfterCloseEndsAlike(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		sub, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer sub.Close()
+		if g.Rank() == 2 {
+			g.Close()
+			if _, err := pg.Recv(ctx, sub, []int64{0}, 1, 1); err != nil {
+				t.Error(err)
+			}
+			return // rank 1 has given up
+		}
+		// Rank 0 waits until the membership has decided. Rank 1, which finds that the operation has
+		// failed, waits for a second.
+		if g.Rank() == 1 {
+			if _, err := pg.Recv(ctx, g, []int64{0}, 0, 1); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(500 * time.Millisecond)
+		} else if err := pg.Send(ctx, g, []int64{0}, 1, 1); err != nil {
+			t.Fatal(err)
+		}
+		var lost *pg.RankError
+		if _, err := g.Admit(ctx); !errors.As(err, &lost) {
+			t.Errorf("%v, want a *RankError", err)
+		}
+		if g.Rank() == 1 {
+			if err := pg.Send(ctx, sub, []int64{0}, 2, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		x := []int64{1}
+		for err = pg.AllReduce(ctx, g, x, pg.Sum); lostRank(err) == 2; {
+			err = pg.AllReduce(ctx, g, x, pg.Sum)
+		}
+		if err != nil || x[0] != 2 {
+			t.Errorf("afterwards: %v, %v, want 2", x, err)
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: time.Minute}))
+}
+
 // A rank closes a subgroup and stays in the job: every call of the others on it returns an error in
 // bounded time. When the rank has left the job, they continue without it.
 func TestCloseOfSubgroupOnly(t *testing.T) {

@@ -660,6 +660,8 @@ func (g *Group) told(a *wireAbort) error {
 			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
 		}
 		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: cause}
+	case abortDeserted:
+		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errDeserted}
 	case abortMismatch:
 		return &MismatchError{RankA: a.A, CallA: exec.Spell(a.Call), RankB: a.B, CallB: exec.Spell(a.Other) + a.Text}
 	case abortTimeout:
