@@ -198,8 +198,9 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	j.meeting = cancel
 	j.proxy.Unlock()
 	if err := g.meet(mctx); err != nil {
-		if cause := context.Cause(mctx); mctx.Err() != nil && ctx.Err() == nil {
-			err = cause
+		// A rank that times out names whom it waited for, and then leaves: that is no loss.
+		if mctx.Err() != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) {
+			err = context.Cause(mctx)
 		}
 		return nil, err
 	}
