@@ -295,14 +295,16 @@ func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name stri
 		for range entries {
 		}
 	}()
-	why := ErrNoName
+	why, of := ErrNoName, uint64(0) // the endpoint that why is about
 	x, ok := <-entries
 	for ok {
 		p, next, err := attempt(ctx, e, x, entries)
 		if err == nil {
 			return p, nil
 		}
-		why = err
+		if ctx.Err() == nil || of != x.Info.ID { // else the attempt ended with ctx, and says less than the one before
+			why, of = err, x.Info.ID
+		}
 		if errors.Is(err, endpoint.ErrAuth) || errors.Is(err, endpoint.ErrClosed) || x.Info.ID == e.Info().ID {
 			return nil, d.fail(name, err)
 		}

@@ -7,6 +7,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -303,17 +304,17 @@ func TestConnectTakesTheNewAddress(t *testing.T) {
 func TestConnectSaysWhyNot(t *testing.T) {
 	address := site(t)
 	d, r, e := open(t, address), raw(t, address), newEndpoint(t, "")
-	short := func() context.Context {
-		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	until := func(patience time.Duration) context.Context {
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		t.Cleanup(cancel)
 		return ctx
 	}
-	if _, err := d.Connect(short(), e, "a"); !errors.Is(err, directory.ErrNoName) ||
+	if _, err := d.Connect(until(300*time.Millisecond), e, "a"); !errors.Is(err, directory.ErrNoName) ||
 		!errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("no endpoint there: %v", err)
 	}
 	put(t, r, "a", info(7).String()) // where no process listens
-	if _, err := d.Connect(short(), e, "a"); !errors.Is(err, endpoint.ErrBroken) ||
+	if _, err := d.Connect(until(3*time.Second), e, "a"); !errors.Is(err, endpoint.ErrBroken) ||
 		!strings.Contains(err.Error(), "127.0.0.1:1") {
 		t.Errorf("no answer: %v", err)
 	}
@@ -334,6 +335,37 @@ func TestConnectSaysWhyNot(t *testing.T) {
 	put(t, r, "a", e.Info().String())
 	if _, err := d.Connect(within(t), e, "a"); err == nil || !strings.Contains(err.Error(), "this endpoint itself") {
 		t.Errorf("itself: %v", err)
+	}
+}
+
+// A context that ends during an attempt does not hide why the one before it failed.
+func TestConnectKeepsTheReason(t *testing.T) {
+	address := site(t)
+	d, r := open(t, address), raw(t, address)
+	c, err := endpoint.NewContext(endpoint.ContextConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	ctx, cancel := context.WithCancel(within(t))
+	defer cancel()
+	var dials atomic.Int32
+	e, err := endpoint.New(c, endpoint.Config{Secret: secret, Interfaces: "127.0.0.1",
+		Dialer: func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+			if dials.Add(1) == 1 {
+				return d.DialContext(ctx, "tcp", address) // refused
+			}
+			cancel()
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer e.Close()
+	put(t, r, "a", info(7).String())
+	if _, err := d.Connect(ctx, e, "a"); !errors.Is(err, endpoint.ErrBroken) || !errors.Is(err, context.Canceled) {
+		t.Error(err)
 	}
 }
 
