@@ -578,7 +578,7 @@ func TestExpireEndsAHandlesLease(t *testing.T) {
 // A network that swallows everything takes the lease, on both sides, though no connection breaks.
 func TestEtcdPartition(t *testing.T) {
 	p, direct := startEtcdBehind(t)
-	cut := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), OpTimeout: 200 * time.Millisecond})
+	cut := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
 	far := dial(t, nil, bootstrap.StoreConfig{Address: direct})
 	ctx := context30(t)
 	if err := cut.Put(ctx, "k", nil, true); err != nil {
@@ -589,7 +589,9 @@ func TestEtcdPartition(t *testing.T) {
 		t.Fatalf("%+v", ev)
 	}
 	p.Freeze()
-	if _, err := cut.Get(context.Background(), "k"); !errors.Is(err, bootstrap.ErrStoreAway) ||
+	short, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+	defer cancel()
+	if _, err := cut.Get(short, "k"); !errors.Is(err, bootstrap.ErrStoreAway) ||
 		!strings.Contains(err.Error(), p.Addr()) {
 		t.Errorf("Get: %v", err)
 	}
@@ -798,6 +800,17 @@ func TestDialStoreEarly(t *testing.T) {
 	}
 }
 
+// watched calls a function when a key is watched.
+type watched struct {
+	bootstrap.Store
+	then func()
+}
+
+func (s watched) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
+	defer s.then()
+	return s.Store.Watch(ctx, key)
+}
+
 func TestRegister(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, s, o := context30(t), b.open(t), b.open(t)
@@ -832,10 +845,10 @@ func TestRegister(t *testing.T) {
 			t.Errorf("a refused rank stays: %q, %v", l, err)
 		}
 		// The slot is taken.
-		short, cancel := context.WithTimeout(ctx, 500*time.Millisecond) // the store has answered by then
+		short, cancel := context.WithCancel(ctx)
 		defer cancel()
 		var slot *bootstrap.SlotError
-		err := bootstrap.Register(short, o, rec(1, 3))
+		err := bootstrap.Register(short, watched{o, cancel}, rec(1, 3))
 		if !errors.As(err, &slot) || slot.Holder.Incarnation != first.Incarnation ||
 			!strings.Contains(err.Error(), fmt.Sprintf("rank 1 is taken by incarnation %016x, pid %d on %s",
 				first.Incarnation, first.PID, first.Host)) {

@@ -221,7 +221,7 @@ func TestCloseEndsItsWait(t *testing.T) {
 	}{
 		{name: "killed", timeout: time.Minute},
 		{name: "under-way", timeout: time.Minute},
-		{name: "never-comes", timeout: 2 * time.Second, overdue: true},
+		{name: "never-comes", timeout: 5 * time.Second, overdue: true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			opts := []pgtest.Option{}

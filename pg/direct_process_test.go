@@ -547,6 +547,7 @@ func TestDirectDeadlines(t *testing.T) {
 				if err := g.Barrier(ctx); err != nil {
 					t.Fatal(err)
 				}
+				together(t, g)
 				if g.Rank() == 0 {
 					go func() {
 						time.Sleep(time.Duration(rand.IntN(8000)) * time.Microsecond)

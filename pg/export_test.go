@@ -71,6 +71,13 @@ func (g *Group) JobView() []int {
 	return g.job.view().Active()
 }
 
+// JobEpoch returns the epoch of the job's view.
+func (g *Group) JobEpoch() uint64 {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.job.view().Epoch
+}
+
 // Decides reports whether a call of Agree has all votes of agreement n, and asks the store.
 func (g *Group) Decides(n uint64) bool {
 	g.job.proxy.Lock()

@@ -153,7 +153,16 @@ func TestCancelEndsCallOnAllRanks(t *testing.T) {
 		if err := g.Barrier(ctx); err != nil {
 			return err
 		}
-		if g.Rank() == 2 { // cancelled while it waits for rank 1, which does not wait
+		if g.Rank() != 2 {
+			if err := Send(ctx, g, []byte{1}, 2, 0); err != nil {
+				return err
+			}
+		} else { // cancelled while it waits for rank 1, which does not wait
+			for from := range 2 { // they have ended the barrier
+				if _, err := Recv(ctx, g, make([]byte, 1), from, 0); err != nil {
+					return err
+				}
+			}
 			ctx, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
 			defer cancel()
 			err := Broadcast(ctx, g, make([]byte, 10), 1)

@@ -79,12 +79,15 @@ func TestBuffersAfterFailedOperation(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					var wg sync.WaitGroup
+					var wg, past sync.WaitGroup
+					past.Add(n)
 					for _, g := range gs {
 						wg.Go(func() {
 							if err := g.Barrier(context.Background()); err != nil {
 								t.Error(err)
 							}
+							past.Done()
+							past.Wait()
 							if g.Rank() == 2 {
 								if cause == "loss" {
 									g.Close()

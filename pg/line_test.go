@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -53,6 +54,11 @@ func TestQueuedCallEndsAtItsDeadline(t *testing.T) {
 				first := []int64{int64(g.Rank())}
 				if g.Rank() == 0 {
 					w := g.Start(AllReduceOp{Dst: BufferOf(first), Op: Sum})
+					for waits := false; !waits; runtime.Gosched() {
+						g.job.proxy.Lock()
+						waits = g.busy && g.run.Running()
+						g.job.proxy.Unlock()
+					}
 					short, cancel := context.WithCancel(ctx)
 					time.AfterFunc(20*time.Millisecond, cancel)
 					err := call(short, g)
@@ -93,7 +99,7 @@ func TestQueuedCallEndsAtItsDeadline(t *testing.T) {
 
 // Config.Timeout bounds the wait for the turn as well.
 func TestTimeoutCountsFromTheCall(t *testing.T) {
-	gs, err := Local(2, Config{Timeout: 300 * time.Millisecond})
+	gs, err := Local(2, Config{Timeout: 2 * time.Second})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -104,12 +110,11 @@ func TestTimeoutCountsFromTheCall(t *testing.T) {
 		t.Fatal(err)
 	}
 	gs[0].job.proxy.Unlock()
-	began := time.Now()
 	x := []int64{1}
 	err = AllReduce(ctx, gs[0], x, Sum)
 	var late *TimeoutError
-	if !errors.As(err, &late) || !errors.Is(err, context.DeadlineExceeded) || time.Since(began) > 10*time.Second {
-		t.Errorf("got %v after %v, want a *TimeoutError", err, time.Since(began))
+	if !errors.As(err, &late) || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v, want a *TimeoutError", err)
 	}
 	gs[0].job.proxy.Lock()
 	gs[0].leave()

@@ -312,6 +312,7 @@ func TestDeadlineHoldsWhileOwnerIsStopped(t *testing.T) {
 			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
+			together(t, g)
 			if g.Rank() == 0 {
 				go func() {
 					time.Sleep(time.Duration(rand.IntN(2000)) * time.Microsecond)

@@ -252,7 +252,7 @@ func TestGraphsWithoutARank(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if me == victim {
+		if tellVictim(t, g, victim); me == victim {
 			pgtest.Kill(t)
 		}
 		for len(g.View().Active) == 3 {

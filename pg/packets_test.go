@@ -711,8 +711,7 @@ func (r packetRank) graphsOfEveryKind(ctx context.Context, p *program.Program, s
 // The launch of a graph that another rank does not repeat ends when Config.Timeout is over, and the
 // next operation fails with that.
 func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
-	onPackets(t, 2, fake.Config{}, Config{Timeout: 300 * time.Millisecond}, func(ctx context.Context,
-		r packetRank) error {
+	onPackets(t, 2, fake.Config{}, Config{Timeout: 2 * time.Second}, func(ctx context.Context, r packetRank) error {
 		p := program.Open(t, r.f.Path, 0)
 		s, err := p.Stream()
 		if err != nil {

@@ -460,7 +460,7 @@ func TestEndpointByName(t *testing.T) {
 		t.Errorf("ls @trainer: %q, want %q", got, want)
 	}
 	run(1, "serve", "r="+path, "--listen", "127.0.0.1", "--publish", "trainer").says("name trainer is taken by " + info)
-	run(1, "ls", "@other", "--timeout", "100ms").says("no endpoint publishes this name: no connection within 100ms")
+	run(1, "ls", "@other", "--timeout", "2s").says("no endpoint publishes this name: no connection within 2s")
 
 	// Its name leads to the one that takes its place.
 	server.Kill()

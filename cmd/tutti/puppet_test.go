@@ -175,6 +175,7 @@ func (p *puppet) rank() string { return p.Env["RANK"] }
 
 func (p *puppet) tell(format string, args ...any) {
 	p.t.Helper()
+	p.conn.SetDeadline(time.Now().Add(patience))
 	if _, err := fmt.Fprintf(p.conn, format+"\n", args...); err != nil {
 		p.t.Fatalf("rank %s: %v", p.rank(), err)
 	}
@@ -182,6 +183,7 @@ func (p *puppet) tell(format string, args ...any) {
 
 func (p *puppet) hear() string {
 	p.t.Helper()
+	p.conn.SetDeadline(time.Now().Add(patience))
 	s, err := p.in.ReadString('\n')
 	if err != nil {
 		p.t.Fatalf("rank %s: %v", p.rank(), err)
@@ -201,6 +203,7 @@ func (p *puppet) do(format string, args ...any) {
 // gone waits until the process is dead: its socket closes.
 func (p *puppet) gone() {
 	p.t.Helper()
+	p.conn.SetDeadline(time.Now().Add(patience))
 	_, err := io.Copy(io.Discard, p.in)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		p.t.Fatalf("rank %s (pid %d) is still alive", p.rank(), p.PID)
@@ -268,7 +271,6 @@ func (s *stage) next() *puppet {
 		s.t.Fatal(err)
 	}
 	s.t.Cleanup(func() { c.Close() })
-	c.SetDeadline(time.Now().Add(patience))
 	p := &puppet{t: s.t, conn: c, in: bufio.NewReader(c)}
 	if err := json.Unmarshal([]byte(p.hear()), &p.hello); err != nil {
 		s.t.Fatal(err)

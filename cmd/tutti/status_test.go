@@ -25,9 +25,10 @@ import (
 // job is ranks that have joined, started by tutti run.
 type statusJob struct {
 	*stage
-	run   *tutti
-	ranks []*puppet
-	name  string
+	run     *tutti
+	ranks   []*puppet
+	name    string
+	stopped bool // a rank is, and cannot answer
 }
 
 func startJob(t *testing.T, n int, flags ...string) *statusJob {
@@ -78,9 +79,19 @@ func (j *statusJob) leave() {
 // status runs tutti status to its end.
 func (j *statusJob) status(args ...string) *tutti {
 	j.t.Helper()
-	c := j.command(append([]string{"status"}, args...)...).start()
-	c.Wait()
-	return c
+	return j.answered(func() *tutti { return j.command(append([]string{"status"}, args...)...) })
+}
+
+// answered runs a command to its end, and again if a rank was too slow to answer.
+func (j *statusJob) answered(command func() *tutti) *tutti {
+	j.t.Helper()
+	for late := time.Now().Add(patience); ; {
+		c := command().start()
+		c.Wait()
+		if j.stopped || !strings.Contains(c.Out.String(), "does not answer") || time.Now().After(late) {
+			return c
+		}
+	}
 }
 
 // report returns what tutti status --json says of the job.
@@ -144,9 +155,13 @@ func TestStatusNamesMissingRank(t *testing.T) {
 	if err := syscall.Kill(j.ranks[2].PID, syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	r := j.until("is the stopped one said not to answer",
-		func(r *status.Report) bool { return r.Ranks[2].Presence == flight.Silent })
+	j.stopped = true
+	r := j.until("is only the stopped one said not to answer", func(r *status.Report) bool {
+		return r.Ranks[0].Presence != flight.Silent && r.Ranks[1].Presence != flight.Silent &&
+			r.Ranks[2].Presence == flight.Silent
+	})
 	syscall.Kill(j.ranks[2].PID, syscall.SIGCONT)
+	j.stopped = false
 	if len(r.Findings) != 1 || !strings.HasPrefix(r.Findings[0].Text,
 		fmt.Sprintf("rank 2 does not answer (pid %d on ", j.ranks[2].PID)) ||
 		!strings.Contains(r.Findings[0].Text, "; ranks 0 and 1 wait for it, ") {
@@ -207,11 +222,14 @@ func TestStatusFindsJobs(t *testing.T) {
 			t.Errorf("tutti status %s: %q; want %q in it", c.args, all, c.says)
 		}
 	}
-	e := j.command("status")
-	for _, name := range []string{"TUTTI_STORE", "TUTTI_JOB", "TUTTI_SECRET"} {
-		e.cmd.Env = append(e.cmd.Env, name+"="+j.ranks[0].Env[name])
-	}
-	e.start().End(0)
+	e := j.answered(func() *tutti {
+		e := j.command("status")
+		for _, name := range []string{"TUTTI_STORE", "TUTTI_JOB", "TUTTI_SECRET"} {
+			e.cmd.Env = append(e.cmd.Env, name+"="+j.ranks[0].Env[name])
+		}
+		return e
+	})
+	e.End(0)
 	if out := e.Out.String(); !strings.HasPrefix(out, "job status-test-one: 2 ranks, ") {
 		t.Errorf("by the environment: %q", out)
 	}
@@ -389,31 +407,31 @@ func TestFlightRecords(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(logs, "flight-rank0-timeout.json"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	j := startJob(t, 2, "--log-dir", logs, "--timeout", "700ms")
+	j := startJob(t, 2, "--log-dir", logs, "--timeout", "5s")
 	j.run.Signal(syscall.SIGUSR1)
-	for r := range 2 {
-		path := filepath.Join(logs, fmt.Sprintf("flight-rank%d-signal.json", r))
+	written := func(name string) *flight.Snapshot {
+		t.Helper()
 		for late := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
-			if s, err := flight.ReadFile(path); err == nil {
-				if s.Rank != r || s.Reason != "signal" || len(s.Groups) != 1 {
-					t.Errorf("%+v", s)
-				}
-				break
+			s, err := flight.ReadFile(filepath.Join(logs, name))
+			if err == nil {
+				return s
 			} else if time.Now().After(late) {
 				t.Fatal(err)
 			}
+		}
+	}
+	for r := range 2 {
+		if s := written(fmt.Sprintf("flight-rank%d-signal.json", r)); s.Rank != r || s.Reason != "signal" ||
+			len(s.Groups) != 1 {
+			t.Errorf("%+v", s)
 		}
 	}
 	j.ranks[0].tell("allreduce 8")
 	if got := j.ranks[0].hear(); !strings.Contains(got, "timed out") {
 		t.Errorf("%s", got)
 	}
-	s, err := flight.ReadFile(filepath.Join(logs, "flight-rank0-timeout.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if s.Reason != "timeout" || s.Failures["timed out"] != 1 || len(s.Groups) != 1 ||
-		!strings.Contains(s.Groups[0].LastError, "timed out") || s.Groups[0].Last == nil ||
+	if s := written("flight-rank0-timeout.json"); s.Reason != "timeout" || s.Failures["timed out"] != 1 ||
+		len(s.Groups) != 1 || !strings.Contains(s.Groups[0].LastError, "timed out") || s.Groups[0].Last == nil ||
 		s.Groups[0].Last.Outcome != "timed out" {
 		t.Errorf("%+v %+v", s, s.Groups)
 	}

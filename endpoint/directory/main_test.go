@@ -89,7 +89,7 @@ func process(t *testing.T, store, name, contents string) (up, kill func()) {
 
 // storeAt configures the store at an address.
 func storeAt(address string) bootstrap.StoreConfig {
-	return bootstrap.StoreConfig{Address: address, Secret: []byte(secret), OpTimeout: time.Second}
+	return bootstrap.StoreConfig{Address: address, Secret: []byte(secret), OpTimeout: 5 * time.Second}
 }
 
 func open(t testing.TB, address string) *directory.Directory {

@@ -372,7 +372,8 @@ func TestStoppedPeerIsNotGone(t *testing.T) {
 	fill(t, a, 10000)
 	s := &wire(a).stream
 	probed := false
-	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+	second, end := time.Now().Add(time.Second), time.Now().Add(patience)
+	for ; time.Now().Before(end) && (!probed || time.Now().Before(second)); time.Sleep(20 * time.Millisecond) {
 		s.checkHost(100 * time.Millisecond)
 		i, err := unix.GetsockoptTCPInfo(s.fd, unix.SOL_TCP, unix.TCP_INFO)
 		probed = probed || err == nil && i.Backoff > 0

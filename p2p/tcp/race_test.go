@@ -32,20 +32,17 @@ func swallowing(t *testing.T) string {
 	return ""
 }
 
-// Networks that swallow packets cost a link a moment, not what an attempt may take.
+// Networks that swallow packets cost a link a moment, not what an attempt may take: that is longer
+// than this test waits.
 func TestDialSkipsSilentAddresses(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
 	hole := swallowing(t)
-	began := time.Now()
 	l, err := a.Dial(within(t), b.self, b.at(hole, hole, hole, b.addr()))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
 	b.accept(t)
-	if took := time.Since(began); took >= dialTimeout {
-		t.Errorf("it took %v to get past three addresses that swallow packets", took)
-	}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	if _, err := a.Dial(ctx, b.self, b.at(hole, hole)); !errors.Is(err, context.DeadlineExceeded) {

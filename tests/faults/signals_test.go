@@ -19,7 +19,7 @@ func TestStoppedRankIsNotLost(t *testing.T) {
 			t.Run(transport+"/"+strconv.Itoa(n), func(t *testing.T) {
 				t.Parallel()
 				s := rig.New(t)
-				job := s.Run(nil, "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "3s")
+				job := s.Run(nil, "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "8s")
 				ranks := s.Arrive(n)
 				rig.Well(ranks, rig.Command{Verb: "join"})
 				rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})

@@ -59,12 +59,15 @@ dist.destroy_process_group()
 
 LATE = """
 from datetime import timedelta
-dist.init_process_group("tutti", timeout=timedelta(seconds=2))
+dist.init_process_group("tutti")
 rank = dist.get_rank()
 dist.barrier()
 store = dist.distributed_c10d._get_default_store()
 if rank != 2:
-    text = raises(dist.DistBackendError, "timed out", dist.all_reduce, torch.ones(5))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=2)
+    late = lambda: dist.group.WORLD.allreduce([torch.ones(5)], options).wait()
+    text = raises(dist.DistBackendError, "timed out", late)
     assert "rank 2" in text, text
     store.add("late", 1)
 else:
