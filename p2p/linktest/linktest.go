@@ -5,7 +5,6 @@ package linktest
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -314,15 +313,10 @@ func Frame(i, n int, buf []byte) (p2p.Header, []byte) {
 	h := p2p.Header{Kind: uint8(r.Uint64()), Flags: uint8(r.Uint64()), Len: uint32(n), Chan: uint32(r.Uint64()),
 		Ack: uint32(r.Uint64()),
 		Seq: uint64(i), Call: r.Uint64(), Count: r.Uint64(), Off: r.Uint64()}
-	if cap(buf) < n+8 {
-		buf = make([]byte, n+8)
+	if cap(buf) < n {
+		buf = make([]byte, n)
 	}
-	buf = buf[:n+8]
-	x := r.Uint64()
-	for k := 0; k < n; k += 8 {
-		x = x*6364136223846793005 + 1442695040888963407
-		binary.LittleEndian.PutUint64(buf[k:], x)
-	}
+	fill(buf[:n], int(r.Uint64()%uint64(len(noise))))
 	return h, buf[:n]
 }
 
