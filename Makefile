@@ -77,7 +77,7 @@ test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k al
 bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--ddp", "--sizes 64 1M")
 	cd shim/torch && PYTHONPATH=. $(TORCH_ENV)/bin/python bench.py --json $(CURDIR)/.build/torch.json $(BENCH_FLAGS)
 
-test: lint test-unit test-race test-purego test-softroce test-pytorch ## everything that CI runs; names what was skipped and why
+test: lint test-unit test-purego test-softroce test-pytorch ## all tests; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -timeout 15m $(MATRIX) $(ATTACKED)
@@ -87,7 +87,7 @@ test-unit: ## all tests, also those of several processes and hosts
 
 # Each process would sleep a second before it exits, to see what its other goroutines do until then.
 test-race: export GORACE := atexit_sleep_ms=0 $(GORACE)
-test-race: ## the packages with the race detector
+test-race: ## the tests of the packages again, with the race detector; CI runs it after test
 	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(ATTACKED)
 	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m -skip '$(ALONE)' ./pg ./cmd/tutti $(RACE_PKGS)
 
