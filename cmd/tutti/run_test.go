@@ -724,6 +724,32 @@ func TestRunKeepsSurvivorsRunning(t *testing.T) {
 	}
 }
 
+// A rank dies, and the others end well, before the guard looks: the launcher takes the ends in the
+// order in which they came.
+func TestRunTakesEndsInTheirOrder(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--", proctest.Self())
+	all := s.arrive(3)
+	guard := parent(t, all[0].PID)
+	if err := syscall.Kill(guard, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { syscall.Kill(guard, syscall.SIGCONT) })
+	for _, x := range []struct {
+		rank  int
+		order string
+	}{{1, "kill 9"}, {2, "exit 0"}, {0, "exit 0"}} {
+		over := watch(t, all[x.rank].PID)
+		all[x.rank].tell("%s", x.order)
+		over()
+	}
+	if err := syscall.Kill(guard, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	j.End(0)
+	j.says("rank 1 was killed by signal 9 (SIGKILL); the others go on")
+}
+
 // A rank that died is started again, alone, as often as was said, and no more once a rank has ended
 // well.
 func TestRunRestarts(t *testing.T) {

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/internal/cpus"
+	"tutti/internal/epoll"
 	"tutti/internal/ident"
 )
 
@@ -185,7 +186,7 @@ func (g *Guard) Close() error {
 	chld := make(chan os.Signal, 1)
 	signal.Notify(chld, syscall.SIGCHLD)
 	defer signal.Stop(chld)
-	killChildren(chld, func(int, syscall.WaitStatus) {})
+	killChildren(chld, nil, func(int, syscall.WaitStatus) {})
 	return fmt.Errorf("the guard process ended early (%v)", state)
 }
 
@@ -302,6 +303,7 @@ func GuardMain() int {
 	}()
 
 	var temps []string
+	var ends ends
 	running := map[int]int{} // pid -> id; the started children that have not been waited for
 	sweep := map[int]bool{}  // those whose process group ends with them
 	exited := func(pid int, s syscall.WaitStatus) {
@@ -311,6 +313,7 @@ func GuardMain() int {
 			}
 			delete(running, pid)
 			delete(sweep, pid)
+			ends.forget(pid)
 			send(conn, Event{ID: id, PID: pid, Exited: true, Status: s})
 		}
 	}
@@ -322,7 +325,7 @@ func GuardMain() int {
 				for pid := range running {
 					unix.Kill(-pid, unix.SIGKILL)
 				}
-				killChildren(chld, exited)
+				killChildren(chld, &ends, exited)
 				for _, dir := range temps {
 					os.RemoveAll(dir)
 				}
@@ -336,6 +339,7 @@ func GuardMain() int {
 					e.Error = err.Error()
 				} else {
 					running[e.PID] = d.ID
+					ends.watch(e.PID)
 					if d.Start.Sweep {
 						sweep[e.PID] = true
 					}
@@ -362,9 +366,62 @@ func GuardMain() int {
 			}
 			closeAll(d.files)
 		case <-chld:
-			reap(exited)
+			reap(&ends, exited)
 		}
 	}
+}
+
+// ends tells in which order children have ended. Those of a rank that dies, and of the others that
+// go on without it and succeed, may be noticed together, and wait4 returns the oldest child first.
+type ends struct {
+	epoll  int         // an instance, if pidfds has been made
+	pidfds map[int]int // by pid
+}
+
+// watch adds a child. If that fails, the child's place among others that have ended is unknown.
+func (e *ends) watch(pid int) {
+	if e.pidfds == nil {
+		fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+		if err != nil {
+			return
+		}
+		e.epoll, e.pidfds = fd, map[int]int{}
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return
+	}
+	ev := epoll.Event(unix.EPOLLIN, uint64(pid))
+	if unix.EpollCtl(e.epoll, unix.EPOLL_CTL_ADD, fd, &ev) != nil {
+		unix.Close(fd)
+		return
+	}
+	e.pidfds[pid] = fd
+}
+
+// forget ends the watch of a child.
+func (e *ends) forget(pid int) {
+	if fd, ok := e.pidfds[pid]; ok {
+		unix.Close(fd)
+		delete(e.pidfds, pid)
+	}
+}
+
+// next lists children that have ended, in the order in which they did: that in which the kernel
+// has queued them.
+func (e *ends) next() (pids []int) {
+	if e == nil || len(e.pidfds) == 0 {
+		return nil
+	}
+	var evs [64]unix.EpollEvent
+	n, err := unix.EpollWait(e.epoll, evs[:], 0)
+	if err != nil { // EINTR: SIGCHLD comes again for a later child, and wait4 knows this one
+		return nil
+	}
+	for _, ev := range evs[:n] {
+		pids = append(pids, int(ev.Fd))
+	}
+	return pids
 }
 
 // start starts a process. It runs unbound if it cannot be bound: the error says why.
@@ -385,13 +442,24 @@ func start(c *Command, files []int) (pid int, unbound, err error) {
 	return pid, unbound, err
 }
 
-// reap waits for the children that have ended, and reports whether there are others.
-func reap(exited func(pid int, s syscall.WaitStatus)) (more bool) {
+// reap waits for the children that have ended, in the order of first and then of their age, and
+// reports whether there are others. first may be nil.
+func reap(first *ends, exited func(pid int, s syscall.WaitStatus)) (more bool) {
+	var queue []int
 	for {
+		if len(queue) == 0 {
+			queue = first.next()
+		}
+		which := -1
+		if len(queue) > 0 {
+			which, queue = queue[0], queue[1:]
+		}
 		var s syscall.WaitStatus
-		pid, err := syscall.Wait4(-1, &s, syscall.WNOHANG, nil)
+		pid, err := syscall.Wait4(which, &s, syscall.WNOHANG, nil)
 		switch {
 		case errors.Is(err, syscall.EINTR):
+		case which > 0 && pid <= 0: // first and the kernel disagree
+			first, queue = nil, nil
 		case err != nil:
 			return false // no children
 		case pid == 0:
@@ -416,8 +484,8 @@ func killGroup(leader int) {
 
 // killChildren kills the children of this process, and those that it inherits from them, until
 // there are none. It looks again after each death, which is when children are inherited.
-func killChildren(chld <-chan os.Signal, exited func(pid int, s syscall.WaitStatus)) {
-	for reap(exited) {
+func killChildren(chld <-chan os.Signal, first *ends, exited func(pid int, s syscall.WaitStatus)) {
+	for reap(first, exited) {
 		for _, pid := range children() {
 			unix.Kill(pid, unix.SIGKILL)
 		}
