@@ -264,12 +264,14 @@ func (s suite) killedTarget(t *testing.T, what string) {
 				well[i%abreast] = true
 			}
 		}
+		want := make([]byte, slot)
+		fill(want, 1)
 		for i := range abreast {
 			if well[i] && !filled(local(i), 1) {
 				t.Errorf("an operation with local memory %d has ended well, and the memory has other bytes", i)
 			}
 			for k, v := range local(i) {
-				if v != byte(k*7+k>>8+31+1) && (v != 0 || what != gets) {
+				if v != want[k] && (v != 0 || what != gets) {
 					t.Fatalf("byte %d of local memory %d is %d", k, i, v)
 				}
 			}
