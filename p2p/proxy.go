@@ -569,11 +569,13 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 		return
 	}
 	p.unlend(pr)
-	n, until := 0, time.Now().Add(readFor)
-	for p.poll(pr) && (n < readFrames || time.Now().Before(until)) { // a live peer may continue to send
-		n++
+	_, distant := pr.link.(Distant)
+	stays := distant && p.cfg.Linger > 0
+	until, frames, bytes := time.Now().Add(readFor), readFrames, p.moved+readBytes
+	for p.poll(pr) && (time.Now().Before(until) || !stays && frames > 0 && p.moved < bytes) {
+		frames-- // a live peer may continue to send
 	}
-	if _, distant := pr.link.(Distant); !distant || p.cfg.Linger <= 0 {
+	if !stays || pr.link == nil {
 		p.remove(pr, why)
 		return
 	}
@@ -617,11 +619,12 @@ func (p *Proxy) MarkDeadUnlinked(rank int, incarnation uint64, why error) {
 	}
 }
 
-// MarkDead reads from a peer that continues to send for this long or, if this process is slow, this
-// many frames: more than a ring holds.
+// MarkDead reads from a peer that continues to send for this long. If this process is slow, it
+// reads at least as many frames, or bytes, as the ring of a link within a host holds.
 const (
 	readFor    = 50 * time.Millisecond
 	readFrames = 1 << 13
+	readBytes  = 1 << 20
 )
 
 // remove ends the remaining state of a peer's incarnation.
