@@ -303,7 +303,7 @@ func GuardMain() int {
 	}()
 
 	var temps []string
-	var ends ends
+	var queue ends
 	running := map[int]int{} // pid -> id; the started children that have not been waited for
 	sweep := map[int]bool{}  // those whose process group ends with them
 	exited := func(pid int, s syscall.WaitStatus) {
@@ -313,7 +313,7 @@ func GuardMain() int {
 			}
 			delete(running, pid)
 			delete(sweep, pid)
-			ends.forget(pid)
+			queue.forget(pid)
 			send(conn, Event{ID: id, PID: pid, Exited: true, Status: s})
 		}
 	}
@@ -325,7 +325,7 @@ func GuardMain() int {
 				for pid := range running {
 					unix.Kill(-pid, unix.SIGKILL)
 				}
-				killChildren(chld, &ends, exited)
+				killChildren(chld, &queue, exited)
 				for _, dir := range temps {
 					os.RemoveAll(dir)
 				}
@@ -339,7 +339,7 @@ func GuardMain() int {
 					e.Error = err.Error()
 				} else {
 					running[e.PID] = d.ID
-					ends.watch(e.PID)
+					queue.watch(e.PID)
 					if d.Start.Sweep {
 						sweep[e.PID] = true
 					}
@@ -366,13 +366,14 @@ func GuardMain() int {
 			}
 			closeAll(d.files)
 		case <-chld:
-			reap(&ends, exited)
+			reap(&queue, exited)
 		}
 	}
 }
 
-// ends tells in which order children have ended. Those of a rank that dies, and of the others that
-// go on without it and succeed, may be noticed together, and wait4 returns the oldest child first.
+// ends tells in which order children have ended. The end of a rank that dies, and those of others
+// that go on without it and succeed, may be noticed together, and wait4 returns the oldest child
+// first.
 type ends struct {
 	epoll  int         // an instance, if pidfds has been made
 	pidfds map[int]int // by pid
@@ -465,6 +466,16 @@ func reap(first *ends, exited func(pid int, s syscall.WaitStatus)) (more bool) {
 		case pid == 0:
 			return true
 		default:
+			if which < 0 { // others may have ended since first was asked, and before this one
+				for _, earlier := range first.next() {
+					var of syscall.WaitStatus
+					if earlier == pid {
+						break
+					} else if n, _ := syscall.Wait4(earlier, &of, syscall.WNOHANG, nil); n == earlier {
+						exited(n, of)
+					}
+				}
+			}
 			exited(pid, s)
 		}
 	}
