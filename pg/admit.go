@@ -22,7 +22,7 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.roster == nil {
 		return 0, nil
 	}
-	if err := g.enter(ctx, "admit", func() { g.expired(admitCall) }); err != nil {
+	if err := g.enter(ctx, "admit", func() { g.expired(admitCall, g.readyToAdmit) }); err != nil {
 		return 0, err
 	}
 	defer g.leave()
@@ -43,9 +43,26 @@ const (
 // admitCall is the exchange in Admit without its memory.
 var admitCall = exec.Call{Kind: collectives.AllReduce, Op: Max, DType: Uint64, Count: admitFields, Uniform: true}
 
+// readyToAdmit brings the group into a state in which the next operation of Admit can run. Those
+// that other ranks have repeated, and this one has not begun, are passed over.
+func (g *Group) readyToAdmit() error {
+	for {
+		g.run.Adopt(admitCall)
+		if err := g.catchUp(); err != nil {
+			return err
+		}
+		if s, ok := g.skip(); !ok {
+			return nil
+		} else if !s.loss {
+			return s.why
+		}
+	}
+}
+
 // admit agrees with all other ranks, those that are coming in included, on a view that contains
 // every waiting rank. since is the last view that this rank's program knows. All decisions depend
-// only on the result of a uniform allreduce, never on what this rank alone knows.
+// only on the result of a uniform allreduce, and on what an exchange has told all ranks. The
+// operation is repeated after the loss of a rank. If a rank gives up for another reason, all do.
 func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	news := func(v membership.View, since uint64) (n uint64) {
 		for _, s := range v.Slots {
@@ -55,16 +72,8 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		return n
 	}
-	// A loss is no reason to end, but any other one is, at whichever rank: all end then.
-	again := func(err error) bool {
-		_, other := g.reasons()
-		return errors.As(err, new(*RankError)) && !errors.Is(err, errDeserted) && g.err == nil && other == nil
-	}
 	for {
-		g.run.Adopt(admitCall)
-		if err := g.ready(); again(err) {
-			continue // the others are past an operation that this rank has not begun
-		} else if err != nil {
+		if err := g.readyToAdmit(); err != nil {
 			return 0, err
 		}
 		said := []uint64{latest: g.v.job.Epoch, early: ^g.v.job.Epoch, arrived: news(g.v.job, since),
@@ -86,10 +95,11 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			g.run.Adopt(c)
 			_, err = g.collective()
 		}
-		if again(err) {
-			continue
-		}
 		if err != nil {
+			if _, other := g.reasons(g.seq); other == nil && errors.As(err, new(*RankError)) &&
+				!errors.Is(err, errDeserted) && g.err == nil {
+				continue
+			}
 			return 0, err
 		}
 		g.job.log.Debug("admit", "seq", g.seq, "epoch", g.v.job.Epoch, "attempt", g.sync.At().Attempt,
@@ -102,7 +112,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		if to := max(said[goal], said[latest]); to > g.v.epoch {
 			g.sync.Aim(to)
 			if err := g.move(g.standing(), false); err != nil {
-				return 0, g.halt(err)
+				return 0, g.forgone(err)
 			}
 			if g.err != nil {
 				return 0, g.err

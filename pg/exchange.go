@@ -1,7 +1,6 @@
 package pg
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"encoding/binary"
@@ -31,23 +30,25 @@ import (
 //     has begun its own.
 //   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
 //     another one.
-//   - cause is set by a failed operation, and sent with the standings that follow. A complete
-//     exchange in which the rank told it clears it or, if the group has failed, Recover.
-//   - skips is set by every exchange that ends operations which this rank has not called.
+//   - cause and of are set when an operation fails, or the group with that of another rank, and
+//     sent with all standings that follow. Recover clears cause.
+//   - skips covers the operations that exchanges have ended and this rank has not called.
 //   - parts is set from the beginning of the wait in Close on: only in a closed group.
 //   - agreement.between is set only while a call has the turn (Group.busy).
 //
-// The tests check this after every event (illegal in export_test.go). Otherwise the fields are
-// independent of each other: lost is for the texts of errors only, and Group.attended concerns
-// messages between two ranks, which belong to no view.
+// The tests check this after every event (illegal in export_test.go), but what is said of cause.
+// Otherwise the fields are independent of each other: lost is for the texts of errors only, and
+// Group.attended concerns messages between two ranks, which belong to no view.
 type passage struct {
 	sync  *resync.Machine // the exchange that the group is in, or was in last
 	rough bool            // the next operation has to check for changes first
 	joins bool            // the rank is entering the group's view, and its program has no group yet
 	hint  bool            // the job has grown, and the other ranks have to be told
 	lost  *RankError      // the latest
-	cause []byte          // why the last operation or the group has failed, as the other ranks are told
-	skips error           // why the operations before the view's first have failed
+	held  uint64          // the view of the latest complete exchange
+	cause []byte          // why an operation or the group has failed, as the other ranks are told
+	of    uint64          // that operation
+	skips []skip          // in order
 
 	present map[int]resync.Point // boundaries that the other ranks have reached, by slot
 	shows   resync.Point         // the boundary that this rank has announced
@@ -69,10 +70,11 @@ const (
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 last complete exchange: view | 32 attempt
 //	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 Given | 80 place
-//	120 why the rank's last operation or its group has failed: the payload of Abort
+//	120 the operation that has failed last | 128 why it or the group has: the payload of Abort
 const (
 	standingPlace = 80
-	standingSize  = standingPlace + join.PlaceSize
+	standingOf    = standingPlace + join.PlaceSize
+	standingSize  = standingOf + 8
 )
 
 const (
@@ -108,7 +110,15 @@ type told struct {
 	place  join.Place
 	ballot uint64 // agreements that the rank has taken part in
 	host   bool   // its short vectors in the memory of devices go through the host: see packets.go
+	of     uint64 // the operation that cause is of
 	cause  []byte
+}
+
+// A skip says why operations have ended that this rank has not called.
+type skip struct {
+	last uint64 // of them; the first follows those of the skip before
+	why  error
+	loss bool // no rank has failed for another reason than a lost rank
 }
 
 func encodeTold(t resync.Told) []byte {
@@ -127,6 +137,7 @@ func encodeTold(t resync.Told) []byte {
 	}
 	b = b[:standingSize]
 	more.place.Encode(b[standingPlace:])
+	binary.LittleEndian.PutUint64(b[standingOf:], more.of)
 	return append(b, more.cause...)
 }
 
@@ -144,7 +155,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	t.Standing = resync.Standing{Over: u(16), Given: u(72), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
-		More: told{join.DecodePlace(b[standingPlace:]), u(56), flags&standHost != 0, b[standingSize:]}}
+		More: told{join.DecodePlace(b[standingPlace:]), u(56), flags&standHost != 0, u(standingOf), b[standingSize:]}}
 	return t, nil
 }
 
@@ -291,6 +302,17 @@ func (g *Group) standing() resync.Standing {
 // ready brings the group into a state in which the current call can run as its next operation. The
 // error is the operation's. The group's view may be another one afterwards.
 func (g *Group) ready() error {
+	if err := g.catchUp(); err != nil {
+		return err
+	}
+	if s, ok := g.skip(); ok {
+		return s.why
+	}
+	return nil
+}
+
+// catchUp enters the view that is due before the next operation. An error is that operation's.
+func (g *Group) catchUp() error {
 	if err := g.halted(); err != nil {
 		return err
 	}
@@ -309,7 +331,8 @@ func (g *Group) ready() error {
 			return g.miss(errMoved)
 		}
 		if !g.sync.Pending() && !g.sync.Behind() && !g.sync.Due(broken) {
-			break
+			g.rough = g.sought()
+			return nil
 		}
 		if err := g.move(g.standing(), broken); err != nil {
 			return g.forgone(err)
@@ -318,31 +341,34 @@ func (g *Group) ready() error {
 			return g.err
 		}
 	}
-	if g.seq+1 < g.begins() {
-		g.seq++
-		return g.skipped()
-	}
-	g.rough = g.sought()
-	return nil
 }
 
-// skipped returns the error of an operation that other ranks could not finish.
-func (g *Group) skipped() error {
-	lost, ok := g.skips.(*RankError)
-	if !ok {
-		return g.skips
+// skip counts the next operation if an exchange has ended it before this rank called it.
+func (g *Group) skip() (s skip, ok bool) {
+	if g.seq+1 >= g.begins() {
+		g.skips = nil
+		return skip{}, false
 	}
-	own := *lost
-	own.Call = fmt.Sprintf("operation #%d", g.seq)
-	return &own
+	g.seq++
+	g.rough = true
+	for g.skips[0].last < g.seq {
+		g.skips = g.skips[1:]
+	}
+	s = g.skips[0]
+	if lost, is := s.why.(*RankError); is {
+		own := *lost
+		own.Call = fmt.Sprintf("operation #%d", g.seq)
+		s.why = &own
+	}
+	return s, true
 }
 
-// reasons returns why the last operations of members have failed, as they have told in the latest
-// exchange: the first that is the loss of a rank, and the first that is not.
-func (g *Group) reasons() (loss, other *wireAbort) {
+// reasons returns why operations from number from on have failed at members, as these have told in
+// the latest exchange: the first reason that is the loss of a rank, and the first that is not.
+func (g *Group) reasons(from uint64) (loss, other *wireAbort) {
 	for _, slot := range g.v.Active {
 		s, ok := g.sync.Told(slot)
-		if !ok {
+		if !ok || s.More.(told).of < from {
 			continue
 		}
 		switch a, bad := decodeAbort(s.More.(told).cause, g.v.Size); {
@@ -356,19 +382,31 @@ func (g *Group) reasons() (loss, other *wireAbort) {
 	return loss, other
 }
 
-// unfinished returns why operations have ended that this rank has not called, after the exchange
-// in which it learnt of that.
-func (g *Group) unfinished() error {
-	loss, other := g.reasons()
+// unfinished notes why the operations before number start that this rank has not called have ended,
+// in the latest exchange, unless an earlier one has ended them.
+func (g *Group) unfinished(start uint64) {
+	from := g.seq + 1
+	if n := len(g.skips); n > 0 {
+		from = max(from, g.skips[n-1].last+1)
+	}
+	if start <= from {
+		return
+	}
+	loss, other := g.reasons(from)
+	s := skip{last: start - 1, loss: other == nil}
 	switch {
 	case other != nil:
-		return g.told(other)
-	case g.lost != nil:
-		return g.lost
+		s.why = g.told(other)
+	case g.lost != nil && g.lost.Epoch >= g.held:
+		s.why = g.lost
 	case loss != nil:
-		return g.told(loss)
+		lost := g.told(loss).(*RankError)
+		lost.Epoch = g.held
+		s.why = lost
+	default:
+		s.why = &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, Err: errors.New("other ranks are past it")}
 	}
-	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, Err: errors.New("other ranks are past it")}
+	g.skips = append(g.skips, s)
 }
 
 // move enters an exchange, for the job's present view or for another attempt in the group's view.
@@ -412,7 +450,8 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		if err := g.deserted(missing, began, "entering a view"); err != nil {
 			var lost *RankError
 			errors.As(err, &lost)
-			g.cause = (&wireAbort{Kind: abortDeserted, A: g.rank, B: lost.Rank, Call: exec.EnterToken}).encode()
+			a := wireAbort{Kind: abortDeserted, A: g.rank, B: lost.Rank, Call: exec.EnterToken}
+			g.cause, g.of = a.encode(), g.seq+1
 			return err
 		}
 		if err := g.irreplaceable(missing, "entering a view"); err != nil {
@@ -466,7 +505,7 @@ func (g *Group) reach(missing []int, waited time.Duration) []int {
 // departure bounds the time from a leaving rank's close of a group until it is out of the view.
 const departure = time.Second
 
-var errDeserted = errors.New("it closed its group and is still in the job, so that the group cannot go on without it")
+var errDeserted = errors.New("it closed its group, which cannot go on without it while it stays in the job")
 
 // deserted returns an error if one of missing, which a call has waited for since began, has closed
 // the group and stays in the job: such a rank sends nothing more in this group, and the view keeps
@@ -502,7 +541,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if !mine.Joins { // a rank that comes in was in no epoch before
 		g.coll.Leave(mine.Over)
 	}
-	mine.More = told{g.job.session.Here, g.ballot.count(), g.packets.refused != nil, g.cause}
+	mine.More = told{g.job.session.Here, g.ballot.count(), g.packets.refused != nil, g.of, g.cause}
 	tell, complete := g.sync.Enter(renew, passive, mine)
 	if err := g.open(tell.At); err != nil {
 		return err
@@ -582,7 +621,7 @@ func (g *Group) settled() {
 		}
 		if failed && s.Failed && g.err == nil {
 			if a, bad := decodeAbort(more.cause, g.v.Size); bad == nil {
-				g.err, g.cause = g.told(a), more.cause
+				g.err, g.cause, g.of = g.told(a), more.cause, more.of
 			} else {
 				g.err = &RankError{Rank: slot, Epoch: g.v.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1),
 					Reporter: slot,
@@ -590,13 +629,8 @@ func (g *Group) settled() {
 			}
 		}
 	}
-	own, _ := g.sync.Told(g.rank)
-	if g.err == nil && bytes.Equal(own.More.(told).cause, g.cause) { // all have been told
-		g.cause = nil
-	}
-	if g.seq+1 < o.Start {
-		g.skips = g.unfinished()
-	}
+	g.unfinished(o.Start)
+	g.held = g.v.epoch
 	if g.job.settings.AutoAdmit { // else Admit does
 		g.join(ballots)
 	}
@@ -647,7 +681,7 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	if call != "" {
 		late.Call = call
 	} else {
-		g.cause = a.encode()
+		g.cause, g.of = a.encode(), g.seq+1
 		g.coll.Abort(late, g.cause)
 	}
 	return late

@@ -29,6 +29,8 @@ func (g *Group) illegal() string {
 		return "operations have run before the rank was in a view"
 	case g.hint && !g.job.settings.AutoAdmit:
 		return "the ranks are told that the job has grown, without AutoAdmit"
+	case g.seq+1 < g.begins() && (len(g.skips) == 0 || g.skips[len(g.skips)-1].last+1 < g.begins()):
+		return "an operation has ended before it was called, for no reason"
 	case !g.rough && g.sync.Pending():
 		return "an exchange is under way, and the next operation does not look"
 	case !g.rough && g.sync.Lost():
@@ -85,11 +87,11 @@ func (g *Group) Decides(n uint64) bool {
 	return g.ballot.n == n && !g.between
 }
 
-// Skips reports whether an exchange has ended operations that the program has not called.
-func (g *Group) Skips() bool {
+// Skips returns the number of operations that exchanges have ended and the program has not called.
+func (g *Group) Skips() int {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
-	return g.seq+1 < g.begins()
+	return max(0, int(g.begins())-1-int(g.seq))
 }
 
 // Copies returns how many visits of the group have used a staging buffer.

@@ -334,16 +334,18 @@ func TestLocalRefusesBadSizes(t *testing.T) {
 }
 
 func FuzzDecodeAbort(f *testing.F) {
-	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5,
-		Missing: []exec.Seen{{Rank: 1, Has: true}}, Text: "x"}
-	f.Add(a.encode())
+	for kind := byte(abortRank); kind <= abortDeserted; kind++ {
+		a := wireAbort{Kind: kind, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5,
+			Missing: []exec.Seen{{Rank: 1, Has: true}}, Text: "x"}
+		f.Add(a.encode())
+	}
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		a, err := decodeAbort(b, 4)
 		if err != nil {
 			return
 		}
-		g := &Group{job: &job{}}
+		g := &Group{job: &job{}, v: &groupView{}}
 		if g.told(a).Error() == "" {
 			t.Error("a failure without a text")
 		}

@@ -296,7 +296,7 @@ func (g *Group) operate(ctx context.Context, q *exec.Request, v *visit) error {
 			return err
 		}
 		c = c.Detached()
-		if err := g.queued(ctx, c.Describe(), func() { g.expired(c) }); err != nil {
+		if err := g.queued(ctx, c.Describe(), func() { g.expired(c, g.ready) }); err != nil {
 			return err
 		}
 	}
@@ -491,6 +491,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
 		for renew := g.coll.Err() != nil; ; renew = false {
 			if err := g.move(mine, renew); err != nil {
+				g.of = g.seq
 				g.sync.GiveUp(g.seq, uniform)
 				g.fails(err)
 				return here, err
@@ -572,10 +573,10 @@ func (g *Group) fail(err error) error {
 	tell, typed := g.explain(err)
 	var told *p2p.Aborted
 	if tell != nil {
-		g.cause = tell.encode()
+		g.cause, g.of = tell.encode(), g.seq
 		g.coll.Abort(typed, g.cause)
 	} else if errors.As(err, &told) {
-		g.cause = told.Payload
+		g.cause, g.of = told.Payload, g.seq
 	}
 	g.coll.Forget()
 	g.run.Stop()
@@ -861,7 +862,9 @@ func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.C
 	if prepares != 0 {
 		what = flight.Describe(prepares, count)
 	}
-	if err := g.enter(ctx, what, func() { g.expired(g.exchangeCall(len(mine), prepares, count)) }); err != nil {
+	if err := g.enter(ctx, what, func() {
+		g.expired(g.exchangeCall(len(mine), prepares, count), g.ready)
+	}); err != nil {
 		return nil, err
 	}
 	defer g.leave()

@@ -250,10 +250,10 @@ func (g *Group) pass() {
 
 // expired runs in place of a collective whose caller gave up before its turn. The operation fails
 // here as one whose time is up when it begins, and therefore at all ranks. c is the call without
-// its memory.
-func (g *Group) expired(c exec.Call) {
+// its memory, and ready Group.ready or what the call does instead.
+func (g *Group) expired(c exec.Call, ready func() error) {
 	g.run.Adopt(c)
-	err := g.ready()
+	err := ready()
 	if err == nil {
 		_, err = g.collective()
 	}

@@ -105,7 +105,8 @@ func TestTimeoutCountsFromTheCall(t *testing.T) {
 	}
 	defer gs[1].Close()
 	defer gs[0].Close()
-	ctx := context.Background()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer time.AfterFunc(time.Minute, cancel).Stop()
 	if err := gs[0].enter(ctx, "test", nil); err != nil { // something that does not end
 		t.Fatal(err)
 	}

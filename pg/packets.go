@@ -492,7 +492,7 @@ func trimZeros(text []byte) []byte {
 func (g *Group) step(ctx context.Context, c *exec.Call) error {
 	prepares, count := preparing(c, 0)
 	if err := g.enter(ctx, flight.Describe(prepares, count), func() {
-		g.expired(g.exchangeCall(messageSize/8, prepares, count))
+		g.expired(g.exchangeCall(messageSize/8, prepares, count), g.ready)
 	}); err != nil {
 		return err
 	}

@@ -702,10 +702,8 @@ func TestTimeoutOfOneRankEvictsNoRank(t *testing.T) {
 			t.Fatal(err)
 		} else {
 			// Rank 3 comes to the operation when the others have agreed to go on after it.
-			for until := time.Now().Add(10 * time.Second); g.Rank() == 3 && !g.Skips(); time.Sleep(time.Millisecond) {
-				if time.Now().After(until) {
-					t.Fatal("the others do not go on")
-				}
+			if g.Rank() == 3 {
+				skips(t, g, 1)
 			}
 			var late *pg.TimeoutError
 			if err := pg.AllReduce(ctx, g, []int{1}, pg.Sum); !errors.As(err, &late) || late.Reporter != 0 {
@@ -722,6 +720,63 @@ func TestTimeoutOfOneRankEvictsNoRank(t *testing.T) {
 			t.Errorf("the view is %v", v)
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}))
+}
+
+// skips waits until the other ranks have agreed to go on after this many operations that this one
+// has not called.
+func skips(t *testing.T, g *pg.Group, n int) {
+	t.Helper()
+	for until := time.Now().Add(30 * time.Second); g.Skips() < n; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("the others do not go on")
+		}
+	}
+}
+
+// A rank comes to two operations when the others are past both: the first has timed out, and in the
+// second a rank was lost. It gets the reason of each.
+func TestSkippedOperationsHaveTheirOwnReasons(t *testing.T) {
+	const late, victim = 1, 2
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx, x := t.Context(), []int{1}
+		sum := func(ctx context.Context) error { x[0] = 1; return pg.AllReduce(ctx, g, x, pg.Sum) }
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		through(t, g, 0)
+		first := ctx
+		switch g.Rank() {
+		case 0:
+			short, end := context.WithTimeout(ctx, 300*time.Millisecond)
+			defer end()
+			first = short
+		case late:
+			skips(t, g, 1)
+			if err := pg.Send(ctx, g, []byte{1}, victim, 5); err != nil {
+				t.Fatal(err)
+			}
+			skips(t, g, 2)
+		case victim:
+			skips(t, g, 1)
+		}
+		var timeout *pg.TimeoutError
+		if err := sum(first); !errors.As(err, &timeout) || timeout.Reporter != 0 {
+			t.Fatalf("the operation that timed out: %v", err)
+		}
+		if g.Rank() == victim {
+			if _, err := pg.Recv(ctx, g, make([]byte, 1), late, 5); err != nil {
+				t.Fatal(err)
+			}
+			pgtest.Kill(t)
+		}
+		if err := sum(ctx); lostRank(err) != victim {
+			t.Fatalf("the operation in which rank %d was lost: %v", victim, err)
+		}
+		if err := sum(ctx); err != nil || x[0] != 2 {
+			t.Fatalf("afterwards: %v, %v", err, x)
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}),
+		pgtest.Expect(victim, syscall.SIGKILL))
 }
 
 // A cancelled operation removes no rank, as opposed to one that timed out: it fails at every rank,

@@ -14,7 +14,7 @@ func FuzzTold(f *testing.F) {
 		Standing: resync.Standing{Over: 5, Given: 2, Has: true, Calls: true,
 			Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
 			More: told{place: join.Place{Machine: 1, Cores: 2, Maps: true, Incarnation: 9}, ballot: 2,
-				host: true, cause: []byte("why")}}}))
+				host: true, of: 7, cause: []byte("why")}}}))
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		x, err := decodeTold(b)
@@ -23,7 +23,8 @@ func FuzzTold(f *testing.F) {
 		}
 		again := encodeTold(x)
 		if y, err := decodeTold(again); err != nil || !bytes.Equal(encodeTold(y), again) || x.At != y.At ||
-			x.Over != y.Over || x.Given != y.Given || x.Last != y.Last || x.More.(told).host != y.More.(told).host {
+			x.Over != y.Over || x.Given != y.Given || x.Last != y.Last || x.More.(told).host != y.More.(told).host ||
+			x.More.(told).of != y.More.(told).of {
 			t.Errorf("%x was understood as %+v, told as %x and understood as %+v (%v)", b, x, again, y, err)
 		}
 	})
