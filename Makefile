@@ -87,7 +87,7 @@ test-unit: ## all tests, also those of several processes and hosts
 
 # Each process would sleep a second before it exits, to see what its other goroutines do until then.
 test-race: export GORACE := atexit_sleep_ms=0 $(GORACE)
-test-race: ## the tests of the packages again, with the race detector; CI runs it after test
+test-race: ## the short tests of most packages again, with the race detector; CI runs it after test
 	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(ATTACKED)
 	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m -skip '$(ALONE)' ./pg ./cmd/tutti $(RACE_PKGS)
 

@@ -309,7 +309,8 @@ func TestDowngradedHandshakeFails(t *testing.T) {
 				try("code", code, flip(1, code, bit))
 			}
 			m.change(nil)
-			p := connect(t, a, info)
+			x.client.DialTimeout = 0
+			p := connect(t, newEndpoint(t, newContext(t), x.client), info)
 			wait(t, p.Send(nil))
 			last, _ := m.last()
 			if mode := modeSeen(t, last[0][past[0]:]); mode != wire.Sealed {

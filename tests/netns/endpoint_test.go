@@ -353,7 +353,7 @@ func TestEndpointsSurvivePulledCable(t *testing.T) {
 		modes(t, func(t *testing.T, seal bool) {
 			a, b := pair(t)
 			ends := endpoints(t, a, b, seal)
-			both(ends, order{Verb: "work", Rounds: 1_000_000, Step: 1000, Seed: 1, Timeout: 2 * time.Second})
+			both(ends, order{Verb: "work", Rounds: 1_000_000, Step: 1000, Seed: 1, Timeout: 6 * time.Second})
 			ends[0].worked(1000)
 			a.IP("link", "set", "data", "down")
 			for i, f := range ends {
