@@ -44,7 +44,7 @@ REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 .PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 build: ## bin/tutti and all packages
 	$(GO) build ./...
