@@ -443,37 +443,25 @@ func start(c *Command, files []int) (pid int, unbound, err error) {
 	return pid, unbound, err
 }
 
-// reap waits for the children that have ended, in the order of first and then of their age, and
-// reports whether there are others. first may be nil.
+// reap waits for the children that have ended, in the order of first, and reports whether there are
+// others. first may be nil.
 func reap(first *ends, exited func(pid int, s syscall.WaitStatus)) (more bool) {
-	var queue []int
 	for {
-		if len(queue) == 0 {
-			queue = first.next()
-		}
-		which := -1
-		if len(queue) > 0 {
-			which, queue = queue[0], queue[1:]
-		}
 		var s syscall.WaitStatus
-		pid, err := syscall.Wait4(which, &s, syscall.WNOHANG, nil)
+		pid, err := syscall.Wait4(-1, &s, syscall.WNOHANG, nil)
 		switch {
 		case errors.Is(err, syscall.EINTR):
-		case which > 0 && pid <= 0: // first and the kernel disagree
-			first, queue = nil, nil
 		case err != nil:
 			return false // no children
 		case pid == 0:
 			return true
 		default:
-			if which < 0 { // others may have ended since first was asked, and before this one
-				for _, earlier := range first.next() {
-					var of syscall.WaitStatus
-					if earlier == pid {
-						break
-					} else if n, _ := syscall.Wait4(earlier, &of, syscall.WNOHANG, nil); n == earlier {
-						exited(n, of)
-					}
+			for _, earlier := range first.next() { // pid has its place there until it is forgotten
+				var of syscall.WaitStatus
+				if earlier == pid {
+					break
+				} else if n, _ := syscall.Wait4(earlier, &of, syscall.WNOHANG, nil); n == earlier {
+					exited(n, of)
 				}
 			}
 			exited(pid, s)
