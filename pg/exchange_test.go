@@ -203,26 +203,38 @@ func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
+// closedByRank2 has rank 2 close g and stay in the job, with a subgroup of all ranks, until these
+// ranks have sent it a message there. The others get the subgroup, rank 2 gets nil.
+func closedByRank2(t *testing.T, g *pg.Group, until ...int) *pg.Group {
+	t.Helper()
+	sub, err := g.Split(t.Context(), 0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if g.Rank() != 2 {
+		return sub
+	}
+	defer sub.Close()
+	g.Close()
+	for _, from := range until {
+		if _, err := pg.Recv(t.Context(), sub, []int64{0}, from, 1); err != nil {
+			t.Error(err)
+		}
+	}
+	return nil
+}
+
 // A rank closes the group of all ranks and stays in the job with a subgroup: the others' Admit does
 // not wait for it until its time is up.
 func TestAdmitAfterCloseOfOneRank(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
-		sub, err := g.Split(ctx, 0, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer sub.Close()
-		if g.Rank() == 2 {
-			g.Close()
-			for from := range 2 { // until the others have seen enough
-				if _, err := pg.Recv(ctx, sub, []int64{0}, from, 1); err != nil {
-					t.Error(err)
-				}
-			}
+		sub := closedByRank2(t, g, 0, 1)
+		if sub == nil {
 			return
 		}
+		defer sub.Close()
 		for range 2 {
 			began := time.Now()
 			var lost *pg.RankError
@@ -245,18 +257,11 @@ func TestAdmitAfterCloseEndsAlike(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
-		sub, err := g.Split(ctx, 0, 0)
-		if err != nil {
-			t.Fatal(err)
+		sub := closedByRank2(t, g, 1) // until rank 1 has given up
+		if sub == nil {
+			return
 		}
 		defer sub.Close()
-		if g.Rank() == 2 {
-			g.Close()
-			if _, err := pg.Recv(ctx, sub, []int64{0}, 1, 1); err != nil {
-				t.Error(err)
-			}
-			return // rank 1 has given up
-		}
 		// Rank 0 waits until the membership has decided. Rank 1, which finds that the operation has
 		// failed, waits for a second.
 		if g.Rank() == 1 {
@@ -277,7 +282,8 @@ func TestAdmitAfterCloseEndsAlike(t *testing.T) {
 			}
 		}
 		x := []int64{1}
-		for err = pg.AllReduce(ctx, g, x, pg.Sum); lostRank(err) == 2; {
+		err := pg.AllReduce(ctx, g, x, pg.Sum)
+		for lostRank(err) == 2 {
 			err = pg.AllReduce(ctx, g, x, pg.Sum)
 		}
 		if err != nil || x[0] != 2 {

@@ -121,11 +121,7 @@ func evict(t *testing.T, g *pg.Group, rank int) {
 			t.Fatal(err)
 		}
 	}
-	for late := time.Now().Add(30 * time.Second); len(g.JobView()) > 2; time.Sleep(time.Millisecond) {
-		if time.Now().After(late) {
-			t.Fatalf("the view is %v", g.JobView())
-		}
-	}
+	poll(t, "the rank is out", func() bool { return len(g.JobView()) <= 2 })
 	if err := g.Recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}

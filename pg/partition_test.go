@@ -289,9 +289,7 @@ func TestCloseEndsCallsThatWaitForTheStore(t *testing.T) {
 		together(t, g) // all are past the injection
 		agreed, evicted := make(chan error, 1), make(chan error, 1)
 		go func() { _, err := g.Agree(ctx, true); agreed <- err }()
-		for !g.Decides(1) {
-			time.Sleep(time.Millisecond)
-		}
+		poll(t, "all votes are there", func() bool { return g.Decides(1) })
 		through(t, g, 0) // no rank leaves before all have the votes
 		go func() { evicted <- g.Evict(ctx, (g.Rank()+1)%3) }()
 		select {

@@ -726,9 +726,15 @@ func TestTimeoutOfOneRankEvictsNoRank(t *testing.T) {
 // has not called.
 func skips(t *testing.T, g *pg.Group, n int) {
 	t.Helper()
-	for until := time.Now().Add(30 * time.Second); g.Skips() < n; time.Sleep(time.Millisecond) {
+	poll(t, "the others go on", func() bool { return g.Skips() >= n })
+}
+
+// poll waits until what a test cannot be told of is true.
+func poll(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for until := time.Now().Add(30 * time.Second); !is(); time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
-			t.Fatal("the others do not go on")
+			t.Fatalf("it is not true that %s", what)
 		}
 	}
 }
@@ -1009,12 +1015,7 @@ func TestAgreementsOfARankThatComesIn(t *testing.T) {
 					if auto {
 						changes = 2
 					}
-					late := time.Now().Add(30 * time.Second)
-					for ; g.JobEpoch() <= changes; time.Sleep(time.Millisecond) {
-						if time.Now().After(late) {
-							t.Fatalf("the job is in epoch %d, want %d", g.JobEpoch(), changes+1)
-						}
-					}
+					poll(t, "the job's view has changed", func() bool { return g.JobEpoch() > changes })
 				case 2:
 					pgtest.InjectFaults(t).Await(0, 4) // the barrier, two messages and the operation
 					pgtest.Kill(t)
