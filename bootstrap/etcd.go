@@ -809,9 +809,6 @@ func (s *etcdStore) Err() error {
 	return s.err
 }
 
-// closeTimeout bounds the return of the lease at Close.
-const closeTimeout = time.Second
-
 func (s *etcdStore) Close() error {
 	s.mu.Lock()
 	if s.closed {
@@ -826,9 +823,11 @@ func (s *etcdStore) Close() error {
 	}
 	s.mu.Unlock()
 	var err error
-	// A lost lease may stay in the store for a while, with its keys.
-	if st := s.c.ActiveConnection().GetState(); st == connectivity.Ready || st == connectivity.Idle && !lost {
-		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+	// A lost lease may stay in the store for a while, with its keys. Any other is worth an attempt
+	// unless the connection has failed: requests can succeed while it counts as being made.
+	st := s.c.ActiveConnection().GetState()
+	if st == connectivity.Ready || !lost && st != connectivity.TransientFailure {
+		ctx, cancel := context.WithTimeout(context.Background(), s.op)
 		if _, err = s.c.Revoke(ctx, s.lease); errors.Is(err, rpctypes.ErrLeaseNotFound) { // it has expired
 			err = nil
 		}

@@ -44,6 +44,7 @@ type proxy struct {
 	l      net.Listener
 	to     string
 	frozen atomic.Bool
+	dialed chan struct{} // gets a token for a new connection, if it is empty
 	mu     sync.Mutex
 	conns  []net.Conn
 	wg     sync.WaitGroup
@@ -71,7 +72,7 @@ func newProxyAt(t testing.TB, at, to string) *proxy {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &proxy{l: l, to: to}
+	p := &proxy{l: l, to: to, dialed: make(chan struct{}, 1)}
 	p.wg.Add(1)
 	go p.accept()
 	t.Cleanup(p.Close)
@@ -96,6 +97,10 @@ func (p *proxy) accept() {
 		if err != nil {
 			a.Close()
 			continue
+		}
+		select {
+		case p.dialed <- struct{}{}:
+		default:
 		}
 		p.mu.Lock()
 		p.conns = append(p.conns, a, b)
@@ -130,11 +135,28 @@ func (p *proxy) Freeze()      { p.frozen.Store(true) }
 func (p *proxy) Cut() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.cutLocked()
+}
+
+func (p *proxy) cutLocked() {
 	for _, c := range p.conns {
 		c.Close()
 	}
 	p.conns = nil
 	p.frozen.Store(false)
+}
+
+// Hold breaks all connections, and returns when there is a new one. New ones are silent until
+// release.
+func (p *proxy) Hold() (release func()) {
+	p.mu.Lock()
+	select {
+	case <-p.dialed:
+	default:
+	}
+	p.cutLocked()
+	<-p.dialed
+	return p.mu.Unlock
 }
 
 var _ io.Closer = bootstrap.Store(nil)

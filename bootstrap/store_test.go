@@ -502,6 +502,24 @@ func TestStoreForgetsJobWithLastHandle(t *testing.T) {
 	})
 }
 
+// A handle that is closed while its connection is being made again gives its lease back.
+func TestStoreCloseWhileConnecting(t *testing.T) {
+	p, direct := startEtcdBehind(t)
+	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute, OpTimeout: patience})
+	far, ctx := dial(t, nil, bootstrap.StoreConfig{Address: direct}), context30(t)
+	if err := s.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	release := p.Hold()
+	time.AfterFunc(20*time.Millisecond, release) // too early only hides a fault
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := far.Get(ctx, "k"); !errors.Is(err, bootstrap.ErrNoKey) {
+		t.Errorf("after Close: %v, want no key", err)
+	}
+}
+
 // The store leaves while handles are in use: nothing hangs, everything says so.
 func TestStoreLeaves(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
