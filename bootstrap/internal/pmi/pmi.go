@@ -87,7 +87,7 @@ func Dial(ctx context.Context, a Address) (_ *Client, err error) {
 	c := &Client{conn: conn, in: bufio.NewReaderSize(conn, maxLine)}
 	defer func() {
 		if err != nil {
-			conn.Close()
+			c.hangUp()
 		}
 	}()
 	defer c.until(ctx)(&err)
@@ -118,8 +118,8 @@ func Dial(ctx context.Context, a Address) (_ *Client, err error) {
 	return c, nil
 }
 
-// adopt turns an inherited descriptor into a connection, and closes the descriptor. If it is not a
-// socket, it has another purpose and stays open.
+// adopt turns an inherited descriptor into a connection. The descriptor stays open, so that its
+// number never is that of something else; programs that this process starts do not inherit it.
 func adopt(fd int) (net.Conn, error) {
 	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -129,9 +129,20 @@ func adopt(fd int) (net.Conn, error) {
 	defer f.Close()
 	conn, err := net.FileConn(f) // a duplicate
 	if err == nil {
-		unix.Close(fd)
+		unix.CloseOnExec(fd)
 	}
 	return conn, err
+}
+
+// hangUp ends the connection, of which PMI_FD may be a duplicate.
+func (c *Client) hangUp() {
+	if s, ok := c.conn.(interface{ CloseRead() error }); ok {
+		s.CloseRead()
+	}
+	if s, ok := c.conn.(interface{ CloseWrite() error }); ok {
+		s.CloseWrite()
+	}
+	c.conn.Close()
 }
 
 // identify sends the rank on a connection to PMI_PORT. The launcher's answers are not needed.
@@ -190,7 +201,7 @@ const closeTime = 5 * time.Second
 
 // Close finalizes the connection: the launcher takes a process that ends without it to have failed.
 func (c *Client) Close() error {
-	defer c.conn.Close()
+	defer c.hangUp()
 	c.conn.SetDeadline(time.Now().Add(closeTime))
 	_, err := c.ask("finalize", "finalize_ack")
 	return err

@@ -108,6 +108,7 @@ func (l *launcher) process(t *testing.T) Address {
 	t.Cleanup(func() {
 		conn.Close()
 		<-done
+		unix.Close(fds[1])
 	})
 	return Address{FD: fds[1]}
 }
@@ -245,13 +246,10 @@ func TestContextEndsBarrier(t *testing.T) {
 	}
 }
 
+// A connection serves once. Its number is not that of something else afterwards.
 func TestConnectionServesOnce(t *testing.T) {
 	l := &launcher{n: 1, values: map[string]string{}}
 	a := l.process(t)
-	again, err := unix.Dup(a.FD)
-	if err != nil {
-		t.Fatal(err)
-	}
 	c, err := Dial(within(t), a)
 	if err != nil {
 		t.Fatal(err)
@@ -259,8 +257,16 @@ func TestConnectionServesOnce(t *testing.T) {
 	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Dial(within(t), Address{FD: again}); err == nil || !strings.Contains(err.Error(), "broken") {
+	other, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if _, err := Dial(within(t), a); err == nil || !strings.Contains(err.Error(), "broken") {
 		t.Error(err)
+	}
+	if flags, err := unix.FcntlInt(uintptr(a.FD), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+		t.Errorf("the descriptor has flags %x, %v, want FD_CLOEXEC", flags, err)
 	}
 }
 
