@@ -336,8 +336,12 @@ func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err
 		defer wg.Wait()
 		for {
 			c, err := l.Accept()
-			if err != nil {
+			switch {
+			case errors.Is(err, net.ErrClosed):
 				return
+			case err != nil: // no descriptor is free, for example
+				time.Sleep(10 * time.Millisecond)
+				continue
 			}
 			wg.Go(func() {
 				defer c.Close()
@@ -356,26 +360,37 @@ func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err
 
 // hearHost waits for and returns the text of inviteHost.
 func hearHost(ctx context.Context, name string) ([]byte, error) {
-	at := meetingSocket(name)
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
-		c, err := (&net.Dialer{}).DialContext(ctx, "unix", at.Name)
-		if err == nil {
-			defer c.Close()
-			if err := peerUser(c.(*net.UnixConn)); err != nil {
-				return nil, fmt.Errorf("launch %s on this host: %w", name, err)
-			}
-			c.SetDeadline(time.Now().Add(tellTime))
-			b, err := io.ReadAll(io.LimitReader(c, maxInvitation))
-			if err == nil && len(b) == 0 {
-				err = io.ErrUnexpectedEOF
-			}
-			return b, err
-		}
-		if !sleep(ctx, pause) {
+		text, err := hearHostOnce(ctx, name)
+		var user *userError
+		switch {
+		case err == nil:
+			return text, nil
+		case errors.As(err, &user):
+			return nil, fmt.Errorf("launch %s on this host: %w", name, err)
+		case !sleep(ctx, pause): // else rank 0 has not begun, or was about to end
 			return nil, fmt.Errorf("no process of launch %s on this host says where to meet: %w (%w)", name,
 				context.Cause(ctx), err)
 		}
 	}
+}
+
+func hearHostOnce(ctx context.Context, name string) ([]byte, error) {
+	c, err := (&net.Dialer{}).DialContext(ctx, "unix", meetingSocket(name).Name)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	if err := peerUser(c.(*net.UnixConn)); err != nil {
+		return nil, err
+	}
+	c.SetDeadline(time.Now().Add(tellTime))
+	defer context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })()
+	b, err := io.ReadAll(io.LimitReader(c, maxInvitation))
+	if err == nil && len(b) == 0 {
+		err = io.ErrUnexpectedEOF
+	}
+	return b, err
 }
 
 // servedStore is a store that this process serves from its memory.
@@ -399,7 +414,15 @@ func ListenHost(ctx context.Context, host string) string {
 	return "::"
 }
 
-// peerUser returns an error unless the other end of a Unix socket is a process of this user.
+// A userError says that a name belongs to another user.
+type userError struct{ uid uint32 }
+
+func (e *userError) Error() string {
+	return fmt.Sprintf("its name belongs to a process of user %d, not of user %d", e.uid, os.Getuid())
+}
+
+// peerUser returns an error unless the other end of a Unix socket is a process of this user: a
+// userError if it is of another one.
 func peerUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -407,7 +430,7 @@ func peerUser(c *net.UnixConn) error {
 	}
 	cred, err := ident.Peer(raw)
 	if err == nil && int(cred.Uid) != os.Getuid() {
-		err = fmt.Errorf("its name belongs to a process of user %d, not of user %d", cred.Uid, os.Getuid())
+		err = &userError{cred.Uid}
 	}
 	return err
 }

@@ -205,6 +205,35 @@ func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
 	m.Close(ctx)
 }
 
+// A process that asks while rank 0 of an earlier job of the launch ends asks again.
+func TestHearsAfterEmptyInvitation(t *testing.T) {
+	name := fresh(t)
+	l, err := net.Listen("unix", meetingSocket(name).Name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	heard := make(chan string, 1)
+	go func() {
+		text, err := hearHost(meetContext(t), name)
+		heard <- fmt.Sprintf("%s, %v", text, err)
+	}()
+	c, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Close()
+	c.Close()
+	stop, err := inviteHost(t.Context(), name, []byte("here"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	if got := <-heard; got != "here, <nil>" {
+		t.Error(got)
+	}
+}
+
 func TestMeetWithoutRankZeroTimesOut(t *testing.T) {
 	l, err := FromEnv(vars("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TUTTI_JOB=" + fresh(t)))
 	if err != nil {
