@@ -151,7 +151,7 @@ func (ro *Roster) Start() {
 	go ro.watch()
 	go ro.write()
 	if active := view.Active(); len(active) > 0 && active[0] == ro.self.Slot && view.Epoch == 1 {
-		ro.aside(func() { ro.publishFirst(ro.ctx, view) })
+		ro.aside(func() { ro.begin(view) })
 	}
 }
 

@@ -3,9 +3,11 @@ package roster
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,6 +33,7 @@ type fixture struct {
 	store bootstrap.Store
 
 	mu      sync.Mutex
+	opened  func(bootstrap.Store) bootstrap.Store // wraps the handles of Reconnect; nil: it does not
 	known   map[int]bootstrap.Record
 	answers bool // every rank answers
 	refuses bool // connections are refused
@@ -83,7 +86,9 @@ func (f *fixture) Reconnect(_ context.Context, lost bootstrap.Store) error {
 	lost.Close()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.store = f.mem.Open()
+	if f.store = f.mem.Open(); f.opened != nil {
+		f.store = f.opened(f.store)
+	}
 	return nil
 }
 
@@ -180,9 +185,13 @@ func TestProbe(t *testing.T) {
 			t.Parallel()
 			f := newFixture(t, 3)
 			c.prepare(f)
-			if got := f.probe(peer); got != c.want {
-				t.Errorf("the verdict is %v, want %v", got, c.want)
-			}
+			f.until(fmt.Sprint("the verdict is ", c.want), func() bool {
+				got := f.probe(peer)
+				if got != c.want && got != membership.VerdictUnknown { // that may be for lack of time
+					t.Fatalf("the verdict is %v, want %v", got, c.want)
+				}
+				return got == c.want
+			})
 		})
 	}
 }
@@ -232,6 +241,30 @@ func TestFirstView(t *testing.T) {
 		}
 		first, v, err := membership.DecodeStored(b)
 		return err == nil && first == self && v.Epoch == 1
+	})
+}
+
+// refusing is a store whose first compare-and-swap has no answer.
+type refusing struct {
+	bootstrap.Store
+	refused atomic.Bool
+}
+
+func (s *refusing) CompareAndSwap(ctx context.Context, key string, old, new []byte) error {
+	if !s.refused.Swap(true) {
+		return bootstrap.ErrStoreAway
+	}
+	return s.Store.CompareAndSwap(ctx, key, old, new)
+}
+
+// The first view is published although the store does not answer at first.
+func TestFirstViewIsPublishedAgain(t *testing.T) {
+	f := newFixture(t, 3)
+	f.store = &refusing{Store: f.store}
+	f.Start()
+	f.until("the job's view is in the store", func() bool {
+		_, err := f.Store().Get(t.Context(), membership.ViewKey)
+		return err == nil
 	})
 }
 
@@ -312,6 +345,53 @@ func TestKeysArePublishedAgainUnderNewLease(t *testing.T) {
 	f.until("the key is there again", there)
 	f.Joined()
 	f.until("the key is gone", func() bool { return !there() })
+}
+
+// slowPut is a store whose answers to Put wait.
+type slowPut struct {
+	bootstrap.Store
+	did, answer chan struct{}
+}
+
+func (s *slowPut) Put(ctx context.Context, key string, value []byte, lease bool) error {
+	err := s.Store.Put(ctx, key, value, lease)
+	close(s.did)
+	<-s.answer
+	return err
+}
+
+// noted is a store that tells of the first Get.
+type noted struct {
+	bootstrap.Store
+	tell func()
+}
+
+func (s *noted) Get(ctx context.Context, key string) ([]byte, error) {
+	s.tell()
+	return s.Store.Get(ctx, key)
+}
+
+// So is a key whose writer hears late that the former lease has it.
+func TestKeyOfFormerLeaseIsPublishedAgain(t *testing.T) {
+	f := newFixture(t, 3)
+	f.record(1, self+1)
+	f.record(2, self+2)
+	mem, slow := f.store, &slowPut{f.store, make(chan struct{}), make(chan struct{})}
+	f.store = slow
+	back := make(chan struct{})
+	f.opened = func(s bootstrap.Store) bootstrap.Store {
+		return &noted{s, sync.OnceFunc(func() { close(back) })} // the roster looks for its view then
+	}
+	f.Start()
+	f.Knock()
+	<-slow.did
+	f.mem.Expire(mem)
+	<-back
+	close(slow.answer)
+	f.until("the key is there", func() bool {
+		_, err := f.Store().Get(t.Context(), knockKey+"0")
+		return err == nil
+	})
 }
 
 // After Stop nothing is answered any more, and Ask says so.

@@ -60,16 +60,18 @@ func (ro *Roster) write() {
 			}
 		}
 		ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+		store := ro.dir.Store()
 		var err error
 		if value == nil {
-			err = ro.dir.Store().Delete(ctx, key)
+			err = store.Delete(ctx, key)
 		} else {
-			err = ro.dir.Store().Put(ctx, key, value, true)
+			err = store.Put(ctx, key, value, true)
 		}
 		cancel()
 		if err == nil {
 			ro.mu.Lock()
-			if now, ok := ro.want[key]; ok && slices.Equal(now, value) {
+			// What was put under a lease that has been replaced is put again.
+			if now, ok := ro.want[key]; ok && slices.Equal(now, value) && ro.dir.Store() == store {
 				delete(ro.want, key)
 			}
 			ro.mu.Unlock()
@@ -180,6 +182,17 @@ func (ro *Roster) seen(e bootstrap.Event) {
 					ro.Tell(membership.Dead{Peer: old, Cause: "its process has ended, and another has its place"})
 				}
 			})
+		}
+	}
+}
+
+// begin writes the job's first view, and tries again until it is in the store.
+func (ro *Roster) begin(v membership.View) {
+	for ro.publishFirst(ro.ctx, v) != nil && !ro.begun.Load() {
+		select {
+		case <-ro.ctx.Done():
+			return
+		case <-time.After(100 * time.Millisecond):
 		}
 	}
 }
