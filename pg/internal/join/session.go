@@ -195,27 +195,33 @@ func (ss *Session) Store() bootstrap.Store {
 }
 
 // Reconnect replaces a store handle whose lease was lost, and registers this rank again. If another
-// incarnation has taken the slot meanwhile, the next view shows it.
+// incarnation has taken the slot meanwhile, the next view shows it. After an error the next call
+// goes on with the handle that this one has opened.
 func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
-	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
+	store := ss.Store()
+	if store == lost || store.Err() != nil {
+		octx, cancel := context.WithTimeout(ctx, roster.StoreWait)
+		defer cancel()
+		fresh, err := ss.settings.OpenStore(octx)
+		if err != nil {
+			return err
+		}
+		ss.mu.Lock()
+		ss.store = fresh
+		ss.mu.Unlock()
+		// The old handle is closed before this rank registers again: the store may see the old
+		// lease's end, and remove the record with it, later than this process does.
+		if err := store.Close(); err != nil {
+			ss.log.Debug("the lost lease could not be given back", "err", err)
+		}
+		store = fresh
+	}
+	rctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
-	fresh, err := ss.settings.OpenStore(ctx)
-	if err != nil {
-		return err
-	}
-	// The old handle is closed before this rank registers again: the store may see the old lease's
-	// end, and remove the record with it, later than this process does.
-	if err := lost.Close(); err != nil {
-		ss.log.Debug("the lost lease could not be given back", "err", err)
-	}
 	var taken *bootstrap.SlotError
-	if err := bootstrap.Register(ctx, fresh, ss.record); err != nil && !errors.As(err, &taken) {
-		fresh.Close()
+	if err := bootstrap.Register(rctx, store, ss.record); err != nil && !errors.As(err, &taken) {
 		return err
 	}
-	ss.mu.Lock()
-	ss.store = fresh
-	ss.mu.Unlock()
 	return nil
 }
 

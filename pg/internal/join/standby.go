@@ -1,9 +1,11 @@
 package join
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strconv"
@@ -11,6 +13,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/ident"
 	"tutti/pg/internal/roster"
 	"tutti/pg/membership"
 )
@@ -24,19 +27,48 @@ type Claim struct {
 }
 
 // StandBy waits until a slot of the running job is free and claims it for this process. Only ctx
-// bounds the wait; single requests to the store have a short limit. The claim holds until Release.
-func StandBy(ctx context.Context, s *Settings) (c *Claim, err error) {
+// bounds the wait; single requests to the store have a short limit. If the lease is lost, or the
+// store does not answer, it goes on with another handle, unless the store stays away for
+// Settings.Timeout. The claim holds until Release.
+func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 	dctx, dialed := Within(ctx, s.Timeout)
-	defer dialed()
 	store, err := s.OpenStore(dctx)
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			store.Close()
+	dialed()
+	for id := ident.New(); err == nil; {
+		var c *Claim
+		if c, err = s.await(ctx, store, id); err == nil {
+			return c, nil
 		}
-	}()
+		former := store
+		if ctx.Err() == nil && (errors.Is(err, bootstrap.ErrLeaseLost) || errors.Is(err, bootstrap.ErrStoreAway)) {
+			s.Logger.Info("on standby: the store is asked again", "why", err)
+			store, err = s.reopen(ctx)
+		}
+		former.Close() // after the other is open: the job must not end between the two
+	}
+	return nil, err
+}
+
+// reopen opens a handle on the store, which may be away for a while.
+func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
+	ctx, cancel := Within(ctx, s.Timeout)
+	defer cancel()
+	for {
+		store, err := s.OpenStore(ctx)
+		if err == nil {
+			return store, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+// await claims a slot, as the process with number id on standby.
+func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) (*Claim, error) {
+	var err error
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var view membership.View
@@ -74,7 +106,7 @@ func StandBy(ctx context.Context, s *Settings) (c *Claim, err error) {
 			}
 		}
 		for _, slot := range free {
-			if claim(ctx, store, slot) == nil {
+			if claim(ctx, store, slot, id) == nil {
 				return &Claim{Rank: slot, store: store, told: vacant[slot], s: s}, nil
 			}
 		}
@@ -89,14 +121,19 @@ func ended(ctx context.Context, e bootstrap.Event, open bool) error {
 	return e.Err
 }
 
-// claim takes a slot for this process, unless another process has it.
-func claim(ctx context.Context, store bootstrap.Store, slot int) error {
+// claim takes a slot for process id, unless another process has it.
+func claim(ctx context.Context, store bootstrap.Store, slot int, id uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
 	if _, err := store.Get(ctx, bootstrap.RankKey(slot)); !errors.Is(err, bootstrap.ErrNoKey) {
 		return cmp.Or(err, bootstrap.ErrConflict) // another process has registered
 	}
-	return store.Create(ctx, "claims/"+strconv.Itoa(slot), []byte("a spare process"), true)
+	value := fmt.Appendf(nil, "spare process %016x", id)
+	err := store.Create(ctx, "claims/"+strconv.Itoa(slot), value, true)
+	if c := new(bootstrap.ConflictError); errors.As(err, &c) && bytes.Equal(c.Current, value) {
+		return nil // an attempt that had no answer
+	}
+	return err
 }
 
 // Release releases the claim. joined says whether the process has joined with the slot.
