@@ -248,21 +248,32 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 // expires.
 const grantWait = 250 * time.Millisecond
 
-// grant takes the lease. It retries until the store answers or ctx ends.
+// grant takes the lease, and registers the handle. It retries until the store answers or ctx ends.
+// A lease that it has got is kept meanwhile: another handle's Close must not find a registration
+// that nobody ends.
 func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	pause := 5 * time.Millisecond
 	for wait := grantWait; ; wait *= 2 {
 		gctx, cancel := context.WithTimeout(ctx, wait)
-		r, err := s.c.Grant(gctx, int64(math.Ceil(ttl.Seconds())))
+		var err error
+		if s.lease == 0 {
+			var r *clientv3.LeaseGrantResponse
+			if r, err = s.c.Grant(gctx, int64(math.Ceil(ttl.Seconds()))); err == nil {
+				s.lease, s.ttl = r.ID, time.Duration(r.TTL)*time.Second
+			}
+		}
 		if err == nil {
-			s.lease, s.ttl = r.ID, time.Duration(r.TTL)*time.Second
 			err = s.enlist(gctx)
 		}
 		cancel()
 		if err == nil {
 			return nil
 		}
-		if !away(err) || !sleep(ctx, pause) {
+		expired := errors.Is(err, rpctypes.ErrLeaseNotFound)
+		if expired {
+			s.lease = 0
+		}
+		if !expired && !away(err) || !sleep(ctx, pause) {
 			return err
 		}
 		pause = min(2*pause, 200*time.Millisecond)
@@ -438,7 +449,7 @@ func (s *etcdStore) checkLease() error {
 	defer cancel()
 	r, err := s.c.TimeToLive(ctx, s.lease)
 	switch {
-	case err == nil && r.TTL > 0:
+	case err == nil && r.TTL >= 0: // whole seconds: 0 in the last one
 		return nil
 	case err == nil || errors.Is(err, rpctypes.ErrLeaseNotFound):
 		return fmt.Errorf("%w: it expired, since this process was silent for longer than %v", ErrLeaseLost, s.ttl)
@@ -822,33 +833,45 @@ func (s *etcdStore) Close() error {
 		close(s.ended)
 	}
 	s.mu.Unlock()
-	var err error
-	// A lost lease may stay in the store for a while, with its keys. Any other is worth an attempt
-	// unless the connection has failed: requests can succeed while it counts as being made.
-	st := s.c.ActiveConnection().GetState()
-	if st == connectivity.Ready || !lost && st != connectivity.TransientFailure {
-		ctx, cancel := context.WithTimeout(context.Background(), s.op)
-		if _, err = s.c.Revoke(ctx, s.lease); errors.Is(err, rpctypes.ErrLeaseNotFound) { // it has expired
-			err = nil
-		}
-		if err == nil {
-			if e := s.dissolve(ctx); e != nil { // otherwise the job's lease expires with them
-				s.log.Debug("the job's keys stay in the store for a while", "err", e)
-			}
-		}
-		if lost {
-			err = nil
-		} else if err != nil && away(err) {
-			err = fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr,
-				ErrStoreAway, s.ttl)
-		} else if err != nil {
-			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl,
-				s.reason(err))
-		}
-		cancel()
-	}
+	err := s.giveBack(lost)
 	s.cancel()
 	s.c.Close()
 	s.wg.Wait()
 	return err
+}
+
+// silentWait bounds Close if the store does not answer, or the lease was lost.
+const silentWait = time.Second
+
+// giveBack ends the lease, and the job if no handle is open any more.
+func (s *etcdStore) giveBack(lost bool) error {
+	// Requests may succeed although the connection is not Ready: its state is told late.
+	limit, state := s.op, s.c.ActiveConnection().GetState()
+	if lost && state != connectivity.Ready {
+		return nil
+	}
+	if lost || state == connectivity.TransientFailure {
+		limit = min(limit, silentWait)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	_, err := s.c.Revoke(ctx, s.lease)
+	switch {
+	case lost: // it may stay in the store for a while, with its keys
+		return nil
+	case errors.Is(err, rpctypes.ErrLeaseNotFound): // it has expired
+		return nil
+	case err != nil && away(err):
+		return fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr,
+			ErrStoreAway, s.ttl)
+	case err != nil:
+		return fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl,
+			s.reason(err))
+	}
+	// Not after a lease that has ended by itself: those of other handles may have ended too, and
+	// the job goes on when they have new ones.
+	if err := s.dissolve(ctx); err != nil { // otherwise the job's lease expires with them
+		s.log.Debug("the job's keys stay in the store for a while", "err", err)
+	}
+	return nil
 }

@@ -1,6 +1,10 @@
 package bootstrap
 
-import "context"
+import (
+	"context"
+
+	"google.golang.org/grpc/connectivity"
+)
 
 // Lose has a handle on an etcd take its lease for lost.
 func Lose(s Store, why error) { s.(*etcdStore).lose(why) }
@@ -19,4 +23,11 @@ func ServeStore(ctx context.Context, secret []byte) (address string, stop func()
 		return "", nil, err
 	}
 	return s.address, s.close, nil
+}
+
+// UntilFailed returns when the connection of a handle on an etcd has failed.
+func UntilFailed(ctx context.Context, s Store) {
+	for c := s.(*etcdStore).c.ActiveConnection(); c.GetState() != connectivity.TransientFailure; {
+		c.WaitForStateChange(ctx, c.GetState())
+	}
 }

@@ -161,7 +161,7 @@ func (d *dialer) failed(err error) {
 // speaksTLS finds out whether endpoint speaks TLS, to explain why another protocol failed. It sends
 // no data.
 func speaksTLS(ctx context.Context, endpoint string) bool {
-	ctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	d := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true}} // any certificate will do
 	conn, err := d.DialContext(ctx, "tcp", endpoint)

@@ -520,6 +520,57 @@ func TestStoreCloseWhileConnecting(t *testing.T) {
 	}
 }
 
+// The leases of all handles have ended: closing one of them leaves the job's keys for those that
+// get other leases.
+func TestStoreLostHandleLeavesJob(t *testing.T) {
+	for _, noticed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("noticed %v", noticed), func(t *testing.T) {
+			each(t, func(t *testing.T, b *backend) {
+				ctx, s, o := context30(t), b.open(t), b.open(t)
+				if err := s.CompareAndSwap(ctx, "view", nil, []byte("1")); err != nil {
+					t.Fatal(err)
+				}
+				for _, h := range []bootstrap.Store{o, s} {
+					if b.expire != nil {
+						b.expire(h)
+						continue
+					}
+					if err := bootstrap.EndLease(ctx, h); err != nil {
+						t.Fatal(err)
+					}
+					if noticed {
+						bootstrap.Lose(h, bootstrap.ErrLeaseLost)
+					}
+				}
+				if err := s.Close(); err != nil {
+					t.Error(err)
+				}
+				if v, err := b.open(t).Get(ctx, "view"); err != nil || string(v) != "1" {
+					t.Errorf("after Close: %q, %v", v, err)
+				}
+			})
+		})
+	}
+}
+
+// Close of a handle that cannot reach the store gives the lease back, or says that it did not.
+func TestStoreCloseAfterFailedConnections(t *testing.T) {
+	p, direct := startEtcdBehind(t)
+	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute, OpTimeout: patience})
+	far, ctx := dial(t, nil, bootstrap.StoreConfig{Address: direct}), context30(t)
+	if err := s.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	p.Close()
+	bootstrap.UntilFailed(ctx, s)
+	newProxyAt(t, p.Addr(), p.to)
+	err := s.Close()
+	if _, there := far.Get(ctx, "k"); err == nil && !errors.Is(there, bootstrap.ErrNoKey) ||
+		err != nil && !errors.Is(err, bootstrap.ErrStoreAway) {
+		t.Errorf("Close: %v, and then the key of its lease: %v", err, there)
+	}
+}
+
 // The store leaves while handles are in use: nothing hangs, everything says so.
 func TestStoreLeaves(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
@@ -886,11 +937,17 @@ func TestRegister(t *testing.T) {
 			t.Errorf("%+v, %v", r, err)
 		}
 		// A rank that never comes.
-		short, cancel = context.WithTimeout(ctx, 500*time.Millisecond)
-		defer cancel()
-		if _, err := bootstrap.Lookup(short, o, 2); !errors.Is(err, context.DeadlineExceeded) ||
-			!strings.Contains(err.Error(), "rank 2 never registered") {
-			t.Errorf("Lookup in vain: %v", err)
+		var late error
+		for patient := 500 * time.Millisecond; ; patient *= 2 { // may end before the store has answered
+			short, cancel := context.WithTimeout(ctx, patient)
+			_, late = bootstrap.Lookup(short, o, 2)
+			if cancel(); !errors.Is(late, bootstrap.ErrStoreAway) || ctx.Err() != nil {
+				break
+			}
+		}
+		if !errors.Is(late, context.DeadlineExceeded) ||
+			!strings.Contains(late.Error(), "rank 2 never registered") {
+			t.Errorf("Lookup in vain: %v", late)
 		}
 		// Records of other processes are validated.
 		if err := o.Put(ctx, bootstrap.RankKey(2), []byte(`{"rank":1,"size":3,"incarnation":"7"}`), false); err != nil {
