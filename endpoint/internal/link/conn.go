@@ -310,6 +310,22 @@ func (c *Conn) Flush() {
 	}
 }
 
+// FlushAll is Flush, but waits for a goroutine that is sending.
+func (c *Conn) FlushAll() {
+	for {
+		c.Flush()
+		c.mu.Lock()
+		for c.flushing && c.Err() == nil {
+			c.quiet.Wait()
+		}
+		done := c.stalled.Load() != 0 || c.Err() != nil || c.idleLocked()
+		c.mu.Unlock()
+		if done {
+			return
+		}
+	}
+}
+
 // FlushSoon is Flush, but leaves the work to a waiter or to the loop if one of them is about to
 // look: a waiter that comes does so at once, the loop within about a millisecond. So what a program
 // starts in succession goes with one system call.

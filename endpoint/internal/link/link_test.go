@@ -573,6 +573,69 @@ func (e ended) Ended() bool {
 	return ok
 }
 
+// A waiter that leaves the work to a loop that sleeps, because the waiter before polled, wakes it.
+func TestAwaitWakesTheLoopUnderContention(t *testing.T) {
+	a, b := newSink(), newSink()
+	x, y := couple(t, wire.Plain, a, b)
+	y.loop.tend = int64(time.Hour) // nobody has waited yet
+	y.polled.Store(now())          // by a waiter
+	x.Send(wire.Header{Address: 1, Op: wire.Pong}.Append(nil))
+	b.until(t, "a frame", func() bool { return len(b.pongs) >= 1 })
+	time.Sleep(10 * time.Millisecond) // the loop falls asleep; too short only hides a fault
+	y.loop.until.Store(now() + int64(time.Hour))
+	conns := []*Conn{y}
+	if Await(t.Context(), conns, pongs{b, 2}) {
+		t.Fatal("what was not sent has come")
+	}
+	x.Send(wire.Header{Address: 2, Op: wire.Pong}.Append(nil))
+	b.until(t, "another frame", func() bool { return len(b.pongs) >= 2 })
+	Woken(conns)
+}
+
+// A connection that is closed while it is being added is released by the loop alone, once the loop
+// has it: its descriptor may be that of something else before.
+func TestConnClosedWhileItIsAdded(t *testing.T) {
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close(errors.New("the end of the test"))
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fds[1])
+	h, why := &breaks{why: make(chan error, 1)}, errors.New("closed by a test")
+	if _, err := l.Add(fds[0], wire.Guard{}, h, func(c *Conn) {
+		c.Close(why)
+		for l.mu.Lock(); len(l.kicked) > 0; l.mu.Lock() { // until the loop has looked
+			l.mu.Unlock()
+			time.Sleep(time.Millisecond)
+		}
+		l.mu.Unlock()
+		if _, err := unix.FcntlInt(uintptr(fds[0]), unix.F_GETFD, 0); err != nil {
+			t.Errorf("the descriptor of a connection that is being added: %v", err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-h.why:
+		if !errors.Is(err, why) {
+			t.Error(err)
+		}
+	case <-time.After(patience):
+		t.Error("the connection is not released")
+	}
+}
+
+// breaks is a handler that tells of the end.
+type breaks struct{ why chan error }
+
+func (h *breaks) Frame(*Conn, wire.Header, []byte) (Sink, error) { return Sink{}, nil }
+func (h *breaks) End(*Conn, Sink, bool) error                    { return nil }
+func (h *breaks) Broken(_ *Conn, err error)                      { h.why <- err }
+
 func TestAwaitLeavesTheWorkToTheLoopUnderContention(t *testing.T) {
 	in := newSink()
 	x, y := couple(t, wire.Plain, newSink(), in)

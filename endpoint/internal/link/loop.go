@@ -38,6 +38,7 @@ type Loop struct {
 	done chan struct{}
 	contention
 	own, waiting yield.Poller // of the loop, and of waiters that poll
+	tend         int64        // the constant, or that of a test
 
 	mu      sync.Mutex
 	conns   map[uint64]*Conn // those that are not released
@@ -53,7 +54,7 @@ func NewLoop() (*Loop, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &Loop{poll: p, done: make(chan struct{}), conns: map[uint64]*Conn{}}
+	l := &Loop{poll: p, done: make(chan struct{}), conns: map[uint64]*Conn{}, tend: tend}
 	go l.run()
 	return l, nil
 }
@@ -129,6 +130,10 @@ func (l *Loop) Add(fd int, g wire.Guard, h Handler, prepare func(*Conn)) (*Conn,
 		return nil, fmt.Errorf("watch a connection: %w", err)
 	}
 	l.conns[c.id] = c
+	if c.Err() != nil { // whom prepare has told of c has closed it
+		l.kicked = append(l.kicked, c)
+		l.wakeLocked()
+	}
 	return c, nil
 }
 
@@ -185,7 +190,7 @@ func (l *Loop) run() {
 			active = l.conns[id].list(active)
 		}
 		for _, c := range l.kicked {
-			active = c.list(active)
+			active = l.conns[c.id].list(active) // Add may not be done with it
 		}
 		clear(l.kicked)
 		l.kicked, l.woken = l.kicked[:0], false
@@ -219,7 +224,7 @@ func (l *Loop) await(ids []uint64, p pause) ([]uint64, error) {
 		return l.poll.Look(ids)
 	}
 	if p == watch {
-		l.poll.WakeAt(time.Now().Add(time.Duration(tend)))
+		l.poll.WakeAt(time.Now().Add(time.Duration(l.tend)))
 	}
 	l.mu.Unlock()
 	return l.poll.Wait(ids)
@@ -273,7 +278,7 @@ func (l *Loop) look(c *Conn, at int64) pause {
 		return rest
 	}
 	c.Flush()
-	if c.waiters.Load() > 0 || at-c.polled.Load() < tend && c.parked.Load() == 0 {
+	if c.waiters.Load() > 0 || at-c.polled.Load() < l.tend && c.parked.Load() == 0 {
 		return watch
 	}
 	switch {
@@ -321,6 +326,9 @@ func Await(ctx context.Context, conns []*Conn, w Waiting) bool {
 		for _, c := range conns {
 			c.parked.Add(1)
 			c.Flush()
+			if c.listed.Load() { // it may sleep, because there was a waiter
+				c.loop.kick(c)
+			}
 		}
 		ok := w.Ended()
 		if ok {
