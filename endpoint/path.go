@@ -279,6 +279,12 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 	bytes := int64(0)
 	for p.queue.len() > 0 && len(group) < maxGrouped {
 		t := p.queue.first()
+		if !t.ended && t.Kind != OpRecv && p.keys[t.key.region] != t.key { // it was revoked, or forgotten
+			p.queue.pop()
+			t.key = nil
+			p.s.sendPiecesLocked(t)
+			continue
+		}
 		local := t.localOf()
 		if !t.ended && len(group) > 0 && (bytes+int64(local.Len()) > maxGroup || !t.key.joins(group[0].key)) {
 			break

@@ -399,6 +399,43 @@ func TestKeysThatPeersMayUseAreNotGivenAgain(t *testing.T) {
 	until(t, "Revoked", func() bool { return revoking(b) == 0 })
 }
 
+// An operation that waits for its flight while its key is revoked does not use the key.
+func TestQueuedOperationsLoseRevokedKeys(t *testing.T) {
+	_, r := newFabric(t, soft.Config{ReuseKeys: true})
+	data := sharedPattern(t, 64<<10)
+	_, b, p, _, region := directPair(t, r, data)
+	p.mu.Lock()
+	path := p.session.path
+	flights := path.flights
+	path.flights = maxFlights
+	p.mu.Unlock()
+	write := p.Write(bytes.Repeat([]byte{0xee}, len(data)), "data", 0)
+	p.mu.Lock()
+	queued := path.queue.len()
+	p.mu.Unlock()
+	if queued != 1 {
+		t.Fatalf("%d operations wait for a flight, want 1", queued)
+	}
+	region.Unregister()
+	until(t, "Revoked", func() bool { return revoking(b) == 0 })
+	want := bytes.Clone(data)
+	other := newEndpoint(t, newContext(t), Config{RDMA: r})
+	if _, err := b.Register("other", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write}); err != nil {
+		t.Fatal(err)
+	}
+	warm(t, connect(t, other, b.Info()), "other") // it may have the key again
+	p.mu.Lock()
+	path.flights = flights
+	path.flyLocked()
+	p.unlock()
+	if err := write.Wait(t.Context()); !errors.Is(err, ErrStale) {
+		t.Errorf("the write: %v, want ErrStale", err)
+	}
+	if !bytes.Equal(data, want) {
+		t.Error("the write has changed memory of another region")
+	}
+}
+
 // A given-up operation ends, and nothing of it comes late.
 func TestGivenUpOperationsOverRDMA(t *testing.T) {
 	f, r := newFabric(t, soft.Config{})
