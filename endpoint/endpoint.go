@@ -707,12 +707,11 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 		s.path = newPath(s)
 	}
 	p.coming = s
-	s.limit = time.AfterFunc(greetTimeout, func() {
-		p.mu.Lock()
+	s.limitLocked(func() {
 		if !s.up {
 			s.breakLocked(fmt.Errorf("%w: not all connections came", ErrBroken))
+			p.resumeLocked()
 		}
-		p.unlock()
 	})
 	return p, s, nil
 }
@@ -721,20 +720,29 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 // smaller identity are the ones to use.
 var errCrossed = errors.New("both ends connect at the same time")
 
-// evictLocked makes room for a peer, and reports whether it could.
+// evictLocked makes room for a peer, and reports whether it could. A peer whose messages the
+// program has not received goes last.
 func (e *Endpoint) evictLocked() bool {
-	for id, p := range e.peers {
-		p.mu.Lock()
-		ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil ||
-			p.coming.broken)
-		if ok {
-			p.forgetLocked()
-		}
-		p.mu.Unlock()
-		if ok {
-			delete(e.peers, id)
-			e.fresh = slices.DeleteFunc(e.fresh, func(o *Peer) bool { return o == p })
-			return true
+	for _, mail := range []bool{false, true} {
+		for id, p := range e.peers {
+			p.mu.Lock()
+			ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil ||
+				p.coming.broken) && (mail || p.mail.len() == 0)
+			if ok {
+				p.forgetLocked()
+				p.gone = fmt.Errorf("%v: %w: it had no connection, and another peer has its place: Config.MaxPeers "+
+					"allows %d", p, ErrClosed, e.cfg.MaxPeers)
+				if p.parting != nil {
+					p.parting.breakLocked(p.gone)
+				}
+				p.mail = queue[*arrival]{}
+			}
+			p.mu.Unlock()
+			if ok {
+				delete(e.peers, id)
+				e.fresh = slices.DeleteFunc(e.fresh, func(o *Peer) bool { return o == p })
+				return true
+			}
 		}
 	}
 	return false
@@ -990,6 +998,9 @@ func (e *Endpoint) dialAt(ctx context.Context, s *session, address string) error
 			return err
 		}
 		s.peer.mu.Lock()
+		if s.broken { // before c was one of its connections, perhaps
+			c.Close(s.err)
+		}
 		up := s.peer.session
 		hello := s.greeting(i)
 		s.peer.mu.Unlock()

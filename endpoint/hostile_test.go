@@ -738,7 +738,9 @@ func processorTime(t *testing.T) time.Duration {
 // TestConnectWithFewDescriptors: an end without descriptors says so, and goes on when there are
 // some.
 func TestConnectWithFewDescriptors(t *testing.T) {
-	a := newEndpoint(t, newContext(t), Config{Conns: 2, DialTimeout: 200 * time.Millisecond})
+	c := newContext(t)
+	a := newEndpoint(t, c, Config{Conns: 2, DialTimeout: 200 * time.Millisecond})
+	none := newEndpoint(t, c, Config{Conns: 2})
 	b := newEndpoint(t, newContext(t), Config{})
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -766,7 +768,11 @@ func TestConnectWithFewDescriptors(t *testing.T) {
 			held = held[n:]
 		}
 		give(min(free, len(held)))
-		p, err := a.Connect(t.Context(), b.Info())
+		from := a
+		if free == 0 { // it has to come as far as to see it
+			from = none
+		}
+		p, err := from.Connect(t.Context(), b.Info())
 		give(len(held))
 		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 			t.Fatal(err)

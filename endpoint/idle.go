@@ -39,9 +39,15 @@ func (s *session) ageLocked(now time.Time) {
 	}
 }
 
-// byeToLocked tells the peer that this end has nothing to do, and begins nothing any more.
+// byeToLocked tells the peer that this end has nothing to do, and begins nothing any more. Without
+// an answer the session ends after a while.
 func (s *session) byeToLocked(conns []*link.Conn) {
 	s.bye = true
+	s.limitLocked(func() {
+		if s.bye {
+			s.partLocked()
+		}
+	})
 	for _, c := range conns {
 		c.Later(wire.Header{Op: wire.Bye}.Append(nil))
 		s.peer.touchLocked(c)
@@ -69,11 +75,33 @@ func (s *session) restsLocked() bool {
 		len(s.untaken)+s.sendq.len() == 0 && s.lending == nil && s.peer.recvs.len()+len(s.peer.waiting) == 0
 }
 
+// limitLocked has f called with the lock after greetTimeout, unless the session is broken by then
+// or has another limit.
+func (s *session) limitLocked(f func()) {
+	if s.limit != nil {
+		s.limit.Stop()
+	}
+	var t *time.Timer
+	t = time.AfterFunc(greetTimeout, func() {
+		s.peer.mu.Lock()
+		if s.limit == t && !s.broken {
+			f()
+		}
+		s.peer.unlock()
+	})
+	s.limit = t
+}
+
 // byeLocked answers that the peer has nothing to do, or ends a session that both ends have done
 // with.
 func (s *session) byeLocked(c *link.Conn) {
-	if s.bye {
+	switch {
+	case s.bye:
 		s.partLocked()
+		return
+	case !s.up: // the peer was closed as soon as its connections were there
+		s.breakLocked(fmt.Errorf("%w: the peer has ended it at once", ErrBroken))
+		s.peer.resumeLocked()
 		return
 	}
 	answer := wire.Stay
@@ -83,12 +111,18 @@ func (s *session) byeLocked(c *link.Conn) {
 	c.Later(wire.Header{Op: answer}.Append(nil))
 	s.peer.touchLocked(c)
 	if answer == wire.Bye { // the peer closes the connections
-		s.bye, s.up = true, false
+		s.bye, s.up, s.parted = true, false, true
 		s.closeMailLocked(nil)
 		s.tallyLocked()
-		if s.peer.session == s {
-			s.peer.session = nil
+		p := s.peer
+		if p.session == s {
+			p.session = nil
 		}
+		if p.parting != nil {
+			p.parting.partLocked()
+		}
+		p.parting = s
+		s.limitLocked(s.partLocked)
 	}
 }
 
@@ -98,17 +132,12 @@ func (s *session) stayLocked() {
 		return
 	}
 	s.bye = false
+	s.limit.Stop()
 	s.peer.upLocked(s)
 }
 
 // partLocked ends a session in peace: what came meanwhile makes another one.
 func (s *session) partLocked() {
-	p := s.peer
-	waiting := p.waiting
-	p.waiting = nil
 	s.breakLocked(fmt.Errorf("%w: it was idle", ErrBroken))
-	if len(waiting) > 0 {
-		p.waiting = waiting
-		p.connectLocked()
-	}
+	s.peer.resumeLocked()
 }

@@ -2,6 +2,7 @@ package endpoint
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -32,6 +33,7 @@ type Peer struct {
 	session     *session        // nil: not connected
 	lastSession uint64          // its id, or that of the one before
 	coming      *session        // whose connections are arriving
+	parting     *session        // whose connections the peer is to close
 	awaited     chan struct{}   // closed when there is a session; nil: no call waits
 	dialling    chan struct{}   // closed when the dial ends; nil: none
 	waiting     []*task         // for a session
@@ -385,6 +387,13 @@ func (p *Peer) connectLocked() {
 	}
 }
 
+// resumeLocked connects again for what waits, after a session has ended.
+func (p *Peer) resumeLocked() {
+	if len(p.waiting) > 0 && p.session == nil && p.gone == nil {
+		p.connectLocked()
+	}
+}
+
 func (p *Peer) failWaitingLocked(err error) {
 	for _, t := range p.waiting {
 		p.failLocked(t, err)
@@ -413,7 +422,7 @@ func (p *Peer) connect(ctx context.Context) error {
 		select {
 		case <-done:
 		case <-ctx.Done():
-			return fmt.Errorf("%w: %w", ErrCancelled, context.Cause(ctx))
+			return cancelledBy(ctx)
 		}
 		p.mu.Lock()
 		err, up := p.dialErr, p.session != nil && p.session.up
@@ -531,12 +540,23 @@ func (p *Peer) open(ctx context.Context, q *query) error {
 		case <-stays:
 		case <-s.over:
 		case <-ctx.Done():
-			return fmt.Errorf("%w: %w", ErrCancelled, context.Cause(ctx))
+			return cancelledBy(ctx)
 		}
 	}
 }
 
+// lastName returns the name after which the next one of a List comes.
+func (q *query) lastName() string {
+	if n := len(q.found); n > 0 {
+		return q.found[n-1].Name
+	}
+	return q.name
+}
+
+// ask sends a query and waits for the answer, until ctx ends or Config.Timeout.
 func (p *Peer) ask(ctx context.Context, q *query) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, p.ep.cfg.Timeout, &TimeoutError{"request", "waiting for the peer"})
+	defer cancel()
 	if err := p.open(ctx, q); err != nil {
 		return err
 	}
@@ -547,13 +567,17 @@ func (p *Peer) ask(ctx context.Context, q *query) error {
 		p.mu.Lock()
 		q.ended = true
 		p.mu.Unlock()
-		return fmt.Errorf("%w: %w", ErrCancelled, context.Cause(ctx))
-	case <-time.After(p.ep.cfg.Timeout):
-		p.mu.Lock()
-		q.ended = true
-		p.mu.Unlock()
-		return &TimeoutError{"request", "waiting for the peer"}
+		return cancelledBy(ctx)
 	}
+}
+
+// cancelledBy is the error of a call whose ctx has ended.
+func cancelledBy(ctx context.Context) error {
+	cause := context.Cause(ctx)
+	if t := (*TimeoutError)(nil); errors.As(cause, &t) {
+		return t
+	}
+	return fmt.Errorf("%w: %w", ErrCancelled, cause)
 }
 
 // Close disconnects from the peer: its operations fail with ErrClosed. Idempotent.
@@ -568,7 +592,7 @@ func (p *Peer) leave(why error) {
 	p.mu.Lock()
 	if s := p.session; s != nil && s.up && !s.bye && s.idleLocked() {
 		s.byeToLocked(s.conns) // so that the peer does not take the end of any for a loss
-		p.unlock()
+		p.release((*link.Conn).FlushAll)
 		p.mu.Lock()
 	}
 	if p.gone == nil {
@@ -581,6 +605,9 @@ func (p *Peer) leave(why error) {
 	}
 	if p.coming != nil {
 		p.coming.breakLocked(why)
+	}
+	if p.parting != nil {
+		p.parting.breakLocked(why)
 	}
 	for len(p.due) > 0 {
 		p.failLocked(p.due[0], why)

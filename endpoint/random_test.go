@@ -22,6 +22,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -252,6 +253,12 @@ func (m *member) cut(r *rand.Rand, j int) {
 // cut shuts a connection's socket down.
 func cut(c *link.Conn) {
 	unix.Shutdown(int(reflect.ValueOf(c).Elem().FieldByName("fd").Int()), unix.SHUT_RDWR)
+}
+
+// stalled reports whether the socket of a connection has no room, or had none a moment ago.
+func stalled(c *link.Conn) bool {
+	v := reflect.ValueOf(c).Elem().FieldByName("stalled").FieldByName("v")
+	return atomic.LoadInt32((*int32)(unsafe.Pointer(v.UnsafeAddr()))) == 1 // full
 }
 
 // job is an operation under way.
@@ -540,6 +547,7 @@ func (m *member) receive(j int, done <-chan struct{}) {
 			if res.Err != nil {
 				why := reason(res.Err)
 				w.count("recv: " + why)
+				none = none && (why == "timeout" || why == ErrClosed.Error()) // else there may be more
 				if why == ErrClosed.Error() {
 					m.mu.Lock()
 					if m.peers[j] == p {

@@ -100,9 +100,10 @@ func TestWriteOrSendThatEndsBeforeItGoes(t *testing.T) {
 				return p.Start(op)
 			}
 			long := p.Write(make([]byte, 64<<20), "data", 0) // more than the sockets take
-			for before, now := uint64(0), uint64(1); before != now; {
+			for before, now, full := uint64(0), uint64(1), false; before != now || !full; {
 				time.Sleep(100 * time.Millisecond)
 				p.mu.Lock()
+				full = stalled(p.session.conns[0])
 				_, out := p.session.trafficLocked()
 				p.mu.Unlock()
 				before, now = now, out

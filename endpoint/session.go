@@ -32,7 +32,8 @@ type session struct {
 	dialled bool      // by this end
 	up      bool      // all connections are there: operations may begin
 	broken  bool
-	limit   *time.Timer   // of an accepted one, until it is up
+	parted  bool          // Bye was answered: the peer closes the connections
+	limit   *time.Timer   // of an accepted one, until it is up, and of the answer to Bye, and after it
 	step    chan struct{} // gets a value for each connection that has joined
 	over    chan struct{} // closed when it is broken
 	err     error         // why it is broken
@@ -127,6 +128,9 @@ func (s *session) joinLocked(c *link.Conn, g wire.Greeting) error {
 	if int(g.Count) != len(s.conns) || s.conns[g.Index] != nil && s.conns[g.Index] != c {
 		return fmt.Errorf("%w: connection %d of %d is there already", wire.ErrFrame, g.Index, g.Count)
 	}
+	if g.Index > 0 && s.conns[0] == nil {
+		return fmt.Errorf("%w: connection %d comes before the first", wire.ErrFrame, g.Index)
+	}
 	s.conns[g.Index] = c
 	if g.Index == 0 {
 		s.theirs = g
@@ -182,6 +186,9 @@ func (s *session) breakLocked(why error) {
 	p := s.peer
 	if p.session == s {
 		p.session = nil
+	}
+	if p.parting == s {
+		p.parting = nil
 	}
 	for _, c := range s.conns {
 		if c != nil {
@@ -442,7 +449,7 @@ func (p *Peer) unsent(pc *piece, why error) {
 	p.mu.Lock()
 	defer p.unlock()
 	s := p.session
-	if s == nil {
+	if s == nil || !slices.Contains(s.conns, pc.conn) { // that of the piece is over
 		return
 	}
 	switch r := s.requests[pc.id]; {
@@ -468,6 +475,9 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 	defer p.settle(c)
 	if s.broken {
 		return link.Sink{}, s.err
+	}
+	if s.parted && h.Op != wire.Bye {
+		return link.Sink{}, fmt.Errorf("%w: %v after Bye", wire.ErrFrame, h.Op)
 	}
 	if h.Op != wire.Inquire && h.Op != wire.State {
 		s.frames++
@@ -627,7 +637,10 @@ func (s *session) outcomeLocked(h wire.Header, o wire.Outcome, text string) erro
 func (s *session) Broken(c *link.Conn, err error) {
 	p := s.peer
 	p.mu.Lock()
-	s.breakLocked(fmt.Errorf("%w: %w", ErrBroken, err))
+	if !s.broken {
+		s.breakLocked(fmt.Errorf("%w: %w", ErrBroken, err))
+		p.resumeLocked()
+	}
 	p.unlock()
 }
 
@@ -665,6 +678,8 @@ func (s *session) doneLocked(id uint64, o wire.Outcome, text string) error {
 		return fmt.Errorf("%w: the answer to a lookup has no region", wire.ErrFrame)
 	case q != nil && q.op == wire.Inquire:
 		return fmt.Errorf("%w: the answer to an inquiry has no state", wire.ErrFrame)
+	case q != nil && q.op == wire.Watch && !q.ended:
+		return fmt.Errorf("%w: the end of a watch that goes on", wire.ErrFrame)
 	case r.key != nil:
 		return fmt.Errorf("%w: the answer to a Claim has no key", wire.ErrFrame)
 	case pc != nil && pc.task.Kind == OpRead && pc.got != pc.n:
@@ -982,6 +997,9 @@ func (s *session) foundLocked(f found, name string) error {
 	}
 	if err := checkName("region", name); err != nil {
 		return fmt.Errorf("%w: %w", wire.ErrFrame, err)
+	}
+	if q.op == wire.List && name <= q.lastName() {
+		return fmt.Errorf("%w: region %.40q after %.40q in a list", wire.ErrFrame, name, q.lastName())
 	}
 	x := RemoteRegion{Name: name, Len: int64(f.e.Len), Rights: mem.Rights(f.e.Rights) & (Read | Write), id: f.e.Region,
 		generation: f.e.Generation}
