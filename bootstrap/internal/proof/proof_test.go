@@ -154,7 +154,7 @@ func TestSlowLoris(t *testing.T) {
 		}
 		idle = append(idle, c)
 	}
-	if err := call(t, addr, secret, trust.Hello{}); err != nil {
+	if err := trust.Redial(t.Context(), func() error { return call(t, addr, secret, trust.Hello{}) }); err != nil {
 		t.Error(err)
 	}
 	for i, c := range idle {
