@@ -460,11 +460,11 @@ func (s *etcdStore) checkLease() error {
 // leaseCheck bounds the final request to a silent store before the lease counts as lost.
 const leaseCheck = 500 * time.Millisecond
 
-// lose records the loss of the lease, unless the handle is being closed.
+// lose records the loss of the lease, once, unless the handle is being closed.
 func (s *etcdStore) lose(why error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
+	if s.closed || s.err != nil {
 		return
 	}
 	s.err = why
@@ -840,7 +840,8 @@ func (s *etcdStore) Close() error {
 	return err
 }
 
-// silentWait bounds Close if the store does not answer, or the lease was lost.
+// silentWait bounds Close if the connection has failed, or the lease was lost; else it takes the
+// time of an operation at most.
 const silentWait = time.Second
 
 // giveBack ends the lease, and the job if no handle is open any more.

@@ -25,9 +25,9 @@ func ServeStore(ctx context.Context, secret []byte) (address string, stop func()
 	return s.address, s.close, nil
 }
 
-// UntilFailed returns when the connection of a handle on an etcd has failed.
+// UntilFailed returns when the connection of a handle on an etcd has failed, or ctx ends.
 func UntilFailed(ctx context.Context, s Store) {
-	for c := s.(*etcdStore).c.ActiveConnection(); c.GetState() != connectivity.TransientFailure; {
-		c.WaitForStateChange(ctx, c.GetState())
+	c := s.(*etcdStore).c.ActiveConnection()
+	for st := c.GetState(); st != connectivity.TransientFailure && c.WaitForStateChange(ctx, st); st = c.GetState() {
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"tutti/mem"
 )
 
-// After Bye a session has nothing but its end: frames that come nevertheless harm nobody.
+// After Bye a session has nothing but its end: what comes nevertheless is dropped.
 func TestFramesAfterBye(t *testing.T) {
 	for name, f := range map[string][]byte{
 		"message": frame(wire.Message, 1, nil, 'x'),
@@ -30,8 +30,9 @@ func TestFramesAfterBye(t *testing.T) {
 			r.send(frame(wire.Bye, 0, nil))
 			r.expect(wire.Bye)
 			r.send(f)
-			r.ended()
 			g.works(t)
+			r.send(frame(wire.Bye, 0, nil))
+			r.ended()
 		})
 	}
 }

@@ -69,8 +69,9 @@ type Config struct {
 	// Checksum or Seal. Default: none.
 	RDMA RDMA
 	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more,
-	// makes room for another one. Otherwise a new peer is refused, and Connect fails with
-	// ErrBusy until the program closes a peer. Default 1024.
+	// makes room for another one, unless Accept has returned it and it has messages that were not
+	// received; its operations fail with ErrClosed then. Otherwise a new peer is refused, and
+	// Connect fails with ErrBusy until the program closes a peer. Default 1024.
 	MaxPeers int
 	// Dialer makes the connections to peers. Default: net.Dialer.
 	Dialer dial.Func
@@ -721,13 +722,13 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 var errCrossed = errors.New("both ends connect at the same time")
 
 // evictLocked makes room for a peer, and reports whether it could. A peer whose messages the
-// program has not received goes last.
+// program has not received stays if the program has it, and goes last if not.
 func (e *Endpoint) evictLocked() bool {
-	for _, mail := range []bool{false, true} {
+	for _, unread := range []bool{false, true} {
 		for id, p := range e.peers {
 			p.mu.Lock()
 			ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil ||
-				p.coming.broken) && (mail || p.mail.len() == 0)
+				p.coming.broken) && (p.mail.len() == 0 || unread && slices.Contains(e.fresh, p))
 			if ok {
 				p.forgetLocked()
 				p.gone = fmt.Errorf("%v: %w: it had no connection, and another peer has its place: Config.MaxPeers "+

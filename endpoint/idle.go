@@ -76,15 +76,22 @@ func (s *session) restsLocked() bool {
 }
 
 // limitLocked has f called with the lock after greetTimeout, unless the session is broken by then
-// or has another limit.
+// or has another limit. The time has two halves, so that a process that was stopped handles what
+// has come meanwhile before its time is over.
 func (s *session) limitLocked(f func()) {
 	if s.limit != nil {
 		s.limit.Stop()
 	}
 	var t *time.Timer
-	t = time.AfterFunc(greetTimeout, func() {
+	again := true
+	t = time.AfterFunc(greetTimeout/2, func() {
 		s.peer.mu.Lock()
-		if s.limit == t && !s.broken {
+		switch {
+		case s.limit != t || s.broken:
+		case again:
+			again = false
+			t.Reset(greetTimeout / 2)
+		default:
 			f()
 		}
 		s.peer.unlock()
@@ -99,13 +106,13 @@ func (s *session) byeLocked(c *link.Conn) {
 	case s.bye:
 		s.partLocked()
 		return
-	case !s.up: // the peer was closed as soon as its connections were there
-		s.breakLocked(fmt.Errorf("%w: the peer has ended it at once", ErrBroken))
+	case !s.up && !s.dialled:
+		s.breakLocked(fmt.Errorf("%w: the peer has ended it before it was complete", ErrBroken))
 		s.peer.resumeLocked()
 		return
 	}
 	answer := wire.Stay
-	if s.idleLocked() && !s.path.usedLocked(s.ep.cfg.IdleTimeout) {
+	if s.up && s.idleLocked() && !s.path.usedLocked(s.ep.cfg.IdleTimeout) {
 		answer = wire.Bye
 	}
 	c.Later(wire.Header{Op: answer}.Append(nil))

@@ -266,7 +266,7 @@ func (p *path) fly() {
 			peer.unlock()
 			return
 		}
-		peer.mu.Unlock()
+		peer.unlock() // other ways may have something to send
 		err := conn.Move(requests)
 		peer.mu.Lock()
 		p.landLocked(group, conn, err)

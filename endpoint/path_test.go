@@ -404,11 +404,16 @@ func TestQueuedOperationsLoseRevokedKeys(t *testing.T) {
 	_, r := newFabric(t, soft.Config{ReuseKeys: true})
 	data := sharedPattern(t, 64<<10)
 	_, b, p, _, region := directPair(t, r, data)
-	p.mu.Lock()
-	path := p.session.path
-	flights := path.flights
-	path.flights = maxFlights
-	p.mu.Unlock()
+	var path *path
+	until(t, "the end of the flights", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if path = p.session.path; path.flights != 0 {
+			return false
+		}
+		path.flights = maxFlights
+		return true
+	})
 	write := p.Write(bytes.Repeat([]byte{0xee}, len(data)), "data", 0)
 	p.mu.Lock()
 	queued := path.queue.len()
@@ -425,7 +430,7 @@ func TestQueuedOperationsLoseRevokedKeys(t *testing.T) {
 	}
 	warm(t, connect(t, other, b.Info()), "other") // it may have the key again
 	p.mu.Lock()
-	path.flights = flights
+	path.flights = 0
 	path.flyLocked()
 	p.unlock()
 	if err := write.Wait(t.Context()); !errors.Is(err, ErrStale) {

@@ -310,7 +310,7 @@ func (c *Conn) Flush() {
 	}
 }
 
-// FlushAll is Flush, but waits for a goroutine that is sending.
+// FlushAll is Flush, but waits for a goroutine that is sending, unless the socket becomes full.
 func (c *Conn) FlushAll() {
 	for {
 		c.Flush()

@@ -34,9 +34,9 @@ func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 	dctx, dialed := Within(ctx, s.Timeout)
 	store, err := s.OpenStore(dctx)
 	dialed()
-	for id := ident.New(); err == nil; {
+	for err == nil {
 		var c *Claim
-		if c, err = s.await(ctx, store, id); err == nil {
+		if c, err = s.await(ctx, store, ident.New()); err == nil {
 			return c, nil
 		}
 		former := store
@@ -51,12 +51,12 @@ func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 
 // reopen opens a handle on the store, which may be away for a while.
 func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
-	ctx, cancel := Within(ctx, s.Timeout)
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, bootstrap.JobTTL)) // then the job is forgotten
 	defer cancel()
 	for {
 		store, err := s.OpenStore(ctx)
-		if err == nil {
-			return store, nil
+		if err == nil || !errors.Is(err, bootstrap.ErrStoreAway) {
+			return store, err
 		}
 		select {
 		case <-ctx.Done():
@@ -66,7 +66,7 @@ func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
 	}
 }
 
-// await claims a slot, as the process with number id on standby.
+// await claims a slot; id is that of this process and the handle.
 func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) (*Claim, error) {
 	var err error
 	wctx, cancel := context.WithCancel(ctx)
@@ -121,7 +121,7 @@ func ended(ctx context.Context, e bootstrap.Event, open bool) error {
 	return e.Err
 }
 
-// claim takes a slot for process id, unless another process has it.
+// claim takes a slot, unless another process has it; id tells the claim from others.
 func claim(ctx context.Context, store bootstrap.Store, slot int, id uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()

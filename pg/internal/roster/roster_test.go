@@ -260,6 +260,7 @@ func (s *refusing) CompareAndSwap(ctx context.Context, key string, old, new []by
 // The first view is published although the store does not answer at first.
 func TestFirstViewIsPublishedAgain(t *testing.T) {
 	f := newFixture(t, 3)
+	f.record(0, self)
 	f.store = &refusing{Store: f.store}
 	f.Start()
 	f.until("the job's view is in the store", func() bool {

@@ -186,13 +186,30 @@ func (ro *Roster) seen(e bootstrap.Event) {
 	}
 }
 
-// begin writes the job's first view, and tries again until it is in the store.
+// begin writes the job's first view, and tries again while the store is away and this rank is
+// registered: the view of a rank that was silent for long, and comes back, may be that of a job
+// that is over. Then it is up to watch.
 func (ro *Roster) begin(v membership.View) {
-	for ro.publishFirst(ro.ctx, v) != nil && !ro.begun.Load() {
+	for try := true; ; {
+		if try {
+			if err := ro.publishFirst(ro.ctx, v); !errors.Is(err, bootstrap.ErrStoreAway) {
+				return
+			}
+		}
 		select {
 		case <-ro.ctx.Done():
 			return
 		case <-time.After(100 * time.Millisecond):
+		}
+		ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+		b, err := ro.dir.Store().Get(ctx, bootstrap.RankKey(ro.self.Slot))
+		cancel()
+		if try = err == nil; !try && errors.Is(err, bootstrap.ErrStoreAway) {
+			continue
+		}
+		if rec, bad := bootstrap.DecodeRecord(b); err != nil || bad != nil || rec.Incarnation != ro.self.Incarnation ||
+			ro.begun.Load() {
+			return
 		}
 	}
 }
