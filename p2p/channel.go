@@ -300,6 +300,10 @@ func (p *Proxy) opened(pr *peer, h *Header) error {
 	key := chanKey{Name{h.Seq, h.Call}, Epoch{h.Count, h.Off}}
 	pr.in[h.Chan] = inbound{key: key}
 	if f := p.floors[key.name]; f.above(key.epoch) && h.Flags&flagEnded == 0 {
+		if len(pr.ctl) > maxInbound {
+			return fmt.Errorf("%w: rank %d opens ended channels, and does not read that they have ended", ErrProtocol,
+				pr.rank)
+		}
 		p.farewell(pr, &key, f)
 	}
 	return nil

@@ -24,7 +24,7 @@ type host struct {
 
 func (h *host) Self() Identity { return h.p.cfg.Self }
 func (h *host) Secret() []byte { return h.p.cfg.Secret }
-func (h *host) Wake()          { h.p.wakeAll() }
+func (h *host) Wake()          { h.p.Wake() }
 
 // Region finds a shared region. It does not take the proxy's lock: a link of another rank in this
 // process calls it with the lock of that rank's proxy.

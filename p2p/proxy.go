@@ -173,6 +173,7 @@ type Proxy struct {
 	sleepMu  sync.Mutex
 	sleepers []*Wait
 	asleep   atomic.Int32
+	calls    atomic.Uint32 // of Wake
 	draining bool // see drain
 }
 
@@ -508,8 +509,11 @@ func (p *Proxy) down(pr *peer, err error) {
 	p.unlend(pr)
 	p.lose(pr, &PeerError{pr.rank, gonePeer(err)})
 	p.log.Debug("link down", "peer", pr.rank, "err", err)
-	if e, ok := pr.target.(*early); ok {
-		p.pool.put(e.buf)
+	switch to := pr.target.(type) {
+	case *early:
+		p.pool.put(to.buf)
+	case *RecvReq: // a message that has begun to arrive: only the receiver knows it
+		to.st.c.failRecv(to, &PeerError{pr.rank, err})
 	}
 	pr.link, pr.err, pr.sender, pr.receiver = nil, err, sender{}, receiver{}
 	for i, o := range p.links {
@@ -696,7 +700,10 @@ func (p *Proxy) Down(rank int) error {
 func (p *Proxy) Progress(w *Wait) error { return p.progress(w, nil) }
 
 // Wake wakes all waiters, so that they check their conditions again. From any goroutine.
-func (p *Proxy) Wake() { p.wakeAll() }
+func (p *Proxy) Wake() {
+	p.calls.Add(1) // for a waiter that is about to sleep
+	p.wakeAll()
+}
 
 // Linked returns the incarnation that rank is linked with, 0 if it has no link. Takes the lock
 // itself.

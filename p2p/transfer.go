@@ -404,11 +404,15 @@ func (t *Transfer) count() {
 	}
 }
 
-// lose ends the transfers with a peer whose link failed with err.
+// lose ends the transfers with a peer whose link failed with err, or is given up although it works.
+// Their local memory is not used afterwards.
 func (p *Proxy) lose(pr *peer, err error) {
 	p.collect(pr) // those that succeeded
 	ts := &pr.transfers
 	for _, t := range ts.open {
+		if t.by != nil {
+			t.by.Cancel(t.id)
+		}
 		t.done, t.err = true, err
 	}
 	clear(ts.open)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"testing"
 	"time"
 
@@ -286,6 +287,67 @@ func TestTransfersEndWithPeer(t *testing.T) {
 			t.Errorf("a put to a rank that is gone: %v", err)
 		}
 	})
+}
+
+// cancels is a link that notes which transfers were cancelled.
+type cancels struct {
+	p2p.Link
+	p2p.OneSided
+	ids *sync.Map
+}
+
+func (c cancels) Cancel(id uint64) {
+	c.ids.Store(id, true)
+	c.OneSided.Cancel(id)
+}
+
+// TestTransfersOfALinkThatIsGivenUp: they are cancelled at the link, which works, before they end: a
+// device may be using their memory.
+func TestTransfersOfALinkThatIsGivenUp(t *testing.T) {
+	var ids sync.Map
+	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport {
+		tr := transports["tcp"]()
+		return struct {
+			*wrapping
+			p2p.Exposer
+		}{&wrapping{tr, func(l p2p.Link) p2p.Link { return cancels{l, l.(p2p.OneSided), &ids} }}, tr.(p2p.Exposer)}
+	})
+	defer closeAll(all)
+	p, q := members(t, all)
+	const n = 4 << 20
+	_, x := exposed(t, p, n)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	done := make(chan struct{})
+	go func() { // p takes part until the ranks are linked
+		defer close(done)
+		p.Lock()
+		defer p.Unlock()
+		for w := patient(ctx); p.Progress(w) == nil; {
+		}
+	}()
+	var gets [2]p2p.Transfer
+	if err := with(q, func(w *p2p.Wait) error {
+		if err := q.c.Get(w, &gets[0], 0, mem.Host(make([]byte, 8), mem.Anywhere), x, 0); err != nil {
+			return err
+		}
+		return q.c.WaitTransfer(w, &gets[0])
+	}); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	<-done
+	if err := with(q, func(w *p2p.Wait) error {
+		return q.c.Get(w, &gets[1], 0, mem.Host(make([]byte, n), mem.Anywhere), x, 0)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	q.Close()
+	cancelled := 0
+	ids.Range(func(any, any) bool { cancelled++; return true })
+	if cancelled == 0 {
+		t.Error("nothing was cancelled")
+	}
 }
 
 // TestCancelledTransfersReleaseMemory: a rank whose time is up gets its memory back at once.

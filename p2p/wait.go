@@ -44,6 +44,7 @@ type Wait struct {
 	linking bool      // the awaited peer has no link yet
 	until   time.Time // when to wake at the latest; zero: not set
 	sole    *peer     // the awaited peer, if no call says which
+	calls   uint32    // Proxy.calls before the last poll
 	spins   int       // polls without progress
 	busy    int       // progress since Reset
 	long    func()    // see OnLong
@@ -156,6 +157,7 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	if w.try {
 		return p.glance(w, prefer)
 	}
+	w.calls = p.calls.Load()
 	if w.blame.on = prefer; prefer == nil {
 		w.blame.on = w.sole
 	} else {
@@ -174,7 +176,8 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 			any = true
 		}
 	}
-	if any && prefer == nil { // what arrived may let more be sent, so w must not sleep yet
+	// What arrived may let more be sent, or end what w waits for, so w must not sleep yet.
+	if any && (prefer == nil || !p.hot(w)) {
 		return p.again(w)
 	}
 	return p.giveWay(w) // the progress may be of another operation: the clock continues
@@ -356,7 +359,7 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	if !w.idle {
 		p.beat(w.blame.on, now)
 	}
-	ready := false
+	ready := p.calls.Load() != w.calls // since w has looked
 	for _, pr := range p.links {
 		if pr.lent != nil {
 			p.unlend(pr) // no link is blocked while this goroutine sleeps

@@ -514,9 +514,10 @@ func (f *Frames) serve(h *p2p.Header) error {
 	return nil
 }
 
-// answer queues the result of the peer's operation. A peer has no more operations than slots.
+// answer queues the result of the peer's operation. A peer has no more operations than slots, and
+// each may be cancelled while its result is on the way.
 func (f *Frames) answer(slot uint32, status uint8) error {
-	if len(f.answers) == slots {
+	if len(f.answers) >= 2*slots {
 		return f.violated("more than %d operations that are not answered", slots)
 	}
 	f.answers = append(f.answers, answer{slot, status})
@@ -780,7 +781,7 @@ func (f *Frames) pump() {
 	}
 	f.blocked = false
 	for len(f.answers) > 0 {
-		n := min(len(f.answers), f.link.MaxFrame()/doneSize)
+		n := min(len(f.answers), f.link.MaxFrame()/doneSize, slots)
 		b := f.buffer(n * doneSize)[:0]
 		for _, a := range f.answers[:n] {
 			b = binary.LittleEndian.AppendUint32(b, a.slot)

@@ -200,15 +200,38 @@ func TestRefusedFramesEndTheirOperation(t *testing.T) {
 func TestUnansweredOperationsAreBounded(t *testing.T) {
 	f, w, _, _, _ := target()
 	w.full = true
-	for i := range 2 * slots {
+	for i := range 4 * slots {
 		w.in = append(w.in, frame(framePut, flagLast, uint32(i%slots), 0, []byte{1}))
 	}
 	var err error
 	for i := 0; i < 10 && err == nil; i++ {
 		_, _, err = f.Recv()
 	}
-	if !errors.Is(err, p2p.ErrProtocol) || len(f.answers) > slots {
+	if !errors.Is(err, p2p.ErrProtocol) || len(f.answers) > 2*slots {
 		t.Errorf("%v with %d answers", err, len(f.answers))
+	}
+}
+
+// TestCancelledOperationsHaveTwoAnswers: a peer may cancel what it does not know to be refused, all
+// of it at once.
+func TestCancelledOperationsHaveTwoAnswers(t *testing.T) {
+	f, w, _, _, _ := target()
+	for i := range slots {
+		get := frame(frameGet, 0, uint32(i), 0, nil)
+		get.h.Seq, get.h.Count = 1<<40, 8 // of a region that was withdrawn
+		w.in = append(w.in, get)
+	}
+	for i := range slots {
+		w.in = append(w.in, frame(frameCancel, 0, uint32(i), 0, nil))
+	}
+	w.full = true
+	for range 10 {
+		if _, _, err := f.Recv(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(f.answers) != 2*slots {
+		t.Errorf("%d answers, want %d", len(f.answers), 2*slots)
 	}
 }
 

@@ -239,6 +239,26 @@ func captive(t *testing.T) (l *linktest.End, conn *net.UnixConn, mem []byte) {
 	return &linktest.End{Link: link, Host: nd.Host}, <-up, mem
 }
 
+// Close does not wait for an access that the peer claims to be this end's.
+func TestCloseBesideForgedAccess(t *testing.T) {
+	end, conn, mem := captive(t)
+	words := words(mem[pages(ring.Bytes(ring.MinData)):])
+	for side := range 2 {
+		words.at(busyAt, side).Store(1)
+	}
+	conn.Close()
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		end.Link.Close()
+	}()
+	select {
+	case <-closed:
+	case <-time.After(20 * time.Second):
+		t.Fatal("Close waits for the peer's word")
+	}
+}
+
 // lifelines passes ends of a pipe as lifelines, and returns its writing end.
 func lifelines(t *testing.T, c *net.UnixConn, flags int, ends ...int) int {
 	t.Helper()

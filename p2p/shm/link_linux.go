@@ -57,7 +57,7 @@ type link struct {
 	stale  atomic.Bool // the peer has freed a region
 
 	stopped atomic.Bool // this end accesses the peer's memory no more
-	raised  uint64      // the busy word's value
+	raised  uint64      // the busy word's value; cease reads it
 	knowing sync.Mutex  // held while recent changes
 	recent  [4]*target  // of PutNow
 	next    int

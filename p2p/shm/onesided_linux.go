@@ -461,7 +461,7 @@ func (t *target) Leave() { t.l.lower() }
 
 // raise begins an access to a chunk of the peer's memory, unless this end has ceased.
 func (l *link) raise() bool {
-	l.raised++
+	ring.StoreRelease(&l.raised, l.raised+1) // first, for cease
 	l.words.at(busyAt, l.side).Store(l.raised)
 	if l.stopped.Load() {
 		l.lower()
@@ -472,8 +472,8 @@ func (l *link) raise() bool {
 
 // lower ends the access: a store ordered after all accesses.
 func (l *link) lower() {
-	l.raised++
-	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised)
+	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised+1)
+	ring.StoreRelease(&l.raised, l.raised+1)
 }
 
 // nowMax is the largest put of PutNow in bytes, and bounds one access to the peer's memory. The
@@ -605,10 +605,10 @@ func (l *link) forget() {
 }
 
 // cease ends this end's access to the peer's memory. It waits for a chunk under way: an access
-// raises the busy word before it looks at stopped.
+// raises the busy word before it looks at stopped. The peer can write the word itself.
 func (l *link) cease() {
 	l.stopped.Store(true)
-	for l.words.at(busyAt, l.side).Load()%2 == 1 {
+	for atomic.LoadUint64(&l.raised)%2 == 1 {
 		runtime.Gosched()
 	}
 }

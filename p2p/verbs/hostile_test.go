@@ -241,6 +241,7 @@ func TestHostilePosition(t *testing.T) {
 		"beyond the end": {1 << 40, 1, "it has taken"},
 		"within a frame": {unit, 1, "it has taken"},
 		"another number": {0, 7, "it has taken"},
+		"within a unit":  {unit + 1, 1, "it has taken"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := soft.New(soft.Config{Seed: 11})

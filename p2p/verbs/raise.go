@@ -338,7 +338,7 @@ func (l *link) handleLocked(h *p2p.Header, b []byte) error {
 	case frameDown:
 		reason = fmt.Errorf("given up by the peer")
 		if n != nil && l.m.sentOver(h.Seq) {
-			if h.Off > n.out.tail || h.Off < n.out.freed {
+			if h.Off > n.out.tail || h.Off < n.out.freed || h.Off%unit != 0 {
 				return fmt.Errorf("it has taken %d bytes of %d, and freed %d", h.Off, n.out.tail, n.out.freed)
 			}
 			n.down = position{h.Off, h.Count}
