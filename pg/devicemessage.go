@@ -120,7 +120,7 @@ func (c *deviceMessage) end(err error) {
 	c.over = true
 	c.v.end()
 	if c.m.rec != nil {
-		err = c.g.endMessage(c.m, err)
+		err = c.g.endMessage(c.m, err, false)
 	}
 	c.w.end(false, err)
 }

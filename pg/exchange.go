@@ -272,16 +272,17 @@ func (g *Group) answer() {
 	}
 }
 
-// look fails the group if an event since its last operation requires that.
+// look fails the group if an event since its last operation requires that. It keeps the lock: a link
+// may be delivering a notice.
 func (g *Group) look() {
 	if g.err != nil {
 		return
 	}
 	report := g.job.settings.OnFailure == Report
 	if err := g.coll.Err(); err != nil && (report || !g.passing(err)) {
-		g.err = g.fail(err)
+		g.err = g.failing(err, false)
 	} else if slot, _ := g.gone(); report && slot != g.rank {
-		g.err = g.fail(errMoved)
+		g.err = g.failing(errMoved, false)
 	}
 }
 

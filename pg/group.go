@@ -513,6 +513,9 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 			}
 		}
 		if bad := g.fits(); bad != nil {
+			if !errors.As(bad, new(*RankError)) { // nobody has begun it in the new view: it has no number
+				g.seq--
+			}
 			return here, bad
 		}
 		g.run.Unbind()
@@ -568,8 +571,12 @@ func (g *Group) fits() error {
 
 // fail turns the error of the collective that just ran into the caller's, sends it to the other
 // ranks, and makes sure that nothing writes to the call's buffers any more. It may release the
-// proxy's lock for a moment.
-func (g *Group) fail(err error) error {
+// proxy's lock for a moment, so it must not be called while a link delivers something.
+func (g *Group) fail(err error) error { return g.failing(err, g.job.settings.OnFailure == Report) }
+
+// failing is fail; dumped: it releases the lock until the flight recorder has been written, if there
+// is one. Else it keeps the lock.
+func (g *Group) failing(err error, dumped bool) error {
 	tell, typed := g.explain(err)
 	var told *p2p.Aborted
 	if tell != nil {
@@ -582,7 +589,7 @@ func (g *Group) fail(err error) error {
 	g.run.Stop()
 	o := outcome(typed)
 	g.track.Failed(g.seq, o, typed)
-	g.job.obs.Load().FailureLocked(o, g.job.settings.OnFailure == Report)
+	g.job.obs.Load().FailureLocked(o, dumped)
 	return typed
 }
 

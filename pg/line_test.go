@@ -99,7 +99,7 @@ func TestQueuedCallEndsAtItsDeadline(t *testing.T) {
 
 // Config.Timeout bounds the wait for the turn as well.
 func TestTimeoutCountsFromTheCall(t *testing.T) {
-	gs, err := Local(2, Config{Timeout: 2 * time.Second})
+	gs, err := Local(2, Config{Timeout: 4 * time.Second})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -200,7 +200,7 @@ func TestFormAfterFailures(t *testing.T) {
 func TestFormWithoutOneMember(t *testing.T) {
 	ms := members(t, 3, pg.Config{})
 	all := handles(ms...)
-	short, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	short, cancel := context.WithTimeout(t.Context(), 4*time.Second)
 	defer cancel()
 	for i, o := range formWithin(short, t, "u", ms[:2], func(int) []string { return all }) {
 		if o.err == nil || !strings.Contains(o.err.Error(), "rank 2 is member ") {
@@ -516,8 +516,9 @@ func TestFormRandomly(t *testing.T) {
 
 // A member that cannot be reached is named, with the reason.
 func TestFormWithUnreachableMember(t *testing.T) {
+	t.Parallel()
 	ms := members(t, 2, pg.Config{})
-	cfg := pg.Config{Secret: memberSecret, Transport: "shm", Timeout: 500 * time.Millisecond,
+	cfg := pg.Config{Secret: memberSecret, Transport: "shm", Timeout: 3 * time.Second,
 		Dialer: func(context.Context, *net.Dialer, int, string) (net.Conn, error) {
 			return nil, errors.New("a firewall is in between")
 		}}

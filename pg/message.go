@@ -175,7 +175,7 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	} else {
 		err = g.msgs.WaitSend(&wait, m.s)
 	}
-	if err := g.endMessage(m, g.explainMessage(m, err, wait.Waited())); err != nil {
+	if err := g.endMessage(m, g.explainMessage(m, err, wait.Waited()), true); err != nil {
 		return Status{}, err
 	}
 	return m.status(), nil
@@ -225,7 +225,7 @@ func (g *Group) follow(w *Work, m *message, limit time.Duration) {
 			m.device.sent(err)
 			return
 		}
-		w.end(false, g.endMessage(m, err))
+		w.end(false, g.endMessage(m, err, false)) // a link may be delivering it
 	}
 	if m.recv {
 		g.msgs.Follow(m.r, limit, ended)
@@ -256,12 +256,13 @@ func (m *message) described(g *Group) observe.Message {
 	return d
 }
 
-// endMessage records and returns the outcome of the message. With the proxy's lock.
-func (g *Group) endMessage(m *message, err error) error {
+// endMessage records and returns the outcome of the message. With the proxy's lock; dumped: it
+// releases the lock until the flight recorder has been written, if the message has failed.
+func (g *Group) endMessage(m *message, err error, dumped bool) error {
 	o := outcome(err)
 	g.track.EndMessage(m.rec, o)
 	if o != flight.OK {
-		g.job.obs.Load().FailureLocked(o, true)
+		g.job.obs.Load().FailureLocked(o, dumped)
 	}
 	return err
 }

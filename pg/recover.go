@@ -265,11 +265,22 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	b, end := g.within(ctx, "evict", time.Now())
 	defer end()
 	r := ranks[rank]
+	var was uint64 // the slot may be taken again before this rank sees that it was free
+	if err := ro.Ask(b.ctx, func(m *membership.Machine) {
+		if r < m.View().Size() {
+			was = m.View().Slots[r].Incarnation
+		}
+	}); err != nil {
+		return b.why(err)
+	}
+	if was == 0 {
+		return nil
+	}
 	ro.Tell(membership.Evict{Slot: r})
 	for {
 		var in bool
 		if err := ro.Ask(b.ctx, func(m *membership.Machine) {
-			in = r < m.View().Size() && m.View().Slots[r].Incarnation != 0 && m.Member()
+			in = m.View().Has(r, was) && m.Member()
 		}); err != nil {
 			return b.why(err)
 		}

@@ -647,7 +647,7 @@ func TestTimeoutEvicts(t *testing.T) {
 		through(t, g, 2) // ranks 0 and 2 wait for rank 1 from the same moment on
 		if g.Rank() == 1 {
 			var err error
-			for until := time.Now().Add(10 * time.Second); time.Now().Before(until) &&
+			for until := time.Now().Add(20 * time.Second); time.Now().Before(until) &&
 				len(g.View().Active) == 3; time.Sleep(time.Millisecond) {
 				if err = pg.Send(ctx, g, []byte{1}, 0, 9); err != nil { // it has other things to do
 					break
@@ -661,7 +661,7 @@ func TestTimeoutEvicts(t *testing.T) {
 			t.Errorf("the stuck rank got %v", err)
 			return
 		}
-		short, end := context.WithTimeout(ctx, 2*time.Second)
+		short, end := context.WithTimeout(ctx, 4*time.Second) // a rank that has waited for half of it votes
 		defer end()
 		err := g.Barrier(short)
 		var late *pg.TimeoutError
