@@ -93,7 +93,11 @@ func TestMapEnds(t *testing.T) {
 				_, err := ch.Map(&w, 1, 5)
 				failed <- err
 			}()
-			<-m.asked
+			select {
+			case <-m.asked:
+			case err := <-failed: // before the ranks were linked
+				failed <- err
+			}
 			c.do(p, ch, m, cancel)
 			select {
 			case err := <-failed:

@@ -174,7 +174,7 @@ type Proxy struct {
 	sleepers []*Wait
 	asleep   atomic.Int32
 	calls    atomic.Uint32 // of Wake
-	draining bool // see drain
+	draining bool          // see drain
 }
 
 // peer is the proxy's state of one rank.

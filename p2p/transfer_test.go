@@ -301,8 +301,8 @@ func (c cancels) Cancel(id uint64) {
 	c.OneSided.Cancel(id)
 }
 
-// TestTransfersOfALinkThatIsGivenUp: they are cancelled at the link, which works, before they end: a
-// device may be using their memory.
+// TestTransfersOfALinkThatIsGivenUp: they are cancelled at the link, which works, before they end:
+// a device may be using their memory.
 func TestTransfersOfALinkThatIsGivenUp(t *testing.T) {
 	var ids sync.Map
 	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport {

@@ -272,8 +272,8 @@ func (g *Group) answer() {
 	}
 }
 
-// look fails the group if an event since its last operation requires that. It keeps the lock: a link
-// may be delivering a notice.
+// look fails the group if an event since its last operation requires that. It keeps the lock: a
+// link may be delivering a notice.
 func (g *Group) look() {
 	if g.err != nil {
 		return

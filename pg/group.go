@@ -574,8 +574,8 @@ func (g *Group) fits() error {
 // proxy's lock for a moment, so it must not be called while a link delivers something.
 func (g *Group) fail(err error) error { return g.failing(err, g.job.settings.OnFailure == Report) }
 
-// failing is fail; dumped: it releases the lock until the flight recorder has been written, if there
-// is one. Else it keeps the lock.
+// failing is fail; dumped: it releases the lock until the flight recorder has been written, if
+// there is one. Else it keeps the lock.
 func (g *Group) failing(err error, dumped bool) error {
 	tell, typed := g.explain(err)
 	var told *p2p.Aborted
