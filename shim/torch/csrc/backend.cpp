@@ -300,9 +300,11 @@ void Backend::join() {
   }
   Interruptible interruptible(tutti);
   tutti_group group = 0;
-  if (int code = tutti.tutti_join(&config, &group); code != TUTTI_OK) {
-    interruptible.rethrow();
-    raise(code, tutti.tutti_last_error());
+  const int code = tutti.tutti_join(&config, &group);
+  const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
+  interruptible.rethrow([&] { tutti.tutti_close(group); });
+  if (code != TUTTI_OK) {
+    raise(code, why);
   }
   group_ = group;
 }
@@ -477,12 +479,22 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex) {
 // ---- Starting operations ----
 
 c10::intrusive_ptr<Work> Backend::begin(Task task) {
+  refuse_if_forked(task.title);
   running_->reap();
   running_->rethrow_missed();
   std::lock_guard<std::mutex> guard(mutex_); // collectives start in the order of their numbers
   number(task);
   place(task);
   return start(std::move(task), 0);
+}
+
+// In a forked child the works, and who holds the locks, are those of the parent.
+void Backend::refuse_if_forked(const char* title) const {
+  if (forked()) {
+    int32_t rank = 0;
+    const int code = api().tutti_rank(group_, &rank);
+    raise(code, std::string(title) + ": " + api().tutti_last_error());
+  }
 }
 
 void Backend::refuse_if_closed(const char* title) const {
@@ -577,6 +589,7 @@ WorkPtr Backend::launch(Task task) {
   if (!task.waits || !task.brief() || at::hasCallbacks() || running_->hooks.watches()) {
     return begin(std::move(task));
   }
+  refuse_if_forked(task.title);
   running_->reap();
   running_->rethrow_missed();
   {
@@ -1169,6 +1182,7 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
 // The ranks report to rank 0 in the store, so that the group stays usable when one does not come. A
 // group that replacements come into does not use the store.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  refuse_if_forked("tutti monitored_barrier");
   if (prefix_.empty()) {
     if (WorkPtr work = barrier(opts)) {
       work->wait();

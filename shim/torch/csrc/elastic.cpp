@@ -16,9 +16,9 @@ int64_t bound_of(milliseconds timeout) {
 }
 
 void check(const Interruptible& interruptible, int code) {
+  const std::string why = code == TUTTI_OK ? "" : api().tutti_last_error();
+  interruptible.rethrow();
   if (code != TUTTI_OK) {
-    const std::string why = api().tutti_last_error();
-    interruptible.rethrow();
     raise(code, why);
   }
 }

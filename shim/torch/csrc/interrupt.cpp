@@ -66,6 +66,9 @@ Interruptible::Interruptible(const Api& api) : api_(api), main_(on_main_thread()
   if (main_) {
     api_.tutti_set_interrupt(
         [](void* raised) -> int {
+          if (*static_cast<bool*>(raised)) { // by an earlier look: no other handler runs before rethrow
+            return 1;
+          }
           PyGILState_STATE gil = PyGILState_Ensure();
           // The exception stays set in this thread's state, for rethrow.
           bool interrupted = PyErr_CheckSignals() != 0;
@@ -83,12 +86,20 @@ Interruptible::~Interruptible() {
   }
 }
 
-void Interruptible::rethrow() const {
-  if (raised_) {
+void Interruptible::rethrow(const std::function<void()>& undo) const {
+  if (!raised_) {
+    return;
+  }
+  try {
     pybind11::gil_scoped_acquire gil;
     if (PyErr_Occurred() != nullptr) {
-      throw pybind11::error_already_set();
+      throw pybind11::error_already_set(); // takes the exception from the thread's state
     }
+  } catch (const pybind11::error_already_set&) {
+    if (undo) {
+      undo();
+    }
+    throw;
   }
 }
 

@@ -46,8 +46,9 @@ class Interruptible {
   Interruptible(const Interruptible&) = delete;
   Interruptible& operator=(const Interruptible&) = delete;
 
-  // Throws what a handler has raised, if one has.
-  void rethrow() const;
+  // Throws what a handler has raised, if one has, also when the call has succeeded meanwhile. Then
+  // undo is called first, without that exception and the interpreter's lock.
+  void rethrow(const std::function<void()>& undo = {}) const;
 
  private:
   const Api& api_;

@@ -90,9 +90,16 @@ void Backend::resume() {
     }
   }
   join();
-  std::lock_guard<std::mutex> guard(mutex_);
-  running_->recovered();
-  suspended_ = false;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (!closed_) {
+      running_->recovered();
+      suspended_ = false;
+      return;
+    }
+  }
+  api().tutti_close(group_); // close may have come before the join had made it
+  raise(TUTTI_ECLOSED, "tutti resume: the process group was shut down");
 }
 
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {

@@ -48,11 +48,14 @@ tutti_member Backend::member() const {
     config.secret_len = secret.size();
   }
   Interruptible interruptible(tutti);
-  if (int code = tutti.tutti_member_new(&config, &member_); code != TUTTI_OK) {
-    interruptible.rethrow();
-    raise(code, tutti.tutti_last_error());
+  tutti_member made = 0;
+  const int code = tutti.tutti_member_new(&config, &made);
+  const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
+  interruptible.rethrow([&] { tutti.tutti_member_close(made); });
+  if (code != TUTTI_OK) {
+    raise(code, why);
   }
-  return member_;
+  return member_ = made;
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
@@ -101,10 +104,10 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
     if (code == TUTTI_OK && (code = tutti.tutti_rank(fresh, &rank)) == TUTTI_OK) {
       code = tutti.tutti_size(fresh, &size);
     }
+    const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
+    interruptible.rethrow([&] { tutti.tutti_close(fresh); });
     if (code != TUTTI_OK) {
-      const std::string why = tutti.tutti_last_error();
       tutti.tutti_close(fresh);
-      interruptible.rethrow();
       raise(code, "tutti reconfigure: " + why);
     }
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <thread>
 
 #include "backend.h"
@@ -69,11 +70,12 @@ class Window::Errand final : public c10d::Work {
     } catch (...) {
       error = std::current_exception();
     }
+    const auto future = future_; // a callback may drop the last reference to this errand
     finish(error);
     if (error) {
-      future_->setError(error);
+      future->setError(error);
     } else {
-      future_->markCompleted(c10::IValue(std::vector<at::Tensor>()));
+      future->markCompleted(c10::IValue(std::vector<at::Tensor>()));
     }
   }
 
@@ -241,9 +243,12 @@ c10::intrusive_ptr<c10d::Work> Window::run(const char* title, bool async, std::f
   auto errand = c10::make_intrusive<Errand>(rank_, title);
   if (async) {
     errand->start(std::move(body));
+    std::vector<c10::intrusive_ptr<Errand>> ended; // its end waits for callbacks, which may need mutex_
     std::lock_guard<std::mutex> guard(mutex_);
-    errands_.erase(std::remove_if(errands_.begin(), errands_.end(), [](const auto& e) { return e->isCompleted(); }),
-                   errands_.end());
+    const auto at = std::stable_partition(errands_.begin(), errands_.end(),
+                                          [](const auto& other) { return !other->isCompleted(); });
+    ended.assign(std::make_move_iterator(at), std::make_move_iterator(errands_.end()));
+    errands_.erase(at, errands_.end());
     errands_.push_back(errand);
     return errand;
   }
@@ -268,7 +273,7 @@ c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, int64_t ran
                         static_cast<uint64_t>(tensor.numel()) <= elements - static_cast<uint64_t>(offset),
                     "tutti window put: ", tensor.numel(), " elements at offset ", offset, " do not fit into the ",
                     elements, " elements of the window");
-  const at::Tensor source = tensor.contiguous();
+  const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
   const int64_t limit = nanoseconds_of(opts.timeout);
   const auto target = static_cast<int32_t>(rank);
   if (source.numel() > 0) { // begun here: signals that follow come after it

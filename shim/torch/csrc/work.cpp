@@ -109,6 +109,7 @@ void Work::start(tutti_group group, tutti_work handle) {
     handle = 0;
     if (int code = tutti.tutti_start(group, &op, &handle); code != TUTTI_OK) {
       std::string text = tutti.tutti_last_error();
+      refused_ = true;
       starting_.store(false, std::memory_order_release);
       while (!await(kOrdered)) { // those that were started use the memory
       }
@@ -293,7 +294,7 @@ void Work::conclude() noexcept {
       source_ = status.from;
     }
   }
-  if (code_ == TUTTI_OK && !task_.stream) {
+  if (code_ == TUTTI_OK && !task_.stream && !refused_) {
     try {
       task_.end();
     } catch (...) {
@@ -333,6 +334,9 @@ void Work::finish() noexcept {
   }
   if (recorded) {
     recorded();
+  }
+  if (refused_) {
+    return;
   }
   mark(true);
   const Work* outer = std::exchange(finishing, this);

@@ -130,6 +130,7 @@ class Work final : public c10d::Work {
   std::atomic<bool> starting_{false}; // the operations, or what follows on the stream
   std::optional<c10::Event> followed_; // with a stream: what it does for the task
   bool copies_ = false;                // some of that comes after the operations
+  bool refused_ = false;               // start throws: the program gets no work
 
   // What follows is written once, before over_ becomes true.
   int code_ = TUTTI_OK;

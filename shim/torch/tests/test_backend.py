@@ -88,6 +88,47 @@ def windows(rank, size, port):
     raises(dist.DistBackendError, "", kept.put, torch.ones(1), right, 0, False)
 
 
+def puts_views(rank, size, port):
+    """Views whose elements are not what their memory has."""
+    harness.init(rank, size, port)
+    tensor = torch.zeros(4, dtype=torch.complex64)
+    window = dist.group.WORLD.new_window(tensor)
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    if rank == 0:
+        window.put(z.conj(), 1, 0, False)
+        window.put(torch._neg_view(z), 1, 2, False)
+    dist.barrier()
+    if rank == 1:
+        assert tensor.tolist() == [1 - 2j, 3 + 4j, -1 - 2j, -3 + 4j], tensor
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def window_in_callback(rank, size, port):
+    """A callback of a window's operation uses the window while another thread does."""
+    harness.init(rank, size, port)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    window = dist.group.WORLD.new_window(torch.zeros(1))
+    begun = threading.Event()
+
+    def callback(_):
+        begun.set()
+        time.sleep(0.3)  # the other thread is in its call
+        window.signal(right, True)
+
+    future = window.wait_signal(left, True).get_future().then(callback)  # only the window keeps the work
+    dist.barrier()
+    window.signal(right, False)
+    assert begun.wait(harness.LIMIT)
+    window.signal(right, True).wait()
+    future.wait()
+    for _ in range(2):
+        window.wait_signal(left, False)
+    dist.barrier()
+    window.tensor_deregister()
+    dist.destroy_process_group()
+
+
 def shrinks(rank, size, port):
     """The remaining ranks go on in a smaller group, after a rank has left and after one has failed."""
     harness.init(rank, size, port)
@@ -160,6 +201,36 @@ def suspends(rank, size, port):
     alone = tutti_torch.ProcessGroupTutti(dist.HashStore(), 0, 1, tutti_torch.Options())
     alone.shutdown()
     raises(RuntimeError, "shut down", alone.suspend)
+
+
+def closed_while_resuming(rank, size, port):
+    """A group that is shut down while it is resumed is closed: the others do not wait for it."""
+    harness.init(rank, size, port, timeout=timedelta(seconds=20))
+    dist.barrier()
+    suspended, peer = backend(), harness.store(port)
+    suspended.suspend()
+    if rank == 0:
+        outcome = []
+
+        def resume():
+            try:
+                outcome.append(suspended.resume())
+            except RuntimeError as e:
+                outcome.append(str(e))
+
+        thread = threading.Thread(target=resume)
+        thread.start()
+        time.sleep(0.5)  # it waits for the other rank
+        suspended.shutdown()
+        peer.set("closed", "")
+        thread.join()
+        assert "shut down" in str(outcome), outcome
+    else:
+        peer.wait(["closed"])
+        suspended.resume()
+        raises(dist.DistBackendError, "rank 0", dist.all_reduce, torch.ones(1))
+    harness.meet(port, "over", size)
+    dist.destroy_process_group()
 
 
 def hooks(rank, size, port):
@@ -278,6 +349,14 @@ class Backend(unittest.TestCase):
         harness.run(windows, 2)
         harness.run(windows, 3)
 
+    @needs("new_window")
+    def test_put_of_views(self):
+        harness.run(puts_views, 2)
+
+    @needs("new_window")
+    def test_callback_uses_its_window(self):
+        harness.run(window_in_callback, 2)
+
     @needs("shrink")
     def test_shrink(self):
         harness.run(shrinks, 4)
@@ -285,6 +364,10 @@ class Backend(unittest.TestCase):
     @needs("suspend")
     def test_suspend_and_resume(self):
         harness.run(suspends, 2)
+
+    @needs("suspend")
+    def test_shutdown_while_resuming(self):
+        harness.run(closed_while_resuming, 2)
 
     @needs("register_abort_hook")
     def test_hooks(self):

@@ -1,5 +1,6 @@
 """What goes wrong is a Python exception that says what, and never a crash or a hang."""
 
+import ctypes
 import os
 import signal
 import statistics
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 import unittest
 
 import harness
@@ -53,6 +55,102 @@ def arguments(rank, size, port):
     raises(ValueError, "", dist.all_reduce, x)
     if harness.has("shutdown"):
         raises(RuntimeError, "shut down", group.allreduce, [x])
+
+
+def refused(rank, size, port):
+    """An operation that does not start writes nothing to its outputs, and counts as no success."""
+    harness.init(rank, size, port)
+    group, ended = dist.group.WORLD, []
+    group._register_on_completion_hook(ended.append)
+    library = ctypes.CDLL(tutti_torch._library())
+    library.tutti_close.argtypes = [ctypes.c_uint64]
+    library.tutti_close(1 << 60 | 1 << 32)  # the handle of the first group of this process: no other one is valid
+    wide = torch.full((4, 2), 7.0)  # its columns are not contiguous, and so gathered in other memory
+    raises(ValueError, "no group", group.allgather, [[wide[:, 0]]], [torch.ones(4)])
+    assert torch.all(wide == 7), wide
+    assert not ended, ended
+    dist.destroy_process_group()
+
+
+def in_child(group, size, called):
+    """Operations of a group of the parent. It does not return."""
+    try:
+        signal.alarm(30)  # ends a child that hangs
+        wide, x = torch.full((4, size), 7.0), torch.ones(4)
+        outputs = list(wide.unbind(1))
+        raises(RuntimeError, "fork", dist.all_gather, outputs, x, async_op=True)
+        assert torch.all(wide == 7), wide
+        assert not called, called
+        raises(RuntimeError, "fork", dist.all_reduce, x)
+        raises(RuntimeError, "fork", group.monitored_barrier)
+        assert not called, called
+        os._exit(0)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def forked(rank, size, port):
+    """Operations of a forked child raise, and leave the works of the parent alone."""
+    harness.init(rank, size, port)
+    group, called = dist.group.WORLD, []
+    dist.barrier()
+    if rank == 0:
+        work = dist.irecv(torch.ones(4), 1)
+        future = work.get_future().then(lambda _: called.append("future"))
+        if harness.has("register_abort_hook"):
+            group.register_abort_hook(1, lambda: called.append("hook"))
+        child = os.fork()
+        if child == 0:
+            in_child(group, size, called)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not called, called
+        dist.barrier()
+        future.wait()
+        assert called == ["future"], called
+    else:
+        dist.barrier()
+        dist.send(torch.ones(4), 0)
+    dist.destroy_process_group()
+
+
+def raise_late(rank, port, call):
+    """Makes a call at ranks 0 and 1. At rank 0 a signal handler raises while it waits, but only when it
+    has succeeded at both. Returns what rank 1 gets."""
+    peer = harness.store(port)
+    if rank == 1:
+        peer.wait(["go"])
+        result = call()
+        peer.set("done", "")
+        return result
+
+    def handler(*_):
+        peer.set("go", "")
+        peer.wait(["done"])
+        time.sleep(0.2)
+        raise KeyError("late")
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    raises(KeyError, "late", call)
+    return None
+
+
+def agrees_late(rank, size, port):
+    harness.init(rank, size, port)
+    raise_late(rank, port, lambda: tutti_torch.agree(True))
+    dist.all_reduce(x := torch.ones(4))
+    assert x[0] == size
+    dist.destroy_process_group()
+
+
+def joins_late(rank, size, port):
+    part = dist.PrefixStore("late", harness.store(port))
+    group = raise_late(rank, port, lambda: tutti_torch.ProcessGroupTutti(part, rank, size, tutti_torch.Options()))
+    if rank == 1:  # the other has closed its group
+        raises(dist.DistBackendError, "rank 0", lambda: group.allreduce([torch.ones(4)]).wait())
+    harness.meet(port, "over", size)
 
 
 def mismatch(rank, size, port):
@@ -197,6 +295,19 @@ os._exit(0)
 class Failures(unittest.TestCase):
     def test_wrong_arguments_raise_and_leave_the_group_usable(self):
         harness.run(arguments, 3)
+
+    @unittest.skipUnless(harness.has("_register_on_completion_hook"), "this torch has no such hooks")
+    def test_refused_operation_leaves_no_trace(self):
+        harness.run(refused, 1)
+
+    def test_forked_child_leaves_the_works_of_its_parent_alone(self):
+        harness.run(forked, 2)
+
+    def test_handler_raises_after_an_agreement(self):
+        harness.run(agrees_late, 2)
+
+    def test_handler_raises_after_a_group_is_joined(self):
+        harness.run(joins_late, 2)
 
     def test_different_calls_are_described(self):
         harness.run(mismatch, 2)

@@ -9,7 +9,7 @@ import harness
 import torch
 import torch.distributed as dist
 import tutti_torch
-from test_failures import raises
+from test_failures import raise_late, raises
 
 
 def start(rank, size, port):
@@ -204,6 +204,17 @@ def interrupted(rank, size, port):
     dist.destroy_process_group()
 
 
+def forms_late(rank, size, port):
+    """A signal handler raises when the new group has been made. It is closed, and the old one remains."""
+    handles = start(rank, size, port)
+    dist._reconfigure(1, handles)
+    raise_late(rank, port, lambda: dist._reconfigure(2, handles))
+    dist._reconfigure(3, handles)
+    works(rank, size)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def options(rank, size, port):
     """Members that share no store need a secret of the environment."""
     os.environ["TUTTI_SECRET"] = "a secret that all processes have"
@@ -250,6 +261,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_after_an_interrupt(self):
         harness.run(interrupted, 3)
+
+    def test_handler_raises_after_the_group_is_made(self):
+        harness.run(forms_late, 2)
 
     @keeps_place
     def test_different_lists(self):

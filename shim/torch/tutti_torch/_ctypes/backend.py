@@ -360,10 +360,13 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     # -- Starting operations --
 
-    def _begin(self, task):
-        message = task.type in _MESSAGES
+    def _refuse_if_forked(self):
         if api.forked():  # a thread of the parent may have held a lock
             called(api.api().tutti_rank(self._group, None))
+
+    def _begin(self, task):
+        message = task.type in _MESSAGES
+        self._refuse_if_forked()
         self._running.reap()
         with self._lock:  # collectives start in the order of their numbers
             if self._closed:
@@ -726,6 +729,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
         A group that replacements come into does not use the store. C++ gives options, not a timeout.
         """
+        self._refuse_if_forked()
         timeout = getattr(timeout, "timeout", timeout)
         if not self._prefix:
             opts = C10D.BarrierOptions()

@@ -46,7 +46,12 @@ def _connect(address, timeout):
             timeout_ns=max(0, milliseconds(timeout)) * 1_000_000,
         )
         kv = api.KV(struct_size=ctypes.sizeof(api.KV))
-        check(*blocking(api.api().tutti_store_open, ctypes.byref(config), ctypes.byref(kv)))
+        try:
+            check(*blocking(api.api().tutti_store_open, ctypes.byref(config), ctypes.byref(kv)))
+        except BaseException:
+            if kv.release:  # a signal handler has raised meanwhile
+                kv.release(kv.ctx)
+            raise
         _connections[key] = kv
     return _connections[key]
 

@@ -122,8 +122,12 @@ class Lifecycle:
                 return
         self._join()
         with self._lock:
-            self._running.recovered()
-            self._suspended = False
+            if not self._closed:
+                self._running.recovered()
+                self._suspended = False
+                return
+        api.api().tutti_close(self._group)  # _close may have come before the join had made it
+        raise error_of(api.ECLOSED, "tutti resume: the process group was shut down")
 
     def memory_stats(self):
         under_way = [work for work in self._running.all() if not work.poll()]

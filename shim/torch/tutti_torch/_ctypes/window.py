@@ -247,7 +247,7 @@ class Window:
                 f"tutti window put: {tensor.numel()} elements at offset {target_offset_nelems} do not fit into the "
                 f"{elements} elements of the window"
             )
-        source, limit = tensor.detach().contiguous(), self._nanoseconds(opts)
+        source, limit = tensor.detach().resolve_conj().resolve_neg().contiguous(), self._nanoseconds(opts)
         offset = target_offset_nelems * tensor.element_size()
         if source.numel() > 0:  # begun here: signals that follow come after it
             put = api.api().tutti_window_put
