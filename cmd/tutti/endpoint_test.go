@@ -460,7 +460,9 @@ func TestEndpointByName(t *testing.T) {
 		t.Errorf("ls @trainer: %q, want %q", got, want)
 	}
 	run(1, "serve", "r="+path, "--listen", "127.0.0.1", "--publish", "trainer").says("name trainer is taken by " + info)
-	run(1, "ls", "@other", "--timeout", "2s").says("no endpoint publishes this name: no connection within 2s")
+	absent := s.endpoint("ls", "@other", "--timeout", "10s") // waits for the name all that time
+	absent.cmd.Env = append(absent.cmd.Env, store)
+	absent.start()
 
 	// Its name leads to the one that takes its place.
 	server.Kill()
@@ -473,6 +475,8 @@ func TestEndpointByName(t *testing.T) {
 	if got := run(0, "ls").Out.String(); got != "" {
 		t.Errorf("the name outlives its server: %q", got)
 	}
+	absent.End(1)
+	absent.says("no endpoint publishes this name: no connection within 10s")
 }
 
 func TestEndpointUsage(t *testing.T) {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -389,6 +390,57 @@ func TestRunWithClosedOutput(t *testing.T) {
 	j.End(128 + int(syscall.SIGPIPE))
 }
 
+// TestRunEndsRanksWhenNobodyReads leaves a pipe full that is the standard error.
+func TestRunEndsRanksWhenNobodyReads(t *testing.T) {
+	s := newStage(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	size, err := unix.FcntlInt(w.Fd(), unix.F_GETPIPE_SZ, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	j := s.command("run", "-n", "2", "--grace", "100ms", proctest.Self())
+	j.cmd.Stderr = w
+	j.start()
+	w.Close()
+	all := s.arrive(2)
+	for _, p := range all {
+		p.do("ignore %d", syscall.SIGINT)
+		p.do("ignore %d", syscall.SIGTERM)
+	}
+	for _, p := range all {
+		p.tell("printerr %q", strings.Repeat("line\n", 100_000))
+	}
+	for end := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+		n, err := unix.IoctlGetInt(int(r.Fd()), unix.TIOCINQ)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n == size {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d bytes are in the pipe", n)
+		}
+	}
+	j.Signal(syscall.SIGINT)
+	for _, p := range all {
+		p.gone()
+	}
+	text, err := io.ReadAll(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.End(128 + int(syscall.SIGKILL))
+	_, rest, ok := strings.Cut(string(text), "tutti: SIGINT: passed on to 2 ranks")
+	if !ok || !strings.HasSuffix(rest, "\ntutti: interrupted by SIGINT; killed 2 ranks that had not ended\n") {
+		t.Errorf("at last it says %q", text[max(0, len(text)-400):])
+	}
+}
+
 func TestRunStdin(t *testing.T) {
 	s := newStage(t)
 	j := s.command("run", "-n", "2", "--stdin", proctest.Self())
@@ -608,6 +660,22 @@ func TestRunNodes(t *testing.T) {
 				t.Errorf("%s, %s: stderr %q", c.a, c.b, all)
 			}
 		}
+	})
+	t.Run("signals for ranks", func(t *testing.T) {
+		s := newStage(t)
+		rdzv := freeAddress(t)
+		a, b := node(s, rdzv, 1, 2, 0), node(s, rdzv, 1, 2, 1)
+		all := s.arrive(2)
+		all[0].tell("exit 0")
+		all[0].noticed()
+		a.Signal(syscall.SIGUSR1) // there are none any more
+		a.Signal(syscall.SIGUSR2)
+		all[1].do("print %q", "still here\n")
+		b.Out.Await(t, "still here")
+		all[1].tell("exit 0")
+		b.End(0)
+		a.End(0)
+		s.empty()
 	})
 	t.Run("interrupted while waiting", func(t *testing.T) {
 		s := newStage(t)

@@ -109,24 +109,48 @@ func NewGuard() (*Guard, error) {
 		conn.Close()
 		return nil, fmt.Errorf("start the guard process: %w", err)
 	}
-	g := &Guard{conn: conn, proc: p, events: make(chan Event, 16)}
+	g := &Guard{conn: conn, proc: p, events: make(chan Event)}
 	go g.listen()
 	return g, nil
 }
 
-// Events returns the events of the processes. The channel is closed when the guard has ended. The
-// caller must drain it.
+// Events returns the events of the processes. They are kept until they are taken, so that the other
+// methods do not wait for that. The channel is closed when the guard has ended. The caller must
+// drain it.
 func (g *Guard) Events() <-chan Event { return g.events }
 
+// listen receives events at all times, because a guard that cannot send one reads no orders.
 func (g *Guard) listen() {
 	defer close(g.events)
-	for {
-		var e Event
-		if _, err := receive(g.conn, &e); err != nil {
-			g.events <- Event{Lost: true}
-			return
+	come := make(chan Event)
+	go func() {
+		defer close(come)
+		for {
+			var e Event
+			if _, err := receive(g.conn, &e); err != nil {
+				come <- Event{Lost: true}
+				return
+			}
+			come <- e
 		}
-		g.events <- e
+	}()
+	var kept []Event
+	for come != nil || len(kept) > 0 {
+		var first Event
+		var taken chan<- Event // nil: there is none to take
+		if len(kept) > 0 {
+			first, taken = kept[0], g.events
+		}
+		select {
+		case e, ok := <-come:
+			if ok {
+				kept = append(kept, e)
+			} else {
+				come = nil
+			}
+		case taken <- first:
+			kept = kept[1:]
+		}
 	}
 }
 
@@ -172,8 +196,7 @@ func (g *Guard) tell(o order, files ...int) error {
 }
 
 // Close makes the guard kill every remaining process and its descendants, and waits for its end. It
-// waits as long as a process takes to die, which only the kernel can delay. Events must be drained
-// meanwhile.
+// waits as long as a process takes to die, which only the kernel can delay.
 func (g *Guard) Close() error {
 	g.conn.CloseWrite()
 	state, err := g.proc.Wait()

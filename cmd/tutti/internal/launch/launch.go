@@ -160,6 +160,7 @@ func Run(ctx context.Context, o Options) (int, error) {
 	if l.out, err = NewOutput(o.Stdout, o.Stderr, !o.NoPrefix, l.world, o.LogDir, ranks, l.say); err != nil {
 		return CodeLaunch, err
 	}
+	defer l.out.Flush()
 	if l.guard, err = NewGuard(); err != nil {
 		return CodeLaunch, err
 	}
@@ -181,13 +182,8 @@ func Run(ctx context.Context, o Options) (int, error) {
 	return l.code, nil
 }
 
-// say prints a line of the launcher.
-func (l *launcher) say(text string) {
-	// Through the ranks' stream, so that it begins a new line.
-	l.out.err.mu.Lock()
-	defer l.out.err.mu.Unlock()
-	fmt.Fprintln(l.Stderr, Tag(l.Stderr)+text)
-}
+// say prints a line of the launcher. It does not wait for who reads it.
+func (l *launcher) say(text string) { l.out.Say(Tag(l.Stderr) + text) }
 
 // close ends the remaining processes, in bounded time.
 func (l *launcher) close() error {
@@ -195,25 +191,22 @@ func (l *launcher) close() error {
 	go func() { done <- l.guard.Close() }()
 	late := time.NewTimer(dieBy)
 	defer late.Stop()
-	for {
-		select {
-		case err := <-done:
-			for range l.guard.Events() {
-			}
-			l.out.Wait()
-			return err
-		case <-l.guard.Events():
-		case <-late.C:
-			var stuck []string
-			for i, r := range l.ranks {
-				if r.started && !r.ended {
-					stuck = append(stuck, fmt.Sprintf("%s (pid %d)", l.who(i), r.pid))
-				}
-			}
-			return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a "+
-				"device or a file system (%s); the guard process stays to wait for them", dieBy,
-				strings.Join(stuck, ", "))
+	select {
+	case err := <-done:
+		for range l.guard.Events() {
 		}
+		l.out.Wait()
+		return err
+	case <-late.C:
+		var stuck []string
+		for i, r := range l.ranks {
+			if r.started && !r.ended {
+				stuck = append(stuck, fmt.Sprintf("%s (pid %d)", l.who(i), r.pid))
+			}
+		}
+		return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a "+
+			"device or a file system (%s); the guard process stays to wait for them", dieBy,
+			strings.Join(stuck, ", "))
 	}
 }
 
@@ -451,11 +444,17 @@ func (l *launcher) end(s syscall.Signal) {
 	l.grace = time.After(l.Grace)
 }
 
+// interrupts reports whether s asks the launcher to end. SIGUSR1 and SIGUSR2 are for the ranks,
+// while there are any; SIGPIPE says what writing to the broken pipe reports, too.
+func interrupts(s os.Signal) bool {
+	return s != syscall.SIGPIPE && s != syscall.SIGUSR1 && s != syscall.SIGUSR2
+}
+
 func (l *launcher) signal(s syscall.Signal) {
 	switch {
-	case s == syscall.SIGPIPE: // writing to the broken pipe reports it, too
 	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
 		l.guard.Signal(-1, s)
+	case !interrupts(s):
 	case l.user != 0 || l.code != 0:
 		l.kill()
 	default:
@@ -597,7 +596,7 @@ func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
 				}
 			}
 		case s := <-l.signals:
-			if s != syscall.SIGPIPE {
+			if interrupts(s) {
 				l.stopping, l.user, l.code = true, s.(syscall.Signal), 128+int(s.(syscall.Signal))
 				l.guard.Signal(-1, syscall.SIGKILL)
 			}

@@ -51,6 +51,10 @@ type Output struct {
 	report   func(string)
 	broken   chan struct{} // closed when the reader of the standard output has gone
 	wg       sync.WaitGroup
+
+	saying sync.Mutex
+	lines  []string      // of Say, not written yet
+	said   chan struct{} // closed when they are; nil: there are none
 }
 
 type stream struct {
@@ -104,6 +108,49 @@ func (o *Output) Copy(rank int, isErr bool, r io.ReadCloser) {
 		defer r.Close()
 		o.copy(s, rank, r)
 	}()
+}
+
+// Say writes a line to the standard error, after those of earlier calls. It returns at once; Flush
+// waits.
+func (o *Output) Say(line string) {
+	o.saying.Lock()
+	defer o.saying.Unlock()
+	o.lines = append(o.lines, line)
+	if o.said == nil {
+		o.said = make(chan struct{})
+		go o.speak()
+	}
+}
+
+// Flush waits until the lines of Say have been written.
+func (o *Output) Flush() {
+	o.saying.Lock()
+	said := o.said
+	o.saying.Unlock()
+	if said != nil {
+		<-said
+	}
+}
+
+// speak writes the lines of Say until there are none.
+func (o *Output) speak() {
+	for {
+		o.saying.Lock()
+		lines := o.lines
+		o.lines = nil
+		if len(lines) == 0 {
+			close(o.said)
+			o.said = nil
+			o.saying.Unlock()
+			return
+		}
+		o.saying.Unlock()
+		for _, line := range lines {
+			o.err.mu.Lock()
+			fmt.Fprintln(o.err.w, line)
+			o.err.mu.Unlock()
+		}
+	}
 }
 
 // Wait waits until every reader has ended, and closes the logs.

@@ -261,7 +261,7 @@ func publicAddress() (string, error) {
 	return addrs[0].String(), nil
 }
 
-// interruptible runs f, and ends its ctx when the user sends a signal.
+// interruptible runs f, and ends its ctx when the user interrupts it with a signal.
 func (l *launcher) interruptible(ctx context.Context, f func(context.Context) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -275,7 +275,7 @@ func (l *launcher) interruptible(ctx context.Context, f func(context.Context) er
 			}
 			return err
 		case s := <-l.signals:
-			if s != syscall.SIGPIPE {
+			if interrupts(s) {
 				l.user = s.(syscall.Signal)
 				cancel()
 			}
@@ -560,7 +560,7 @@ func (s *store) report(code int, why string, end bool) {
 }
 
 // others waits, if this launcher serves the store, until the other nodes have ended or the user
-// sends a signal.
+// interrupts it with a signal.
 func (s *store) others(ctx context.Context, l *launcher) error {
 	if s == nil || s.server == nil || s.watched == nil {
 		return nil
@@ -582,7 +582,7 @@ func (s *store) others(ctx context.Context, l *launcher) error {
 			l.fail(f.code, f.why)
 			late = time.After(l.Grace + dieBy)
 		case sig := <-l.signals:
-			if sig != syscall.SIGPIPE {
+			if interrupts(sig) {
 				l.user = sig.(syscall.Signal)
 				l.fail(128+int(l.user), "")
 				return nil
