@@ -1,0 +1,129 @@
+package p2p_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"tutti/p2p"
+)
+
+// cutShort is a link that ends in the middle of a message of ten bytes with tag 3.
+type cutShort struct {
+	muted
+	headers []p2p.Header
+	filled  bool
+}
+
+func (c *cutShort) Recv() (*p2p.Header, []byte, error) {
+	if len(c.headers) == 0 {
+		return nil, nil, nil
+	}
+	return &c.headers[0], nil, nil
+}
+func (c *cutShort) Release() { c.headers = c.headers[1:] }
+func (c *cutShort) Fill(b []byte) (int, error) {
+	if c.filled {
+		return 0, fmt.Errorf("it is gone: %w", p2p.ErrPeerGone)
+	}
+	c.filled = true
+	return copy(b, "half "), nil
+}
+
+// acceptor gives a proxy links of its peer.
+type acceptor struct {
+	hostile
+	host p2p.Host
+}
+
+func (a *acceptor) Listen(_ context.Context, h p2p.Host) ([]byte, error) {
+	a.host = h
+	return []byte{1}, nil
+}
+
+// A receive whose message has begun to arrive fails with its link, though the peer has another link
+// before anybody looks.
+func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
+	a, peer := &acceptor{}, p2p.Identity{Rank: 1, Incarnation: 2}
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"),
+		Threads: true, Transports: []p2p.Transport{a},
+		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
+	defer p.Close()
+	if _, err := p.Listen(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	c, err := p.Open(known(1), p2p.Epoch{}, ranks(2), true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const frameEager = 5 // see proxy.go
+	first := &cutShort{muted: muted{fails: &atomic.Bool{}}, headers: []p2p.Header{
+		{Kind: frameOpen, Call: 1}, {Kind: frameEager, Count: 3, Len: 10}}}
+	a.host.Accepted(peer, first)
+	var r p2p.RecvReq
+	p.Lock()
+	c.PostMsg(&r, 1, 3, 1, make([]byte, 10))
+	for !first.filled || len(first.headers) == 2 {
+		p.Look()
+	}
+	p.Look() // the link ends
+	p.Unlock()
+	p.Reconnect(1)
+	a.host.Accepted(peer, &muted{fails: &atomic.Bool{}})
+	p.Lock()
+	defer p.Unlock()
+	var gone *p2p.PeerError
+	if err := c.WaitMsg(patient(t.Context()), &r); !errors.As(err, &gone) || gone.Rank != 1 {
+		t.Errorf("the receive: %v", err)
+	}
+}
+
+// tells is a link on which the channel is aborted once its rank has slept.
+type tells struct {
+	muted
+	armed, late int // rounds before sleeps, and those of them after the news
+	frames      []p2p.Header
+}
+
+func (l *tells) Recv() (*p2p.Header, []byte, error) {
+	if l.armed == 0 || len(l.frames) == 0 {
+		return nil, nil, nil
+	}
+	return &l.frames[0], []byte{}, nil
+}
+func (l *tells) Release() { l.frames = l.frames[1:] }
+func (l *tells) Arm() bool {
+	if l.armed++; len(l.frames) == 0 {
+		l.late++
+	}
+	return false
+}
+
+// A waiter that shares its processor looks at what another rank has told before it sleeps again.
+func TestWaiterLooksBeforeItSleeps(t *testing.T) {
+	a := &acceptor{}
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 3, Secret: []byte("0123456789abcdef"),
+		Threads: true, Oversubscribed: true, Transports: []p2p.Transport{a},
+		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
+	defer p.Close()
+	if _, err := p.Listen(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	c := open(t, p, 1, 3)
+	const frameAbort = 3 // see proxy.go
+	other := &tells{muted: muted{fails: &atomic.Bool{}}, frames: []p2p.Header{
+		{Kind: frameOpen, Call: 1}, {Kind: frameAbort}}}
+	a.host.Accepted(p2p.Identity{Rank: 1, Incarnation: 2}, &muted{fails: &atomic.Bool{}})
+	a.host.Accepted(p2p.Identity{Rank: 2, Incarnation: 3}, other)
+	p.Lock()
+	defer p.Unlock()
+	var r p2p.Recv
+	c.Begin(p2p.Token{Seq: 1}, false)
+	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 8), true)
+	if err := c.WaitRecv(patient(t.Context()), &r); !errors.As(err, new(*p2p.Aborted)) || other.late != 0 {
+		t.Errorf("%v, after %d sleeps since the news", err, other.late)
+	}
+	c.Forget()
+}
