@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -8,6 +9,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"tutti/kernels"
 	"tutti/mem"
@@ -155,8 +157,10 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 		err = fmt.Errorf("window of %d bytes: %w", bytes, err)
 		w.exchange(ctx, false) // tells the other ranks that this one has no part
 	}
-	if err != nil {
-		return nil, errors.Join(err, w.Close(ctx))
+	if err != nil { // ctx may have ended, and nobody can close it later
+		cctx, cancel := limited(context.WithoutCancel(ctx), cmp.Or(g.job.timeout, time.Minute))
+		defer cancel()
+		return nil, errors.Join(err, w.Close(cctx))
 	}
 	return w, nil
 }

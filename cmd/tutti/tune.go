@@ -29,9 +29,17 @@ type tuneFlags struct {
 	transport, op  string
 	min, max, out  string
 	factor, rounds int
+	cores          int
 	time           time.Duration
 	emit, asJSON   bool
 }
+
+// maxTuned is the most ranks on one machine: with more, plans of all algorithms at all sizes take
+// too long.
+const maxTuned = 64
+
+// tunedRanks is how many ranks are tuned for by default on a machine with some processors.
+func tunedRanks(cores int) int { return min(max(2, cores), maxTuned) }
 
 // tuneEvent is a message of rank 0 to the process that started it: a step, or at the end the
 // result.
@@ -60,7 +68,7 @@ Operations: ` + joined(collectives.Kinds()),
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	fl := c.Flags()
-	fl.IntVarP(&f.n, "ranks", "n", max(2, runtime.NumCPU()), "ranks to start here")
+	fl.IntVarP(&f.n, "ranks", "n", tunedRanks(runtime.NumCPU()), "ranks to start here, at most 64")
 	fl.StringVar(&f.transport, "transport", registry.Best(registry.Kinds()).Name, registry.Names())
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
@@ -74,6 +82,8 @@ Operations: ` + joined(collectives.Kinds()),
 	fl.BoolVar(&f.asJSON, "json", false, "print every measurement as a JSON object")
 	fl.BoolVar(&f.emit, "emit", false, "")
 	fl.MarkHidden("emit") // a rank's output, for the process that started it
+	fl.IntVar(&f.cores, "cores", runtime.NumCPU(), "")
+	fl.MarkHidden("cores") // of that process: a rank is bound to some of them
 	return c
 }
 
@@ -90,10 +100,9 @@ func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
 		return s, usagef(cmd, "--max %v", err)
 	}
 	kinds, kerr := registry.Find(f.transport)
-	const most = 64 // on one machine: with more, plans of all algorithms at all sizes take too long
 	switch {
-	case f.n < 2 || f.n > most:
-		return s, usagef(cmd, "-n %d: expected 2 to %d ranks", f.n, most)
+	case f.n < 2 || f.n > maxTuned:
+		return s, usagef(cmd, "-n %d: expected 2 to %d ranks", f.n, maxTuned)
 	case kerr != nil || len(kinds) != 1 || f.transport == registry.Auto:
 		return s, usagef(cmd, "--transport %s: expected %s", f.transport, registry.Names())
 	case s.Max < s.Min:
@@ -107,7 +116,7 @@ func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
 	case f.time <= 0:
 		return s, usagef(cmd, "--time %v: expected more than 0", f.time)
 	}
-	s.Factor, s.Rounds, s.Time, s.Memory, s.Cores = f.factor, f.rounds, f.time, kinds[0].Maps, runtime.NumCPU()
+	s.Factor, s.Rounds, s.Time, s.Memory, s.Cores = f.factor, f.rounds, f.time, kinds[0].Maps, f.cores
 	return s, nil
 }
 
@@ -145,7 +154,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
+	o := launch.Options{N: f.n, Stdout: w, Stderr: os.Stderr,
+		Args:     append(slices.Clone(os.Args[1:]), "--emit", fmt.Sprint("--cores=", f.cores)),
 		NoPrefix: true, Bind: bound(true, f.n), Grace: time.Second,
 		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {

@@ -21,8 +21,10 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math"
 	"os"
 	"os/signal"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -145,8 +147,9 @@ func parseBytes(text string) (n int, err error) {
 	if at < 0 {
 		at = len(text)
 	}
-	if _, err := fmt.Sscan(text[:at], &n); err != nil || n < 1 || len(text)-at > 1 {
+	shift := map[string]int{"": 0, "K": 10, "M": 20, "G": 30}[text[at:]]
+	if n, err = strconv.Atoi(text[:at]); err != nil || n < 1 || len(text)-at > 1 || n > math.MaxInt>>shift {
 		return 0, fmt.Errorf("want a number of bytes, as 1G or 64M")
 	}
-	return n << map[string]int{"": 0, "K": 10, "M": 20, "G": 30}[text[at:]], nil
+	return n << shift, nil
 }

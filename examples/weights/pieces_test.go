@@ -37,3 +37,12 @@ func TestEveryWeightIsFetchedOnce(t *testing.T) {
 		}
 	}
 }
+
+func TestParseBytes(t *testing.T) {
+	for text, want := range map[string]int{"64M": 64 << 20, "7": 7, "1.5G": 0, "1xG": 0, "9999999999G": 0, "-1": 0,
+		"G": 0} {
+		if n, err := parseBytes(text); n != want || (err == nil) != (want > 0) {
+			t.Errorf("%s: %d, %v", text, n, err)
+		}
+	}
+}

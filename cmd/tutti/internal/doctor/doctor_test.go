@@ -78,16 +78,25 @@ func TestThisMachine(t *testing.T) {
 	}
 }
 
+func TestPeerMemory(t *testing.T) {
+	yama := machine(t, map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"})
+	if o := peerMemory(t.Context(), yama); !strings.Contains(o.detail, "through rings") || o.advice == "" {
+		t.Errorf("%+v", o)
+	}
+}
+
 func TestCores(t *testing.T) {
 	v2 := map[string]string{"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
 		"sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
 	v1 := map[string]string{"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/a\n0::/\n",
 		"sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000\n"}
+	period := map[string]string{"proc/self/cgroup": "3:cpu,cpuacct:/a\n",
+		"sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000\n", "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "50000\n"}
 	none := map[string]string{"proc/self/cgroup": "3:cpu,cpuacct:/a\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1\n"}
 	for i, c := range []struct {
 		files map[string]string
 		quota float64
-	}{{v2, .5}, {v1, 1.5}, {none, math.Inf(1)}, {nil, math.Inf(1)}} {
+	}{{v2, .5}, {v1, 1.5}, {period, 4}, {none, math.Inf(1)}, {nil, math.Inf(1)}} {
 		h := machine(t, c.files)
 		if got := h.cpuQuota(); got != c.quota {
 			t.Errorf("case %d: quota %v, want %v", i, got, c.quota)

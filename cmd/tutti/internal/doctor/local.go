@@ -65,7 +65,7 @@ func devShm(_ context.Context, h *Host) outcome {
 		bytes(s.Bavail*uint64(s.Bsize))))
 }
 
-// peerMemory tries process_vm_readv, which no transport needs.
+// peerMemory tries process_vm_readv, by which ranks read plain memory of each other.
 func peerMemory(_ context.Context, h *Host) outcome {
 	from, to := uint64(0x7475747469), uint64(0)
 	size := int(unsafe.Sizeof(from))
@@ -74,11 +74,12 @@ func peerMemory(_ context.Context, h *Host) outcome {
 	scope := h.read("/proc/sys/kernel/yama/ptrace_scope")
 	switch {
 	case err != nil || from != to:
-		return missing(fmt.Sprintf("process_vm_readv: %v; not used", err), "")
+		return missing(fmt.Sprintf("process_vm_readv: %v; plain memory of peers is copied through rings", err), "")
 	case scope != "" && scope != "0":
-		return missing("process_vm_readv only from parents (ptrace_scope "+scope+"); not used", "")
+		return missing("process_vm_readv is refused between ranks (ptrace_scope "+scope+"); plain memory of peers is "+
+			"copied through rings", "sysctl kernel.yama.ptrace_scope=0 permits it; registered memory needs none")
 	}
-	return found("process_vm_readv works between processes of a user; not used")
+	return found("process_vm_readv works between processes of a user: plain memory of peers can be read in place")
 }
 
 // processes checks what the launcher needs to leave no process behind.

@@ -27,32 +27,38 @@ func system(_ context.Context, h *Host) outcome {
 		unix.ByteSliceToString(u.Release[:]), unix.ByteSliceToString(u.Machine[:])))
 }
 
-// cgroupFiles reads a file of this process's cgroup and of each above it, of version 2 (v2) or of a
-// controller of version 1 (v1).
-func (h *Host) cgroupFiles(v2, controller, v1 string) []string {
+// cgroupFiles reads a file of this process's cgroup and of each above it, of version 2 (v2), or the
+// files of a controller of version 1 (v1), one after the other.
+func (h *Host) cgroupFiles(v2, controller string, v1 ...string) []string {
 	var values []string
 	for line := range strings.Lines(h.read("/proc/self/cgroup")) {
 		part := strings.SplitN(strings.TrimSpace(line), ":", 3)
 		if len(part) != 3 {
 			continue
 		}
-		base, file := "", ""
+		base, files := "", []string(nil)
 		switch {
 		case part[0] == "0" && part[1] == "":
-			base, file = "/sys/fs/cgroup", v2
+			base, files = "/sys/fs/cgroup", []string{v2}
 		default:
 			for c := range strings.SplitSeq(part[1], ",") {
 				if c == controller {
-					base, file = "/sys/fs/cgroup/"+controller, v1
+					base, files = "/sys/fs/cgroup/"+controller, v1
 				}
 			}
 		}
-		if file == "" {
+		if files == nil {
 			continue
 		}
 		for dir := filepath.Clean("/" + part[2]); ; dir = filepath.Dir(dir) {
-			if s := h.read(filepath.Join(base, dir, file)); s != "" {
-				values = append(values, s)
+			var texts []string
+			for _, file := range files {
+				if s := h.read(filepath.Join(base, dir, file)); s != "" {
+					texts = append(texts, s)
+				}
+			}
+			if len(texts) > 0 {
+				values = append(values, strings.Join(texts, " "))
 			}
 			if dir == "/" {
 				break
@@ -65,7 +71,7 @@ func (h *Host) cgroupFiles(v2, controller, v1 string) []string {
 // cpuQuota returns the number of CPUs that the cgroups allow, +Inf without a limit.
 func (h *Host) cpuQuota() float64 {
 	quota := math.Inf(1)
-	for _, s := range h.cgroupFiles("cpu.max", "cpu", "cpu.cfs_quota_us") {
+	for _, s := range h.cgroupFiles("cpu.max", "cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us") {
 		f := append(strings.Fields(s), "100000")
 		q, qerr := strconv.ParseFloat(f[0], 64)
 		period, err := strconv.ParseFloat(f[1], 64)

@@ -67,7 +67,7 @@ func Make(now, before *Sample, watching bool) *Report {
 		out := Rank{Rank: x}
 		out.State, out.Plain = state(&x)
 		if s, o := x.Snapshot, old[x.Rank]; s != nil {
-			if s.View.Epoch > r.Epoch || r.Active == nil {
+			if e := s.View.Epoch; e > r.Epoch || e == r.Epoch && r.Active == nil {
 				r.Epoch, r.Active = s.View.Epoch, s.View.Active
 			}
 			if !watching {

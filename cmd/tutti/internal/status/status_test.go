@@ -473,6 +473,17 @@ func TestFromFiles(t *testing.T) {
 	}
 }
 
+// The epoch is the latest of all ranks, though files of the recorder name no active ranks.
+func TestEpochOfFiles(t *testing.T) {
+	now, _ := pair(2)
+	for i, epoch := range []uint64{3, 1} {
+		now.Ranks[i].Snapshot.View.Epoch, now.Ranks[i].Snapshot.View.Active = epoch, nil
+	}
+	if r := FromFiles([]*flight.Snapshot{now.Ranks[0].Snapshot, now.Ranks[1].Snapshot}); r.Epoch != 3 {
+		t.Errorf("epoch %d, want 3", r.Epoch)
+	}
+}
+
 func TestQuantities(t *testing.T) {
 	for x, want := range map[float64]string{0: "0", 1: "1", 1.25: "1.2", 12.3: "12", 999.4: "999", 999.6: "1.0 k",
 		5_432_100: "5.4 M", 2e10: "20 G"} {
