@@ -10,6 +10,8 @@ import (
 // goroutine gives a stream work in the middle of what its program has given it, and the program
 // does not wait.
 type Reserver interface {
+	// Reserves reports whether streams of the device can have places at all.
+	Reserves() bool
 	// Reserve gives s, a stream of the device, places, and returns a stream whose work is done in
 	// them, in the order of s. Until it is closed, s waits in each place for work.
 	//

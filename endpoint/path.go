@@ -411,14 +411,13 @@ func (p *path) giveUpLocked() {
 	if p.grace != nil || p.s.broken {
 		return
 	}
-	conn := p.conn
 	p.grace = time.AfterFunc(grace, func() {
 		p.s.peer.mu.Lock()
 		defer p.s.peer.unlock()
 		p.grace = nil
 		for t := range p.aboard {
 			if t.ended {
-				p.downLocked(conn, fmt.Errorf("%s was given up", t.what()))
+				p.downLocked(p.conn, fmt.Errorf("%s was given up", t.what()))
 				return
 			}
 		}

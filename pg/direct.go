@@ -48,7 +48,7 @@ func (g *Group) directly(c *exec.Call, d device.Device) bool {
 // the visit should copy from the beginning instead, in pieces. With the proxy's lock.
 func (g *Group) places(c *exec.Call, d device.Device) (p device.Places, spare int, ok bool) {
 	n := len(g.v.Active)
-	if _, able := d.(device.Reserver); !able || n > device.MaxPlaceSources || g.run.Refuses() {
+	if r, able := d.(device.Reserver); !able || !r.Reserves() || n > device.MaxPlaceSources || g.run.Refuses() {
 		return p, 0, false
 	}
 	// A plan that loads has a reduction, and then a copy from each rank at most. The stream waits

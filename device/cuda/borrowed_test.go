@@ -13,6 +13,7 @@ import (
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/program"
 	"tutti/kernels"
 	"tutti/mem"
 )
@@ -234,4 +235,34 @@ func TestFinder(t *testing.T) {
 		t.Errorf("%v, want %v", err, device.ErrClosed)
 	}
 	f.Empty(t)
+}
+
+// The program captures a stream while the device looks at events, and memory of the host is freed:
+// neither ends the capture.
+func TestCaptureBesideTheDevice(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	s, w := newStreamOf(t, v), wordsOf(t, v, 1)
+	must(t, s.WaitValue(w[0], 1))
+	e, err := s.Record()
+	must(t, err)
+	host, err := v.AllocHost(1 << 20)
+	must(t, err)
+	p := program.Open(t, f.Path, v.Info().Ordinal)
+	own, err := p.Stream()
+	must(t, err)
+	defer p.Destroy(own)
+	g, err := p.Capture(own, func() error {
+		freed := make(chan error)
+		go func() {
+			for range 200 { // not every call asks the driver
+				e.Done()
+			}
+			freed <- v.FreeHost(host)
+		}()
+		return <-freed
+	})
+	must(t, err)
+	must(t, g.Close())
+	w[0].Word(0).Store(1)
+	must(t, e.Wait(t.Context()))
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"sync"
 
@@ -24,6 +25,7 @@ type Device struct {
 	module    module
 	functions map[string]function // loaded, unless the device was opened lazily
 	outside   markers             // of borrowed streams
+	blocking  bool                // see blocking
 
 	mu      sync.Mutex
 	closed  bool
@@ -72,7 +74,7 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 	}
 	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
-		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap()}
+		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap(), blocking: blocking()}
 	v.imports = newImports(v.loc, g.openImport, g.closeImport, v.rooms.held)
 	if err = v.prepareHandles(clique); err == nil {
 		err = v.load(ptx, preload)
@@ -81,6 +83,14 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 		return nil, errors.Join(err, v.Close())
 	}
 	return v, nil
+}
+
+// blocking reports whether the driver ends each kernel before the call that launches it returns, as
+// people have it do to find the one that fails. Kernels that wait for what comes later would never
+// end then.
+func blocking() bool {
+	set := os.Getenv("CUDA_LAUNCH_BLOCKING")
+	return set != "" && set != "0"
 }
 
 // load loads the kernels, and allocates what the first streams need.

@@ -93,6 +93,7 @@ struct access { // CUmemAccessDesc
 	X(device_get_pci_bus_id, "cuDeviceGetPCIBusId", (char *, int, int))                               \
 	X(primary_state, "cuDevicePrimaryCtxGetState", (int, unsigned *, int *))                          \
 	X(func_load, "cuFuncLoad", (void *))                                                              \
+	X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int *))                                     \
 	X(stream_is_capturing, "cuStreamIsCapturing", (void *, int *))                                    \
 	X(stream_wait_value, "cuStreamWaitValue64_v2", (void *, pointer, uint64_t, unsigned))             \
 	X(stream_write_value, "cuStreamWriteValue64_v2", (void *, pointer, uint64_t, unsigned))
@@ -196,14 +197,20 @@ int tutti_cuda_release(tutti_cuda *l, int device) { return l->release(device); }
 int tutti_cuda_has_memory_operations(tutti_cuda *l) { return l->stream_wait_value && l->stream_write_value; }
 
 // IN calls a function with the context current. The thread's former one is current afterwards: that
-// fails only if the function has changed the stack of contexts, which none does.
+// fails only if the function has changed the stack of contexts, which none does. While the program
+// captures a stream, most functions would end the capture unless the thread's mode is RELAXED, 2;
+// none of them uses what the capture is about.
 #define IN(context, call)                                                                                 \
 	do {                                                                                              \
 		void *was;                                                                                \
-		int result = l->push(context);                                                            \
+		int mode = 2, result = l->push(context);                                                  \
 		if (result)                                                                               \
 			return result;                                                                    \
+		if (l->capture_mode)                                                                      \
+			l->capture_mode(&mode);                                                           \
 		result = (call);                                                                          \
+		if (l->capture_mode)                                                                      \
+			l->capture_mode(&mode);                                                           \
 		l->pop(&was);                                                                             \
 		return result;                                                                            \
 	} while (0)

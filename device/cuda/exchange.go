@@ -55,6 +55,10 @@ func (v *Device) NewExchange(ctx context.Context, rank, ranks int) (device.Excha
 		return nil, fmt.Errorf("cuda: %s: rank %d of %d in an exchange, want one of 2 to %d ranks: %w", v.loc, rank,
 			ranks, device.MaxExchangeRanks, errors.ErrUnsupported)
 	}
+	if v.blocking {
+		return nil, fmt.Errorf("cuda: %s: CUDA_LAUNCH_BLOCKING is set, so no kernel can wait for one of another "+
+			"rank: %w", v.loc, errors.ErrUnsupported)
+	}
 	x := &exchange{v: v, packets: gpukernels.Packets{Rank: rank, Inboxes: make([]uint64, ranks)}}
 	m, err := v.alloc(gpukernels.InboxBytes(ranks), true)
 	if err != nil {

@@ -141,6 +141,9 @@ type reserved struct {
 	closed bool // it takes no more
 }
 
+// Reserves implements device.Reserver.
+func (v *Device) Reserves() bool { return !v.blocking }
+
 // Reserve implements device.Reserver.
 func (v *Device) Reserve(s device.Stream, p device.Places) (device.Stream, error) {
 	c, ok := s.(carrier)

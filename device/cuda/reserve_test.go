@@ -104,3 +104,19 @@ func TestManyPlaces(t *testing.T) {
 		t.Errorf("%d additions are %d", count, got)
 	}
 }
+
+// Where launches wait for their kernels, no stream has places and no ranks have an exchange: both
+// wait in kernels for what comes later.
+func TestBlockingLaunches(t *testing.T) {
+	for set, want := range map[string]bool{"": false, "0": false, "1": true} {
+		t.Setenv("CUDA_LAUNCH_BLOCKING", set)
+		_, v := open(t, fake.Config{})
+		x, err := v.NewExchange(t.Context(), 0, 2)
+		if err == nil {
+			must(t, x.Free(t.Context()))
+		}
+		if v.Reserves() == want || errors.Is(err, errors.ErrUnsupported) != want {
+			t.Errorf("%q: places %v, exchange %v", set, v.Reserves(), err)
+		}
+	}
+}

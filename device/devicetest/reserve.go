@@ -35,6 +35,9 @@ func spanOf(b []byte) span { return span{uintptr(unsafe.Pointer(unsafe.SliceData
 // apart reports whether two spans have no byte in common.
 func (s span) apart(o span) bool { return s.at+uintptr(s.n) <= o.at || o.at+uintptr(o.n) <= s.at }
 
+// Reserves implements device.Reserver.
+func (d *Late) Reserves() bool { return true }
+
 // Reserve implements device.Reserver.
 func (d *Late) Reserve(s device.Stream, p device.Places) (device.Stream, error) {
 	c, ok := s.(*stream)

@@ -314,7 +314,7 @@ func TestConnectSaysWhyNot(t *testing.T) {
 		t.Errorf("no endpoint there: %v", err)
 	}
 	put(t, r, "a", info(7).String()) // where no process listens
-	if _, err := d.Connect(until(3*time.Second), e, "a"); !errors.Is(err, endpoint.ErrBroken) ||
+	if _, err := d.Connect(until(6*time.Second), e, "a"); !errors.Is(err, endpoint.ErrBroken) ||
 		!strings.Contains(err.Error(), "127.0.0.1:1") {
 		t.Errorf("no answer: %v", err)
 	}

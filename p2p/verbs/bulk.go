@@ -434,7 +434,8 @@ func (b *bulk) request(r *rail, v *move, local mem.Memory, mr lent) error {
 	b.segment[0] = rdma.Segment{Address: rdma.Address(local), Key: mr.LocalKey(), Len: uint32(local.Len())}
 	b.chain[0] = rdma.SendRequest{ID: uint64(i), Op: op, Segments: b.segment[:], Signaled: true,
 		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at), RemoteKey: v.key.values[r.number]}
-	if _, err := r.qp.Post(b.chain[:]); err != nil {
+	n, err := r.qp.Post(b.chain[:])
+	if n == 0 {
 		return errors.Join(err, mr.release())
 	}
 	if r.under == 0 {
@@ -446,7 +447,7 @@ func (b *bulk) request(r *rail, v *move, local mem.Memory, mr lent) error {
 	v.at += local.Len()
 	v.under++
 	v.key.under++
-	return nil
+	return err // the device may have taken the request nevertheless
 }
 
 // reap takes completions, and posts more. It calls revoked with the generation of each key that was

@@ -29,6 +29,7 @@ type cq struct {
 	c          *C.tutti_cq // memory of C
 	out        []C.tutti_completion
 	depth      int
+	wake       func()        // nil: polled alone
 	events     *watch        // nil: without wake
 	ended      chan struct{} // closed when listen has returned
 	users      atomic.Int64  // queue pairs
@@ -48,7 +49,7 @@ func (d *device) NewCQ(depth int, wake func()) (rdma.CQ, error) {
 		return nil, err
 	}
 	defer d.leave()
-	q := &cq{d: d, c: (*C.tutti_cq)(C.calloc(1, C.sizeof_tutti_cq)), ended: make(chan struct{})}
+	q := &cq{d: d, c: (*C.tutti_cq)(C.calloc(1, C.sizeof_tutti_cq)), wake: wake, ended: make(chan struct{})}
 	d.cqsMu.Lock()
 	d.ids++
 	q.id = d.ids
@@ -73,7 +74,7 @@ func (d *device) NewCQ(depth int, wake func()) (rdma.CQ, error) {
 			return nil, err
 		}
 		q.events = w
-		go q.listen(wake)
+		go q.listen()
 	}
 	d.used.Add(1)
 	return q, nil
@@ -88,14 +89,14 @@ func (q *cq) forget() {
 }
 
 // listen calls wake for each completion event until Close.
-func (q *cq) listen(wake func()) {
+func (q *cq) listen() {
 	defer close(q.ended)
 	for {
 		errno, ok := q.events.next(func() syscall.Errno { return syscall.Errno(C.tutti_cq_event(q.c)) })
 		if !ok {
 			return
 		}
-		wake()
+		q.wake()
 		if errno != 0 { // the device was removed
 			return
 		}

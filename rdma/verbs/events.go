@@ -41,6 +41,13 @@ func (d *device) listen() {
 func (d *device) report(e rdma.Event) {
 	if e.Kind == rdma.DeviceRemoved {
 		d.removed.Store(true)
+		d.cqsMu.Lock()
+		for _, q := range d.cqs { // no completions may follow, so nothing else wakes those who wait
+			if q.wake != nil {
+				q.wake()
+			}
+		}
+		d.cqsMu.Unlock()
 	}
 	if d.notify != nil {
 		d.notify(e)

@@ -74,6 +74,7 @@ enum { // CUresult
 	ALREADY_ENABLED = 704,
 	LAUNCH_FAILED = 719,
 	CAPTURE_UNSUPPORTED = 900,
+	CAPTURE_INVALIDATED = 901,
 	NOT_SUPPORTED = 801,
 };
 
@@ -100,6 +101,8 @@ static const struct {
 	{NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 	{CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
 	 "operation not permitted when stream is capturing"},
+	{CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+	 "operation failed due to a previous error during capture"},
 };
 
 struct tutti_host_kernel {
@@ -327,6 +330,21 @@ static block *add(context *c, size_t n, int host)
 	b->number = ++numbers;
 	b->context = c, b->at = (uintptr_t)at, b->n = n, b->next = blocks;
 	return blocks = b;
+}
+
+// The mode of a thread, 0 is GLOBAL and 2 RELAXED; how many streams are captured, in mode GLOBAL;
+// and whether a function that is not allowed meanwhile was called.
+static _Thread_local int capture_mode;
+static int captures, spoilt;
+
+// unsafe returns an error for a function that must not be called while a stream is captured, unless
+// the thread's mode is RELAXED. With the lock.
+static int unsafe(void)
+{
+	if (!captures || capture_mode == 2)
+		return 0;
+	spoilt = 1;
+	return CAPTURE_UNSUPPORTED;
 }
 
 static int discard(uintptr_t at, context *c, int host)
@@ -1139,11 +1157,13 @@ EXPORT int cuMemHostAlloc(void **at, size_t n, unsigned flags)
 EXPORT int cuMemFreeHost(void *at)
 {
 	BEGIN_IN;
-	if (c) {
+	int forbidden = unsafe();
+	if (c && !forbidden) {
 		rest(c);
 		int r = discard((uintptr_t)at, c, 1);
 		result = result ? result : r;
 	}
+	result = forbidden ? forbidden : result;
 	END;
 }
 
@@ -1357,6 +1377,14 @@ EXPORT int cuStreamCreate(void **found, unsigned flags)
 	END;
 }
 
+EXPORT int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+	int was = capture_mode;
+	capture_mode = *mode;
+	*mode = was;
+	return 0;
+}
+
 EXPORT int cuStreamIsCapturing(void *s, int *status)
 {
 	BEGIN_IN;
@@ -1376,6 +1404,7 @@ EXPORT int cuStreamDestroy_v2(void *s)
 EXPORT int cuStreamQuery(void *s)
 {
 	BEGIN_IN;
+	result = result ? result : unsafe();
 	if (!result && stream_of(c, s)->pending)
 		result = NOT_READY;
 	END;
@@ -1421,6 +1450,7 @@ EXPORT int cuEventQuery(void *e)
 {
 	BEGIN_IN;
 	event *o = e;
+	result = result ? result : unsafe();
 	if (!result && o->reached < o->recorded)
 		result = NOT_READY;
 	END;
@@ -1437,6 +1467,7 @@ EXPORT int cuStreamBeginCapture_v2(void *s, int mode)
 		g->last = &g->first;
 		stream_of(c, s)->graph = g;
 		stream_of(c, s)->capturing = 1;
+		captures++;
 	}
 	END;
 }
@@ -1450,6 +1481,9 @@ EXPORT int cuStreamEndCapture(void *s, void **found)
 		*found = stream_of(c, s)->graph;
 		stream_of(c, s)->graph = NULL;
 		stream_of(c, s)->capturing = 0;
+		result = spoilt ? CAPTURE_INVALIDATED : 0;
+		if (--captures == 0)
+			spoilt = 0;
 	}
 	END;
 }

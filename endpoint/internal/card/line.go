@@ -213,8 +213,18 @@ func (k *Conn) prove(ctx context.Context) error {
 	return nil
 }
 
-// Handle answers a request of LineConfig.Call of the peer. It waits for no peer.
-func (l *Line) Handle(request []byte) ([]byte, error) { return l.table.Handle(peer, request) }
+// Handle answers a request of LineConfig.Call of the peer. It waits for no peer. If the device is
+// away, or the line is being closed for that, the peer is to ask again.
+func (l *Line) Handle(request []byte) ([]byte, error) {
+	reply, err := l.table.Handle(peer, request)
+	if _, bad := l.domain.dev.Port(l.domain.card.at.Port); errors.Is(bad, rdma.ErrRemoved) {
+		l.domain.removed.Store(true) // the event may come later
+	}
+	if l.domain.Removed() || errors.Is(err, endpoint.ErrClosed) {
+		return endpoint.Busy(request, "the RDMA device is away")
+	}
+	return reply, err
+}
 
 // Cut takes the present connection out of service, if there is one. When it has returned, no
 // request of the peer over a connection from before has an effect any more.
