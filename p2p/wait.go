@@ -44,7 +44,7 @@ type Wait struct {
 	linking bool      // the awaited peer has no link yet
 	until   time.Time // when to wake at the latest; zero: not set
 	sole    *peer     // the awaited peer, if no call says which
-	calls   uint32    // Proxy.calls before the last poll
+	calls   uint32    // Proxy.calls at the last sleep
 	spins   int       // polls without progress
 	busy    int       // progress since Reset
 	long    func()    // see OnLong
@@ -157,7 +157,6 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	if w.try {
 		return p.glance(w, prefer)
 	}
-	w.calls = p.calls.Load()
 	if w.blame.on = prefer; prefer == nil {
 		w.blame.on = w.sole
 	} else {
@@ -359,7 +358,9 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	if !w.idle {
 		p.beat(w.blame.on, now)
 	}
-	ready := p.calls.Load() != w.calls // since w has looked
+	calls := p.calls.Load()
+	ready := calls != w.calls // since the last sleep: what it was for may have come after w has looked
+	w.calls = calls
 	for _, pr := range p.links {
 		if pr.lent != nil {
 			p.unlend(pr) // no link is blocked while this goroutine sleeps
@@ -404,6 +405,7 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		case <-w.timer.C:
 		}
 		w.timer.Stop()
+		w.calls = p.calls.Load()
 		p.Lock()
 		w.blame.look(time.Now(), false)
 	}

@@ -515,6 +515,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		if bad := g.fits(); bad != nil {
 			if !errors.As(bad, new(*RankError)) { // nobody has begun it in the new view: it has no number
 				g.seq--
+				g.cause, g.of = nil, 0
 			}
 			return here, bad
 		}

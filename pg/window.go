@@ -1,7 +1,6 @@
 package pg
 
 import (
-	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -158,7 +157,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 		w.exchange(ctx, false) // tells the other ranks that this one has no part
 	}
 	if err != nil { // ctx may have ended, and nobody can close it later
-		cctx, cancel := limited(context.WithoutCancel(ctx), cmp.Or(g.job.timeout, time.Minute))
+		cctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 		defer cancel()
 		return nil, errors.Join(err, w.Close(cctx))
 	}

@@ -290,9 +290,13 @@ func (s *stream) waitLocked(word *atomic.Uint64, at, v uint64, forge func()) {
 		if word.Load() >= v { // what the GPU is given from now on sees what came before it
 			return nil
 		}
-		if s.v.info.MemoryOps {
+		switch {
+		case s.v.info.MemoryOps:
 			err = s.v.gpu.wait(s.queue, at, v)
-		} else {
+		case s.v.blocking:
+			return fmt.Errorf("cuda: %s: CUDA_LAUNCH_BLOCKING is set, and streams wait for words in kernels alone: %w",
+				s.v.loc, errors.ErrUnsupported)
+		default:
 			err = s.v.launch(s.queue, gpukernels.Wait(at, v))
 		}
 		if err == nil {

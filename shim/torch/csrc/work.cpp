@@ -335,7 +335,10 @@ void Work::finish() noexcept {
   if (recorded) {
     recorded();
   }
-  if (refused_) {
+  if (refused_) { // start throws; those that were started may have failed
+    if (code_ != TUTTI_OK && code_ != TUTTI_EINVAL) {
+      running_->hooks.failed();
+    }
     return;
   }
   mark(true);
