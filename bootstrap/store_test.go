@@ -502,14 +502,21 @@ func TestStoreForgetsJobWithLastHandle(t *testing.T) {
 	})
 }
 
-// A handle that is closed while its connection is being made again gives its lease back.
-func TestStoreCloseWhileConnecting(t *testing.T) {
+// holdBehind returns a handle on a store behind p, which has put k under its lease, and one that
+// reaches the store itself.
+func holdBehind(t *testing.T) (ctx context.Context, p *proxy, s, far bootstrap.Store) {
 	p, direct := startEtcdBehind(t)
-	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute, OpTimeout: patience})
-	far, ctx := dial(t, nil, bootstrap.StoreConfig{Address: direct}), context30(t)
+	s = dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute, OpTimeout: patience})
+	far, ctx = dial(t, nil, bootstrap.StoreConfig{Address: direct}), context30(t)
 	if err := s.Put(ctx, "k", nil, true); err != nil {
 		t.Fatal(err)
 	}
+	return ctx, p, s, far
+}
+
+// A handle that is closed while its connection is being made again gives its lease back.
+func TestStoreCloseWhileConnecting(t *testing.T) {
+	ctx, p, s, far := holdBehind(t)
 	release := p.Hold()
 	time.AfterFunc(20*time.Millisecond, release) // too early only hides a fault
 	if err := s.Close(); err != nil {
@@ -555,12 +562,7 @@ func TestStoreLostHandleLeavesJob(t *testing.T) {
 
 // Close of a handle that cannot reach the store gives the lease back, or says that it did not.
 func TestStoreCloseAfterFailedConnections(t *testing.T) {
-	p, direct := startEtcdBehind(t)
-	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute, OpTimeout: patience})
-	far, ctx := dial(t, nil, bootstrap.StoreConfig{Address: direct}), context30(t)
-	if err := s.Put(ctx, "k", nil, true); err != nil {
-		t.Fatal(err)
-	}
+	ctx, p, s, far := holdBehind(t)
 	p.Close()
 	bootstrap.UntilFailed(ctx, s)
 	newProxyAt(t, p.Addr(), p.to)

@@ -94,21 +94,13 @@ func TestByeWithoutEnd(t *testing.T) {
 	last.ended()
 }
 
-// silent serves a session until Bye, and returns without an answer. It says goodbye when told.
+// silent serves a session without answers, and tells of Bye.
 func silent(r *raw, bye chan<- *raw) {
-	if !r.answer() {
-		return
-	}
-	for {
-		h, _, err := r.next()
-		if err != nil {
-			return
-		}
+	r.serve(func(h wire.Header, _ []byte) {
 		if h.Op == wire.Bye {
 			bye <- r
-			return
 		}
-	}
+	})
 }
 
 // What was started while Bye had no answer goes on another connection when the first is lost.
@@ -123,18 +115,11 @@ func TestLossBeforeAnswerToBye(t *testing.T) {
 			return
 		default:
 		}
-		if !r.answer() {
-			return
-		}
-		for {
-			h, body, err := r.next()
-			if err != nil {
-				return
-			}
+		r.serve(func(h wire.Header, body []byte) {
 			if h.Op == wire.Message {
 				sent <- body
 			}
-		}
+		})
 	})
 	p := connect(t, e, info)
 	r := <-byes
@@ -181,18 +166,11 @@ func TestAnswersThatDoNotEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			e := newEndpoint(t, newContext(t), Config{})
 			p := connect(t, e, rawServer(t, newID(), func(r *raw) {
-				if !r.answer() {
-					return
-				}
-				for {
-					h, _, err := r.next()
-					if err != nil {
-						return
-					}
+				r.serve(func(h wire.Header, _ []byte) {
 					if h.Op == wire.Watch || h.Op == wire.List {
 						answers(r, h)
 					}
-				}
+				})
 			}))
 			var last error
 			for _, err := range p.Watch(patient(t)) {

@@ -213,6 +213,20 @@ func (r *raw) answer() bool {
 	return err == nil
 }
 
+// serve greets as answer does, and gives what comes to handle until the connection ends.
+func (r *raw) serve(handle func(h wire.Header, body []byte)) {
+	if !r.answer() {
+		return
+	}
+	for {
+		h, body, err := r.next()
+		if err != nil {
+			return
+		}
+		handle(h, body)
+	}
+}
+
 // guarded is an endpoint with a region in the middle of an array, and a peer that works.
 type guarded struct {
 	e     *Endpoint
@@ -795,14 +809,7 @@ func TestConnectWithFewDescriptors(t *testing.T) {
 // A peer that ends a read with too few bytes breaks the session, and with it the read.
 func TestShortAnswerToReadBreaksSession(t *testing.T) {
 	info := rawServer(t, 5, func(r *raw) {
-		if !r.answer() {
-			return
-		}
-		for {
-			h, _, err := r.next()
-			if err != nil {
-				return
-			}
+		r.serve(func(h wire.Header, _ []byte) {
 			switch h.Op {
 			case wire.Lookup:
 				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20,
@@ -810,7 +817,7 @@ func TestShortAnswerToReadBreaksSession(t *testing.T) {
 			case wire.Get:
 				r.Write(frame(wire.Done, h.Address, outcomeOf(wire.OK, 10)))
 			}
-		}
+		})
 	})
 	a := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: time.Hour})
 	p := connect(t, a, info)
@@ -1032,19 +1039,12 @@ func TestUnansweredOperationsFreeMemory(t *testing.T) {
 		{"writes", true, Op{Kind: OpWrite, Region: "data"}}, {"sends", true, Op{Kind: OpSend}}} {
 		t.Run(x.name, func(t *testing.T) {
 			info := rawServer(t, 5, func(r *raw) {
-				if !r.answer() {
-					return
-				}
-				for {
-					h, _, err := r.next()
-					if err != nil {
-						return
-					}
+				r.serve(func(h wire.Header, _ []byte) {
 					if h.Op == wire.Lookup && x.lookup {
 						r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20,
 							Rights: 3}.Append(nil), []byte("data")...))
 					}
-				}
+				})
 			})
 			a := newEndpoint(t, newContext(t), Config{Conns: 1})
 			p := connect(t, a, info)

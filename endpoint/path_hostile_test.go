@@ -205,14 +205,7 @@ func TestPeersThatDoNotJoin(t *testing.T) {
 	_, r := newFabric(t, soft.Config{})
 	joined := make(chan struct{}, 100)
 	info := rawServer(t, 5, func(r *raw) {
-		if !r.answer() {
-			return
-		}
-		for {
-			h, body, err := r.next()
-			if err != nil {
-				return
-			}
+		r.serve(func(h wire.Header, body []byte) {
 			switch h.Op {
 			case wire.Lookup:
 				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 100,
@@ -224,7 +217,7 @@ func TestPeersThatDoNotJoin(t *testing.T) {
 			case wire.Join:
 				joined <- struct{}{}
 			}
-		}
+		})
 	})
 	a := newEndpoint(t, newContext(t), Config{Conns: 1, RDMA: r})
 	p := connect(t, a, info)

@@ -73,18 +73,11 @@ func TestStateDoesNotCome(t *testing.T) {
 	const id = 0x1112131415161718
 	asked := make(chan struct{}, 2)
 	info := rawServer(t, id, func(r *raw) {
-		if !r.answer() {
-			return
-		}
-		for {
-			h, _, err := r.next()
-			if err != nil {
-				return
-			}
+		r.serve(func(h wire.Header, _ []byte) {
 			if h.Op == wire.Inquire {
 				asked <- struct{}{}
 			}
-		}
+		})
 	})
 	e := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: 50 * time.Millisecond})
 	p := connect(t, e, info)
@@ -218,18 +211,11 @@ func TestHostileStates(t *testing.T) {
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			info := rawServer(t, id, func(r *raw) {
-				if !r.answer() {
-					return
-				}
-				for {
-					h, _, err := r.next()
-					if err != nil {
-						return
-					}
+				r.serve(func(h wire.Header, _ []byte) {
 					if h.Op == wire.Inquire {
 						r.Write(x.answer(h.Address))
 					}
-				}
+				})
 			})
 			e := newEndpoint(t, newContext(t), Config{Conns: 1})
 			ctx, cancel := context.WithTimeout(t.Context(), patience)

@@ -300,12 +300,7 @@ void Backend::join() {
   }
   Interruptible interruptible(tutti);
   tutti_group group = 0;
-  const int code = tutti.tutti_join(&config, &group);
-  const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
-  interruptible.rethrow([&] { tutti.tutti_close(group); });
-  if (code != TUTTI_OK) {
-    raise(code, why);
-  }
+  interruptible.check(tutti.tutti_join(&config, &group), [&] { tutti.tutti_close(group); });
   group_ = group;
 }
 

@@ -15,14 +15,6 @@ int64_t bound_of(milliseconds timeout) {
   return timeout.count() <= 0 ? 0 : nanoseconds(timeout).count();
 }
 
-void check(const Interruptible& interruptible, int code) {
-  const std::string why = code == TUTTI_OK ? "" : api().tutti_last_error();
-  interruptible.rethrow();
-  if (code != TUTTI_OK) {
-    raise(code, why);
-  }
-}
-
 // Memory allocates memory of a group. Tensors may outlive it.
 class Memory final : public c10::Allocator {
  public:
@@ -59,7 +51,7 @@ class Memory final : public c10::Allocator {
 void Backend::recover(milliseconds timeout) {
   WithoutGil released;
   Interruptible interruptible(api());
-  check(interruptible, api().tutti_recover(group_, bound_of(timeout)));
+  interruptible.check(api().tutti_recover(group_, bound_of(timeout)));
   running_->recovered();
 }
 
@@ -67,7 +59,7 @@ int Backend::admit(milliseconds timeout) {
   WithoutGil released;
   Interruptible interruptible(api());
   int32_t admitted = 0;
-  check(interruptible, api().tutti_admit(group_, bound_of(timeout), &admitted));
+  interruptible.check(api().tutti_admit(group_, bound_of(timeout), &admitted));
   return admitted;
 }
 
@@ -75,7 +67,7 @@ bool Backend::agree(bool yes, milliseconds timeout) {
   WithoutGil released;
   Interruptible interruptible(api());
   int32_t all = 0;
-  check(interruptible, api().tutti_agree(group_, yes ? 1 : 0, bound_of(timeout), &all));
+  interruptible.check(api().tutti_agree(group_, yes ? 1 : 0, bound_of(timeout), &all));
   return all != 0;
 }
 

@@ -6,6 +6,8 @@
 
 #include <atomic>
 
+#include "work.h"
+
 namespace tutti_torch {
 
 namespace {
@@ -100,6 +102,14 @@ void Interruptible::rethrow(const std::function<void()>& undo) const {
       undo();
     }
     throw;
+  }
+}
+
+void Interruptible::check(int code, const std::function<void()>& undo) const {
+  const std::string why = code == TUTTI_OK ? "" : api_.tutti_last_error();
+  rethrow(code == TUTTI_OK ? undo : std::function<void()>());
+  if (code != TUTTI_OK) {
+    raise(code, why);
   }
 }
 

@@ -49,6 +49,9 @@ class Interruptible {
   // Throws what a handler has raised, if one has, also when the call has succeeded meanwhile. Then
   // undo is called first, without that exception and the interpreter's lock.
   void rethrow(const std::function<void()>& undo = {}) const;
+  // Is rethrow after a call with this result, which undo takes back, and then throws the error of a
+  // call that has failed.
+  void check(int code, const std::function<void()>& undo = {}) const;
 
  private:
   const Api& api_;

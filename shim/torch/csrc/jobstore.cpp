@@ -58,16 +58,7 @@ JobStore::JobStore(const std::string& address, milliseconds timeout) : c10d::Sto
   tutti_kv kv{};
   kv.struct_size = sizeof kv;
   Interruptible interruptible(tutti);
-  const int code = tutti.tutti_store_open(&config, &kv);
-  const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
-  interruptible.rethrow([&] {
-    if (code == TUTTI_OK) {
-      kv.release(kv.ctx);
-    }
-  });
-  if (code != TUTTI_OK) {
-    raise(code, why);
-  }
+  interruptible.check(tutti.tutti_store_open(&config, &kv), [&] { kv.release(kv.ctx); });
   kv_ = std::shared_ptr<tutti_kv>(new tutti_kv(kv), [](tutti_kv* kv) {
     kv->release(kv->ctx);
     delete kv;

@@ -49,12 +49,7 @@ tutti_member Backend::member() const {
   }
   Interruptible interruptible(tutti);
   tutti_member made = 0;
-  const int code = tutti.tutti_member_new(&config, &made);
-  const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
-  interruptible.rethrow([&] { tutti.tutti_member_close(made); });
-  if (code != TUTTI_OK) {
-    raise(code, why);
-  }
+  interruptible.check(tutti.tutti_member_new(&config, &made), [&] { tutti.tutti_member_close(made); });
   return member_ = made;
 }
 
