@@ -45,7 +45,7 @@ func TestBypass(t *testing.T) {
 			t.Fatal(err)
 		}
 		var err error
-		if chans[r], err = p.Open(known(1), p2p.Epoch{}, ranks(len(all)), true); err != nil {
+		if chans[r], err = p.Open(known(1), p2p.Epoch{}, ranks(len(all)), nil, true); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -48,7 +48,9 @@ type Channel struct {
 	hint      bool // see Begin
 	bypass    bool // see Bypass
 	p         *Proxy
-	ranks     []int // rank of each slot, -1 for an empty one; nil until opened
+	ranks     []int    // rank of each slot, -1 for an empty one; nil until opened
+	places    []uint32 // see Open
+	place     uint32   // until opened: that of this rank, as peers say
 	slots     map[int]int
 	streams   map[int]*stream // by rank
 	fast      []*stream       // by slot
@@ -208,30 +210,74 @@ type ending struct {
 // ended returns the state of c's name after the end of c.
 func (c *Channel) ended() floor {
 	f := c.p.floors[c.name]
-	if f.ended == nil || c.now != (Token{}) { // after an operation no peer is in an earlier epoch
-		f.ended = map[Epoch]ending{}
+	if c.now != (Token{}) { // after an operation no peer is in an earlier epoch
+		f.ended = nil
 	}
-	f.ended[c.epoch] = ending{c.until, c.aborted}
+	if c.until != 0 || c.aborted != nil {
+		if f.ended == nil {
+			f.ended = map[Epoch]ending{}
+		}
+		f.ended[c.epoch] = ending{c.until, c.aborted}
+	}
 	return f
 }
 
 // above reports whether epoch has ended.
 func (f floor) above(epoch Epoch) bool { return f.closed || epoch.Before(f.epoch) }
 
-// Reserve reserves n consecutive names that no channel has had, and returns the first. Takes the
-// lock itself.
+// Reserve reserves n consecutive names that no channel has had, and returns the first. Its number
+// is this rank's place in the channels that are opened for the reservation, whoever names them: see
+// Open. The caller calls Settle when it will open no more of them. Takes the lock itself.
 func (p *Proxy) Reserve(n int) Name {
 	p.Lock()
 	defer p.Unlock()
 	first := p.reserved + 1
 	p.reserved += uint64(n)
+	p.unsettled = append(p.unsettled, uint32(first))
 	return Name{p.cfg.Self.Incarnation, first}
+}
+
+// Settle ends a reservation: this rank opens no channel for it any more. Frames that peers have
+// sent on those that it did not open are dropped. Takes the lock itself.
+func (p *Proxy) Settle(first Name) {
+	p.Lock()
+	defer p.Unlock()
+	place := uint32(first.Number)
+	if i := slices.Index(p.unsettled, place); i >= 0 {
+		p.unsettled = slices.Delete(p.unsettled, i, i+1)
+	}
+	for _, c := range p.chans {
+		if c.ranks == nil && c.place == place {
+			p.unopened--
+			c.retire()
+			for _, st := range c.streams {
+				if st.pr.link != nil {
+					p.farewell(st.pr, &c.chanKey, floor{closed: true})
+				}
+			}
+		}
+	}
+}
+
+// settled reports whether this rank opens no channel any more in which it has this place.
+func (p *Proxy) settled(place uint32) bool {
+	return place != 0 && int32(uint32(p.reserved)-place) >= 0 && !slices.Contains(p.unsettled, place)
 }
 
 // inbound is the meaning of a channel number in a peer's frames.
 type inbound struct {
-	key chanKey
-	st  *stream // nil: to be looked up
+	key    chanKey
+	place  uint32  // this rank's; 0: not known
+	answer bool    // to this rank's frameOpen
+	st     *stream // nil: to be looked up
+}
+
+// floor returns the state of the name of a channel that is not open, as a peer means it.
+func (p *Proxy) floor(i *inbound) floor {
+	if f, known := p.floors[i.key.name]; known {
+		return f
+	}
+	return floor{closed: i.answer || p.settled(i.place)} // it was opened, or will never be
 }
 
 // maxInbound bounds the numbers that a peer may use at a time, one for each channel and epoch that
@@ -242,21 +288,25 @@ const maxInbound = 1 << 18
 // it sends a frame with the channel's full name.
 func (p *Proxy) number(st *stream) uint32 {
 	if pr := st.pr; st.on != pr.linkNo {
-		st.out, st.on = p.name(pr, &st.c.chanKey, 0), pr.linkNo
+		place := uint32(0)
+		if st.slot >= 0 && st.slot < len(st.c.places) {
+			place = st.c.places[st.slot]
+		}
+		st.out, st.on = p.name(pr, &st.c.chanKey, place, 0), pr.linkNo
 	}
 	return st.out
 }
 
 // name assigns a number to a channel in frames to a peer, and sends the peer the channel's full
-// name.
-func (p *Proxy) name(pr *peer, k *chanKey, flags uint8) (n uint32) {
+// name, and the peer's place.
+func (p *Proxy) name(pr *peer, k *chanKey, place uint32, flags uint8) (n uint32) {
 	if last := len(pr.free) - 1; last >= 0 {
 		n, pr.free = pr.free[last], pr.free[:last]
 	} else {
 		n = pr.numbers
 		pr.numbers++
 	}
-	p.queue(pr, Header{Kind: frameOpen, Flags: flags, Chan: n, Seq: k.name.Maker, Call: k.name.Number,
+	p.queue(pr, Header{Kind: frameOpen, Flags: flags, Chan: n, Ack: place, Seq: k.name.Maker, Call: k.name.Number,
 		Count: k.epoch.View, Off: k.epoch.Attempt}, nil)
 	return n
 }
@@ -273,7 +323,7 @@ func (st *stream) introduce() {
 // farewell tells a peer, which is in an epoch of a channel that has ended on this rank, how it has
 // ended: what it was aborted with, which operation was the last, and that the channel is closed.
 func (p *Proxy) farewell(pr *peer, k *chanKey, f floor) {
-	n := p.name(pr, k, flagEnded)
+	n := p.name(pr, k, 0, flagEnded)
 	e := f.ended[k.epoch]
 	if e.why != nil {
 		p.queue(pr, Header{Kind: frameAbort, Chan: n, Len: uint32(len(e.why))}, e.why)
@@ -298,8 +348,12 @@ func (p *Proxy) opened(pr *peer, h *Header) error {
 		pr.in = append(pr.in, inbound{})
 	}
 	key := chanKey{Name{h.Seq, h.Call}, Epoch{h.Count, h.Off}}
-	pr.in[h.Chan] = inbound{key: key}
-	if f := p.floors[key.name]; f.above(key.epoch) && h.Flags&flagEnded == 0 {
+	i := inbound{key: key, place: h.Ack, answer: h.Flags&flagEnded != 0}
+	pr.in[h.Chan] = i
+	if i.answer || p.chans[key] != nil {
+		return nil
+	}
+	if f := p.floor(&i); f.above(key.epoch) {
 		if len(pr.ctl) > maxInbound {
 			return fmt.Errorf("%w: rank %d opens ended channels, and does not read that they have ended", ErrProtocol,
 				pr.rank)
@@ -313,13 +367,23 @@ func (p *Proxy) opened(pr *peer, h *Header) error {
 // tagged, for the tagged one. Every member opens it with the same list. Frames that peers sent on
 // it before are kept, and frames of other epochs are not delivered; see Next. Takes the lock
 // itself.
-func (p *Proxy) Open(name Name, epoch Epoch, ranks []int, tagged bool) (*Channel, error) {
+//
+// places has the number of each member's reservation for the channel, by slot: see Reserve. A peer
+// names the channel with the place of the member that it names it to. So a member need not remember
+// the names of the channels that it has closed: one that it does not know, with the place of a
+// reservation that is settled, is none that it will open. nil: the members have no places, and
+// remember the name.
+func (p *Proxy) Open(name Name, epoch Epoch, ranks []int, places []uint64, tagged bool) (*Channel, error) {
 	p.Lock()
 	defer p.Unlock()
-	return p.open(chanKey{name, epoch}, ranks, tagged)
+	var short []uint32 // they wrap, but not within the lives of two channels
+	for _, n := range places {
+		short = append(short, uint32(n))
+	}
+	return p.open(chanKey{name, epoch}, ranks, short, tagged)
 }
 
-func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
+func (p *Proxy) open(key chanKey, ranks []int, places []uint32, tagged bool) (*Channel, error) {
 	if p.closed {
 		return nil, ErrClosed
 	}
@@ -336,7 +400,7 @@ func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 	c.tagged = tagged
 	f.epoch = key.epoch
 	p.floors[key.name] = f
-	c.ranks = ranks
+	c.ranks, c.places = ranks, places
 	c.fast = make([]*stream, len(ranks))
 	c.slots = make(map[int]int, len(ranks))
 	for slot, r := range ranks {
@@ -403,7 +467,7 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 			o.retire()
 		}
 	}
-	return p.open(chanKey{c.name, epoch}, ranks, false)
+	return p.open(chanKey{c.name, epoch}, ranks, c.places, false)
 }
 
 func (p *Proxy) newChannel(key chanKey) *Channel {
@@ -569,7 +633,7 @@ func (c *Channel) fail(err error) {
 func (c *Channel) Close() {
 	c.p.Lock()
 	defer c.p.Unlock()
-	if c.p.floors[c.name].closed || c.p.closed {
+	if f, known := c.p.floors[c.name]; !known || f.closed || c.p.closed {
 		return
 	}
 	for pr := range c.linked() {
@@ -577,9 +641,12 @@ func (c *Channel) Close() {
 	}
 	c.fail(ErrClosed)
 	c.retire()
-	f := c.ended()
-	f.closed = true
-	c.p.floors[c.name] = f
+	if f := c.ended(); f.ended == nil && c.places != nil {
+		delete(c.p.floors, c.name) // see Open
+	} else {
+		f.closed = true
+		c.p.floors[c.name] = f
+	}
 	for key, o := range c.p.chans {
 		if key.name == c.name {
 			c.p.unopened--

@@ -101,7 +101,7 @@ func (l *cutLink) Recv() (*p2p.Header, []byte, error) {
 
 func channel(t *testing.T, m *member, number, view uint64, n int, tagged bool) *p2p.Channel {
 	t.Helper()
-	c, err := m.Open(known(number), p2p.Epoch{View: view}, ranks(n), tagged)
+	c, err := m.Open(known(number), p2p.Epoch{View: view}, ranks(n), nil, tagged)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -172,7 +172,7 @@ func TestMessagesArriveInTheirEpochOnly(t *testing.T) {
 		}
 	}
 	ca.Close()
-	if _, err := a.Open(known(7), p2p.Epoch{View: many + 1}, ranks(2), false); err == nil {
+	if _, err := a.Open(known(7), p2p.Epoch{View: many + 1}, ranks(2), nil, false); err == nil {
 		t.Error("a closed channel was opened again")
 	}
 }

@@ -19,3 +19,10 @@ func (p *Proxy) Numbers(rank int) (out, in int) {
 	defer p.Unlock()
 	return int(p.peers[rank].numbers), len(p.peers[rank].in)
 }
+
+// Remembered returns how many channels there are, and of how many p knows the names.
+func (p *Proxy) Remembered() (open, named int) {
+	p.Lock()
+	defer p.Unlock()
+	return len(p.chans), len(p.floors)
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strings"
 	"sync"
 	"testing"
@@ -39,11 +40,9 @@ func TestClosingIsToldToPeersThatLinkLater(t *testing.T) {
 		{name: "messages", tagged: true, is: left},
 		{name: "messages, aborted", tagged: true, abort: true, is: aborted},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			all := cluster(t, 2, 64<<10, nil)
-			defer closeAll(all)
+		either(t, c.name, func(t *testing.T, all []*p2p.Proxy, name p2p.Name, places []uint64) {
 			ping := pinger(t, all)
-			closed, err := all[0].Open(known(7), p2p.Epoch{View: 1}, ranks(2), c.tagged)
+			closed, err := all[0].Open(name, p2p.Epoch{View: 1}, ranks(2), places, c.tagged)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -53,6 +52,7 @@ func TestClosingIsToldToPeersThatLinkLater(t *testing.T) {
 				all[0].Unlock()
 			}
 			closed.Close()
+			settle(all[0], places, 0)
 			if c.linked {
 				ping()
 			}
@@ -60,7 +60,7 @@ func TestClosingIsToldToPeersThatLinkLater(t *testing.T) {
 			if c.later {
 				epoch.View = 2
 			}
-			ch, err := all[1].Open(known(7), epoch, ranks(2), c.tagged)
+			ch, err := all[1].Open(name, epoch, ranks(2), places, c.tagged)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -77,11 +77,10 @@ func TestClosingIsToldToPeersThatLinkLater(t *testing.T) {
 func TestLeavingIsToldToPeersThatLinkLater(t *testing.T) {
 	for name, why := range map[string]string{"left": "", "aborted": "its time was up"} {
 		for _, linked := range []bool{false, true} { // before the peer opens the channel
-			t.Run(fmt.Sprintf("%s, linked first: %v", name, linked), func(t *testing.T) {
-				all := cluster(t, 2, 64<<10, nil)
-				defer closeAll(all)
+			what := fmt.Sprintf("%s, linked first: %v", name, linked)
+			either(t, what, func(t *testing.T, all []*p2p.Proxy, name p2p.Name, places []uint64) {
 				ping := pinger(t, all)
-				c, err := all[0].Open(known(7), p2p.Epoch{View: 1}, ranks(2), false)
+				c, err := all[0].Open(name, p2p.Epoch{View: 1}, ranks(2), places, false)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -96,10 +95,11 @@ func TestLeavingIsToldToPeersThatLinkLater(t *testing.T) {
 					}
 				}
 				all[0].Unlock()
+				settle(all[0], places, 0)
 				if linked {
 					ping()
 				}
-				ch, err := all[1].Open(known(7), p2p.Epoch{View: 1}, ranks(2), false)
+				ch, err := all[1].Open(name, p2p.Epoch{View: 1}, ranks(2), places, false)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -120,11 +120,11 @@ func TestClosingIsNotAnswered(t *testing.T) {
 	defer closeAll(all)
 	ping := pinger(t, all)
 	ping()
-	a, err := all[0].Open(known(7), p2p.Epoch{}, ranks(2), false)
+	a, err := all[0].Open(known(7), p2p.Epoch{}, ranks(2), nil, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, err := all[1].Open(known(7), p2p.Epoch{}, ranks(2), false)
+	b, err := all[1].Open(known(7), p2p.Epoch{}, ranks(2), nil, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -151,6 +151,130 @@ func TestClosingIsNotAnswered(t *testing.T) {
 	}
 	if n := received() - before; n > 2*pings { // a message each, and now and then credit
 		t.Errorf("%d frames came with %d messages", n, pings)
+	}
+}
+
+// A channel that its members have places in is remembered while it is open, and no longer.
+func TestClosedChannelsAreForgotten(t *testing.T) {
+	for _, linked := range []bool{false, true} { // all of them, before
+		t.Run(fmt.Sprintf("linked: %v", linked), func(t *testing.T) {
+			all := cluster(t, 3, 64<<10, nil)
+			defer closeAll(all)
+			ping := pinger(t, all[:2])
+			if linked {
+				ping()
+			}
+			open, close := rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(2, 2))
+			cs := make([]*p2p.Channel, len(all))
+			for i := range 300 {
+				name, places := reserve(all)
+				for _, r := range open.Perm(len(all)) {
+					var err error
+					if cs[r], err = all[r].Open(name, p2p.Epoch{}, ranks(len(all)), places, i%2 == 0); err != nil {
+						t.Fatal(err)
+					}
+					settle(all[r], places, r)
+					if i%3 == 0 { // before the others have opened it
+						cs[r].Close()
+					}
+				}
+				for _, r := range close.Perm(len(all)) {
+					cs[r].Close()
+				}
+				if linked && i%16 == 0 {
+					ping()
+				}
+			}
+			if linked {
+				ping()
+			}
+			for r, p := range all {
+				if open, named := p.Remembered(); open > 1 || named > 1 { // that of pinger
+					t.Errorf("rank %d has %d channels and remembers %d names after all were closed", r, open, named)
+				}
+			}
+		})
+	}
+}
+
+// What a peer sends on a channel before it is opened here is kept until the reservation is settled.
+// Then the peer learns that it will not be opened.
+func TestSettlingDropsUnopenedChannels(t *testing.T) {
+	for _, opened := range []bool{true, false} {
+		t.Run(fmt.Sprintf("opened: %v", opened), func(t *testing.T) {
+			all := cluster(t, 2, 64<<10, nil)
+			defer closeAll(all)
+			ping := pinger(t, all)
+			reserve(all)
+			name, places := reserve(all)
+			a, err := all[0].Open(name, p2p.Epoch{}, ranks(2), places, false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all[0].Lock()
+			err = a.Send(patient(context.Background()), 1, p2p.Token{Seq: 1}, []byte{1})
+			all[0].Unlock()
+			if err != nil {
+				t.Fatal(err)
+			}
+			ping()
+			if opened {
+				b, err := all[1].Open(name, p2p.Epoch{}, ranks(2), places, false)
+				if err != nil {
+					t.Fatal(err)
+				}
+				settle(all[1], places, 1)
+				if err := receive(all[1], b, false); err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			settle(all[1], places, 1)
+			ping()
+			if open, _ := all[1].Remembered(); open > 1 {
+				t.Errorf("%d channels are open", open)
+			}
+			all[0].Lock()
+			defer all[0].Unlock()
+			if !a.Closed(1) {
+				t.Error("the peer waits for a channel that is not opened")
+			}
+		})
+	}
+}
+
+// either runs a test with a channel that all ranks know, and with one in which they have places.
+func either(t *testing.T, what string, f func(*testing.T, []*p2p.Proxy, p2p.Name, []uint64)) {
+	for _, kind := range []string{"known", "reserved"} {
+		t.Run(what+", "+kind, func(t *testing.T) {
+			all := cluster(t, 2, 64<<10, nil)
+			defer closeAll(all)
+			if kind == "known" {
+				f(t, all, known(7), nil)
+				return
+			}
+			name, places := reserve(all)
+			f(t, all, name, places)
+		})
+	}
+}
+
+// reserve has the ranks reserve names, the first of which counts.
+func reserve(all []*p2p.Proxy) (name p2p.Name, places []uint64) {
+	for _, p := range all {
+		n := p.Reserve(2)
+		if name == (p2p.Name{}) {
+			name = n
+		}
+		places = append(places, n.Number)
+	}
+	return name, places
+}
+
+// settle ends a rank's reservation, if places is not nil.
+func settle(p *p2p.Proxy, places []uint64, rank int) {
+	if places != nil {
+		p.Settle(p2p.Name{Number: places[rank]})
 	}
 }
 

@@ -18,7 +18,7 @@ import (
 func tagged(t interface{ Fatal(...any) }, all []*p2p.Proxy) []*p2p.Channel {
 	cs := make([]*p2p.Channel, len(all))
 	for r, p := range all {
-		c, err := p.Open(p2p.Name{Number: 2}, p2p.Epoch{}, ranks(len(all)), true)
+		c, err := p.Open(p2p.Name{Number: 2}, p2p.Epoch{}, ranks(len(all)), nil, true)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -54,7 +54,7 @@ func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	c, err := p.Open(known(1), p2p.Epoch{}, ranks(2), true)
+	c, err := p.Open(known(1), p2p.Epoch{}, ranks(2), nil, true)
 	if err != nil {
 		t.Fatal(err)
 	}

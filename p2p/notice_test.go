@@ -15,7 +15,7 @@ func TestNoticesCarryLatestValue(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
 	defer closeAll(all)
 	name := p2p.Name{Number: 2}
-	c, err := all[0].Open(name, p2p.Epoch{}, ranks(2), true)
+	c, err := all[0].Open(name, p2p.Epoch{}, ranks(2), nil, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func TestNoticesCarryLatestValue(t *testing.T) {
 			}
 		}
 	})
-	d, err := all[1].Open(name, p2p.Epoch{}, ranks(2), true)
+	d, err := all[1].Open(name, p2p.Epoch{}, ranks(2), nil, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +108,7 @@ func TestNoticeIsPassedOn(t *testing.T) {
 	all := cluster(t, 3, 64<<10, nil)
 	defer closeAll(all)
 	name := p2p.Name{Number: 2}
-	c, err := all[1].Open(name, p2p.Epoch{}, ranks(3), true)
+	c, err := all[1].Open(name, p2p.Epoch{}, ranks(3), nil, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +137,7 @@ func TestNoticeIsPassedOn(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	d, err := all[2].Open(name, p2p.Epoch{}, ranks(3), true)
+	d, err := all[2].Open(name, p2p.Epoch{}, ranks(3), nil, true)
 	if err != nil {
 		t.Fatal(err)
 	}

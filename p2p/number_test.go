@@ -24,7 +24,7 @@ func TestChannelNumbersAreReused(t *testing.T) {
 		name := a.Reserve(2)
 		var cs []*p2p.Channel
 		for _, m := range []*member{a, b} {
-			c, err := m.Open(name, p2p.Epoch{View: uint64(i)}, ranks(2), false)
+			c, err := m.Open(name, p2p.Epoch{View: uint64(i)}, ranks(2), nil, false)
 			if err != nil {
 				t.Fatal(err)
 			}

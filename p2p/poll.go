@@ -192,7 +192,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	st := pr.in[h.Chan].st
 	if st == nil || st.c.retired {
 		var err error
-		if st, err = p.streamFor(pr, pr.in[h.Chan].key); err != nil {
+		if st, err = p.streamFor(pr, &pr.in[h.Chan]); err != nil {
 			return err
 		}
 		if st == nil {
@@ -305,10 +305,11 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 
 // streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel
 // or this epoch of it was closed.
-func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
+func (p *Proxy) streamFor(pr *peer, i *inbound) (*stream, error) {
+	key := i.key
 	c := p.chans[key]
 	if c == nil {
-		if f, known := p.floors[key.name]; known && f.above(key.epoch) {
+		if f := p.floor(i); f.above(key.epoch) {
 			return nil, nil
 		}
 		if p.unopened++; p.unopened > maxUnopened {
@@ -316,6 +317,7 @@ func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 				maxUnopened)
 		}
 		c = p.newChannel(key)
+		c.place = i.place
 	}
 	if c.ranks != nil && !c.has(pr.rank) { // else Open will look
 		return nil, fmt.Errorf("%w: rank %d sent on channel %v, of which it is no member", ErrProtocol, pr.rank,

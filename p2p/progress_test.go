@@ -29,7 +29,7 @@ func TestProgressWithoutAWaiter(t *testing.T) {
 			t.Fatal(err)
 		}
 		var err error
-		if chans[r], err = p.Open(known(1), p2p.Epoch{}, ranks(n), true); err != nil {
+		if chans[r], err = p.Open(known(1), p2p.Epoch{}, ranks(n), nil, true); err != nil {
 			t.Fatal(err)
 		}
 	}

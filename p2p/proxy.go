@@ -35,8 +35,9 @@ const (
 	frameCancel // the sender cancelled an announced message. Seq: sender's id, Off: receiver's id or 0
 	// No content: a check whether the peer's host answers; of no channel.
 	frameBeat
-	// Chan stands for this channel in later frames. Seq, Call: its name, Count, Off: its epoch; no
-	// credit. flagEnded: it has ended at the sender, and the frames that follow say how.
+	// Chan stands for this channel in later frames. Seq, Call: its name; Count, Off: its epoch; Ack,
+	// instead of credit: the receiver's place in it, which wraps, or 0 (see Proxy.Open). flagEnded:
+	// an answer: it has ended at the sender, and the frames that follow say how.
 	frameOpen
 	// Payload: the new value of key Seq, of the sender or, if Off is not 0, of slot Off-1; no
 	// credit.
@@ -145,23 +146,26 @@ type Proxy struct {
 	wg        sync.WaitGroup
 	dials     chan struct{} // limits concurrent dials
 
-	mu       sync.Mutex
-	peers    []peer  // by rank
-	links    []*peer // those with a live link
-	chans    map[chanKey]*Channel
-	floors   map[Name]floor // of channels that were opened: frames of earlier epochs are dropped
-	unopened int
-	reserved uint64 // names of channels
-	pool     pool
-	discard  []byte
-	arrivals uint64
-	closed   bool
-	regions  regions
-	boards   []board       // words of exposures
-	tickets  atomic.Uint64 // the latest one of all exposures
-	wanted   atomic.Int32  // goroutines in Lock
-	behind   atomic.Int32  // goroutines in regain
-	working  atomic.Int32  // goroutines between Leave and Return
+	mu    sync.Mutex
+	peers []peer  // by rank
+	links []*peer // those with a live link
+	chans map[chanKey]*Channel
+	// Of channels that are open, of closed ones without places, and of those of which peers may have
+	// to be told more than that they are closed. Frames of earlier epochs are dropped.
+	floors    map[Name]floor
+	unopened  int
+	reserved  uint64   // names of channels
+	unsettled []uint32 // places of reservations that are not settled
+	pool      pool
+	discard   []byte
+	arrivals  uint64
+	closed    bool
+	regions   regions
+	boards    []board       // words of exposures
+	tickets   atomic.Uint64 // the latest one of all exposures
+	wanted    atomic.Int32  // goroutines in Lock
+	behind    atomic.Int32  // goroutines in regain
+	working   atomic.Int32  // goroutines between Leave and Return
 
 	oversubscribed atomic.Bool // now; Config has the value at the beginning
 

@@ -60,7 +60,7 @@ func ranks(n int) []int {
 func known(number uint64) p2p.Name { return p2p.Name{Number: number} }
 
 func open(t interface{ Fatal(...any) }, p *p2p.Proxy, number uint64, n int) *p2p.Channel {
-	c, err := p.Open(known(number), p2p.Epoch{}, ranks(n), false)
+	c, err := p.Open(known(number), p2p.Epoch{}, ranks(n), nil, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -117,8 +117,9 @@ func (g *Group) begins() uint64 {
 
 // newGroup makes the handle of a group among ranks of the job; its two channels have this name and
 // the one with the next number. incarnations are those of the members, nil for the group of all
-// ranks. The group enters its first view by move unless epoch is that view's.
-func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint64, at membership.View,
+// ranks, and so are their places in the channels. The group enters its first view by move unless
+// epoch is that view's.
+func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places []uint64, at membership.View,
 	epoch uint64) (*Group, error) {
 	g := &Group{job: j, rank: rank, name: name, incarnations: incarnations,
 		v: &groupView{epoch: epoch, job: at, ranks: ranks, Topology: exec.Topology{Size: len(ranks),
@@ -128,7 +129,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
-	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {
+	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, places, false); err != nil {
 		return nil, err
 	}
 	all := ranks
@@ -136,7 +137,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 		all = upTo(max(len(ranks), j.settings.MaxSize))
 	}
 	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all,
-		true); err != nil {
+		places, true); err != nil {
 		return nil, err
 	}
 	g.plan()
@@ -813,6 +814,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	type part struct{ color, key, incarnation, number int64 }
 	const fields = 4
 	name := g.job.proxy.Reserve(2)
+	defer g.job.proxy.Settle(name)
 	mine := []int64{int64(color), int64(key), int64(g.job.session.Self.Incarnation), int64(name.Number)}
 	all, err := g.exchange(ctx, mine)
 	if err != nil || color < 0 {
@@ -834,10 +836,10 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	g.job.proxy.Lock()
 	in, at := g.v.ranks, g.job.view()
 	g.job.proxy.Unlock()
-	ranks, incarnations := make([]int, len(slots)), make([]uint64, len(slots))
+	ranks, incarnations, places := make([]int, len(slots)), make([]uint64, len(slots)), make([]uint64, len(slots))
 	rank := 0
 	for i, s := range slots {
-		ranks[i], incarnations[i] = in[s], uint64(parts[s].incarnation)
+		ranks[i], incarnations[i], places[i] = in[s], uint64(parts[s].incarnation), uint64(parts[s].number)
 		if s == g.rank {
 			rank = i
 		}
@@ -845,7 +847,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	if !g.job.retain() {
 		return nil, ErrClosed
 	}
-	sub, err := newGroup(g.job, ranks, rank, name, incarnations, at, 0)
+	sub, err := newGroup(g.job, ranks, rank, name, incarnations, places, at, 0)
 	if err != nil {
 		g.job.release()
 		return nil, err

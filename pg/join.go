@@ -249,7 +249,7 @@ func (j *job) admitted(ctx context.Context, admission *join.Admission) (*Group, 
 		return nil, err
 	}
 	view := j.roster.View()
-	g, err := newGroup(j, upTo(view.Size()), j.session.Self.Rank, worldName, nil, view, view.Epoch-1)
+	g, err := newGroup(j, upTo(view.Size()), j.session.Self.Rank, worldName, nil, nil, view, view.Epoch-1)
 	if err != nil {
 		return nil, err
 	}
@@ -274,7 +274,7 @@ func (j *job) admitted(ctx context.Context, admission *join.Admission) (*Group, 
 
 // world makes the group of all ranks.
 func (j *job) world() (*Group, error) {
-	return newGroup(j, upTo(j.settings.Size), j.session.Self.Rank, worldName, nil, j.initial, 1)
+	return newGroup(j, upTo(j.settings.Size), j.session.Self.Rank, worldName, nil, nil, j.initial, 1)
 }
 
 func upTo(n int) []int {

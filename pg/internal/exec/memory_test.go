@@ -66,7 +66,7 @@ func ranks(t testing.TB, n, groups int, memory bool) []*rank {
 			t.Fatal(err)
 		}
 		for g := range groups {
-			c, err := it.proxy.Open(p2p.Name{Number: uint64(g) + 1}, p2p.Epoch{}, everyone, false)
+			c, err := it.proxy.Open(p2p.Name{Number: uint64(g) + 1}, p2p.Epoch{}, everyone, nil, false)
 			if err != nil {
 				t.Fatal(err)
 			}
