@@ -35,8 +35,8 @@ const (
 	frameCancel // the sender cancelled an announced message. Seq: sender's id, Off: receiver's id or 0
 	// No content: a check whether the peer's host answers; of no channel.
 	frameBeat
-	// Chan stands for this channel in later frames. Seq, Call: its name; Count, Off: its epoch; Ack,
-	// instead of credit: the receiver's place in it, which wraps, or 0 (see Proxy.Open). flagEnded:
+	// Chan stands for this channel in later frames. Seq, Call: its name; Count, Off: its epoch.
+	// Ack: no credit, but the receiver's place in it, which wraps, or 0: see Proxy.Open. flagEnded:
 	// an answer: it has ended at the sender, and the frames that follow say how.
 	frameOpen
 	// Payload: the new value of key Seq, of the sender or, if Off is not 0, of slot Off-1; no
@@ -150,8 +150,8 @@ type Proxy struct {
 	peers []peer  // by rank
 	links []*peer // those with a live link
 	chans map[chanKey]*Channel
-	// Of channels that are open, of closed ones without places, and of those of which peers may have
-	// to be told more than that they are closed. Frames of earlier epochs are dropped.
+	// Of channels that are open, of closed ones without places, and of those of which peers may
+	// have to be told more than that they are closed. Frames of earlier epochs are dropped.
 	floors    map[Name]floor
 	unopened  int
 	reserved  uint64   // names of channels
