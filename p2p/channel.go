@@ -238,7 +238,8 @@ func (p *Proxy) Reserve(n int) Name {
 }
 
 // Settle ends a reservation: this rank opens no channel for it any more. Frames that peers have
-// sent on those that it did not open are dropped. Takes the lock itself.
+// sent on those that it did not open are dropped, and peers that have named them are told that they
+// are closed. Takes the lock itself.
 func (p *Proxy) Settle(first Name) {
 	p.Lock()
 	defer p.Unlock()
@@ -247,13 +248,15 @@ func (p *Proxy) Settle(first Name) {
 		p.unsettled = slices.Delete(p.unsettled, i, i+1)
 	}
 	for _, c := range p.chans {
-		if c.ranks == nil && c.place == place {
+		if _, known := p.floors[c.name]; !known && c.ranks == nil && c.place == place { // known: a later epoch
 			p.unopened--
 			c.retire()
-			for _, st := range c.streams {
-				if st.pr.link != nil {
-					p.farewell(st.pr, &c.chanKey, floor{closed: true})
-				}
+		}
+	}
+	for _, pr := range p.links {
+		for n := range pr.in {
+			if i := &pr.in[n]; i.place == place && p.chans[i.key] == nil && p.floor(i).closed {
+				p.farewell(pr, &i.key, floor{closed: true})
 			}
 		}
 	}

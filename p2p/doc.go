@@ -9,7 +9,7 @@
 //
 //	p := p2p.New(p2p.Config{…})
 //	endpoints, err := p.Listen(ctx)              // for the directory, by which peers find this rank
-//	c, err := p.Open(name, epoch, ranks, false)   // every member opens the same name and epoch
+//	c, err := p.Open(name, epoch, ranks, nil, false)   // every member opens the same name and epoch
 //	p.Lock()
 //	c.Begin(token, false)
 //	c.PostRecv(&r, slot, token, buf, false)

@@ -198,31 +198,27 @@ func TestClosedChannelsAreForgotten(t *testing.T) {
 }
 
 // What a peer sends on a channel before it is opened here is kept until the reservation is settled.
-// Then the peer learns that it will not be opened.
+// Then the peer learns that it will not be opened, also if it has only named the channel.
 func TestSettlingDropsUnopenedChannels(t *testing.T) {
-	for _, opened := range []bool{true, false} {
-		t.Run(fmt.Sprintf("opened: %v", opened), func(t *testing.T) {
+	for _, c := range []struct{ opened, sends bool }{{true, true}, {false, true}, {false, false}} {
+		t.Run(fmt.Sprintf("opened: %v, the peer sends: %v", c.opened, c.sends), func(t *testing.T) {
 			all := cluster(t, 2, 64<<10, nil)
 			defer closeAll(all)
 			ping := pinger(t, all)
+			ping()
 			reserve(all)
 			name, places := reserve(all)
-			a, err := all[0].Open(name, p2p.Epoch{}, ranks(2), places, false)
-			if err != nil {
-				t.Fatal(err)
-			}
-			all[0].Lock()
-			err = a.Send(patient(context.Background()), 1, p2p.Token{Seq: 1}, []byte{1})
-			all[0].Unlock()
-			if err != nil {
-				t.Fatal(err)
+			a := opened(t, all, 0, name, places)
+			if c.sends {
+				sendByte(t, all[0], a)
+			} else {
+				all[0].Lock()
+				a.PostRecv(new(p2p.Recv), 1, p2p.Token{Seq: 1}, make([]byte, 1), false) // names the channel
+				all[0].Unlock()
 			}
 			ping()
-			if opened {
-				b, err := all[1].Open(name, p2p.Epoch{}, ranks(2), places, false)
-				if err != nil {
-					t.Fatal(err)
-				}
+			if c.opened {
+				b := opened(t, all, 1, name, places)
 				settle(all[1], places, 1)
 				if err := receive(all[1], b, false); err != nil {
 					t.Error(err)
@@ -240,6 +236,58 @@ func TestSettlingDropsUnopenedChannels(t *testing.T) {
 				t.Error("the peer waits for a channel that is not opened")
 			}
 		})
+	}
+}
+
+// A peer may have gone on to the next epoch of a channel before the reservation is settled here.
+func TestSettlingKeepsLaterEpochs(t *testing.T) {
+	all := cluster(t, 2, 64<<10, nil)
+	defer closeAll(all)
+	ping := pinger(t, all)
+	name, places := reserve(all)
+	next := func(r int, c *p2p.Channel) *p2p.Channel {
+		t.Helper()
+		all[r].Lock()
+		defer all[r].Unlock()
+		c, err := c.Next(p2p.Epoch{View: 1}, ranks(2))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	a, b := opened(t, all, 0, name, places), opened(t, all, 1, name, places)
+	a = next(0, a)
+	sendByte(t, all[0], a)
+	ping()
+	settle(all[1], places, 1)
+	ping()
+	all[0].Lock()
+	if a.Closed(1) {
+		t.Error("the peer was told that the channel is closed")
+	}
+	all[0].Unlock()
+	if err := receive(all[1], next(1, b), false); err != nil {
+		t.Error(err)
+	}
+}
+
+// opened opens a channel of two ranks for rank r.
+func opened(t *testing.T, all []*p2p.Proxy, r int, name p2p.Name, places []uint64) *p2p.Channel {
+	t.Helper()
+	c, err := all[r].Open(name, p2p.Epoch{}, ranks(2), places, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// sendByte sends what receive gets, to rank 1.
+func sendByte(t *testing.T, p *p2p.Proxy, c *p2p.Channel) {
+	t.Helper()
+	p.Lock()
+	defer p.Unlock()
+	if err := c.Send(patient(context.Background()), 1, p2p.Token{Seq: 1}, []byte{1}); err != nil {
+		t.Fatal(err)
 	}
 }
 
