@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
@@ -160,6 +161,10 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	defer cancel()
 	dctx, abort := context.WithCancelCause(dctx)
 	defer abort(nil)
+	var secured atomic.Bool
+	if addr.Scheme == "etcd" { // one that speaks TLS looks as if it were away
+		defer time.AfterFunc(dial/2, func() { secured.Store(speaksTLS(dctx, addr.Endpoints[0])) }).Stop()
+	}
 
 	endpoints := make([]string, len(addr.Endpoints))
 	for i, ep := range addr.Endpoints {
@@ -223,7 +228,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		switch {
 		case ctx.Err() != nil:
 			return nil, fmt.Errorf("store %v: %w: %w (%s)", addr, ErrStoreAway, context.Cause(ctx), text)
-		case addr.Scheme == "etcd" && speaksTLS(ctx, addr.Endpoints[0]):
+		case secured.Load():
 			return nil, fmt.Errorf("store %v: %w: it speaks TLS: use etcds://%s", addr, ErrStoreAway,
 				strings.Join(addr.Endpoints, ","))
 		case why != nil || away(err):

@@ -34,6 +34,8 @@ type Meeting struct {
 	Store  string // address of the store
 	Secret []byte // the job's secret
 
+	launch string // its name
+	text   string // of the invitation that has come; "": none
 	stop   func() // stops inviting the others; nil: not inviting
 	served *servedStore
 	later  sync.Once // of CloseLater
@@ -58,6 +60,17 @@ func (m *Meeting) Close(ctx context.Context) {
 func (m *Meeting) CloseLater() {
 	if m != nil {
 		m.later.Do(func() { go m.Close(context.Background()) })
+	}
+}
+
+// refused has the text of the last invitation of a launch that this process refuses, by name.
+var refused sync.Map
+
+// Refuse has this process refuse further invitations to this meeting: it has left a job that takes
+// nobody in, and rank 0 may leave later. The next Meet on the host waits for the next meeting.
+func (m *Meeting) Refuse() {
+	if m != nil && m.text != "" {
+		refused.Store(m.launch, m.text)
 	}
 }
 
@@ -122,7 +135,8 @@ func (l *Launch) HowToMeet() string {
 // only processes of the same user receive it, and through the launcher's PMI.
 //
 // A launch can meet once through PMI, which serves one program for each rank; on a host it can
-// while rank 0 is there. Meet blocks until ctx ends.
+// while rank 0 is there. There a process gets the invitation of rank 0's present meeting, unless it
+// refuses that (Meeting.Refuse). Meet blocks until ctx ends.
 func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
 	how := l.way()
 	if how == noWay {
@@ -141,6 +155,7 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 		if err != nil {
 			return nil, fmt.Errorf("meeting rank 0: %w", err)
 		}
+		m.launch = l.name
 		return m, nil
 	}
 	own := secret
@@ -223,8 +238,11 @@ func meetingPort(name string) string {
 
 // invitation is the message of rank 0 to the others.
 type invitation struct {
-	Store  string
-	Secret string `json:",omitempty"` // textual form
+	Store   string
+	Secret  string `json:",omitempty"` // textual form
+	Meeting uint64 // tells the meetings of a launch apart
+
+	text string // what has come
 }
 
 // maxInvitation bounds the size of an invitation in bytes.
@@ -234,7 +252,7 @@ func (i invitation) meeting(secret []byte) (*Meeting, error) {
 	if _, err := ParseStore(i.Store); err != nil {
 		return nil, err
 	}
-	m := &Meeting{Store: i.Store, Secret: secret}
+	m := &Meeting{Store: i.Store, Secret: secret, text: i.text}
 	switch {
 	case i.Secret != "" && len(secret) > 0:
 		return nil, errors.New("this process was given a job secret and rank 0 was not: set TUTTI_SECRET for all " +
@@ -255,6 +273,7 @@ func (i invitation) meeting(secret []byte) (*Meeting, error) {
 const kvsKey = "tutti-meeting"
 
 func (l *Launch) tell(ctx context.Context, how way, i invitation) (stop func(), err error) {
+	i.Meeting = ident.New()
 	b, err := json.Marshal(i)
 	if err != nil {
 		return nil, err
@@ -286,6 +305,7 @@ func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
 	if err == nil {
 		err = json.Unmarshal(b, &i)
 	}
+	i.text = string(b)
 	return i, err
 }
 
@@ -362,13 +382,16 @@ func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err
 func hearHost(ctx context.Context, name string) ([]byte, error) {
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
 		text, err := hearHostOnce(ctx, name)
+		if old, _ := refused.Load(name); err == nil && string(text) == old {
+			err = errors.New("rank 0 is in an earlier job, which this process has left")
+		}
 		var user *userError
 		switch {
 		case err == nil:
 			return text, nil
 		case errors.As(err, &user):
 			return nil, fmt.Errorf("launch %s on this host: %w", name, err)
-		case !sleep(ctx, pause): // else rank 0 has not begun, or was about to end
+		case !sleep(ctx, pause): // else rank 0 has not begun, or is about to end
 			return nil, fmt.Errorf("no process of launch %s on this host says where to meet: %w (%w)", name,
 				context.Cause(ctx), err)
 		}

@@ -247,6 +247,43 @@ func TestMeetWithoutRankZeroTimesOut(t *testing.T) {
 	}
 }
 
+// Ranks leave a job and join the next at once, before rank 0 leaves.
+func TestRanksMeetAgain(t *testing.T) {
+	name, ctx := fresh(t), meetContext(t)
+	env := func(i int) string {
+		return fmt.Sprintf("RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d LOCAL_WORLD_SIZE=2 TUTTI_JOB=%s", i, i, name)
+	}
+	for _, secret := range [][]byte{nil, []byte("a secret for the tests of this package")} {
+		first, errs := together(t, env, 2, [][]byte{secret, secret})
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+		l, err := FromEnv(vars(env(1)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := l.Meet(ctx, secret, nil) // after a Join that has failed, say
+		if err != nil || again.Store != first[0].Store {
+			t.Errorf("a process that has not left the job meets at %+v, %v", again, err)
+		}
+		first[1].Refuse()
+		first[1].Close(ctx)
+		short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+		defer cancel()
+		if m, err := l.Meet(short, secret, nil); !errors.Is(err, context.DeadlineExceeded) ||
+			!strings.Contains(err.Error(), "earlier job") {
+			t.Errorf("a process that has left the job meets at %+v, %v", m, err)
+		}
+		first[0].Close(ctx)
+		second, errs := together(t, env, 2, [][]byte{secret, secret})
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+		meets(t, second)
+		second[0].Close(ctx)
+	}
+}
+
 func TestSecretOfSomeRanksOnlyIsRefused(t *testing.T) {
 	secret := []byte("a secret for the tests of this package")
 	for _, given := range [][2][]byte{{secret, nil}, {nil, secret}} {

@@ -806,6 +806,29 @@ func TestDialStoreFailures(t *testing.T) {
 	}
 }
 
+// DialTimeout also bounds finding out why a store does not answer.
+func TestStoreDialTimeoutBoundsAll(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	least := patience // a busy machine delays some
+	for range 3 {
+		began := time.Now()
+		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: "etcd://" + silent.Addr().String(),
+			Job: "j", DialTimeout: 100 * time.Millisecond})
+		if err == nil {
+			s.Close()
+			t.Fatal("a silent store was taken")
+		}
+		least = min(least, time.Since(began))
+	}
+	if least > 2*time.Second {
+		t.Errorf("it took %v", least)
+	}
+}
+
 // A proof that was made for one store is not accepted by another with the same secret, if it is
 // forwarded.
 func TestProofForAnotherStore(t *testing.T) {

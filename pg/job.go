@@ -189,6 +189,9 @@ func (j *job) release() error {
 	last := j.refs == 0
 	j.mu.Unlock()
 	if last {
+		if j.settings.OnFailure == Report { // the others do not go on without this rank
+			j.settings.meeting.Refuse()
+		}
 		defer j.settings.part(context.Background())
 		return j.shut()
 	}
