@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <set>
 #include <stdexcept>
 #include <thread>
@@ -345,11 +346,15 @@ void close_all() {
 }
 
 void Backend::shutdown() {
+  if (forked()) { // the group is the parent's
+    return;
+  }
   WithoutGil released;
   close();
 }
 
 void Backend::abort() {
+  refuse_if_forked("tutti abort");
   WithoutGil released;
   if (closed_ || group_ == 0) { // without mutex_, which a thread has that waits for ranks in a start
     return;
@@ -360,6 +365,7 @@ void Backend::abort() {
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 c10d::ErrorType Backend::getError() {
+  refuse_if_forked("tutti get_error");
   {
     WithoutGil released;
     for (const auto& work : running_->all()) { // the program may not have waited on the host
@@ -454,11 +460,13 @@ std::pair<uint64_t, std::vector<int64_t>> Backend::view() const {
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
-  TORCH_CHECK_VALUE(size >= 0, "tutti allocateTensor: the size is ", size, ", expected 0 or more");
+  const auto item = static_cast<int64_t>(options.dtype().itemsize());
+  TORCH_CHECK_VALUE(size >= 0 && size <= std::numeric_limits<int64_t>::max() / item,
+                    "tutti allocateTensor: the size is ", size, ", expected 0 or more elements that fit in memory");
   TORCH_CHECK_VALUE(options.device().is_cpu(), "tutti allocateTensor: the device is ", options.device(),
                     ", expected cpu");
   void* memory = nullptr;
-  const uint64_t bytes = static_cast<uint64_t>(size) * options.dtype().itemsize();
+  const auto bytes = static_cast<uint64_t>(size * item);
   if (bytes > 0) {
     if (int code = api().tutti_alloc(group_, bytes, &memory); code != TUTTI_OK) {
       raise(code, api().tutti_last_error());
@@ -481,15 +489,6 @@ c10::intrusive_ptr<Work> Backend::begin(Task task) {
   number(task);
   place(task);
   return start(std::move(task), 0);
-}
-
-// In a forked child the works, and who holds the locks, are those of the parent.
-void Backend::refuse_if_forked(const char* title) const {
-  if (forked()) {
-    int32_t rank = 0;
-    const int code = api().tutti_rank(group_, &rank);
-    raise(code, std::string(title) + ": " + api().tutti_last_error());
-  }
 }
 
 void Backend::refuse_if_closed(const char* title) const {

@@ -182,7 +182,6 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Work> start(Task task, tutti_work handle);
   void number(Task& task);
   void place(Task& task);
-  void refuse_if_forked(const char* title) const;
   void refuse_if_closed(const char* title) const;
   c10::Stream stream_for(const Task& task, c10::Device device);
   template <class Given>

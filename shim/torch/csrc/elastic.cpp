@@ -51,8 +51,11 @@ class Memory final : public c10::Allocator {
 void Backend::recover(milliseconds timeout) {
   WithoutGil released;
   Interruptible interruptible(api());
-  interruptible.check(api().tutti_recover(group_, bound_of(timeout)));
-  running_->recovered();
+  const int code = api().tutti_recover(group_, bound_of(timeout));
+  if (code == TUTTI_OK) { // also when a signal handler has raised meanwhile
+    running_->recovered();
+  }
+  interruptible.check(code);
 }
 
 int Backend::admit(milliseconds timeout) {

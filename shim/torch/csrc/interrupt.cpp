@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <utility>
 
 #include "work.h"
 
@@ -17,6 +18,22 @@ thread_local bool joined = false;
 
 bool main_thread() {
   return syscall(SYS_gettid) == getpid();
+}
+
+// That of the call that the main thread makes, the inner one if a signal handler makes another.
+Interruptible* current = nullptr;
+
+// Looks at signals for the call whose raised_ is given.
+int look(void* raised) {
+  if (*static_cast<bool*>(raised)) { // by an earlier look: no other handler runs before rethrow
+    return 1;
+  }
+  PyGILState_STATE gil = PyGILState_Ensure();
+  // The exception stays set in this thread's state, for rethrow.
+  bool interrupted = PyErr_CheckSignals() != 0;
+  PyGILState_Release(gil);
+  *static_cast<bool*>(raised) = interrupted;
+  return interrupted ? 1 : 0;
 }
 
 } // namespace
@@ -66,25 +83,15 @@ void check_signals() {
 
 Interruptible::Interruptible(const Api& api) : api_(api), main_(on_main_thread()) {
   if (main_) {
-    api_.tutti_set_interrupt(
-        [](void* raised) -> int {
-          if (*static_cast<bool*>(raised)) { // by an earlier look: no other handler runs before rethrow
-            return 1;
-          }
-          PyGILState_STATE gil = PyGILState_Ensure();
-          // The exception stays set in this thread's state, for rethrow.
-          bool interrupted = PyErr_CheckSignals() != 0;
-          PyGILState_Release(gil);
-          *static_cast<bool*>(raised) = interrupted;
-          return interrupted ? 1 : 0;
-        },
-        &raised_);
+    outer_ = std::exchange(current, this);
+    api_.tutti_set_interrupt(look, &raised_);
   }
 }
 
 Interruptible::~Interruptible() {
   if (main_) {
-    api_.tutti_set_interrupt(nullptr, nullptr);
+    current = outer_;
+    api_.tutti_set_interrupt(outer_ == nullptr ? nullptr : look, outer_ == nullptr ? nullptr : &outer_->raised_);
   }
 }
 

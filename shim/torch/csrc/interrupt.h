@@ -57,6 +57,7 @@ class Interruptible {
   const Api& api_;
   bool raised_ = false;
   bool main_;
+  Interruptible* outer_ = nullptr; // that of the call in which a signal handler makes this one
 };
 
 } // namespace tutti_torch

@@ -59,6 +59,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ra
 }
 
 void Backend::suspend() {
+  refuse_if_forked("tutti suspend");
   WithoutGil released;
   for (const auto& work : running_->all()) {
     TORCH_CHECK(work->poll(), "tutti suspend: an operation is under way: wait for it first");
@@ -81,6 +82,7 @@ void Backend::suspend() {
 }
 
 void Backend::resume() {
+  refuse_if_forked("tutti resume");
   WithoutGil released;
   {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -103,6 +105,7 @@ void Backend::resume() {
 }
 
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
+  refuse_if_forked("tutti memory_stats");
   uint64_t operations = 0, bytes = 0;
   for (const auto& work : running_->all()) {
     if (!work->poll()) {
@@ -114,6 +117,7 @@ std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
 }
 
 void Backend::waitForPendingWorks() {
+  refuse_if_forked("tutti wait_for_pending_works");
   WithoutGil released;
   for (const auto& work : running_->all()) {
     while (!work->await(kSlice) || !running_->await_removal(work.get(), kSlice)) {

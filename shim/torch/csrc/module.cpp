@@ -40,7 +40,7 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
       [](const c10::intrusive_ptr<c10d::Work>& work) {
         auto own = c10::dynamic_intrusive_pointer_cast<tutti_torch::Work>(work);
         TORCH_CHECK_TYPE(own, "failed_ranks expects a work of an operation of the tutti backend");
-        TORCH_CHECK_VALUE(own->poll(), "failed_ranks: the operation has not ended: call wait first");
+        TORCH_CHECK_VALUE(own->isCompleted(), "failed_ranks: the operation has not ended: call wait first");
         return own->failed_ranks();
       },
       py::arg("work"), py::call_guard<py::gil_scoped_release>());

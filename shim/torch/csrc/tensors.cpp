@@ -1,7 +1,9 @@
 #include "tensors.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace tutti_torch {
@@ -23,6 +25,14 @@ bool is_float8(ScalarType type) {
 bool usable(const at::Tensor& tensor, c10::Device place) {
   return (place.is_cpu() ? tensor.is_cpu() : tensor.device() == place) && tensor.is_contiguous() &&
          !tensor.is_conj() && !tensor.is_neg();
+}
+
+// Throws std::invalid_argument if elements of an output share memory. Those of an expanded one do.
+void check_output(const at::Tensor& tensor) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw std::invalid_argument(c10::str("tutti: elements of an output with strides ", tensor.strides(),
+                                         " share memory: clone it"));
+  }
 }
 
 // Returns the memory of parts as one tensor if they lie one after the other at a place, else none.
@@ -211,14 +221,15 @@ Staged::Staged(const at::Tensor& tensor, c10::Device place, Use use, std::option
     memory_ = tensor;
     return;
   }
+  if (use & kWrite) {
+    check_output(tensor);
+    tensors_ = {tensor};
+  }
   at::AutoDispatchBelowADInplaceOrView raw;
   copied_ = true;
   memory_ = at::empty(tensor.sizes(), at::TensorOptions().dtype(as.value_or(tensor.scalar_type())).device(place));
   if (use & kRead) {
     memory_.copy_(tensor);
-  }
-  if (use & kWrite) {
-    tensors_ = {tensor};
   }
 }
 
@@ -227,6 +238,10 @@ Staged::Staged(const std::vector<at::Tensor>& parts, c10::Device place, Use use,
   if (auto whole = joined(parts, place); whole && !as) {
     memory_ = *whole;
     return;
+  }
+  if (use & kWrite) {
+    std::for_each(parts.begin(), parts.end(), check_output);
+    tensors_ = parts;
   }
   copied_ = true;
   int64_t count = 0;
@@ -241,9 +256,6 @@ Staged::Staged(const std::vector<at::Tensor>& parts, c10::Device place, Use use,
       memory_.narrow(0, at, part.numel()).view(part.sizes()).copy_(part);
       at += part.numel();
     }
-  }
-  if (use & kWrite) {
-    tensors_ = parts;
   }
 }
 

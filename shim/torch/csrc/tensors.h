@@ -53,7 +53,8 @@ class Staged {
   Staged() = default;
 
   // Makes memory for tensor at a place (place_of): its own if possible, else a copy, which holds
-  // its elements if use says that they are read.
+  // its elements if use says that they are read. It throws std::invalid_argument if elements that
+  // are to be written share memory.
   Staged(const at::Tensor& tensor, c10::Device place, Use use, std::optional<at::ScalarType> as = std::nullopt);
 
   // Makes memory for several tensors of one data type.

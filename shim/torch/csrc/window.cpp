@@ -3,6 +3,7 @@
 #ifdef C10D_BACKEND_HAS_WINDOW
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <iterator>
 #include <thread>
@@ -72,6 +73,7 @@ class Window::Errand final : public c10d::Work {
     }
     const auto future = future_; // a callback may drop the last reference to this errand
     finish(error);
+    ended_ = true;
     if (error) {
       future->setError(error);
     } else {
@@ -95,6 +97,15 @@ class Window::Errand final : public c10d::Work {
   }
 
   bool wait(milliseconds timeout) override {
+    if (!ended_) {
+      refuse_if_forked(title_);
+    }
+    if (forked()) { // a thread of the parent may hold mutex_ for ever
+      if (exception_) {
+        std::rethrow_exception(exception_);
+      }
+      return true;
+    }
     WithoutGil released;
     const Clock::time_point end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
     std::unique_lock<std::mutex> guard(mutex_);
@@ -128,6 +139,7 @@ class Window::Errand final : public c10d::Work {
  private:
   const char* const title_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<bool> ended_{false};
   std::thread thread_;
 };
 
@@ -151,6 +163,9 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
                     "the tensor must be a dense one in host memory");
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.nbytes() > 0 && tensor.nbytes() == tensor.storage().nbytes(), what,
                     "the tensor must be contiguous, not empty, and not part of a larger one: clone it");
+  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), what,
+                    "the tensor must not be a conjugated or negated view, whose memory has other values: clone it");
+  TORCH_CHECK_VALUE(tensor.const_data_ptr() != nullptr, what, "the tensor has no memory, as in FakeTensorMode");
   WithoutGil released;
   {
     std::lock_guard<std::mutex> guard(mutex_);

@@ -59,6 +59,14 @@ void raise(int code, const std::string& text) {
   C10_THROW_ERROR(DistBackendError, text);
 }
 
+void refuse_if_forked(const char* title) {
+  if (forked()) {
+    int32_t rank = 0;
+    const int code = api().tutti_rank(0, &rank);
+    raise(code, std::string(title) + ": " + api().tutti_last_error());
+  }
+}
+
 Work::Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running)
     : c10d::Work(rank, task.type, at::hasCallbacks() ? task.title : nullptr,
                  at::hasCallbacks() ? std::optional<std::vector<at::Tensor>>(task.inputs) : std::nullopt),
@@ -234,7 +242,14 @@ bool Work::await(nanoseconds time) noexcept {
   return true;
 }
 
+void Work::refuse_if_parents() const {
+  if (!over()) {
+    refuse_if_forked(task_.title);
+  }
+}
+
 bool Work::wait(milliseconds timeout) {
+  refuse_if_parents();
   if (task_.stream && !task_.blocks && timeout == kNoTimeout && rely()) {
     order();
     return true;
@@ -381,6 +396,7 @@ void Work::mark(bool over) noexcept {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  refuse_if_parents();
   c10::intrusive_ptr<c10::ivalue::Future> future;
   bool over = false;
   {
@@ -423,6 +439,7 @@ uint64_t Work::held() const {
 }
 
 bool Work::isCompleted() {
+  refuse_if_parents();
   return poll();
 }
 
@@ -442,7 +459,7 @@ int Work::sourceRank() const {
 }
 
 std::vector<at::Tensor> Work::result() {
-  TORCH_CHECK(poll() || (task_.stream && !task_.blocks),
+  TORCH_CHECK(isCompleted() || (task_.stream && !task_.blocks),
               "the operation has not ended: call wait before result");
   std::vector<at::Tensor> all;
   for (const auto& list : task_.outputs) {

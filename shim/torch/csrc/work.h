@@ -28,6 +28,9 @@ class Running;
 // DistBackendError.
 [[noreturn]] void raise(int code, const std::string& text);
 
+// Throws in a forked child: the works, and who holds the locks, are those of the parent.
+void refuse_if_forked(const char* title);
+
 // What an operation is made of.
 struct Task {
   Task(c10d::OpType type, const char* title) : type(type), title(title) {}
@@ -73,7 +76,7 @@ class Work final : public c10d::Work {
   // them cannot be started, it throws.
   void start(tutti_group group, tutti_work handle);
 
-  bool isCompleted() override;
+  bool isCompleted() override; // throws in a forked child, unless the end was noticed before
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override;
@@ -109,6 +112,7 @@ class Work final : public c10d::Work {
   uint64_t held() const;
 
  private:
+  void refuse_if_parents() const; // in a forked child, unless the end was noticed before
   void finish() noexcept;
   void conclude() noexcept; // with lock_ held
   void mark(bool over) noexcept;

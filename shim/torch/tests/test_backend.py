@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import tutti_torch
 from test_failures import raises
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def backend(group=None):
@@ -61,6 +62,11 @@ def windows(rank, size, port):
     raises(ValueError, "type", window.put, row.int(), right, 0, False)
     raises(ValueError, "already", window.tensor_register, tensor)
     raises(ValueError, "clone it", backend().new_window, tensor[:, :10])
+    raises(ValueError, "conjugated", backend().new_window, torch.ones(2, dtype=torch.complex64).conj())
+    raises(ValueError, "negated", backend().new_window, torch._neg_view(torch.ones(2)))
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    raises(ValueError, "no memory", backend().new_window, fake)
     raises(ValueError, "the rank is -1", window.map_remote_tensor, -1)
     options = torch._C._distributed_c10d.WaitSignalOptions()
     options.timeout = timedelta(milliseconds=100)

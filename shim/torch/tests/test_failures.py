@@ -45,6 +45,13 @@ def arguments(rank, size, port):
     raises(ValueError, "expected", group._reduce_scatter_base, x, torch.ones(3))
     raises(ValueError, "splits", group.alltoall_base, x, x, [1], [1])
     raises(ValueError, "dim 0", group.alltoall_base, x, x, [1] * size, [2] * size)
+    once = torch.ones(1).expand(4)  # its elements share memory
+    raises(ValueError, "share memory", dist.all_reduce, once)
+    raises(ValueError, "share memory", dist.all_reduce_coalesced, [x, once])
+    raises(ValueError, "share memory", dist.all_gather, [once] * size, x)
+    raises(ValueError, "share memory", dist.recv, once, (rank + 1) % size)
+    for elements in (2**61, 2**61 + 1):  # their bytes do not fit into 64 bits
+        raises(ValueError, "fit in memory", tutti_torch.empty, elements, dtype=torch.float64)
     raises(ValueError, "itself", lambda: group.send([x], rank, 0).wait())
     raises(ValueError, "rank", lambda: group.send([x], size + 3, 0).wait())
     if rank == 0:
@@ -72,10 +79,16 @@ def refused(rank, size, port):
     dist.destroy_process_group()
 
 
-def in_child(group, size, called):
-    """Operations of a group of the parent. It does not return."""
+def in_child(group, size, called, works):
+    """Calls of a group of the parent, and of its works under way. It does not return."""
     try:
         signal.alarm(30)  # ends a child that hangs
+        backend = group._get_backend(torch.device("cpu"))
+        calls = [getattr(backend, name) for name in ("get_error", "memory_stats", "suspend") if harness.has(name)]
+        calls += [group._wait_for_pending_works, tutti_torch.recover, *(work.wait for work in works)]
+        calls += [works[0].is_completed, works[0].get_future, lambda: tutti_torch.failed_ranks(works[0])]
+        for call in [*calls, group.abort] if harness.has("abort") else calls:
+            raises(RuntimeError, "fork", call)
         wide, x = torch.full((4, size), 7.0), torch.ones(4)
         outputs = list(wide.unbind(1))
         raises(RuntimeError, "fork", dist.all_gather, outputs, x, async_op=True)
@@ -83,6 +96,7 @@ def in_child(group, size, called):
         assert not called, called
         raises(RuntimeError, "fork", dist.all_reduce, x)
         raises(RuntimeError, "fork", group.monitored_barrier)
+        dist.destroy_process_group()  # has no effect on the parent's
         assert not called, called
         os._exit(0)
     except BaseException:  # noqa: BLE001
@@ -97,21 +111,29 @@ def forked(rank, size, port):
     group, called = dist.group.WORLD, []
     dist.barrier()
     if rank == 0:
-        work = dist.irecv(torch.ones(4), 1)
-        future = work.get_future().then(lambda _: called.append("future"))
+        works = [dist.irecv(torch.ones(4), 1)]
+        future = works[0].get_future().then(lambda _: called.append("future"))
+        if harness.has("new_window"):
+            window = group.new_window(torch.zeros(1))
+            works.append(window.wait_signal(1, True))
         if harness.has("register_abort_hook"):
             group.register_abort_hook(1, lambda: called.append("hook"))
         child = os.fork()
         if child == 0:
-            in_child(group, size, called)
+            in_child(group, size, called, works)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert not called, called
         dist.barrier()
         future.wait()
         assert called == ["future"], called
+        for work in works:
+            work.wait()
     else:
+        window = group.new_window(torch.zeros(1)) if harness.has("new_window") else None
         dist.barrier()
         dist.send(torch.ones(4), 0)
+        if window is not None:
+            window.signal(0, False)
     dist.destroy_process_group()
 
 
@@ -142,6 +164,42 @@ def agrees_late(rank, size, port):
     raise_late(rank, port, lambda: tutti_torch.agree(True))
     dist.all_reduce(x := torch.ones(4))
     assert x[0] == size
+    dist.destroy_process_group()
+
+
+def recovers_late(rank, size, port):
+    """A group that has recovered has no error any more."""
+    harness.init(rank, size, port)
+    raises(dist.DistBackendError, "elements", dist.all_reduce, torch.ones(3 + rank))
+    raise_late(rank, port, tutti_torch.recover)
+    if harness.has("get_error"):
+        error = dist.group.WORLD._get_backend(torch.device("cpu")).get_error()
+        assert error == torch._C._distributed_c10d.ErrorType.SUCCESS, error
+    dist.all_reduce(x := torch.ones(4))
+    assert x[0] == size
+    dist.destroy_process_group()
+
+
+def handler_calls(rank, size, port):
+    """A signal handler makes a call that waits, in another one. That one still ends when a handler raises."""
+    harness.init(rank, size, port)
+    group = dist.new_group(range(size))
+    if rank == 0:
+
+        def second(*_):
+            raise KeyError("second")
+
+        def first(*_):
+            assert tutti_torch.agree(True, group)
+            signal.signal(signal.SIGALRM, second)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+        signal.signal(signal.SIGALRM, first)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        raises(KeyError, "second", tutti_torch.agree, True)
+    else:
+        tutti_torch.agree(True, group)
+    harness.meet(port, "over", size)
     dist.destroy_process_group()
 
 
@@ -305,6 +363,12 @@ class Failures(unittest.TestCase):
 
     def test_handler_raises_after_an_agreement(self):
         harness.run(agrees_late, 2)
+
+    def test_handler_raises_after_a_recovery(self):
+        harness.run(recovers_late, 2)
+
+    def test_handler_makes_a_call_that_waits(self):
+        harness.run(handler_calls, 2)
 
     def test_handler_raises_after_a_group_is_joined(self):
         harness.run(joins_late, 2)

@@ -33,6 +33,7 @@ PART = [
     "test_elastic.Elastic.test_store_of_the_job",
     "test_elastic.Elastic.test_subgroups_go_on",
     "test_failures.Failures.test_forked_child_leaves_the_works_of_its_parent_alone",
+    "test_failures.Failures.test_handler_raises_after_a_recovery",
     "test_failures.Failures.test_interrupt_ends_a_wait",
     "test_failures.Failures.test_late_ranks_are_named",
     "test_fallback.Alone",

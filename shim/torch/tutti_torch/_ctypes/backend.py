@@ -32,7 +32,19 @@ from .tensors import (
     wire_of,
 )
 from .window import Counter
-from .work import C10D, Completer, OpType, Running, Task, Together, Work, called, check, error_of, milliseconds
+from .work import (
+    C10D,
+    Completer,
+    OpType,
+    Running,
+    Task,
+    Together,
+    Work,
+    check,
+    error_of,
+    milliseconds,
+    refuse_if_forked,
+)
 
 # Coalesced tensors of up to this many bytes in all are reduced in one operation.
 _FLATTEN = 1 << 20
@@ -317,6 +329,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._close()
 
     def abort(self):
+        refuse_if_forked()
         with self._lock:
             if self._closed or not self._group:
                 return
@@ -324,6 +337,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         api.api().tutti_abort(self._group, f"rank {self._rank} has aborted the process group".encode())
 
     def get_error(self):
+        refuse_if_forked()
         kind = C10D.ErrorType
         kinds = {
             api.OK: kind.SUCCESS,
@@ -360,13 +374,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     # -- Starting operations --
 
-    def _refuse_if_forked(self):
-        if api.forked():  # a thread of the parent may have held a lock
-            called(api.api().tutti_rank(self._group, None))
-
     def _begin(self, task):
         message = task.type in _MESSAGES
-        self._refuse_if_forked()
+        refuse_if_forked()
         self._running.reap()
         with self._lock:  # collectives start in the order of their numbers
             if self._closed:
@@ -729,7 +739,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
         A group that replacements come into does not use the store. C++ gives options, not a timeout.
         """
-        self._refuse_if_forked()
+        refuse_if_forked()
         timeout = getattr(timeout, "timeout", timeout)
         if not self._prefix:
             opts = C10D.BarrierOptions()

@@ -26,8 +26,8 @@ class Elastic:
         return epoch.value, list(ranks[: min(n.value, self._size)])
 
     def recover(self, timeout=timedelta(0)):
-        check(*blocking(api.api().tutti_recover, self._group, _bound_of(timeout)))
-        self._running.recovered()
+        recovered = self._running.recovered
+        check(*blocking(api.api().tutti_recover, self._group, _bound_of(timeout), succeeded=recovered))
 
     def admit(self, timeout=timedelta(0)):
         """Returns how many ranks came in."""
@@ -48,11 +48,13 @@ class Elastic:
         """Returns memory on which collectives copy nothing, as a tensor of one dimension."""
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"tutti allocateTensor: the size is {size!r}, expected a number")
-        if size < 0:
-            raise ValueError(f"tutti allocateTensor: the size is {size}, expected 0 or more")
+        nbytes = size * dtype.itemsize
+        if not 0 <= nbytes < 2**63:
+            raise ValueError(
+                f"tutti allocateTensor: the size is {size}, expected 0 or more elements that fit in memory"
+            )
         if torch.device(device).type != "cpu":
             raise ValueError(f"tutti allocateTensor: the device is {device}, expected cpu")
-        nbytes = size * dtype.itemsize
         if nbytes == 0:
             return torch.empty(size, dtype=dtype)
         memory = ctypes.c_void_p()

@@ -16,24 +16,30 @@ def _check(number):
     return 1 if number in _raised else 0
 
 
-def blocking(function, *arguments):
+def blocking(function, *arguments, succeeded=None):
     """Calls a function of the library that may wait, and returns its code and the text of a failure.
 
     On the main thread another thread makes the call, while this one runs signal handlers. If one
     raises, the call ends, and then the exception continues. What the call has made by then is in its
-    arguments.
+    arguments. succeeded is called after a success, also if a handler raises meanwhile.
     """
-    if threading.current_thread() is not threading.main_thread():
+
+    def make():
         code = function(*arguments)
-        return code, "" if code == api.OK else api.last_error()
+        text = "" if code == api.OK else api.last_error()
+        if code == api.OK and succeeded is not None:
+            succeeded()
+        return code, text
+
+    if threading.current_thread() is not threading.main_thread():
+        return make()
     number, outcome, over = next(_numbers), [], threading.Event()
 
     def call():
         library = api.api()
         library.tutti_set_interrupt(_check, number)
         try:
-            code = function(*arguments)
-            outcome.append((code, "" if code == api.OK else api.last_error()))
+            outcome.append(make())
         except BaseException as e:  # noqa: BLE001  an argument is not what ctypes wants
             outcome.append(e)
         finally:

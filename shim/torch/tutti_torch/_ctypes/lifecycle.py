@@ -7,7 +7,7 @@ from .groups import entry
 from .interrupt import SLICE
 from .store import another
 from .window import Window
-from .work import C10D, error_of, milliseconds
+from .work import C10D, error_of, milliseconds, refuse_if_forked
 
 # The flag of shrink that ends operations under way: SHRINK_ABORT of torch.distributed.
 _SHRINK_ABORT = 1
@@ -93,6 +93,7 @@ class Lifecycle:
 
         In between the group has no memory and no connections, and its operations fail.
         """
+        refuse_if_forked()
         if any(not work.poll() for work in self._running.all()):
             raise RuntimeError("tutti suspend: an operation is under way: wait for it first")
         with self._lock:
@@ -115,6 +116,7 @@ class Lifecycle:
         api.api().tutti_close(group)
 
     def resume(self):
+        refuse_if_forked()
         with self._lock:
             if self._closed:
                 raise RuntimeError("tutti resume: the process group was shut down")
@@ -130,6 +132,7 @@ class Lifecycle:
         raise error_of(api.ECLOSED, "tutti resume: the process group was shut down")
 
     def memory_stats(self):
+        refuse_if_forked()
         under_way = [work for work in self._running.all() if not work.poll()]
         return {
             "operations": len(under_way),
@@ -148,6 +151,7 @@ class Lifecycle:
         return window
 
     def _wait_for_pending_works(self):
+        refuse_if_forked()
         for work in self._running.all():
             while not (work.await_(SLICE) and self._running.await_removal(work, SLICE)):
                 pass

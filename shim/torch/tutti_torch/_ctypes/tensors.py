@@ -160,6 +160,12 @@ def _direct(tensor):
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def _check_output(tensor):
+    """Raises ValueError if elements of an output share memory, as those of an expanded tensor."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(f"tutti: elements of an output with strides {list(tensor.stride())} share memory: clone it")
+
+
 def _joined(parts):
     """Returns the memory of parts as one tensor if they lie one after the other, else None."""
     if not parts:
@@ -183,7 +189,8 @@ class Staged:
     def __init__(self, tensors, use, as_type=None):
         """Takes the tensors' own memory if possible, else makes a copy.
 
-        The copy holds their elements if use says that they are read.
+        The copy holds their elements if use says that they are read. It raises ValueError if elements
+        that are to be written share memory.
         """
         with raw():
             if isinstance(tensors, torch.Tensor):
@@ -198,12 +205,14 @@ class Staged:
             if not self.copied:
                 self.memory = own
                 return
+            if use & WRITE:
+                for part in parts:
+                    _check_output(part)
+                self._tensors = parts
             self.memory = torch.empty(shape, dtype=as_type or dtype)
             if use & READ:
                 for part, place in self._places(parts):
                     place.copy_(part)
-            if use & WRITE:
-                self._tensors = parts
 
     def _places(self, tensors):
         """Yields each tensor with its part of the memory."""

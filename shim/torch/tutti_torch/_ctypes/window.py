@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import api
 from .interrupt import SLICE, blocking
 from .tensors import name_of, raw
-from .work import C10D, NO_TIMEOUT, again, called, check, milliseconds
+from .work import C10D, NO_TIMEOUT, again, called, check, milliseconds, refuse_if_forked
 
 # How long the end of a window waits for peers that write to it, in milliseconds.
 _CLOSE = 10_000
@@ -101,6 +101,8 @@ class _Errand(C10D.Work):
             self._thread.join()
 
     def wait(self, timeout=NO_TIMEOUT):
+        if not self._over.is_set():
+            refuse_if_forked()
         limit = 0 if timeout is None else milliseconds(timeout)
         end = time.monotonic() + limit / 1000
         while not self._over.wait(min(SLICE, max(0, end - time.monotonic())) if limit else SLICE):
@@ -161,6 +163,12 @@ class Window:
             raise ValueError(
                 f"{what}the tensor must be contiguous, not empty, and not part of a larger one: clone it"
             )
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"{what}the tensor must not be a conjugated or negated view, whose memory has other values: clone it"
+            )
+        if not tensor.data_ptr():
+            raise ValueError(f"{what}the tensor has no memory, as in FakeTensorMode")
         with self._lock:
             if self._memory is not None:
                 raise ValueError(f"{what}a tensor is registered already: call tensor_deregister first")

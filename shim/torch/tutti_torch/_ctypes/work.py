@@ -43,6 +43,12 @@ def called(code):
         raise error_of(code, api.last_error())
 
 
+def refuse_if_forked():
+    """Raises in a forked child: the works, and who holds the locks, are those of the parent."""
+    if api.forked():
+        called(api.api().tutti_rank(0, None))
+
+
 def again(error):
     """Returns a copy of an exception, to be raised.
 
@@ -108,6 +114,11 @@ class Work(C10D.Work):
         if self._running.hooks.watches():
             self._completer.add(self)
 
+    def _refuse_if_parents(self):
+        """Raises in a forked child, unless the end was noticed before."""
+        if not self._over:
+            refuse_if_forked()
+
     def poll(self):
         """Reports whether the operation is over. It does not wait."""
         if self._over:
@@ -138,6 +149,7 @@ class Work(C10D.Work):
             return sum(tensor.nbytes for tensor in self._task.keep)
 
     def wait(self, timeout=NO_TIMEOUT):
+        self._refuse_if_parents()
         limit = 0 if timeout is None else milliseconds(timeout)
         end = time.monotonic() + limit / 1000
         while not self._over:
@@ -239,6 +251,7 @@ class Work(C10D.Work):
         return outputs if len(outputs) > 1 else outputs[0] if outputs else []
 
     def get_future(self):
+        self._refuse_if_parents()
         with self._lock:
             if self._future is None:
                 first = torch.futures.Future()
@@ -250,6 +263,7 @@ class Work(C10D.Work):
         return future
 
     def is_completed(self):
+        self._refuse_if_parents()
         return self.poll()
 
     def is_success(self):
@@ -268,7 +282,7 @@ class Work(C10D.Work):
     _source_rank = source_rank
 
     def result(self):
-        if not self.poll():
+        if not self.is_completed():
             raise RuntimeError("the operation has not ended: call wait before result")
         return self.result_tensors()
 
@@ -308,7 +322,7 @@ def failed_ranks(work):
     """Returns the ranks that failed, were waited for or disagree. The operation must be over."""
     if not isinstance(work, Work):
         raise TypeError("failed_ranks expects a work of an operation of the tutti backend")
-    if not work.poll():
+    if not work.is_completed():
         raise ValueError("failed_ranks: the operation has not ended: call wait first")
     return work.failed_ranks()
 
