@@ -257,7 +257,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	if err := rootInRange(f.n); err != nil {
 		return err
 	}
-	p := &bench.Printer{Out: os.Stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
+	p := &bench.Printer{Out: stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
 	if launch.Terminal(os.Stderr) {
 		p.Progress = os.Stderr
 	}
@@ -292,8 +292,17 @@ func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	if o.Program, err = os.Executable(); err != nil {
 		return err
 	}
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
 	done := make(chan error, 1)
-	go func() { done <- show(r, p) }()
+	go func() {
+		err := show(r, p)
+		if err != nil {
+			stop(err) // ends the ranks
+			io.Copy(io.Discard, r)
+		}
+		done <- err
+	}()
 	code, err := launch.Run(ctx, o)
 	w.Close()
 	serr := <-done
@@ -312,10 +321,12 @@ func show(r io.Reader, p *bench.Printer) error {
 	for in.Scan() {
 		var e bench.Event
 		if err := json.Unmarshal(in.Bytes(), &e); err != nil {
-			io.Copy(io.Discard, r)
 			return fmt.Errorf("rank 0 printed %q: %w", in.Text(), err)
 		}
 		p.Show(e)
+		if err := stdout.lost(); err != nil {
+			return err
+		}
 	}
 	return in.Err()
 }
@@ -331,7 +342,7 @@ func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
 		enc := json.NewEncoder(os.Stdout)
 		report = func(e bench.Event) { enc.Encode(e) }
 	default:
-		p = &bench.Printer{Out: os.Stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
+		p = &bench.Printer{Out: stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
 		report = p.Show
 	}
 	conf := pg.Config{Timeout: f.timeout}

@@ -32,9 +32,9 @@ The exit code is 0 unless something that every job needs is broken, or there is 
 			if plot != "" {
 				return drawTopology(doctor.Local(), plot)
 			}
-			report := findingPrinter(os.Stdout, launch.Colour(os.Stdout), term.Width(os.Stdout))
+			report := findingPrinter(stdout, launch.Colour(os.Stdout), term.Width(os.Stdout))
 			if asJSON {
-				enc := json.NewEncoder(os.Stdout)
+				enc := json.NewEncoder(stdout)
 				enc.SetEscapeHTML(false)
 				report = func(f doctor.Finding) { enc.Encode(f) }
 			}
@@ -61,7 +61,7 @@ func drawTopology(h *doctor.Host, path string) error {
 		return errors.New("nothing to draw: this machine has no NVIDIA GPU")
 	}
 	if path == "-" {
-		_, err := os.Stdout.Write(v.SVG())
+		_, err := stdout.Write(v.SVG())
 		return err
 	}
 	return os.WriteFile(path, v.SVG(), 0o644)

@@ -623,7 +623,7 @@ func (f *endpointFlags) names(cmd *cobra.Command) error {
 		return ended(ctx, err)
 	}
 	if f.asJSON {
-		enc := json.NewEncoder(os.Stdout)
+		enc := json.NewEncoder(stdout)
 		enc.SetEscapeHTML(false)
 		for _, x := range all {
 			if err := enc.Encode(published{x.Name, x.Info.String()}); err != nil {
@@ -658,7 +658,7 @@ func columns(lines [][]string, align ...string) error {
 		}
 		fmt.Fprintln(&b, l[len(align)])
 	}
-	_, err := io.WriteString(os.Stdout, b.String())
+	_, err := io.WriteString(stdout, b.String())
 	return err
 }
 
@@ -682,7 +682,7 @@ func (f *endpointFlags) ls(ctx context.Context, p *endpoint.Peer) error {
 		}
 	}
 	if f.asJSON {
-		enc := json.NewEncoder(os.Stdout)
+		enc := json.NewEncoder(stdout)
 		enc.SetEscapeHTML(false)
 		for _, r := range all {
 			if err := enc.Encode(remote{r.Name, r.Len, r.Rights.String()}); err != nil {

@@ -70,6 +70,12 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 	if cmd.Flags().Changed("rounds") {
 		rounds = f.rounds
 	}
+	for _, name := range []string{"op", "min", "max", "factor", "dtype", "redop", "root", "iters", "warmup",
+		"round-time", "registered", "touch", "queue", "check", "no-check", "bind", "timeout"} {
+		if cmd.Flags().Changed(name) {
+			return usagef(cmd, "--%s is not for --faults", name)
+		}
+	}
 	switch {
 	case !transports(f.transport):
 		return usagef(cmd, "--faults --transport %s: expected auto, %s", f.transport, registry.Names())
@@ -82,9 +88,9 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 	}
 	for _, with := range []string{"", ", and of the leader of a three-member etcd at the same moment"} {
 		if !f.asJSON {
-			fmt.Printf("# kill -9 of one rank in a loop of 1 KiB allreduces%s, %d rounds; milliseconds, median "+
-				"and worst\n", with, rounds)
-			fmt.Println("#  ranks    kill to error        to the next result    replacement to admitted")
+			fmt.Fprintf(stdout, "# kill -9 of one rank in a loop of 1 KiB allreduces%s, %d rounds; milliseconds, "+
+				"median and worst\n", with, rounds)
+			fmt.Fprintln(stdout, "#  ranks    kill to error        to the next result    replacement to admitted")
 		}
 		for _, n := range sizes {
 			row, err := f.faultRow(cmd.Context(), self, n, rounds, with != "")
@@ -92,13 +98,13 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 				return err
 			}
 			if f.asJSON {
-				if err := json.NewEncoder(os.Stdout).Encode(row); err != nil {
+				if err := json.NewEncoder(stdout).Encode(row); err != nil {
 					return err
 				}
 				continue
 			}
-			fmt.Printf("%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n, row.Detected[0], row.Detected[1],
-				row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
+			fmt.Fprintf(stdout, "%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n,
+				row.Detected[0], row.Detected[1], row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
 		}
 	}
 	return nil
@@ -135,7 +141,7 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *c
 	admitted float64, err error) {
 	dir, err := os.MkdirTemp("", "tutti-faults-")
 	if err != nil {
-		return 0, 0, 0, err
+		return 0, 0, 0, fmt.Errorf("make a temporary directory (TMPDIR says where): %w", err)
 	}
 	defer os.RemoveAll(dir)
 	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n,

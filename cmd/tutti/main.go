@@ -3,11 +3,14 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
 	"runtime/debug"
 	"strings"
+	"sync"
+	"syscall"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -52,12 +55,15 @@ func execute(args []string) int {
 	root := newRoot()
 	root.SetArgs(args)
 	cmd, err := root.ExecuteC()
-	if err == nil {
-		return 0
-	}
 	var code exit
-	if errors.As(err, &code) {
+	over := err == nil || errors.As(err, &code)
+	switch lost := stdout.lost(); {
+	case errors.Is(lost, syscall.EPIPE): // while a command catches SIGPIPE
+		return 128 + int(syscall.SIGPIPE)
+	case over && lost == nil:
 		return int(code)
+	case over:
+		err = fmt.Errorf("%w: what was printed is incomplete", lost)
 	}
 	fmt.Fprintln(os.Stderr, launch.Tag(os.Stderr)+err.Error())
 	var usage *usageError
@@ -73,6 +79,30 @@ func execute(args []string) int {
 		return failed.Code
 	}
 	return launch.CodeLaunch
+}
+
+// standardOutput keeps the first error. A command that could not print fails, whether it looks at
+// the error or not.
+type standardOutput struct {
+	mu  sync.Mutex
+	err error
+}
+
+var stdout = &standardOutput{}
+
+func (o *standardOutput) Write(b []byte) (int, error) {
+	n, err := os.Stdout.Write(b)
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.err = cmp.Or(o.err, err)
+	return n, err
+}
+
+// lost returns the first error.
+func (o *standardOutput) lost() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.err
 }
 
 func newRoot() *cobra.Command {
@@ -145,7 +175,7 @@ func newVersion() *cobra.Command {
 	return &cobra.Command{
 		Use: "version", Short: "Print the version", Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			fmt.Fprintln(cmd.OutOrStdout(), "tutti "+version())
+			fmt.Fprintln(stdout, "tutti "+version())
 			return nil
 		},
 	}
@@ -177,7 +207,7 @@ func newEnv() *cobra.Command {
 			const indent = 22
 			width := term.Width(os.Stdout)
 			for _, v := range bootstrap.Variables() {
-				fmt.Fprintf(os.Stdout, "%-*s%s\n", indent, v.Name,
+				fmt.Fprintf(stdout, "%-*s%s\n", indent, v.Name,
 					term.Wrap(fmt.Sprintf("%s (default: %s)", v.Meaning, v.Default), indent, width))
 			}
 			return nil

@@ -128,18 +128,18 @@ func (p *p2pPrinter) head(s *pair.Spec) {
 		return
 	}
 	host, _ := os.Hostname()
-	fmt.Printf("# an endpoint (tutti) beside a plain TCP connection (raw), between two processes on %s (%d cores); "+
-		"one connection each; median of %d rounds\n", host, runtime.NumCPU(), s.Rounds)
-	fmt.Printf("# time of a call; depth: calls, or pieces of a batch, that are under way\n#\n")
-	fmt.Printf("#%9s %11s %6s %10s %10s %10s %8s %6s %4s\n", "op", "size", "depth", "tutti", "raw", "raw/tutti",
-		"tutti", "#wrong", "path")
-	fmt.Printf("#%9s %11s %6s %10s %10s %10s %8s %6s\n", "", "B", "", "us", "us", "", "GB/s", "")
+	fmt.Fprintf(stdout, "# an endpoint (tutti) beside a plain TCP connection (raw), between two processes on %s "+
+		"(%d cores); one connection each; median of %d rounds\n", host, runtime.NumCPU(), s.Rounds)
+	fmt.Fprintf(stdout, "# time of a call; depth: calls, or pieces of a batch, that are under way\n#\n")
+	fmt.Fprintf(stdout, "#%9s %11s %6s %10s %10s %10s %8s %6s %4s\n", "op", "size", "depth", "tutti", "raw",
+		"raw/tutti", "tutti", "#wrong", "path")
+	fmt.Fprintf(stdout, "#%9s %11s %6s %10s %10s %10s %8s %6s\n", "", "B", "", "us", "us", "", "GB/s", "")
 }
 
 func (p *p2pPrinter) row(r pair.Row) {
 	p.next("")
 	if p.json {
-		json.NewEncoder(os.Stdout).Encode(r)
+		json.NewEncoder(stdout).Encode(r)
 		return
 	}
 	wrong := fmt.Sprintf("%6d", r.Wrong)
@@ -149,8 +149,8 @@ func (p *p2pPrinter) row(r pair.Row) {
 	case r.Wrong > 0 && p.colour:
 		wrong = "\x1b[1;31m" + wrong + "\x1b[0m"
 	}
-	fmt.Printf("%10s %11d %6d %10.2f %10.2f %10.2f %8.3f %s %4s\n", r.Op, r.Bytes, r.Depth, r.Tutti, r.Raw, r.Ratio,
-		r.GBs, wrong, r.Path)
+	fmt.Fprintf(stdout, "%10s %11d %6d %10.2f %10.2f %10.2f %8.3f %s %4s\n", r.Op, r.Bytes, r.Depth, r.Tutti, r.Raw,
+		r.Ratio, r.GBs, wrong, r.Path)
 }
 
 // next shows on a terminal what is being measured; "" shows nothing any more.

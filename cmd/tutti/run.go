@@ -100,8 +100,8 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the "+
 		"ranks have none)")
 	fl.StringVar(&f.onFailure, "on-failure", "end",
-		"when a rank dies: `end` the others; or leave them to go on: shrink (the operation in flight fails), "+
-			"retry (it runs again)")
+		"`what` to do when a rank dies: end the others; or leave them to go on: shrink (the operation in flight "+
+			"fails), retry (it runs again)")
 	fl.IntVar(&f.restarts, "max-restarts", 0,
 		"with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
 	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and "+

@@ -370,6 +370,26 @@ func TestRunFullDisk(t *testing.T) {
 	}
 }
 
+// What commands print themselves is lost on a full disk: they fail, and say so once.
+func TestFullStandardOutput(t *testing.T) {
+	s := newStage(t)
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	for _, args := range []string{"secret", "version", "env", "doctor --json", "bench --max 64 --json"} {
+		j := s.command(strings.Fields(args)...)
+		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+		j.cmd.Stdout = full
+		j.start()
+		j.End(1)
+		if got := j.Err.String(); strings.Count(got, "no space left") != 1 || strings.Count(got, "\n") != 1 {
+			t.Errorf("tutti %s says %q", args, got)
+		}
+	}
+}
+
 // TestRunWithClosedOutput closes the reader of the output, as head does.
 func TestRunWithClosedOutput(t *testing.T) {
 	s := newStage(t)
@@ -439,6 +459,43 @@ func TestRunEndsRanksWhenNobodyReads(t *testing.T) {
 	if !ok || !strings.HasSuffix(rest, "\ntutti: interrupted by SIGINT; killed 2 ranks that had not ended\n") {
 		t.Errorf("at last it says %q", text[max(0, len(text)-400):])
 	}
+}
+
+// TestRunGivesUpWhatNobodyReads leaves a pipe full that is the standard output, after the rank has
+// ended well.
+func TestRunGivesUpWhatNobodyReads(t *testing.T) {
+	s := newStage(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	size, err := unix.FcntlInt(w.Fd(), unix.F_GETPIPE_SZ, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	j := s.command("run", "-n", "1", "--log-dir", t.TempDir(), proctest.Self())
+	j.cmd.Stdout = w
+	j.start()
+	w.Close()
+	p := s.arrive(1)[0]
+	p.do("print %q", strings.Repeat("line\n", 2*size/5))
+	p.tell("exit 0")
+	p.gone()
+	for ended, end := false, time.Now().Add(patience); !ended; {
+		j.Signal(syscall.SIGINT) // the first may come before the end of the rank is known
+		select {
+		case <-j.Done():
+			ended = true
+		case <-time.After(2 * time.Second):
+			if time.Now().After(end) {
+				t.Fatal("it does not end")
+			}
+		}
+	}
+	j.End(128 + int(syscall.SIGINT))
+	j.says("lines of output, which nobody has read\n")
+	j.says("interrupted by SIGINT")
 }
 
 func TestRunStdin(t *testing.T) {
@@ -719,6 +776,7 @@ func TestUsage(t *testing.T) {
 		{"bench --max 9X", `--max "9X": expected a size`},
 		{"bench --factor 1", "--factor 1: expected 2 or more"},
 		{"bench --root 2", "--root 2: expected 0..1"},
+		{"bench --faults --max 1M", "--max is not for --faults"},
 		{"bench x", "takes no arguments"},
 		{"doctor now", "takes no arguments"},
 		{"secret now", "takes no arguments"},

@@ -41,7 +41,7 @@ secret comes from TUTTI_SECRET, TUTTI_SECRET_FILE or --secret-file.`,
 				return usagef(cmd, "--secret-file is for --client NAME; --file writes a new secret")
 			}
 			if file == "" {
-				fmt.Fprintln(cmd.OutOrStdout(), text)
+				fmt.Fprintln(stdout, text)
 				return nil
 			}
 			f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)

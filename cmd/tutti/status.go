@@ -9,10 +9,8 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -80,7 +78,7 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the
 			if err != nil {
 				return err
 			}
-			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			ctx, stop := interruptible(cmd.Context())
 			defer stop()
 			return f.follow(ctx, cfg, every)
 		},
@@ -155,6 +153,11 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 			return bootstrap.StoreConfig{}, usagef(cmd, "%v", err)
 		}
 	}
+	if f.store != "" {
+		if _, err := bootstrap.ParseStore(f.store); err != nil {
+			return bootstrap.StoreConfig{}, usagef(cmd, "--store: %v", err)
+		}
+	}
 	told := f.store != "" || getenv("TUTTI_STORE") != ""
 	if f.store == "" && (name != "" || !told) {
 		r, err := pick(name, launch.Jobs())
@@ -189,7 +192,7 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 	}
 	if secret == "" {
 		return bootstrap.StoreConfig{}, fmt.Errorf("the secret of job %s is needed to ask its ranks: set "+
-			"TUTTI_SECRET or give --secret-file", l.Job)
+			"TUTTI_SECRET or give --secret-file", cmp.Or(l.Job, defaultJob))
 	}
 	return f.config(l, secret, getenv)
 }
@@ -202,7 +205,7 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string,
 		return bootstrap.StoreConfig{}, err
 	}
 	c := storeConfig(l.Store, getenv)
-	c.Job, c.Secret = cmp.Or(l.Job, "default"), raw
+	c.Job, c.Secret = cmp.Or(l.Job, defaultJob), raw
 	return c, nil
 }
 
@@ -263,6 +266,9 @@ func list(jobs []launch.Running) string {
 	return b.String()
 }
 
+// defaultJob is the name of a job that was given none.
+const defaultJob = "default"
+
 // codeStuck is the exit code if something is wrong with the job.
 const codeStuck = 3
 
@@ -271,7 +277,7 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 	s, err := status.Dial(ctx, cfg)
 	if err != nil {
 		if ctx.Err() != nil {
-			return nil
+			return stopped(ctx, every)
 		}
 		return fmt.Errorf("job %s: %w", cfg.Job, err)
 	}
@@ -285,7 +291,7 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 		now, err := s.Sample(ctx, ops)
 		switch {
 		case ctx.Err() != nil:
-			return true, nil
+			return true, stopped(ctx, every)
 		case errors.Is(err, status.ErrNoRanks) && before == nil:
 			return true, fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name "+
 				"(a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
@@ -317,7 +323,7 @@ func (f *statusFlags) followEndpoint(ctx context.Context, p *endpoint.Peer, ever
 		state, err := p.Stats(ctx)
 		switch {
 		case ctx.Err() != nil:
-			return true, nil
+			return true, stopped(ctx, every)
 		case err != nil:
 			return true, err
 		}
@@ -355,12 +361,21 @@ func (f *statusFlags) repeat(ctx context.Context, every time.Duration,
 		}
 		t.Stop()
 		if ctx.Err() != nil {
-			return nil
+			return stopped(ctx, every)
 		}
 		if every > 0 {
 			pause = every
 		}
 	}
+}
+
+// stopped returns the error if a signal has ended ctx. That is how --watch ends; without it nothing
+// is known of the job.
+func stopped(ctx context.Context, every time.Duration) error {
+	if every > 0 {
+		return nil
+	}
+	return ended(ctx, ctx.Err())
 }
 
 // report is what status can show.
@@ -371,7 +386,7 @@ type report interface {
 // show prints a report of a time. A live screen keeps room for more lines beside the table.
 func (f *statusFlags) show(scr *screen, r report, at time.Time, more int) error {
 	if f.asJSON {
-		enc := json.NewEncoder(os.Stdout)
+		enc := json.NewEncoder(stdout)
 		enc.SetEscapeHTML(false)
 		return enc.Encode(r)
 	}
@@ -463,11 +478,11 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 		return f.show(&screen{}, r, r.Time, 0)
 	}
 	st := status.Style{Colour: launch.Colour(os.Stdout), Width: term.Width(os.Stdout)}
-	r.Text(os.Stdout, st)
+	r.Text(stdout, st)
 	n := f.ops
 	if n == 0 {
 		n = 10
 	}
-	r.Operations(os.Stdout, n, st)
+	r.Operations(stdout, n, st)
 	return nil
 }

@@ -208,7 +208,8 @@ func TestStatusFindsJobs(t *testing.T) {
 		{"a b", 2, "takes one job or endpoint"},
 		{"--job a b", 2, "are different jobs"},
 		{"a/b", 2, "job name"},
-		{"--store redis://x a", 1, "expected tutti://"},
+		{"--store redis://x a", 2, "--store: store \"redis://x\": expected tutti://"},
+		{"--store etcd://127.0.0.1:1", 1, "the secret of job default is needed"},
 		{"--store etcd://127.0.0.1:1 a", 1, "the secret of job a is needed"},
 		{"--watch=never", 2, "--watch never: expected a duration"},
 		{"--watch=1ms", 2, "--watch 1ms: expected a duration"},
@@ -397,6 +398,26 @@ func terminal(t *testing.T) (master, slave *os.File) {
 	}
 	t.Cleanup(func() { slave.Close() })
 	return master, slave
+}
+
+// TestStatusInterrupted: without an answer nothing is known of the job, so that is no success.
+func TestStatusInterrupted(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	c := newStage(t).command("status", "--store", "etcd://"+silent.Addr().String(), "x")
+	c.cmd.Env = append(c.cmd.Env, "TUTTI_SECRET=0123456789abcdef")
+	c.start()
+	conn, err := silent.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	c.Signal(syscall.SIGINT)
+	c.End(128 + int(syscall.SIGINT))
+	c.says("tutti: interrupted by SIGINT\n")
 }
 
 // TestFlightRecords: a signal to the launcher has all ranks write down what they know, and so does

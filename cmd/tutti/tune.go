@@ -144,7 +144,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	}
 	if path == "" {
 		if path = tuning.DefaultPath(); path == "" {
-			return usagef(cmd, "this user has no configuration directory: say where to write with -o FILE")
+			return usagef(cmd, "HOME and XDG_CONFIG_HOME name no directory by an absolute path: say where to "+
+				"write with -o FILE")
 		}
 	}
 	if err := tuning.CheckWritable(path); err != nil {
@@ -161,7 +162,7 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	if o.Program, err = os.Executable(); err != nil {
 		return err
 	}
-	v := tuneView{out: os.Stdout, json: f.asJSON}
+	v := tuneView{out: stdout, json: f.asJSON}
 	if launch.Terminal(os.Stderr) {
 		v.progress = os.Stderr
 	}
@@ -192,12 +193,12 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 		path = abs
 	}
 	m := v.file.Machine
-	fmt.Printf("# %d s; wrote %s\n# jobs with %d ranks on a machine like this one (%d cores, %s), linked by %s, use it",
-		int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
+	fmt.Fprintf(stdout, "# %d s; wrote %s\n# jobs with %d ranks on a machine like this one (%d cores, %s), linked by "+
+		"%s, use it", int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
 	if path != tuning.DefaultPath() {
-		fmt.Printf(" with TUTTI_TUNE=%s", path)
+		fmt.Fprintf(stdout, " with TUTTI_TUNE=%s", path)
 	}
-	fmt.Println()
+	fmt.Fprintln(stdout)
 	return nil
 }
 
@@ -208,7 +209,7 @@ func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Laun
 	if err != nil {
 		return &launch.Error{Code: codeFailed, Err: err}
 	}
-	enc := json.NewEncoder(os.Stdout)
+	enc := json.NewEncoder(stdout)
 	rules, err := bench.Tune(ctx, g, s, func(e bench.TuneEvent) { enc.Encode(tuneEvent{TuneEvent: e}) })
 	if cerr := g.Close(); err == nil {
 		err = cerr

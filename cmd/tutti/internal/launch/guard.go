@@ -168,8 +168,10 @@ func (g *Guard) Temp() (string, error) {
 			return "", err
 		}
 		var err error
-		g.lock, err = makeTemp(dir)
-		return dir, err
+		if g.lock, err = makeTemp(dir); err != nil {
+			return "", fmt.Errorf("make a temporary directory (TMPDIR says where): %w", err)
+		}
+		return dir, nil
 	}
 }
 

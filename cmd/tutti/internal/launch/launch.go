@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -160,17 +161,27 @@ func Run(ctx context.Context, o Options) (int, error) {
 	if l.out, err = NewOutput(o.Stdout, o.Stderr, !o.NoPrefix, l.world, o.LogDir, ranks, l.say); err != nil {
 		return CodeLaunch, err
 	}
-	defer l.out.Flush()
+	defer l.unlessInterrupted(l.out.Flush)
 	if l.guard, err = NewGuard(); err != nil {
 		return CodeLaunch, err
 	}
 	err = l.run(ctx)
-	if cerr := l.close(); err == nil {
+	gone, cerr := l.close()
+	if err == nil {
 		err = cerr
 	}
 	l.views.close()
 	if l.hold != nil {
 		l.hold.finish(l.code, l.why, l.endsAll() || err != nil)
+	}
+	if gone { // else nobody knows when they close their ends of the pipes
+		s := l.unlessInterrupted(l.out.Wait)
+		if n := l.out.Dropped(); n > 0 {
+			l.tell("dropped up to %s of output, which nobody has read", count(n, "line"))
+			if s = cmp.Or(l.user, s); l.code == 0 && s != 0 {
+				l.code, l.user = 128+int(s), s
+			}
+		}
 	}
 	if err != nil {
 		if e := (*Error)(nil); errors.As(err, &e) {
@@ -185,8 +196,29 @@ func Run(ctx context.Context, o Options) (int, error) {
 // say prints a line of the launcher. It does not wait for who reads it.
 func (l *launcher) say(text string) { l.out.Say(Tag(l.Stderr) + text) }
 
-// close ends the remaining processes, in bounded time.
-func (l *launcher) close() error {
+// unlessInterrupted runs wait, which waits for who reads the output. If the user interrupts it, it
+// gives up what nobody reads, and returns the signal.
+func (l *launcher) unlessInterrupted(wait func()) (by syscall.Signal) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		wait()
+	}()
+	for {
+		select {
+		case <-done:
+			return by
+		case s := <-l.signals:
+			if interrupts(s) {
+				by = s.(syscall.Signal)
+				l.out.Hurry()
+			}
+		}
+	}
+}
+
+// close ends the remaining processes, in bounded time. gone reports whether there are none.
+func (l *launcher) close() (gone bool, err error) {
 	done := make(chan error, 1)
 	go func() { done <- l.guard.Close() }()
 	late := time.NewTimer(dieBy)
@@ -195,8 +227,7 @@ func (l *launcher) close() error {
 	case err := <-done:
 		for range l.guard.Events() {
 		}
-		l.out.Wait()
-		return err
+		return true, err
 	case <-late.C:
 		var stuck []string
 		for i, r := range l.ranks {
@@ -204,7 +235,7 @@ func (l *launcher) close() error {
 				stuck = append(stuck, fmt.Sprintf("%s (pid %d)", l.who(i), r.pid))
 			}
 		}
-		return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a "+
+		return false, fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a "+
 			"device or a file system (%s); the guard process stays to wait for them", dieBy,
 			strings.Join(stuck, ", "))
 	}
@@ -385,6 +416,7 @@ func (l *launcher) event(e Event) error {
 	case !e.Exited:
 		r.started, r.pid = true, e.PID
 	default:
+		l.learn(e.ID)
 		l.live--
 		r.ended = true
 		code, how := outcome(e.Status)
@@ -457,6 +489,7 @@ func (l *launcher) signal(s syscall.Signal) {
 	case !interrupts(s):
 	case l.user != 0 || l.code != 0:
 		l.kill()
+		l.out.Hurry()
 	default:
 		l.user = s
 		l.end(s)

@@ -2,6 +2,7 @@ package launch
 
 import (
 	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -9,7 +10,9 @@ import (
 	"path/filepath"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -51,6 +54,9 @@ type Output struct {
 	report   func(string)
 	broken   chan struct{} // closed when the reader of the standard output has gone
 	wg       sync.WaitGroup
+	hurry    chan struct{} // closed by Hurry
+	once     sync.Once     // of Hurry
+	dropped  atomic.Int64
 
 	saying sync.Mutex
 	lines  []string      // of Say, not written yet
@@ -64,7 +70,11 @@ type stream struct {
 	prefix bool
 	width  int
 	failed bool
+	stuck  bool // a write was given up: it may still be in progress, and there is no other
 }
+
+// lastWait bounds every write after Hurry.
+const lastWait = 500 * time.Millisecond
 
 // NewOutput writes ranks' standard output to out and standard error to errw, with prefixes wide
 // enough for world ranks if prefix is set, and everything to logDir/rank-N.log if logDir is not
@@ -72,7 +82,7 @@ type stream struct {
 func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int,
 	report func(string)) (*Output, error) {
 	width := len(strconv.Itoa(max(world-1, 0)))
-	o := &Output{report: report, broken: make(chan struct{}),
+	o := &Output{report: report, broken: make(chan struct{}), hurry: make(chan struct{}),
 		out: &stream{w: out, colour: Colour(out), prefix: prefix, width: width},
 		err: &stream{w: errw, colour: Colour(errw), prefix: prefix, width: width}}
 	if logDir != "" {
@@ -94,6 +104,13 @@ func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks 
 
 // Broken is closed when the reader of the standard output has gone away, for example head.
 func (o *Output) Broken() <-chan struct{} { return o.broken }
+
+// Hurry gives up output that nobody reads: from now on each write has to end soon. Wait and Flush
+// then do so, too, if the ranks' ends of the pipes are closed. May be called again.
+func (o *Output) Hurry() { o.once.Do(func() { close(o.hurry) }) }
+
+// Dropped returns how many lines were given up; the reader may have got the first of them.
+func (o *Output) Dropped() int { return int(o.dropped.Load()) }
 
 // Copy shows what rank writes to r, its standard error if isErr, until r ends. It returns at once;
 // Wait waits. Output owns r.
@@ -147,7 +164,7 @@ func (o *Output) speak() {
 		o.saying.Unlock()
 		for _, line := range lines {
 			o.err.mu.Lock()
-			fmt.Fprintln(o.err.w, line)
+			o.writeLocked(o.err, []byte(line+"\n"))
 			o.err.mu.Unlock()
 		}
 	}
@@ -185,8 +202,11 @@ func (o *Output) copy(s *stream, rank int, r io.Reader) {
 		// Lines that have arrived are written together.
 		if next, _ := in.Peek(in.Buffered()); err != nil && !errors.Is(err, bufio.ErrBufferFull) ||
 			len(buf) >= maxLine || !hasLine(next) {
-			o.emit(s, buf)
-			buf = buf[:0]
+			if o.emit(s, buf) {
+				buf = buf[:0]
+			} else {
+				buf = nil
+			}
 		}
 		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
 			return
@@ -203,25 +223,57 @@ func hasLine(b []byte) bool {
 	return false
 }
 
-func (o *Output) emit(s *stream, b []byte) {
+// emit writes lines. It returns false if b may still be in use.
+func (o *Output) emit(s *stream, b []byte) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(b) == 0 || s.failed && s == o.err {
-		return
+		return true
 	}
-	_, err := s.w.Write(b)
+	err := o.writeLocked(s, b)
+	if s.stuck {
+		o.dropped.Add(int64(bytes.Count(b, []byte{'\n'})))
+		return false
+	}
 	if err == nil || s.failed {
-		return
+		return true
 	}
 	s.failed = true
 	if errors.Is(err, syscall.EPIPE) {
 		if s == o.out {
 			close(o.broken)
 		}
-		return
+		return true
 	}
 	if s == o.out {
 		o.report(fmt.Sprintf("cannot write the ranks' output: %v; the job goes on", err))
+	}
+	return true
+}
+
+// writeLocked writes to s, which is locked, unless s is stuck.
+func (o *Output) writeLocked(s *stream, b []byte) error {
+	if s.stuck {
+		return nil
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := s.w.Write(b)
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-o.hurry:
+	}
+	late := time.NewTimer(lastWait)
+	defer late.Stop()
+	select {
+	case err := <-done:
+		return err
+	case <-late.C:
+		s.stuck = true
+		return nil
 	}
 }
 

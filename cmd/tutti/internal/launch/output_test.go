@@ -122,6 +122,39 @@ func TestOutputCutsLongLines(t *testing.T) {
 	}
 }
 
+// TestOutputThatNobodyReads: Hurry gives it up, the logs have it, and Say reaches who does read.
+func TestOutputThatNobodyReads(t *testing.T) {
+	r, w := io.Pipe()
+	defer r.Close()
+	errw, said := sink(t)
+	dir := t.TempDir()
+	o, err := NewOutput(errw, errw, false, 2, dir, []int{0, 1}, func(s string) { t.Error(s) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.out.w = w
+	text := strings.Repeat("line\n", 100_000)
+	for rank := range 2 {
+		o.Copy(rank, false, io.NopCloser(strings.NewReader(text)))
+	}
+	r.Read(make([]byte, 1)) // a write is in progress
+	o.Hurry()
+	o.Wait()
+	if n := o.Dropped(); n != 200_000 {
+		t.Errorf("%d lines were dropped, want 200000", n)
+	}
+	o.Say("done")
+	o.Flush()
+	if got := said(); got != "done\n" {
+		t.Errorf("it says %q", got)
+	}
+	for _, name := range []string{"rank-0.log", "rank-1.log"} {
+		if b, _ := os.ReadFile(dir + "/" + name); string(b) != text {
+			t.Errorf("%s has %d bytes, want %d", name, len(b), len(text))
+		}
+	}
+}
+
 func TestOutcome(t *testing.T) {
 	for status, want := range map[uint32]string{
 		0x0000: "0 exited with code 0", 0x0300: "3 exited with code 3", 0xff00: "255 exited with code 255",

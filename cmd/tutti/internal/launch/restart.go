@@ -2,6 +2,7 @@ package launch
 
 import (
 	"fmt"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -128,12 +129,41 @@ func (l *launcher) revive(i int) {
 
 // enter handles the admission of a process to the group.
 func (l *launcher) enter(e entry) {
+	i := slices.IndexFunc(l.ranks, func(r rank) bool { return r.started && !r.ended && r.pid == e.group })
+	if e.gone && i < l.N {
+		return // its end has been judged
+	}
 	e.late = l.ending()
 	l.in[e.group] = e
-	for i, r := range l.ranks {
-		if i >= l.N && r.started && !r.ended && r.pid == e.group {
-			l.tell("standby %d has taken the place of rank %d", l.Node*l.Standby+i-l.N, e.slot)
-			l.bindTo(i, e.slot)
+	if i >= l.N {
+		l.tell("standby %d has taken the place of rank %d", l.Node*l.Standby+i-l.N, e.slot)
+		l.bindTo(i, e.slot)
+	}
+}
+
+// learn takes, in bounded time, the admissions that the store shows when process i has ended, if it
+// was on standby: its own may not have been reported.
+func (l *launcher) learn(i int) {
+	if _, in := l.in[l.ranks[i].pid]; in || i < l.N || l.views == nil || l.stopping {
+		return
+	}
+	done := l.views.read()
+	if done == nil {
+		return
+	}
+	late := time.NewTimer(viewRead)
+	defer late.Stop()
+	for {
+		select {
+		case e := <-l.views.entries():
+			l.enter(e)
+		case s := <-l.signals:
+			l.signal(s.(syscall.Signal))
+			return
+		case <-done:
+			return
+		case <-late.C:
+			return
 		}
 	}
 }

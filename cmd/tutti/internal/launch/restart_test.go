@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"os"
 	"strconv"
+	"syscall"
 	"testing"
 	"time"
 
@@ -17,6 +18,9 @@ import (
 
 // patience bounds every wait of these tests; none of them depends on its value.
 const patience = 30 * time.Second
+
+// dead is the number of no process.
+const dead = 1 << 30
 
 func get[T any](t *testing.T, what string, c <-chan T) (x T) {
 	t.Helper()
@@ -202,22 +206,28 @@ func setView(t *testing.T, s bootstrap.Store, view membership.View) bootstrap.Ev
 	return bootstrap.Event{Key: membership.ViewKey, Value: b, Exists: true}
 }
 
-func TestViews(t *testing.T) {
-	m := storetest.NewMemory()
-	defer m.Close()
-	s, lives := m.Open(), m.Open()
-	defer s.Close()
-	v := &views{in: make(chan entry), gone: make(chan struct{}, 1)}
+// watchViews watches the views in s until the end of the test.
+func watchViews(t *testing.T, s bootstrap.Store) *views {
+	v := &views{in: make(chan entry), gone: make(chan struct{}, 1), reads: make(chan chan struct{}, 1)}
 	v.ctx, v.stop = context.WithCancel(t.Context())
 	watched := make(chan struct{})
 	go func() {
 		defer close(watched)
 		v.watch(s, map[uint64]bool{})
 	}()
-	defer func() {
+	t.Cleanup(func() {
 		v.stop()
 		get(t, "the end of the watch", watched)
-	}()
+	})
+	return v
+}
+
+func TestViews(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	s, lives := m.Open(), m.Open()
+	defer s.Close()
+	v := watchViews(t, s)
 
 	group, err := unix.Getpgid(os.Getpid())
 	if err != nil {
@@ -227,10 +237,16 @@ func TestViews(t *testing.T) {
 	register(t, lives, 1, 11, func(r *bootstrap.Record) { r.Machine = "another" })
 	// Its process numbers mean nothing here.
 	register(t, lives, 2, 12, func(r *bootstrap.Record) { r.Host = "a-container-here" })
-	register(t, lives, 3, 13, func(r *bootstrap.Record) { r.PID = 1 << 30 }) // dead
+	register(t, lives, 3, 13, func(r *bootstrap.Record) { r.PID = dead })
 	setView(t, lives, membership.First([]uint64{10, 11, 12, 13}))
-	if e := get(t, "who is in", v.in); e != (entry{group: group, slot: 0, incarnation: 10}) {
-		t.Errorf("%+v", e)
+	in := map[int]entry{}
+	for range 2 {
+		e := get(t, "who is in", v.in)
+		in[e.slot] = e
+	}
+	if in[0] != (entry{group: group, slot: 0, incarnation: 10}) ||
+		in[3] != (entry{group: dead, slot: 3, incarnation: 13, gone: true}) {
+		t.Errorf("%+v", in)
 	}
 	register(t, lives, 1, 21, nil) // waits
 	register(t, lives, 2, 22, nil)
@@ -245,6 +261,72 @@ func TestViews(t *testing.T) {
 		v.ask()
 		lives.Close()
 		get(t, "the end of the group", v.gone)
+	}
+}
+
+// TestStandbyEndsAtOnce: a process on standby is admitted, and its end is noticed first.
+func TestStandbyEndsAtOnce(t *testing.T) {
+	for _, admitted := range []bool{true, false} {
+		m := storetest.NewMemory()
+		defer m.Close()
+		s := m.Open()
+		f := newFake(t, 1, 0, 1)
+		f.launcher.views = watchViews(t, s)
+		f.die(0, 9)
+		f.ranks[1].pid = dead
+		register(t, s, 0, 11, func(r *bootstrap.Record) { r.PID = dead })
+		view := membership.First([]uint64{10})
+		if admitted {
+			view = membership.First([]uint64{11})
+		}
+		setView(t, s, view)
+		if err := f.event(Event{ID: 1, PID: dead, Exited: true}); err != nil {
+			t.Fatal(err)
+		}
+		f.means(t, map[bool]int{true: 0, false: 9}[admitted])
+	}
+}
+
+// TestEndsWhileTheStoreIsAway: the launcher waits once for the admissions that the store shows, and
+// again when it has been told, and a signal ends the wait.
+func TestEndsWhileTheStoreIsAway(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	s := m.Open()
+	f := newFake(t, 1, 0, 3)
+	v := &views{in: make(chan entry), gone: make(chan struct{}, 1), reads: make(chan chan struct{}, 1)}
+	f.launcher.views, f.signals = v, make(chan os.Signal, 1)
+	f.signals <- syscall.SIGPIPE // means nothing
+	f.learn(1)
+	if len(f.signals) > 0 {
+		t.Error("nobody has looked at the signals")
+	}
+	f.learn(2) // does not wait: nothing would end that but time
+	first := v.reading
+	v.ctx, v.stop = context.WithCancel(t.Context())
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		v.watch(s, map[uint64]bool{})
+	}()
+	get(t, "what the store shows", first)
+	if done := v.read(); done == nil {
+		t.Error("the store is there, and is not asked")
+	} else {
+		get(t, "what the store shows now", done)
+	}
+	v.stop()
+	get(t, "the end of the watch", watched)
+}
+
+// TestEntriesOfEndedProcesses: the admission of a process whose end was judged changes nothing.
+func TestEntriesOfEndedProcesses(t *testing.T) {
+	f := newFake(t, 1, 0, 1)
+	f.enter(entry{group: 100, slot: 0, incarnation: 7, gone: true})
+	f.enter(entry{group: 4000, slot: 3, incarnation: 8, gone: true})
+	f.enter(entry{group: 101, slot: 2, incarnation: 9, gone: true})
+	if len(f.in) != 1 || f.in[101].slot != 2 {
+		t.Errorf("%+v are in, want the one on standby, whose end is to be judged", f.in)
 	}
 }
 

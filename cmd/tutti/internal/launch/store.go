@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
 	"tutti/internal/ident"
@@ -271,7 +273,8 @@ func (l *launcher) interruptible(ctx context.Context, f func(context.Context) er
 		select {
 		case err := <-done:
 			if l.user != 0 {
-				return &Error{128 + int(l.user), fmt.Errorf("interrupted by %v before the ranks were started", l.user)}
+				return &Error{128 + int(l.user), fmt.Errorf("interrupted by %s before the ranks were started",
+					unix.SignalName(l.user))}
 			}
 			return err
 		case s := <-l.signals:

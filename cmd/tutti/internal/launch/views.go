@@ -18,6 +18,7 @@ import (
 const (
 	viewPoll = 200 * time.Millisecond // interval of checks whether the group is over
 	viewAway = time.Minute            // without the store, after which the group counts as over
+	viewRead = 2 * time.Second        // bounds the wait for the admissions that the store shows
 )
 
 // entry says that a process of this node has been admitted to the job's group.
@@ -25,21 +26,24 @@ type entry struct {
 	group       int // its process group, which is the pid of the guard's child: a script may run the rank
 	slot        int
 	incarnation uint64
+	gone        bool // it has ended
 	late        bool // the job was already ending
 }
 
 // views watches the members of the job's group, if its ranks use one. All methods except ask work
 // on nil, which has no members.
 type views struct {
-	cfg   bootstrap.StoreConfig
-	in    chan entry
-	asked atomic.Bool
-	gone  chan struct{} // receives the answer to ask
-	seen  atomic.Bool   // a view has been seen
-	kick  chan struct{} // holds a token when vacant has got more
-	ctx   context.Context
-	stop  context.CancelFunc
-	ended chan struct{}
+	cfg     bootstrap.StoreConfig
+	reading chan struct{} // of read
+	in      chan entry
+	asked   atomic.Bool
+	gone    chan struct{}      // receives the answer to ask
+	seen    atomic.Bool        // a view has been seen
+	kick    chan struct{}      // holds a token when vacant has got more
+	reads   chan chan struct{} // of read: has room for one
+	ctx     context.Context
+	stop    context.CancelFunc
+	ended   chan struct{}
 
 	mu     sync.Mutex
 	vacant []int // ranks whose places are free although there is no view yet
@@ -48,7 +52,7 @@ type views struct {
 // followViews starts the watch. The caller must close it.
 func followViews(cfg bootstrap.StoreConfig) *views {
 	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
-		ended: make(chan struct{})}
+		reads: make(chan chan struct{}, 1), ended: make(chan struct{})}
 	v.ctx, v.stop = context.WithCancel(context.Background())
 	go v.follow()
 	return v
@@ -67,6 +71,21 @@ func (v *views) entries() <-chan entry {
 		return nil
 	}
 	return v.in
+}
+
+// read returns a channel that is closed when entries has yielded all that the store shows now; nil:
+// an earlier one still waits for the store. One goroutine may call it.
+func (v *views) read() <-chan struct{} {
+	if v.reading != nil {
+		select {
+		case <-v.reading:
+		default:
+			return nil
+		}
+	}
+	v.reading = make(chan struct{})
+	v.reads <- v.reading
+	return v.reading
 }
 
 // known reports whether the ranks are known to use views.
@@ -158,6 +177,19 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 			if v.report(ctx, store, view, reported) != nil {
 				return
 			}
+		case done := <-v.reads:
+			b, err := store.Get(ctx, membership.ViewKey)
+			if err == nil {
+				var stored membership.View
+				if _, stored, err = membership.DecodeStored(b); err == nil {
+					err = v.report(ctx, store, stored, reported)
+				}
+			}
+			if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
+				v.reads <- done
+				return
+			}
+			close(done)
 		case <-again.C:
 			if now.Key == "" || !v.asked.Load() {
 				continue
@@ -221,12 +253,14 @@ func (v *views) report(ctx context.Context, store bootstrap.Store, view membersh
 		if r.Machine != me.Machine || r.Host != me.Host { // containers share a machine, but not process numbers
 			continue
 		}
-		if group, err := unix.Getpgid(r.PID); err == nil {
-			select {
-			case v.in <- entry{group: group, slot: r.Rank, incarnation: r.Incarnation}:
-			case <-ctx.Done():
-				return ctx.Err()
-			}
+		in := entry{slot: r.Rank, incarnation: r.Incarnation}
+		if in.group, err = unix.Getpgid(r.PID); err != nil { // unless a script ran it, it led its group
+			in.group, in.gone = r.PID, true
+		}
+		select {
+		case v.in <- in:
+		case <-ctx.Done():
+			return ctx.Err()
 		}
 	}
 	return nil
