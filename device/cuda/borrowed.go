@@ -53,6 +53,9 @@ func (b borrowed) enqueue(l gpukernels.Launch) error {
 // waitFor is WaitValue: no Close stores to the word.
 func (b borrowed) waitFor(word mem.Memory, n uint64, _ func()) error { return b.WaitValue(word, n) }
 
+// idle returns nil: Close does nothing.
+func (b borrowed) idle() <-chan struct{} { return nil }
+
 // Capturing implements device.Capturer.
 func (b borrowed) Capturing() (bool, error) {
 	if err := b.v.open(); err != nil {

@@ -68,11 +68,10 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 	if err != nil {
 		return nil, fmt.Errorf("cuda: cuda:%d (%s): %w", ordinal, info.Name, err)
 	}
-	g, err := d.retain(handle, ordinal)
+	g, err := d.retain(handle, ordinal, info.name())
 	if err != nil {
 		return nil, err
 	}
-	g.known(info.name())
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
 		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap(), blocking: blocking()}
 	v.imports = newImports(v.loc, g.openImport, g.closeImport, v.rooms.held)
@@ -266,7 +265,8 @@ func (v *Device) Stream() (device.Stream, error) {
 
 // Close closes the streams that are open, frees all memory of Alloc and AllocHost, unmaps that of
 // other processes, and gives the context back. It returns the first error. No other method may be
-// running, but Free of an exchange. Idempotent.
+// running, but Free of an exchange. What cannot be unmapped, because the program captures a stream,
+// is unmapped with memory of another Device of the GPU, or when that is closed. Idempotent.
 func (v *Device) Close() error {
 	v.mu.Lock()
 	if v.closed {
@@ -296,5 +296,6 @@ func (v *Device) Close() error {
 	if v.module != nil {
 		errs = append(errs, v.gpu.unloadModule(v.module))
 	}
+	errs = append(errs, v.gpu.unmapLeft())
 	return first(append(errs, v.gpu.release()))
 }

@@ -96,6 +96,10 @@
 // Nothing is freed by itself. Free, and releasing what was imported, may wait until all work on the
 // GPU has ended, as the driver does: do not call them while a stream waits for something that the
 // caller is to do. [Device.Close] closes what is left.
+//
+// Do not free memory that has a descriptor, or release what was imported by one, while the program
+// captures a stream of the GPU: the driver refuses to wait, and the capture fails. Such memory is
+// unmapped by the next of these calls, or by Close.
 package cuda
 
 import (
@@ -143,6 +147,8 @@ func (e *Error) advice() string {
 		return "install a newer driver"
 	case 803, 804: // SYSTEM_DRIVER_MISMATCH, COMPAT_NOT_SUPPORTED_ON_DEVICE
 		return "install libcuda of the version that the kernel's module has"
+	case 900, 901: // STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_INVALIDATED
+		return "end the capture of the program's stream first"
 	case 999: // UNKNOWN
 		return "look at dmesg; after a suspend, reload nvidia_uvm"
 	case 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719: // ends the context

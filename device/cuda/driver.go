@@ -14,6 +14,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"unsafe"
@@ -24,8 +25,9 @@ type Driver struct {
 	lib     *C.tutti_cuda
 	version int // 1000*major + 10*minor
 
-	mu       sync.Mutex
-	contexts map[string]unsafe.Pointer // primary ones that were retained, by Info.name of the GPU
+	mu   sync.Mutex
+	gpus []*gpu           // of the Devices that are open
+	left map[C.int][]span // what is to be unmapped, by device: see gpu.unmap
 }
 
 // library is what Load opens.
@@ -204,6 +206,7 @@ type gpu struct {
 	ptr    unsafe.Pointer
 	device C.int
 	name   string // "cuda:0", for errors
+	known  string // Info.name, for reach
 }
 
 // Handles of the driver.
@@ -214,38 +217,43 @@ type (
 	marker   = unsafe.Pointer // CUevent
 )
 
-// retain takes a reference to the primary context, which release gives back.
-func (d *Driver) retain(device C.int, ordinal int) (*gpu, error) {
-	g := &gpu{d: d, device: device, name: fmt.Sprintf("cuda:%d", ordinal)}
+// retain takes a reference to the primary context, which release gives back. reach finds the GPU
+// by its name until then.
+func (d *Driver) retain(device C.int, ordinal int, known string) (*gpu, error) {
+	g := &gpu{d: d, device: device, name: fmt.Sprintf("cuda:%d", ordinal), known: known}
 	if r := C.tutti_cuda_retain(d.lib, device, &g.ptr); r != 0 {
 		return nil, d.failure(r, "cuDevicePrimaryCtxRetain", "use the primary context of %s", g.name)
 	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.gpus = append(d.gpus, g)
 	return g, nil
-}
-
-// known records the name of a GPU, for reach.
-func (g *gpu) known(name string) {
-	g.d.mu.Lock()
-	defer g.d.mu.Unlock()
-	if g.d.contexts == nil {
-		g.d.contexts = map[string]unsafe.Pointer{}
-	}
-	g.d.contexts[name] = g.ptr
 }
 
 // reach has work on g access the memory of the process on the GPU with a name, which is open.
 func (g *gpu) reach(name string) error {
 	g.d.mu.Lock()
-	peer := g.d.contexts[name]
-	g.d.mu.Unlock()
-	if peer == nil {
+	i := slices.IndexFunc(g.d.gpus, func(o *gpu) bool { return o.known == name })
+	if i < 0 {
+		g.d.mu.Unlock()
 		return fmt.Errorf("cuda: GPU %s is not open in this process: %w", name, errors.ErrUnsupported)
 	}
-	return g.d.failure(C.tutti_cuda_enable_peer(g.d.lib, g.ptr, peer), "cuCtxEnablePeerAccess",
+	peer := g.d.gpus[i].device
+	g.d.mu.Unlock()
+	var context unsafe.Pointer // retained, because the GPU may be closed meanwhile
+	if r := C.tutti_cuda_retain(g.d.lib, peer, &context); r != 0 {
+		return g.d.failure(r, "cuDevicePrimaryCtxRetain", "use the primary context of GPU %s", name)
+	}
+	err := g.d.failure(C.tutti_cuda_enable_peer(g.d.lib, g.ptr, context), "cuCtxEnablePeerAccess",
 		"give %s access to the memory of GPU %s", g.name, name)
+	return first([]error{err, g.d.failure(C.tutti_cuda_release(g.d.lib, peer), "cuDevicePrimaryCtxRelease",
+		"give the primary context of GPU %s back", name)})
 }
 
 func (g *gpu) release() error {
+	g.d.mu.Lock()
+	g.d.gpus = slices.DeleteFunc(g.d.gpus, func(o *gpu) bool { return o == g })
+	g.d.mu.Unlock()
 	return g.d.failure(C.tutti_cuda_release(g.d.lib, g.device), "cuDevicePrimaryCtxRelease",
 		"give the primary context of %s back", g.name)
 }
@@ -376,13 +384,18 @@ func (g *gpu) destroyQueue(q queue) error {
 		g.name)
 }
 
-// idle reports whether all work of a queue has ended.
+// capturing reports whether the driver refuses a call because the program captures a stream. It
+// says nothing about the work then, and is asked again later.
+func capturing(r C.int) bool { return r == codeCaptureUnsupported || r == codeCaptureInvalidated }
+
+// idle reports whether all work of a queue has ended, or nothing more can be known about it. An
+// error with false says that the driver does not tell now: see capturing.
 func (g *gpu) idle(q queue) (bool, error) {
 	r := C.tutti_cuda_stream_query(g.d.lib, g.ptr, q)
 	if r == C.TUTTI_CUDA_NOT_READY {
 		return false, nil
 	}
-	return true, g.d.failure(r, "cuStreamQuery", "wait for the work of a stream on %s", g.name)
+	return !capturing(r), g.d.failure(r, "cuStreamQuery", "wait for the work of a stream on %s", g.name)
 }
 
 // captured reports whether the work of a queue goes into a graph. Drivers without the question
@@ -415,7 +428,7 @@ func (g *gpu) record(m marker, q queue) error {
 // reached reports whether a marker was reached.
 func (g *gpu) reached(m marker) (bool, error) {
 	r := C.tutti_cuda_event_query(g.d.lib, g.ptr, m)
-	if r == 0 || r == C.TUTTI_CUDA_NOT_READY {
+	if r == 0 || r == C.TUTTI_CUDA_NOT_READY || capturing(r) {
 		return r == 0, nil
 	}
 	return false, g.d.failure(r, "cuEventQuery", "do the work of a stream on %s", g.name)

@@ -63,7 +63,7 @@ func (f *Finder) Device(ordinal int) (*Device, error) {
 		if err != nil {
 			return nil, err
 		}
-		if ordinal < len(all) {
+		if ordinal >= 0 && ordinal < len(all) {
 			clique = f.Clique(all[ordinal])
 		}
 	}

@@ -1,6 +1,7 @@
 package cuda
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -93,7 +94,7 @@ func (i *Import) Release() error {
 // waits for work, which may wait for an operation that maps another.
 type imports struct {
 	loc   mem.Location
-	open  func(region) (at uint64, err error) // maps at least Size bytes
+	open  func(region) (at uint64, err error) // maps at least Size bytes, also with an error, unless at is 0
 	close func(r region, at uint64) error
 	held  func() bool // a stream waits in places for an operation, which may be the one that maps
 
@@ -102,6 +103,7 @@ type imports struct {
 	mapped  map[importKey]*mapping
 	dying   []*mapping // that are used, but no longer in mapped
 	closing []*mapping // that the driver unmaps
+	failed  error      // the first of those that were not used
 }
 
 func newImports(loc mem.Location, open func(region) (uint64, error),
@@ -162,10 +164,13 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 	if m == nil {
 		in.drop(func(k importKey) bool { return k.stale(owner, r) })
 		at, err := in.open(r)
+		m = &mapping{key: key, at: at, unmapped: make(chan struct{})}
 		if err != nil {
+			if at != 0 {
+				in.refuseLocked(m)
+			}
 			return nil, err
 		}
-		m = &mapping{key: key, at: at, unmapped: make(chan struct{})}
 		in.mapped[key] = m
 	}
 	m.uses++
@@ -182,13 +187,29 @@ func (in *imports) release(m *mapping) error {
 	if in.mapped[m.key] == m {
 		delete(in.mapped, m.key)
 	}
-	is := func(o *mapping) bool { return o == m }
-	in.dying = slices.DeleteFunc(in.dying, is)
+	in.dying = slices.DeleteFunc(in.dying, func(o *mapping) bool { return o == m })
 	in.closing = append(in.closing, m)
+	return in.unmapLocked(m)
+}
+
+// refuseLocked has a goroutine unmap m, which is not used: take does not wait for the work on the
+// GPU.
+func (in *imports) refuseLocked(m *mapping) {
+	in.closing = append(in.closing, m)
+	go func() {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		err := in.unmapLocked(m)
+		in.failed = cmp.Or(in.failed, err)
+	}()
+}
+
+// unmapLocked has the driver unmap m, which is in closing until it has.
+func (in *imports) unmapLocked(m *mapping) error {
 	in.mu.Unlock()
 	err := in.close(m.key.region, m.at)
 	in.mu.Lock()
-	in.closing = slices.DeleteFunc(in.closing, is)
+	in.closing = slices.DeleteFunc(in.closing, func(o *mapping) bool { return o == m })
 	close(m.unmapped)
 	return err
 }
@@ -222,7 +243,7 @@ func (in *imports) forget(which func(importKey) bool) {
 	in.drop(which)
 }
 
-// end closes all mappings, also those that are used.
+// end closes all mappings, also those that are used. It returns also what refuseLocked has kept.
 func (in *imports) end() error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -230,7 +251,7 @@ func (in *imports) end() error {
 	for len(in.closing) > 0 {
 		in.waitLocked(in.closing[0], nil)
 	}
-	var errs []error
+	errs := []error{in.failed}
 	for _, m := range in.mapped {
 		errs = append(errs, in.close(m.key.region, m.at))
 	}

@@ -284,6 +284,41 @@ func TestImportGivesUp(t *testing.T) {
 	}
 }
 
+// TestRefusedImport: what was mapped and is refused stands in the way of memory at its place until
+// it is unmapped. Nobody waits for that but end, which returns its error.
+func TestRefusedImport(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		goes, held := make(chan struct{}), true
+		errRefused := errors.New("refused")
+		in := newImports("cuda:0", func(r region) (uint64, error) {
+			if r.Size > 100 {
+				return 1, errRefused
+			}
+			return 2, nil
+		}, func(_ region, at uint64) error {
+			if at == 1 {
+				<-goes
+				return errTable
+			}
+			return nil
+		}, func() bool { return held })
+		if _, err := in.take(7, handle(1, 4096, 200)); !errors.Is(err, errRefused) {
+			t.Errorf("%v, want %v", err, errRefused)
+		}
+		if _, err := in.take(7, handle(2, 4096, 100)); !errors.Is(err, device.ErrLater) {
+			t.Errorf("%v, want %v", err, device.ErrLater)
+		}
+		held = false
+		time.AfterFunc(unmapTime/2, func() { close(goes) })
+		if _, err := in.take(7, handle(2, 4096, 100)); err != nil {
+			t.Error(err)
+		}
+		if err := in.end(); !errors.Is(err, errTable) {
+			t.Errorf("%v, want %v", err, errTable)
+		}
+	})
+}
+
 func TestHandleEncoding(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		h := IPCHandle{Number: rapid.Uint64().Draw(t, "number"), Base: rapid.Uint64().Draw(t, "base"),

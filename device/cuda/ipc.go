@@ -49,6 +49,7 @@ const (
 	codeNotPermitted       = 800
 	codeNotSupported       = 801
 	codeCaptureUnsupported = 900
+	codeCaptureInvalidated = 901
 )
 
 // ImportIPC maps an allocation of another process, which owner names: the incarnation of a peer. An
@@ -79,7 +80,8 @@ func (v *Device) ForgetIPC(owner uint64) {
 	v.imports.forget(func(k importKey) bool { return k.owner == owner })
 }
 
-// openImport maps an allocation, and checks that it has the size that its owner has said.
+// openImport maps an allocation, and checks that it has the size that its owner has said. One that
+// fails the check stays mapped: unmapping it may wait for the work on the GPU.
 func (g *gpu) openImport(r region) (uint64, error) {
 	if r.kind != kindIPC {
 		return g.openPhysical(r)
@@ -93,10 +95,7 @@ func (g *gpu) openImport(r region) (uint64, error) {
 	if err == nil && (base != at || size < h.Size) {
 		err = fmt.Errorf("cuda: a handle of %d bytes names an allocation of %d: %w", h.Size, size, device.ErrMemory)
 	}
-	if err != nil {
-		return 0, errors.Join(err, g.closeShared(at))
-	}
-	return at, nil
+	return at, err
 }
 
 func (g *gpu) closeImport(r region, at uint64) error {

@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
@@ -259,9 +260,10 @@ func TestIPCRefuses(t *testing.T) {
 	}
 	for _, call := range []string{"cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2"} {
 		f.Fail(call, 1, fake.OutOfMemory)
-		if _, err := v.ImportIPC(1, theirs); err == nil || f.Census().Imported != 0 {
-			t.Errorf("%s fails: %v, %d are mapped", call, err, f.Census().Imported)
+		if _, err := v.ImportIPC(1, theirs); err == nil {
+			t.Errorf("%s fails: no error", call)
 		}
+		f.Until(t, call+" fails, and nothing is mapped", func(n fake.Census) bool { return n.Imported == 0 })
 	}
 	i, err := v.ImportIPC(1, theirs)
 	if err != nil {
@@ -274,4 +276,29 @@ func TestIPCRefuses(t *testing.T) {
 	if _, err := v.ImportIPC(1, theirs); err != nil { // Close unmaps it
 		t.Error(err)
 	}
+}
+
+// Import does not wait for the work on the GPU, which may wait for its caller, when a handle says
+// more than there is.
+func TestIPCRefusesWithoutWaiting(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	h, _ := startOwner(t).allocate()
+	h.Size = 20000
+	s, word := newStreamOf(t, v), wordsOf(t, v, 1)[0]
+	must(t, s.WaitValue(word, 1))
+	refused := make(chan error, 1)
+	go func() {
+		_, err := v.ImportIPC(1, h)
+		refused <- err
+	}()
+	select {
+	case err := <-refused:
+		if !errors.Is(err, device.ErrMemory) {
+			t.Errorf("a handle that says too much: %v", err)
+		}
+	case <-time.After(patience):
+		t.Error("Import waits for the work on the GPU")
+	}
+	word.Word(0).Store(1)
+	f.Until(t, "it is unmapped", func(n fake.Census) bool { return n.Imported == 0 })
 }

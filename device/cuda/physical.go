@@ -133,7 +133,7 @@ func (v *Device) newPhysical(n int) (p *physical, err error) {
 }
 
 // free waits until all work on the GPU has ended, as the driver does when it frees other memory.
-// The memory lives as long as other processes have it mapped.
+// The memory lives as long as it is mapped, here (see unmap) or in other processes.
 func (p *physical) free() error {
 	offers.remove(p)
 	return first([]error{p.v.gpu.unmap(p.at, p.size), p.v.gpu.releaseHandle(p.handle)})
@@ -246,7 +246,7 @@ func (g *gpu) mapPhysical(r region) (at uint64, err error) {
 	}
 	at, err = g.mapHandle(handle, r.Size)
 	if err = errors.Join(err, g.releaseHandle(handle)); err != nil && at != 0 { // the mapping keeps the memory
-		err = errors.Join(err, g.unmapUnused(at, r.Size))
+		return 0, errors.Join(err, g.unmapUnused(at, r.Size))
 	}
 	return at, err
 }
@@ -309,15 +309,58 @@ func (g *gpu) giveAccess(at, n uint64) error {
 	return g.d.failure(r, "cuMemSetAccess", "give %s access to %d bytes of memory", g.name, n)
 }
 
+// A span is addresses that memory is mapped at.
+type span struct{ at, size uint64 }
+
 // unmap waits until all work on the GPU has ended: work on memory that is not mapped would end the
-// context. While a stream is captured it cannot wait, and leaves the memory mapped.
+// context. While the program captures a stream the driver refuses to wait, and the capture fails,
+// whatever the mode of the thread is. The memory is then left mapped until the next unmap, or
+// unmapLeft.
 func (g *gpu) unmap(at, n uint64) error {
-	err := g.d.failure(C.tutti_cuda_synchronize(g.d.lib, g.ptr), "cuCtxSynchronize",
-		"wait for the work on %s before memory is unmapped", g.name)
-	if e, ok := errors.AsType[*Error](err); ok && e.Code == codeCaptureUnsupported {
-		return err
+	left, err := g.unmapAll(append(g.takeLeft(), span{at, n}))
+	if left {
+		return nil
 	}
-	return first([]error{err, g.unmapUnused(at, n)})
+	return err
+}
+
+// unmapLeft unmaps what unmap has left mapped. It does not wait if that is nothing.
+func (g *gpu) unmapLeft() error {
+	all := g.takeLeft()
+	if len(all) == 0 {
+		return nil
+	}
+	_, err := g.unmapAll(all)
+	return err
+}
+
+// unmapAll unmaps memory, or leaves it mapped and returns why the driver does not wait.
+func (g *gpu) unmapAll(all []span) (left bool, err error) {
+	r := C.tutti_cuda_synchronize(g.d.lib, g.ptr)
+	err = g.d.failure(r, "cuCtxSynchronize", "wait for the work on %s before memory is unmapped", g.name)
+	if capturing(r) {
+		g.d.mu.Lock()
+		defer g.d.mu.Unlock()
+		if g.d.left == nil {
+			g.d.left = map[C.int][]span{}
+		}
+		g.d.left[g.device] = append(g.d.left[g.device], all...)
+		return true, err
+	}
+	errs := []error{err}
+	for _, s := range all {
+		errs = append(errs, g.unmapUnused(s.at, s.size))
+	}
+	return false, first(errs)
+}
+
+// takeLeft returns what was left mapped, which the caller unmaps.
+func (g *gpu) takeLeft() []span {
+	g.d.mu.Lock()
+	defer g.d.mu.Unlock()
+	left := g.d.left[g.device]
+	delete(g.d.left, g.device)
+	return left
 }
 
 // unmapUnused unmaps memory that no work uses. It does not wait.

@@ -18,6 +18,7 @@ import (
 
 	"tutti/device"
 	"tutti/device/cuda/fake"
+	"tutti/device/cuda/program"
 	"tutti/internal/files"
 	"tutti/internal/handoff"
 	"tutti/internal/proctest"
@@ -178,8 +179,10 @@ func TestFinderKnowsCliques(t *testing.T) {
 			t.Errorf("GPU %d: kind %d", ordinal, kind)
 		}
 	}
-	if _, err := finder.Device(2); err == nil {
-		t.Error("a GPU that is not there was opened")
+	for _, ordinal := range []int{-1, 2} {
+		if _, err := finder.Device(ordinal); err == nil {
+			t.Errorf("GPU %d is not there, and was opened", ordinal)
+		}
 	}
 	must(t, finder.Close())
 }
@@ -561,4 +564,52 @@ func TestKeyEncoding(t *testing.T) {
 			}
 		}
 	})
+}
+
+// While the program captures a stream, memory that is freed or released stays mapped. It is
+// unmapped with what is freed afterwards, or when a device of the GPU is closed.
+func TestUnmappingDuringCaptures(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	again, err := v.gpu.d.Open(0)
+	must(t, err)
+	p := program.Open(t, f.Path, 0)
+	q, err := p.Stream()
+	must(t, err)
+	capture := func(f func() error) {
+		t.Helper()
+		var err error
+		_, failed := p.Capture(q, func() error { err = f(); return nil })
+		if must(t, err); failed == nil {
+			t.Error("a capture is valid during which the driver was to wait")
+		}
+	}
+	mapped := func(what string, imported, reserved int) {
+		t.Helper()
+		if n := f.Census(); n.Imported != imported || n.Reserved != reserved {
+			t.Errorf("%s: %d imports at %d reservations, want %d at %d", what, n.Imported, n.Reserved,
+				imported, reserved)
+		}
+	}
+	key, _ := startPhysicalOwner(t, ownerSetup{}).share()
+	s, err := v.Import(1, key)
+	must(t, err)
+	one, two, three := alloc(t, v, physicalBytes), alloc(t, v, physicalBytes), alloc(t, v, physicalBytes)
+	alloc(t, again, physicalBytes)
+	capture(func() error { return errors.Join(s.Release(true), v.Free(one)) })
+	mapped("freed during a capture", 1, 5)
+	must(t, v.Free(two))
+	mapped("freed after it", 0, 2)
+	capture(func() error {
+		err := again.Close()
+		if e, ok := errors.AsType[*Error](err); !ok || e.Code != fake.CaptureUnsupported ||
+			!strings.Contains(err.Error(), "end the capture") {
+			t.Errorf("closing a device during a capture: %v", err)
+		}
+		return nil
+	})
+	mapped("closed during a capture", 0, 2)
+	f.Fail("cuCtxSynchronize", 1, fake.CaptureInvalidated)
+	must(t, v.Free(three))
+	mapped("freed during a capture that has failed", 0, 2)
+	must(t, p.Destroy(q))
 }

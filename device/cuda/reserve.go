@@ -38,6 +38,7 @@ type room struct {
 	device   mem.Memory    // and on the device
 	capacity int           // places
 	uses     uint64        // the number of the last place of the latest use
+	user     *reserved     // that use
 }
 
 // rooms are those of a device. They stay until it is closed, as many as streams have had places in
@@ -53,26 +54,29 @@ const (
 	roomChunk = 32 << 10 // bytes of the device that are allocated for rooms, at least
 )
 
-// take returns a room for n places, which no stream uses.
-func (r *rooms) take(v *Device, n int) (*room, error) {
+// take gives u a room that no stream uses.
+func (r *rooms) take(u *reserved) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	capacity := roomUnit
-	for capacity < n {
+	for capacity < u.order.N {
 		capacity *= 2
 	}
-	for _, x := range r.all {
-		if x.capacity == capacity && x.passed() {
-			x.uses += uint64(n) + 1
-			return x, nil
+	var x *room
+	if i := slices.IndexFunc(r.all, func(x *room) bool { return x.capacity == capacity && x.free() }); i >= 0 {
+		x = r.all[i]
+		if !x.passed() {
+			x.user.leave()
+		}
+	} else {
+		var err error
+		if x, err = r.addLocked(u.v, capacity); err != nil {
+			return err
 		}
 	}
-	x, err := r.addLocked(v, capacity)
-	if err != nil {
-		return nil, err
-	}
-	x.uses = uint64(n) + 1
-	return x, nil
+	u.room, u.base = x, x.uses+1
+	x.user, x.uses = u, x.uses+uint64(u.order.N)+1
+	return nil
 }
 
 // prepare makes a room, so that the first operation need not.
@@ -110,11 +114,25 @@ func (r *rooms) addLocked(v *Device, capacity int) (*room, error) {
 // passed reports whether the stream has passed all places of the latest use.
 func (x *room) passed() bool { return x.words[1].Word(0).Load() >= x.uses }
 
+// free reports whether no stream uses the room: the latest one has passed all places, or its work
+// has ended because it was closed before it was given all of them.
+func (x *room) free() bool {
+	if x.passed() {
+		return true
+	}
+	select {
+	case <-x.user.idle:
+		return true
+	default:
+		return false
+	}
+}
+
 // held reports whether streams have places to pass.
 func (r *rooms) held() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return slices.ContainsFunc(r.all, func(x *room) bool { return !x.passed() })
+	return slices.ContainsFunc(r.all, func(x *room) bool { return !x.free() })
 }
 
 // A carrier is a stream of the driver, which places are in.
@@ -125,6 +143,9 @@ type carrier interface {
 	// waitFor is WaitValue. forge, if it is not nil, is called before Close of the stream stores
 	// the value to the word.
 	waitFor(word mem.Memory, v uint64, forge func()) error
+	// idle returns a channel that is closed when Close has seen all work of the stream end; nil if
+	// it does not look.
+	idle() <-chan struct{}
 }
 
 // reserved is the stream of places.
@@ -134,6 +155,8 @@ type reserved struct {
 	order device.Places
 	base  uint64 // the number before that of the first place
 	ended device.Event
+	idle  <-chan struct{}        // of the carrier
+	left  atomic.Pointer[uint64] // the number of the last place that was done, when r left the room
 
 	mu     sync.Mutex
 	given  int  // places that the carrier may do
@@ -162,14 +185,15 @@ func (v *Device) Reserve(s device.Stream, p device.Places) (device.Stream, error
 			return nil, err
 		}
 	}
-	x, err := v.rooms.take(v, p.N)
-	if err != nil {
+	r := &reserved{v: v, order: p, idle: c.idle()}
+	if err := v.rooms.take(r); err != nil {
 		return nil, err
 	}
-	r := &reserved{v: v, room: x, order: p, base: x.uses - uint64(p.N)}
-	clear(x.host.Bytes())
+	clear(r.room.host.Bytes())
 	if err := r.reserve(c); err != nil {
 		r.Close() // the carrier passes what it was given
+		// The room is free behind that, or when a stream that takes no more is closed.
+		_ = c.WriteValue(r.room.words[1], r.base+uint64(p.N))
 		return nil, err
 	}
 	return r, nil
@@ -208,6 +232,15 @@ func (r *reserved) reserve(c carrier) error {
 // place returns the memory of a place.
 func (r *reserved) place(m mem.Memory, i int) mem.Memory {
 	return m.Slice(i*int(gpukernels.PlaceSize), int(gpukernels.PlaceSize))
+}
+
+// leave has r use the room no more. The carrier was closed, and its work has ended.
+func (r *reserved) leave() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.closeLocked()
+	done := r.room.words[1].Word(0).Load()
+	r.left.Store(&done)
 }
 
 // forge says that the carrier is closed, and passes all places.
@@ -349,7 +382,13 @@ type placeEvent struct {
 	number uint64
 }
 
-func (e *placeEvent) reached() bool { return e.r.room.words[1].Word(0).Load() >= e.number }
+func (e *placeEvent) reached() bool {
+	done := e.r.room.words[1].Word(0).Load()
+	if left := e.r.left.Load(); left != nil { // others use the word
+		done = *left
+	}
+	return done >= e.number
+}
 
 // Done implements device.Event.
 func (e *placeEvent) Done() bool { return e.reached() || e.r.ended.Done() }

@@ -120,3 +120,104 @@ func TestBlockingLaunches(t *testing.T) {
 		}
 	}
 }
+
+// Places that a stream does not take leave their memory to others: when a borrowed stream has
+// passed what it was given, and when a stream is closed.
+func TestFailedReserveFreesItsRoom(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	q := foreign(t, v)
+	rooms := 0
+	for call, n := range map[string]int{"cuStreamWriteValue64_v2": 1, "cuStreamWaitValue64_v2": 3, "cuMemcpyAsync": 3,
+		"cuLaunchKernel": 6} {
+		for k := 1; k <= n; k++ {
+			own, err := v.Stream()
+			must(t, err)
+			for name, s := range map[string]device.Stream{"borrowed": v.Borrow(uintptr(q)), "own": own} {
+				f.Fail(call, k, fake.OutOfMemory)
+				_, err = v.Reserve(s, device.Places{N: 3})
+				if e, ok := errors.AsType[*Error](err); !ok || e.Code != fake.OutOfMemory {
+					t.Fatalf("call %d of %s fails: %v", k, call, err)
+				}
+				if s == own {
+					must(t, own.Close())
+				} else {
+					must(t, wait(s))
+				}
+				rooms = max(rooms, len(v.rooms.all))
+				if v.rooms.held() || rooms != 1 {
+					t.Fatalf("%s, call %d of %s fails: a room of %d is not free", name, k, call, len(v.rooms.all))
+				}
+			}
+		}
+	}
+	s := newStreamOf(t, v)
+	places, err := v.Reserve(s, device.Places{N: 3})
+	must(t, err)
+	m := alloc(t, v, 16)
+	copy(f.Bytes(m), "abcdefghijklmnop")
+	must(t, places.Copy(m.Slice(0, 8), m.Slice(8, 8)), wait(places), places.Close(), wait(s))
+	if got := string(f.Bytes(m)); got != "ijklmnopijklmnop" || len(v.rooms.all) != 1 {
+		t.Errorf("%d rooms, and places have made %q", len(v.rooms.all), got)
+	}
+}
+
+// A stream that is closed drops places that the driver has not been given. Their memory is used
+// again, and their events fail also then.
+func TestClosedStreamFreesRooms(t *testing.T) {
+	_, v := open(t, fake.Config{})
+	word := wordsOf(t, v, 1)[0]
+	m := alloc(t, v, 16)
+	order := device.Places{N: mostInFlight}
+	s, err := v.Stream()
+	must(t, err, s.WaitValue(word, 1))
+	places, err := v.Reserve(s, order)
+	must(t, err)
+	for range order.N {
+		must(t, places.WriteValue(word, 1))
+	}
+	e, err := places.Record()
+	must(t, err, s.Close())
+	if v.rooms.held() {
+		t.Error("a stream that was closed has places to pass")
+	}
+	rooms := len(v.rooms.all)
+	other := newStreamOf(t, v)
+	again, err := v.Reserve(other, order)
+	must(t, err, again.Close(), wait(other))
+	if len(v.rooms.all) != rooms {
+		t.Errorf("%d rooms, want %d", len(v.rooms.all), rooms)
+	}
+	if err := e.Wait(t.Context()); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("an event of a place that was dropped: %v", err)
+	}
+	if err := places.Copy(m.Slice(0, 8), m.Slice(8, 8)); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("a copy in a place that was dropped: %v", err)
+	}
+	must(t, places.Close())
+}
+
+// A stream that has not been seen to end may still do its work: the memory of its places and its
+// buffers are not used again.
+func TestUnfinishedStreamsKeepMemory(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	word := wordsOf(t, v, 1)[0]
+	order := device.Places{N: mostInFlight} // more than the driver is given
+	s, err := v.Stream()
+	must(t, err, s.WaitValue(word, 1))
+	places, err := v.Reserve(s, order)
+	must(t, err)
+	f.Fail("cuStreamQuery", 1, fake.OutOfMemory)
+	if e, ok := errors.AsType[*Error](s.Close()); !ok || e.Code != fake.OutOfMemory {
+		t.Errorf("the end of a stream that is not known: %v", e)
+	}
+	rooms := len(v.rooms.all)
+	other := newStreamOf(t, v)
+	again, err := v.Reserve(other, order)
+	must(t, err, again.Close(), wait(other), places.Close())
+	if len(v.rooms.all) != rooms+1 {
+		t.Errorf("%d rooms, want %d", len(v.rooms.all), rooms+1)
+	}
+	if other.(*stream).staged.whole == s.(*stream).staged.whole {
+		t.Error("two streams have the same buffers")
+	}
+}

@@ -5,6 +5,7 @@ package cuda
 import (
 	"bytes"
 	"errors"
+	"strings"
 	"testing"
 
 	"tutti/device"
@@ -103,5 +104,27 @@ func TestKeysOfIsolatedGPUs(t *testing.T) {
 	}
 	if _, err := other.Import(1, key); err != nil {
 		t.Errorf("memory of the GPU itself: %v", err)
+	}
+}
+
+// Memory on a GPU is reached while a Device of it is open in the process.
+func TestKeysOfClosedGPUs(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	var others [2]*Device
+	for i := range others {
+		var err error
+		others[i], err = v.gpu.d.Open(1)
+		must(t, err)
+	}
+	key, _, err := others[0].Share(alloc(t, others[0], 64))
+	must(t, err, others[1].Close())
+	_, err = v.Import(1, key)
+	must(t, err, others[0].Close())
+	if n := f.Census().Contexts; n != 1 {
+		t.Errorf("%d contexts are retained, want that of the GPU that is open", n)
+	}
+	_, err = v.Import(1, key)
+	if !errors.Is(err, errors.ErrUnsupported) || !strings.Contains(err.Error(), "not open") {
+		t.Errorf("memory of a GPU that was closed: %v", err)
 	}
 }

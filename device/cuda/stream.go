@@ -35,6 +35,7 @@ type stream struct {
 	ending  bool           // Close has begun
 	closed  bool           // and has ended
 	end     chan struct{}  // is closed then
+	rest    chan struct{}  // is closed when Close has seen all work end, which may fail
 	refused error          // why the stream takes no more work
 	failed  error          // why what the driver has taken does not end
 	held    []func() error // operations that the driver does not have
@@ -78,8 +79,12 @@ const (
 	nap    = 20 * time.Microsecond
 )
 
+// captureTime is how long Close asks a driver that does not tell whether the work has ended,
+// because the program captures a stream: the goroutine that is to end the capture may be in Close.
+const captureTime = 2 * time.Second
+
 func newStream(v *Device) (*stream, error) {
-	s := &stream{v: v, end: make(chan struct{})}
+	s := &stream{v: v, end: make(chan struct{}), rest: make(chan struct{})}
 	if err := s.staged.init(s); err != nil {
 		return nil, err
 	}
@@ -419,8 +424,13 @@ func (s *stream) remembers(b block) bool {
 	})
 }
 
+// idle implements carrier.
+func (s *stream) idle() <-chan struct{} { return s.rest }
+
 // Close implements device.Stream. What the stream waits for is released: work behind it is done
-// before Close returns, with any results. Only the first of several calls returns an error.
+// before Close returns, with any results. If the driver does not tell whether it is, Close fails,
+// and the memory of the stream stays until the device is closed. Only the first of several calls
+// returns an error.
 func (s *stream) Close() error {
 	s.mu.Lock()
 	if s.ending {
@@ -451,7 +461,11 @@ func (s *stream) Close() error {
 			errs = append(errs, s.v.gpu.destroyMarker(p.marker))
 		}
 	}
-	errs = append(errs, s.v.gpu.destroyQueue(s.queue), s.staged.free(s.v))
+	errs = append(errs, s.v.gpu.destroyQueue(s.queue))
+	if err == nil {
+		close(s.rest)
+		errs = append(errs, s.staged.free(s.v))
+	}
 	s.v.mu.Lock()
 	delete(s.v.streams, s)
 	s.v.mu.Unlock()
@@ -485,6 +499,7 @@ func first(errs []error) error {
 func (s *stream) drain() error {
 	pace := backoff.Backoff{Yields: yields, Nap: nap}
 	defer pace.Stop()
+	told := time.Now() // when the driver has told last how far the stream is
 	for {
 		for i := range s.pending {
 			p := &s.pending[i]
@@ -498,8 +513,11 @@ func (s *stream) drain() error {
 				}
 			}
 		}
-		if idle, err := s.v.gpu.idle(s.queue); idle || err != nil {
+		switch idle, err := s.v.gpu.idle(s.queue); {
+		case idle || err != nil && time.Since(told) > captureTime:
 			return err
+		case err == nil:
+			told = time.Now()
 		}
 		if err := pace.Wait(context.Background()); err != nil {
 			return err

@@ -13,6 +13,8 @@ import (
 	"runtime/debug"
 	"slices"
 	"testing"
+	"testing/synctest"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -494,5 +496,49 @@ func TestCloseWithOneQueue(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A driver that does not tell how far a stream is, because the program captures another one, is
+// asked again: the stream has neither failed nor ended.
+func TestStreamsOutlastCaptures(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	word := wordsOf(t, v, 1)[0]
+	s, err := v.Stream()
+	must(t, err, s.WaitValue(word, 1))
+	e, err := s.Record()
+	must(t, err)
+	f.Fail("cuEventQuery", 1, fake.CaptureUnsupported)
+	word.Word(0).Store(1)
+	if err := e.Wait(t.Context()); err != nil {
+		t.Errorf("an event: %v", err)
+	}
+	s, err = v.Stream()
+	must(t, err, s.WaitValue(word, 2))
+	f.Fail("cuStreamQuery", 1, fake.CaptureUnsupported)
+	if err := s.Close(); err != nil {
+		t.Errorf("the end of a stream: %v", err)
+	}
+	if n := f.Forget(); n > 0 {
+		t.Errorf("%d questions were not asked", n)
+	}
+}
+
+// Close does not wait for the end of a capture, which may be its caller's to end.
+func TestCloseDuringCaptures(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	defer f.Forget()
+	for _, code := range []int{fake.CaptureUnsupported, fake.CaptureInvalidated} {
+		f.Fail("cuStreamQuery", -1, code)
+		synctest.Test(t, func(t *testing.T) {
+			s, err := v.Stream()
+			must(t, err)
+			began := time.Now()
+			e, ok := errors.AsType[*Error](s.Close())
+			if took := time.Since(began); !ok || e.Code != code || took < captureTime || took > 2*captureTime {
+				t.Errorf("after %v: %v", took, e)
+			}
+		})
+		f.Forget()
 	}
 }

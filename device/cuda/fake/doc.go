@@ -10,6 +10,9 @@ const (
 	NotPermitted   = 800
 	NotSupported   = 801
 	IllegalAddress = 700 // ends the context
+
+	CaptureUnsupported = 900
+	CaptureInvalidated = 901
 )
 
 // Work stands for the work of streams where a call is named: what fails then is the work itself,

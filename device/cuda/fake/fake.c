@@ -16,7 +16,8 @@
 //     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
 //   - A stream that is captured records its kernels, copies and functions of the host into a graph,
-//     and refuses other work. A graph is launched any number of times.
+//     and refuses other work. A graph is launched any number of times. Meanwhile nothing waits for
+//     the context, in any mode of the thread: cuCtxSynchronize fails, and so does the capture.
 //   - Functions of the host are work of streams. They may call the library; the real one forbids
 //     that.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
@@ -119,6 +120,7 @@ typedef struct context {
 	int resident, loading;	       // kernels that run; loads that wait for them
 	int working, busy;	       // work that streams have not done; of it, what they do now
 	int delayed;		       // copies that wait for a load
+	int captures;		       // streams that are captured into graphs
 	struct stream *standard;       // the default stream, from its first use
 } context;
 
@@ -164,6 +166,7 @@ typedef struct function {
 typedef struct event {
 	context *context;
 	uint64_t recorded, reached;
+	int pending, destroyed; // pending: streams are to reach it
 } event;
 
 enum kind { COPY, KERNEL, WAIT, WRITE, EVENT, HOST };
@@ -253,7 +256,7 @@ static int enter(const char *call)
 		}
 	}
 	for (int i = 0; i < MAX_FAULTS; i++)
-		if (faults[i].in > 0 && !strcmp(faults[i].call, call) && --faults[i].in == 0)
+		if (faults[i].in && !strcmp(faults[i].call, call) && (faults[i].in < 0 || --faults[i].in == 0))
 			return faults[i].code;
 	return OK;
 }
@@ -1112,7 +1115,10 @@ EXPORT int cuMemImportFromShareableHandle(uint64_t *handle, void *from, int type
 EXPORT int cuCtxSynchronize(void)
 {
 	BEGIN_IN;
-	if (c) {
+	if (!result && c->captures) {
+		spoilt = 1;
+		result = CAPTURE_UNSUPPORTED;
+	} else if (c) {
 		rest(c);
 		result = result ? result : c->error;
 	}
@@ -1242,6 +1248,13 @@ static void perform(context *c, const work *w)
 	}
 }
 
+// forget frees an event that was destroyed and that no stream is to reach. With the lock.
+static void forget(event *e)
+{
+	if (e->destroyed && !e->pending)
+		free(e);
+}
+
 // leave frees a stream that was destroyed and has no work. With the lock.
 static void leave(stream *s)
 {
@@ -1285,6 +1298,10 @@ static void *run(void *arg)
 			c->busy--;
 			if (w->kind == EVENT)
 				w->event->reached++;
+		}
+		if (w->kind == EVENT) {
+			w->event->pending--;
+			forget(w->event);
 		}
 		free(w);
 		s->pending--;
@@ -1427,7 +1444,8 @@ EXPORT int cuEventCreate(void **found, unsigned flags)
 EXPORT int cuEventDestroy_v2(void *e)
 {
 	BEGIN_IN;
-	free(e);
+	((event *)e)->destroyed = 1;
+	forget(e);
 	events--;
 	END;
 }
@@ -1441,6 +1459,7 @@ EXPORT int cuEventRecord(void *e, void *s)
 		work *w = new_work(EVENT, 0);
 		w->event = e;
 		((event *)e)->recorded++;
+		((event *)e)->pending++;
 		give(stream_of(c, s), w);
 	}
 	END;
@@ -1467,7 +1486,7 @@ EXPORT int cuStreamBeginCapture_v2(void *s, int mode)
 		g->last = &g->first;
 		stream_of(c, s)->graph = g;
 		stream_of(c, s)->capturing = 1;
-		captures++;
+		captures++, c->captures++;
 	}
 	END;
 }
@@ -1482,6 +1501,7 @@ EXPORT int cuStreamEndCapture(void *s, void **found)
 		stream_of(c, s)->graph = NULL;
 		stream_of(c, s)->capturing = 0;
 		result = spoilt ? CAPTURE_INVALIDATED : 0;
+		c->captures--;
 		if (--captures == 0)
 			spoilt = 0;
 	}
@@ -1674,18 +1694,18 @@ EXPORT const char *fake_kernels(const char *path)
 }
 
 // fake_fail has the k-th call of a function from now on return an error. "work" is what streams are
-// given: that fails when the stream has come to it, and with it the context. k = 0 forgets all of
-// these orders that were not carried out, and returns their number.
+// given: that fails when the stream has come to it, and with it the context. k = -1 has all calls
+// fail. k = 0 forgets all of these orders that were not carried out, and returns their number.
 EXPORT int fake_fail(const char *call, int k, int code)
 {
 	int left = 0;
 	pthread_mutex_lock(&lock);
 	for (int i = 0; k == 0 && i < MAX_FAULTS; i++) {
-		left += faults[i].in > 0;
+		left += faults[i].in != 0;
 		faults[i].in = 0;
 	}
-	for (int i = 0; k > 0 && i < MAX_FAULTS; i++)
-		if (faults[i].in <= 0) {
+	for (int i = 0; k != 0 && i < MAX_FAULTS; i++)
+		if (faults[i].in == 0) {
 			snprintf(faults[i].call, sizeof faults[i].call, "%s", call);
 			faults[i].in = k, faults[i].code = code;
 			break;

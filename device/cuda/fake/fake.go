@@ -163,7 +163,8 @@ func Load(dir string, from Files, c Config) (*Driver, error) {
 	return d, nil
 }
 
-// Fail has the k-th call of a function from now on return an error. k is 1 for the next one.
+// Fail has the k-th call of a function from now on return an error. k is 1 for the next one, and -1
+// for all until Forget.
 func (d *Driver) Fail(call string, k, code int) {
 	s := C.CString(call)
 	defer C.free(unsafe.Pointer(s))
