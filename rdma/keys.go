@@ -48,8 +48,10 @@ func (w *Withheld) has(key uint32) bool {
 }
 
 // Register calls register until the memory has a key that is not withheld, several times at most.
-// device is for the error. left is why memory with a withheld key stays registered: no peer is told
-// that key, but the memory stays pinned.
+// device is for the error. A key that is not taken is known only after the registration: until
+// Register returns, a peer that has it may reach the memory, if its addresses are those of memory
+// that was deregistered. left is why memory with such a key stays registered: no peer is told that
+// key, but the memory stays pinned.
 func (w *Withheld) Register(device string, register func() (MR, error)) (mr MR, left, err error) {
 	var aside []MR // so that the device gives other keys
 	defer func() {

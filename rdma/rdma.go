@@ -62,8 +62,8 @@ type CQ interface {
 	// error means that the queue is unusable, for example because it overflowed.
 	Poll(out []Completion) (int, error)
 	// Arm requests one call of wake when the next completion arrives. A completion that arrived
-	// before Arm causes none: poll once more after Arm. The removal of the device calls it, too, if
-	// requests are posted, and it may also be called without need. It must not block.
+	// before Arm causes none: poll once more after Arm. The removal of the device calls it, too,
+	// and it may also be called without need. It must not block.
 	Arm() error
 	Depth() int
 	// Close fails while queue pairs use the queue.

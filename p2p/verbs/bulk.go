@@ -50,8 +50,6 @@ type bulk struct {
 	segment [1]rdma.Segment
 
 	halting sync.Mutex
-	halted  bool
-	err     error // of halt
 }
 
 // key allows access to an exposed range of the peer.
@@ -102,8 +100,7 @@ func (b *bulk) open(n *lane, ports []port, psn uint32, rung func()) ([]path, err
 		}
 		tried++
 		if err := r.open(n, rung); err != nil {
-			b.left = append(b.left, errors.Join(err, r.halt(), r.close()))
-			r.qp, r.cq = nil, nil
+			b.left = append(b.left, err)
 			b.dead++
 			continue
 		}
@@ -205,29 +202,22 @@ func (b *bulk) broken(r *rail, err error) {
 }
 
 // halt closes the queue pairs. When it returns nil, no request of this end uses memory any more,
-// and none of the peer's. It may be called without the link's lock when the lane is not in use any
-// more.
-func (b *bulk) halt() error {
+// and none of the peer's. After an error it may be called again. It may be called without the
+// link's lock when the lane is not in use any more.
+func (b *bulk) halt() (err error) {
 	b.halting.Lock()
 	defer b.halting.Unlock()
-	if b.halted {
-		return b.err
-	}
-	b.halted = true
 	if b.alarm != nil {
 		b.alarm.Stop()
 	}
 	for _, r := range b.rails {
-		if err := r.halt(); err != nil && !r.removed() { // what was removed uses nothing
-			b.err = errors.Join(b.err, err)
-		}
+		err = errors.Join(err, r.closeQP(&r.qp))
 	}
-	return b.err
+	return err
 }
 
-// close closes all objects.
-func (b *bulk) close() error {
-	err := b.halt()
+// close closes all other objects, after halt.
+func (b *bulk) close() (err error) {
 	for _, r := range b.rails {
 		err = errors.Join(err, r.close())
 	}

@@ -191,6 +191,18 @@ func (d *device) release() error {
 	return d.Close()
 }
 
+// closeQP closes a queue pair of the device, if there is one. After an error it is still there.
+func (d *device) closeQP(qp *rdma.QP) error {
+	if *qp == nil {
+		return nil
+	}
+	if err := (*qp).Close(); err != nil && !d.removed() { // what was removed uses nothing
+		return err
+	}
+	*qp = nil
+	return nil
+}
+
 // propose chooses the ports of a lane of this end, which has some, the nearest first: that of the
 // frames' queue pair, the attempt-th, and that of each rail, per queue pairs for each port. Rails
 // are in the order of the ports' names, which is the same for all processes of a machine, and for

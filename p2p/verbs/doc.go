@@ -101,9 +101,10 @@
 //
 // An operation with requests under way on a lane that is given up may still change memory. It waits
 // until all queue pairs of both ends are closed, which each end says (frameFenced), and is repeated
-// in frames then. A request cannot be taken back: to cancel an operation with requests under way
-// closes the queue pairs. Later puts wait until the peer's are closed, too: what the network has of
-// the cancelled one could be placed over their data.
+// in frames then. An end whose device refuses to close one tries again until then. A request cannot
+// be taken back: to cancel an operation with requests under way closes the queue pairs. Later puts
+// wait until the peer's are closed, too: what the network has of the cancelled one could be placed
+// over their data.
 //
 // # Sleeping
 //

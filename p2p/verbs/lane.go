@@ -14,7 +14,8 @@ import (
 
 const (
 	sendDepth = 256  // requests of a send queue
-	timeout   = 16   // of a packet: 268 ms, eight times; the TCP connection notices dead peers sooner
+	timeout   = 16   // of a packet: 268 ms; the TCP connection notices dead peers sooner
+	retries   = 7    // of a packet
 	perFrame  = 3    // requests of a frame at most
 	chained   = 32   // that are posted with one call
 	inline    = unit // bytes of a frame of one unit: the word before it, and all but its commit word
@@ -123,10 +124,7 @@ func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) e
 		l.mrs = append(l.mrs, r)
 	}
 	rung := func() {
-		select {
-		case l.woken <- struct{}{}:
-		default:
-		}
+		l.ring()
 		wake()
 	}
 	var err error
@@ -152,6 +150,14 @@ func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) e
 		return err
 	}
 	return l.postReceives(receives(n))
+}
+
+// ring ends a wait for the lane, or the next one.
+func (l *lane) ring() {
+	select {
+	case l.woken <- struct{}{}:
+	default:
+	}
 }
 
 func addressOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
@@ -181,15 +187,19 @@ func (p *port) connect(qp rdma.QP, mine, theirs *path) error {
 		// Within a subnet InfiniBand needs no address.
 		Global: mine.link != rdma.InfiniBand || [8]byte(mine.gid[:8]) != [8]byte(theirs.gid[:8]),
 		MTU:    min(mine.mtu, theirs.mtu), PSN: mine.psn, Remote: theirs.qp, RemotePSN: theirs.psn, LID: theirs.lid,
-		GID: theirs.gid, Reads: min(mine.reads, theirs.reads), Timeout: timeout, Retries: 7, RNRRetries: 7})
+		GID: theirs.gid, Reads: min(mine.reads, theirs.reads), Timeout: timeout, Retries: retries, RNRRetries: 7})
 }
 
-// close closes all objects. The memory stays, because a caller may be reading it.
+// halt closes all queue pairs: see bulk.halt.
+func (l *lane) halt() error { return errors.Join(l.bulk.halt(), l.port.closeQP(&l.qp)) }
+
+// close closes all objects. The memory stays, because a caller may be reading it. While a queue
+// pair cannot be closed, everything else stays, too, and close may be called again.
 func (l *lane) close() error {
-	err := l.bulk.close()
-	if l.qp != nil {
-		err = errors.Join(err, l.qp.Close())
+	if err := l.halt(); err != nil {
+		return err
 	}
+	err := l.bulk.close()
 	if l.cq != nil {
 		err = errors.Join(err, l.cq.Close())
 	}

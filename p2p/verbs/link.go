@@ -23,8 +23,9 @@ const (
 // short is the most bytes of a frame that is gathered with others.
 const short = 4 << 10
 
-// lingerTime bounds how long Close waits for the device to complete what was sent.
-const lingerTime = 500 * time.Millisecond
+// lingerTime bounds how long Close waits for the device, to complete what was sent and to close
+// queue pairs: until the device repeats no packet any more.
+const lingerTime = (retries + 1) * (4096 * time.Nanosecond << timeout)
 
 // framed is a link whose puts and gets travel as frames, and the data of long ones by RDMA. It
 // implements p2p.OneSided, p2p.Pather and p2p.Gatherer.
@@ -98,7 +99,8 @@ type link struct {
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
-	tasks  int // that make, connect or close lanes
+	late   time.Time // when Close waits for devices no longer; set before ctx ends
+	tasks  int       // that make, connect or close lanes
 	wg     sync.WaitGroup
 }
 
@@ -596,14 +598,16 @@ func (l *link) Disarm() {
 	}
 }
 
-// Close implements p2p.Link. It waits until the device has completed what was sent, at most for
-// lingerTime, and not for a peer that has ended.
+// Close implements p2p.Link. It waits until the device has completed what was sent, but not for a
+// peer that has ended or given up the lane, and until its queue pairs are closed; for both at most
+// for lingerTime. After Close of the transport all its links have that time together: their devices
+// repeat packets at the same time.
 func (l *link) Close() error {
 	l.once.Do(func() {
 		working := l.state.Load() == live
 		l.fail(fmt.Errorf("rdma: link to %v: %w", l.peer, p2p.ErrClosed), false)
 		l.mu.Lock()
-		l.closed = true
+		l.closed, l.late = true, time.Now().Add(l.t.remaining(l.linger))
 		if working {
 			l.lingerLocked()
 		}
@@ -631,7 +635,7 @@ func (l *link) Close() error {
 // lingerLocked waits until what was sent over the lanes has arrived. It gives up the lock
 // meanwhile.
 func (l *link) lingerLocked() {
-	timer := time.NewTimer(l.linger)
+	timer := time.NewTimer(time.Until(l.late))
 	defer timer.Stop()
 	lanes, k := l.connectedLocked()
 	for _, n := range lanes[:k] {
@@ -656,8 +660,12 @@ func (l *link) lingerOnLocked(n *lane, late <-chan time.Time) bool {
 			n.ask()
 		}
 		if l.rx != nil { // else another goroutine may be using base
-			if _, _, err := l.base.Recv(); err != nil || l.base.Arm() {
+			ended, more := l.skipLocked()
+			if ended {
 				return false
+			}
+			if more {
+				n.ring()
 			}
 		}
 		l.mu.Unlock()
@@ -673,4 +681,24 @@ func (l *link) lingerOnLocked(n *lane, late <-chan time.Time) bool {
 			return false
 		}
 	}
+}
+
+// skipLocked drops a control frame, if one has come over base. One by which the peer gives up a
+// lane fails the lane; the others change nothing any more. Ended: base has. Unless there may be
+// more, the next frame, or the end, is news.
+func (l *link) skipLocked() (ended, more bool) {
+	h, payload, err := l.base.Recv()
+	if err != nil || h != nil && h.Len > maxText {
+		return true, false
+	}
+	if h != nil {
+		kind, gen := h.Kind, h.Seq
+		if _, more = l.takeLocked(h, payload); more && kind == frameDown {
+			if n := l.find(gen); n != nil {
+				n.fail(errors.New("given up by the peer"))
+			}
+		}
+	}
+	more = more || l.base.Arm()
+	return l.base.Err() != nil, more
 }

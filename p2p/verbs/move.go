@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"tutti/mem"
 	"tutti/p2p"
@@ -195,9 +196,26 @@ func (l *link) settleLocked(n *lane) {
 	}
 }
 
-// bury closes a lane that is not in use any more, and says so to the peer.
+// bury closes a lane that is not in use any more, and says so to the peer. A device that is being
+// reset closes no queue pairs for some time, in which the peer may reach memory: bury tries again,
+// as long as the link lives or its Close waits.
 func (l *link) bury(n *lane) error {
-	err := n.close()
+	err := n.halt()
+	if err != nil {
+		l.t.log.Error("rdma: memory may still be used until a queue pair can be closed", "peer", l.peer, "lane", n.gen,
+			"reason", err)
+	}
+	waits := func() bool { return l.ctx.Err() == nil || time.Now().Before(l.late) }
+	for pause := minPause; err != nil && waits(); pause = min(2*pause, maxPause) {
+		if l.wait(pause); l.ctx.Err() != nil {
+			time.Sleep(minPause)
+		}
+		err = n.halt()
+	}
+	if err != nil {
+		return err
+	}
+	err = n.close()
 	for _, e := range l.gone(n) {
 		e.leave(n)
 	}

@@ -87,23 +87,16 @@ func (r *rail) probe(chain *[1]rdma.SendRequest) error {
 // polled reports whether the completion queue has to be polled: something may come.
 func (r *rail) polled() bool { return r.state != unused && (r.under > 0 || r.own) }
 
-// halt closes the queue pair, and gives back the local memory of pieces.
-func (r *rail) halt() (err error) {
-	if r.qp != nil {
-		err = r.qp.Close()
-	}
+// close gives back the local memory of pieces, and closes the completion queue, once and after the
+// queue pair.
+func (r *rail) close() (err error) {
 	for i := range r.pieces {
 		if mr := r.pieces[i].mr; mr.MR != nil {
 			err = errors.Join(err, mr.release())
 		}
 	}
-	return err
-}
-
-// close closes the completion queue, after halt.
-func (r *rail) close() error {
-	if r.cq == nil {
-		return nil
+	if r.cq != nil {
+		err = errors.Join(err, r.cq.Close())
 	}
-	return r.cq.Close()
+	return err
 }

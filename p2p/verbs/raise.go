@@ -289,31 +289,41 @@ func (l *link) tellLocked(n *lane, a *act, reason error) {
 }
 
 // controlLocked handles a control frame that base has returned. False: its payload has yet to
-// arrive.
+// arrive, or the link has failed.
 func (l *link) controlLocked(head *p2p.Header, payload []byte) bool {
 	h := *head
+	b, ok := l.takeLocked(&h, payload)
+	if !ok {
+		return false
+	}
+	if err := l.handleLocked(&h, b); err != nil {
+		l.violated("%v", err)
+	}
+	return true
+}
+
+// takeLocked returns the payload of a control frame, until the next one is taken, and releases the
+// frame. False: it has yet to arrive, or the link has failed.
+func (l *link) takeLocked(h *p2p.Header, payload []byte) ([]byte, bool) {
 	if h.Len > maxText {
 		l.violated("%d bytes of payload in a frame of kind %d beside the ring, at most %d", h.Len, h.Kind, maxText)
-		return true
+		return nil, false
 	}
 	b := append(l.part, payload...)
 	if missing := int(h.Len) - len(b); missing > 0 {
 		k, err := l.base.Fill(b[len(b) : len(b)+missing : cap(b)])
 		if err != nil {
 			l.cut(err)
-			return true
+			return nil, false
 		}
 		if l.part = b[:len(b)+k]; k < missing {
-			return false
+			return nil, false
 		}
 		b = l.part
 	}
 	l.base.Release()
 	l.part = l.part[:0]
-	if err := l.handleLocked(&h, b); err != nil {
-		l.violated("%v", err)
-	}
-	return true
+	return b, true
 }
 
 // handleLocked handles a control frame. The error is a violation of the protocol.

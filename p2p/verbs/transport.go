@@ -70,6 +70,7 @@ type Transport struct {
 	devices []*device // the nearest first; those that were removed stay until they are back
 	seeking bool      // seek runs
 	closed  bool
+	late    time.Time     // when its links do not linger any more, if closed
 	done    chan struct{} // closed by Close
 	waiting chan struct{} // closed at the next news; nil: none waits
 	wg      sync.WaitGroup
@@ -294,6 +295,16 @@ func (t *Transport) next() <-chan struct{} {
 	return t.waiting
 }
 
+// remaining returns how long a link may linger that would do so for d.
+func (t *Transport) remaining(d time.Duration) time.Duration {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.closed {
+		return d
+	}
+	return min(d, time.Until(t.late))
+}
+
 // listener is the host of the TCP connections.
 type listener struct {
 	p2p.Host
@@ -380,8 +391,8 @@ func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	first := !t.closed
-	t.closed = true
 	if first {
+		t.closed, t.late = true, time.Now().Add(lingerTime)
 		close(t.done)
 	}
 	t.mu.Unlock()

@@ -13,6 +13,8 @@ type Subject struct {
 	Device   string // it connects queue pairs with each other, at port 1
 	// SetPort takes the network of port 1 down and brings it back, nil if the test cannot.
 	SetPort func(t *testing.T, up bool)
+	// Remove removes the device while it is open, nil if the test cannot.
+	Remove func(t *testing.T)
 	// DMABuf returns a descriptor that the device takes for a DMA buffer of n bytes, and its
 	// contents; nil if there is none.
 	DMABuf func(t *testing.T, n int) (fd int, b []byte)
@@ -64,6 +66,7 @@ func Suite(t *testing.T, open func(t *testing.T) Subject) {
 		{"Overflow", overflow},
 		{"Concurrency", concurrency},
 		{"PortEvents", portEvents},
+		{"RemovalWakes", removalWakes},
 	} {
 		t.Run(c.name, func(t *testing.T) { c.run(t, open(t)) })
 	}

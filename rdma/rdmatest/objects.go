@@ -422,3 +422,42 @@ func portEvents(t *testing.T, s Subject) {
 	same(t, "after the port came back", dst.b, src.b)
 	_ = b
 }
+
+// removalWakes: the removal of the device wakes who waits for completions, whether requests are
+// posted or not.
+func removalWakes(t *testing.T, s Subject) {
+	if s.Remove == nil {
+		t.Log("this provider's devices cannot be removed")
+		return
+	}
+	r := newRig(t, s)
+	var bells [3]*bell
+	var queues [3]rdma.CQ
+	for i := range queues {
+		bells[i] = newBell()
+		queues[i] = r.cq(8, bells[i].ring)
+	}
+	for i, c := range queues[1:] { // queues[0] has no queue pair
+		q := r.qp(rdma.QPConfig{Send: c, Recv: c, SendDepth: 1, RecvDepth: 1})
+		r.join(q, q, all, nil)
+		if i == 0 { // that of the other one has no request
+			if _, err := q.PostRecv([]rdma.RecvRequest{{ID: 1}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for _, c := range queues {
+		if err := c.Arm(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.Remove(t)
+	for i, b := range bells {
+		if err := b.wait(); err != nil {
+			t.Errorf("queue %d: %v", i, err)
+		}
+	}
+	if _, err := queues[0].Poll(make([]rdma.Completion, 1)); !errors.Is(err, rdma.ErrRemoved) {
+		t.Errorf("poll after the removal: %v", err)
+	}
+}

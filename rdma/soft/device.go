@@ -45,13 +45,14 @@ func (f *Fabric) Open(name string, notify func(rdma.Event)) (rdma.Device, error)
 
 // device is an open device. Its fields are under the fabric's lock.
 type device struct {
-	f        *Fabric
-	hw       *hardware
-	notify   func(rdma.Event)
-	qps, cqs int
-	mrs      int
-	closed   bool
-	removed  bool // the hardware was, since Open
+	f       *Fabric
+	hw      *hardware
+	notify  func(rdma.Event)
+	qps     int
+	cqs     []*cq // in the order in which they were made
+	mrs     int
+	closed  bool
+	removed bool // the hardware was, since Open
 }
 
 // may returns why a call cannot be made, or nil. With the fabric's lock, as the methods in lower
@@ -270,16 +271,13 @@ func (d *device) Close() error {
 	switch {
 	case d.closed:
 		return fmt.Errorf("close %s: %w", d.hw.name, rdma.ErrClosed)
-	case d.qps+d.cqs+d.mrs > 0:
+	case d.qps+len(d.cqs)+d.mrs > 0:
 		return d.wrong(fmt.Sprintf("close with %d queue pairs, %d completion queues and %d memory regions", d.qps,
-			d.cqs,
-			d.mrs), syscall.EBUSY)
+			len(d.cqs), d.mrs), syscall.EBUSY)
 	}
 	d.closed = true
 	d.hw.open = slices.DeleteFunc(d.hw.open, func(o *device) bool { return o == d })
-	for d.f.calling == d {
-		d.f.changed.Wait()
-	}
+	d.f.quiet(d)
 	return nil
 }
 

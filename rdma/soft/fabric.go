@@ -55,7 +55,8 @@ type Faults struct {
 	// Request is asked when a request begins: it ends with the result, unless that is Success. Some
 	// of its data may have been placed.
 	Request func(device string, qp uint32, r *rdma.SendRequest) rdma.Status
-	// Call is asked before objects are made and queue pairs change their states.
+	// Call is asked before objects are made, and before queue pairs change their states or are
+	// destroyed.
 	Call func(device, call string) syscall.Errno
 }
 
@@ -73,8 +74,8 @@ type Fabric struct {
 	free    []uint32 // keys of memory regions that were deregistered
 	regions map[uint32]*mr
 	clock   time.Duration // of a manual fabric
-	calls   []func()      // to be made without the lock
-	calling *device       // that a notify runs for
+	calls   []call        // to be made without the lock
+	calling any           // whose call is under way
 	steps   uint64
 	closed  bool
 	ended   chan struct{}
@@ -95,6 +96,12 @@ type lane struct {
 type done struct {
 	c   rdma.Completion
 	seq uint64 // the request's
+}
+
+// call is a call of a notify or wake function, of a device or a completion queue.
+type call struct {
+	of any
+	do func()
 }
 
 type event struct {
@@ -277,11 +284,23 @@ func (f *Fabric) stepLocked() bool {
 	for len(f.calls) > 0 {
 		c := f.calls[0]
 		f.calls = f.calls[1:]
+		f.calling = c.of
 		f.mu.Unlock()
-		c()
+		c.do()
 		f.mu.Lock()
+		f.calling = nil
+		f.changed.Broadcast()
 	}
 	return did
+}
+
+// quiet drops the calls of a device or a completion queue that have not begun, and waits for the
+// end of one that has.
+func (f *Fabric) quiet(of any) {
+	f.calls = slices.DeleteFunc(f.calls, func(c call) bool { return c.of == of })
+	for f.calling == of {
+		f.changed.Wait()
+	}
 }
 
 // try runs a step of lane i or, if that has to wait, of the next one that has not.
@@ -320,14 +339,7 @@ func (f *Fabric) report(e event) {
 	if e.d.notify == nil || e.d.closed {
 		return
 	}
-	f.calling = e.d
-	f.calls = append(f.calls, func() {
-		e.d.notify(e.e)
-		f.mu.Lock()
-		f.calling = nil
-		f.changed.Broadcast()
-		f.mu.Unlock()
-	})
+	f.calls = append(f.calls, call{e.d, func() { e.d.notify(e.e) }})
 }
 
 // happen has an event reported to all that have the device open.
@@ -376,6 +388,7 @@ func (f *Fabric) MoveGIDs(device string, number, n int) {
 }
 
 // Remove removes a device. Its queue pairs fail, and calls on its objects but Close do as well.
+// Those who wait for completions are woken.
 func (f *Fabric) Remove(device string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -390,6 +403,9 @@ func (f *Fabric) Remove(device string) {
 	f.happen(h, rdma.Event{Kind: rdma.DeviceRemoved})
 	for _, d := range h.open {
 		d.removed = true
+		for _, c := range d.cqs {
+			c.ring()
+		}
 	}
 }
 
@@ -426,7 +442,7 @@ func (f *Fabric) Objects() (qps, cqs, mrs int) {
 	defer f.mu.Unlock()
 	for _, h := range f.devices {
 		for _, d := range h.open {
-			cqs += d.cqs
+			cqs += len(d.cqs)
 		}
 		qps += len(h.qps)
 	}

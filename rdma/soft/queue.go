@@ -45,8 +45,9 @@ func (d *device) NewCQ(depth int, wake func()) (rdma.CQ, error) {
 	if depth < 1 || depth > d.f.cfg.Attributes.MaxCQDepth {
 		return nil, d.wrong(fmt.Sprintf("make a completion queue for %d", depth), syscall.EINVAL)
 	}
-	d.cqs++
-	return &cq{d: d, depth: depth, wake: wake}, nil
+	c := &cq{d: d, depth: depth, wake: wake}
+	d.cqs = append(d.cqs, c)
+	return c, nil
 }
 
 // Depth implements rdma.CQ.
@@ -106,7 +107,8 @@ func (c *cq) Close() error {
 		return c.d.wrong("close a completion queue in use", syscall.EBUSY)
 	}
 	c.closed = true
-	c.d.cqs--
+	c.d.cqs = slices.DeleteFunc(c.d.cqs, func(o *cq) bool { return o == c })
+	c.d.f.quiet(c)
 	return nil
 }
 
@@ -142,9 +144,14 @@ func (l *lane) deliver() {
 		w = l.q.sends
 	}
 	c.ready = append(c.ready, entry{d.c, w, d.seq})
+	c.ring()
+}
+
+// ring has wake be called if Arm has asked for it.
+func (c *cq) ring() {
 	if c.armed && c.wake != nil {
 		c.armed = false
-		c.d.f.calls = append(c.d.f.calls, c.wake)
+		c.d.f.calls = append(c.d.f.calls, call{c, c.wake})
 	}
 }
 
@@ -367,6 +374,12 @@ func (q *qp) Close() error {
 	defer q.dev.f.mu.Unlock()
 	if q.closed {
 		return fmt.Errorf("destroy a queue pair of %s: %w", q.dev.hw.name, rdma.ErrClosed)
+	}
+	if ask := q.dev.f.cfg.Faults.Call; ask != nil && !q.dev.removed {
+		call := fmt.Sprintf("destroy queue pair %d", q.number)
+		if errno := ask(q.dev.hw.name, call); errno != 0 {
+			return q.dev.wrong(call, errno)
+		}
 	}
 	q.drop()
 	q.closed = true

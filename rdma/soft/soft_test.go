@@ -386,6 +386,25 @@ func TestRemovedDevice(t *testing.T) {
 	}
 }
 
+// A queue that is closed before the fabric has woken its user wakes nobody.
+func TestCloseBeforeWake(t *testing.T) {
+	f := manual(t, Config{})
+	wakes := 0
+	a := newSide(t, f, "soft0", 4, func() { wakes++ })
+	if err := a.cq.Arm(); err != nil {
+		t.Fatal(err)
+	}
+	f.Remove("soft0")
+	if err := errors.Join(a.qp.Close(), a.cq.Close()); err != nil {
+		t.Fatal(err)
+	}
+	for f.Step() {
+	}
+	if wakes > 0 {
+		t.Errorf("woken %d times", wakes)
+	}
+}
+
 // The goroutine of a fabric that is not manual moves data, and wakes armed queues.
 func TestArmWakes(t *testing.T) {
 	f := New(Config{Seed: 3, Late: 4})

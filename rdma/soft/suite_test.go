@@ -31,6 +31,6 @@ func TestSuite(t *testing.T) {
 		t.Cleanup(f.Close)
 		return rdmatest.Subject{Provider: f, Device: "soft0", SetPort: func(_ *testing.T, up bool) {
 			f.SetPort("soft0", 1, up)
-		}, DMABuf: file}
+		}, Remove: func(*testing.T) { f.Remove("soft0") }, DMABuf: file}
 	})
 }

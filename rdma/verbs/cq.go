@@ -69,7 +69,7 @@ func (d *device) NewCQ(depth int, wake func()) (rdma.CQ, error) {
 		w, err := newWatch(int(q.c.channel_fd), "completion events of "+d.name)
 		if err != nil {
 			C.tutti_cq_destroy(q.c)
-			C.tutti_channel_destroy(q.c)
+			C.tutti_cq_free(q.c)
 			q.forget()
 			return nil, err
 		}
@@ -181,8 +181,8 @@ func (q *cq) Close() error {
 	if q.events != nil {
 		q.events.close()
 		<-q.ended
-		C.tutti_channel_destroy(q.c) // it fails only while a queue uses it
 	}
+	C.tutti_cq_free(q.c)
 	q.forget()
 	q.d.used.Add(-1)
 	return nil

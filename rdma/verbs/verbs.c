@@ -40,7 +40,7 @@ int tutti_reg_dmabuf(struct ibv_pd *pd, int fd, uint64_t offset, uint64_t n, uin
 int tutti_dereg_mr(struct ibv_mr *mr) { return ENOSYS; }
 int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, int events, tutti_cq *q) { return ENOSYS; }
 int tutti_cq_destroy(tutti_cq *q) { return ENOSYS; }
-int tutti_channel_destroy(tutti_cq *q) { return ENOSYS; }
+void tutti_cq_free(tutti_cq *q) {}
 int tutti_cq_arm(tutti_cq *q) { return ENOSYS; }
 int tutti_cq_event(tutti_cq *q) { return ENOSYS; }
 int tutti_poll(tutti_cq *q, int n) { return -ENOSYS; }
@@ -62,6 +62,7 @@ uint64_t tutti_post_recv(tutti_qp *q, uint32_t n) { return (uint64_t)ENOSYS << 3
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 // The header's macros of these names would call symbols of the library directly.
 #undef ibv_query_port
@@ -360,17 +361,17 @@ failed:
 	return err;
 }
 
-int tutti_cq_destroy(tutti_cq *q)
+int tutti_cq_destroy(tutti_cq *q) { return lib.destroy_cq(q->cq); }
+
+void tutti_cq_free(tutti_cq *q)
 {
-	int err = lib.destroy_cq(q->cq);
-	if (err)
-		return err;
+	// The library destroys no queue of a device that was removed, and keeps the channel for it.
+	// RDMAV_ALLOW_DISASSOC_DESTROY would change that, but forbids to wait for events meanwhile.
+	if (q->channel && lib.destroy_comp_channel(q->channel))
+		close(q->channel->fd);
 	free(q->wc);
 	free(q->out);
-	return 0;
 }
-
-int tutti_channel_destroy(tutti_cq *q) { return q->channel ? lib.destroy_comp_channel(q->channel) : 0; }
 
 int tutti_cq_arm(tutti_cq *q) { return q->cq->context->ops.req_notify_cq(q->cq, 0); }
 

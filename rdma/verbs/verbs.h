@@ -41,7 +41,7 @@ typedef struct {
 	uint32_t bytes, imm, has_imm, unused;
 } tutti_completion;
 
-// A completion queue. The memory is C's until tutti_cq_destroy.
+// A completion queue. The memory is C's until tutti_cq_free.
 typedef struct {
 	struct ibv_cq *cq;
 	struct ibv_comp_channel *channel; // may be NULL
@@ -121,8 +121,8 @@ int tutti_reg_dmabuf(struct ibv_pd *pd, int fd, uint64_t offset, uint64_t n, uin
 int tutti_dereg_mr(struct ibv_mr *mr);
 
 int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, int events, tutti_cq *q);
-int tutti_cq_destroy(tutti_cq *q); // but not its channel: events may be read until it has returned
-int tutti_channel_destroy(tutti_cq *q);
+int tutti_cq_destroy(tutti_cq *q); // events may be read until it has returned
+void tutti_cq_free(tutti_cq *q);   // the rest, also if a device that was removed has destroyed nothing
 int tutti_cq_arm(tutti_cq *q);
 int tutti_cq_event(tutti_cq *q);	  // as tutti_get_event
 int tutti_poll(tutti_cq *q, int n);	  // the number of completions in q->out, or -errno

@@ -1,0 +1,367 @@
+package verbs
+
+import (
+	"bytes"
+	"errors"
+	"log/slog"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/p2p/linktest"
+	"tutti/rdma"
+	"tutti/rdma/soft"
+)
+
+// A queue pair that cannot be closed counts as open until it is: what its requests may still change
+// is not used again, and the keys that the peer has stand for no other memory.
+func TestQueuePairsThatCannotBeClosed(t *testing.T) {
+	for end, device := range []string{"soft1", "soft0"} {
+		t.Run(device, func(t *testing.T) {
+			var refuse, fail atomic.Bool
+			var refused atomic.Int64
+			f := soft.New(soft.Config{Seed: 71, Faults: soft.Faults{
+				Call: func(at, call string) syscall.Errno {
+					if at == device && strings.HasPrefix(call, "destroy") && refuse.Load() {
+						refused.Add(1)
+						return syscall.EBUSY
+					}
+					return 0
+				},
+				Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+					if r.Op == rdma.Write && r.ID < railDepth && len(r.Segments) == 1 &&
+						fail.CompareAndSwap(true, false) {
+						return rdma.RetryExceeded
+					}
+					return rdma.Success
+				}}})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			const n = 1 << 20
+			r := y.Alloc(t, n)
+			to := y.Expose(t, r, 0, n, mem.Write)
+			b := pattern(n, 1)
+			place(t, x, b[:leastMove], to)
+			s := [2]*linktest.Side{x, y}[end]
+			var log bytes.Buffer
+			errorsOnly := &slog.HandlerOptions{Level: slog.LevelError}
+			s.Node.T.(*Transport).log = slog.New(slog.NewTextHandler(&log, errorsOnly))
+			stuck := inner(s.End).lane
+			refuse.Store(true)
+			fail.Store(true)
+			id, err := x.PutTo(b, to, 0, p2p.Signal{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			turn := func() {
+				t.Helper()
+				if err := x.Turn(); err != nil {
+					t.Fatal(err)
+				}
+				if err := y.Turn(); err != nil {
+					t.Fatal(err)
+				}
+				runtime.Gosched()
+			}
+			late := time.Now().Add(linktest.Patience)
+			for tries := int64(4 * 2); refused.Load() < tries; turn() { // those of two queue pairs
+				if _, ended := x.Ended[id]; ended || time.Now().After(late) {
+					t.Fatalf("after %d tries to close queue pairs the put has ended: %v", refused.Load(), ended)
+				}
+			}
+			if err := y.Withdraw(to); err != nil {
+				t.Fatal(err)
+			}
+			if end == 1 && stuck.port.keys.Len() == 0 {
+				t.Error("the key stands for other memory while the peer's requests may come")
+			}
+			refuse.Store(false)
+			if err := x.Await(id, nil); err == nil {
+				t.Error("a put to memory that was withdrawn has ended well")
+			}
+			for ; stuck.port.keys.Len() > 0 || !isClosed(s, stuck); turn() {
+				if time.Now().After(late) {
+					t.Fatalf("%d keys are withheld", stuck.port.keys.Len())
+				}
+			}
+			if lines := strings.Count(log.String(), "level=ERROR"); lines != 1 {
+				t.Errorf("%d errors are logged, want 1: %s", lines, &log)
+			}
+		})
+	}
+}
+
+// isClosed reports whether a lane of s is.
+func isClosed(s *linktest.Side, n *lane) bool {
+	l := inner(s.End)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return n.closed
+}
+
+// routes notes how queue pairs are connected.
+type routes struct {
+	rdma.Provider
+	mu   sync.Mutex
+	list []rdma.Route
+}
+
+func (r *routes) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	d, err := r.Provider.Open(name, notify)
+	return routedDevice{d, r}, err
+}
+
+type routedDevice struct {
+	rdma.Device
+	to *routes
+}
+
+func (d routedDevice) NewQP(cfg rdma.QPConfig) (rdma.QP, error) {
+	q, err := d.Device.NewQP(cfg)
+	return routedQP{q, d.to}, err
+}
+
+type routedQP struct {
+	rdma.QP
+	to *routes
+}
+
+func (q routedQP) Connect(r *rdma.Route) error {
+	q.to.mu.Lock()
+	defer q.to.mu.Unlock()
+	q.to.list = append(q.to.list, *r)
+	return q.QP.Connect(r)
+}
+
+// Close waits as long as a device repeats a packet, for all links of a transport that is closed
+// together.
+func TestLingerTime(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 72})
+	t.Cleanup(f.Close)
+	to := &routes{Provider: f}
+	var made []*Transport
+	open := ports{}.open(to, minRing)
+	a, b := linktest.Pair(t, func(tb testing.TB) p2p.Transport {
+		tr := open(tb)
+		made = append(made, tr.(*Transport))
+		return tr
+	})
+	raised(t, a, b)
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	l := inner(a)
+	for _, r := range to.list {
+		if repeats := time.Duration(r.Retries+1) * (4096 * time.Nanosecond << r.Timeout); l.linger < repeats {
+			t.Errorf("Close lingers for %v, and a device repeats packets for %v", l.linger, repeats)
+		}
+	}
+	if d := made[0].remaining(time.Hour); d != time.Hour {
+		t.Errorf("a link lingers for %v", d)
+	}
+	for _, tr := range made {
+		if err := tr.Close(); err != nil {
+			t.Error(err)
+		}
+		if d := tr.remaining(time.Hour); d > lingerTime {
+			t.Errorf("a link of a transport that is closed lingers for %v", d)
+		}
+	}
+}
+
+// stalled sends a frame from a that its device repeats in vain, because the port of b is down.
+func stalled(t *testing.T, seed uint64) (f *soft.Fabric, a, b *linktest.End) {
+	t.Helper()
+	var watch atomic.Bool
+	began := make(chan struct{})
+	f = soft.New(soft.Config{Seed: seed, Faults: soft.Faults{
+		Request: func(string, uint32, *rdma.SendRequest) rdma.Status {
+			if watch.CompareAndSwap(true, false) {
+				close(began)
+			}
+			return rdma.Success
+		}}})
+	t.Cleanup(f.Close)
+	a, b = pair(t, f)
+	raised(t, a, b)
+	f.SetPort("soft0", 1, false) // b does not see it
+	watch.Store(true)
+	h, p := linktest.Frame(0, 100, nil)
+	if ok, err := a.Send(&h, p); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	<-began
+	return f, a, b
+}
+
+// Close waits for what was sent last, also if a control frame of the peer comes meanwhile.
+func TestCloseBesideControlFrames(t *testing.T) {
+	f, a, b := stalled(t, 73)
+	l := inner(b)
+	l.mu.Lock()
+	l.tellMemoryLocked(l.lane, frameClaim, 1)
+	l.pumpLocked()
+	ups := l.t.ups.Load()
+	l.mu.Unlock()
+	f.SetPort("soft0", 1, true)
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for late := time.Now().Add(linktest.Patience); l.t.ups.Load() == ups; runtime.Gosched() {
+		if time.Now().After(late) {
+			t.Fatal("the port is not back")
+		}
+	}
+	got, payload, err := b.Wait()
+	if err == nil {
+		err = linktest.Check(0, 100, got, payload)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// Close does not wait for a lane that the peer gives up meanwhile.
+func TestCloseAfterPeerGivesUpLane(t *testing.T) {
+	_, a, b := stalled(t, 74)
+	n, l := inner(a).lane, inner(b)
+	l.mu.Lock()
+	l.dropLocked(l.lane, errors.New("a test"))
+	l.pumpLocked()
+	l.mu.Unlock()
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if n.err == nil || !strings.Contains(n.err.Error(), "given up by the peer") {
+		t.Errorf("Close has waited until %v", n.err)
+	}
+}
+
+// flood is a connection on which control frames never end.
+type flood struct {
+	p2p.Link
+	over atomic.Bool
+}
+
+func (f *flood) Recv() (*p2p.Header, []byte, error) {
+	if f.over.Load() {
+		return nil, nil, p2p.ErrPeerGone
+	}
+	return &p2p.Header{Service: service, Kind: frameRevoked}, nil, nil
+}
+
+func (f *flood) Release() {}
+
+// Close waits no longer for a peer whose control frames never end.
+func TestCloseBesideEndlessControlFrames(t *testing.T) {
+	_, a, _ := stalled(t, 75)
+	l := inner(a)
+	base := &flood{Link: l.base}
+	l.base, l.linger = base, time.Millisecond
+	done := make(chan error)
+	go func() { done <- a.Close() }()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(linktest.Patience):
+		base.over.Store(true)
+		t.Errorf("Close does not end (%v)", <-done)
+	}
+}
+
+// scripted is a connection with one frame.
+type scripted struct {
+	p2p.Link
+	h       *p2p.Header
+	arrived int // bytes of its payload
+	fill    error
+	room    bool // Arm says that a Send may succeed
+}
+
+func (s *scripted) Recv() (*p2p.Header, []byte, error) { return s.h, nil, nil }
+func (s *scripted) Arm() bool                          { return s.room || s.fill != nil }
+func (s *scripted) Release()                           { s.h = nil }
+func (s *scripted) Err() error                         { return s.fill }
+func (s *scripted) Fill(dst []byte) (int, error) {
+	n := min(len(dst), s.arrived)
+	s.arrived -= n
+	return n, s.fill
+}
+
+// What Close takes from the TCP connection ends its wait only if the connection has ended.
+func TestFramesDuringClose(t *testing.T) {
+	frame := &p2p.Header{Service: service, Kind: frameRefusal, Len: 8}
+	long := &p2p.Header{Service: service, Kind: frameRefusal, Len: maxText + 1}
+	for name, c := range map[string]struct {
+		base        scripted
+		ended, more bool
+	}{
+		"whole":         {scripted{h: frame, arrived: 8}, false, true},
+		"part":          {scripted{h: frame, arrived: 4}, false, false},
+		"part and room": {scripted{h: frame, arrived: 4, room: true}, false, true},
+		"broken":        {scripted{h: frame, fill: p2p.ErrPeerGone}, true, true},
+		"too long":      {scripted{h: long}, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := &link{base: &c.base, part: make([]byte, 0, maxText)}
+			if ended, more := l.skipLocked(); ended != c.ended || more != c.more {
+				t.Errorf("ended: %v, more: %v, want %v and %v", ended, more, c.ended, c.more)
+			}
+		})
+	}
+}
+
+// Close of a link does not wait for a device that refuses to close queue pairs when all links of
+// its transport have had their time: it tries once more, also for a lane given up before.
+func TestCloseWithQueuePairsThatStay(t *testing.T) {
+	for name, before := range map[string]bool{"in use": false, "given up": true} {
+		t.Run(name, func(t *testing.T) {
+			var refuse atomic.Bool
+			var refused atomic.Int64
+			f := soft.New(soft.Config{Seed: 76, Faults: soft.Faults{
+				Call: func(at, call string) syscall.Errno {
+					if at == "soft0" && strings.HasPrefix(call, "destroy") && refuse.Load() {
+						refused.Add(1)
+						return syscall.EBUSY
+					}
+					return 0
+				}}})
+			t.Cleanup(f.Close)
+			a, b := pair(t, f)
+			raised(t, a, b)
+			const pairs = 2 // of a lane
+			l := inner(b)
+			refuse.Store(true)
+			t.Cleanup(func() { refuse.Store(false) })
+			if before {
+				l.mu.Lock()
+				l.dropLocked(l.lane, errors.New("a test"))
+				l.mu.Unlock()
+				for refused.Load() < 4*pairs { // the pauses are long then
+					runtime.Gosched()
+				}
+			}
+			l.t.mu.Lock()
+			l.t.closed, l.t.late = true, time.Now()
+			l.t.mu.Unlock()
+			tries := refused.Load()
+			err := b.Close()
+			l.t.mu.Lock()
+			l.t.closed = false // for Close of the transport
+			l.t.mu.Unlock()
+			if !before && err == nil {
+				t.Error("Close does not say that queue pairs stay")
+			}
+			if tries = refused.Load() - tries; tries > 3*pairs {
+				t.Errorf("%d tries to close %d queue pairs after the time", tries, pairs)
+			}
+		})
+	}
+}
