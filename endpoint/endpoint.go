@@ -187,7 +187,8 @@ func New(c *Context, cfg Config) (*Endpoint, error) {
 	}
 	if c := cfg.RDMA; c.Provider != nil {
 		var err error
-		e.card, err = card.Open(card.Config{Provider: c.Provider, Devices: c.Devices, GID: c.GID, Log: e.log})
+		e.card, err = card.Open(card.Config{Provider: c.Provider, Devices: c.Devices, GID: c.GID, Log: e.log,
+			Last: e.regions.leave})
 		if err != nil {
 			e.ctx.unuse()
 			return nil, fmt.Errorf("endpoint: %w", err)

@@ -107,7 +107,7 @@ func (p *path) newLoan(t *task) (*loan, error) {
 	if l.address == 0 {
 		g, err := d.Register(t.Local, e.ctx.exporter(t.Local), card.Read, false)
 		if err != nil {
-			return nil, errors.Join(err, e.releaseDomain(d))
+			return nil, errors.Join(err, d.Release())
 		}
 		l.mr, l.address, l.key = g.MR, g.Address, g.RemoteKey()
 	}
@@ -164,7 +164,7 @@ func (l *loan) end(cut bool) {
 	if cut {
 		p.cut()
 	}
-	if err := e.releaseDomain(l.domain); err != nil {
+	if err := l.domain.Release(); err != nil {
 		e.log.Error("endpoint: an RDMA device was not closed", "err", err)
 	}
 	peer.mu.Lock()

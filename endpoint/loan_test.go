@@ -590,7 +590,7 @@ func TestKeysOfMessagesAreNotGivenAgain(t *testing.T) {
 	if !again(50) { // it lies below those of the first call
 		t.Error("the key is withheld although the peer does not read any more")
 	}
-	if err := a.releaseDomain(d); err != nil {
+	if err := d.Release(); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -555,7 +555,7 @@ func (p *path) make() (*card.Line, error) {
 	}
 	line, err := d.NewLine(card.LineConfig{Call: p.call, Lost: p.lost})
 	if err != nil {
-		return nil, errors.Join(err, e.releaseDomain(d))
+		return nil, errors.Join(err, d.Release())
 	}
 	p.line, p.domain = line, d
 	if !p.kept && !e.goes(p.keep) {
@@ -600,7 +600,7 @@ func (p *path) closeLine() {
 
 // release releases a domain of the path.
 func (p *path) release(d *card.Domain) {
-	if err := p.s.ep.releaseDomain(d); err != nil {
+	if err := d.Release(); err != nil {
 		p.s.ep.log.Error("endpoint: an RDMA device was not closed", "err", err)
 	}
 }
@@ -640,16 +640,6 @@ func (p *path) close() {
 		p.release(p.domain)
 	}
 	p.line, p.domain = nil, nil
-}
-
-// releaseDomain releases a protection domain, and deregisters the regions in it if nothing else
-// uses it.
-func (e *Endpoint) releaseDomain(d *card.Domain) error {
-	return d.Release(func() {
-		for _, r := range e.regions.all() {
-			r.leave(d)
-		}
-	})
 }
 
 // lost is card.LineConfig.Lost.
@@ -811,7 +801,7 @@ func (p *path) register(r *Region) (*grant, error) {
 		return nil, err
 	}
 	g, err := r.grantTo(p.s, d)
-	return g, errors.Join(err, e.releaseDomain(d))
+	return g, errors.Join(err, d.Release())
 }
 
 // revokedLocked handles a Revoke of the peer.
@@ -951,6 +941,13 @@ func (r *Region) takeBack(s *session, d *card.Domain) (key uint32, ok bool) {
 		d.Withhold(key)
 	}
 	return key, ok
+}
+
+// leave is card.Config.Last.
+func (g *registry) leave(d *card.Domain) {
+	for _, r := range g.all() {
+		r.leave(d)
+	}
 }
 
 // leave deregisters the region in a domain that is not used any more.

@@ -107,7 +107,7 @@ func rawLine(t testing.TB, r RDMA, call func(context.Context, []byte) ([]byte, e
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		for _, err := range []error{line.Close(), domain.Release(nil), port.Close()} {
+		for _, err := range []error{line.Close(), domain.Release(), port.Close()} {
 			if err != nil {
 				t.Error(err)
 			}

@@ -645,13 +645,14 @@ func TestRDMAKeepsTheSession(t *testing.T) {
 }
 
 // A device that is removed ends nothing but the use of it, and is used again when it is back: for
-// regions whose keys the peer has, for regions that it has not used yet, and for messages.
+// regions whose keys the peer has, for regions that it has not used yet, and for messages. No
+// registration of a region is left from before.
 func TestRemovedDevices(t *testing.T) {
 	for _, device := range []string{"soft0", "soft1"} {
 		t.Run(device, func(t *testing.T) {
 			f, r := newFabric(t, soft.Config{ReuseNumbers: true, ReuseKeys: true})
 			data := sharedPattern(t, 1<<20)
-			_, b, p, pa, _ := directPair(t, r, data)
+			_, b, p, pa, x := directPair(t, r, data)
 			other := sharedPattern(t, 1<<20)
 			slices.Reverse(other)
 			for i := range 3 {
@@ -686,6 +687,11 @@ func TestRemovedDevices(t *testing.T) {
 						t.Fatal("other bytes of a message")
 					}
 					return directOf(pa, OpRecv) > before
+				})
+				until(t, "one registration of the region", func() bool {
+					x.keyMu.Lock()
+					defer x.keyMu.Unlock()
+					return len(x.grants) == 1
 				})
 			}
 		})

@@ -19,6 +19,9 @@ type Config struct {
 	Devices  string // as rdma.ParseDevices has it
 	GID      string // as rdma.ChooseGID has it
 	Log      *slog.Logger
+	// Last, unless it is nil, is called when nothing uses a domain any more, before its device is
+	// closed: it has to close the memory regions that are left.
+	Last func(*Domain)
 }
 
 // Card is a port of a device. Its methods may be called from any goroutine.
@@ -28,8 +31,7 @@ type Card struct {
 	address netip.Addr // of the port; invalid: the best one
 
 	mu      sync.Mutex
-	domains map[string]*Domain
-	own     []*Domain // of no principal, which stay open until Close
+	domains map[string]*Domain // the card uses that of no principal, until Close
 }
 
 // Open chooses the first port that is active and that cfg allows. Close follows.
@@ -49,7 +51,7 @@ func Open(cfg Config) (*Card, error) {
 			why = errors.Join(why, err)
 			continue
 		}
-		return c, d.Release(nil)
+		return c, d.Release()
 	}
 	return nil, why
 }
@@ -91,37 +93,44 @@ func (c *Card) String() string { return c.at.String() }
 // Domain returns the protection domain of a principal, and opens it if there is none. If the device
 // was removed since, it opens another one: the device may be back. Release follows.
 func (c *Card) Domain(principal string) (*Domain, error) {
+	d, unused, err := c.domain(principal)
+	if unused != nil {
+		if err := unused.Release(); err != nil {
+			c.cfg.Log.Error("rdma: a device that was removed stays open", "device", c.at.Device, "err", err)
+		}
+	}
+	return d, err
+}
+
+// domain is Domain. It also returns the domain that the card does not use any more, or nil: Release
+// follows for that, too.
+func (c *Card) domain(principal string) (d, unused *Domain, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	d := c.domains[principal]
-	if d == nil || d.Removed() {
+	if d = c.domains[principal]; d == nil || d.Removed() {
 		n := &Domain{card: c, principal: principal, keys: new(rdma.Withheld)}
-		var err error
 		if n.dev, err = c.cfg.Provider.Open(c.at.Device, n.happened); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		if d != nil {
 			n.keys = d.keys // the device numbers its keys anew
 		}
 		if c.domains[principal] = n; principal == "" {
-			c.own = append(c.own, n)
 			n.refs++
+			unused = d
 		}
 		d = n
 	}
 	d.refs++
-	return d, nil
+	return d, unused, nil
 }
 
 // Close closes what Open has opened. All domains that others have got must have been released.
-func (c *Card) Close() (err error) {
+func (c *Card) Close() error {
 	c.mu.Lock()
-	own := c.own
+	d := c.domains[""]
 	c.mu.Unlock()
-	for _, d := range own {
-		err = errors.Join(err, d.Release(nil))
-	}
-	return err
+	return d.Release()
 }
 
 // Domain is a protection domain.
@@ -146,9 +155,8 @@ func (d *Domain) happened(e rdma.Event) {
 // any more but Release, Withhold and Permit.
 func (d *Domain) Removed() bool { return d.removed.Load() }
 
-// Release undoes Card.Domain. The last one calls last, unless it is nil, and closes the device:
-// last has to close the memory regions that are left.
-func (d *Domain) Release(last func()) error {
+// Release undoes Card.Domain. The last one calls Config.Last and closes the device.
+func (d *Domain) Release() error {
 	c := d.card
 	c.mu.Lock()
 	d.refs--
@@ -160,8 +168,8 @@ func (d *Domain) Release(last func()) error {
 	if !ends {
 		return nil
 	}
-	if last != nil {
-		last()
+	if c.cfg.Last != nil {
+		c.cfg.Last(d)
 	}
 	return errors.Join(d.staging.close(), d.dev.Close())
 }

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -76,7 +77,7 @@ func newSides(t *testing.T, cfg soft.Config) (*soft.Fabric, [2]*side) {
 	}
 	t.Cleanup(func() {
 		for _, s := range sides {
-			for _, err := range []error{s.line.Close(), s.domain.Release(nil), s.card.Close()} {
+			for _, err := range []error{s.line.Close(), s.domain.Release(), s.card.Close()} {
 				if err != nil {
 					t.Error(err)
 				}
@@ -289,7 +290,7 @@ func TestLineWithoutAnswerEnds(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer d.Release(nil)
+	defer d.Release()
 	l, err := d.NewLine(LineConfig{Call: func(context.Context, []byte) ([]byte, error) { return nil, endpoint.ErrGone },
 		Lost: func(*Conn, error) {}})
 	if err != nil {
@@ -298,5 +299,146 @@ func TestLineWithoutAnswerEnds(t *testing.T) {
 	defer l.Close()
 	if _, err := l.Open(soon(t)); !errors.Is(err, endpoint.ErrGone) {
 		t.Error(err)
+	}
+}
+
+// counted is a provider that counts its open devices.
+type counted struct {
+	rdma.Provider
+	open atomic.Int32
+}
+
+func (c *counted) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	d, err := c.Provider.Open(name, notify)
+	if err != nil {
+		return nil, err
+	}
+	c.open.Add(1)
+	return &countedDevice{d, c}, nil
+}
+
+type countedDevice struct {
+	rdma.Device
+	of *counted
+}
+
+func (d *countedDevice) Close() error {
+	err := d.Device.Close()
+	if err == nil {
+		d.of.open.Add(-1)
+	}
+	return err
+}
+
+// A device that is back is opened anew. The one that was removed is closed when nothing but the
+// card uses it, and what is registered there is closed before that.
+func TestRemovedDevicesAreClosed(t *testing.T) {
+	f := soft.New(soft.Config{})
+	defer f.Close()
+	p := &counted{Provider: f}
+	var left []Registration
+	c, err := Open(Config{Provider: p, Log: slog.New(slog.DiscardHandler), Last: func(*Domain) {
+		for _, r := range left {
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		left = nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := mem.Host(make([]byte, 100), mem.Anywhere)
+	for i := range 10 {
+		d, err := c.Domain("")
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := d.Register(b, nil, Read, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		left = []Registration{r}
+		f.Remove("soft0")
+		if _, err := d.Register(b, nil, Read, false); !errors.Is(err, rdma.ErrRemoved) || !d.Removed() {
+			t.Fatalf("of a device that was removed: %v", err)
+		}
+		f.Restore("soft0")
+		release := func() {
+			if err := d.Release(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		used := i%2 == 0
+		if !used {
+			release()
+		}
+		again, err := c.Domain("")
+		if err != nil || again == d {
+			t.Fatalf("the same domain, or %v", err)
+		}
+		if used {
+			if n := p.open.Load(); n != 2 || len(left) != 1 {
+				t.Fatalf("%d devices are open, want those of both domains", n)
+			}
+			release()
+		}
+		if n := p.open.Load(); n != 1 || len(left) != 0 {
+			t.Fatalf("after %d removals %d devices are open and %d regions left, want 1 and 0", i+1, n, len(left))
+		}
+		if err := again.Release(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.Close(); err != nil || p.open.Load() != 0 {
+		t.Errorf("%v, and %d devices are open", err, p.open.Load())
+	}
+}
+
+// held is an exporter that does not export before hold returns.
+type held struct{ hold func() }
+
+func (h held) Export(mem.Memory) (int, uint64, error) {
+	h.hold()
+	return 0, 0, errors.ErrUnsupported
+}
+func (held) Ordered() bool { return true }
+func (held) Flush() error  { return nil }
+
+// The domain of a line that was closed can be released: no Move registers memory there.
+func TestCloseWaitsForMoves(t *testing.T) {
+	_, s := newSides(t, soft.Config{})
+	line, err := s[0].domain.NewLine(LineConfig{Lost: func(*Conn, error) {},
+		Call: func(_ context.Context, request []byte) ([]byte, error) { return s[1].line.Handle(request) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	k, err := line.Open(soon(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	begun, closed := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(closed)
+		<-begun
+		if err := line.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	err = k.Move([]Request{{Local: mem.Device(1<<40, 1<<20, "cuda:0"), Exporter: held{func() {
+		close(begun)
+		<-k.Ended()
+		select {
+		case <-closed:
+			t.Error("the line was closed during a Move")
+		case <-time.After(100 * time.Millisecond):
+		}
+	}}}})
+	if !errors.As(err, new(*MemoryError)) {
+		t.Error(err)
+	}
+	<-closed
+	if err := k.Move(nil); !errors.Is(err, endpoint.ErrClosed) {
+		t.Errorf("a Move after Close: %v", err)
 	}
 }

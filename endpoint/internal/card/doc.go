@@ -20,5 +20,6 @@
 //
 // # Locks
 //
-// Card.mu, Domain.mu and Line.mu are leaves. LineConfig.Lost is called without locks.
+// Card.mu and Line.mu are leaves. Line.moving is held during a Move. Config.Last and
+// LineConfig.Lost are called without locks.
 package card

@@ -53,6 +53,8 @@ type Line struct {
 	bytes  uint64 // of the longest request
 	stop   context.CancelFunc
 	work   sync.WaitGroup
+	moving sync.RWMutex // held for reading by Move
+	closed bool         // with moving
 
 	mu    sync.Mutex
 	conns map[*endpoint.Connection]*Conn
@@ -234,11 +236,14 @@ func (l *Line) Cut() {
 	}
 }
 
-// Close ends the connections, and waits until nothing uses them.
+// Close ends the connections, and waits until nothing uses them or the domain.
 func (l *Line) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), closing)
 	defer cancel()
-	err := l.table.Close(ctx)
+	err := l.table.Close(ctx) // ends every Move
+	l.moving.Lock()
+	l.closed = true
+	l.moving.Unlock()
 	l.stop()
 	l.work.Wait()
 	return errors.Join(err, l.poller.Close())
@@ -282,6 +287,11 @@ func Fatal(err error) bool { return rdma.Fatal(err) && !errors.Is(err, queue.Err
 // After an error some may have been done; the connection is out of service, or about to be, unless
 // the error is a *MemoryError. The memory is not accessed any more in either case.
 func (k *Conn) Move(requests []Request) error {
+	k.line.moving.RLock()
+	defer k.line.moving.RUnlock()
+	if k.line.closed {
+		return endpoint.ErrClosed
+	}
 	d := k.line.domain
 	batch := queue.Batch{Ops: make([]queue.Op, 0, len(requests))}
 	var mrs []rdma.MR
