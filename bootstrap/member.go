@@ -206,7 +206,7 @@ type Formation struct {
 
 	// Under m.mu.
 	state  state
-	err    error             // why it failed, or what End was given
+	err    error             // why it failed, or what End was given; see brief
 	values map[string][]byte // the keys of this rank
 	silent map[int]error     // why the latest attempt to reach a rank's member has failed
 }
@@ -269,14 +269,15 @@ func (f *Formation) Check(ctx context.Context, rank int) {
 	}
 }
 
-// Silent returns why the member of a rank could not be reached when it was last asked, or nil.
+// Silent returns why the member of a rank could not be reached when it was last asked, or nil; nil
+// after End.
 func (f *Formation) Silent(rank int) error {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
 	return f.silent[rank]
 }
 
-// Err returns why the Formation failed, nil if it has not.
+// Err returns why the Formation failed, nil if it has not. After End only the text is kept.
 func (f *Formation) Err() error {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
@@ -289,15 +290,29 @@ func (f *Formation) End(err error) {
 	f.m.mu.Lock()
 	again := f.state == over
 	if !again {
-		f.state, f.err = over, cmp.Or(f.err, err)
+		f.state, f.err = over, brief(cmp.Or(f.err, err))
 		f.cancel()
-		f.values, f.peers, f.fail = nil, nil, nil
+		f.values, f.silent, f.peers, f.fail = nil, nil, nil, nil
 		f.m.tellLocked()
 	}
 	f.m.mu.Unlock()
 	if !again {
 		f.m.leave()
 	}
+}
+
+// brief returns an error with the text of err that other members are told. Of the errors that err
+// wraps it keeps a *DifferError only.
+func brief(err error) error {
+	if err == nil {
+		return nil
+	}
+	text := err.Error()
+	b := &reason{text: strings.Clone(text[:min(len(text), maxReason)])}
+	if differ := new(*DifferError); errors.As(err, differ) {
+		b.is = *differ
+	}
+	return b
 }
 
 // spoil makes the Formation fail, unless it is formed or over.
@@ -489,7 +504,9 @@ func (f *Formation) ask(ctx context.Context, rank int) ([]byte, error) {
 	note := func(err error) {
 		f.m.mu.Lock()
 		defer f.m.mu.Unlock()
-		f.silent[rank] = err
+		if f.state != over {
+			f.silent[rank] = err
+		}
 	}
 	b, err := f.m.client.find(ctx, rank, to, &findRequest{uuid: f.uuid, ids: f.ids, rank: f.rank}, note)
 	var differs *listError

@@ -3,8 +3,13 @@ package bootstrap_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"net"
 	"reflect"
+	"runtime"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -180,5 +185,80 @@ func TestFormedStays(t *testing.T) {
 	case err := <-failed:
 		t.Errorf("the group that was there failed: %v", err)
 	default:
+	}
+}
+
+// What a member keeps of a Formation after End does not grow with the members that did not answer,
+// nor with attempts that end later. Other members are told why it ended.
+func TestEndForgets(t *testing.T) {
+	ctx := context30(t)
+	cause := errors.New("no route")
+	var f atomic.Pointer[bootstrap.Formation]
+	var late atomic.Bool
+	dial := func(context.Context, *net.Dialer, int, string) (net.Conn, error) {
+		if late.Load() {
+			f.Load().End(fmt.Errorf("gave up: %w", cause))
+		}
+		return nil, cause
+	}
+	m, err := bootstrap.NewMember(ctx, bootstrap.MemberConfig{Secret: secret, Interfaces: "127.0.0.1", Dial: dial})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	other := member(t)
+	const dead = 100
+	peers := records(m, other)
+	for r := range dead {
+		peers = append(peers, bootstrap.NewRecord(0, 1, uint64(1+r), []string{"127.0.0.1:1"}))
+	}
+	begun, err := m.Begin("u", peers, func(error) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Store(begun)
+	var asking sync.WaitGroup
+	for r := 2; r < len(peers); r++ {
+		asking.Go(func() { begun.Check(ctx, r) })
+	}
+	for r := 2; r < len(peers); r++ {
+		for begun.Silent(r) == nil && ctx.Err() == nil {
+			runtime.Gosched()
+		}
+	}
+	late.Store(true) // each attempt now ends after End
+	asking.Wait()
+	for r := range peers {
+		if err := begun.Silent(r); err != nil {
+			t.Fatalf("rank %d is %v after End", r, err)
+		}
+	}
+	if err := begun.Err(); err == nil || err.Error() != "gave up: no route" || errors.Is(err, cause) {
+		t.Errorf("%v, want the text alone", err)
+	}
+	g, err := other.Begin("u", peers, func(error) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.End(nil)
+	if _, err := g.Wait(ctx, key("u", 0)); !errors.Is(err, bootstrap.ErrGone) ||
+		!strings.HasSuffix(err.Error(), "it gave up: gave up: no route") {
+		t.Errorf("the other member is told: %v", err)
+	}
+}
+
+// Who comes with a third list after End is told how the lists differ, as those before were.
+func TestListsDifferAfterEnd(t *testing.T) {
+	a, b, c := member(t), member(t), member(t)
+	f, _ := begin(t, a, "u", a, b)
+	begin(t, b, "u", b, a)
+	_, err := f.Wait(context30(t), key("u", 1))
+	f.End(err)
+	if err := f.Err(); !errors.As(err, new(*bootstrap.DifferError)) {
+		t.Errorf("after End: %v", err)
+	}
+	third, _ := begin(t, c, "u", c, a)
+	if _, err := third.Wait(context30(t), key("u", 1)); !errors.As(err, new(*bootstrap.DifferError)) {
+		t.Errorf("the third member is told: %v", err)
 	}
 }
