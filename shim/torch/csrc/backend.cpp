@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -57,6 +58,11 @@ constexpr milliseconds kClose{10000};
 
 // How long rank 0 of a monitored barrier may take to publish its outcome.
 constexpr milliseconds kAnswer{5000};
+
+// What a rank says when it comes to a monitored barrier. It overlaps while the rank is still in an
+// earlier one: in another thread, or in the call that a signal handler interrupts.
+const char* const kHere = "here";
+const char* const kOverlaps = "overlaps";
 
 std::mutex backends_mutex;
 std::set<Backend*>& backends() {
@@ -1186,18 +1192,25 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   WithoutGil released;
   const milliseconds timeout = timeout_of(opts.timeout);
   uint64_t n = 0;
+  bool overlaps = false;
   {
     std::lock_guard<std::mutex> guard(mutex_);
     n = ++barriers_;
+    overlaps = in_barriers_++ > 0;
   }
-  const std::string prefix = prefix_ + "barriers/" + std::to_string(n) + "/";
+  const auto leave = c10::make_scope_exit([this] {
+    std::lock_guard<std::mutex> guard(mutex_);
+    in_barriers_--;
+  });
+  const std::string barriers = prefix_ + "barriers/";
+  const std::string prefix = barriers + std::to_string(n) + "/";
   const std::string here = prefix + std::to_string(rank_);
   const std::string outcome = prefix + "outcome";
   const auto set = [this](const std::string& key, const std::string& value) {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   };
   Clock::time_point end = Clock::now() + timeout;
-  set(here, "here");
+  set(here, overlaps ? kOverlaps : kHere);
   if (rank_ != 0) {
     const auto failed = [&](const std::string& why) { // the beginning is that of Gloo's text
       C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received "
@@ -1233,6 +1246,44 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   if (lost > 0) {
     C10_THROW_ERROR(DistBackendError, c10::str("[Rank 0]: Rank", lost == 1 ? " " : "s ", missing,
                                                " failed to pass monitoredBarrier in ", timeout.count(), " ms"));
+  }
+  delete_barriers(barriers, n);
+}
+
+// Deletes the keys of the monitored barriers before one that all ranks have come to, unless a rank
+// is still in one of them. An error is none of the barrier: the keys stay, and the store is not
+// asked again.
+void Backend::delete_barriers(const std::string& barriers, uint64_t before) {
+  const auto key = [&](uint64_t n, int rank) {
+    return barriers + std::to_string(n) + "/" + (rank < 0 ? "outcome" : std::to_string(rank));
+  };
+  uint64_t n = 0;
+  try {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (!deletes_) {
+        return;
+      }
+    }
+    for (int rank = 0; rank < size_; rank++) {
+      const std::vector<uint8_t> value = store_->get(key(before, rank));
+      if (std::string(value.begin(), value.end()) != kHere) {
+        return;
+      }
+    }
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      n = deleted_;
+      deleted_ = before - 1;
+    }
+    while (++n < before) {
+      for (int rank = -1; rank < size_; rank++) {
+        store_->deleteKey(key(n, rank));
+      }
+    }
+  } catch (const std::exception&) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    deletes_ = false;
   }
 }
 

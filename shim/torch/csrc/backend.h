@@ -195,6 +195,7 @@ class Backend final : public c10d::Backend {
   std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
   Staged::Use gathered() const;
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
+  void delete_barriers(const std::string& barriers, uint64_t before);
   void close(); // once
 
   // Time that is added to the timeouts of operations until the first of them has ended.
@@ -220,7 +221,10 @@ class Backend final : public c10d::Backend {
   bool suspended_ = false;
   bool formed_ = false; // by reconfigure
   uint64_t seq_ = 0;
-  uint64_t barriers_ = 0;
+  uint64_t barriers_ = 0; // monitored ones that have begun
+  uint64_t in_barriers_ = 0; // calls of monitored ones under way
+  uint64_t deleted_ = 0; // the monitored ones up to here have no keys in store_
+  bool deletes_ = true; // store_ does
   uint64_t shrinks_ = 0;
   std::vector<Extension> extensions_;
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_; // by device, and what they are for

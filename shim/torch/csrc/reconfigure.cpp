@@ -115,7 +115,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       size_ = size;
       joined_ = options_->timeout;
       prefix_ = "tutti/members/" + uuid + "/";
-      seq_ = barriers_ = 0;
+      seq_ = barriers_ = deleted_ = 0;
       formed_ = true;
       suspended_ = false;
     } else {

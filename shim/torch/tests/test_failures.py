@@ -16,6 +16,7 @@ import harness
 import torch
 import torch.distributed as dist
 import tutti_torch
+from test_guest import PythonStore
 
 
 def raises(kind, text, function, *arguments, **keywords):
@@ -260,6 +261,82 @@ def late(rank, size, port):
     dist.destroy_process_group()
 
 
+def forgets(rank, size, port):
+    """The keys of monitored barriers that all ranks have left do not stay, nor those of one that failed."""
+    from datetime import timedelta
+
+    harness.init(rank, size, port)
+    group, common, counts = dist.group.WORLD, harness.store(port), []
+    for turn in range(20):
+        if turn != 10:
+            group.monitored_barrier()
+        elif rank == 0:
+            raises(dist.DistBackendError, "Rank 1 failed", group.monitored_barrier, timedelta(milliseconds=200))
+        else:
+            if rank == 1:
+                dist.barrier()
+            raises(dist.DistBackendError, "ranks 1 did not come", group.monitored_barrier)
+        counts.append(common.num_keys())  # at rank 0 no other is in the next one
+        if turn != 10 or rank != 1:
+            dist.barrier()
+    if rank == 0:
+        assert max(counts[11:]) <= max(counts[2:10]) <= counts[1], counts
+    dist.destroy_process_group()
+
+
+def overlap(rank, size, port):
+    """A monitored barrier in a signal handler takes nothing from the one that it interrupts."""
+    from datetime import timedelta
+
+    harness.init(rank, size, port)
+    group, common, limit = dist.group.WORLD, harness.store(port), timedelta(seconds=30)
+    if rank == 1:
+
+        def handler(*_):
+            common.set("handles", "")
+            group.monitored_barrier(limit)
+            common.wait(["rank 0 has left"])
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        group.monitored_barrier(limit)
+    else:
+        common.wait(["handles"])
+        group.monitored_barrier(limit)
+        group.monitored_barrier(limit)
+        common.set("rank 0 has left", "")
+    dist.barrier()
+    before = common.num_keys()
+    dist.barrier()
+    group.monitored_barrier()
+    if rank == 0:
+        assert common.num_keys() < before, (common.num_keys(), before)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class NoDeletion(PythonStore):
+    """A store that cannot delete."""
+
+    asked = 0
+
+    def delete_key(self, key):
+        self.asked += 1
+        raise NotImplementedError("no deletion")
+
+    deleteKey = delete_key  # noqa: N815  the name that C++ looks for
+
+
+def keeps(rank, size, port):
+    """A store that cannot delete fails no monitored barrier, and is asked once."""
+    store = NoDeletion(port)
+    dist.init_process_group("tutti", store=store, rank=rank, world_size=size)
+    for _ in range(4):
+        dist.group.WORLD.monitored_barrier()
+    assert store.asked == (1 if rank == 0 else 0), store.asked
+    dist.destroy_process_group()
+
+
 def recovers(rank, size, port):
     """A group over a c10d store is usable again after a mismatch and a timeout, without the loss of a rank."""
     from datetime import timedelta
@@ -378,6 +455,15 @@ class Failures(unittest.TestCase):
 
     def test_late_ranks_are_named(self):
         harness.run(late, 3)
+
+    def test_keys_of_monitored_barriers_do_not_stay(self):
+        harness.run(forgets, 3)
+
+    def test_monitored_barriers_overlap(self):
+        harness.run(overlap, 2)
+
+    def test_monitored_barriers_over_a_store_that_cannot_delete(self):
+        harness.run(keeps, 2)
 
     def test_group_recovers_from_mismatch_and_timeout(self):
         harness.run(recovers, 3)

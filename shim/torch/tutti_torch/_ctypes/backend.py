@@ -58,6 +58,10 @@ CLOSE = 10
 # How long rank 0 of a monitored barrier may take to publish its outcome, in seconds.
 _ANSWER = 5
 
+# What a rank says when it comes to a monitored barrier. It overlaps while the rank is still in an
+# earlier one: in another thread, or in the call that a signal handler interrupts.
+_HERE, _OVERLAPS = b"here", b"overlaps"
+
 _MESSAGES = (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)
 
 _backends = weakref.WeakSet()
@@ -201,6 +205,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._coalesced = None
         self._closed = self._suspended = self._formed = False
         self._seq = self._barriers = self._shrinks = 0
+        self._in_barriers = 0  # calls of monitored barriers under way
+        self._deleted = 0  # the monitored barriers up to here have no keys in the store
+        self._deletes = True  # the store does
         self._extensions, self._member = [], 0
         self.hook_in_python = None
 
@@ -751,9 +758,20 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             raise ValueError(f"tutti monitored_barrier: the timeout of {limit} ms is too long")
         with self._lock:
             self._barriers += 1
-            prefix = f"{self._prefix}barriers/{self._barriers}/"
+            self._in_barriers += 1
+            barriers, n = f"{self._prefix}barriers/", self._barriers
+            come = _OVERLAPS if self._in_barriers > 1 else _HERE
+        try:
+            self._meet_in_barrier(f"{barriers}{n}/", come, limit, wait_all_ranks)
+            if self._rank == 0:
+                self._delete_barriers(barriers, n)
+        finally:
+            with self._lock:
+                self._in_barriers -= 1
+
+    def _meet_in_barrier(self, prefix, come, limit, wait_all_ranks):
         end, outcome = time.monotonic() + limit / 1000, prefix + "outcome"
-        self._store.set(prefix + str(self._rank), "here")
+        self._store.set(prefix + str(self._rank), come)
         if self._rank != 0:
             self._monitored(prefix + "0", outcome, limit, end)
             return
@@ -772,6 +790,25 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         if missing:
             plural = "s" if len(missing) > 1 else ""
             raise dist.DistBackendError(f"[Rank 0]: Rank{plural} {ranks} failed to pass monitoredBarrier in {limit} ms")
+
+    def _delete_barriers(self, barriers, before):
+        """Deletes the keys of the monitored barriers before one that all ranks have come to, unless a rank
+        is still in one of them.
+
+        An error is none of the barrier: the keys stay, and the store is not asked again.
+        """
+        if not self._deletes:
+            return
+        try:
+            if any(self._store.get(f"{barriers}{before}/{rank}") != _HERE for rank in range(self._size)):
+                return
+            with self._lock:
+                first, self._deleted = self._deleted + 1, before - 1
+            for n in range(first, before):
+                for name in ("outcome", *range(self._size)):
+                    self._store.delete_key(f"{barriers}{n}/{name}")
+        except Exception:  # noqa: BLE001
+            self._deletes = False
 
     def _monitored(self, first, outcome, limit, end):
         """Waits for what rank 0 says of a monitored barrier."""

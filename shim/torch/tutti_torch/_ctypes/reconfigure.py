@@ -93,7 +93,7 @@ class Reconfigure:
                 old, self._group = self._group, fresh.value
                 self._joined = milliseconds(self._options._timeout)
                 self._prefix = f"tutti/members/{uuid}/"
-                self._seq = self._barriers = 0
+                self._seq = self._barriers = self._deleted = 0
                 self._formed, self._suspended = True, False
         api.api().tutti_close(old)  # ends its operations
         if closed:
