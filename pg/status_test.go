@@ -371,6 +371,41 @@ func TestLogDir(t *testing.T) {
 	}
 }
 
+// TestLogDirOfManyGroups: the file has room for the groups that are open, however many were closed.
+func TestLogDirOfManyGroups(t *testing.T) {
+	dir := t.TempDir()
+	g, err := alone(t, Config{LogDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	for range 4500 { // of 16 bytes each
+		sub, err := g.Split(t.Context(), 0, 0)
+		if err == nil {
+			err = sub.Close()
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	sub, err := g.Split(t.Context(), 0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer sub.Close()
+	if err := sub.Barrier(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	s, err := flight.ReadFile(filepath.Join(dir, names(t, dir)[0]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if first, last := s.Groups[0], s.Groups[len(s.Groups)-1]; first.ID != 1 || last.Last == nil ||
+		last.Last.Call != "barrier #1" {
+		t.Errorf("of %d groups the first is %+v, and the last is %+v", len(s.Groups), first, last)
+	}
+}
+
 // TestUnusableLogDir costs a warning.
 func TestUnusableLogDir(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")

@@ -22,6 +22,7 @@
 //
 // A file is [FileSize] bytes in the byte order of the machine: a header of 4 KiB (see header), then
 // the members of the groups (see groupHead), then the ring at 64 KiB, [Records] records of 64
-// bytes. If a process is still writing the file, single records may be torn. Readers trust no
-// number in it.
+// bytes. Closed groups stay listed until later groups need the room; a group for which there is no
+// room is not listed. If a process is still writing the file, single records and groups may be
+// torn, and groups may be missing. Readers trust no number in it.
 package flight

@@ -59,8 +59,18 @@ type header struct {
 }
 
 // groupHead describes a group in the groups' area; Listed ranks follow, 4 bytes each. No ranks are
-// listed if the slots are the job's ranks, or there is no room.
+// listed if the slots are the job's ranks.
 type groupHead struct{ ID, Slot, Size, Listed uint32 }
+
+// GroupEntry is the entry of a group in the groups' area.
+type GroupEntry struct {
+	bytes  uint32
+	closed bool
+}
+
+// Close allows the recorder to drop the entry when a later group needs its room. It needs the lock
+// of the recorder's methods.
+func (e *GroupEntry) Close() { e.closed = true }
 
 // Identity names the rank of a recorder.
 type Identity struct {
@@ -73,12 +83,13 @@ type Identity struct {
 // Recorder is the flight recorder of one rank. Its methods, except Close, need the lock of the
 // rank's proxy, or any other that protects the recorder.
 type Recorder struct {
-	head  *liveHeader
-	ring  *[Records]Record
-	async int // running messages that were started and have a record in the ring
-	mem   []byte
-	path  string
-	once  sync.Once
+	head   *liveHeader
+	ring   *[Records]Record
+	async  int           // running messages that were started and have a record in the ring
+	groups []*GroupEntry // in the order of the groups' area
+	mem    []byte
+	path   string
+	once   sync.Once
 }
 
 // FileName returns the name of the file of one incarnation of a rank.
@@ -193,27 +204,72 @@ func (r *Recorder) End(s *Record, o Outcome) {
 	t.Bytes += s.Bytes
 }
 
-// AddGroup records the members of a group, by slot.
-func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) {
+// AddGroup records the members of a group, by slot. If its entry needs more room than there is,
+// entries of closed groups are dropped, the earliest first. If even that is not enough, none is
+// dropped and the group is not recorded.
+func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) *GroupEntry {
 	head := groupHead{ID: id, Slot: uint32(slot), Size: uint32(len(ranks))}
 	const fixed = uint32(unsafe.Sizeof(head))
-	at, room := groupsAt+r.head.GroupBytes, uint32(ringAt-groupsAt)-r.head.GroupBytes
-	if fixed > room {
-		return
-	}
 	for i, rank := range ranks {
 		if i != rank {
 			head.Listed = uint32(len(ranks))
 		}
 	}
-	if fixed+4*head.Listed > room {
-		head.Listed = 0
+	e := &GroupEntry{bytes: fixed + 4*head.Listed}
+	if !r.makeRoom(e.bytes) {
+		return e
 	}
+	at := groupsAt + r.head.GroupBytes
 	*(*groupHead)(unsafe.Pointer(&r.mem[at])) = head
 	for i := range head.Listed {
 		*(*uint32)(unsafe.Pointer(&r.mem[at+fixed+4*i])) = uint32(ranks[i])
 	}
-	r.head.GroupBytes += fixed + 4*head.Listed // last, when the entry is complete
+	r.groups = append(r.groups, e)
+	atomic.AddUint32(&r.head.GroupBytes, e.bytes) // last, when the entry is complete
+	return e
+}
+
+// makeRoom drops closed groups until n bytes of the groups' area are free. It returns false, and
+// drops none, if there cannot be as many.
+//
+// The entries behind a dropped one are moved. GroupBytes never includes an entry that is being
+// moved, so the file of a process that is killed meanwhile is valid: it lacks the groups that were
+// still to be moved. The stores of GroupBytes are atomic because the compiler may drop or reorder
+// others.
+func (r *Recorder) makeRoom(n uint32) bool {
+	area := r.mem[groupsAt:ringAt]
+	free := uint32(len(area)) - r.head.GroupBytes
+	if n <= free {
+		return true
+	}
+	most := free
+	for _, e := range r.groups {
+		if e.closed {
+			most += e.bytes
+		}
+	}
+	if n > most {
+		return false
+	}
+	kept := r.groups[:0]
+	var from, to uint32 // where an entry is, and where it belongs
+	for _, e := range r.groups {
+		switch {
+		case e.closed && free < n:
+			free += e.bytes
+			atomic.StoreUint32(&r.head.GroupBytes, to)
+		case from == to:
+			kept, to = append(kept, e), to+e.bytes
+		default:
+			copy(area[to:], area[from:from+e.bytes])
+			kept, to = append(kept, e), to+e.bytes
+			atomic.StoreUint32(&r.head.GroupBytes, to)
+		}
+		from += e.bytes
+	}
+	clear(r.groups[len(kept):])
+	r.groups = kept
+	return true
 }
 
 // Copy copies the records for decoding without the lock: all of running operations, and the last n

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -17,6 +18,7 @@ import (
 	"pgregory.net/rapid"
 
 	"tutti/collectives"
+	"tutti/internal/proctest"
 	"tutti/kernels"
 )
 
@@ -289,6 +291,175 @@ func TestGroupsAreBounded(t *testing.T) {
 	if s.Recorded != 0 || len(s.Operations) != 0 {
 		t.Errorf("groups have run into the ring: %+v", s.Operations)
 	}
+}
+
+// TestClosedGroupsMakeRoom: a group of thousands is listed, and its running operation with it.
+func TestClosedGroupsMakeRoom(t *testing.T) {
+	r, err := Open(t.TempDir(), Identity{Job: "long", Rank: 13, Size: 64})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close(false)
+	ranks := []int{5, 13, 21, 29, 37, 45, 53, 61}
+	var last *GroupEntry
+	const groups = 5000
+	for id := range uint32(groups) {
+		if last != nil {
+			last.Close()
+		}
+		last = r.AddGroup(id+1, 1, ranks)
+	}
+	tpl := Template(groups, 1, sum, 16, 64)
+	r.Begin(&tpl, 7)
+	s, err := ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := len(s.Groups)
+	if n < (ringAt-groupsAt)/(16+4*len(ranks)) {
+		t.Fatalf("%d groups are listed", n)
+	}
+	for i, g := range s.Groups {
+		if g.ID != uint32(groups-n+1+i) || g.Slot != 1 || !slices.Equal(g.Ranks, ranks) {
+			t.Fatalf("group %d of %d is %+v", i, n, g)
+		}
+	}
+	if o := s.Groups[n-1].Running; o == nil || o.Number != 7 {
+		t.Errorf("the last group runs %+v", o)
+	}
+}
+
+// TestGroups compares the listed groups with a list, for any order of additions and ends.
+func TestGroups(t *testing.T) {
+	type group struct {
+		Group
+		entry  *GroupEntry
+		bytes  int
+		closed bool
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		r, err := Open("", me)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close(false)
+		var listed []*group
+		var open []*group // some are not listed
+		add := func(t *rapid.T) {
+			g := &group{Group: Group{ID: rapid.Uint32().Draw(t, "id")}, bytes: 16}
+			g.Size = rapid.SampledFrom([]int{1, 7, 2000, 7000}).Draw(t, "size")
+			g.Slot = rapid.IntRange(0, g.Size-1).Draw(t, "slot")
+			ranks := make([]int, g.Size)
+			shift := rapid.IntRange(0, me.Size-1).Draw(t, "shift")
+			for i := range ranks {
+				ranks[i] = (i + shift) % me.Size
+			}
+			if shift > 0 || g.Size > me.Size {
+				g.Ranks, g.bytes = ranks, 16+4*g.Size
+			}
+			g.entry = r.AddGroup(g.ID, g.Slot, ranks)
+			open = append(open, g)
+			fits := func(gs []*group) bool {
+				n := g.bytes
+				for _, o := range gs {
+					n += o.bytes
+				}
+				return n <= ringAt-groupsAt
+			}
+			left := slices.Clone(listed)
+			for !fits(left) {
+				i := slices.IndexFunc(left, func(o *group) bool { return o.closed })
+				if i < 0 {
+					return
+				}
+				left = slices.Delete(left, i, i+1)
+			}
+			listed = append(left, g)
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"add":   add,
+			"again": add,
+			"close": func(t *rapid.T) {
+				if len(open) == 0 {
+					t.Skip("none is open")
+				}
+				i := rapid.IntRange(0, len(open)-1).Draw(t, "which")
+				open[i].closed = true
+				open[i].entry.Close()
+				open = slices.Delete(open, i, i+1)
+			},
+			"": func(t *rapid.T) {
+				coarse.mu.Lock() // it sets r.head.Alive
+				im, err := Decode(r.mem)
+				coarse.mu.Unlock()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if len(im.groups) != len(listed) {
+					t.Fatalf("%d groups are listed, want %d", len(im.groups), len(listed))
+				}
+				for i, g := range im.groups {
+					if want := listed[i]; !g.same(&want.Group) || g.Slot != want.Slot {
+						t.Fatalf("group %d is %+v, want %+v", i, g, want.Group)
+					}
+				}
+			},
+		})
+	})
+}
+
+// oddRanks are the members of group id in TestGroupsOfKilledProcess: entries differ in length.
+func oddRanks(id uint32) (ranks []int) {
+	for i := range 1 + id%7 {
+		ranks = append(ranks, int(id+i)%7+1)
+	}
+	return ranks
+}
+
+// TestGroupsOfKilledProcess: wherever a process ends that adds and closes groups, its file lists
+// groups as they were added. A stopped process leaves its file as a killed one does.
+func TestGroupsOfKilledProcess(t *testing.T) {
+	const variable = "FLIGHT_DIRECTORY"
+	if dir := os.Getenv(variable); dir != "" {
+		r := open(t, dir)
+		r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})
+		for id := uint32(2); ; id++ { // until it is killed
+			r.AddGroup(id, 0, oddRanks(id)).Close()
+			if id == 3000 {
+				fmt.Println("entries have been dropped")
+			}
+		}
+	}
+	dir := t.TempDir()
+	c := proctest.Run(t, proctest.Again([]string{variable + "=" + dir}, "-test.run=^TestGroupsOfKilledProcess$"))
+	c.Hear()
+	files, err := filepath.Glob(filepath.Join(dir, "*"))
+	if err != nil || len(files) != 1 {
+		t.Fatal(files, err)
+	}
+	partly := 0
+	for range 100 {
+		c.Stop()
+		s, err := ReadFile(files[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Signal(syscall.SIGCONT)
+		if g := s.Groups; len(g) == 0 || g[0].ID != 1 || g[0].Ranks != nil {
+			t.Fatalf("the open group is not listed first: %+v", g)
+		}
+		if len(s.Groups) < 1000 {
+			partly++
+		}
+		last := uint32(1)
+		for _, g := range s.Groups[1:] {
+			if g.ID <= last || !slices.Equal(g.Ranks, oddRanks(g.ID)) {
+				t.Fatalf("after group %d: %+v, want %v", last, g, oddRanks(g.ID))
+			}
+			last = g.ID
+		}
+	}
+	t.Logf("%d times groups were being moved", partly)
 }
 
 func TestOpenFails(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 type Track struct {
 	id    uint32 // of the group
 	rec   *flight.Recorder
+	entry *flight.GroupEntry
 	tpl   flight.Record  // of the latest operation that was not bound
 	cur   *flight.Record // of the running or the last operation
 	since int64          // when the next operation was queued; 0: it was not
@@ -22,9 +23,11 @@ type Track struct {
 // Open makes t record operations of a group in which this rank has slot, and ranks are the job's
 // ranks of all slots.
 func (t *Track) Open(rec *flight.Recorder, id uint32, slot int, ranks []int) {
-	t.id, t.rec = id, rec
-	rec.AddGroup(id, slot, ranks)
+	t.id, t.rec, t.entry = id, rec, rec.AddGroup(id, slot, ranks)
 }
+
+// Close allows the recorder to forget the group, in which no operation begins any more.
+func (t *Track) Close() { t.entry.Close() }
 
 // Queued sets when the next operation was queued, by the recorder's clock; 0: it was not.
 func (t *Track) Queued(since int64) { t.since = since }
