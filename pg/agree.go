@@ -92,18 +92,23 @@ func (b ballot) vote(n uint64) (yes, known bool) {
 // a collective with its own order: the n-th call of a rank meets the n-th call of all others, even
 // if the operations between them failed, so that a program can agree on whether an operation
 // succeeded everywhere. It works on a failed group, and does not repair it. It waits for the votes
-// of all ranks in the job's view, and for a round trip to the store.
+// of all ranks in the job's view, and for a round trip to the store: later calls of the group wait
+// until the store has answered.
 func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	began := time.Now()
 	if err := g.enter(ctx, "agree", func() { g.cast(false) }); err != nil {
 		return false, err
 	}
+	defer g.leave() // and no earlier: the store keeps the outcome of one agreement of a group
+	g.between = true
+	defer func() { g.between = false }()
 	all, err := g.poll(yes)
-	n := g.ballot.n
-	g.leave()
 	if err != nil || g.job.roster == nil {
 		return all && err == nil, err
 	}
+	n := g.ballot.n
+	g.job.proxy.Unlock()
+	defer g.job.proxy.Lock()
 	within, end := g.within(ctx, "agree", began)
 	defer end()
 	return g.decide(within, n, all)
@@ -122,8 +127,6 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 	}
 	g.cast(yes)
 	began := time.Now()
-	g.between = true
-	defer func() { g.between = false }()
 	g.answer()
 	for {
 		all, missing := yes, []int(nil)
@@ -176,6 +179,7 @@ func (g *Group) out(slot int) bool {
 
 // decide makes the first proposal that reaches the store the outcome of agreement k. If a rank was
 // lost meanwhile, ranks may have counted votes of different ranks, and propose different outcomes.
+// Without the lock. Abort of any rank ends it.
 func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
 	// The world's name is the same for every run of a job. A previous run may have left its key in
 	// the store.
@@ -183,7 +187,15 @@ func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
 	var old []byte
+	ended := func() error {
+		g.job.proxy.Lock()
+		defer g.job.proxy.Unlock()
+		return g.halted()
+	}
 	for {
+		if err := ended(); err != nil {
+			return false, err
+		}
 		sctx, cancel := context.WithTimeout(within.ctx, roster.StoreWait)
 		b, err := g.job.session.Store().Get(sctx, key)
 		if err != nil && !errors.Is(err, bootstrap.ErrNoKey) { // the store may come back

@@ -130,7 +130,8 @@ type Config struct {
 	// ranks decide that. Default: TimeoutReports. All ranks must have the same OnTimeout.
 	OnTimeout OnTimeout
 	// Window is how long two live ranks may be unable to reach each other before one of them is
-	// removed. It must be at least half a second longer than LeaseTTL. Default 3 s.
+	// removed, and how long an operation waits for a machine that is silent. Two live ranks have at
+	// least half a second more than the lease that the store has granted. Default 3 s.
 	Window time.Duration
 	// MaxSize is the number of ranks that the job may grow to. A rank with a number of Size or
 	// above joins a running job. All ranks must have the same MaxSize. Default TUTTI_MAX_SIZE, else
@@ -148,7 +149,8 @@ type Config struct {
 	// That is enough if no rank waits for one that is computing, and a little faster, because a
 	// peer need not wake a rank that does not sleep. Default: no.
 	Progress bool
-	// LeaseTTL is how long the store takes a silent rank to be alive. Default 3 s.
+	// LeaseTTL is how long the store takes a silent rank to be alive, rounded up to seconds.
+	// Default TUTTI_LEASE, else 3 s.
 	LeaseTTL time.Duration
 	// LogDir is a directory for flight records. The last operations are recorded in a file there,
 	// which outlives a killed process and is removed by Close. When an operation fails, and on Unix

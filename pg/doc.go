@@ -58,10 +58,11 @@
 //	ErrAborted      a rank called Group.Abort
 //
 // After any error but an *ArgumentError the results of the operation are void. The death of a
-// process is noticed at once, because its links break; that of a silent machine after half a
-// minute. A rank that is stopped (SIGSTOP, a debugger) does not count as dead; the timeout bounds
-// the wait for it. A job that continues without lost ranks (Shrink, Retry) waits less: a rank that
-// a collective waits for, and whose lease has ended, is lost.
+// process is noticed at once, because its links break; that of a silent machine after
+// Config.Window, if an operation waits for it over TCP or RDMA, else after half a minute. A rank
+// that is stopped (SIGSTOP, a debugger) does not count as dead; the timeout bounds the wait for it.
+// In a job that continues without lost ranks (Shrink, Retry) a rank that a collective waits for,
+// and whose lease has ended, is lost.
 //
 // # What an error leaves in the buffers
 //

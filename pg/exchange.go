@@ -423,12 +423,6 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		if !g.sync.Member() {
 			return ErrEvicted
 		}
-		var ended *p2p.Aborted
-		if errors.As(g.coll.Err(), &ended) {
-			if a, bad := decodeAbort(ended.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
-				return g.told(a) // final
-			}
-		}
 		switch due := g.sync.Due(renew); {
 		case entered && !g.sync.Pending():
 			return nil

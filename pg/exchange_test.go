@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -352,4 +353,23 @@ func TestCloseOfSubgroupOnly(t *testing.T) {
 			}, pgtest.Config(pg.Config{OnFailure: f, Timeout: time.Minute}))
 		})
 	}
+}
+
+// Several goroutines of each rank may agree at a time: each agreement has its outcome before the
+// next one begins.
+func TestAgreeOnSeveralGoroutines(t *testing.T) {
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		var wg sync.WaitGroup
+		for range 3 {
+			wg.Go(func() {
+				for range 60 {
+					if yes, err := g.Agree(t.Context(), true); !yes || err != nil {
+						t.Errorf("got %v, %v", yes, err)
+						return
+					}
+				}
+			})
+		}
+		wg.Wait()
+	})
 }

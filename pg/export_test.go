@@ -84,7 +84,7 @@ func (g *Group) JobEpoch() uint64 {
 func (g *Group) Decides(n uint64) bool {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
-	return g.ballot.n == n && !g.between
+	return g.ballot.n == n && len(g.unvoted) == 0
 }
 
 // Skips returns the number of operations that exchanges have ended and the program has not called.

@@ -127,8 +127,11 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	g.works.kick = make(chan struct{}, 1)
 	g.devices.piece, g.devices.staging = grain.Get().Piece, &j.staging
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
+	o, err := j.observe()
+	if err != nil {
+		return nil, err
+	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
-	var err error
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, places, false); err != nil {
 		return nil, err
 	}
@@ -147,6 +150,8 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	g.joins = incarnations == nil && epoch < at.Epoch
 	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
+	g.track.Open(o.Recorder(), g.id(), g.rank, g.v.ranks)
+	g.wait.OnSleep(g.track.Awaits)
 	j.groups[g] = struct{}{}
 	if j.session.Mapped || j.local {
 		if err = g.run.Expose(); err != nil {
@@ -154,7 +159,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 		}
 	}
 	j.proxy.Unlock()
-	return g, g.watch()
+	return g, nil
 }
 
 // plan gives the group a new Runner.
@@ -164,19 +169,6 @@ func (g *Group) plan() {
 		Drop: g.job.drop})
 	g.run.Open(g.coll, g.v.ranks)
 	g.run.Settle(g.v.Topology)
-}
-
-// watch makes the group's operations be recorded.
-func (g *Group) watch() error {
-	o, err := g.job.observe()
-	if err != nil {
-		return err
-	}
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
-	g.track.Open(o.Recorder(), g.id(), g.rank, g.v.ranks)
-	g.wait.OnSleep(g.track.Awaits)
-	return nil
 }
 
 // locate computes the topology from the ranks' places: the same at all ranks.
@@ -784,6 +776,7 @@ func (g *Group) Close() error {
 	g.begun(g.ctx, g.job.timeout, true)
 	g.run.Free()
 	g.disconnect()
+	g.track.Close()
 	delete(g.job.groups, g)
 	g.leave()
 	unused := g.job.closeStreams(g.devices.close())

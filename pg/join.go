@@ -131,9 +131,6 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 		g, err = j.enterJob(ctx)
 	}
 	if err == nil {
-		j.proxy.Lock()
-		g.shown.Store(g.v)
-		j.proxy.Unlock()
 		return g, false, nil
 	}
 	unmet := errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) || // of another rank
@@ -151,7 +148,7 @@ func (j *job) enterJob(ctx context.Context) (*Group, error) {
 		j.places, j.initial = []join.Place{j.session.Here}, membership.First([]uint64{self.Incarnation})
 		g, err := j.world()
 		if err == nil {
-			g.locate(j.places)
+			g.placed()
 		}
 		return g, err
 	}
@@ -204,26 +201,18 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 		}
 		return nil, err
 	}
+	defer g.leave()
 	for r, p := range j.places {
 		incarnations[r] = p.Incarnation
 	}
-	j.proxy.Lock()
-	j.initial = membership.First(incarnations)
-	g.replace(func(v *groupView) { v.job = j.initial })
-	g.sync = resync.New(g.rank, g.view(g.v.job))
-	j.proxy.Unlock()
+	g.firstView(membership.First(incarnations))
 	g.warn()
-	j.proxy.Lock()
 	j.meeting = nil
 	// A peer was lost after it met this rank; other ranks may not have met that incarnation.
-	lost := mctx.Err() != nil && ctx.Err() == nil
-	if !lost {
-		start.Met()
-	}
-	j.proxy.Unlock()
-	if lost {
+	if mctx.Err() != nil && ctx.Err() == nil {
 		return nil, context.Cause(mctx)
 	}
+	start.Met()
 	if s.fixed() {
 		return g, nil
 	}
@@ -233,7 +222,33 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 			"at most", membership.MaxSlots)
 		return g, nil
 	}
-	return g, j.follow(g.v.job, incarnations[0])
+	view := j.initial
+	j.proxy.Unlock()
+	err = j.follow(view, incarnations[0])
+	j.proxy.Lock()
+	return g, err
+}
+
+// firstView gives the group of all ranks the job's first view with its incarnations, which were not
+// known when the group was made. Standings that have arrived since stay. With the proxy's lock.
+func (g *Group) firstView(view membership.View) {
+	g.job.initial = view
+	g.replace(func(v *groupView) { v.job = view })
+	early := g.sync
+	g.sync = resync.New(g.rank, g.view(view))
+	for slot := range g.job.settings.MaxSize {
+		if t, ok := early.Heard(slot); ok {
+			g.sync.Hear(slot, t)
+		}
+	}
+}
+
+// placed tells the group of all ranks, and its program, the places that the job has.
+func (g *Group) placed() {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	g.locate(g.job.places)
+	g.shown.Store(g.v)
 }
 
 // admitted joins a running job. It returns when the other ranks have admitted this one, at one of
@@ -285,46 +300,39 @@ func upTo(n int) []int {
 	return all
 }
 
-// meet is the first collective of a job: it exchanges the ranks' places. When it returns, all ranks
-// have joined.
+// meet is the first collective of a job: it exchanges the ranks' places. When it returns nil, all
+// ranks have joined, and this one has the turn, with the proxy's lock, until leave: others may be
+// out of Join, and their exchanges are not answered before this rank can take part.
 func (g *Group) meet(ctx context.Context) error {
-	here := g.job.session.Here
 	mine := make([]byte, join.PlaceSize)
-	here.Encode(mine)
+	g.job.session.Here.Encode(mine)
+	p := g.job.proxy
+	p.Lock()
 	all := make([]byte, join.PlaceSize*g.v.Size)
 	forced := g.v.Algo
 	g.replace(func(v *groupView) { v.Algo, v.Caps = collectives.Auto, collectives.Caps{Cores: 1} }) // not agreed on yet
 	g.run.Settle(g.v.Topology)
+	p.Unlock()
 	if err := AllGather(ctx, g, all, mine); err != nil {
 		return err
 	}
-	if err := g.acquainted(ctx); err != nil {
-		return err
-	}
-	g.replace(func(v *groupView) { v.Algo = forced })
-	g.job.places = make([]join.Place, g.v.Size)
-	for r := range g.v.Size {
-		p := join.DecodePlace(all[r*join.PlaceSize:])
-		g.job.places[r] = p
-		if p.Algo != here.Algo {
-			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO "+
-				"alike on all ranks", g.rank, here.Algo, r, p.Algo)
-		}
-	}
-	g.job.proxy.Lock()
-	g.locate(g.job.places)
-	g.job.shareCores(g)
-	g.job.proxy.Unlock()
-	return nil
-}
-
-// acquainted waits until all ranks have what meet exchanges: what a rank does after it has joined
-// must not keep another one from joining.
-func (g *Group) acquainted(ctx context.Context) error {
 	if err := g.enter(ctx, "join", nil); err != nil {
 		return err
 	}
-	defer g.leave()
+	err := g.acquainted()
+	if err == nil {
+		g.replace(func(v *groupView) { v.Algo = forced })
+		err = g.read(all)
+	}
+	if err != nil {
+		g.leave()
+	}
+	return err
+}
+
+// acquainted waits until all ranks have what meet exchanges: what a rank does after it has joined
+// must not keep another one from joining. With the turn.
+func (g *Group) acquainted() error {
 	if len(g.v.Active) == 1 {
 		return nil
 	}
@@ -335,9 +343,28 @@ func (g *Group) acquainted(ctx context.Context) error {
 	return g.fail(err)
 }
 
+// read takes the ranks' places from what meet has exchanged. With the proxy's lock.
+func (g *Group) read(all []byte) error {
+	here := g.job.session.Here
+	places := make([]join.Place, g.v.Size)
+	for r := range places {
+		p := join.DecodePlace(all[r*join.PlaceSize:])
+		if p.Algo != here.Algo {
+			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO "+
+				"alike on all ranks", g.rank, here.Algo, r, p.Algo)
+		}
+		places[r] = p
+	}
+	g.job.places = places
+	g.locate(places)
+	g.job.shareCores(g)
+	return nil
+}
+
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
 // The caller runs a goroutine for each of the groups returned. Local uses Algorithm, Timeout,
-// Devices and Logger of cfg, and the default table of algorithms.
+// Devices, PeerDevices, StagingLimit, Progress and Logger of cfg, and the default table of
+// algorithms.
 func Local(n int, cfg Config) ([]*Group, error) {
 	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
@@ -373,8 +400,7 @@ func Local(n int, cfg Config) ([]*Group, error) {
 			}
 			return fail(err)
 		}
-		g.locate(places)
-		g.shown.Store(g.v)
+		g.placed()
 		groups[r] = g
 	}
 	return groups, nil

@@ -267,6 +267,13 @@ func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutE
 	if !g.busy {
 		return e
 	}
+	if g.between {
+		e.Call += ", which waited for its turn behind agree"
+		for _, slot := range g.unvoted {
+			e.Missing = append(e.Missing, Seen{Rank: slot, What: "nothing yet"})
+		}
+		return e
+	}
 	e.Call += ", which waited for its turn behind " + exec.Spell(g.run.Token())
 	for _, m := range g.run.Missing(g.unheard()) {
 		e.Missing = append(e.Missing, seen(m))

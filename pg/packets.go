@@ -17,6 +17,7 @@ import (
 	"tutti/p2p"
 	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
+	"tutti/pg/internal/join"
 )
 
 // Short vectors in the memory of devices are combined by the devices alone, in packets: a kernel of
@@ -55,17 +56,19 @@ import (
 type packets struct {
 	now     *exchange   // of the view; nil: not made, or refused
 	refused error       // why operations go through the host, in this view and all later ones
-	former  []*exchange // of views before, that graphs may repeat
+	former  []*exchange // of views before, that graphs may repeat: see exchange.kept
 }
 
 // An exchange is a device.Exchange of a group's view.
 type exchange struct {
 	device.Exchange
-	inboxes  []device.Shared // of the other ranks
-	loc      Location
-	epoch    uint64
-	active   []int // the slots of the ranks
-	recorded bool  // a stream records work; under the proxy's lock
+	inboxes []device.Shared // of the other ranks
+	loc     Location
+	epoch   uint64
+	active  []int // the slots of the ranks
+	// Under the proxy's lock.
+	recording int  // calls of Group.record under way
+	recorded  bool // a stream has recorded work
 	// Kernels of operations that have not been settled. What they fail with is their operation's.
 	live atomic.Int32
 	// The first failure is that of an operation, or was reported; operations that the device has
@@ -202,8 +205,10 @@ func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit tim
 	p := g.job.proxy
 	p.Lock()
 	x, v, refused, err := g.packets.now, g.v, g.packets.refused, g.barred()
-	if x != nil && err == nil {
-		x.recorded = true
+	has := false
+	if x != nil {
+		x.recording++
+		defer func() { g.endRecording(x, has) }()
 	}
 	p.Unlock()
 	call := v.exchangeCall(c, g.rank, d.Location())
@@ -226,8 +231,26 @@ func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit tim
 		return g.elsewhere(c, x, d)
 	}
 	_, err = x.Do(s, call, limit)
+	has = err == nil
 	return err
 }
+
+// endRecording ends a call of record; has: the stream has recorded its work. The exchange may have
+// been ended meanwhile, and is freed if no graph may repeat work of it.
+func (g *Group) endRecording(x *exchange, has bool) {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	x.recording--
+	x.recorded = x.recorded || has
+	if i := slices.Index(g.packets.former, x); i >= 0 && !x.kept() {
+		g.packets.former = slices.Delete(g.packets.former, i, i+1)
+		g.job.retire(x.Exchange, x.inboxes)
+	}
+}
+
+// kept reports whether a graph repeats work of the exchange, or may be about to. With the proxy's
+// lock.
+func (x *exchange) kept() bool { return x.recorded || x.recording > 0 }
 
 // evenly returns c as a collective whose parts are of equal length. It reports false if they are
 // not.
@@ -322,7 +345,7 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		}
 		p := g.job.proxy
 		p.Lock()
-		v, at := g.v, g.sync.At()
+		v, at, places := g.v, g.sync.At(), g.job.places
 		x, refused := g.packets.now, g.packets.refused
 		p.Unlock()
 		if x != nil || refused != nil {
@@ -359,7 +382,7 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		if why == nil {
 			clear(mine[messageHead:])
 			mine[messageStage] = 2
-			if inboxes, err = g.openInboxes(d, made, v, all); err != nil {
+			if inboxes, err = g.openInboxes(d, made, v, places, all); err != nil {
 				copy(mine[messageText:], err.Error())
 			}
 			if all, err = g.exchangeBytes(ctx, mine, c, 1); err != nil {
@@ -456,8 +479,9 @@ func (e *earlierError) Error() string {
 	return fmt.Sprintf("it was given to its stream in view %d, which is over", e.epoch)
 }
 
-// openInboxes maps the inboxes of the other ranks. It returns those that it has mapped.
-func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupView, all []byte) (
+// openInboxes maps the inboxes of the other ranks, whose places are by rank of the job. It returns
+// those that it has mapped.
+func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupView, places []join.Place, all []byte) (
 	mapped []device.Shared, err error) {
 	inboxes, offsets := make([]device.Shared, len(v.Active)), make([]uint64, len(v.Active))
 	for i, slot := range v.Active {
@@ -470,7 +494,7 @@ func (g *Group) openInboxes(d device.Exchanger, made device.Exchange, v *groupVi
 		if slot == g.rank {
 			continue
 		}
-		owner := g.job.places[v.ranks[slot]].Incarnation
+		owner := places[v.ranks[slot]].Incarnation
 		if inboxes[i], err = g.job.imports(d, owner, b[messageText:][:length]); err != nil {
 			return mapped, fmt.Errorf("rank %d: %w", slot, err)
 		}
@@ -541,7 +565,7 @@ func (g *Group) disconnect() {
 // proxy's lock.
 func (g *Group) end(x *exchange) {
 	x.Stop()
-	if x.recorded {
+	if x.kept() {
 		g.packets.former = append(g.packets.former, x)
 	} else {
 		g.job.retire(x.Exchange, x.inboxes)

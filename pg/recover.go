@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"tutti/p2p"
 	"tutti/pg/internal/roster"
 	"tutti/pg/membership"
 )
@@ -55,6 +56,14 @@ func (g *Group) halted() error {
 		return g.aborted
 	case g.job.roster != nil && g.job.roster.EvictedLocked():
 		return ErrEvicted
+	}
+	for _, err := range [...]error{g.coll.Err(), g.msgs.Err()} { // an earlier failure may hide the abort in one
+		var ended *p2p.Aborted
+		if errors.As(err, &ended) {
+			if a, bad := decodeAbort(ended.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
+				return g.told(a)
+			}
+		}
 	}
 	return nil
 }

@@ -65,8 +65,8 @@ const (
 // Reduction says how elements are combined.
 type Reduction = kernels.Op
 
-// The reductions. Reductions run in rank order, so that the same inputs give the same bits on every
-// run and every rank.
+// The reductions. The ranks, their number, the size and the algorithm fix the order in which
+// elements are combined, so that the same inputs give the same bits on every run and every rank.
 const (
 	Sum     = kernels.Sum
 	Product = kernels.Product

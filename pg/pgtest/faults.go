@@ -27,7 +27,7 @@ type Rule struct {
 	// Break is how long a connection is cut before it breaks, as when the kernel's probes of the
 	// other host have failed; 0: never.
 	Break time.Duration
-	// Delay is added to the way of everything. rule {From: []int{Store}, Delay: d} acts like a
+	// Delay is added to the way of everything. Rule{From: []int{Store}, Delay: d} acts like a
 	// store with a slow disk.
 	Delay time.Duration
 	// Loss is the share of packets, of some 1,400 bytes, that get lost, 0 to 1. A lost packet is

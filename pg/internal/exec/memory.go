@@ -27,8 +27,8 @@ const (
 	// unlockedFrom is the size of a result in bytes from which on it is made without the lock. To
 	// release the lock and take it again costs some 30 ns.
 	unlockedFrom = 32 << 10
-	// lockedFor is the number of bytes of lent messages that are read before the lock is offered to
-	// other goroutines.
+	// lockedFor is the number of bytes of a piece of lent messages, behind which Proxy.Moved may
+	// offer the lock to other goroutines.
 	lockedFor = 64 << 10
 	// turnEvery is the number of bytes of a result between two checks whether the operation has
 	// failed.

@@ -215,6 +215,7 @@ func (ro *Roster) inspect(f func(*membership.Machine)) {
 
 // Ask calls f with the machine, after the events that were queued before, and returns when f has.
 // It returns ctx's error when ctx ends first, and an error that wraps p2p.ErrClosed after Stop.
+// After an error f may still be called, and what it writes must not be read.
 func (ro *Roster) Ask(ctx context.Context, f func(*membership.Machine)) error {
 	done := make(chan struct{})
 	ro.inspect(func(m *membership.Machine) { f(m); close(done) })
@@ -452,9 +453,12 @@ func (ro *Roster) Admit(ctx context.Context) (v membership.View, err error) {
 	ro.Tell(membership.Admit{})
 	for {
 		var pending bool
-		if err := ro.Ask(sctx, func(m *membership.Machine) { pending, v = m.Pending(), m.View() }); err != nil ||
-			!pending {
+		var now membership.View
+		if err := ro.Ask(sctx, func(m *membership.Machine) { pending, now = m.Pending(), m.View() }); err != nil {
 			return v, err
+		}
+		if !pending {
+			return now, nil
 		}
 		select {
 		case <-sctx.Done():
