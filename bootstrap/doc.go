@@ -20,10 +20,14 @@
 //
 // # Keys
 //
-// All keys of a job live under /tutti/<job>/:
+// All keys of a job live under /tutti/<job>/. Those of this package:
 //
-//	size          the number of ranks, decimal; the first rank writes it, the others must agree
-//	ranks/<slot>  the Record of the slot's live incarnation, under that process's lease
+//	size           the number of ranks, decimal; the first rank writes it, the others must agree
+//	ranks/<slot>   the Record of the slot's live incarnation, under that process's lease
+//	vacant/<slot>  why the slot of a lost rank may be taken by a process on standby
+//	.store/...     the job's lease, and the handles that are open
+//
+// Package membership has keys of its own, and agreements of groups have agree/....
 //
 // # Trust
 //

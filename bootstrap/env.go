@@ -71,7 +71,7 @@ type Launch struct {
 // Variable documents one environment variable.
 type Variable struct{ Name, Meaning, Default string }
 
-// Variables lists every TUTTI_* variable. It is the only list: README and `tutti doctor` print it.
+// Variables lists every TUTTI_* variable. It is the only list: README and `tutti env` print it.
 func Variables() []Variable {
 	return []Variable{
 		{"TUTTI_RANK", "slot of this process, 0..TUTTI_SIZE-1; with TUTTI_SIZE it overrides every launcher",

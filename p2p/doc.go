@@ -1,8 +1,8 @@
 // Package p2p is a rank's engine for traffic with its peers: the proxy, its links, and regions of
 // memory.
 //
-// A [Transport] makes links (p2p/shm, p2p/tcp, p2p/inproc). A [Link] carries frames of up to
-// MaxFrame bytes to one incarnation of one peer, reliably and in order, by polling. Further
+// A [Transport] makes links (p2p/shm, p2p/verbs, p2p/tcp, p2p/inproc). A [Link] carries frames of
+// up to MaxFrame bytes to one incarnation of one peer, reliably and in order, by polling. Further
 // capabilities are optional interfaces ([Mapper]). The [Proxy] owns the transports and the links,
 // and turns frames into messages between the members of a [Channel]. Plans of package collectives
 // run on channels. A process group has two channels, one for collectives and one for Send and Recv.

@@ -219,6 +219,8 @@ static int has_driver(void)
 	static _Atomic int known; // 1: no, 2: yes
 	int answer = atomic_load(&known);
 
+	if (answer == 0 && tutti_forked())
+		return 0;
 	if (answer == 0) {
 		answer = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) != NULL ? 2 : 1;
 		atomic_store(&known, answer);

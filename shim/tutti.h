@@ -12,7 +12,8 @@
  * package tutti/pg describes the semantics of groups: order, deadlines, lost ranks, what an
  * error leaves in buffers.
  *
- * Return values. A function that returns int returns TUTTI_OK (0) or another TUTTI_E... code.
+ * Return values. A function that returns int returns TUTTI_OK (0) or another TUTTI_E... code, but
+ * tutti_has.
  * The calling thread's last failure is described by tutti_last_error and tutti_last_error_info.
  * A function that succeeds leaves that description as it was.
  *
@@ -23,8 +24,8 @@
  * the order of the collectives of a group: see tutti_do.
  *
  * Fork. The child of a fork cannot use Tutti: every function that returns int returns
- * TUTTI_EFORKED there, and does nothing else. Releasing and closing do nothing. A child that
- * calls exec can use Tutti.
+ * TUTTI_EFORKED there, and does nothing else, but tutti_has and tutti_last_error_info. Releasing
+ * and closing do nothing. A child that calls exec can use Tutti.
  *
  * Times are in nanoseconds. The group's timeout (tutti_config.timeout_ns) bounds all calls that
  * wait for ranks. A timeout_ns above 0 bounds a call besides; 0 and negative ones do not, unless
@@ -124,10 +125,10 @@ TUTTI_API int tutti_has(const char *feature);
  * with TUTTI_ECANCELED, or with its outcome if that comes first. An operation that tutti_do ran
  * then counts as timed out at all ranks; a tutti_work_wait leaves its operation running.
  *
- * It applies to tutti_join, tutti_member_new, tutti_form, tutti_split, tutti_recover, tutti_admit,
- * tutti_evict, tutti_rejoin,
- * tutti_agree, tutti_do, tutti_work_wait, and functions of windows that wait. With a check,
- * tutti_do and calls of windows cost some microseconds more. */
+ * It applies to tutti_join, tutti_store_open, tutti_member_new, tutti_form, tutti_split,
+ * tutti_recover, tutti_admit, tutti_evict, tutti_rejoin, tutti_agree, tutti_do, tutti_run,
+ * tutti_work_wait, and functions of windows that wait. With a check, tutti_do and calls of windows
+ * cost some microseconds more. */
 TUTTI_API int tutti_set_interrupt(int (*check)(void *ctx), void *ctx);
 
 /* ---- Joining ---- */
@@ -194,7 +195,7 @@ typedef struct tutti_config {
 	                              must be TUTTI_REPORT, and no rank joins later */
 	const void *secret;        /* the job's secret, at least 16 bytes */
 	uint64_t secret_len;
-	const char *transport;     /* "auto", or of "shm", "tcp" */
+	const char *transport;     /* "auto", or some of "shm", "rdma", "tcp", with commas, the preferred first */
 	const char *interfaces;    /* network interfaces: names and CIDRs */
 	const char *ports;         /* "0", "29500" or "29500-29600" */
 	const char *algorithm;

@@ -14,7 +14,7 @@ import (
 )
 
 var (
-	chaosSteps = flag.Int("chaos.steps", 0, "random steps; 0: a million, fewer with the race detector")
+	chaosSteps = flag.Int("chaos.steps", 0, "random steps; 0: a million, fewer with -short or the race detector")
 	chaosSeed  = flag.Uint64("chaos.seed", 0, "seed of the first program")
 )
 
