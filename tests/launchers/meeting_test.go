@@ -47,6 +47,28 @@ func TestStorelessRanksLeaveNoFiles(t *testing.T) {
 	}
 }
 
+// Ranks leave a job and join the next at once, while rank 0 is still in the first.
+func TestStorelessRanksJoinTheNextJob(t *testing.T) {
+	s := rig.New(t)
+	_, all := ranks(t, s, 3)
+	for range 3 {
+		rig.Well(all, rig.Command{Verb: "barrier"})
+		rig.Well(all[1:], rig.Command{Verb: "close"})
+		for _, r := range all[1:] {
+			r.Tell(rig.Command{Verb: "join"})
+		}
+		rig.Well(all[:1], rig.Command{Verb: "close"})
+		rig.Well(all[:1], rig.Command{Verb: "join"})
+		for _, r := range all[1:] {
+			if a := r.Hear(); a.Fault != nil {
+				t.Fatalf("rank %d joins again: %v", r.Number, a.Fault)
+			}
+		}
+	}
+	rig.Leave(all)
+	s.Clean()
+}
+
 func TestStorelessRanksShrink(t *testing.T) {
 	s := rig.New(t)
 	_, all := ranks(t, s, 3, "TUTTI_ON_FAILURE=shrink")
