@@ -43,7 +43,7 @@ func Bind(thread int, s Set) error {
 }
 
 // BindGroup restricts all threads of the processes of a process group. Threads and processes that
-// they start later inherit it.
+// they start later inherit it. One whose start is under way may keep what its parent had.
 func BindGroup(group int, s Set) error {
 	bound := map[int]bool{}
 	for { // until no thread was started meanwhile by one that was not bound yet

@@ -234,9 +234,13 @@ func TestBindGroup(t *testing.T) {
 		t.Fatal(err)
 	}
 	last := allowed[len(allowed)-1:]
-	c := exec.Command("sh", "-c", "cat & exec cat")
+	c := exec.Command("sh", "-c", "cat & echo there; exec cat")
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	in, err := c.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := c.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -248,6 +252,9 @@ func TestBindGroup(t *testing.T) {
 		in.Close()
 		c.Wait()
 	}()
+	if _, err := out.Read(make([]byte, 1)); err != nil { // the first cat has been forked
+		t.Fatal(err)
+	}
 	if err := BindGroup(c.Process.Pid, last); err != nil {
 		t.Fatal(err)
 	}
