@@ -24,6 +24,19 @@ func memoryOf(c fake.Census) fake.Census {
 	return fake.Census{DeviceBlocks: c.DeviceBlocks, Imported: c.Imported, Physical: c.Physical, Reserved: c.Reserved}
 }
 
+// subgroup waits for the other ranks, and makes a group of all of them, which has run op. It also
+// returns the memory that there was before.
+func (r packetRank) subgroup(ctx context.Context, op AllReduceOp) (sub *Group, before fake.Census, err error) {
+	if err := r.Barrier(ctx); err != nil {
+		return nil, before, err
+	}
+	before = memoryOf(r.f.Census())
+	if sub, err = r.Split(ctx, 0, r.Rank()); err != nil {
+		return nil, before, err
+	}
+	return sub, before, sub.Do(ctx, op)
+}
+
 // packetsNow returns the group's exchange.
 func (g *Group) packetsNow() *exchange {
 	g.job.proxy.Lock()
@@ -136,16 +149,9 @@ func TestPacketsOfAStreamThatComesLate(t *testing.T) {
 					return err
 				}
 				defer free()
-				if err := r.Barrier(ctx); err != nil {
-					return err
-				}
-				before := memoryOf(r.f.Census())
-				sub, err := r.Split(ctx, 0, r.Rank())
-				if err != nil {
-					return err
-				}
 				op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, s), Op: Sum}
-				if err := sub.Do(ctx, op); err != nil {
+				sub, before, err := r.subgroup(ctx, op)
+				if err != nil {
 					return err
 				}
 				late := r.Rank() == 0

@@ -37,15 +37,8 @@ func TestPacketsOfARefusedCaptureAreFreed(t *testing.T) {
 			return err
 		}
 		defer p.Destroy(s)
-		if err := r.Barrier(ctx); err != nil {
-			return err
-		}
-		before := memoryOf(r.f.Census())
-		sub, err := r.Split(ctx, 0, r.Rank())
+		sub, before, err := r.subgroup(ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum})
 		if err != nil {
-			return err
-		}
-		if err := sub.Do(ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}); err != nil {
 			return err
 		}
 		graph, err := p.Capture(s, func() error {
@@ -92,16 +85,8 @@ func TestPacketsOfAViewThatEndsInACapture(t *testing.T) {
 			return err
 		}
 		defer p.Destroy(s)
-		if err := r.Barrier(ctx); err != nil {
-			return err
-		}
-		before := memoryOf(r.f.Census())
-		sub, err := r.Split(ctx, 0, r.Rank())
-		if err != nil {
-			return err
-		}
-		if err := errors.Join(sub.Do(ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}),
-			r.Barrier(ctx)); err != nil {
+		sub, before, err := r.subgroup(ctx, AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum})
+		if err := errors.Join(err, r.Barrier(ctx)); err != nil {
 			return err
 		}
 		x := sub.packetsNow()

@@ -410,18 +410,24 @@ func TestRunWithClosedOutput(t *testing.T) {
 	j.End(128 + int(syscall.SIGPIPE))
 }
 
-// TestRunEndsRanksWhenNobodyReads leaves a pipe full that is the standard error.
-func TestRunEndsRanksWhenNobodyReads(t *testing.T) {
-	s := newStage(t)
+// unread makes a pipe, which holds size bytes. Its end r is closed with the test.
+func unread(t *testing.T) (r, w *os.File, size int) {
+	t.Helper()
 	r, w, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.Close()
-	size, err := unix.FcntlInt(w.Fd(), unix.F_GETPIPE_SZ, 0)
-	if err != nil {
+	t.Cleanup(func() { r.Close() })
+	if size, err = unix.FcntlInt(w.Fd(), unix.F_GETPIPE_SZ, 0); err != nil {
 		t.Fatal(err)
 	}
+	return r, w, size
+}
+
+// TestRunEndsRanksWhenNobodyReads leaves a pipe full that is the standard error.
+func TestRunEndsRanksWhenNobodyReads(t *testing.T) {
+	s := newStage(t)
+	r, w, size := unread(t)
 	j := s.command("run", "-n", "2", "--grace", "100ms", proctest.Self())
 	j.cmd.Stderr = w
 	j.start()
@@ -465,15 +471,7 @@ func TestRunEndsRanksWhenNobodyReads(t *testing.T) {
 // ended well.
 func TestRunGivesUpWhatNobodyReads(t *testing.T) {
 	s := newStage(t)
-	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	size, err := unix.FcntlInt(w.Fd(), unix.F_GETPIPE_SZ, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	_, w, size := unread(t)
 	j := s.command("run", "-n", "1", "--log-dir", t.TempDir(), proctest.Self())
 	j.cmd.Stdout = w
 	j.start()
