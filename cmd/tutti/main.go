@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"errors"
 	"fmt"
@@ -137,7 +138,24 @@ func newRoot() *cobra.Command {
 		}
 		return &usageError{cmd, err}
 	})
-	root.SetHelpCommand(&cobra.Command{Hidden: true})
+	root.SetHelpCommand(&cobra.Command{Use: "help [COMMAND]", Hidden: true,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			about, rest, err := root.Find(args)
+			switch {
+			case err != nil:
+				return &usageError{cmd, err}
+			case about == root && len(rest) > 0:
+				return root.Args(root, rest)
+			}
+			return about.Help()
+		}})
+	help := root.HelpFunc()
+	root.SetHelpFunc(func(cmd *cobra.Command, args []string) {
+		var text bytes.Buffer
+		cmd.SetOut(&text)
+		help(cmd, args)
+		stdout.Write(text.Bytes()) // execute tells of the error
+	})
 	root.AddCommand(newRun(), newBench(), newTune(), newStatus(), newDoctor(), newSecret(), newEndpoint(), newEnv(),
 		newVersion())
 	root.SetUsageTemplate(usageTemplate)

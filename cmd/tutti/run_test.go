@@ -378,7 +378,8 @@ func TestFullStandardOutput(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer full.Close()
-	for _, args := range []string{"secret", "version", "env", "doctor --json", "bench --max 64 --json"} {
+	for _, args := range []string{"secret", "version", "env", "doctor --json", "bench --max 64 --json", "--help",
+		"run --help"} {
 		j := s.command(strings.Fields(args)...)
 		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 		j.cmd.Stdout = full
@@ -800,7 +801,7 @@ func TestUsage(t *testing.T) {
 func TestHelp(t *testing.T) {
 	s := newStage(t)
 	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "secret --help", "env",
-		"version"} {
+		"version", "help", "help run", "help endpoint ls"} {
 		j := s.run(strings.Fields(args)...)
 		j.End(0)
 		if out := j.Out.String(); len(out) < 10 || j.Err.String() != "" {
