@@ -27,9 +27,12 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 # Without the packages in which nothing runs at the same time: pure functions and models of them, and kernels in C++.
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$' \
-	-e '^tutti/collectives$$' -e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$')
+	-e '^tutti/pg$$' -e '^tutti/cmd/tutti$$' -e '^tutti/collectives$$' -e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$')
 # And the tests in the others of which the same is true.
 ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|MachineAndLedger|RandomWalks|RingIsReadAsItWasComposed|AnyMessages|RareSubnormals)$$
+RACE        := $(GO) test -short -race -count=1 -timeout 15m
+# A half of the tests of pg, by time.
+FIRST       := ^Test[A-D]
 # The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
 RDMA_PKGS   := ./rdma/verbs ./rdma/endpoint ./rdma/queue ./p2p/verbs ./endpoint ./cmd/tutti ./cmd/tutti/internal/pair
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
@@ -41,7 +44,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -88,8 +91,16 @@ test-unit: ## all tests, also those of several processes and hosts
 # Each process would sleep a second before it exits, to see what its other goroutines do until then.
 test-race: export GORACE := atexit_sleep_ms=0 $(GORACE)
 test-race: ## the short tests of most packages again, with the race detector; CI runs it after test
-	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(ATTACKED)
-	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m -skip '$(ALONE)' ./pg ./cmd/tutti $(RACE_PKGS)
+	@$(GO) run ./tests/report -- $(RACE) $(ATTACKED)
+	@$(MAKE) --no-print-directory -j3 -O race-pg-first race-pg-second race-others
+
+# The tests of pg take as long as all others, and mostly wait: two processes run half of them each.
+race-pg-first:
+	@$(GO) run ./tests/report -- $(RACE) -run '$(FIRST)' ./pg
+race-pg-second:
+	@$(GO) run ./tests/report -- $(RACE) -skip '$(FIRST)|$(ALONE)' ./pg
+race-others:
+	@$(GO) run ./tests/report -- $(RACE) -p 2 -skip '$(ALONE)' ./cmd/tutti $(RACE_PKGS)
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
