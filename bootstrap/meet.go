@@ -1,6 +1,7 @@
 package bootstrap
 
 import (
+	"bufio"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -34,11 +35,11 @@ type Meeting struct {
 	Store  string // address of the store
 	Secret []byte // the job's secret
 
-	launch string // its name
-	text   string // of the invitation that has come; "": none
 	stop   func() // stops inviting the others; nil: not inviting
+	leave  func() // tells rank 0 that this rank has left; nil: rank 0 need not know
 	served *servedStore
 	later  sync.Once // of CloseLater
+	ending sync.Once
 	over   atomic.Bool
 }
 
@@ -63,14 +64,16 @@ func (m *Meeting) CloseLater() {
 	}
 }
 
-// refused has the text of the last invitation of a launch that this process refuses, by name.
-var refused sync.Map
-
-// Refuse has this process refuse further invitations to this meeting: it has left a job that takes
-// nobody in, and rank 0 may leave later. The next Meet on the host waits for the next meeting.
+// Refuse ends the invitations to this meeting, at rank 0 to all and elsewhere to this rank: it has
+// left a job that takes nobody in, and another rank may leave later. The next Meet of this rank on
+// the host, also in another process, waits for the next meeting. It takes a moment.
 func (m *Meeting) Refuse() {
-	if m != nil && m.text != "" {
-		refused.Store(m.launch, m.text)
+	switch {
+	case m == nil:
+	case m.stop != nil:
+		m.stop()
+	case m.leave != nil:
+		m.leave()
 	}
 }
 
@@ -78,13 +81,15 @@ func (m *Meeting) Refuse() {
 func (m *Meeting) Over() bool { return m != nil && m.served != nil && m.over.Load() }
 
 func (m *Meeting) end() {
-	m.over.Store(true)
-	if m.stop != nil {
-		m.stop()
-	}
-	if m.served != nil {
-		m.served.close()
-	}
+	m.ending.Do(func() {
+		m.over.Store(true)
+		if m.stop != nil {
+			m.stop()
+		}
+		if m.served != nil {
+			m.served.close()
+		}
+	})
 }
 
 // way is how the processes of a launch meet.
@@ -135,8 +140,8 @@ func (l *Launch) HowToMeet() string {
 // only processes of the same user receive it, and through the launcher's PMI.
 //
 // A launch can meet once through PMI, which serves one program for each rank; on a host it can
-// while rank 0 is there. There a process gets the invitation of rank 0's present meeting, unless it
-// refuses that (Meeting.Refuse). Meet blocks until ctx ends.
+// while rank 0 is there. There a rank gets the invitation of rank 0's present meeting, unless it has
+// refused that (Meeting.Refuse). Meet blocks until ctx ends.
 func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
 	how := l.way()
 	if how == noWay {
@@ -155,7 +160,13 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 		if err != nil {
 			return nil, fmt.Errorf("meeting rank 0: %w", err)
 		}
-		m.launch = l.name
+		if how == byHost {
+			m.leave = func() {
+				ctx, cancel := context.WithTimeout(context.Background(), tellTime)
+				defer cancel()
+				askHost(ctx, l.name, leaves, l.Rank) // else rank 0 has ended
+			}
+		}
 		return m, nil
 	}
 	own := secret
@@ -238,11 +249,8 @@ func meetingPort(name string) string {
 
 // invitation is the message of rank 0 to the others.
 type invitation struct {
-	Store   string
-	Secret  string `json:",omitempty"` // textual form
-	Meeting uint64 // tells the meetings of a launch apart
-
-	text string // what has come
+	Store  string
+	Secret string `json:",omitempty"` // textual form
 }
 
 // maxInvitation bounds the size of an invitation in bytes.
@@ -252,7 +260,7 @@ func (i invitation) meeting(secret []byte) (*Meeting, error) {
 	if _, err := ParseStore(i.Store); err != nil {
 		return nil, err
 	}
-	m := &Meeting{Store: i.Store, Secret: secret, text: i.text}
+	m := &Meeting{Store: i.Store, Secret: secret}
 	switch {
 	case i.Secret != "" && len(secret) > 0:
 		return nil, errors.New("this process was given a job secret and rank 0 was not: set TUTTI_SECRET for all " +
@@ -273,14 +281,13 @@ func (i invitation) meeting(secret []byte) (*Meeting, error) {
 const kvsKey = "tutti-meeting"
 
 func (l *Launch) tell(ctx context.Context, how way, i invitation) (stop func(), err error) {
-	i.Meeting = ident.New()
 	b, err := json.Marshal(i)
 	if err != nil {
 		return nil, err
 	}
 	switch how {
 	case byHost:
-		return inviteHost(ctx, l.name, b)
+		return inviteHost(ctx, l.name, l.Size, b)
 	case byPMI:
 		_, err = exchange(ctx, l.pmi, hex.EncodeToString(b))
 	}
@@ -291,7 +298,7 @@ func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
 	var b []byte
 	switch how {
 	case byHost:
-		b, err = hearHost(ctx, l.name)
+		b, err = hearHost(ctx, l.name, l.Rank)
 	case byPMI:
 		var text string
 		if text, err = exchange(ctx, l.pmi, ""); err == nil {
@@ -305,7 +312,6 @@ func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
 	if err == nil {
 		err = json.Unmarshal(b, &i)
 	}
-	i.text = string(b)
 	return i, err
 }
 
@@ -339,51 +345,103 @@ func meetingSocket(name string) *net.UnixAddr {
 	return &net.UnixAddr{Net: "unix", Name: "@tutti-meeting-" + hex.EncodeToString(sum[:16])}
 }
 
-// tellTime bounds the delivery to one process.
-const tellTime = 5 * time.Second
+// What a process says to rank 0 on its host, in a line with its rank. The answer is the invitation,
+// or the end of the connection.
+const (
+	asks   = "where"
+	leaves = "left" // this rank needs no further invitation
+)
+
+const (
+	tellTime   = 5 * time.Second // bounds the exchange with one process
+	maxRequest = 40              // the size of a line in bytes
+)
 
 // inviteHost sends text to all processes of this user on this host that ask, until stop.
-func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err error) {
+func inviteHost(ctx context.Context, name string, size int, text []byte) (stop func(), err error) {
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", meetingSocket(name).Name)
 	if err != nil {
 		return nil, fmt.Errorf("another process of this user is rank 0 of launch %s on this host: set TUTTI_JOB to "+
 			"another name: %w", name, err)
 	}
+	h := &host{text: text, size: size, left: map[int]bool{}}
+	h.ctx, h.cancel = context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		var wg sync.WaitGroup
-		defer wg.Wait()
-		for {
-			c, err := l.Accept()
-			switch {
-			case errors.Is(err, net.ErrClosed):
-				return
-			case err != nil: // no descriptor is free, for example
-				time.Sleep(10 * time.Millisecond)
-				continue
-			}
-			wg.Go(func() {
-				defer c.Close()
-				c.SetDeadline(time.Now().Add(tellTime))
-				if peerUser(c.(*net.UnixConn)) == nil {
-					c.Write(text)
-				}
-			})
-		}
+		h.serve(l)
 	}()
 	return func() {
+		h.cancel()
 		l.Close()
 		<-done
 	}, nil
 }
 
+// host is rank 0's side of inviteHost.
+type host struct {
+	text   []byte
+	size   int             // of the launch
+	ctx    context.Context // ends with the invitations
+	cancel context.CancelFunc
+
+	mu   sync.Mutex
+	left map[int]bool // ranks that get no invitation
+}
+
+func (h *host) serve(l net.Listener) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for {
+		c, err := l.Accept()
+		switch {
+		case errors.Is(err, net.ErrClosed):
+			return
+		case err != nil: // no descriptor is free, for example
+			time.Sleep(10 * time.Millisecond)
+			continue
+		}
+		wg.Go(func() { h.answer(c) })
+	}
+}
+
+func (h *host) answer(c net.Conn) {
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(tellTime))
+	defer context.AfterFunc(h.ctx, func() { c.SetDeadline(time.Unix(1, 0)) })()
+	if peerUser(c.(*net.UnixConn)) != nil {
+		return
+	}
+	line, err := bufio.NewReader(io.LimitReader(c, maxRequest)).ReadString('\n')
+	if err != nil {
+		return
+	}
+	var verb string
+	var rank int
+	if _, err := fmt.Sscanf(line, "%s %d\n", &verb, &rank); err != nil {
+		return
+	}
+	h.mu.Lock()
+	if verb == leaves && rank < h.size {
+		h.left[rank] = true
+	}
+	left := h.left[rank]
+	h.mu.Unlock()
+	if verb == asks && !left {
+		c.Write(h.text)
+	}
+}
+
 // hearHost waits for and returns the text of inviteHost.
-func hearHost(ctx context.Context, name string) ([]byte, error) {
+func hearHost(ctx context.Context, name string, rank int) ([]byte, error) {
+	var last error
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
-		text, err := hearHostOnce(ctx, name)
-		if old, _ := refused.Load(name); err == nil && string(text) == old {
-			err = errors.New("rank 0 is in an earlier job, which this process has left")
+		text, err := askHost(ctx, name, asks, rank)
+		if err == nil && len(text) == 0 {
+			err = errors.New("rank 0 is in an earlier job, which this rank has left, or is about to end")
+		}
+		if late := net.Error(nil); last == nil || !errors.As(err, &late) || !late.Timeout() {
+			last = err
 		}
 		var user *userError
 		switch {
@@ -393,12 +451,13 @@ func hearHost(ctx context.Context, name string) ([]byte, error) {
 			return nil, fmt.Errorf("launch %s on this host: %w", name, err)
 		case !sleep(ctx, pause): // else rank 0 has not begun, or is about to end
 			return nil, fmt.Errorf("no process of launch %s on this host says where to meet: %w (%w)", name,
-				context.Cause(ctx), err)
+				context.Cause(ctx), last)
 		}
 	}
 }
 
-func hearHostOnce(ctx context.Context, name string) ([]byte, error) {
+// askHost sends a line to rank 0, and returns the answer.
+func askHost(ctx context.Context, name, verb string, rank int) ([]byte, error) {
 	c, err := (&net.Dialer{}).DialContext(ctx, "unix", meetingSocket(name).Name)
 	if err != nil {
 		return nil, err
@@ -409,11 +468,10 @@ func hearHostOnce(ctx context.Context, name string) ([]byte, error) {
 	}
 	c.SetDeadline(time.Now().Add(tellTime))
 	defer context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })()
-	b, err := io.ReadAll(io.LimitReader(c, maxInvitation))
-	if err == nil && len(b) == 0 {
-		err = io.ErrUnexpectedEOF
+	if _, err := fmt.Fprintf(c, "%s %d\n", verb, rank); err != nil {
+		return nil, err
 	}
-	return b, err
+	return io.ReadAll(io.LimitReader(c, maxInvitation))
 }
 
 // servedStore is a store that this process serves from its memory.

@@ -98,6 +98,28 @@ func TestMPIOnOneHostNeedsNothing(t *testing.T) {
 	}
 }
 
+// A rank's script may run one program after the other. Each meets its own ranks.
+func TestMPIRunsProgramsInARow(t *testing.T) {
+	const times, n = 4, 3
+	hello, path := programs(t)
+	for script, mpirun := range map[string]string{"openmpi.sh": "mpirun.openmpi", "mpich.sh": "mpiexec.mpich"} {
+		t.Run(script, func(t *testing.T) {
+			rig.Need(t, mpirun)
+			s := rig.New(t)
+			p := s.Start(append(asRoot, path), example(t, script), fmt.Sprint(n), "sh", "-ec",
+				fmt.Sprintf("for i in $(seq %d); do %s; done", times, hello))
+			p.End(0)
+			for r := range n {
+				want := fmt.Sprintf("rank %d of %d: the ranks sum to %d\n", r, n, n*(n-1)/2)
+				if got := strings.Count(p.Out.String(), want); got != times {
+					t.Errorf("%q is printed %d times, want %d:\n%s", want, got, times, p.Out.String())
+				}
+			}
+			s.Clean()
+		})
+	}
+}
+
 func TestMPIOnSeveralHosts(t *testing.T) {
 	hello, path := programs(t)
 	for script, c := range map[string]struct {
