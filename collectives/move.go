@@ -58,6 +58,10 @@ func ringAllGather(b *builder) {
 	for p := range b.n {
 		size = max(size, b.outPart(p).Len)
 	}
+	if b.Kind.varies() { // it is not cut into blocks: the chunks grow until the plan is short enough
+		most := max(MaxSteps/(2*b.n), 1)
+		b.chunk *= size/most/b.chunk + 1
+	}
 	b.copy(b.outPart(b.me), b.own())
 	b.ringShare(b.chunks(size, 2*b.n), b.outPart)
 }
