@@ -140,8 +140,8 @@ func (l *Launch) HowToMeet() string {
 // only processes of the same user receive it, and through the launcher's PMI.
 //
 // A launch can meet once through PMI, which serves one program for each rank; on a host it can
-// while rank 0 is there. There a rank gets the invitation of rank 0's present meeting, unless it has
-// refused that (Meeting.Refuse). Meet blocks until ctx ends.
+// while rank 0 is there. There a rank gets the invitation of rank 0's present meeting, unless it
+// has refused that (Meeting.Refuse). Meet blocks until ctx ends.
 func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
 	how := l.way()
 	if how == noWay {
