@@ -61,6 +61,7 @@ type Channel struct {
 	told      Token  // the last announced operation
 	toldWaits uint64
 	hears     func(slot, key int, value []byte) // see OnNotice
+	misses    func(slot int)                    // see OnLeft
 	relays    relays
 	window    int
 	came      uint64 // see Came
@@ -92,6 +93,9 @@ type stream struct {
 	sendq    []*SendReq
 	followed followList
 	part     int // bytes sent of the message of which Send has not sent all
+	// Tagged lane: short messages sent to the peer's incarnation, and those of it that came whole
+	// or began to come for a receive, over all links.
+	begun, came uint64
 
 	left    bool   // the peer closed the channel
 	until   uint64 // the peer runs neither this operation nor any later one in this epoch; 0: not known
@@ -110,7 +114,9 @@ type early struct {
 	buf    []byte // len is the payload's
 	order  uint64 // of arrival, over all peers
 	filled bool
-	paid   bool // an announcement that was matched before, and put back: its credit has been returned
+	// Its credit has been returned, or is none: an announcement that was matched before, and put
+	// back; a message that came over an earlier link; a frameBegun, in the place of lost messages.
+	paid bool
 }
 
 // Recv is a receive of the ordered lane. The zero value is ready for PostRecv. It may be reused
@@ -296,6 +302,9 @@ func (p *Proxy) number(st *stream) uint32 {
 			place = st.c.places[st.slot]
 		}
 		st.out, st.on = p.name(pr, &st.c.chanKey, place, 0), pr.linkNo
+		if st.begun > 0 {
+			p.queue(pr, Header{Kind: frameBegun, Chan: st.out, Ack: st.taken, Seq: st.begun}, nil)
+		}
 	}
 	return st.out
 }
@@ -414,6 +423,9 @@ func (p *Proxy) open(key chanKey, ranks []int, places []uint32, tagged bool) (*C
 		if st := c.streams[r]; st != nil {
 			st.slot = slot
 			c.fast[slot] = st
+			if tagged && st.pr.link != nil { // it was renewed before its lane was known
+				st.lost = nil
+			}
 			st.introduce()
 		}
 	}
@@ -658,6 +670,18 @@ func (c *Channel) Close() {
 	}
 }
 
+// OnLeft sets what is called when a peer closes or aborts the channel, each time that a peer says
+// so. It is not called for what was said before. Polling goroutines call f with the lock; f must
+// not block.
+func (c *Channel) OnLeft(f func(slot int)) { c.misses = f }
+
+// miss says that the peer has closed or aborted the channel.
+func (c *Channel) miss(st *stream) {
+	if c.misses != nil && st.slot >= 0 {
+		c.misses(st.slot)
+	}
+}
+
 // linked yields the members with a link.
 func (c *Channel) linked() iter.Seq[*peer] {
 	return func(yield func(*peer) bool) {
@@ -677,12 +701,7 @@ func (c *Channel) retire() {
 		if st.pr.st == st { // drops a frame that is still arriving
 			st.pr.st = nil
 		}
-		for i, q := range st.pr.queued {
-			if q == st {
-				st.pr.queued = append(st.pr.queued[:i], st.pr.queued[i+1:]...)
-				break
-			}
-		}
+		st.unqueue()
 		st.pr.bulk = slices.DeleteFunc(st.pr.bulk, func(s *SendReq) bool { return s.st == st })
 		if pr := st.pr; pr.link != nil && st.on == pr.linkNo { // no later frame uses the number before
 			pr.free = append(pr.free, st.out)
@@ -705,13 +724,14 @@ func (st *stream) clear() {
 	st.early, st.held = nil, 0
 }
 
-// sever ends the traffic with a peer whose link went down: messages under way are lost. Messages
-// that have arrived completely may still be received.
+// sever ends the traffic with a peer whose link went down: messages under way are lost, and so are
+// those that were announced. Messages that have arrived completely may still be received.
 func (c *Channel) sever(st *stream, err error) {
 	st.lost, c.follows.doubt = err, true
 	if n := len(st.early); n > 0 && !st.early[n-1].filled {
 		st.early = st.early[:n-1] // the proxy filled its buffer
 	}
+	st.early = slices.DeleteFunc(st.early, func(e *early) bool { return e.h.Kind == frameRTS })
 	gone := &PeerError{st.pr.rank, err}
 	for _, r := range c.recvs {
 		if r.st == st {
@@ -731,14 +751,40 @@ func (c *Channel) sever(st *stream, err error) {
 }
 
 // renew begins the traffic with a peer over a new link, with new credits. Lost messages of an
-// ordered channel stay lost.
-func (c *Channel) renew(st *stream) {
-	st.clear()
+// ordered channel stay lost. Tagged messages that have come whole may still be received if the link
+// is with the same incarnation.
+func (c *Channel) renew(st *stream, same bool) {
 	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq, followed: st.followed, notices: st.notices}
 	if !c.tagged {
 		fresh.lost = st.lost
 	}
+	if same {
+		fresh.early = st.retain()
+		fresh.begun, fresh.came = st.begun, st.came
+	}
+	st.clear()
 	*st = fresh
+}
+
+// retain takes from st the early tagged messages that outlive their link. No credit bounds them any
+// more: what exceeds a window is lost.
+func (st *stream) retain() []*early {
+	n := 0
+	for size := 0; n < len(st.early); n++ {
+		e := st.early[n]
+		if size += int(cost(len(e.buf))); e.h.Kind == frameData || size > st.c.window {
+			break
+		}
+		e.paid = true
+	}
+	kept := st.early[:n:n]
+	st.early = st.early[n:]
+	for _, e := range st.early {
+		if e.h.Kind == frameEager || e.h.Kind == frameBegun { // so that the new link finds a loss
+			st.came--
+		}
+	}
+	return kept
 }
 
 // Forget withdraws all receives of the ordered lane: afterwards the proxy uses none of their

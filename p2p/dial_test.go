@@ -183,3 +183,78 @@ func TestLostAdmissionMakesRoom(t *testing.T) {
 		tr.host.Lost(peer)
 	}
 }
+
+// A connection that was admitted becomes no link when its incarnation is marked dead meanwhile,
+// also if the next one is expected.
+func TestAdmissionEndsWithItsIncarnation(t *testing.T) {
+	tr := &hostile{}
+	p, _ := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}})
+	old, next := p2p.Identity{Rank: 1, Incarnation: 2}, p2p.Identity{Rank: 1, Incarnation: 3}
+	p.Expect(1, old.Incarnation)
+	if err := tr.host.Admit(old); err != nil {
+		t.Fatal(err)
+	}
+	p.MarkDead(1, old.Incarnation, errors.New("it is dead"))
+	p.Expect(1, next.Incarnation)
+	late := &scripted{}
+	tr.host.Accepted(old, late)
+	if life := p.Linked(1); life != 0 || !late.closed {
+		t.Errorf("linked with incarnation %d, the late link is closed: %v", life, late.closed)
+	}
+	accept(t, tr.host, next, &scripted{})
+	if life := p.Linked(1); life != next.Incarnation {
+		t.Errorf("linked with incarnation %d, want %d", life, next.Incarnation)
+	}
+}
+
+// narrow is a link with frames that are too short.
+type narrow struct{ scripted }
+
+func (narrow) MaxFrame() int { return p2p.MinFrame - 1 }
+
+// A link that does not carry all control frames is refused, and operations learn that.
+func TestNarrowLinkIsRefused(t *testing.T) {
+	tr, link := &hostile{}, &narrow{}
+	p, c := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}})
+	accept(t, tr.host, p2p.Identity{Rank: 1, Incarnation: 2}, link)
+	if err := waitRecv(p, c, patient(t.Context())); !errors.Is(err, p2p.ErrProtocol) || !link.closed {
+		t.Errorf("got %v, the link is closed: %v", err, link.closed)
+	}
+}
+
+// TestAdmittedRankKeepsItsLink: a rank that is about to become a member is not marked dead.
+func TestAdmittedRankKeepsItsLink(t *testing.T) {
+	tr := &hostile{}
+	p, _ := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}})
+	id := p2p.Identity{Rank: 1, Incarnation: 2}
+	if err := tr.host.Admit(id); err != nil {
+		t.Fatal(err)
+	}
+	p.MarkDeadUnlinked(1, 0, errors.New("no process"))
+	l := &scripted{}
+	tr.host.Accepted(id, l)
+	if p.Linked(1) != 2 || l.closed {
+		t.Error("the link of a rank that is about to join was closed")
+	}
+}
+
+// TestExpectEndsOtherAdmissions: a connection of another incarnation that is being accepted does
+// not become a link.
+func TestExpectEndsOtherAdmissions(t *testing.T) {
+	tr := &hostile{}
+	p, _ := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}})
+	old, next := p2p.Identity{Rank: 1, Incarnation: 2}, p2p.Identity{Rank: 1, Incarnation: 3}
+	p.MarkDead(1, 0, errors.New("it is dead"))
+	if err := tr.host.Admit(old); err != nil {
+		t.Fatal(err)
+	}
+	p.Expect(1, next.Incarnation)
+	l := &scripted{}
+	tr.host.Accepted(old, l)
+	if err := tr.host.Admit(next); err != nil {
+		t.Error(err)
+	}
+	if p.Linked(1) == 2 {
+		t.Error("linked with an incarnation that is not expected")
+	}
+}

@@ -23,16 +23,19 @@ type member struct {
 
 // town is a directory of members, by rank.
 type town struct {
-	mu  sync.Mutex
-	who map[int]*member
-	ids map[int]p2p.Identity
+	mu     sync.Mutex
+	who    map[int]*member
+	ids    map[int]p2p.Identity
+	window int
 }
+
+func newTown() *town { return &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}} }
 
 func (w *town) settle(t *testing.T, rank, size int, incarnation uint64) *member {
 	m := &member{asked: make(chan struct{}, 1)}
 	id := p2p.Identity{Rank: rank, Incarnation: incarnation}
 	m.Proxy = p2p.New(p2p.Config{Self: id, Size: size, Secret: []byte("0123456789abcdef"), Threads: true,
-		Oversubscribed: true,
+		Oversubscribed: true, Window: w.window,
 		Transports: []p2p.Transport{&wrapping{&asking{inproc.New(inproc.Config{RingBytes: 16 << 10}), m},
 			func(l p2p.Link) p2p.Link { return &cutLink{l, m} }}},
 		Notify: func(_ p2p.Identity, err error) {
@@ -145,7 +148,7 @@ func next(t *testing.T, m *member, c *p2p.Channel, view, attempt uint64, ranks [
 // Only what was sent in the epoch that a rank has come to arrives there: nothing of earlier ones,
 // and everything that came too soon.
 func TestMessagesArriveInTheirEpochOnly(t *testing.T) {
-	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+	w := newTown()
 	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
 	const first, many = 1<<40 - 1, 1 << 63 // nothing of an epoch is cut off
 	ca, cb := channel(t, a, 7, first, 2, false), channel(t, b, 7, first, 2, false)
@@ -180,7 +183,7 @@ func TestMessagesArriveInTheirEpochOnly(t *testing.T) {
 // Another incarnation takes a dead rank's place: operations under way fail, later ones work, over
 // the links that stay.
 func TestReplacement(t *testing.T) {
-	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+	w := newTown()
 	a, b, c := w.settle(t, 0, 3, 1), w.settle(t, 1, 3, 2), w.settle(t, 2, 3, 3)
 	all := []*member{a, b, c}
 	var ord, tag [3]*p2p.Channel
@@ -261,7 +264,7 @@ func TestReplacement(t *testing.T) {
 // however long before the other. Lost messages stay lost.
 func TestLostLinkIsMadeAnewFromEitherSide(t *testing.T) {
 	for first := range 2 {
-		w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+		w := newTown()
 		a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
 		ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
 		send(t, a, ca, 1, 1, "x")

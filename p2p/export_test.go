@@ -26,3 +26,10 @@ func (p *Proxy) Remembered() (open, named int) {
 	defer p.Unlock()
 	return len(p.chans), len(p.floors)
 }
+
+// Queued returns how many streams are queued because they have messages for rank to begin.
+func (p *Proxy) Queued(rank int) int {
+	p.Lock()
+	defer p.Unlock()
+	return len(p.peers[rank].queued)
+}

@@ -123,7 +123,7 @@ type Link interface {
 	// Release ends the current frame. Its payload must have been taken completely by Fill, or
 	// returned completely by Recv.
 	Release()
-	// MaxFrame is the largest payload in bytes.
+	// MaxFrame is the largest payload in bytes, at least MinFrame.
 	MaxFrame() int
 	// Arm requests one call of Host.Wake when Recv, Fill or a refused Send or Flush may succeed.
 	// True: it may succeed now, do not sleep.
@@ -163,6 +163,10 @@ type ProcessReader interface {
 	// no such memory) or errors.ErrUnsupported (ReadsProcess reports false from now on); dst may
 	// have been written.
 	ReadProcess(dst []byte, from uint64) error
+	// Readable reports whether the system lets other processes read b, memory of this one, as far
+	// as its first and last byte tell. Some memory it keeps from them, such as that of devices.
+	// It allocates nothing.
+	Readable(b []byte) bool
 }
 
 // SeldomSleeper is a link that can send faster at the cost of a slower Arm.
@@ -263,6 +267,10 @@ var (
 	ErrFailed     = failedThere{} // the peer admits no link until its Reconnect; it is an ErrStale
 	ErrClosed     = errors.New("closed")
 )
+
+// MinFrame is what the payload of a frame of a link may have at least, in bytes. Frames that are
+// not divided are not longer: aborts and notices.
+const MinFrame = max(MaxAbort, MaxNotice)
 
 // Limits on untrusted input of a peer.
 const (

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"tutti/p2p"
+	"tutti/p2p/inproc"
 )
 
 // muted is a link whose peer never answers anything; fails says that the peer is gone.
@@ -110,6 +112,25 @@ func TestMapEnds(t *testing.T) {
 				}
 			case <-time.After(30 * time.Second):
 				t.Fatal("it does not return")
+			}
+		})
+	}
+}
+
+// TestMemoryThatIsNotThere: more memory than the system gives is an error, also where the memory is
+// of the Go heap.
+func TestMemoryThatIsNotThere(t *testing.T) {
+	for name, transports := range map[string][]p2p.Transport{"plain": nil, "inproc": {inproc.New(inproc.Config{})}} {
+		t.Run(name, func(t *testing.T) {
+			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 1,
+				Secret: []byte("0123456789abcdef"), Transports: transports})
+			defer p.Close()
+			for _, alloc := range []func(int) (*p2p.Region, error){p.Alloc, p.AllocWritable} {
+				for _, n := range []int{1 << 50, 1 << 56} {
+					if _, err := alloc(n); !errors.Is(err, syscall.ENOMEM) {
+						t.Errorf("%d bytes: %v", n, err)
+					}
+				}
 			}
 		})
 	}

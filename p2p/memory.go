@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 
 	"tutti/internal/ident"
@@ -74,9 +73,14 @@ func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	return r, nil
 }
 
-// Shares reports whether there is a transport for memory that peers can map.
+// Shares reports whether peers on this machine can map memory of Alloc. Links to them are of the
+// first transport, because every transport reaches them.
 func (p *Proxy) Shares() bool {
-	return slices.ContainsFunc(p.cfg.Transports, func(t Transport) bool { _, ok := t.(Allocator); return ok })
+	if len(p.cfg.Transports) == 0 {
+		return false
+	}
+	_, ok := p.cfg.Transports[0].(Allocator)
+	return ok
 }
 
 // alloc implements Alloc and, with writable, AllocWritable. It takes the first transport that makes
@@ -102,6 +106,9 @@ func (p *Proxy) alloc(n int, writable bool) (r *Region, err error) {
 		break
 	}
 	if r == nil {
+		if err := mem.Fits(n); err != nil {
+			return nil, fmt.Errorf("allocating %d bytes: %w", n, err)
+		}
 		r = heap(n)
 	}
 	p.register(r)

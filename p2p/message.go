@@ -8,6 +8,10 @@ import (
 
 var errLeft = errors.New("it closed its group")
 
+// ErrLost says that short messages that a peer had sent were lost with the link, which has been
+// made anew.
+var ErrLost = errors.New("messages that it had sent were lost with the link to it, which broke")
+
 // ErrWrongSize says that a message had another length or type than the receive that matched it.
 var ErrWrongSize = errors.New("message and receive differ in length or type")
 
@@ -140,7 +144,9 @@ func (p *Proxy) pump(pr *peer) bool {
 			i++
 			continue
 		}
-		pr.queued = append(pr.queued[:i], pr.queued[i+1:]...)
+		if i < len(pr.queued) && pr.queued[i] == st { // else the end of a message has cancelled the last one
+			pr.queued = slices.Delete(pr.queued, i, i+1)
+		}
 	}
 	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
 		s := pr.bulk[0]
@@ -176,6 +182,7 @@ func (c *Channel) begin(st *stream, s *SendReq) bool {
 		c.sends[s.id] = s
 	} else {
 		s.done = true
+		st.begun++
 	}
 	return true
 }
@@ -224,6 +231,9 @@ func (c *Channel) CancelSend(s *SendReq) {
 		} else {
 			s.st.sendq = append(s.st.sendq[:i], s.st.sendq[i+1:]...)
 		}
+		if len(s.st.sendq) == 0 {
+			s.st.unqueue()
+		}
 		break
 	}
 	s.unasked()
@@ -233,6 +243,12 @@ func (c *Channel) CancelSend(s *SendReq) {
 		c.p.drain()
 	}
 	s.done, s.buf = true, nil
+}
+
+// unqueue removes st from the streams with messages to begin.
+func (st *stream) unqueue() {
+	pr := st.pr
+	pr.queued = slices.DeleteFunc(pr.queued, func(q *stream) bool { return q == st })
 }
 
 // unasked stops sending the data of an announced message.
@@ -305,9 +321,44 @@ func (c *Channel) cancelled(st *stream, h *Header) {
 	}
 }
 
-// match returns the first posted receive that takes a message of this sender and tag.
-func (c *Channel) match(st *stream, tag uint64) *RecvReq {
-	return c.posted.take(st.slot, tag)
+// match returns the first posted receive that takes the message that h begins.
+func (c *Channel) match(st *stream, h *Header) *RecvReq {
+	if h.Kind != frameBegun {
+		return c.posted.take(st.slot, h.Count)
+	}
+	if all := c.posted.from(st.slot); len(all) > 0 {
+		return all[0]
+	}
+	return nil
+}
+
+// counted compares the number of short messages that the peer has sent whole over earlier links
+// with those that came. If some are lost, h takes their place: no receive gets a later message of
+// the peer before it, or an earlier receive, has failed.
+func (c *Channel) counted(st *stream, h *Header) {
+	if h.Seq == st.came {
+		return
+	}
+	st.came = h.Seq
+	if n := len(st.early); n > 0 && st.early[n-1].h.Kind == frameBegun {
+		return
+	}
+	c.p.arrivals++
+	e := &early{h: *h, order: c.p.arrivals, filled: true, paid: true}
+	st.early = append(st.early, e)
+	c.settle(st, e)
+}
+
+// failLost fails the receives that might have got a lost message, whose tag is not known.
+func (c *Channel) failLost(st *stream) {
+	err := &PeerError{st.pr.rank, ErrLost}
+	for _, r := range c.posted.from(st.slot) {
+		if c.posted.remove(r) {
+			r.buf, r.err, r.done = nil, err, true
+			c.end(&r.follow, err)
+		}
+	}
+	c.p.wakeAll()
 }
 
 // bind matches r with the message that h begins.
@@ -342,7 +393,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 
 // settle matches a kept message that is complete now. Those before it match no posted receive.
 func (c *Channel) settle(st *stream, e *early) {
-	if r := c.match(st, e.h.Count); r != nil && c.ranks != nil {
+	if r := c.match(st, &e.h); r != nil && c.ranks != nil {
 		i := len(st.early) - 1
 		for st.early[i] != e {
 			i--
@@ -358,7 +409,7 @@ func (c *Channel) settleAll(st *stream) {
 		if !e.filled {
 			return
 		}
-		r := c.match(st, e.h.Count)
+		r := c.match(st, &e.h)
 		if r == nil || c.ranks == nil {
 			i++
 			continue
@@ -370,6 +421,11 @@ func (c *Channel) settleAll(st *stream) {
 // consume matches kept message i with r.
 func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 	e := st.early[i]
+	if e.h.Kind == frameBegun {
+		c.p.dropEarly(st, i)
+		c.failLost(st)
+		return
+	}
 	r.rts = e
 	c.bind(r, st, &e.h)
 	if e.h.Kind == frameEager {
@@ -397,8 +453,8 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 			continue
 		}
 		for i, e := range st.early {
-			if tag == AnyTag || uint64(tag) == e.h.Count {
-				if best == nil || e.order < best.early[at].order {
+			if tag == AnyTag || uint64(tag) == e.h.Count || e.h.Kind == frameBegun {
+				if e.filled && (best == nil || e.order < best.early[at].order) {
 					best, at = st, i
 				}
 				break
@@ -406,7 +462,7 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 		}
 	}
 	c.posted.add(r)
-	if best != nil && best.early[at].filled {
+	if best != nil {
 		c.consume(r, best, at)
 	}
 }
@@ -418,7 +474,9 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 func (r *RecvReq) OnMore(f func(got int)) { r.more = f }
 
 // WaitMsg blocks until r is done. On error r is cancelled. ErrWrongSize: the message was consumed,
-// r describes it.
+// r describes it. ErrLost, in a *PeerError: messages of the peer are lost, and r may have been for
+// one of them. All receives from it that were posted fail then, or else the next one; later ones
+// get the messages that follow.
 func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 	for !r.done {
 		err := r.fails(c)

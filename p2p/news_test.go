@@ -46,8 +46,8 @@ func (a *acceptor) Listen(_ context.Context, h p2p.Host) ([]byte, error) {
 // A receive whose message has begun to arrive fails with its link, though the peer has another link
 // before anybody looks.
 func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
-	a, peer := &acceptor{}, p2p.Identity{Rank: 1, Incarnation: 2}
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"),
+	a, peer := &acceptor{}, p2p.Identity{Rank: 0, Incarnation: 2} // of the lower rank, which may link at any time
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 1, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"),
 		Threads: true, Transports: []p2p.Transport{a},
 		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
 	defer p.Close()
@@ -58,24 +58,23 @@ func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const frameEager = 5 // see proxy.go
 	first := &cutShort{muted: muted{fails: &atomic.Bool{}}, headers: []p2p.Header{
 		{Kind: frameOpen, Call: 1}, {Kind: frameEager, Count: 3, Len: 10}}}
-	a.host.Accepted(peer, first)
+	accept(t, a.host, peer, first)
 	var r p2p.RecvReq
 	p.Lock()
-	c.PostMsg(&r, 1, 3, 1, make([]byte, 10))
+	c.PostMsg(&r, 0, 3, 1, make([]byte, 10))
 	for !first.filled || len(first.headers) == 2 {
 		p.Look()
 	}
 	p.Look() // the link ends
 	p.Unlock()
-	p.Reconnect(1)
-	a.host.Accepted(peer, &muted{fails: &atomic.Bool{}})
+	p.Reconnect(0)
+	accept(t, a.host, peer, &muted{fails: &atomic.Bool{}})
 	p.Lock()
 	defer p.Unlock()
 	var gone *p2p.PeerError
-	if err := c.WaitMsg(patient(t.Context()), &r); !errors.As(err, &gone) || gone.Rank != 1 {
+	if err := c.WaitMsg(patient(t.Context()), &r); !errors.As(err, &gone) || gone.Rank != 0 {
 		t.Errorf("the receive: %v", err)
 	}
 }
@@ -115,8 +114,8 @@ func TestWaiterLooksBeforeItSleeps(t *testing.T) {
 	const frameAbort = 3 // see proxy.go
 	other := &tells{muted: muted{fails: &atomic.Bool{}}, frames: []p2p.Header{
 		{Kind: frameOpen, Call: 1}, {Kind: frameAbort}}}
-	a.host.Accepted(p2p.Identity{Rank: 1, Incarnation: 2}, &muted{fails: &atomic.Bool{}})
-	a.host.Accepted(p2p.Identity{Rank: 2, Incarnation: 3}, other)
+	accept(t, a.host, p2p.Identity{Rank: 1, Incarnation: 2}, &muted{fails: &atomic.Bool{}})
+	accept(t, a.host, p2p.Identity{Rank: 2, Incarnation: 3}, other)
 	p.Lock()
 	defer p.Unlock()
 	var r p2p.Recv

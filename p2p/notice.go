@@ -17,7 +17,7 @@ const (
 	// NoticeKeys is the number of keys: 0 to NoticeKeys-1.
 	NoticeKeys = 4
 	// MaxNotice is the longest value in bytes.
-	MaxNotice = 2048
+	MaxNotice = 1536
 )
 
 // notices holds the values that this rank has sent to a peer on a channel, and those that it has

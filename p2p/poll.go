@@ -32,7 +32,7 @@ func (p *Proxy) poll(pr *peer) bool {
 			pr.sendErr, done = err, true
 		}
 		pr.unsent = !done
-		busy = done
+		busy = busy || done
 	}
 	for len(pr.ctl) > 0 && !pr.unsent && pr.sendErr == nil {
 		if !p.transmit(pr, &pr.ctl[0].h, pr.ctl[0].payload, false) {
@@ -236,8 +236,11 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		return p.keep(pr, st, payload)
 	case frameEager, frameRTS:
 		st.seen, st.hasSeen = Token{Seq: h.Count}, true
+		if h.Kind == frameEager {
+			st.came++
+		}
 		if h.Kind == frameEager && c.err == nil && c.ranks != nil && len(st.early) == 0 {
-			if r := c.match(st, h.Count); r != nil { // straight to its place
+			if r := c.match(st, h); r != nil { // straight to its place
 				c.bind(r, st, h)
 				pr.target = r
 				if r.err != nil {
@@ -269,10 +272,13 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		c.clearToSend(st, h)
 	case frameCancel:
 		c.cancelled(st, h)
+	case frameBegun:
+		c.counted(st, h)
 	case frameLeave:
 		st.until = h.Seq + 1
 	case frameBye:
 		pr.bye, st.left = true, true
+		c.miss(st)
 	case frameNotice:
 		if err := p.checkNotice(pr, h); err != nil {
 			return err
@@ -381,12 +387,12 @@ func (p *Proxy) takeEarly(st *stream) {
 func (p *Proxy) dropEarly(st *stream, i int) {
 	e := st.early[i]
 	st.early = append(st.early[:i], st.early[i+1:]...)
+	p.pool.put(e.buf)
 	if e.paid {
 		return
 	}
 	st.held -= int(cost(len(e.buf)))
 	st.taken += cost(len(e.buf))
-	p.pool.put(e.buf)
 	p.repay(st)
 }
 
@@ -394,4 +400,5 @@ func (p *Proxy) dropEarly(st *stream, i int) {
 // for the aborting rank has a link to that rank.
 func (c *Channel) abortedBy(st *stream, payload []byte) {
 	c.Abort(&Aborted{Rank: st.slot, Payload: payload}, payload)
+	c.miss(st)
 }

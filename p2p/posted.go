@@ -1,5 +1,10 @@
 package p2p
 
+import (
+	"cmp"
+	"slices"
+)
+
 // postings are the receives of the tagged lane that no message has matched. Their orders are those
 // of posting, and lie between head and tail.
 type postings struct {
@@ -78,4 +83,17 @@ func (p *postings) take(slot int, tag uint64) (first *RecvReq) {
 		}
 	}
 	return first
+}
+
+// from returns the receives that take messages from this slot, in the order of posting.
+func (p *postings) from(slot int) (all []*RecvReq) {
+	for key, l := range p.lists {
+		if key.from == slot || key.from == AnySlot {
+			for r := l.first; r != nil; r = r.after {
+				all = append(all, r)
+			}
+		}
+	}
+	slices.SortFunc(all, func(a, b *RecvReq) int { return cmp.Compare(a.order, b.order) })
+	return all
 }

@@ -42,6 +42,9 @@ const (
 	// Payload: the new value of key Seq, of the sender or, if Off is not 0, of slot Off-1; no
 	// credit.
 	frameNotice
+	// Follows frameOpen if frames of kind frameEager were sent on the channel over earlier links.
+	// Seq: how many, to this incarnation.
+	frameBegun
 )
 
 const (
@@ -197,6 +200,7 @@ type connection struct {
 	id       Identity // Incarnation 0: not known yet
 	link     Link
 	linkNo   uint64 // counts the peer's links
+	latest   uint64 // incarnation of the latest link
 	err      error  // the peer has failed, until Reconnect or MarkDead
 	vacant   bool   // any incarnation may link
 	leaving  *leaving
@@ -459,16 +463,31 @@ func (p *Proxy) pending() bool {
 }
 
 // attach attaches a new link, unless the peer already has one. by is the dial that made it, nil if
-// the peer dialled.
+// the peer dialled: then its admission must still count.
 func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial) {
 	p.Lock()
-	if p.closed || pr.link != nil || pr.err != nil && !pr.vacant || by != nil && pr.dial != by {
+	if p.closed || pr.link != nil || pr.err != nil && !pr.vacant || by != nil && pr.dial != by ||
+		by == nil && pr.admitted.of != id.Incarnation {
 		p.Unlock()
 		l.Close()
 		return
 	}
 	pr.endDial()
+	if n := l.MaxFrame(); n < MinFrame {
+		pr.err = fmt.Errorf("%w: a link of transport %s takes frames of at most %d bytes, %d are needed",
+			ErrProtocol, transport, n, MinFrame)
+		pr.admitted = admission{}
+		if p.cfg.Notify != nil {
+			p.cfg.Notify(id, pr.err)
+		}
+		p.Unlock()
+		l.Close()
+		p.wakeAll()
+		return
+	}
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, admission{}
+	same := pr.latest == id.Incarnation
+	pr.latest = id.Incarnation
 	pr.linkNo++
 	pr.gatherer, _ = l.(Gatherer)
 	pr.preparer, _ = l.(Preparer)
@@ -480,7 +499,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
 		if st := c.streams[pr.rank]; st != nil && st.lost != nil {
-			c.renew(st)
+			c.renew(st, same)
 		}
 		if st := c.streams[pr.rank]; st != nil {
 			st.introduce()
@@ -516,6 +535,9 @@ func (p *Proxy) down(pr *peer, err error) {
 	switch to := pr.target.(type) {
 	case *early:
 		p.pool.put(to.buf)
+		if pr.st != nil && to.h.Kind == frameEager {
+			pr.st.came--
+		}
 	case *RecvReq: // a message that has begun to arrive: only the receiver knows it
 		to.st.c.failRecv(to, &PeerError{pr.rank, err})
 	}
@@ -615,14 +637,14 @@ func (pr *peer) another(incarnation uint64) bool {
 	return incarnation != 0 && pr.err == nil && pr.id.Incarnation != 0 && pr.id.Incarnation != incarnation
 }
 
-// MarkDeadUnlinked is MarkDead if there is no link to rank. It is for a rank that is no member as
-// far as this one knows: it may be about to become one, and have a link already. Takes the lock
+// MarkDeadUnlinked is MarkDead if there is no link to rank and none is being accepted. It is for a
+// rank that is no member as far as this one knows: it may be about to become one. Takes the lock
 // itself.
 func (p *Proxy) MarkDeadUnlinked(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
-	if !p.closed && rank != p.cfg.Self.Rank && pr.link == nil && !pr.another(incarnation) {
+	if !p.closed && rank != p.cfg.Self.Rank && pr.link == nil && !pr.expected() && !pr.another(incarnation) {
 		p.remove(pr, why)
 	}
 }
@@ -685,6 +707,9 @@ func (p *Proxy) Expect(rank int, incarnation uint64) {
 	p.succeed(pr, incarnation)
 	if pr.link == nil && rank != p.cfg.Self.Rank {
 		pr.id = Identity{Rank: rank, Incarnation: incarnation}
+		if pr.admitted.of != incarnation {
+			pr.admitted = admission{}
+		}
 		if pr.vacant {
 			pr.err, pr.was, pr.vacant = nil, nil, false
 		}

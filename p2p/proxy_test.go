@@ -343,7 +343,12 @@ type scripted struct {
 
 const maxScripted = 4096
 
-const frameOpen = 13 // see proxy.go
+// See proxy.go.
+const (
+	frameEager = 5
+	frameOpen  = 13
+	frameBegun = 15
+)
 
 func (s *scripted) Send(*p2p.Header, []byte) (bool, error) { return true, nil }
 func (s *scripted) Flush() (bool, error)                   { return true, nil }
@@ -359,7 +364,7 @@ func (s *scripted) Recv() (*p2p.Header, []byte, error) {
 		}
 		b := s.script
 		s.script = s.script[16:]
-		s.h = p2p.Header{Kind: b[0] % (frameOpen + 2), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]),
+		s.h = p2p.Header{Kind: b[0] % (frameOpen + 3), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]),
 			Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
 			Seq: uint64(b[6]), Call: uint64(b[7] % 4), Count: uint64(b[8] % 4),
 			Off: uint64(binary.LittleEndian.Uint16(b[9:]))}
@@ -432,6 +437,15 @@ func FuzzHostilePeer(f *testing.F) {
 	})
 }
 
+// accept has a host admit a peer, and take its link.
+func accept(t *testing.T, h p2p.Host, peer p2p.Identity, l p2p.Link) {
+	t.Helper()
+	if err := h.Admit(peer); err != nil {
+		t.Fatal(err)
+	}
+	h.Accepted(peer, l)
+}
+
 // seldom is a scripted link that counts how often it is told that its rank has a core of its own.
 type seldom struct {
 	scripted
@@ -465,7 +479,7 @@ func TestPeersWithOwnCoresRarelySleep(t *testing.T) {
 			if _, err := p.Listen(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			tr.host.Accepted(peer, link)
+			accept(t, tr.host, peer, link)
 			if p.Linked(1) != peer.Incarnation {
 				t.Fatal("the link is not up")
 			}
@@ -528,5 +542,36 @@ func TestAbortPassesFullLink(t *testing.T) {
 	}
 	if !errors.As(err, &told) || string(told.Payload) != "why" {
 		t.Errorf("got %v, want what rank 0 aborted with", err)
+	}
+}
+
+// The longest abort and the longest notice pass the smallest rings.
+func TestLongestControlFramesPassSmallestRing(t *testing.T) {
+	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return inproc.New(inproc.Config{RingBytes: 1}) })
+	defer closeAll(all)
+	a, b := open(t, all[0], 1, 2), open(t, all[1], 1, 2)
+	why, value := bytes.Repeat([]byte{1}, p2p.MaxAbort), bytes.Repeat([]byte{2}, p2p.MaxNotice)
+	var heard []byte
+	all[1].Lock()
+	b.OnNotice(func(_, _ int, v []byte) { heard = v })
+	all[1].Unlock()
+	all[0].Lock()
+	a.Notice([]int{1}, 0, value)
+	a.Abort(errors.New("given up"), why)
+	all[0].Unlock()
+	all[1].Lock()
+	defer all[1].Unlock()
+	w := patient(context.Background())
+	err := error(nil)
+	for err == nil {
+		if err = b.Reach(w, 0); b.Err() != nil {
+			err = b.Err()
+		}
+	}
+	if told := (*p2p.Aborted)(nil); !errors.As(err, &told) || !bytes.Equal(told.Payload, why) {
+		t.Errorf("got %v, want what rank 0 aborted with", err)
+	}
+	if !bytes.Equal(heard, value) {
+		t.Errorf("a notice of %d bytes, want %d", len(heard), len(value))
 	}
 }

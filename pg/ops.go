@@ -208,6 +208,11 @@ func Send[T Element](ctx context.Context, g *Group, x []T, to, tag int) error {
 // exactly len(x) elements of the same type; any other is consumed and reported as an
 // *ArgumentError. Messages of one sender and tag arrive in the order of their sending.
 //
+// If the link between two ranks breaks and is made anew, small messages that were sent may be lost.
+// Then all Recvs from the sender that wait fail with a *RankError that says so, or else the next
+// one that no message from before matches, whatever its tag. Later ones receive what was sent over
+// the new link.
+//
 // A Recv that times out or is cancelled consumes no message: the next Recv that matches receives a
 // message that was arriving in x, as a whole. x may be partly overwritten.
 func Recv[T Element](ctx context.Context, g *Group, x []T, from, tag int) (Status, error) {

@@ -24,9 +24,9 @@ import (
 // Config of a transport.
 type Config struct {
 	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two
-	// from 4 KiB to 1 GiB; the accepting side's counts. The largest frame is a quarter of it. A
+	// from 8 KiB to 1 GiB; the accepting side's counts. The largest frame is a quarter of it. A
 	// link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 768 KiB for 4
-	// ranks with the default, 255 MiB for 256 ranks with 4 KiB. The memory is taken when a link is
+	// ranks with the default, 510 MiB for 256 ranks with 8 KiB. The memory is taken when a link is
 	// made and touched as frames pass. Default 64 KiB.
 	RingBytes int
 }
@@ -194,6 +194,9 @@ func (t *Transport) Close() error {
 func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)
+	}
+	if err := mem.Fits(n); err != nil {
+		return nil, fmt.Errorf("inproc: %w", err)
 	}
 	m := mem.Host(aligned(n, os.Getpagesize()), mem.Anywhere)
 	return mem.NewRegion(ident.New(), m, true, true, func() error { return nil }), nil

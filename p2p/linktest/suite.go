@@ -183,8 +183,9 @@ func (s suite) bothWays(t *testing.T) {
 func (s suite) sizes(t *testing.T) {
 	a, b := s.pair(t)
 	top := a.MaxFrame()
-	if b.MaxFrame() != top || top < 64 {
-		t.Fatalf("MaxFrame is %d at one end and %d at the other", top, b.MaxFrame())
+	if b.MaxFrame() != top || top < p2p.MinFrame {
+		t.Fatalf("MaxFrame is %d at one end and %d at the other, want the same and at least %d", top, b.MaxFrame(),
+			p2p.MinFrame)
 	}
 	var list []int
 	for n := range 200 {

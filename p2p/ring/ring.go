@@ -47,9 +47,10 @@ import (
 	"tutti/p2p"
 )
 
-// MinData and MaxData bound the size of a ring in bytes.
+// MinData and MaxData bound the size of a ring in bytes. MaxFrame of MinData is p2p.MinFrame or
+// more.
 const (
-	MinData = 4 << 10
+	MinData = 8 << 10
 	MaxData = 1 << 30
 )
 
@@ -72,6 +73,8 @@ const (
 	draining // failed; frames that have arrived are still delivered
 	ended    // no more frames
 )
+
+var _ [MinData/4 - line - p2p.MinFrame]struct{}
 
 // The header is stored in its memory layout.
 var _ [p2p.HeaderSize - unsafe.Sizeof(p2p.Header{})]struct{}

@@ -98,7 +98,7 @@ func (l *link) attest(m message) error {
 		return nil
 	}
 	var b [8]byte
-	if err := l.readAll(b[:], m.id); err == nil && binary.NativeEndian.Uint64(b[:]) == m.size {
+	if err := readAll(l.pid, b[:], m.id); err == nil && binary.NativeEndian.Uint64(b[:]) == m.size {
 		l.reading.works.Store(true)
 	}
 	return nil
@@ -112,7 +112,7 @@ func (l *link) ReadProcess(dst []byte, from uint64) error {
 	if !l.reading.works.Load() {
 		return fmt.Errorf("reading memory of %v: %w", l.peer, errors.ErrUnsupported)
 	}
-	err := l.readAll(dst, from)
+	err := readAll(l.pid, dst, from)
 	switch {
 	case !l.reading.present():
 		l.reading.works.Store(false)
@@ -127,13 +127,23 @@ func (l *link) ReadProcess(dst []byte, from uint64) error {
 	return nil
 }
 
-// readAll copies len(dst) bytes at address from of the process with the peer's number.
-func (l *link) readAll(dst []byte, from uint64) error {
+// Readable implements p2p.ProcessReader. It reads this process as a peer does.
+func (l *link) Readable(b []byte) bool {
+	if len(b) == 0 {
+		return true
+	}
+	var got [1]byte
+	first := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b))))
+	return readAll(os.Getpid(), got[:], first) == nil && readAll(os.Getpid(), got[:], first+uint64(len(b)-1)) == nil
+}
+
+// readAll copies len(dst) bytes at address from of process pid.
+func readAll(pid int, dst []byte, from uint64) error {
 	for len(dst) > 0 {
 		local := [1]unix.Iovec{{Base: unsafe.SliceData(dst)}}
 		local[0].SetLen(len(dst))
 		remote := [1]unix.RemoteIovec{{Base: uintptr(from), Len: len(dst)}}
-		n, err := unix.ProcessVMReadv(l.pid, local[:], remote[:], 0)
+		n, err := unix.ProcessVMReadv(pid, local[:], remote[:], 0)
 		switch {
 		case errors.Is(err, unix.EINTR):
 		case err != nil:

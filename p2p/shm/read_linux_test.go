@@ -279,3 +279,37 @@ func TestReadOfAnother(t *testing.T) {
 		}
 	})
 }
+
+// TestReadable: an end knows which memory of its process the system gives to no other one.
+func TestReadable(t *testing.T) {
+	permit()
+	p := start(t, "plain")
+	shares(t, p)
+	l := p.Link.(p2p.ProcessReader)
+	mem := make([]byte, 3*os.Getpagesize())
+	for _, b := range [][]byte{mem, mem[:1], nil} {
+		if !l.Readable(b) {
+			t.Errorf("%d bytes of plain memory are not readable", len(b))
+		}
+	}
+	if n := testing.AllocsPerRun(20, func() { l.Readable(mem) }); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+	fd, err := unix.MemfdSecret(0)
+	if err != nil {
+		t.Skipf("the system has no secret memory: %v", err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Ftruncate(fd, int64(os.Getpagesize())); err != nil {
+		t.Fatal(err)
+	}
+	secret, err := unix.Mmap(fd, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		t.Skipf("mapping secret memory: %v", err)
+	}
+	defer unix.Munmap(secret)
+	secret[0] = 1
+	if l.Readable(secret) {
+		t.Error("secret memory is readable")
+	}
+}

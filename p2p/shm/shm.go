@@ -37,7 +37,7 @@ import (
 // Config of a transport.
 type Config struct {
 	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two
-	// from 4 KiB to 1 GiB; the accepting side's counts. The largest frame is a quarter of it. A
+	// from 8 KiB to 1 GiB; the accepting side's counts. The largest frame is a quarter of it. A
 	// link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most.
 	// Default 512 KiB.
 	RingBytes int

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"math"
 	"net"
 	"reflect"
 	"strings"
@@ -403,6 +404,13 @@ func TestSocketOptions(t *testing.T) {
 				t.Errorf("%s is %d, %v, want %d", what, v, err, o.want)
 			}
 		}
+	}
+}
+
+// TestLongTimeouts: a timeout beyond what the system's options can say is no error.
+func TestLongTimeouts(t *testing.T) {
+	for _, d := range []time.Duration{28 * time.Hour, math.MaxInt64} {
+		pair(t, Config{PeerTimeout: d})
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/netip"
 	"os"
@@ -390,6 +391,9 @@ func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
 	return nil
 }
 
+// maxKeepIdle is the largest value of TCP_KEEPIDLE, in seconds.
+const maxKeepIdle = 32767
+
 // adopt returns the socket of c, which it closes, as a descriptor that the Go runtime's poller does
 // not watch.
 func (t *Transport) adopt(c net.Conn) (int, error) {
@@ -403,7 +407,7 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 	}
 	// Several probes of an idle connection have to fail within IdleTimeout before it counts as
 	// dead.
-	seconds := int(t.cfg.IdleTimeout / time.Second)
+	seconds := int(min(t.cfg.IdleTimeout/time.Second, 3*maxKeepIdle))
 	idle, every := max(1, seconds/3), max(1, seconds/6)
 	for _, o := range [...]struct{ level, opt, value int }{
 		{unix.IPPROTO_TCP, unix.TCP_NODELAY, 1},
@@ -418,7 +422,8 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 		}
 	}
 	// Linux 6.15 can keep the pauses between retransmissions below that, too.
-	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, max(1000, int(t.cfg.PeerTimeout.Milliseconds()/4)))
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, int(min(max(1000, t.cfg.PeerTimeout.Milliseconds()/4),
+		math.MaxInt32)))
 	return fd, nil
 }
 

@@ -22,6 +22,15 @@ type mapped struct {
 	boards    []board       // by slot
 	loads     []load        // of the plan that runs
 	mine, all []byte        // this rank's and all ranks' descriptors
+	shown     [2]shown      // In and Out of this rank
+}
+
+// shown is plain memory of this rank: whether peers can read it. It stays known while calls have
+// the same buffer.
+type shown struct {
+	ptr uintptr
+	n   int
+	can bool
 }
 
 // peerMemory holds the buffers of a peer. in or out is zero if the plan does not load it.
@@ -169,7 +178,7 @@ func (r *Runner) exchange(elem int, at *outcome) (bool, error) {
 			access = r.offer(d, m.mine, in, out)
 		case r.set.Caps.Mapped:
 			access = max(r.describe(m.mine[24:40], c.In, in), r.describe(m.mine[40:56], c.Out, out))
-			offers = r.offers(elem)
+			offers = r.offers(elem, in, out)
 		}
 		if offers != 0 || access == accessMapped || access == accessDevice {
 			board, off := m.exposure.Place()
@@ -274,9 +283,9 @@ func (r *Runner) describe(d []byte, ptr unsafe.Pointer, n int) (access byte) {
 	return accessMapped
 }
 
-// offers returns whether this rank can read plain memory of all others in the current call, and the
-// way that it proposes.
-func (r *Runner) offers(elem int) (bits byte) {
+// offers returns whether this rank can read plain memory of all others in the current call, and
+// they the in and out bytes of its buffers; and the way that it proposes.
+func (r *Runner) offers(elem, in, out int) (bits byte) {
 	c, n := r.cur, len(r.set.Active)
 	size := c.Count * elem // what a rank gets from another
 	switch c.Kind {
@@ -285,7 +294,7 @@ func (r *Runner) offers(elem int) (bits byte) {
 	case collectives.AllGatherV:
 		size = c.elements(collectives.Packed, n) * elem / n
 	}
-	can := [ways]bool{rings: true, past: size >= triedFrom && r.bypasses(), single: r.reads(size)}
+	can := [ways]bool{rings: true, past: size >= triedFrom && r.bypasses(), single: r.reads(size) && r.shows(in, out)}
 	if can[single] {
 		bits = canRead
 	}
@@ -305,6 +314,35 @@ func (r *Runner) reads(size int) bool {
 		return false
 	}
 	return r.cfg.Single.reads(size) && r.peers(func(slot int) bool { return r.coll.ProcessReader(slot) != nil })
+}
+
+// shows reports whether the peers can read in bytes of In and out of Out, as far as that is plain
+// memory that was described. This rank must be able to read theirs.
+func (r *Runner) shows(in, out int) bool {
+	m, c := &r.mapped, r.cur
+	var reader p2p.ProcessReader
+	for _, slot := range r.set.Active {
+		if slot != r.rank {
+			reader = r.coll.ProcessReader(slot)
+			break
+		}
+	}
+	for i, b := range [...]struct {
+		ptr  unsafe.Pointer
+		n    int
+		desc []byte
+	}{{c.In, in, m.mine[24:]}, {c.Out, out, m.mine[40:]}} {
+		if b.n == 0 || binary.LittleEndian.Uint64(b.desc) != 0 || reader == nil {
+			continue
+		}
+		if at := &m.shown[i]; at.ptr != uintptr(b.ptr) || at.n != b.n {
+			*at = shown{uintptr(b.ptr), b.n, reader.Readable(unsafe.Slice((*byte)(b.ptr), b.n))}
+		}
+		if !m.shown[i].can {
+			return false
+		}
+	}
+	return true
 }
 
 // bypasses reports whether this rank's links can bypass the caches, as far as they are up.

@@ -45,13 +45,21 @@ type runner struct {
 // for memory, and none that is as long as a chunk where they are not.
 func ranks(t testing.TB, n, groups int, memory bool) []*rank {
 	t.Helper()
+	same := func(tr *inproc.Transport) p2p.Transport { return tr }
+	return ranksOver(t, n, groups, Config{}, collectives.Caps{SharedMemory: memory}, same)
+}
+
+// ranksOver is ranks with the other fields of cfg, over what wrap makes of the transports.
+func ranksOver(t testing.TB, n, groups int, cfg Config, caps collectives.Caps,
+	wrap func(*inproc.Transport) p2p.Transport) []*rank {
+	t.Helper()
 	all := make([]*rank, n)
 	everyone := make([]int, n)
 	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
 	for r := range all {
 		everyone[r] = r
 		all[r] = &rank{proxy: p2p.New(p2p.Config{Self: id(r), Size: n, Secret: bytes.Repeat([]byte("s"), 32),
-			Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: 512 << 10})}, Threads: true,
+			Transports: []p2p.Transport{wrap(inproc.New(inproc.Config{RingBytes: 512 << 10}))}, Threads: true,
 			Oversubscribed: true, Turn: 16 << 10, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
 				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].proxy.Endpoints()}, nil
 			}})}
@@ -71,11 +79,13 @@ func ranks(t testing.TB, n, groups int, memory bool) []*rank {
 				t.Fatal(err)
 			}
 			x := &runner{proxy: it.proxy, coll: c, slot: r, size: n}
-			x.Runner = New(Config{Proxy: it.proxy, Wait: &x.wait, Rank: r, Chosen: func(collectives.Algo) {},
-				Keep: func(*Bound) {}})
+			of := cfg
+			of.Proxy, of.Wait, of.Rank = it.proxy, &x.wait, r
+			of.Chosen, of.Keep = func(collectives.Algo) {}, func(*Bound) {}
+			x.Runner = New(of)
 			it.proxy.Lock()
 			x.Open(c, everyone)
-			x.Settle(Topology{Size: n, Active: everyone, Caps: collectives.Caps{SharedMemory: memory}})
+			x.Settle(Topology{Size: n, Active: everyone, Caps: caps, Asks: caps.Mapped})
 			it.proxy.Unlock()
 			it.runners = append(it.runners, x)
 		}

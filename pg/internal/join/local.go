@@ -21,12 +21,12 @@ func Local(n int, s *Settings) ([]*Session, error) {
 		}
 		return p2p.Peer{Identity: all[rank].Self, Endpoints: all[rank].Proxy.Endpoints()}, nil
 	}
-	ring := min(max(64<<20/(n*n), 4<<10), 256<<10)
+	ring := min(max(64<<20/(n*n), 8<<10), 256<<10)
 	for r := range all {
 		of := *s
 		of.Rank = r
 		ss := New(&of)
-		ss.Here = Place{Cores: runtime.NumCPU(), Algo: s.Algo, Exchanges: s.Exchanges, Incarnation: ss.Self.Incarnation}
+		ss.Here = Place{Cores: runtime.NumCPU(), Exchanges: s.Exchanges, Incarnation: ss.Self.Incarnation}
 		ss.Proxy = p2p.New(p2p.Config{Self: ss.Self, Size: n, Secret: secret, Resolve: resolve,
 			Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
 			Threads:    true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger, Progress: s.Progress})
