@@ -42,6 +42,9 @@ func TestArgumentsAreChecked(t *testing.T) {
 	if _, err := b.Register("r", mem.Host(make([]byte, 100), mem.Anywhere), RegionConfig{}); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := b.RegisterFile("f", os.Stdin, 0, 1<<62+1, RegionConfig{}); err == nil {
+		t.Error("a region that is longer than a peer accepts")
+	}
 	if _, err := b.RegisterFile("f", nil, 0, 100, RegionConfig{}); err == nil {
 		t.Error("a file that is nil is a region")
 	}

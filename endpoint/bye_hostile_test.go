@@ -135,6 +135,23 @@ func TestLossBeforeAnswerToBye(t *testing.T) {
 	}
 }
 
+// A recv that was started while Bye had no answer gets a message of the next session.
+func TestRecvBeforeAnswerToBye(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond})
+	byes := make(chan *raw, 1)
+	id := newID()
+	p := connect(t, e, rawServer(t, id, func(r *raw) { silent(r, byes) }))
+	r := <-byes
+	buf := make([]byte, 10)
+	f := p.Recv(buf)
+	r.send(frame(wire.Bye, 0, nil))
+	until(t, "the end of the first session", func() bool { return !p.connected() })
+	dialRaw(t, e, testSecret, id).session(2).send(frame(wire.Message, 1, nil, []byte("next")...))
+	if wait(t, f); string(buf[:f.Result(0).N]) != "next" {
+		t.Errorf("got %q", buf)
+	}
+}
+
 // Calls are bounded by Config.Timeout while Bye has no answer.
 func TestCallsBeforeAnswerToBye(t *testing.T) {
 	e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond, Timeout: 200 * time.Millisecond})

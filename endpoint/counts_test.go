@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"tutti/endpoint/stats"
+	"tutti/internal/trust"
 	"tutti/mem"
 )
 
@@ -130,6 +131,31 @@ func TestFailedConnectsTakeNoRoom(t *testing.T) {
 	if _, err := newEndpoint(t, c, Config{}).Connect(t.Context(), e.Info()); err != nil {
 		t.Error(err)
 	}
+}
+
+// A client, whose endpoints choose their identities, leaves room for others.
+func TestPeersOfAClientAreBounded(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{MaxPeers: 8})
+	eve := clientSecret(t, "eve")
+	var raws []*raw
+	var err error
+	for err == nil && len(raws) < 8 {
+		var r *raw
+		if r, err = tryRaw(t, e, eve, newID()); err == nil {
+			raws = append(raws, r.session(1))
+		}
+	}
+	var refused *trust.Refusal
+	if !errors.As(err, &refused) || refused.Code != codeFull || len(raws) != 6 {
+		t.Fatalf("after %d peers that are one client: %v, want a refusal after 6", len(raws), err)
+	}
+	connect(t, newEndpoint(t, newContext(t), Config{}), e.Info())
+	dialRaw(t, e, clientSecret(t, "adam"), newID()).session(1)
+	raws[0].Close()
+	until(t, "room for the client", func() bool {
+		_, err := tryRaw(t, e, eve, newID())
+		return err == nil
+	})
 }
 
 // Connect respects MaxPeers, and says what to do.

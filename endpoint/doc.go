@@ -23,8 +23,9 @@
 // they are in its region. The peer checks every access: the region, its generation, the rights of
 // this end and the bounds. Operations that are under way together are done in any order. Messages
 // arrive in the order of the sends; a send has ended when the peer has the message. Messages up to
-// 64 KiB go at once if the peer has room for them, in at most 4 MiB a peer; others wait at their
-// sender until they are received.
+// 64 KiB go at once if the peer has room for them, in at most 4 MiB a peer, or 8 MiB if it connects
+// anew; others wait at their sender until they are received. Messages that were not received when a
+// connection was made take from its room for as long as the connection lasts.
 //
 // # RDMA
 //

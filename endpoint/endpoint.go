@@ -68,7 +68,8 @@ type Config struct {
 	// RDMA is the device that large operations use, if both ends have one and neither asks for
 	// Checksum or Seal. Default: none.
 	RDMA RDMA
-	// MaxPeers bounds the peers. One that has connected by itself, and is not connected any more,
+	// MaxPeers bounds the peers. A quarter of them, rounded down, is kept from those that share the
+	// credential of one client. A peer that has connected by itself, and is not connected any more,
 	// makes room for another one, unless Accept has returned it and it has messages that were not
 	// received; its operations fail with ErrClosed then. Otherwise a new peer is refused, and
 	// Connect fails with ErrBusy until the program closes a peer. Default 1024.
@@ -117,12 +118,13 @@ const (
 	purpose      = "endpoint"
 	protocol     = 1 // see extra
 	greetTimeout = 10 * time.Second
+	crossedPause = 100 * time.Millisecond // for connections of the peer, before it is dialled again
 )
 
 // Codes of a trust.Refusal.
 const (
 	codeOther   = 4 + iota // another endpoint answers
-	codeFull               // the endpoint has too many peers
+	codeFull               // the endpoint has too many peers, or too many of the client
 	codeChecked            // its connections are wire.Checked at least
 	codeSealed             // its connections are wire.Sealed
 )
@@ -331,10 +333,9 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 // is sealed. The file stays open until after Unregister; if it is shorter than off+n reads of the
 // rest fail with ErrFailed.
 func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
-	if f == nil || off < 0 || n < 0 || off+n < 0 {
-		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of the file %v: want a file, and a range of it",
-			name, n,
-			off, f)
+	if f == nil || off < 0 || n < 0 || n > wire.MaxSize || off+n < 0 {
+		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of the file %v: want a file, and a range of it of "+
+			"at most %d bytes", name, n, off, f, int64(wire.MaxSize))
 	}
 	r := &Region{name: name, n: n, cfg: cfg, file: f, base: off}
 	r.gate.Open(nil)
@@ -441,7 +442,7 @@ func (e *Endpoint) peer(info Info) (*Peer, error) {
 		p.mu.Unlock()
 		return p, nil
 	}
-	if n := len(e.peers); n >= e.cfg.MaxPeers && !e.evictLocked() {
+	if n := len(e.peers); n >= e.cfg.MaxPeers && !e.evictLocked("") {
 		return nil, fmt.Errorf("%w: there are %d peers, and Config.MaxPeers allows %d: close those that are not needed",
 			ErrBusy, n, e.cfg.MaxPeers)
 	}
@@ -542,11 +543,33 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if n := len(e.peers); n >= e.cfg.MaxPeers && e.peers[peerID{h.Client, h.FromIncarnation}] == nil &&
-		!e.evictLocked() {
-		return &trust.Refusal{Code: codeFull, Text: fmt.Sprintf("it has %d peers, and takes no more", n)}
+	if e.peers[peerID{h.Client, h.FromIncarnation}] == nil {
+		if why := e.fullLocked(h.Client); why != "" {
+			return &trust.Refusal{Code: codeFull, Text: why}
+		}
 	}
 	return nil
+}
+
+// fullLocked makes room for another peer, which has the credential of client if that is not "". It
+// returns why there is none, or "" if there is some.
+func (e *Endpoint) fullLocked(client string) string {
+	if client != "" {
+		n := 0
+		for id := range e.peers {
+			if id.client == client {
+				n++
+			}
+		}
+		if n >= e.cfg.MaxPeers-e.cfg.MaxPeers/4 && !e.evictLocked(client) {
+			return fmt.Sprintf("it has %d peers with the credential of client %s, and takes no more of them: "+
+				"close some, or raise its Config.MaxPeers", n, client)
+		}
+	}
+	if n := len(e.peers); n >= e.cfg.MaxPeers && !e.evictLocked("") {
+		return fmt.Sprintf("it has %d peers, and takes no more", n)
+	}
+	return ""
 }
 
 // refuseMode refuses a connection that has less than the mode that this end wants. A dialler of
@@ -680,8 +703,8 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 	}
 	p := e.peers[from]
 	if p == nil {
-		if len(e.peers) >= e.cfg.MaxPeers && !e.evictLocked() {
-			return nil, nil, fmt.Errorf("%w: %d peers are connected", ErrBusy, len(e.peers))
+		if why := e.fullLocked(from.client); why != "" {
+			return nil, nil, fmt.Errorf("%w: %s", ErrBusy, why)
 		}
 		p = newPeer(e, from, cmp.Or(from.client, name))
 		e.peers[from] = p
@@ -722,18 +745,22 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 // smaller identity are the ones to use.
 var errCrossed = errors.New("both ends connect at the same time")
 
-// evictLocked makes room for a peer, and reports whether it could. A peer whose messages the
-// program has not received stays if the program has it, and goes last if not.
-func (e *Endpoint) evictLocked() bool {
+// evictLocked makes room for a peer, and reports whether it could. It takes out one that has the
+// credential of client, or any one if client is "". A peer whose messages the program has not
+// received stays if the program has it, and goes last if not.
+func (e *Endpoint) evictLocked(client string) bool {
 	for _, unread := range []bool{false, true} {
 		for id, p := range e.peers {
+			if client != "" && id.client != client {
+				continue
+			}
 			p.mu.Lock()
 			ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil ||
 				p.coming.broken) && (p.mail.len() == 0 || unread && slices.Contains(e.fresh, p))
 			if ok {
 				p.forgetLocked()
 				p.gone = fmt.Errorf("%v: %w: it had no connection, and another peer has its place: Config.MaxPeers "+
-					"allows %d", p, ErrClosed, e.cfg.MaxPeers)
+					"is %d", p, ErrClosed, e.cfg.MaxPeers)
 				if p.parting != nil {
 					p.parting.breakLocked(p.gone)
 				}
@@ -762,23 +789,11 @@ func (e *Endpoint) dial(p *Peer) error {
 	}
 	addrs, why := e.order(info.Addrs)
 	for i, a := range addrs {
-		p.mu.Lock()
-		s := newSession(p, newID(), e.cfg.Conns)
-		s.dialled = true
-		p.mu.Unlock()
 		part, cancel := share(ctx, len(addrs)-i)
-		err := e.dialAt(part, s, a)
+		err := e.dialOrAwait(part, p, a)
 		cancel()
 		if err == nil {
 			return nil
-		}
-		p.mu.Lock()
-		s.breakLocked(err)
-		p.unlock()
-		if errors.Is(err, errCrossed) {
-			if err = p.awaitSession(ctx, nil); err == nil {
-				return nil
-			}
 		}
 		why = append(why, fmt.Errorf("%s: %w", a, err))
 		if ctx.Err() != nil {
@@ -786,6 +801,37 @@ func (e *Endpoint) dial(p *Peer) error {
 		}
 	}
 	return explain(why)
+}
+
+// dialOrAwait makes a session at one address, or waits for one that the peer makes. It dials again
+// if none comes: the peer does not dial if it had only not noticed the end of the session before.
+func (e *Endpoint) dialOrAwait(ctx context.Context, p *Peer, address string) error {
+	for {
+		p.mu.Lock()
+		if p.gone != nil {
+			defer p.mu.Unlock()
+			return p.gone
+		}
+		s := newSession(p, newID(), e.cfg.Conns)
+		s.dialled = true
+		p.mu.Unlock()
+		err := e.dialAt(ctx, s, address)
+		if err == nil {
+			return nil
+		}
+		p.mu.Lock()
+		s.breakLocked(err)
+		p.unlock()
+		if !errors.Is(err, errCrossed) {
+			return err
+		}
+		pause, cancel := context.WithTimeout(ctx, crossedPause)
+		err = p.awaitSession(pause, nil)
+		cancel()
+		if err == nil || ctx.Err() != nil {
+			return err
+		}
+	}
 }
 
 // share returns a context with a part of the time that ctx has: that of one of n addresses.

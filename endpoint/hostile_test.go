@@ -697,6 +697,32 @@ func TestMailOfManySessions(t *testing.T) {
 	}
 }
 
+// TestWindowBesideASession: messages that an earlier session has take room from the next one, also
+// if that begins before the end of the earlier one.
+func TestWindowBesideASession(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	id := newID()
+	first := dialRaw(t, e, testSecret, id).session(1)
+	msg := make([]byte, maxMessage)
+	left, seq := window, uint64(0)
+	for left > 0 {
+		n := min(len(msg), left-int(wire.Cost(0)))
+		seq++
+		first.send(frame(wire.Message, seq, nil, msg[:n]...))
+		left -= int(wire.Cost(uint64(n)))
+	}
+	if n := len(first.settled()); n != int(seq) {
+		t.Fatalf("%d of %d messages are taken", n, seq)
+	}
+	r := dialRaw(t, e, testSecret, id)
+	r.send(hello(2, 0, 1))
+	_, body := r.expect(wire.Hello)
+	if g, err := wire.DecodeGreeting(body); err != nil || g.Window != 0 || g.Message != 0 {
+		t.Errorf("beside a session with %d bytes of messages: window %d, messages of %d bytes, %v; want none", window,
+			g.Window, g.Message, err)
+	}
+}
+
 // TestIdleConnections: connections that say nothing do not keep others out, and cost little memory
 // and no processor time.
 func TestIdleConnections(t *testing.T) {
@@ -1035,8 +1061,13 @@ func TestUnansweredOperationsFreeMemory(t *testing.T) {
 		name   string
 		lookup bool // is answered
 		op     Op
-	}{{"lookups", false, Op{Kind: OpRead, Region: "data"}}, {"reads", true, Op{Kind: OpRead, Region: "data"}},
-		{"writes", true, Op{Kind: OpWrite, Region: "data"}}, {"sends", true, Op{Kind: OpSend}}} {
+		count  int // in a batch
+		size   int
+	}{{"lookups", false, Op{Kind: OpRead, Region: "data"}, 1000, 2048},
+		{"reads", true, Op{Kind: OpRead, Region: "data"}, 1000, 2048},
+		{"writes", true, Op{Kind: OpWrite, Region: "data"}, 1000, 2048},
+		{"sends", true, Op{Kind: OpSend}, 1000, 2048},
+		{"long sends", true, Op{Kind: OpSend}, 2, 1 << 20}} {
 		t.Run(x.name, func(t *testing.T) {
 			info := rawServer(t, 5, func(r *raw) {
 				r.serve(func(h wire.Header, _ []byte) {
@@ -1050,20 +1081,50 @@ func TestUnansweredOperationsFreeMemory(t *testing.T) {
 			p := connect(t, a, info)
 			before := heap()
 			for range 50 {
-				ops := make([]Op, 1000)
+				ops := make([]Op, x.count)
 				for j := range ops {
 					ops[j] = x.op
-					ops[j].Local = mem.Host(make([]byte, 2048), mem.Anywhere)
+					ops[j].Local = mem.Host(make([]byte, x.size), mem.Anywhere)
 					ops[j].Timeout = time.Millisecond
 				}
 				f := p.Batch(ops)
 				ends(t, f)
 			}
-			// 1,024 requests may be under way, with their memory.
+			// 1,024 requests may be under way.
 			if now := heap(); now > before+16<<20 {
-				t.Errorf("50,000 operations that have ended leave %d KiB", (now-before)>>10)
+				t.Errorf("%d operations that have ended leave %d KiB", 50*x.count, (now-before)>>10)
 			}
 			runtime.KeepAlive(p)
+		})
+	}
+}
+
+// TestUnansweredQueriesAreForgotten: calls that have ended, and operations on regions that are not
+// known, leave nothing among the queries that do not fit.
+func TestUnansweredQueriesAreForgotten(t *testing.T) {
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	for name, ask := range map[string]func(p *Peer, i int){
+		"calls": func(p *Peer, i int) { p.Lookup(over, "data") },
+		"watches": func(p *Peer, i int) {
+			for range p.Watch(over) {
+			}
+		},
+		"reads": func(p *Peer, i int) { p.Read(make([]byte, 1), fmt.Sprint(i), 0).Wait(over) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p, _ := liar(t, 1)
+			p.mu.Lock()
+			p.session.theirs.Requests = 1
+			p.mu.Unlock()
+			for i := range 1000 {
+				ask(p, i)
+			}
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if n := p.session.asking.len(); n > 100 { // operations are forgotten by the dozen
+				t.Errorf("%d queries wait", n)
+			}
 		})
 	}
 }
@@ -1463,4 +1524,22 @@ func TestDialledSessionThatIsCompleteTooLate(t *testing.T) {
 	if err := f.Wait(t.Context()); err != nil || string(buf[:f.Result(0).N]) != "newer" {
 		t.Errorf("after \"new\" comes %q, %v", buf[:f.Result(0).N], err)
 	}
+}
+
+// TestConnectAgainAfterCrossing: an end whose connection the peer refuses for one of its own dials
+// again when none comes: the peer may only not have noticed the end of the session before.
+func TestConnectAgainAfterCrossing(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{Conns: 1})
+	crossed := make(chan struct{}, 1)
+	crossed <- struct{}{}
+	connect(t, e, rawServer(t, 1, func(r *raw) {
+		select {
+		case <-crossed:
+			r.next()
+			r.send(frame(wire.Bye, 0, nil))
+			r.Close()
+		default:
+			r.serve(func(wire.Header, []byte) {})
+		}
+	}))
 }

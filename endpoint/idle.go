@@ -44,8 +44,9 @@ func (s *session) ageLocked(now time.Time) {
 func (s *session) byeToLocked(conns []*link.Conn) {
 	s.bye = true
 	s.limitLocked(func() {
-		if s.bye {
-			s.partLocked()
+		if s.bye { // the peer is lost, or has stopped
+			s.breakLocked(fmt.Errorf("%w: the peer did not answer", ErrBroken))
+			s.peer.resumeLocked()
 		}
 	})
 	for _, c := range conns {
@@ -101,15 +102,18 @@ func (s *session) limitLocked(f func()) {
 
 // byeLocked answers that the peer has nothing to do, or ends a session that both ends have done
 // with.
-func (s *session) byeLocked(c *link.Conn) {
+func (s *session) byeLocked(c *link.Conn) error {
 	switch {
 	case s.bye:
 		s.partLocked()
-		return
+		return nil
 	case !s.up && !s.dialled:
 		s.breakLocked(fmt.Errorf("%w: the peer has ended it before it was complete", ErrBroken))
 		s.peer.resumeLocked()
-		return
+		return nil
+	}
+	if err := s.checkBacklog(c); err != nil {
+		return err
 	}
 	answer := wire.Stay
 	if s.up && s.idleLocked() && !s.path.usedLocked(s.ep.cfg.IdleTimeout) {
@@ -131,6 +135,7 @@ func (s *session) byeLocked(c *link.Conn) {
 		p.parting = s
 		s.limitLocked(s.partLocked)
 	}
+	return nil
 }
 
 // stayLocked goes on with a session.
@@ -143,8 +148,13 @@ func (s *session) stayLocked() {
 	s.peer.upLocked(s)
 }
 
-// partLocked ends a session in peace: what came meanwhile makes another one.
+// partLocked ends a session in peace: what came meanwhile makes another one. Recvs wait for the
+// next one, whoever makes it.
 func (s *session) partLocked() {
+	p := s.peer
+	recvs := p.recvs
+	p.recvs = queue[*task]{}
 	s.breakLocked(fmt.Errorf("%w: it was idle", ErrBroken))
-	s.peer.resumeLocked()
+	p.recvs = recvs
+	p.resumeLocked()
 }

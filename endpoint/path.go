@@ -279,20 +279,21 @@ func (p *path) groupLocked() (group []*task, requests []card.Request) {
 	bytes := int64(0)
 	for p.queue.len() > 0 && len(group) < maxGrouped {
 		t := p.queue.first()
-		if !t.ended && t.Kind != OpRecv && p.keys[t.key.region] != t.key { // it was revoked, or forgotten
+		if t.ended {
+			p.queue.pop()
+			continue
+		}
+		if t.Kind != OpRecv && p.keys[t.key.region] != t.key { // it was revoked, or forgotten
 			p.queue.pop()
 			t.key = nil
 			p.s.sendPiecesLocked(t)
 			continue
 		}
 		local := t.localOf()
-		if !t.ended && len(group) > 0 && (bytes+int64(local.Len()) > maxGroup || !t.key.joins(group[0].key)) {
+		if len(group) > 0 && (bytes+int64(local.Len()) > maxGroup || !t.key.joins(group[0].key)) {
 			break
 		}
 		p.queue.pop()
-		if t.ended {
-			continue
-		}
 		bytes += int64(local.Len())
 		t.flight = p
 		p.aboard[t] = struct{}{}
@@ -699,6 +700,9 @@ func (s *session) agreedLocked(a agreement, b []byte) error {
 		}
 		return nil
 	}
+	if err := s.checkBacklog(s.conns[0]); err != nil {
+		return err
+	}
 	answer := func(b []byte) {
 		f := wire.Header{Size: uint64(len(b)), Address: a.id, Op: wire.Joined}.Append(nil)
 		s.conns[0].Later(append(f, b...))
@@ -706,7 +710,7 @@ func (s *session) agreedLocked(a agreement, b []byte) error {
 	}
 	if p == nil {
 		answer(nil)
-		return s.checkBacklog(s.conns[0])
+		return nil
 	}
 	if p.joins++; p.joins > maxOwed {
 		return fmt.Errorf("%w: %d Joins at once", wire.ErrFrame, p.joins)
@@ -842,6 +846,9 @@ func (s *session) fenceLocked(id uint64) error {
 	p := s.path
 	if p == nil {
 		return fmt.Errorf("%w: a Fence without RDMA", wire.ErrFrame)
+	}
+	if err := s.checkBacklog(s.conns[0]); err != nil {
+		return err
 	}
 	if p.fences++; p.fences > maxOwed {
 		return fmt.Errorf("%w: %d Fences at once", wire.ErrFrame, p.fences)

@@ -73,6 +73,31 @@ func TestHostileFramesOfRDMA(t *testing.T) {
 	warm(t, p, "data")
 }
 
+// A peer that asks on without reading the answers loses its session, whatever it asks.
+func TestAnswersThatAreNotReadAreBounded(t *testing.T) {
+	for name, f := range map[string][]byte{
+		"bye":   frame(wire.Bye, 0, nil),
+		"fence": frame(wire.Fence, 1, nil),
+		"join":  frame(wire.Join, 1, nil, 1, 2, 3),
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, rdma := newFabric(t, soft.Config{})
+			e := newEndpoint(t, newContext(t), Config{RDMA: rdma})
+			const n = 64 << 20 // more than the sockets take
+			if _, err := e.Register("data", mem.Host(make([]byte, n), mem.Anywhere), RegionConfig{}); err != nil {
+				t.Fatal(err)
+			}
+			r := dialDirect(t, e, testSecret)
+			p := r.accepted(e)
+			x := r.find("data")
+			r.send(frame(wire.Get, 2, wire.Range{Region: x.Region, Generation: x.Generation, Total: n}.Append(nil)))
+			stuck(p)
+			r.send(bytes.Repeat(frame(wire.Ping, 1, nil), maxBacklog/wire.HeaderSize+1), f)
+			until(t, "the end of the session", func() bool { return !p.connected() })
+		})
+	}
+}
+
 // A client gets no key of what it may not use.
 func TestClaimsNeedRights(t *testing.T) {
 	_, r := newFabric(t, soft.Config{})

@@ -221,10 +221,10 @@ func (p *Peer) failLocked(t *task, err error) {
 // giveUpLocked ends a task wherever it is.
 func (p *Peer) giveUpLocked(t *task, err error) {
 	t.result.Err = err
+	p.endLocked(t) // first: withdrawLocked begins what there is room for then, but nothing of t
 	if s := p.session; s != nil {
 		s.withdrawLocked(t)
 	}
-	p.endLocked(t)
 	p.trimRecvsLocked()
 	if p.dead++; p.dead > 64 && p.dead > len(p.due) { // they are skipped, but not forgotten
 		p.dead = 0
@@ -267,6 +267,7 @@ func (p *Peer) release(flush func(*link.Conn)) {
 			p.spareTasks.put(t)
 		} else {
 			e.gate = &t.gate
+			t.Local = mem.Memory{} // t may be kept until the peer answers
 		}
 		over = append(over, e)
 	}
@@ -566,6 +567,9 @@ func (p *Peer) ask(ctx context.Context, q *query) error {
 	case <-ctx.Done():
 		p.mu.Lock()
 		q.ended = true
+		if s := p.session; s != nil {
+			s.unaskLocked()
+		}
 		p.mu.Unlock()
 		return cancelledBy(ctx)
 	}

@@ -50,6 +50,21 @@ func (r *raw) until(op wire.Opcode) wire.Header {
 	}
 }
 
+// stuck waits until the sockets of all connections of p are full, and stay so.
+func stuck(p *Peer) {
+	for before, now, full := uint64(0), uint64(1), false; before != now || !full; {
+		time.Sleep(100 * time.Millisecond)
+		p.mu.Lock()
+		full = true
+		for _, c := range p.session.conns {
+			full = full && stalled(c)
+		}
+		_, out := p.session.trafficLocked()
+		p.mu.Unlock()
+		before, now = now, out
+	}
+}
+
 // TestReadThatEndsWhileItsBytesArrive: what arrives later does not get to the memory of another
 // read.
 func TestReadThatEndsWhileItsBytesArrive(t *testing.T) {
@@ -100,14 +115,7 @@ func TestWriteOrSendThatEndsBeforeItGoes(t *testing.T) {
 				return p.Start(op)
 			}
 			long := p.Write(make([]byte, 64<<20), "data", 0) // more than the sockets take
-			for before, now, full := uint64(0), uint64(1), false; before != now || !full; {
-				time.Sleep(100 * time.Millisecond)
-				p.mu.Lock()
-				full = stalled(p.session.conns[0])
-				_, out := p.session.trafficLocked()
-				p.mu.Unlock()
-				before, now = now, out
-			}
+			stuck(p)
 			early, next := start(0x11), start(0x22)
 			p.mu.Lock()
 			done, sent, id := wire.Done, wire.Put, early.results[0].task.first[0].id
@@ -145,4 +153,30 @@ func TestWriteOrSendThatEndsBeforeItGoes(t *testing.T) {
 			long.Cancel()
 		})
 	}
+}
+
+// TestCancelledWriteBeginsNothing: the parts of a write that wait for room stay where they are when
+// the write is cancelled, and another part makes room.
+func TestCancelledWriteBeginsNothing(t *testing.T) {
+	p, _ := liar(t, 2)
+	p.mu.Lock()
+	p.session.theirs.Requests = 3
+	p.mu.Unlock()
+	long := p.Write(make([]byte, 64<<20), "data", 0) // two requests, more than the sockets take
+	stuck(p)
+	f := p.Write(make([]byte, 2<<20), "data", 0)
+	requests := func() (open, waiting int) {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return len(p.session.requests), p.session.backlog.len()
+	}
+	if n, waiting := requests(); n != 3 || waiting != 1 {
+		t.Fatalf("%d requests are open and %d wait, want 3 and 1", n, waiting)
+	}
+	f.Cancel()
+	if n, waiting := requests(); n != 2 || waiting != 0 {
+		t.Errorf("%d requests are open and %d wait after a write was cancelled of which nothing was sent, want 2 and 0",
+			n, waiting)
+	}
+	long.Cancel()
 }

@@ -96,9 +96,14 @@ const (
 	maxBacklog  = 1 << 20 // bytes of answers, or of changes, that the peer has not read
 )
 
-// newSession makes a session of count connections. p.mu is held.
+// newSession makes a session of count connections. p.mu is held. Its room, which does not change,
+// is what messages that were not received leave of window. What a session that is still up gets
+// after that comes on top.
 func newSession(p *Peer, id uint64, count int) *session {
 	room := int64(window)
+	if p.session != nil {
+		room -= p.session.buffered
+	}
 	for _, a := range p.mail.all() {
 		room -= int64(wire.Cost(uint64(a.total)))
 	}
@@ -441,6 +446,18 @@ func (s *session) compactLocked() {
 	for _, q := range s.queries {
 		q.then = slices.DeleteFunc(q.then, ended)
 	}
+	s.unaskLocked()
+}
+
+// unaskLocked forgets queries that were not sent and that nothing waits for.
+func (s *session) unaskLocked() {
+	s.asking.drop(func(q *query) bool {
+		if q.done == nil && len(q.then) == 0 {
+			delete(s.queries, q.name)
+			return true
+		}
+		return q.ended
+	})
 }
 
 // unsent forgets a write that was given up before anything of it was sent; with why, because its
@@ -525,8 +542,7 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 	case wire.State:
 		return s.stateLocked(h.Address, payload)
 	case wire.Bye:
-		s.byeLocked(c)
-		return link.Sink{}, nil
+		return link.Sink{}, s.byeLocked(c)
 	case wire.Stay:
 		s.stayLocked()
 		return link.Sink{}, nil

@@ -88,6 +88,7 @@ func (p *Peer) unwatch(q *query) {
 			p.touchLocked(s.conns[0])
 		}
 	}
+	s.unaskLocked()
 }
 
 // eventLocked gives an event to a program that watches.

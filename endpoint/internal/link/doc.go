@@ -15,11 +15,9 @@
 //   - active: the loop polls it, for a short while after it was last busy, because more usually
 //     follows, and an armed connection costs a thread's wake-up for each packet;
 //   - attended: a waiter polls it, and the loop leaves it alone. The waiter arms nothing when it
-//     has what it waited for: it leaves the connection to the loop, which looks at it after a time,
-//     and again as long as waiters come back. The time is 100 us at first, and then an eighth of
-//     that for which waiters have come back, up to 8 ms. When they stop, what the peer sends may
-//     wait for the next look. Acknowledgements may wait that long too, and travel with what the
-//     program sends next.
+//     has what it waited for: it leaves the connection to the loop, which looks at it after tend,
+//     and again as long as waiters come back. Acknowledgements may wait that long too, and travel
+//     with what the program sends next.
 //
 // A thread that polls in vain yields to other threads, one of which may be the peer's. If it is
 // away for long, other programs need the processors: then no thread polls for a while, and every

@@ -26,14 +26,10 @@ const (
 	doze      = int64(time.Millisecond)       // then no thread polls for so long, and twice as long the next time
 	snooze    = int64(time.Second)            // but no longer than this
 	calm      = 16                            // a part of that time without an absence halves it
-	tend      = int64(100 * time.Microsecond) // the loop looks at attended connections so often
-	// A look takes a processor from the waiters, and moves their threads from core to core. The
-	// time until the next one is a part of that for which they have polled, up to tendLimit.
-	tendPart  = 8
-	tendLimit = int64(8 * time.Millisecond)
-	rounds    = 8  // polls between two looks at the clock
-	seldom    = 64 // polls between two looks whether a waiter has given up
-	patier    = 5  // polling in vain shortens spin at most so many times by half
+	tend      = int64(100 * time.Microsecond) // the loop serves attended connections so often
+	rounds    = 8                             // polls between two looks at the clock
+	seldom    = 64                            // polls between two looks whether a waiter has given up
+	patier    = 5                             // polling in vain shortens spin at most so many times by half
 )
 
 // Loop serves connections with one goroutine.
@@ -176,7 +172,6 @@ func (l *Loop) run() {
 	var ids []uint64
 	var active []*Conn
 	yielded := now()
-	watching := int64(0) // since when; 0: the last look found a connection without a waiter
 	for pause := rest; ; {
 		var err error
 		if pause == busy {
@@ -187,7 +182,7 @@ func (l *Loop) run() {
 				runtime.Gosched()
 			}
 		}
-		if ids, err = l.await(ids[:0], pause, watching); err != nil {
+		if ids, err = l.await(ids[:0], pause); err != nil {
 			panic(fmt.Sprintf("link: epoll: %v", err)) // only this goroutine closes it
 		}
 		l.mu.Lock()
@@ -201,12 +196,6 @@ func (l *Loop) run() {
 		l.kicked, l.woken = l.kicked[:0], false
 		l.mu.Unlock()
 		active, pause = l.serve(active)
-		switch {
-		case pause != watch:
-			watching = 0
-		case watching == 0:
-			watching = now()
-		}
 		l.mu.Lock()
 		over := l.closing && len(l.conns) == 0
 		l.mu.Unlock()
@@ -221,11 +210,11 @@ type pause int
 
 const (
 	rest  pause = iota // it sleeps until there is an event
-	watch              // it sleeps for a time
+	watch              // it sleeps for tend at most
 	busy               // it does not sleep
 )
 
-func (l *Loop) await(ids []uint64, p pause, watching int64) ([]uint64, error) {
+func (l *Loop) await(ids []uint64, p pause) ([]uint64, error) {
 	if p == busy {
 		return l.poll.Look(ids)
 	}
@@ -235,8 +224,7 @@ func (l *Loop) await(ids []uint64, p pause, watching int64) ([]uint64, error) {
 		return l.poll.Look(ids)
 	}
 	if p == watch {
-		d := max(l.tend, min((now()-watching)/tendPart, tendLimit))
-		l.poll.WakeAt(time.Now().Add(time.Duration(d)))
+		l.poll.WakeAt(time.Now().Add(time.Duration(l.tend)))
 	}
 	l.mu.Unlock()
 	return l.poll.Wait(ids)
