@@ -92,7 +92,7 @@ func Variables() []Variable {
 			"one first", "auto"},
 		{"TUTTI_BIND", "how tutti run binds ranks to processors: share, each to its part of them; core, each to " +
 			"one; or none", "share"},
-		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},
+		{"TUTTI_ALGO", "algorithm to force where the collective has it, the same at all ranks", "by size and topology"},
 		{"TUTTI_TUNE", "file with measured choices of algorithms, written by tutti tune; off: none",
 			"tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists"},
 		{"TUTTI_SINGLE_COPY", "reading plain memory straight from processes of the same machine, where the system " +
@@ -103,7 +103,8 @@ func Variables() []Variable {
 			"time, in MiB: more of them wait", "1024"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
-		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
+		{"TUTTI_PORT", "ports to listen on: 29500 (and the next two, for the transports tcp and rdma: ranks of one " +
+			"machine need ports that are three apart), a range 29500-29600, or 0 for the kernel's choice", "0"},
 		{"TUTTI_RDMA_DEVICES", "RDMA devices to use, each perhaps with a port: mlx5_0,mlx5_1:1; a name stands for " +
 			"all that begin so; = before the list: exactly these; ^: all others", "all"},
 		{"TUTTI_RDMA_GID", "address of an RDMA port that peers are given: an index of its table, an address, or a " +
@@ -174,20 +175,32 @@ var launchers = []launcher{
 // are the file of TUTTI_SECRET_FILE and, to name a job of MPICH's mpiexec, the command lines of
 // this process's ancestors. Of several launchers the first complete one counts, in this order:
 // TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open MPI; PMI (MPICH,
-// Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. An incomplete set is an error
-// that names what is missing, a contradiction one that names both variables. Without any the
-// process is rank 0 of 1. No error contains a secret or a password.
+// Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. An incomplete set is a
+// *PlaceError that names what is missing, a contradiction one that names both variables. Without
+// any the process is rank 0 of 1; with a *PlaceError FromEnv returns that, and the settings. No
+// error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
 	e := env{get: getenv}
 	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
-	if err := e.place(&l); err != nil {
+	var err error
+	if _, l.MaxSize, err = e.number([]string{"TUTTI_MAX_SIZE"}, 1); err != nil {
 		return Launch{}, err
 	}
-	if err := e.settings(&l); err != nil {
-		return Launch{}, err
+	alone := l
+	if err = e.place(&l); err != nil {
+		l, err = alone, &PlaceError{err}
 	}
-	return l, nil
+	if wrong := e.settings(&l); wrong != nil {
+		return Launch{}, wrong
+	}
+	return l, err
 }
+
+// PlaceError says why the variables of the launchers do not tell this process's place in the job.
+type PlaceError struct{ Err error }
+
+func (e *PlaceError) Error() string { return e.Err.Error() }
+func (e *PlaceError) Unwrap() error { return e.Err }
 
 type env struct{ get func(string) string }
 
@@ -220,9 +233,6 @@ func clip(s string) string { return s[:min(len(s), 64)] }
 func (e env) place(l *Launch) error {
 	ownSize, size, err := e.number([]string{"TUTTI_SIZE"}, 1)
 	if err != nil {
-		return err
-	}
-	if _, l.MaxSize, err = e.number([]string{"TUTTI_MAX_SIZE"}, 1); err != nil {
 		return err
 	}
 	var by *launcher

@@ -591,6 +591,11 @@ func (s *etcdStore) CompareAndSwap(ctx context.Context, key string, old, new []b
 	return s.swap(ctx, "compare and swap", key, is, new, false)
 }
 
+func (s *etcdStore) Adopt(ctx context.Context, key string, value []byte) error {
+	is := clientv3.Compare(clientv3.Value(s.prefix+key), "=", string(value))
+	return s.swap(ctx, "adopt", key, is, append([]byte{}, value...), true)
+}
+
 func (s *etcdStore) swap(ctx context.Context, op, key string, is clientv3.Cmp, value []byte, lease bool) error {
 	if err := CheckPut(key, value); err != nil {
 		return err

@@ -108,6 +108,14 @@ func (s *fixedStore) CompareAndSwap(ctx context.Context, key string, old, new []
 	return nil
 }
 
+func (s *fixedStore) Adopt(ctx context.Context, key string, value []byte) error {
+	err := s.CompareAndSwap(ctx, key, value, value)
+	if err == nil {
+		s.own(key, true)
+	}
+	return err
+}
+
 func (s *fixedStore) Get(ctx context.Context, key string) ([]byte, error) {
 	b, err := s.kv.Get(ctx, s.prefix+key)
 	if err == nil && len(b) == 0 {

@@ -405,12 +405,12 @@ const (
 // Describe asks the rank that published to for its descriptors. It retries a peer that cannot be
 // reached until ctx ends, because it may be starting (but see ClientConfig.Started). An error that
 // wraps ErrStale says that another incarnation answers there, ErrAuth that the peer does not know
-// the job's secret, *SizeError that it has another job size; other errors name the peer and its
-// addresses.
+// the job's secret, *SizeError that it has another job size, *TermsError that it has other Terms;
+// other errors name the peer and its addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	name := to.name()
-	if to.Size != c.cfg.Self.Size {
-		return nil, fmt.Errorf("%s: %w", name, &SizeError{Own: c.cfg.Self.Size, Job: to.Size})
+	if err := c.cfg.Self.compare(&to); err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
 	}
 	addrs := c.order(to)
 	if len(addrs) == 0 {

@@ -90,6 +90,8 @@ func TestDescribeRefusals(t *testing.T) {
 			bootstrap.ErrStale, ""},
 		"an asker who left": {func(*bootstrap.ClientConfig, *bootstrap.Record) {}, bootstrap.ErrStale, "rank 0 left"},
 		"another size":      {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Size = 3 }, nil, "2 ranks"},
+		"another build": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Terms.Version = "2" }, nil,
+			"another build of the library than rank 1"},
 		"nowhere": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Addrs = nil }, nil,
 			"TUTTI_IFNAME"},
 		"another's loopback": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Network = "elsewhere" }, nil,

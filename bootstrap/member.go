@@ -120,6 +120,7 @@ func (r Record) MemberName() string {
 type MemberConfig struct {
 	Secret            []byte
 	Interfaces, Ports string    // as in ServerConfig
+	Terms             Terms     // of the member's Record
 	Dial              dial.Func // makes the connections; nil: net.Dialer
 	Logger            *slog.Logger
 }
@@ -149,6 +150,7 @@ func NewMember(ctx context.Context, cfg MemberConfig) (*Member, error) {
 		return nil, err
 	}
 	m.self = NewRecord(0, 1, id, m.server.Addrs())
+	m.self.Terms = cfg.Terms
 	m.client = NewClient(ClientConfig{Self: m.self, Secret: cfg.Secret, Dial: cfg.Dial})
 	return m, nil
 }

@@ -6,8 +6,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -26,7 +28,42 @@ type Record struct {
 	Machine     string   // equal for processes under one kernel
 	Network     string   // network namespace: equal for processes that share loopback
 	PID         int
-	Version     string // of the library
+	Terms       Terms
+}
+
+// Terms are what all ranks of a job need alike, beside its size.
+type Terms struct {
+	Version  string            `json:"version,omitempty"` // of what ranks send each other
+	Settings map[string]string `json:"settings,omitzero"` // by name; one that only a rank has does not count
+}
+
+// Compare returns a *TermsError if who, whose Terms are o, cannot be in a job with a process of t.
+func (t Terms) Compare(o Terms, who string) error {
+	if t.Version != o.Version {
+		return &TermsError{Peer: who, Own: t.Version, Other: o.Version}
+	}
+	for _, name := range slices.Sorted(maps.Keys(t.Settings)) {
+		if other, known := o.Settings[name]; known && other != t.Settings[name] {
+			return &TermsError{Peer: who, Setting: name, Own: t.Settings[name], Other: other}
+		}
+	}
+	return nil
+}
+
+// TermsError says that a process of the job has other Terms than this one.
+type TermsError struct {
+	Peer       string // names the process
+	Setting    string // name; "": the versions differ
+	Own, Other string // the values
+}
+
+func (e *TermsError) Error() string {
+	if e.Setting == "" {
+		return fmt.Sprintf("this process has another build of the library than %s (its plans are of version %q, there "+
+			"%q): run the same build at all ranks of a job", e.Peer, e.Own, e.Other)
+	}
+	return fmt.Sprintf("this process has %s=%s, but %s has %s: give all ranks of a job the same", e.Setting, e.Own,
+		e.Peer, e.Other)
 }
 
 // Limits of a Record.
@@ -47,7 +84,7 @@ type recordJSON struct {
 	Machine     string   `json:"machine"`
 	Network     string   `json:"network"`
 	PID         int      `json:"pid"`
-	Version     string   `json:"version,omitempty"`
+	Terms
 }
 
 // Encode returns the stored form of the record, JSON.
@@ -56,7 +93,7 @@ func (r Record) Encode() ([]byte, error) {
 		return nil, err
 	}
 	b, err := json.Marshal(recordJSON{r.Rank, r.Size, fmt.Sprintf("%016x", r.Incarnation), r.Addrs, r.Host, r.Machine,
-		r.Network, r.PID, r.Version})
+		r.Network, r.PID, r.Terms})
 	if err == nil && len(b) > maxRecord {
 		err = fmt.Errorf("record of rank %d: %d bytes, at most %d", r.Rank, len(b), maxRecord)
 	}
@@ -77,7 +114,7 @@ func DecodeRecord(b []byte) (Record, error) {
 	if err != nil {
 		return Record{}, fmt.Errorf("record: incarnation %q: expected hexadecimal digits", clip(j.Incarnation))
 	}
-	r := Record{j.Rank, j.Size, inc, j.Addrs, j.Host, j.Machine, j.Network, j.PID, j.Version}
+	r := Record{j.Rank, j.Size, inc, j.Addrs, j.Host, j.Machine, j.Network, j.PID, j.Terms}
 	return r, r.check()
 }
 
@@ -98,7 +135,11 @@ func (r *Record) check() error {
 			return fmt.Errorf("record of rank %d: address %q: expected IP:PORT", r.Rank, clip(a))
 		}
 	}
-	for _, s := range []string{r.Host, r.Machine, r.Network, r.Version} {
+	texts := []string{r.Host, r.Machine, r.Network, r.Terms.Version}
+	for name, value := range r.Terms.Settings {
+		texts = append(texts, name, value)
+	}
+	for _, s := range texts {
 		if len(s) > maxName || strings.ContainsFunc(s, func(c rune) bool { return c < ' ' || c == 0x7f }) {
 			return fmt.Errorf("record of rank %d: %q: expected at most %d printable bytes", r.Rank, clip(s), maxName)
 		}
@@ -141,8 +182,11 @@ func RankKey(slot int) string { return RankKeys + strconv.Itoa(slot) }
 // RankKeys is the prefix of the keys of all Records.
 const RankKeys = "ranks/"
 
-// SizeKey is the key of the number of ranks.
-const SizeKey = "size"
+// The keys of what the ranks have alike: their largest number, and their Terms.
+const (
+	SizeKey  = "size"
+	TermsKey = "terms"
+)
 
 // SlotError says that another live process holds the slot.
 type SlotError struct{ Holder Record }
@@ -152,12 +196,13 @@ func (e *SlotError) Error() string {
 		e.Holder.Rank, e.Holder.holder())
 }
 
-// SizeError says that the job was started with another number of ranks.
+// SizeError says that the job was started with another number of ranks, or may grow to another
+// one.
 type SizeError struct{ Own, Job int }
 
 func (e *SizeError) Error() string {
 	return fmt.Sprintf("this rank was told that the job has %d ranks, but others of it were told %d: launch all "+
-		"with the same size, or use another TUTTI_JOB", e.Own, e.Job)
+		"with the same size and TUTTI_MAX_SIZE, or use another TUTTI_JOB", e.Own, e.Job)
 }
 
 // VacantKeys is the prefix of the keys by which a launcher says that a rank is gone for good before
@@ -166,8 +211,8 @@ const VacantKeys = "vacant/"
 
 // Register publishes r under the lease of s. If another incarnation holds the slot, Register waits
 // for it to go, at most a lease's TTL and a second, since the holder may be dead; then it returns a
-// *SlotError. If other ranks of the job have another size, it returns a *SizeError and publishes
-// nothing.
+// *SlotError. If other ranks of the job have another size, it returns a *SizeError, and if they
+// have other Terms, a *TermsError; it then publishes nothing.
 func Register(ctx context.Context, s Store, r Record) error {
 	value, err := r.Encode()
 	if err != nil {
@@ -176,14 +221,21 @@ func Register(ctx context.Context, s Store, r Record) error {
 	if err := takeSlot(ctx, s, r, value); err != nil {
 		return err
 	}
-	// The record comes first: a rank that finds another size in the store is then sure to find the
-	// record of the rank that wrote it, if that is alive.
-	if err := agreeSize(ctx, s, r); err != nil {
-		dctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-		defer cancel()
-		return errors.Join(err, s.Delete(dctx, RankKey(r.Rank)))
+	// The record comes first: a rank that finds another size or other Terms in the store is then
+	// sure to find the record of the rank that wrote them, if that is alive.
+	err = agree(ctx, s, r, SizeKey, []byte(strconv.Itoa(r.Size)))
+	if err == nil {
+		var terms []byte
+		if terms, err = json.Marshal(r.Terms); err == nil {
+			err = agree(ctx, s, r, TermsKey, terms)
+		}
 	}
-	return nil
+	if err == nil || errors.Is(err, ErrStoreAway) { // a write without an answer may come late: the lease ends it
+		return err
+	}
+	dctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	return errors.Join(err, s.Delete(dctx, RankKey(r.Rank)))
 }
 
 func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
@@ -206,8 +258,8 @@ func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
 		}
 		// The key is under an earlier lease, and would go with it, or an earlier attempt succeeded
 		// without an answer.
-		if holder.Incarnation == r.Incarnation {
-			if err := s.CompareAndSwap(ctx, key, c.Current, nil); err != nil && !errors.Is(err, ErrConflict) {
+		if holder.Incarnation == r.Incarnation && bytes.Equal(c.Current, value) {
+			if err := s.Adopt(ctx, key, value); !errors.Is(err, ErrConflict) {
 				return err
 			}
 			continue
@@ -239,11 +291,14 @@ func waitGone(ctx context.Context, s Store, key string, old []byte) (bool, error
 	return false, nil
 }
 
-// agreeSize writes the job's size or compares it. The key may outlive the ranks: a size without a
-// live rank is replaced.
-func agreeSize(ctx context.Context, s Store, r Record) error {
-	own := []byte(strconv.Itoa(r.Size))
-	err := s.Create(ctx, SizeKey, own, false)
+// agree writes what r and the job's other ranks have alike to key, or compares it. The key may
+// outlive the ranks: a value of which no live rank differs from r is replaced. A rank that differs
+// may be one of an earlier job that is about to end, or whose lease is: agree waits for that as
+// long as takeSlot does.
+func agree(ctx context.Context, s Store, r Record, key string, own []byte) error {
+	wctx, cancel := context.WithTimeout(ctx, s.TTL()+time.Second)
+	defer cancel()
+	err := s.Create(ctx, key, own, false)
 	for {
 		var c *ConflictError
 		if !errors.As(err, &c) {
@@ -256,13 +311,40 @@ func agreeSize(ctx context.Context, s Store, r Record) error {
 		if err2 != nil {
 			return err2
 		}
-		for _, b := range ranks {
-			if o, err := DecodeRecord(b); err == nil && o.Size != r.Size {
-				return &SizeError{Own: r.Size, Job: o.Size}
+		other, differs := r.differing(ranks)
+		if differs == nil {
+			err = s.CompareAndSwap(ctx, key, c.Current, own)
+			continue
+		}
+		gone, err2 := waitGone(wctx, s, other, ranks[other])
+		switch {
+		case err2 != nil && wctx.Err() == nil:
+			return err2
+		case !gone:
+			return differs
+		}
+	}
+}
+
+// differing returns the key of a record that cannot be in one job with r, and why, nil if there is
+// none.
+func (r *Record) differing(records map[string][]byte) (key string, why error) {
+	for key, b := range records {
+		if o, err := DecodeRecord(b); err == nil {
+			if err := r.compare(&o); err != nil {
+				return key, err
 			}
 		}
-		err = s.CompareAndSwap(ctx, SizeKey, c.Current, own)
 	}
+	return "", nil
+}
+
+// compare returns why the ranks of r and o cannot be in one job, or nil.
+func (r *Record) compare(o *Record) error {
+	if r.Size != o.Size {
+		return &SizeError{Own: r.Size, Job: o.Size}
+	}
+	return r.Terms.Compare(o.Terms, o.name())
 }
 
 // Lookup returns the record of slot as soon as it is registered. If ctx ends before, the error

@@ -32,6 +32,9 @@ type Store interface {
 	// *ConflictError with the present value. A nil old means that key must not exist, a nil new
 	// removes it.
 	CompareAndSwap(ctx context.Context, key string, old, new []byte) error
+	// Adopt puts key under this handle's lease, in one step, if it has value; else it returns a
+	// *ConflictError with the present value.
+	Adopt(ctx context.Context, key string, value []byte) error
 	// Delete removes key; a missing key is no error.
 	Delete(ctx context.Context, key string) error
 	// Wait returns the value of key as soon as it exists.

@@ -139,6 +139,8 @@ func TestStoreOperations(t *testing.T) {
 			t.Errorf("a key that was removed: %v", err)
 		}
 		ok(s.Create(ctx, "b", []byte("3"), false))
+		conflict(s.Adopt(ctx, "c", []byte("1")), nil)
+		conflict(s.Adopt(ctx, "a", []byte("1")), []byte("2"))
 		ok(s.Put(ctx, "d/1", []byte("x"), true))
 		ok(o.Put(ctx, "d/2", nil, false))
 		ok(o.Put(ctx, "d/2", []byte("y"), false))
@@ -1024,6 +1026,34 @@ func TestRegisterAgain(t *testing.T) {
 	})
 }
 
+// A key that a handle adopts outlives the handle that put it, goes with the one that has it, and is
+// there all the time.
+func TestAdopt(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, first, second, o := context30(t), b.open(t), b.open(t), b.open(t)
+		if err := first.Put(ctx, "a", []byte("1"), true); err != nil {
+			t.Fatal(err)
+		}
+		w := o.Watch(ctx, "a")
+		next(t, w)
+		if err := second.Adopt(ctx, "a", []byte("1")); err != nil {
+			t.Fatal(err)
+		}
+		if err := first.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if e := next(t, w); !e.Exists || string(e.Value) != "1" {
+			t.Errorf("after it was adopted: %+v", e)
+		}
+		if err := second.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if e := next(t, w); e.Exists {
+			t.Errorf("after the end of the handle that had it: %+v", e)
+		}
+	})
+}
+
 // A size that a job of the same name left behind does not stand in the way of the next.
 func TestRegisterStaleSize(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
@@ -1049,23 +1079,78 @@ func TestRegisterStaleSize(t *testing.T) {
 	})
 }
 
+// A rank that has other Terms than those that live is refused before they meet it. Those that an
+// earlier job of the same name has left do not count.
+func TestRegisterTerms(t *testing.T) {
+	rec := func(rank int, version, algo string) bootstrap.Record {
+		r := bootstrap.NewRecord(rank, 3, ident.New(), nil)
+		r.Terms = bootstrap.Terms{Version: version,
+			Settings: map[string]string{"TUTTI_ALGO": algo, "TUTTI_UNIFORM": "true"}}
+		return r
+	}
+	m, ctx := storetest.NewMemory(), context30(t)
+	first, second, odd := m.Open(), m.Open(), m.Open()
+	defer odd.Close()
+	for r, s := range []bootstrap.Store{first, second} {
+		if err := bootstrap.Register(ctx, s, rec(r, "1", "auto")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		rec                 bootstrap.Record
+		setting, own, other string
+	}{
+		{rec(2, "2", "auto"), "", "2", "1"},
+		{rec(2, "1", "ring"), "TUTTI_ALGO", "ring", "auto"},
+	} {
+		var e *bootstrap.TermsError
+		if err := bootstrap.Register(ctx, odd, c.rec); !errors.As(err, &e) || e.Setting != c.setting ||
+			e.Own != c.own || e.Other != c.other || !strings.HasPrefix(e.Peer, "rank ") {
+			t.Errorf("%+v: %v", c.rec.Terms, err)
+		}
+	}
+	if l, err := odd.List(ctx, bootstrap.RankKeys); err != nil || len(l) != 2 {
+		t.Errorf("a refused rank stays: %q, %v", l, err)
+	}
+	first.Close()
+	leaves := &leaver{odd, func() { second.Close() }}
+	if err := bootstrap.Register(ctx, leaves, rec(2, "1", "ring")); err != nil {
+		t.Errorf("while the others end: %v", err)
+	}
+}
+
+// leaver is a handle that calls f when a key is watched.
+type leaver struct {
+	bootstrap.Store
+	f func()
+}
+
+func (l *leaver) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
+	l.f()
+	return l.Store.Watch(ctx, key)
+}
+
 // Ranks with two opinions about the size never all register, however they race.
 func TestRegisterSizeRace(t *testing.T) {
 	ctx := context30(t)
+	var rounds sync.WaitGroup
 	for range 200 {
-		m := storetest.NewMemory()
-		errs := make([]error, 2)
-		var wg sync.WaitGroup
-		for r := range errs {
-			s := m.Open()
-			defer s.Close()
-			wg.Go(func() { errs[r] = bootstrap.Register(ctx, s, bootstrap.NewRecord(r, 3+r, 1, nil)) })
-		}
-		wg.Wait()
-		if errs[0] == nil && errs[1] == nil {
-			t.Fatal("ranks of sizes 3 and 4 both registered")
-		}
+		rounds.Go(func() {
+			m := storetest.NewMemory()
+			errs := make([]error, 2)
+			var wg sync.WaitGroup
+			for r := range errs {
+				s := m.Open()
+				defer s.Close()
+				wg.Go(func() { errs[r] = bootstrap.Register(ctx, s, bootstrap.NewRecord(r, 3+r, 1, nil)) })
+			}
+			wg.Wait()
+			if errs[0] == nil && errs[1] == nil {
+				t.Error("ranks of sizes 3 and 4 both registered")
+			}
+		})
 	}
+	rounds.Wait()
 }
 
 func BenchmarkDialStore(b *testing.B) {

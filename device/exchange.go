@@ -24,7 +24,7 @@ type Exchanger interface {
 // MaxExchangeRanks is the most ranks of an Exchange.
 const MaxExchangeRanks = 8
 
-// ShortVector is the length in bytes of a vector up to which a collective by an Exchange is meant
+// ShortVector is the length in bytes of a vector up to which an allreduce by an Exchange is meant
 // to be faster than streams that load from each other's memory. Longer ones are right, too.
 const ShortVector = 128 << 10
 

@@ -15,7 +15,8 @@ import (
 // Kubernetes indexed jobs) and from the TUTTI_* variables.
 type Config struct {
 	// Size is the number of ranks and Rank the number of this one, 0..Size-1. Default (Size 0): the
-	// environment says both; without a launch environment the process is rank 0 of 1.
+	// environment says both; without a launch environment the process is rank 0 of 1. With Size,
+	// variables of a launcher that do not tell both are ignored.
 	Size, Rank int
 	// Job names the job. Ranks meet in the store under this name. Default TUTTI_JOB, else a name
 	// that is made of the launcher's variables. If there are none, a job of several ranks must be
@@ -51,14 +52,15 @@ type Config struct {
 	// separated by commas. Default TUTTI_IFNAME, else all. Of several interfaces, the route to the
 	// peer decides.
 	Interfaces string
-	// Ports is the port that this rank listens on: "0" (default: the kernel chooses), "29500" (that
-	// port or an error) or "29500-29600". Default TUTTI_PORT.
+	// Ports says on which ports this rank listens: "0" (default: the kernel chooses), "29500-29600"
+	// (the first free ones), or "29500": that port and, for the transports tcp and rdma, the two
+	// after it, or an error. Default TUTTI_PORT.
 	Ports string
 	// Dialer makes the connections of this rank to its peers and to the store, through a proxy for
 	// example. Default: net.Dialer.
 	Dialer Dialer
-	// Algorithm forces one algorithm for the collectives that have it. Default TUTTI_ALGO, else
-	// chosen by size and topology.
+	// Algorithm forces one algorithm for the collectives that have it. All ranks must have the same
+	// Algorithm. Default TUTTI_ALGO, else chosen by size and topology.
 	Algorithm string
 	// Tuning is the path of a table of algorithms that tutti tune has measured, or "off" for none.
 	// A table is refused with a warning if it was measured on other hardware, by another version or
@@ -89,23 +91,26 @@ type Config struct {
 	// its ranks may. Group.Topology says whether it does, and why not. Default TUTTI_PEER_DEVICES,
 	// else "auto".
 	//
-	// With "auto", an allreduce of up to 128 KiB (device.ShortVector) is done by the devices alone,
-	// without the hosts, if the group has 2 to 8 ranks, all on one machine and each with a GPU that
-	// was ready when it joined (see Devices), and no AutoAdmit. Its buffers are then in the memory
-	// of GPUs at all ranks, or at none, and a rank uses one GPU for these calls; ranks of one
-	// process have streams of their own. The first such call in a view waits for all ranks, also in
-	// Start. It is not run again with OnFailure Retry.
+	// With "auto", an allreduce of up to 128 KiB (device.ShortVector), and an allgather, a
+	// reduce-scatter or an all-to-all of less than 32 KiB (of all ranks' parts together), are done
+	// by the devices alone, without the hosts, if the group has 2 to 8 ranks, all on one machine
+	// and each with a GPU that was ready when it joined (see Devices), and no AutoAdmit. The
+	// buffers of such a short collective are then in the memory of GPUs at all ranks, or at none:
+	// else it is a MismatchError. A rank uses one GPU for these calls; ranks of one process have
+	// streams of their own. The first such call in a view waits for all ranks, also in Start. It is
+	// not run again with OnFailure Retry.
 	//
-	// After such an allreduce a borrowed stream (cuda.Device.Borrow) may be captured into a graph,
+	// After a short collective a borrowed stream (cuda.Device.Borrow) may be captured into a graph,
 	// with collectives of any length whose ranks have parts of equal length: Start on the stream
-	// ends at once, and each launch of the graph is the operation. Graphs, and allreduces of up to
-	// 128 KiB beside them, come in the same order at all ranks. A launch waits for Timeout at most.
-	// If it has had no result, the group's next operation but Split and Admit fails: with a
-	// TimeoutError if a rank was late, with a MismatchError if ranks did different things, with a
-	// RankError if a rank was lost or the group has entered another view since the capture. At the
-	// others it fails with a RankError that names the lost rank, or else the one that has noticed.
-	// Then the graph is to be captured again, after Recover if the group has failed, and after an
-	// allreduce of up to 128 KiB outside of a capture. A group of one rank needs none.
+	// ends at once, and each launch of the graph is the operation. Graphs, and short collectives
+	// beside them, come in the same order at all ranks. A launch waits for Timeout at most, and
+	// ends at most a second after a rank has closed the group. If it has had no result, the group's
+	// next operation but Split and Admit fails: with a TimeoutError if a rank was late, with a
+	// MismatchError if ranks did different things, with a RankError if a rank was lost or has
+	// closed the group, or the group has entered another view since the capture. At the others it
+	// fails with a RankError that names the lost rank, or else the one that has noticed. Then the
+	// graph is to be captured again, after Recover if the group has failed, and after a short
+	// collective outside of a capture. A group of one rank needs none.
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to
@@ -199,8 +204,16 @@ const (
 	TimeoutEvictsAlone
 )
 
-// defaultWindow is Config.Window's default.
-const defaultWindow = 3 * time.Second
+var onTimeoutNames = []string{"TimeoutReports", "TimeoutEvicts", "TimeoutEvictsAlone"}
+
+// String returns the name of the constant.
+func (o OnTimeout) String() string { return onTimeoutNames[min(int(o), len(onTimeoutNames)-1)] }
+
+// Config.Window's default, and the most that counts: other times are added to it.
+const (
+	defaultWindow = 3 * time.Second
+	longestWindow = 1000 * 24 * time.Hour
+)
 
 // defaultTimeout is Config.Timeout's default.
 const defaultTimeout = 5 * time.Minute

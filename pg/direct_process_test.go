@@ -824,8 +824,8 @@ func TestDirectAmongOtherOperations(t *testing.T) {
 				if mixed {
 					mode = own.IntN(5)
 				}
-				// A short allreduce is on the memory of GPUs at all ranks, or at none.
-				host := mode == 0 && !(size == 100 && strings.HasPrefix(c.name, "allreduce"))
+				// A short collective is on the memory of GPUs at all ranks, or at none.
+				host := mode == 0 && size != 100
 				m := d.alloc(t, there)
 				var on device.Stream
 				if mode > 2 {

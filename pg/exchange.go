@@ -70,7 +70,7 @@ const (
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 last complete exchange: view | 32 attempt
 //	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 Given | 80 place
-//	120 the operation that has failed last | 128 why it or the group has: the payload of Abort
+//	128 the operation that has failed last | 136 why it or the group has: the payload of Abort
 const (
 	standingPlace = 80
 	standingOf    = standingPlace + join.PlaceSize

@@ -225,6 +225,86 @@ func TestClosedGroup(t *testing.T) {
 	})
 }
 
+// A second Close returns when the first has ended, and not before.
+func TestSecondCloseWaitsForTheFirst(t *testing.T) {
+	again := make(chan struct{})
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		if g.Rank() == 1 {
+			<-again
+			return errors.Join(Broadcast(ctx, g, []int32{0}, 0), g.Close())
+		}
+		if err := Broadcast(ctx, g, []int32{1}, 0); err != nil {
+			return err
+		}
+		first := make(chan error, 1)
+		go func() { first <- g.Close() }()
+		for !errors.Is(g.Barrier(ctx), ErrClosed) {
+		}
+		close(again)
+		if err := g.Close(); err != nil {
+			return err
+		}
+		select {
+		case <-g.job.ended:
+		default:
+			return errors.New("it returned before the job had ended on this rank")
+		}
+		return <-first
+	})
+}
+
+// No group is made while Rejoin closes the groups: the job ends on this rank with those that are
+// there.
+func TestSplitWhileRejoinCloses(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		if g.Rank() == 1 {
+			g.job.proxy.Lock()
+			g.job.leaving = true
+			g.job.proxy.Unlock()
+		}
+		sub, err := g.Split(ctx, 0, 0)
+		if g.Rank() == 0 {
+			if err != nil {
+				return err
+			}
+			return errors.Join(sub.Close(), g.Close())
+		}
+		if !errors.Is(err, ErrClosed) {
+			return fmt.Errorf("split: %v, want ErrClosed", err)
+		}
+		if err := g.Close(); err != nil {
+			return err
+		}
+		<-g.job.ended
+		return nil
+	})
+}
+
+// Refresh and Close of a window wait for another Refresh, and no longer than until their ctx ends.
+func TestRefreshWaitsWithinItsContext(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		w, err := NewWindow(ctx, g, 64)
+		if err != nil {
+			return err
+		}
+		if err := w.turn.Acquire(ctx, 1); err != nil { // as another Refresh does
+			return err
+		}
+		short, cancel := context.WithTimeout(ctx, time.Millisecond)
+		defer cancel()
+		for what, err := range map[string]error{"refresh": w.Refresh(short), "close": w.Close(short)} {
+			if !errors.Is(err, context.DeadlineExceeded) {
+				return fmt.Errorf("%s: %v, want the end of ctx", what, err)
+			}
+		}
+		w.turn.Release(1)
+		if err := w.Refresh(ctx); err != nil {
+			return err
+		}
+		return errors.Join(g.Barrier(ctx), w.Close(ctx))
+	})
+}
+
 func TestErrorNamesLeavingRank(t *testing.T) {
 	for _, n := range []int{2, 4} {
 		each(t, n, Config{}, func(ctx context.Context, g *Group) error {

@@ -18,7 +18,7 @@ func unmet(t *testing.T, n int) []*job {
 		t.Fatal(err)
 	}
 	s.Store = struct{ bootstrap.KV }{}
-	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger})
+	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Logger: s.Logger})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,6 +15,7 @@ import (
 	"tutti/collectives"
 	"tutti/device"
 	"tutti/internal/grain"
+	"tutti/internal/ident"
 	"tutti/p2p"
 	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
@@ -67,6 +68,7 @@ type Group struct {
 	track    observe.Track
 
 	closed atomic.Bool // set before the last hold of the proxy's lock that may add to wg
+	ending sync.Once   // of Close
 	wg     sync.WaitGroup
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -133,6 +135,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, places, false); err != nil {
+		g.cancel()
 		return nil, err
 	}
 	all := ranks
@@ -141,15 +144,25 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	}
 	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all,
 		places, true); err != nil {
+		g.cancel()
+		g.coll.Close()
 		return nil, err
 	}
 	g.plan()
 	g.wait.OnLong(g.long)
 	j.proxy.Lock()
+	if j.leaving {
+		j.proxy.Unlock()
+		g.cancel()
+		g.coll.Close()
+		g.msgs.Close()
+		return nil, ErrClosed
+	}
 	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.v.Active})
 	g.joins = incarnations == nil && epoch < at.Epoch
 	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
+	g.msgs.OnLeft(g.orphan)
 	g.track.Open(o.Recorder(), g.id(), g.rank, g.v.ranks)
 	g.wait.OnSleep(g.track.Awaits)
 	j.groups[g] = struct{}{}
@@ -178,6 +191,7 @@ func (g *Group) locate(places []join.Place) {
 	ranksOn := map[join.CPUSet]int{}
 	cores := 0 // 0: as many as ranks
 	mapped, exchanges := g.job.session.Mapped, len(g.v.Active) <= device.MaxExchangeRanks
+	user := uint32(0) // of the ranks so far, but root, if they may map each other's memory
 	for i, slot := range g.v.Active {
 		p := places[g.v.ranks[slot]]
 		h, ok := index[p.Machine]
@@ -186,7 +200,8 @@ func (g *Group) locate(places []join.Place) {
 			index[p.Machine] = h
 		}
 		hosts[i] = h
-		mapped, exchanges = mapped && p.Maps, exchanges && p.Exchanges
+		mapped, exchanges = mapped && p.Maps && ident.MayTalk(user, p.User), exchanges && p.Exchanges
+		user = max(user, p.User)
 		ranksOn[p.CPUSet()]++
 	}
 	for _, slot := range g.v.Active {
@@ -480,7 +495,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 			return here, typed
 		}
 		g.wait.Restart() // the time of the failed attempt does not count
-		intact := s.OnFailure == Retry && !g.run.Dirty() && !has
+		intact := s.OnFailure == Retry && !g.run.Dirty() && !g.run.Once() && !has
 		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
 		for renew := g.coll.Err() != nil; ; renew = false {
 			if err := g.move(mine, renew); err != nil {
@@ -744,9 +759,10 @@ func (g *Group) slotOf(rank int) int {
 
 // Close leaves the group: operations under way fail with ErrClosed, and peers are told. When the
 // last group of the job is closed on this rank, its links, listeners and lease are closed too. Data
-// that this rank has sent is still delivered to ranks that are in the operation. Idempotent.
-// Closing a group does not close its subgroups. While this rank is in the job, the others cannot
-// continue without it in a group that it has closed: their calls fail with a *RankError.
+// that this rank has sent is still delivered to ranks that are in the operation. A further call
+// returns nil when the first has returned. Closing a group does not close its subgroups. While this
+// rank is in the job, the others cannot continue without it in a group that it has closed: their
+// calls fail with a *RankError.
 //
 // A rank may end an operation that others have not begun, as the root of a Broadcast. If the last
 // operation was of that kind, Close first waits until all ranks have begun it, so that a program
@@ -756,10 +772,13 @@ func (g *Group) slotOf(rank int) int {
 // rank that computes answers within some tens of milliseconds; in a job over a store without
 // leases, it answers in its next call. After operations in which every rank needs data of all
 // others, as AllReduce or Barrier, Close does not wait. Close returns in bounded time.
-func (g *Group) Close() error {
-	if g.closed.Swap(true) {
-		return nil
-	}
+func (g *Group) Close() (err error) {
+	g.closed.Store(true)
+	g.ending.Do(func() { err = g.close() })
+	return err
+}
+
+func (g *Group) close() error {
 	g.awaitAll()
 	g.coll.Close()
 	g.msgs.Close()

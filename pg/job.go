@@ -38,6 +38,7 @@ type job struct {
 	initial membership.View // the job's view if there is no roster
 	places  []join.Place    // by rank
 	groups  map[*Group]struct{}
+	leaving bool                    // Rejoin closes the groups: none is made any more
 	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
 
 	staging   staging
@@ -45,13 +46,17 @@ type job struct {
 	retiring  context.Context // in which exchanges wait for their work
 	unretire  context.CancelFunc
 
-	mu       sync.Mutex
-	refs     int                   // groups that are open
-	imported map[importer]struct{} // whose memory has been mapped
+	mu        sync.Mutex
+	refs      int                   // groups that are open
+	imported  map[importer]struct{} // whose memory has been mapped
+	rejoining bool                  // a call of Rejoin is under way, or has joined
+	kept      bool                  // Rejoin has the meeting
+	ended     chan struct{}         // closed when the last group has been closed and the job has ended here
 }
 
 func newJob(s *settings) *job {
-	j := &job{settings: s, log: s.Logger, timeout: s.Timeout, refs: 1, groups: map[*Group]struct{}{}}
+	j := &job{settings: s, log: s.Logger, timeout: s.Timeout, refs: 1, groups: map[*Group]struct{}{},
+		ended: make(chan struct{})}
 	j.retiring, j.unretire = context.WithCancel(context.Background())
 	j.staging.limit, j.staging.discard = s.StagingLimit, j.discard
 	return j
@@ -156,6 +161,10 @@ func (j *job) link(peer p2p.Identity, err error) {
 	}
 	if j.roster != nil {
 		j.roster.LinkLocked(peer, err)
+	} else if err != nil {
+		for g := range j.groups {
+			g.orphan(slices.Index(g.v.ranks, peer.Rank))
+		}
 	}
 }
 
@@ -186,16 +195,20 @@ func (j *job) retain() bool {
 func (j *job) release() error {
 	j.mu.Lock()
 	j.refs--
-	last := j.refs == 0
-	j.mu.Unlock()
-	if last {
-		if j.settings.OnFailure == Report { // the others do not go on without this rank
-			j.settings.meeting.Refuse()
-		}
-		defer j.settings.part(context.Background())
-		return j.shut()
+	last, meeting := j.refs == 0, j.settings.meeting
+	if j.kept {
+		meeting = nil
 	}
-	return nil
+	j.mu.Unlock()
+	if !last {
+		return nil
+	}
+	defer close(j.ended)
+	if j.settings.OnFailure == Report { // the others do not go on without this rank
+		meeting.Refuse()
+	}
+	defer j.settings.part(context.Background(), meeting)
+	return j.shut()
 }
 
 func (j *job) shut() error {

@@ -48,7 +48,7 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 		if err != nil {
 			pctx, cancel := context.WithTimeout(ctx, partSoon)
 			defer cancel()
-			s.part(pctx)
+			s.part(pctx, s.meeting)
 		}
 		return g, err
 	}
@@ -78,7 +78,8 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 func displaced(err error) bool {
 	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) ||
 		errors.Is(err, ErrEvicted) || errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) ||
-		errors.As(err, new(*RankError))
+		errors.As(err, new(*RankError)) || errors.Is(err, bootstrap.ErrStoreAway) ||
+		errors.Is(err, bootstrap.ErrLeaseLost)
 }
 
 // joinPause is the pause between two incarnations of a rank in Join.
@@ -322,11 +323,10 @@ func (g *Group) meet(ctx context.Context) error {
 	err := g.acquainted()
 	if err == nil {
 		g.replace(func(v *groupView) { v.Algo = forced })
-		err = g.read(all)
+		g.read(all)
+		return nil
 	}
-	if err != nil {
-		g.leave()
-	}
+	g.leave()
 	return err
 }
 
@@ -344,21 +344,14 @@ func (g *Group) acquainted() error {
 }
 
 // read takes the ranks' places from what meet has exchanged. With the proxy's lock.
-func (g *Group) read(all []byte) error {
-	here := g.job.session.Here
+func (g *Group) read(all []byte) {
 	places := make([]join.Place, g.v.Size)
 	for r := range places {
-		p := join.DecodePlace(all[r*join.PlaceSize:])
-		if p.Algo != here.Algo {
-			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO "+
-				"alike on all ranks", g.rank, here.Algo, r, p.Algo)
-		}
-		places[r] = p
+		places[r] = join.DecodePlace(all[r*join.PlaceSize:])
 	}
 	g.job.places = places
 	g.locate(places)
 	g.job.shareCores(g)
-	return nil
 }
 
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
@@ -376,7 +369,7 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	}
 	s.preload()
 	fail := func(err error) ([]*Group, error) { return nil, fmt.Errorf("%d local ranks: %w", n, err) }
-	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger,
+	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Logger: s.Logger,
 		Progress: s.Progress, Exchanges: s.exchanges})
 	if err != nil {
 		return fail(err)
@@ -408,9 +401,11 @@ func Local(n int, cfg Config) ([]*Group, error) {
 
 // Rejoin closes all groups of this rank and joins the job again in the same slot, as a new
 // incarnation. It is for a rank that was evicted and is alive. It returns the new group of all
-// ranks when the others have admitted this one. After an error it may be called again. If this rank
-// serves the job's store from its memory, the store stays: while Rejoin runs, and after an error
-// until all others have left the job.
+// ranks when the others have admitted this one. A Split that runs meanwhile fails with ErrClosed,
+// or its group is closed, too. If ctx ends before the groups are closed, Rejoin returns, and they
+// are closed in the background. After an error it may be called again. If this rank serves the
+// job's store from its memory, the store stays: while Rejoin runs, and after an error until all
+// others have left the job.
 func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	j := g.job
 	if j.roster == nil {
@@ -419,29 +414,48 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	}
 	ctx, end := join.Within(ctx, j.timeout)
 	defer end()
-	j.proxy.Lock()
-	var all []*Group
-	for o := range j.groups {
-		all = append(all, o)
+	j.mu.Lock()
+	meeting := j.settings.meeting
+	busy, over := j.rejoining, meeting.Over()
+	if !busy && !over {
+		j.rejoining, j.kept = true, true
 	}
-	j.proxy.Unlock()
-	meeting := j.settings.meeting // is kept
-	if meeting.Over() {
+	j.mu.Unlock()
+	switch {
+	case busy:
+		return nil, fmt.Errorf("rejoining job %q: another call of Rejoin is under way, "+
+			"or has joined: %w", j.settings.Job, ErrClosed)
+	case over:
 		return nil, fmt.Errorf("rejoining job %q: all ranks that could have let this one in have left, and so "+
 			"its store was closed: %w", j.settings.Job, ErrClosed)
 	}
-	j.settings.meeting = nil
-	for _, o := range all {
-		o.Close()
+	again, err := j.rejoin(ctx)
+	if err == nil {
+		again.job.settings.meeting = meeting
+		return again, nil // the job of the old incarnation is over
+	}
+	j.mu.Lock()
+	j.rejoining = false
+	j.mu.Unlock()
+	meeting.CloseLater()
+	return nil, err
+}
+
+// rejoin ends the job on this rank and joins it again.
+func (j *job) rejoin(ctx context.Context) (*Group, error) {
+	j.proxy.Lock()
+	j.leaving = true
+	for g := range j.groups {
+		go g.Close()
+	}
+	j.proxy.Unlock()
+	select {
+	case <-j.ended:
+	case <-ctx.Done():
+		return nil, fmt.Errorf("rejoining job %q: its groups are still being closed: %w", j.settings.Job,
+			context.Cause(ctx))
 	}
 	cfg := j.settings.Config
 	cfg.Rank = j.session.Self.Rank
-	again, err := Join(ctx, cfg)
-	if err != nil {
-		j.settings.meeting = meeting
-		meeting.CloseLater()
-		return nil, err
-	}
-	again.job.settings.meeting = meeting
-	return again, nil
+	return Join(ctx, cfg)
 }

@@ -71,6 +71,23 @@ func TestCancelledCallsDoNotWriteRegisteredMemory(t *testing.T) {
 	cancelled(t, 150, alloc)
 }
 
+// Registered memory is not mapped over links that cannot map it: those of the first transport.
+func TestRegisteredMemoryOverTCP(t *testing.T) {
+	const count = 8 << 10
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		in, out := alloc(t, g, count), alloc(t, g, 2*count)
+		fill(in, float64(g.Rank()))
+		if err := pg.AllGather(t.Context(), g, out, in); err != nil {
+			t.Fatal(err)
+		}
+		for r := range 2 {
+			if err := all(out[r*count:(r+1)*count], float64(r)); err != nil {
+				t.Errorf("part of rank %d: %v", r, err)
+			}
+		}
+	}, pgtest.Transport("tcp,shm"))
+}
+
 // The same holds for plain memory that peers read from this process.
 func TestCancelledCallsDoNotWritePlainMemory(t *testing.T) {
 	cancelled(t, 150, plain, pgtest.Config(pg.Config{SingleCopy: "on"}))

@@ -71,7 +71,7 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
 	m.member, err = bootstrap.NewMember(ctx, bootstrap.MemberConfig{Secret: m.secret, Interfaces: s.Interfaces,
-		Ports: s.Ports, Dial: s.Dialer, Logger: s.Logger})
+		Ports: s.Ports, Terms: s.terms(), Dial: s.Dialer, Logger: s.Logger})
 	if err != nil {
 		return nil, fmt.Errorf("member: %w", files.Explain(err))
 	}
@@ -215,6 +215,9 @@ func (m *Member) peers(uuid string, handles []string) ([]bootstrap.Record, error
 		if before, twice := at[p.Incarnation]; twice {
 			return bad(arg, fmt.Sprintf("that of %s, which is handles[%d] too", p.MemberName(), before),
 				"each member once")
+		}
+		if err := m.member.Self().Terms.Compare(p.Terms, p.MemberName()); err != nil {
+			return nil, fmt.Errorf("form: %s: %w", arg, err)
 		}
 		at[p.Incarnation], peers[i] = i, p
 	}

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -121,6 +122,30 @@ func works(t *testing.T, groups ...*pg.Group) {
 		})
 	}
 	wg.Wait()
+}
+
+// Members of different builds, or with different settings, form no group.
+func TestFormOfDifferentMembers(t *testing.T) {
+	m := members(t, 2, pg.Config{})
+	for setting, change := range map[string]func(*bootstrap.Terms){
+		"":              func(o *bootstrap.Terms) { o.Version = "0" },
+		"TUTTI_UNIFORM": func(o *bootstrap.Terms) { o.Settings["TUTTI_UNIFORM"] = "true" },
+	} {
+		other, err := bootstrap.DecodeHandle(m[1].Handle(), memberSecret)
+		if err != nil {
+			t.Fatal(err)
+		}
+		change(&other.Terms)
+		handle, err := bootstrap.EncodeHandle(other, memberSecret)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var differs *bootstrap.TermsError
+		if _, err := m[0].Form(t.Context(), "u", []string{m[0].Handle(), handle}); !errors.As(err, &differs) ||
+			differs.Setting != setting || differs.Peer != other.MemberName() {
+			t.Errorf("%q: %v", setting, err)
+		}
+	}
 }
 
 // The place of a handle is the rank: other orders of the same members are other ranks, and members

@@ -2,6 +2,7 @@ package pg
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -20,12 +21,12 @@ import (
 	"tutti/pg/internal/join"
 )
 
-// Short vectors in the memory of devices are combined by the devices alone, in packets: a kernel of
-// each rank stores what the rank has into memory of the others, and combines what it got
-// (device.Exchange). The hosts send no messages for them. It is done in groups of which every rank
-// had a device.Exchanger when it joined, and which is on one machine, so that all ranks decide
-// alike; an allreduce of up to device.ShortVector bytes is then in the memory of devices at all
-// ranks, or at none.
+// Short vectors in the memory of devices are combined and exchanged by the devices alone, in
+// packets: a kernel of each rank stores what the rank has into memory of the others, and combines
+// what it got (device.Exchange). The hosts send no messages for them. It is done in groups of which
+// every rank had a device.Exchanger when it joined, and which is on one machine, so that all ranks
+// decide alike; a short collective (see shortest) is then in the memory of devices at all ranks, or
+// at none.
 //
 // The kernel of a started operation goes to its stream in Start, that of a blocking call when it
 // has the turn. So kernels of one group run in the order of the operations, and one that streams
@@ -47,16 +48,17 @@ import (
 // length, of any length, and nothing else, and the operation is over: it has no place in the order
 // of operations. The launches of the graph do have one among each other and among the group's other
 // operations in packets, which the program keeps the same at all ranks, and apart in time as the
-// stream of a rank does. A kernel of a graph waits for Config.Timeout at most; what it has failed
-// with is the error of the group's next operation. The exchange of a former view is stopped, so
-// that a graph from there ends without a result, and the next operation says that it has to be
-// captured again.
+// stream of a rank does. A kernel of a graph waits for Config.Timeout at most, and for a moment
+// after a rank has left the group; what it has failed with is the error of the group's next
+// operation. The exchange of a former view is stopped, so that a graph from there ends without a
+// result, and the next operation says that it has to be captured again.
 
 // packets is a group's state of its exchanges. All fields are under the proxy's lock.
 type packets struct {
 	now     *exchange   // of the view; nil: not made, or refused
 	refused error       // why operations go through the host, in this view and all later ones
 	former  []*exchange // of views before, that graphs may repeat: see exchange.kept
+	polled  bool        // a goroutine polls for graphs: see Group.attendGraphs
 }
 
 // An exchange is a device.Exchange of a group's view.
@@ -67,8 +69,10 @@ type exchange struct {
 	epoch   uint64
 	active  []int // the slots of the ranks
 	// Under the proxy's lock.
-	recording int  // calls of Group.record under way
-	recorded  bool // a stream has recorded work
+	recording int         // calls of Group.record under way
+	recorded  bool        // a stream has recorded work
+	stops     *time.Timer // which stops it: see Group.orphan; nil: no rank has left
+	left      int         // the slot that has left first
 	// Kernels of operations that have not been settled. What they fail with is their operation's.
 	live atomic.Int32
 	// The first failure is that of an operation, or was reported; operations that the device has
@@ -119,7 +123,26 @@ func (l *launch) settle() {
 func (g *Group) short(c *exec.Call, d device.Device) bool {
 	_, able := d.(device.Exchanger)
 	n := c.Bytes(g.v.Size)
-	return able && len(g.v.Active) > 1 && c.Kind == collectives.AllReduce && n > 0 && n <= device.ShortVector
+	return able && len(g.v.Active) > 1 && n > 0 && n <= shortest(c.Kind)
+}
+
+// shortest returns the most bytes of a collective that the devices do: 0 for kinds that they do in
+// graphs only.
+func shortest(k collectives.Kind) int {
+	switch k {
+	case collectives.AllReduce:
+		return device.ShortVector
+	case collectives.AllGather, collectives.ReduceScatter, collectives.AllToAll:
+		return collectives.LoadStoreMin(k) - 1
+	}
+	return 0
+}
+
+// fits reports whether a call's parts are as many as the slots of the view. They are more after the
+// group has grown since the call was checked: then it fails as one of the hosts.
+func (v *groupView) fits(c *exec.Call) bool {
+	l := c.Kind.Layout()
+	return c.Slots == v.Size || !l.In.Parted() && !l.Out.Parted()
 }
 
 // packetVisit begins the visit of an operation in packets. It returns nil if such operations go
@@ -128,10 +151,11 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 	error) {
 	p := g.job.proxy
 	p.Lock()
-	x, view, refused, err := g.packets.now, g.v, g.packets.refused, g.barred()
+	x, refused, err := g.packets.now, g.packets.refused, g.barred()
 	made := (x != nil || refused != nil) && !g.rough
+	unfit := made && !g.v.fits(c)
 	p.Unlock()
-	if err != nil {
+	if err != nil || unfit {
 		return nil, err
 	}
 	if !made {
@@ -145,7 +169,7 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 	case x.loc != d.Location():
 		return nil, g.elsewhere(c, x, d)
 	}
-	v := &visit{stream: s, launch: &launch{x: x, call: view.exchangeCall(c, g.rank, d.Location())}}
+	v := &visit{stream: s, launch: &launch{x: x, call: exchangeCall(c, x.active, g.rank, x.loc)}}
 	if s == nil {
 		switch v.own, err = g.devices.waitingStream(d); {
 		case errors.Is(err, ErrClosed):
@@ -164,12 +188,12 @@ func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, 
 // elsewhere is the error of an operation on another device than that of the exchange.
 func (g *Group) elsewhere(c *exec.Call, x *exchange, d device.Device) error {
 	return &ArgumentError{Call: c.Kind.String(), Arg: "a buffer's location", Got: string(d.Location()),
-		Want: fmt.Sprintf("%q, where this rank's allreduces of up to %d bytes began in this view", x.loc,
-			device.ShortVector)}
+		Want: fmt.Sprintf("%q, where this rank's short collectives began in this view", x.loc)}
 }
 
-// exchangeCall returns c as the exchange of a view does it.
-func (v *groupView) exchangeCall(c *exec.Call, slot int, loc Location) device.ExchangeCall {
+// exchangeCall returns c as the rank in slot does it in an exchange of the slots of active, with
+// memory at loc.
+func exchangeCall(c *exec.Call, active []int, slot int, loc Location) device.ExchangeCall {
 	at := func(ptr unsafe.Pointer, n int) (m mem.Memory) {
 		if n > 0 {
 			m = mem.Device(uint64(uintptr(ptr)), n, loc)
@@ -177,8 +201,8 @@ func (v *groupView) exchangeCall(c *exec.Call, slot int, loc Location) device.Ex
 		return m
 	}
 	in, out, _, _ := c.Extents(slot, c.Slots)
-	return device.ExchangeCall{Kind: c.Kind, Op: c.Op, DType: c.DType, Root: slices.Index(v.Active, c.Root),
-		Count: c.Count, Parts: v.Active, Dst: at(c.Out, out), Src: at(c.In, in)}
+	return device.ExchangeCall{Kind: c.Kind, Op: c.Op, DType: c.DType, Root: slices.Index(active, c.Root),
+		Count: c.Count, Parts: active, Dst: at(c.Out, out), Src: at(c.In, in)}
 }
 
 // capturing reports whether a stream, nil if there is none, records its work.
@@ -211,7 +235,7 @@ func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit tim
 		defer func() { g.endRecording(x, has) }()
 	}
 	p.Unlock()
-	call := v.exchangeCall(c, g.rank, d.Location())
+	call := exchangeCall(c, v.Active, g.rank, d.Location())
 	l := c.Kind.Layout()
 	switch {
 	case err != nil:
@@ -242,9 +266,40 @@ func (g *Group) endRecording(x *exchange, has bool) {
 	defer g.job.proxy.Unlock()
 	x.recording--
 	x.recorded = x.recorded || has
+	if has && !g.packets.polled && g.job.roster == nil && !g.job.settings.Progress && !g.closed.Load() {
+		g.packets.polled = true
+		g.wg.Go(g.attendGraphs)
+	}
 	if i := slices.Index(g.packets.former, x); i >= 0 && !x.kept() {
 		g.packets.former = slices.Delete(g.packets.former, i, i+1)
 		g.job.retire(x.Exchange, x.inboxes)
+	}
+}
+
+// attendGraphs polls until the group is closed: the program may wait for a graph in no call of this
+// package. In a job with a roster, that polls.
+func (g *Group) attendGraphs() {
+	ticker := time.NewTicker(50 * time.Millisecond)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ticker.C:
+			g.job.proxy.Idle()
+		case <-g.ctx.Done():
+			return
+		}
+	}
+}
+
+// orphan handles that a rank has closed or aborted the group, or is lost: it does no more work of
+// the exchange. What it has a result of was under way at all others when it left, and ends well
+// there. So grace is enough for that, and what waits after it waits in vain. With the proxy's lock.
+func (g *Group) orphan(slot int) {
+	if g.halted() != nil { // an abort has ended the exchange
+		return
+	}
+	if x := g.packets.now; x != nil && x.stops == nil && slices.Contains(x.active, slot) {
+		x.left, x.stops = slot, time.AfterFunc(grace, x.Stop)
 	}
 }
 
@@ -348,7 +403,10 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		v, at, places := g.v, g.sync.At(), g.job.places
 		x, refused := g.packets.now, g.packets.refused
 		p.Unlock()
-		if x != nil || refused != nil {
+		switch {
+		case !v.fits(c):
+			return nil, nil
+		case x != nil || refused != nil:
 			return x, nil
 		}
 		made, bad := g.newExchange(ctx, d, v)
@@ -405,6 +463,11 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		x = &exchange{Exchange: made, inboxes: inboxes, loc: loc, epoch: v.epoch, active: v.Active}
 		if g.sync.At() == at && g.halted() == nil {
 			g.packets.now = x
+			for _, slot := range x.active { // what was said before is not said again
+				if g.msgs.Closed(slot) || g.job.roster == nil && p.Down(g.jobRank(slot)) != nil {
+					g.orphan(slot)
+				}
+			}
 		} else { // other ranks may have begun the operation
 			g.end(x)
 		}
@@ -565,6 +628,9 @@ func (g *Group) disconnect() {
 // proxy's lock.
 func (g *Group) end(x *exchange) {
 	x.Stop()
+	if x.stops != nil {
+		x.stops.Stop()
+	}
 	if x.kept() {
 		g.packets.former = append(g.packets.former, x)
 	} else {
@@ -606,6 +672,11 @@ const graphCall = "the launch of a graph"
 func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 	e := &graphError{text: fmt.Sprintf("%s with operations of this group has no result: %v", graphCall, why)}
 	switch ours := why.Ours.String() + " in a graph"; {
+	case why.Stopped && x.stops != nil:
+		lost := &RankError{Rank: x.left, Epoch: x.epoch, Call: graphCall, Reporter: g.rank,
+			Err: cmp.Or(g.job.proxy.Down(g.jobRank(x.left)), errDeserted)}
+		e.text = fmt.Sprintf("%s with operations of this group has no result: rank %d: %v", graphCall, x.left, lost.Err)
+		e.is = lost
 	case why.Stopped:
 		e.is = g.overtaken(x.epoch, graphCall)
 	case why.Differs:
@@ -619,10 +690,15 @@ func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 }
 
 // overtakenAbort returns what the other ranks are told of work of an earlier view, or of a graph,
-// that has failed with err: which rank has left the view if err names one that has, else text. now
-// is the operation that notices it.
+// that has failed with err: which rank has left the view or the group if err names one that has,
+// else text. now is the operation that notices it.
 func (g *Group) overtakenAbort(err error, text string, now p2p.Token) *wireAbort {
-	if lost, ok := err.(*RankError); ok && !slices.Contains(g.v.Active, lost.Rank) {
+	lost, ok := err.(*RankError)
+	switch {
+	case !ok || errors.As(lost.Err, new(mishap)):
+	case lost.Err == errDeserted:
+		return &wireAbort{Kind: abortDeserted, A: g.rank, B: lost.Rank, Call: now}
+	case lost.Epoch == g.v.epoch || !slices.Contains(g.v.Active, lost.Rank):
 		return &wireAbort{Kind: abortRank, A: g.rank, B: lost.Rank, Call: now, Text: lost.Err.Error()}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: text}
@@ -666,6 +742,9 @@ func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
 		if err := g.coll.Err(); err != nil {
 			return err
 		}
+		if x.stops != nil {
+			return &p2p.PeerError{Rank: g.v.ranks[x.left], Err: p2p.ErrPeerGone}
+		}
 		return errMoved
 	case why.Recorded:
 		return g.graphFailed(x, why)
@@ -673,9 +752,7 @@ func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
 		ours, t := g.run.Token(), &why.Theirs
 		c := exec.Call{Kind: t.Kind, Op: t.Op, DType: t.DType, Root: t.Root, Count: t.Count}
 		theirs := c.Token(ours.Seq, collectives.Auto)
-		if c.Kind == collectives.AllReduce {
-			theirs.Call = uint64(flight.Call(theirs.Call).InPackets())
-		}
+		theirs.Call = uint64(flight.Call(theirs.Call).InPackets())
 		return &p2p.Disagreement{Rank: why.Rank, Ours: ours, Theirs: theirs}
 	}
 	return fmt.Errorf("its device: %w: %w", why, p2p.ErrTimeout)

@@ -268,6 +268,10 @@ func TestPacketsMismatch(t *testing.T) {
 		if err := good(); err != nil {
 			return err
 		}
+		gather := func(count int) Operation {
+			return AllGatherOp{Dst: DeviceBuffer(large.Slice(0, 8*count), Uint32, nil),
+				Src: DeviceBuffer(large.Slice(64<<10, 4*count), Uint32, nil)}
+		}
 		for name, c := range []struct {
 			op    [2]Operation
 			words string
@@ -277,6 +281,11 @@ func TestPacketsMismatch(t *testing.T) {
 			{[2]Operation{AllReduceOp{Dst: DeviceBuffer(large.Slice(0, 20000), Uint32, nil), Op: Sum},
 				AllReduceOp{Dst: DeviceBuffer(large.Slice(0, 18000), Uint32, nil), Op: Sum}}, "4500 elements"},
 			{[2]Operation{AllReduceOp{Dst: b, Op: Sum}, AllReduceOp{Dst: BufferOf([]uint32{1}), Op: Sum}},
+				"in packets"},
+			{[2]Operation{gather(64), AllReduceOp{Dst: b, Op: Sum}}, "64 elements a rank"},
+			{[2]Operation{gather(64), gather(60)}, "60 elements a rank"},
+			{[2]Operation{gather(4095), gather(4096)}, "4096 elements a rank"}, // less than 32 KiB, or not
+			{[2]Operation{gather(1), AllGatherOp{Dst: BufferOf([]uint32{1, 2}), Src: BufferOf([]uint32{1})}},
 				"in packets"},
 		} {
 			err := r.Do(ctx, c.op[r.Rank()])
@@ -853,40 +862,119 @@ func testAroundAGraph(t *testing.T, early bool) {
 	})
 }
 
-// A graph that waits for a rank which aborts the group ends when this rank has heard of it.
-func TestAbortEndsGraphsOfOthers(t *testing.T) {
-	launched := make(chan struct{})
-	onPackets(t, 2, fake.Config{Devices: 2}, Config{Timeout: 5 * time.Minute}, func(ctx context.Context,
-		r packetRank) error {
-		p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
-		s, err := p.Stream()
-		if err != nil {
-			return err
+// launched captures a sum of count numbers that are the rank's slot + 1 in h, a group of this rank,
+// and runs f with what launches it once and with what waits for the stream and returns the last
+// sum.
+func (r packetRank) launched(ctx context.Context, t *testing.T, h *Group, count int, f func(launch func() error,
+	sum func() (uint32, error)) error) error {
+	p := program.Open(t, r.f.Path, r.d.Info().Ordinal)
+	s, err := p.Stream()
+	if err != nil {
+		return err
+	}
+	defer p.Destroy(s)
+	m, err := r.d.Alloc(4 * count)
+	if err != nil {
+		return err
+	}
+	defer r.d.Free(m)
+	for b := r.f.Bytes(m); len(b) > 0; b = b[4:] {
+		binary.LittleEndian.PutUint32(b, uint32(h.Rank()+1))
+	}
+	graph, err := packetRank{h, r.d, r.f}.captured(ctx, p, s,
+		AllReduceOp{Dst: DeviceBuffer(m, Uint32, r.d.Borrow(s)), Op: Sum})
+	if err != nil {
+		return err
+	}
+	defer graph.Close()
+	return f(func() error { return graph.Launch(s) }, func() (uint32, error) {
+		err := p.Finish(s, 20*time.Second)
+		if err != nil { // nothing is freed before the graph ends
+			h.Abort(err)
 		}
-		defer p.Destroy(s)
-		m, err := r.number(1)
-		if err != nil {
-			return err
+		return r.value(m.Slice(m.Len()-4, 4)), err
+	})
+}
+
+// A graph that waits for a rank which leaves the group ends when this rank has heard of that,
+// without a call of this rank, and the next operation names the rank.
+func TestLeavingEndsGraphsOfOthers(t *testing.T) {
+	gone := func(text string) func(err error) bool {
+		return func(err error) bool {
+			var lost *RankError
+			return errors.As(err, &lost) && lost.Rank == 1 && strings.Contains(err.Error(), text)
 		}
-		graph, err := r.captured(ctx, p, s, AllReduceOp{Dst: DeviceBuffer(m, Uint32, r.d.Borrow(s)), Op: Sum})
-		if err != nil {
-			return err
+	}
+	for name, c := range map[string]struct {
+		subgroup bool
+		leave    func(h *Group) error
+		is       func(err error) bool
+	}{
+		"it aborts the group": {false, func(h *Group) error { h.Abort(errors.New("enough")); return nil },
+			func(err error) bool { return errors.Is(err, ErrAborted) }},
+		"it closes the group":  {false, (*Group).Close, gone("it closed its group")},
+		"it closes a subgroup": {true, (*Group).Close, gone(errDeserted.Error())},
+	} {
+		t.Run(name, func(t *testing.T) {
+			launched := make(chan struct{})
+			cfg := Config{Timeout: 5 * time.Minute}
+			onPackets(t, 2, fake.Config{Devices: 2}, cfg, func(ctx context.Context, r packetRank) error {
+				h := r.Group
+				if c.subgroup {
+					var err error
+					if h, err = r.Split(ctx, 0, r.Rank()); err != nil {
+						return err
+					}
+					defer h.Close()
+				}
+				return r.launched(ctx, t, h, 1, func(launch func() error, sum func() (uint32, error)) error {
+					if r.Rank() == 1 {
+						<-launched
+						return c.leave(h)
+					}
+					err := launch()
+					close(launched)
+					if err != nil {
+						return err
+					}
+					if got, err := sum(); err != nil || got != 1 {
+						return fmt.Errorf("after the launch: %d, %w", got, err)
+					}
+					if err := h.Barrier(ctx); !c.is(err) {
+						return fmt.Errorf("the next operation: %w", err)
+					}
+					return nil
+				})
+			})
+		})
+	}
+}
+
+// Every rank has the results of the last graph that it has launched, although others have closed
+// the group as soon as they had theirs.
+func TestLeavingTakesNothingFromGraphs(t *testing.T) {
+	const n, rounds, count = 3, 20, device.ShortVector / 2 // which takes two rounds of packets
+	cfg := Config{Progress: true}                          // the others hear of it at once
+	onPackets(t, n, fake.Config{Devices: n}, cfg, func(ctx context.Context, r packetRank) error {
+		for i := range rounds {
+			h, err := r.Split(ctx, 0, r.Rank())
+			if err != nil {
+				return err
+			}
+			err = r.launched(ctx, t, h, count, func(launch func() error, sum func() (uint32, error)) error {
+				if err := errors.Join(launch(), launch()); err != nil {
+					return err
+				}
+				if got, err := sum(); err != nil || got != 6*n {
+					return fmt.Errorf("%d, want %d: %w", got, 6*n, err)
+				}
+				return nil
+			})
+			if err := errors.Join(err, h.Close()); err != nil {
+				return fmt.Errorf("round %d: %w", i, err)
+			}
 		}
-		defer graph.Close()
-		if r.Rank() == 1 {
-			<-launched
-			r.Abort(errors.New("enough"))
-			return nil
-		}
-		err = graph.Launch(s)
-		close(launched)
-		if err != nil {
-			return err
-		}
-		if err := r.Barrier(ctx); !errors.Is(err, ErrAborted) {
-			return err
-		}
-		return p.Finish(s, 20*time.Second)
+		return nil
 	})
 }
 

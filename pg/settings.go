@@ -35,11 +35,9 @@ type settings struct {
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	s := &settings{Config: c}
 	var err error
-	if s.launch, err = bootstrap.FromEnv(getenv); err != nil {
-		if c.Size == 0 {
-			return nil, err
-		}
-		s.launch = bootstrap.Launch{LocalRank: -1}
+	var unplaced *bootstrap.PlaceError // by the environment
+	if s.launch, err = bootstrap.FromEnv(getenv); err != nil && (c.Size == 0 || !errors.As(err, &unplaced)) {
+		return nil, err
 	}
 	l := &s.launch
 	if s.Size == 0 {
@@ -110,6 +108,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if s.Window <= 0 {
 		s.Window = defaultWindow
 	}
+	s.Window = min(s.Window, longestWindow)
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
 		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
 	}
@@ -136,6 +135,9 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 			s.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level})).With("rank", s.Rank)
 		}
 	}
+	if unplaced != nil {
+		s.Logger.Debug("the launcher's variables do not tell a place in a job: Config does", "err", unplaced)
+	}
 	return s, nil
 }
 
@@ -158,10 +160,10 @@ func (s *settings) preload() {
 
 // session returns the settings for package join.
 func (s *settings) session() (*join.Settings, error) {
-	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Secret: s.Secret, Transports: s.transports,
-		Progress:   s.Progress,
+	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Secret: s.Secret, Terms: s.terms(),
+		Transports: s.transports, Progress: s.Progress,
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
-		Survives: s.OnFailure != Report, Algo: s.algo, Exchanges: s.exchanges, Dial: s.Dialer, Logger: s.Logger,
+		Survives: s.OnFailure != Report, Exchanges: s.exchanges, Dial: s.Dialer, Logger: s.Logger,
 		OpenStore: s.openStore}
 	if s.MaxSize == 1 {
 		return js, nil
@@ -198,12 +200,12 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	return nil
 }
 
-// part leaves the meeting or formation. If this rank serves the store, part first waits until the
-// other ranks have left, or until ctx or Config.Timeout ends.
-func (s *settings) part(ctx context.Context) {
+// part leaves a meeting, which may be nil, and the formation. If this rank serves the store, part
+// first waits until the other ranks have left, or until ctx or Config.Timeout ends.
+func (s *settings) part(ctx context.Context, meeting *bootstrap.Meeting) {
 	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
-	s.meeting.Close(ctx)
+	meeting.Close(ctx)
 	if s.formation != nil {
 		s.formation.End(nil)
 	}

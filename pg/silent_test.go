@@ -55,7 +55,7 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	ids, places, incarnations := make([]p2p.Identity, n), make([]join.Place, n), make([]uint64, n)
 	for r := range n {
 		ids[r] = p2p.Identity{Rank: r, Incarnation: ident.New()}
-		places[r], incarnations[r] = join.Place{Cores: runtime.NumCPU(), Algo: s.algo}, ids[r].Incarnation
+		places[r], incarnations[r] = join.Place{Cores: runtime.NumCPU()}, ids[r].Incarnation
 	}
 	resolve := func(ctx context.Context, rank int) (p2p.Peer, error) {
 		if way == "directory" {

@@ -137,7 +137,7 @@ func TestCallersStore(t *testing.T) {
 		}
 		groups[r].Close()
 	}
-	if left := kv.keys(); !slices.Equal(left, []string{"/tutti/default/size"}) {
+	if left := kv.keys(); !slices.Equal(left, []string{"/tutti/default/size", "/tutti/default/terms"}) {
 		t.Errorf("the store holds %q", left)
 	}
 }
@@ -251,24 +251,33 @@ type elastic struct {
 
 func (e elastic) Open(ctx context.Context) (bootstrap.Store, error) { return e.open(ctx) }
 
-// Over a store with leases a job continues without a lost rank.
-func TestCallersElasticStore(t *testing.T) {
+// elasticJob joins n ranks of a job that shrinks and may grow, over a store in this process.
+func elasticJob(t *testing.T, n, most int) (groups []*pg.Group, config func(rank int) pg.Config) {
+	t.Helper()
 	m := storetest.NewMemory()
-	defer m.Close()
+	t.Cleanup(m.Close)
 	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) { return m.Open(), nil }}
-	groups, errs := make([]*pg.Group, 3), make([]error, 3)
+	config = func(rank int) pg.Config {
+		cfg := fixed(kv, rank)
+		cfg.Size, cfg.MaxSize, cfg.OnFailure = n, most, pg.Shrink
+		return cfg
+	}
+	groups, errs := make([]*pg.Group, n), make([]error, n)
 	var wg sync.WaitGroup
 	for r := range groups {
-		wg.Go(func() {
-			cfg := fixed(kv, r)
-			cfg.OnFailure = pg.Shrink
-			groups[r], errs[r] = pg.Join(t.Context(), cfg)
-		})
+		wg.Go(func() { groups[r], errs[r] = pg.Join(t.Context(), config(r)) })
 	}
 	wg.Wait()
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
+	return groups, config
+}
+
+// Over a store with leases a job continues without a lost rank.
+func TestCallersElasticStore(t *testing.T) {
+	groups, _ := elasticJob(t, 3, 3)
+	var wg sync.WaitGroup
 	groups[2].Close()
 	for r, g := range groups[:2] {
 		wg.Go(func() {
@@ -289,4 +298,39 @@ func TestCallersElasticStore(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// A replacement with a setting that the others do not have is refused, and the job goes on.
+func TestReplacementWithOtherSettings(t *testing.T) {
+	groups, config := elasticJob(t, 2, 3)
+	both := func(call func(g *pg.Group) error) {
+		t.Helper()
+		errs := make([]error, len(groups))
+		var wg sync.WaitGroup
+		for r, g := range groups {
+			wg.Go(func() { errs[r] = call(g) })
+		}
+		wg.Wait()
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, change := range map[string]func(*pg.Config){
+		"TUTTI_ALGO":       func(c *pg.Config) { c.Algorithm = "ring" },
+		"TUTTI_ON_FAILURE": func(c *pg.Config) { c.OnFailure = pg.Retry },
+		"OnTimeout":        func(c *pg.Config) { c.OnTimeout = pg.TimeoutEvicts },
+	} {
+		cfg := config(2)
+		change(&cfg)
+		var differs *bootstrap.TermsError
+		if _, err := pg.Join(t.Context(), cfg); !errors.As(err, &differs) || differs.Setting != name {
+			t.Errorf("another %s: %v", name, err)
+		}
+	}
+	both(func(g *pg.Group) error {
+		_, err := g.Admit(t.Context())
+		return err
+	})
+	both(func(g *pg.Group) error { return g.Barrier(t.Context()) })
+	both(func(g *pg.Group) error { return g.Close() })
 }

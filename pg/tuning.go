@@ -49,8 +49,10 @@ func (g *Group) warn() {
 // SetAlgorithm forces an algorithm for the group's later collectives, where they have it, as
 // Config.Algorithm does for a job; "auto" ends that. LoadStore applies to registered memory; other
 // calls choose by size as before. All ranks must call it at the same point of the order of
-// collectives, with no started operation in flight; ranks that differ get a *MismatchError. It is
-// for measurements: by default the library chooses the fastest algorithm.
+// collectives, with no started operation in flight; ranks that differ get a *MismatchError. A rank
+// that comes in later begins with Config.Algorithm, the same as the job's others at their start,
+// and calls SetAlgorithm before its first collective. It is for measurements: by default the
+// library chooses the fastest algorithm.
 func (g *Group) SetAlgorithm(name string) error {
 	a, err := collectives.ParseAlgo(name)
 	if err != nil {

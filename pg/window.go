@@ -6,9 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/sync/semaphore"
 
 	"tutti/kernels"
 	"tutti/mem"
@@ -53,8 +54,8 @@ type Window struct {
 	// Sent to the other ranks.
 	data, signals *mem.Remote
 
-	near    []atomic.Uintptr // by slot: where puts to the part write in this process, 0 if not known
-	closing sync.Mutex       // held by Refresh and Close
+	near []atomic.Uintptr    // by slot: where puts to the part write in this process, 0 if not known
+	turn *semaphore.Weighted // of Refresh and Close
 
 	// Under the proxy's lock.
 	parts  []part // by slot
@@ -137,7 +138,8 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	if g.closed.Load() {
 		return nil, ErrClosed
 	}
-	w := &Window{g: g, n: bytes, words: (bytes + 63) &^ 63, tag: g.job.session.Self.Incarnation >> countBits}
+	w := &Window{g: g, turn: semaphore.NewWeighted(1), n: bytes, words: (bytes + 63) &^ 63,
+		tag: g.job.session.Self.Incarnation >> countBits}
 	rows := max(g.Size(), g.job.settings.MaxSize)
 	w.near = make([]atomic.Uintptr, rows)
 	p := g.job.proxy
@@ -259,12 +261,25 @@ func (w *Window) drop(p *part) {
 // ranks that came in call NewWindow instead. Parts of ranks that stayed do not change. The counters
 // between this rank and a new incarnation begin at 0.
 func (w *Window) Refresh(ctx context.Context) error {
-	w.closing.Lock()
-	defer w.closing.Unlock()
+	if err := w.await(ctx, "refreshing"); err != nil {
+		return err
+	}
+	defer w.turn.Release(1)
 	if w.region == nil {
 		return ErrClosed
 	}
 	return w.exchange(ctx, true)
+}
+
+// await waits for the turn of a Refresh or Close.
+func (w *Window) await(ctx context.Context, what string) error {
+	if w.turn.TryAcquire(1) {
+		return nil
+	}
+	if err := w.turn.Acquire(ctx, 1); err != nil {
+		return fmt.Errorf("%s a window: another goroutine's Refresh or Close is under way: %w", what, err)
+	}
+	return nil
 }
 
 // Bytes returns this rank's part. Other ranks may write to it at any time; data that was put before
@@ -626,12 +641,16 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 
 // WaitSignal returns when rank's counter at this rank (0 to WindowCounters-1) has reached n, that
 // is, when rank has signalled n times since both ranks have their parts. Data that rank put before,
-// as Signal and PutSignal say, is then in Bytes.
+// as Signal and PutSignal say, is then in Bytes. n is at most 2^40-1, as often as a rank signals.
 func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) error {
-	if counter < 0 || counter >= WindowCounters {
-		return badCounter("wait for a signal", counter)
-	}
 	const name = "wait for a signal"
+	switch {
+	case counter < 0 || counter >= WindowCounters:
+		return badCounter(name, counter)
+	case n > maxCount:
+		return &ArgumentError{Call: name, Arg: "the number of signals", Got: strconv.FormatUint(n, 10),
+			Want: fmt.Sprintf("at most %d", uint64(maxCount))}
+	}
 	p, err := w.reach(name, rank, 0, 0)
 	if err != nil {
 		return err
@@ -706,8 +725,10 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 // Close waits until no peer is writing to the part. If ctx ends before that, the memory stays, and
 // Close may be called again. Close works after the group's Close, and may be called more than once.
 func (w *Window) Close(ctx context.Context) error {
-	w.closing.Lock()
-	defer w.closing.Unlock()
+	if err := w.await(ctx, "closing"); err != nil {
+		return err
+	}
+	defer w.turn.Release(1)
 	p := w.g.job.proxy
 	p.Lock()
 	w.closed = true

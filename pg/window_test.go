@@ -144,6 +144,7 @@ func TestWindowArguments(t *testing.T) {
 			"negative counter": w.PutSignal(ctx, other, 0, x[:1], -1),
 			"waiting for none": w.WaitSignal(ctx, other, -1, 1),
 			"wait on no rank":  w.WaitSignal(ctx, 7, 0, 1),
+			"too many signals": w.WaitSignal(ctx, other, 0, 1<<40),
 		} {
 			argument(what, err)
 		}

@@ -92,7 +92,8 @@ func code(err error) int {
 		return C.TUTTI_ETIMEOUT
 	case errors.As(err, &lost):
 		return C.TUTTI_ERANK
-	case errors.As(err, new(*bootstrap.SlotError)), errors.As(err, new(*bootstrap.SizeError)):
+	case errors.As(err, new(*bootstrap.SlotError)), errors.As(err, new(*bootstrap.SizeError)),
+		errors.As(err, new(*bootstrap.TermsError)):
 		return C.TUTTI_EINVAL
 	case errors.Is(err, context.DeadlineExceeded):
 		return C.TUTTI_ETIMEOUT

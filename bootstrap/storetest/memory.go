@@ -177,6 +177,11 @@ func (h *memHandle) CompareAndSwap(ctx context.Context, key string, old, new []b
 	return h.swap(ctx, "compare and swap", key, old, new, false)
 }
 
+func (h *memHandle) Adopt(ctx context.Context, key string, value []byte) error {
+	value = append([]byte{}, value...)
+	return h.swap(ctx, "adopt", key, value, value, true)
+}
+
 func (h *memHandle) swap(ctx context.Context, op, key string, old, new []byte, lease bool) error {
 	if err := bootstrap.CheckPut(key, new); err != nil {
 		return err

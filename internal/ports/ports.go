@@ -70,12 +70,18 @@ func (s Spec) String() string {
 	return fmt.Sprintf("%d-%d", s.Lo, s.Hi)
 }
 
-// Next returns the spec for a second listener: the port after an explicit one, else s itself.
-func (s Spec) Next() Spec {
-	if s.Lo == s.Hi && s.Lo != 0 && s.Hi < 65535 {
-		return Spec{s.Lo + 1, s.Hi + 1}
+// After returns the spec for a further listener: the n-th port after an explicit one, else s
+// itself.
+func (s Spec) After(n int) (Spec, error) {
+	if s.Lo != s.Hi || s.Lo == 0 {
+		return s, nil
 	}
-	return s
+	p := int(s.Lo) + n
+	if p > 65535 {
+		return Spec{}, fmt.Errorf("port %d: a further listener needs port %d, and the last one is 65535: give a lower "+
+			"port, a range or 0", s.Lo, p)
+	}
+	return Spec{uint16(p), uint16(p)}, nil
 }
 
 // Listen opens a TCP listener at host (an address; "" means every address of this machine) on the

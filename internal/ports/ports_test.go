@@ -31,6 +31,19 @@ func TestParseSpec(t *testing.T) {
 	}
 }
 
+func TestAfter(t *testing.T) {
+	for in, want := range map[string]string{"0": "0", "29500": "29502", "65533": "65535", "5-9": "5-9", "65535": "",
+		"65534": ""} {
+		spec, err := ParseSpec(in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := spec.After(2); (err == nil) != (want != "") || err == nil && got.String() != want {
+			t.Errorf("the second port after %s: %v, %v, want %q", in, got, err, want)
+		}
+	}
+}
+
 func FuzzParseSpec(f *testing.F) {
 	for _, s := range []string{"", "0", "29500-29600", "9-8", "-", "65536"} {
 		f.Add(s)

@@ -34,7 +34,7 @@ type Options struct {
 	RDMADevices string        // that may be used, see rdma.ParseDevices
 	RDMAGID     string        // address of an RDMA port that peers are given, see rdma.ChooseGID
 	RDMAPairs   int           // queue pairs for data on each port and link; 0: the default
-	Ports       string        // "0", "29500" or "29500-29600"
+	Ports       string        // "0", "29500" (tcp then has the next port, rdma the one after) or "29500-29600"
 	PeerTimeout time.Duration // bounds the silence of a host that an operation waits for
 	IdleTimeout time.Duration // bounds it otherwise
 	Dial        dial.Func     // makes the connections; nil: net.Dialer
@@ -81,17 +81,12 @@ var (
 				if err != nil {
 					return nil, err
 				}
-				t, err := tcpConfig(o)
-				if err != nil {
-					return nil, err
-				}
-				return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID,
-					QueuePairs: o.RDMAPairs, Nodes: nodes(), Exporter: Exporter(o.Devices), TCP: t}), nil
+				return newVerbs(p, o)
 			}},
 		{Name: "tcp", Reach: Network, Works: func() error { return nil },
 			Advice: "a firewall may drop connections of this machine with itself",
 			New: func(o Options) (p2p.Transport, error) {
-				t, err := tcpConfig(o)
+				t, err := tcpConfig(o, tcpPort)
 				if err != nil {
 					return nil, err
 				}
@@ -118,13 +113,33 @@ func Exporter(f device.Finder) func(loc mem.Location) (rdma.Exporter, error) {
 	}
 }
 
-// tcpConfig returns the configuration of TCP connections.
-func tcpConfig(o Options) (tcp.Config, error) {
+// The ports of listeners after an explicit one, which the rank itself listens on.
+const (
+	tcpPort = 1 + iota
+	rdmaPort
+)
+
+// newVerbs makes the transport over RDMA devices of p.
+func newVerbs(p rdma.Provider, o Options) (p2p.Transport, error) {
+	t, err := tcpConfig(o, rdmaPort)
+	if err != nil {
+		return nil, err
+	}
+	return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID, QueuePairs: o.RDMAPairs,
+		Nodes: nodes(), Exporter: Exporter(o.Devices), TCP: t}), nil
+}
+
+// tcpConfig returns the configuration of TCP connections. The listener has the port after o.Ports
+// that after says, if that is one port.
+func tcpConfig(o Options, after int) (tcp.Config, error) {
 	spec, err := ports.ParseSpec(o.Ports)
+	if err == nil {
+		spec, err = spec.After(after)
+	}
 	if err != nil {
 		return tcp.Config{}, err
 	}
-	return tcp.Config{Interfaces: o.Interfaces, Ports: spec.Next().String(), Logger: o.Logger, Dial: o.Dial,
+	return tcp.Config{Interfaces: o.Interfaces, Ports: spec.String(), Logger: o.Logger, Dial: o.Dial,
 		PeerTimeout: o.PeerTimeout, IdleTimeout: o.IdleTimeout}, nil
 }
 

@@ -4,11 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"testing"
 	"time"
 
+	"tutti/internal/ports"
 	"tutti/p2p"
+	"tutti/rdma/soft"
 )
 
 // Whatever transport works on this machine passes a frame to itself.
@@ -33,6 +36,57 @@ func TestProbeReportsBrokenTransport(t *testing.T) {
 	if err := Probe(t.Context(), k, Options{}); !errors.Is(err, broken) {
 		t.Error(err)
 	}
+}
+
+// The transports of a rank with one explicit port listen beside each other.
+func TestTransportsHaveTheirPorts(t *testing.T) {
+	devices := soft.New(soft.Config{})
+	defer devices.Close()
+	host := &end{self: p2p.Identity{Incarnation: 1}, secret: []byte("a secret of this test")}
+	listen := func(port string) error {
+		o := Options{Interfaces: "lo", Ports: port, Logger: slog.New(slog.DiscardHandler)}
+		for _, make := range []func() (p2p.Transport, error){
+			func() (p2p.Transport, error) { return newVerbs(devices, o) },
+			func() (p2p.Transport, error) { return kindOf(t, "tcp").New(o) },
+		} {
+			tr, err := make()
+			if err != nil {
+				return err
+			}
+			defer tr.Close()
+			if _, err := tr.Listen(t.Context(), host); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	var err error
+	for range 20 { // other processes may have the ports after the reserved one
+		r, err2 := ports.Reserve()
+		if err2 != nil {
+			t.Fatal(err2)
+		}
+		err = listen(fmt.Sprint(r.Port))
+		r.Close()
+		if err == nil {
+			break
+		}
+	}
+	if err != nil {
+		t.Error(err)
+	}
+	if err := listen("65534"); err == nil || !strings.Contains(err.Error(), "65536") {
+		t.Errorf("without a port for rdma: %v", err)
+	}
+}
+
+func kindOf(t *testing.T, name string) Kind {
+	t.Helper()
+	kinds, err := Find(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return kinds[0]
 }
 
 func TestFindKeepsOrder(t *testing.T) {

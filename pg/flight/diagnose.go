@@ -118,7 +118,7 @@ func (s *Snapshot) group(of *Group) *Group {
 // same reports whether a and b, of the same number, are the same call.
 func same(a, b *Operation) bool {
 	return a.Kind == b.Kind && a.DType == b.DType && a.Reduction == b.Reduction && a.Root == b.Root &&
-		a.Elements == b.Elements && a.CountsHash == b.CountsHash
+		a.Elements == b.Elements && a.CountsHash == b.CountsHash && a.Packets == b.Packets
 }
 
 // short names an operation by kind and number, and by its group if that is not the group of all

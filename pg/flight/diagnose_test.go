@@ -144,6 +144,9 @@ func TestDiagnose(t *testing.T) {
 		{"mismatch of counts", ranks(2).in(0, 9, s/10, 1).in(1, 9, s/10, 0).with(1,
 			func(s *Snapshot) { s.Groups[0].Running.Elements = 5 }),
 			[]string{"ranks disagree: rank 0 called allreduce #9 (float32), rank 1 called allreduce #9 (float32)"}},
+		{"mismatch of a call in packets", ranks(2).in(0, 9, s/10, 1).in(1, 9, s/10, 0).with(1,
+			func(s *Snapshot) { s.Groups[0].Running.Packets = true }),
+			[]string{"ranks disagree: rank 0 called allreduce #9 (float32), rank 1 called allreduce #9 (float32)"}},
 		{"computes inside", ranks(2).in(0, 9, 5*s, 1).in(1, 9, 5*s),
 			[]string{"rank 1 has been in allreduce #9 for 5.0 s and waits for no rank: it moves or combines data, " +
 				"or is held up in the kernel; rank 0 waits for it, 5.0 s so far"}},

@@ -2,7 +2,6 @@ package flight
 
 import (
 	"fmt"
-	"math"
 
 	"tutti/collectives"
 	"tutti/kernels"
@@ -11,7 +10,8 @@ import (
 // Call packs an operation into one word: kind, data type, reduction and algorithm take a byte each
 // from the lowest, and the root (of a message, the peer) the upper half. The headers of messages
 // carry it for comparison: there the algorithm is the forced one, and the root a slot of the group.
-// In records the algorithm is the chosen one, and the root a rank of the job.
+// In records the algorithm is the chosen one, and the root a rank of the job. Calls in packets have
+// a mark instead of an algorithm.
 type Call uint64
 
 // Sends and receives are recorded as these kinds; their number is the tag.
@@ -36,7 +36,7 @@ func (c Call) DType() kernels.DType { return kernels.DType(c >> 8) }
 // Reduction returns the reduction, 0 if there is none.
 func (c Call) Reduction() kernels.Op { return kernels.Op(c >> 16) }
 
-// Algorithm returns the algorithm; Auto: not chosen yet, or not recorded.
+// Algorithm returns the algorithm, if not Packets; Auto: not chosen yet, or not recorded.
 func (c Call) Algorithm() collectives.Algo { return collectives.Algo(c >> 24) }
 
 // Root returns the root, or the peer of a message; -1: any.
@@ -45,21 +45,23 @@ func (c Call) Root() int { return int(int32(c >> 32)) }
 // With returns c with another algorithm.
 func (c Call) With(a collectives.Algo) Call { return c&^(0xff<<24) | Call(a)<<24 }
 
-// Roots of an AllReduce that the ranks' devices do in packets, and of operations that prepare it.
+// What a call in packets has in the place of an algorithm. Number step of the operations that
+// prepare one has packetsPrepared - step.
 const (
-	inPackets = 1 + iota
-	packetsPrepared
+	inPackets       = 0xff
+	packetsPrepared = 0xfe
+	prepareSteps    = 2
 )
 
-// InPackets returns c, an AllReduce, as one that the ranks' devices do in packets, without messages
-// of the hosts.
-func (c Call) InPackets() Call { return c&math.MaxUint32 | inPackets<<32 }
+// InPackets returns c as one that the ranks' devices do in packets, without messages of the hosts.
+func (c Call) InPackets() Call { return c.With(inPackets) }
 
-// PreparesPackets returns c, an AllReduce that the ranks' devices are to do in packets, as number
-// step, from 0, of the operations of the hosts that prepare it.
-func (c Call) PreparesPackets(step int) Call {
-	return c&math.MaxUint32 | Call(packetsPrepared+step)<<32
-}
+// PreparesPackets returns c, which the ranks' devices are to do in packets, as number step, 0 or 1,
+// of the operations of the hosts that prepare it.
+func (c Call) PreparesPackets(step int) Call { return c.With(packetsPrepared - collectives.Algo(step)) }
+
+// Packets reports whether the ranks' devices do c in packets, or c prepares that.
+func (c Call) Packets() bool { return c.Algorithm() > packetsPrepared-prepareSteps }
 
 // Name returns the name of the kind.
 func (c Call) Name() string {
@@ -115,17 +117,16 @@ func details(c Call, count uint64) string {
 		s += fmt.Sprintf(", %d elements a rank", count)
 	}
 	switch kind {
-	case collectives.AllReduce:
-		if c.Root() >= inPackets {
-			s += ", on devices, in packets"
-		}
-		if step := c.Root() - packetsPrepared; step >= 0 {
-			s += fmt.Sprintf(", being prepared: step %d", step+1)
-		}
 	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
 		s += fmt.Sprintf(", root %d", c.Root())
 	}
-	if a := c.Algorithm(); a != collectives.Auto {
+	switch a := c.Algorithm(); {
+	case c.Packets():
+		s += ", on devices, in packets"
+		if a != inPackets {
+			s += fmt.Sprintf(", being prepared: step %d", packetsPrepared-a+1)
+		}
+	case a != collectives.Auto:
 		s += ", " + a.String()
 	}
 	return s + ")"

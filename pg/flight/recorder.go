@@ -370,8 +370,12 @@ func Template(group uint32, epoch uint64, call Call, count, bytes uint64) Record
 	return Record{Group: group, Epoch: uint32(epoch), Call: call, Count: count, Bytes: bytes, State: Running}
 }
 
-// Chosen records the algorithm of the operation.
-func (s *Record) Chosen(a collectives.Algo) { s.Call = s.Call.With(a) }
+// Chosen records the algorithm of the operation, unless it prepares one in packets.
+func (s *Record) Chosen(a collectives.Algo) {
+	if !s.Call.Packets() {
+		s.Call = s.Call.With(a)
+	}
+}
 
 // QueuedSince returns the time since t of the coarse clock in the unit of Record.Queued.
 func QueuedSince(t int64) uint16 { return uint16(min(max(0, Now()-t)/int64(tick), 1<<16-1)) }

@@ -102,6 +102,41 @@ func TestCallPacks(t *testing.T) {
 	})
 }
 
+// A call in packets and those that prepare it are said to be that, of whatever kind and root, and
+// the algorithm of what prepares it is not recorded.
+func TestCallsInPackets(t *testing.T) {
+	for _, root := range []int{0, 1, 5} {
+		plain := Pack(collectives.AllReduce, kernels.Float32, kernels.Sum, collectives.Auto, root)
+		for kind, what := range map[collectives.Kind]string{
+			collectives.AllReduce: "allreduce #7 (float32 sum, 64 elements",
+			collectives.AllGather: "allgather #7 (float32 sum, 64 elements a rank",
+			collectives.Broadcast: fmt.Sprintf("broadcast #7 (float32 sum, 64 elements, root %d", root),
+		} {
+			c := plain&^0xff | Call(kind)
+			for text, call := range map[string]Call{
+				")":                         c,
+				", on devices, in packets)": c.InPackets(),
+				", on devices, in packets, being prepared: step 1)": c.PreparesPackets(0),
+				", on devices, in packets, being prepared: step 2)": c.PreparesPackets(1),
+			} {
+				if got := Spell(7, call, 64); got != what+text || call.Root() != root || call.Packets() == (call == c) {
+					t.Errorf("%q with root %d, want %q with %d", got, call.Root(), what+text, root)
+				}
+				if got, want := Describe(call, 64), strings.Replace(what, " #7", "", 1)+text; got != want {
+					t.Errorf("%q, want %q", got, want)
+				}
+				tpl := Template(1, 1, call, 64, 256)
+				if tpl.Chosen(collectives.Ring); tpl.Call.Packets() != call.Packets() {
+					t.Errorf("recorded: %q", tpl.Operation().Call)
+				}
+				if o := tpl.Operation(); o.Packets != (call != c) || (o.Algorithm == "") != (call != c) {
+					t.Errorf("%+v", o)
+				}
+			}
+		}
+	}
+}
+
 // TestRing compares the ring with a list, for any order of beginnings and ends.
 func TestRing(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
@@ -557,7 +592,7 @@ func TestFieldNames(t *testing.T) {
 	one := 1
 	now := time.Unix(0, 0)
 	op := Operation{Elements: 1, CountsHash: "x", DType: "x", Reduction: "x", Algorithm: "x", Queued: 1, Ended: &now,
-		Async: true, Awaited: &one, WaitsFor: []int{1}}
+		Async: true, Awaited: &one, WaitsFor: []int{1}, Packets: true}
 	s := Snapshot{Reason: "x", Metrics: "x", Messages: []Operation{op}, Operations: []Operation{op},
 		Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}},
 		Failures: map[string]int{"x": 1},
@@ -595,11 +630,11 @@ func TestFieldNames(t *testing.T) {
 	}
 	slices.Sort(names)
 	want := "active algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call counts_hash " +
-		"devices dtype elements ended epoch error failures finished frames_received frames_sent gets group groups " +
-		"host id incarnation job joined kind last last_error links messages metrics number operations outcome peers " +
-		"pid puts queued queued_seconds rank ranks reason recorded reduction root running seen since size slot " +
-		"started time totals " +
-		"transport up version view waited_seconds waits waits_for x"
+		"devices dtype elements ended epoch error failures finished frames_received frames_sent gets group " +
+		"groups host id incarnation job joined kind last last_error links messages metrics number operations " +
+		"outcome packets peers pid puts queued queued_seconds rank ranks reason recorded reduction root " +
+		"running seen since size slot started time totals transport up version view waited_seconds waits " +
+		"waits_for x"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}

@@ -91,7 +91,8 @@ type Operation struct {
 	DType      string     `json:"dtype,omitempty"`
 	Reduction  string     `json:"reduction,omitempty"`
 	Algorithm  string     `json:"algorithm,omitempty"`
-	Root       int        `json:"root"` // or a message's peer, -1: any
+	Packets    bool       `json:"packets,omitempty"` // see Call.Packets
+	Root       int        `json:"root"`              // or a message's peer, -1: any
 	Elements   uint64     `json:"elements,omitempty"`
 	CountsHash string     `json:"counts_hash,omitempty"` // of an allgatherv, instead of elements
 	Bytes      uint64     `json:"bytes"`
@@ -156,7 +157,7 @@ func (s *Record) Operation() Operation {
 	o := Operation{Group: s.Group, Number: s.Number, Kind: s.Call.Name(), Bytes: s.Bytes, Epoch: uint64(s.Epoch),
 		Root:   s.Call.Root(),
 		Queued: float64(s.Queued) * tick.Seconds(), Started: at(s.Started), Outcome: s.State.String(),
-		Async: s.Flags&Async != 0}
+		Async: s.Flags&Async != 0, Packets: s.Call.Packets()}
 	c := s.Call
 	o.Call = Spell(s.Number, c, s.Count)
 	if c.Kind() != collectives.Barrier {
@@ -165,7 +166,7 @@ func (s *Record) Operation() Operation {
 	if c.Reduction() != 0 {
 		o.Reduction = c.Reduction().String()
 	}
-	if c.Algorithm() != collectives.Auto {
+	if c.Algorithm() != collectives.Auto && !o.Packets {
 		o.Algorithm = c.Algorithm().String()
 	}
 	if c.Kind() == collectives.AllGatherV {

@@ -94,8 +94,8 @@
 //   - Enter: if Removed is not empty, end the running operation and all other state of the old
 //     epoch. Then enter the view, as package resync says. If there is only Added, do so at a
 //     boundary that all members agree on.
-//   - Evicted: close the links, remove the report, the request to join and the record. Isolated,
-//     Reunited: tell the program.
+//   - Evicted: close the links, remove the record. The report and the request to join have no
+//     effect any more, and end with the lease. Isolated, Reunited: tell the program.
 //
 // The driver also watches the store: the view's key, the records of ranks (if a record is gone, or
 // has another incarnation, the old one is Dead), the reports and the requests to join. At the

@@ -11,6 +11,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/collectives"
 	"tutti/device"
 	"tutti/device/cuda/fake"
 	"tutti/device/devicetest"
@@ -241,7 +242,7 @@ func (m *deviceMemory) place(b []byte) mem.Memory {
 	return p.at.Slice(int(uintptr(unsafe.Pointer(&b[0]))-uintptr(unsafe.Pointer(&p.mem[0]))), len(b))
 }
 
-// shortDevice is the memory of the buffers of short allreduces that are in MemDevice. These have
+// shortDevice is the memory of the buffers of short collectives that are in MemDevice. These have
 // their buffers on GPUs at all ranks that have one, or at none (pg.Config.PeerDevices), even if the
 // other device memory is in use.
 const shortDevice Mem = "short device"
@@ -249,10 +250,22 @@ const shortDevice Mem = "short device"
 // graphDevice is the memory of the buffers of graphs.
 const graphDevice Mem = "graph device"
 
+// short reports whether the devices may do a step alone, in a group of some size.
+func (s *Step) short() bool {
+	n := s.Count * s.DType.Size()
+	switch s.Op {
+	case AllReduce:
+		return n <= device.ShortVector
+	case AllGather, ReduceScatter, AllToAll:
+		return 2*n < collectives.LoadStoreMin(collectives.AllGather)
+	}
+	return false
+}
+
 // place chooses the kinds of memory of a call's two buffers: those of a collective are on one
 // device, or on none.
 func (s *Step) place(p *Part, gpus GPUs) (dst, src Mem) {
-	if gpus != NoGPUs && s.Op == AllReduce && s.Count*s.DType.Size() <= device.ShortVector && len(s.Ranks) > 0 {
+	if gpus != NoGPUs && s.short() && len(s.Ranks) > 0 {
 		first := &s.Ranks[0]
 		switch {
 		case first.Dst == MemDevice || first.Src == MemDevice:

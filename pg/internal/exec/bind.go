@@ -77,6 +77,9 @@ func (r *Runner) remember(prog *program, asks bool) {
 	if (l.InAtRoot || l.OutAtRoot) && (l.In.Parted() || l.Out.Parted()) || l.Out == collectives.Packed {
 		return // its buffers differ from rank to rank
 	}
+	if c.For != 0 {
+		return // it is a part of another call
+	}
 	if prog.Algo == collectives.LoadStore {
 		if prog = r.sends(); prog == nil {
 			return

@@ -118,6 +118,7 @@ type Runner struct {
 	over     uint64   // bit k: step next+k, a later one, has been made out of turn
 	worked   int      // bytes that the running step has made with the lock
 	dirty    bool     // the operation works in place and has begun to write
+	once     bool     // the operation cannot run again: a peer may have its result
 	whole    bool     // the running or the last call is done without messages
 	mapped   mapped   // the peers' memory, in a load-store plan
 	direct   direct   // the same in the memory of devices
@@ -196,12 +197,12 @@ func (r *Runner) Unbind() {
 // grown. Errors are those of the proxy. After p2p.ErrSuspended, which only bound calls return,
 // Resume continues.
 func (r *Runner) Run(seq uint64, hint bool) error {
-	r.seq, r.dirty, r.ahead, r.looking, r.whole = seq, false, 0, false, false
+	r.seq, r.dirty, r.once, r.ahead, r.looking, r.whole = seq, false, false, 0, false, false
 	if w, ok := r.feed.(Whole); ok {
 		r.tok = r.cur.Token(seq, collectives.Auto)
 		r.tok.Call = uint64(flight.Call(r.tok.Call).InPackets())
 		r.history[seq%uint64(len(r.history))] = r.tok
-		r.dirty, r.whole = true, true
+		r.dirty, r.once, r.whole = r.cur.Kind.Reduces() && r.cur.In == r.cur.Out, true, true
 		if err := r.coll.Begin(r.tok, false); err != nil {
 			return err
 		}
@@ -279,8 +280,17 @@ func (r *Runner) Resume() error {
 	return r.resume(r.bound.prog, r.bound.DType)
 }
 
+// Whole reports whether the operation has a Whole, which does it without messages.
+func (r *Runner) Whole() bool {
+	_, ok := r.feed.(Whole)
+	return ok
+}
+
 // Dirty reports whether the last operation worked in place, and had begun to write.
 func (r *Runner) Dirty() bool { return r.dirty }
+
+// Once reports whether the last operation has no way to run again.
+func (r *Runner) Once() bool { return r.once }
 
 // Token returns the token that the last operation sent to its peers.
 func (r *Runner) Token() p2p.Token { return r.tok }

@@ -1,25 +1,21 @@
 package join
 
-import (
-	"encoding/binary"
-
-	"tutti/collectives"
-)
+import "encoding/binary"
 
 // A Place is what all ranks must know of a rank to choose the same algorithms.
 type Place struct {
 	Machine     uint64 // equal for ranks that share memory and loopback
 	CPUs        uint64 // hash of the numbers of the processors that the rank may run on
 	Cores       int    // their number
-	Maps        bool   // its memory can be mapped by ranks of its machine
+	Maps        bool   // its memory can be mapped by ranks of its machine, see User
+	User        uint32 // effective user id, which decides who may map: see ident.MayTalk
 	Exchanges   bool   // its devices combine short vectors with those of other ranks
-	Algo        collectives.Algo
 	Table       uint64 // hash of the table of algorithms
 	Incarnation uint64
 }
 
 // PlaceSize is the size of an encoded Place in bytes.
-const PlaceSize = 40
+const PlaceSize = 48
 
 // Encode writes p to b, which has at least PlaceSize bytes, little-endian.
 func (p Place) Encode(b []byte) {
@@ -29,21 +25,20 @@ func (p Place) Encode(b []byte) {
 	if p.Maps {
 		b[20] = 1
 	}
-	b[21] = byte(p.Algo)
 	if p.Exchanges {
-		b[22] = 1
+		b[21] = 1
 	}
 	binary.LittleEndian.PutUint64(b[24:], p.Table)
 	binary.LittleEndian.PutUint64(b[32:], p.Incarnation)
+	binary.LittleEndian.PutUint32(b[40:], p.User)
 }
 
 // DecodePlace decodes the result of Encode. Every content is a Place.
 func DecodePlace(b []byte) Place {
 	return Place{Machine: binary.LittleEndian.Uint64(b), CPUs: binary.LittleEndian.Uint64(b[8:]),
 		Cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
-		Maps:  b[20] == 1, Exchanges: b[22] == 1, Algo: collectives.Algo(b[21]),
-		Table:       binary.LittleEndian.Uint64(b[24:]),
-		Incarnation: binary.LittleEndian.Uint64(b[32:])}
+		Maps:  b[20] == 1, Exchanges: b[21] == 1, Table: binary.LittleEndian.Uint64(b[24:]),
+		Incarnation: binary.LittleEndian.Uint64(b[32:]), User: binary.LittleEndian.Uint32(b[40:])}
 }
 
 // A CPUSet is a set of processors of a machine. Launchers give each rank processors of its own, or

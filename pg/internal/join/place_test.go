@@ -2,13 +2,11 @@ package join
 
 import (
 	"testing"
-
-	"tutti/collectives"
 )
 
 func TestPlaceRoundTrip(t *testing.T) {
-	p := Place{Machine: 1, CPUs: 2, Cores: 3, Maps: true, Exchanges: true, Algo: collectives.Ring, Table: 6,
-		Incarnation: 7}
+	p := Place{Machine: 1, CPUs: 2, Cores: 3, Maps: true, Exchanges: true, Table: 6,
+		Incarnation: 7, User: 8}
 	b := make([]byte, PlaceSize)
 	p.Encode(b)
 	if DecodePlace(b) != p {

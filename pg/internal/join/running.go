@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"tutti/bootstrap"
 	"tutti/pg/membership"
@@ -20,15 +21,43 @@ type Job struct {
 
 // Running returns the job if it is running, that is, if an incarnation of its view is registered.
 // It returns nil if the job is about to begin, or the store contains the keys of an earlier job of
-// the same name. A rank beyond the job's first ones waits until the job runs or begins.
+// the same name. A rank beyond the job's first ones waits until the job runs.
 func (ss *Session) Running(ctx context.Context) (*Job, error) {
-	if s := ss.settings; s.Rank >= s.Size && !ss.Met() {
-		if _, err := ss.Store().Wait(ctx, membership.ViewKey); err != nil {
-			return nil, fmt.Errorf("rank %d is beyond the job's first %d, and no job runs that it could join: %w",
-				s.Rank, s.Size, err)
+	job, err := ss.look(ctx)
+	s := ss.settings
+	if err != nil || job != nil || s.Rank < s.Size || ss.Met() {
+		return job, err
+	}
+	wctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	changes, again := ss.Store().Watch(wctx, membership.ViewKey), time.NewTicker(time.Second)
+	defer again.Stop()
+	for job == nil && err == nil {
+		select {
+		case e, open := <-changes:
+			if err = ended(ctx, e, open); errors.Is(err, bootstrap.ErrStoreAway) && ss.Store().Err() == nil {
+				changes, err = nil, nil // the store elects a leader, say: the ticker goes on
+			}
+		case <-again.C: // records come back without a change of the view
+		}
+		if err == nil {
+			job, err = ss.look(ctx)
 		}
 	}
-	return ss.running(ctx)
+	if err != nil {
+		err = fmt.Errorf("rank %d is beyond the job's first %d, and no job runs that it could join: %w", s.Rank, s.Size,
+			err)
+	}
+	return job, err
+}
+
+// look is running for a rank that joins: the store may be away for a while.
+func (ss *Session) look(ctx context.Context) (job *Job, err error) {
+	err = ss.persist(ctx, func() (err error) {
+		job, err = ss.running(ctx)
+		return err
+	})
+	return job, err
 }
 
 func (ss *Session) running(ctx context.Context) (*Job, error) {
@@ -44,15 +73,21 @@ func (ss *Session) running(ctx context.Context) (*Job, error) {
 	if err != nil {
 		return nil, err
 	}
-	records, err := store.List(ctx, bootstrap.RankKeys)
-	if err != nil {
+	if alive, err := runs(ctx, store, view, ss.Self.Rank); err != nil || !alive {
 		return nil, err
 	}
+	return &Job{view, first}, nil
+}
+
+// runs reports whether an incarnation of view is registered, in another slot than that of a rank
+// that joins: otherwise the view is that of an earlier job.
+func runs(ctx context.Context, store bootstrap.Store, view membership.View, joins int) (bool, error) {
+	records, err := store.List(ctx, bootstrap.RankKeys)
 	for _, b := range records {
-		if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Rank != ss.Self.Rank &&
+		if rec, bad := bootstrap.DecodeRecord(b); bad == nil && rec.Rank != joins &&
 			view.Has(rec.Rank, rec.Incarnation) {
-			return &Job{view, first}, nil
+			return true, nil
 		}
 	}
-	return nil, nil
+	return false, err
 }

@@ -7,6 +7,7 @@ import (
 	"hash/fnv"
 	"log/slog"
 	"net"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -28,15 +29,15 @@ import (
 type Settings struct {
 	Rank, Size, MaxSize int
 	Secret              []byte
+	Terms               bootstrap.Terms
 	OpenStore           func(ctx context.Context) (bootstrap.Store, error) // unused if MaxSize is 1
 	Transports          func() ([]p2p.Transport, error)
 	Interfaces, Ports   string
-	Timeout             time.Duration // of joining; 0: none
-	Window              time.Duration // how long two live ranks may be unable to reach each other
-	Survives            bool          // the job goes on when a rank is lost
-	Progress            bool          // the proxy has a goroutine of its own
-	Exchanges           bool          // of the rank's Place
-	Algo                collectives.Algo
+	Timeout             time.Duration      // of joining; 0: none
+	Window              time.Duration      // how long two live ranks may be unable to reach each other
+	Survives            bool               // the job goes on when a rank is lost
+	Progress            bool               // the proxy has a goroutine of its own
+	Exchanges           bool               // of the rank's Place
 	Table               *collectives.Table // this rank's table, which is used if all others have it; nil: the default
 	Dial                dial.Func          // makes the connections; nil: net.Dialer
 	Logger              *slog.Logger
@@ -75,6 +76,7 @@ type Session struct {
 
 	mu      sync.Mutex
 	store   bootstrap.Store
+	former  []bootstrap.Store        // lost handles, until the record is under the lease of store
 	records map[int]bootstrap.Record // the records by which ranks were last reached
 }
 
@@ -96,8 +98,8 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	if s.Survives { // a rank that cannot be reached counts as lost as soon as one whose link breaks
 		pc.ConnectTimeout = max(s.Window, time.Second)
 	}
-	ss.Here = Place{CPUs: allowedCPUs(), Cores: runtime.NumCPU(), Algo: s.Algo, Table: s.Table.Hash(),
-		Exchanges: s.Exchanges, Incarnation: ss.Self.Incarnation}
+	ss.Here = Place{CPUs: allowedCPUs(), Cores: runtime.NumCPU(), Table: s.Table.Hash(),
+		Exchanges: s.Exchanges, Incarnation: ss.Self.Incarnation, User: uint32(os.Geteuid())}
 	if s.MaxSize == 1 {
 		ss.Proxy = p2p.New(pc)
 		return nil
@@ -142,12 +144,29 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		return err
 	}
 	ss.record = bootstrap.NewRecord(s.Rank, s.MaxSize, ss.Self.Incarnation, ss.server.Addrs())
+	ss.record.Terms = s.Terms
 	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Secret, Dial: s.Dial,
 		Started: true})
 	machine := fnv.New64a()
 	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
 	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped
-	return bootstrap.Register(ctx, ss.store, ss.record)
+	return ss.persist(ctx, func() error { return bootstrap.Register(ctx, ss.store, ss.record) })
+}
+
+// persist calls f again while that finds the store away, as it is when it elects a leader. It ends
+// with ctx or the lease. A caller's store without leases is not asked again.
+func (ss *Session) persist(ctx context.Context, f func() error) error {
+	for {
+		err := f()
+		if store := ss.Store(); !errors.Is(err, bootstrap.ErrStoreAway) || store.TTL() == 0 || store.Err() != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
 }
 
 // Table returns this rank's table of algorithms, nil for the default one.
@@ -174,6 +193,7 @@ func (ss *Session) Close() error {
 	if ss.server != nil {
 		ss.server.Close()
 	}
+	ss.release()
 	if store := ss.Store(); store != nil {
 		// a store that has ended before this rank is no failure of the rank
 		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) {
@@ -194,9 +214,10 @@ func (ss *Session) Store() bootstrap.Store {
 	return ss.store
 }
 
-// Reconnect replaces a store handle whose lease was lost, and registers this rank again. If another
-// incarnation has taken the slot meanwhile, the next view shows it. After an error the next call
-// goes on with the handle that this one has opened.
+// Reconnect replaces a store handle whose lease was lost, and registers this rank again. A record
+// that the store still has does not disappear meanwhile: others would take this rank to be dead. If
+// another incarnation has taken the slot, the next view shows it. After an error the next call goes
+// on with the handle that this one has opened.
 func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 	store := ss.Store()
 	if store == lost || store.Err() != nil {
@@ -207,22 +228,38 @@ func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 			return err
 		}
 		ss.mu.Lock()
-		ss.store = fresh
+		ss.store, ss.former = fresh, append(ss.former, store)
 		ss.mu.Unlock()
-		// The old handle is closed before this rank registers again: the store may see the old
-		// lease's end, and remove the record with it, later than this process does.
-		if err := store.Close(); err != nil {
-			ss.log.Debug("the lost lease could not be given back", "err", err)
-		}
 		store = fresh
 	}
 	rctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
-	var taken *bootstrap.SlotError
-	if err := bootstrap.Register(rctx, store, ss.record); err != nil && !errors.As(err, &taken) {
+	record, err := ss.record.Encode()
+	if err != nil {
 		return err
 	}
+	if err = store.Adopt(rctx, bootstrap.RankKey(ss.Self.Rank), record); errors.Is(err, bootstrap.ErrConflict) {
+		err = bootstrap.Register(rctx, store, ss.record)
+	}
+	if err != nil && !errors.As(err, new(*bootstrap.SlotError)) {
+		return err
+	}
+	ss.release()
 	return nil
+}
+
+// release closes the former handles. The store may see the ends of their leases later than this
+// process does, so that the record must not be under one of these any more.
+func (ss *Session) release() {
+	ss.mu.Lock()
+	former := ss.former
+	ss.former = nil
+	ss.mu.Unlock()
+	for _, store := range former {
+		if err := store.Close(); err != nil {
+			ss.log.Debug("a lost lease could not be given back", "err", err)
+		}
+	}
 }
 
 // Known returns the record by which a rank was last reached.

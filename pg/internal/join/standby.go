@@ -72,6 +72,7 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var view membership.View
+	var idle time.Time // when no job was running
 	// records and claims disappear without a change of the view
 	changes, again := store.Watch(wctx, membership.ViewKey), time.NewTicker(200*time.Millisecond)
 	defer again.Stop()
@@ -100,9 +101,17 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 		case <-again.C:
 		}
 		free := slices.Sorted(maps.Keys(vacant)) // before there is a view
-		for slot, at := range view.Slots {
-			if at.Incarnation == 0 && at.Left != 0 && !vacant[slot] {
-				free = append(free, slot)
+		if told := len(free); time.Since(idle) > time.Second {
+			for slot, at := range view.Slots {
+				if at.Incarnation == 0 && at.Left != 0 && !vacant[slot] {
+					free = append(free, slot)
+				}
+			}
+			if len(free) > told {
+				// The view may be that of an earlier job of the name.
+				if alive, err := runs(ctx, store, view, -1); err != nil || !alive {
+					free, idle = free[:told], time.Now()
+				}
 			}
 		}
 		for _, slot := range free {

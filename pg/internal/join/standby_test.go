@@ -10,6 +10,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
+	"tutti/pg/membership"
 )
 
 // unanswered is a store in which the first claim succeeds without an answer.
@@ -62,6 +63,76 @@ func standBy(t *testing.T, wrap func(bootstrap.Store) bootstrap.Store, ready fun
 func TestUnansweredClaimHolds(t *testing.T) {
 	standBy(t, func(s bootstrap.Store) bootstrap.Store { return &unanswered{Store: s} },
 		func(*storetest.Memory, bootstrap.Store) {})
+}
+
+// looking is a store that tells of each List.
+type looking struct {
+	bootstrap.Store
+	looked chan struct{}
+}
+
+func (s *looking) List(ctx context.Context, prefix string) (map[string][]byte, error) {
+	all, err := s.Store.List(ctx, prefix)
+	select {
+	case s.looked <- struct{}{}:
+	case <-ctx.Done():
+	}
+	return all, err
+}
+
+// put writes a view of a job of two ranks, of which the first is registered if alive is set.
+func put(t *testing.T, s bootstrap.Store, view membership.View, alive bool) {
+	t.Helper()
+	first := view.Slots[0].Incarnation
+	record, err := bootstrap.NewRecord(0, 2, first, nil).Encode()
+	if err == nil && alive {
+		err = s.Put(t.Context(), bootstrap.RankKey(0), record, true)
+	}
+	if err == nil {
+		err = s.Put(t.Context(), membership.ViewKey, membership.EncodeStored(first, view), false)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A free slot of an earlier job's view is not claimed.
+func TestSlotOfEarlierJobIsNotFree(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	mem := storetest.NewMemory()
+	store := &looking{mem.Open(), make(chan struct{})}
+	job := mem.Open()
+	defer job.Close()
+	view := membership.First([]uint64{9, 8}).Remove(1)
+	put(t, job, view, false)
+	done := make(chan error, 1)
+	go func() {
+		c, err := StandBy(ctx, &Settings{MaxSize: 2, Logger: slog.New(slog.DiscardHandler),
+			OpenStore: func(context.Context) (bootstrap.Store, error) { return store, nil }})
+		if err == nil {
+			c.Release(false)
+		}
+		done <- err
+	}()
+	for range 2 { // the second time it is done with the first one
+		select {
+		case <-store.looked:
+		case err := <-done:
+			t.Fatal("the slot was claimed: ", err)
+		}
+	}
+	put(t, job, view, true) // one of its ranks is there
+	for {
+		select {
+		case <-store.looked:
+		case err := <-done:
+			if err != nil {
+				t.Error(err)
+			}
+			return
+		}
+	}
 }
 
 // A process on standby goes on when its lease is lost.

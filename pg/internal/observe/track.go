@@ -36,7 +36,7 @@ func (t *Track) Queued(since int64) { t.since = since }
 // in the view epoch; ranks are the job's ranks of its slots.
 func (t *Track) Begin(run *exec.Runner, epoch, number uint64, ranks []int) {
 	tpl := &t.tpl
-	if b := run.Bound(); b == nil || b.Epoch != epoch {
+	if b := run.Bound(); b == nil || b.Epoch != epoch || run.Whole() {
 		t.template(run, epoch, number, ranks)
 	} else if tpl = &b.Record; tpl.Queued != 0 || t.since != 0 {
 		tpl.Queued = t.queued()
@@ -61,13 +61,16 @@ func (t *Track) template(run *exec.Runner, epoch, number uint64, ranks []int) {
 		root = ranks[root]
 	}
 	call := flight.Pack(c.Kind, c.DType, c.Op, collectives.Auto, root)
-	if c.For != 0 {
+	switch {
+	case c.For != 0:
 		call = c.For
+	case run.Whole():
+		call = call.InPackets()
 	}
 	count := c.Token(number, collectives.Auto).Count
 	t.tpl = flight.Template(t.id, epoch, call, count, uint64(c.Bytes(len(ranks))))
 	t.tpl.Queued = t.queued()
-	if b := run.Bound(); b != nil { // bound in an earlier view
+	if b := run.Bound(); b != nil && !run.Whole() { // bound in an earlier view
 		t.tpl.Call = t.tpl.Call.With(b.Algo())
 		b.Record, b.Epoch = t.tpl, epoch
 	}

@@ -90,6 +90,7 @@ type Roster struct {
 	doubts time.Time   // when to check next which ranks this one waits for
 	listed time.Time   // when Admit last listed the waiting ranks in the store
 	begun  atomic.Bool // the job's view has been in the store
+	lapsed atomic.Bool // this rank has had no lease: the view may have been in the store meanwhile
 
 	mu      sync.Mutex
 	queue   []membership.Event
@@ -150,7 +151,7 @@ func (ro *Roster) Start() {
 	go ro.run()
 	go ro.watch()
 	go ro.write()
-	if active := view.Active(); len(active) > 0 && active[0] == ro.self.Slot && view.Epoch == 1 {
+	if view.Epoch == 1 && view.Has(ro.self.Slot, ro.self.Incarnation) {
 		ro.aside(func() { ro.begin(view) })
 	}
 }
@@ -318,6 +319,7 @@ func (ro *Roster) do(a membership.Action) {
 	case membership.Evicted:
 		ro.log.Warn("this rank was evicted", "view", a.View.String())
 		ro.state(func() { ro.evicted = true; ro.groups.Evicted() })
+		ro.aside(func() { ro.clear(ro.self.Slot, ro.self.Incarnation) }) // a replacement can take the slot
 	case membership.Isolated:
 		ro.log.Warn("this rank cannot take part in decisions on the membership", "why", a.Why)
 		ro.state(func() { ro.isolated = Isolation{a.Why, time.Now()} })

@@ -1,10 +1,13 @@
 package roster
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -129,18 +132,50 @@ func (f *fixture) Awaited(time.Duration) []int {
 	return f.awaited
 }
 
-// record publishes a rank's record.
+// record publishes a rank's record under rank 0's lease.
 func (f *fixture) record(rank int, incarnation uint64) bootstrap.Record {
+	f.t.Helper()
+	return f.recordIn(f.Store(), rank, incarnation)
+}
+
+// recordIn publishes a rank's record through a handle.
+func (f *fixture) recordIn(s bootstrap.Store, rank int, incarnation uint64) bootstrap.Record {
 	f.t.Helper()
 	rec := bootstrap.NewRecord(rank, 3, incarnation, []string{"127.0.0.1:1"})
 	b, err := rec.Encode()
 	if err == nil {
-		err = f.Store().Put(f.t.Context(), bootstrap.RankKey(rank), b, true)
+		err = s.Put(f.t.Context(), bootstrap.RankKey(rank), b, true)
 	}
 	if err != nil {
 		f.t.Fatal(err)
 	}
 	return rec
+}
+
+// open returns a handle of another process.
+func (f *fixture) open() bootstrap.Store {
+	s := f.mem.Open()
+	f.t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// told reports whether the groups were told of an event.
+func (f *fixture) told(event string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Contains(f.events, event)
+}
+
+// change replaces the view in the store; nil: by none.
+func (f *fixture) change(s bootstrap.Store, to []byte) {
+	f.t.Helper()
+	b, err := s.Get(f.t.Context(), membership.ViewKey)
+	if err == nil {
+		err = s.CompareAndSwap(f.t.Context(), membership.ViewKey, b, to)
+	}
+	if err != nil {
+		f.t.Error(err)
+	}
 }
 
 // until waits for ok, and fails the test if that takes too long.
@@ -269,6 +304,219 @@ func TestFirstViewIsPublishedAgain(t *testing.T) {
 	})
 }
 
+// A rank learns that it is out when the job has ended without it: the view is gone, or another
+// job's is there.
+func TestEndOfJobEvicts(t *testing.T) {
+	for what, view := range map[string][]byte{"no view": nil,
+		"another job's view": membership.EncodeStored(9, membership.First([]uint64{9, 8}))} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			f := newFixture(t, 3)
+			f.Start()
+			f.until("the job has begun", f.begun.Load)
+			f.change(f.open(), view)
+			f.until("the rank is out", func() bool { return f.told("evicted") })
+		})
+	}
+}
+
+// late is a store whose first watch begins before the first compare-and-swap and is delivered late.
+type late struct {
+	bootstrap.Store
+	once          sync.Once
+	seen, deliver chan struct{}
+}
+
+func (s *late) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
+	all, out := s.Store.Watch(ctx, key), make(chan bootstrap.Event)
+	go func() {
+		defer close(out)
+		for e := range all {
+			s.once.Do(func() {
+				close(s.seen)
+				<-s.deliver
+			})
+			out <- e
+		}
+	}()
+	return out
+}
+
+func (s *late) CompareAndSwap(ctx context.Context, key string, old, new []byte) error {
+	<-s.seen
+	return s.Store.CompareAndSwap(ctx, key, old, new)
+}
+
+// The view of an earlier job is no news after this job has begun.
+func TestLateViewOfEarlierJob(t *testing.T) {
+	f := newFixture(t, 3)
+	old := membership.EncodeStored(9, membership.First([]uint64{9, 8}))
+	if err := f.Store().CompareAndSwap(t.Context(), membership.ViewKey, nil, old); err != nil {
+		t.Fatal(err)
+	}
+	s := &late{Store: f.store, seen: make(chan struct{}), deliver: make(chan struct{})}
+	f.store = s
+	f.Start()
+	f.until("the job has begun", f.begun.Load)
+	close(s.deliver)
+	asks := binary.BigEndian.AppendUint64(binary.BigEndian.AppendUint64(nil, 7), 1)
+	if err := s.Put(t.Context(), joinKey+"1", asks, true); err != nil {
+		t.Fatal(err)
+	}
+	f.until("a later event is seen", func() bool { return f.asks(1) == 7 })
+	for range 2 { // what the first one finds to do is done before the second one
+		if err := f.Ask(t.Context(), func(*membership.Machine) {}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if f.told("evicted") {
+		t.Error("the rank is out")
+	}
+}
+
+// asks returns the incarnation that asks to be admitted into a slot.
+func (f *fixture) asks(slot int) uint64 {
+	f.Roster.mu.Lock()
+	defer f.Roster.mu.Unlock()
+	return f.joiners[slot]
+}
+
+// A request that is withdrawn while the store is away is withdrawn here when it is back.
+func TestRequestWithdrawnMeanwhile(t *testing.T) {
+	f := newFixtureOf(t, 2, 3)
+	f.record(1, self+1)
+	joiner := f.open()
+	f.opened = func(s bootstrap.Store) bootstrap.Store {
+		if err := joiner.Delete(t.Context(), joinKey+"2"); err != nil {
+			t.Error(err)
+		}
+		return s
+	}
+	f.Start()
+	asks := binary.BigEndian.AppendUint64(binary.BigEndian.AppendUint64(nil, self+2), 1)
+	if err := joiner.Put(t.Context(), joinKey+"2", asks, true); err != nil {
+		t.Fatal(err)
+	}
+	f.until("the request is seen", func() bool { return f.asks(2) == self+2 })
+	f.mem.Expire(f.Store())
+	f.until("the request is gone", func() bool { return f.asks(2) == 0 })
+}
+
+// unwritable is a store that carries out no compare-and-swap, and tells of the first one.
+type unwritable struct {
+	bootstrap.Store
+	tell func()
+}
+
+func (s unwritable) CompareAndSwap(context.Context, string, []byte, []byte) error {
+	s.tell()
+	return bootstrap.ErrStoreAway
+}
+
+// brief is a store with a short lease.
+type brief struct{ bootstrap.Store }
+
+func (s brief) TTL() time.Duration { return time.Millisecond }
+
+// If all ranks lose their leases before the first view is written, it is written when two are back.
+// A rank that finds no other does not know of a job that it is in.
+func TestLeaseLostBeforeFirstView(t *testing.T) {
+	for what, others := range map[string]bool{"two are back": true, "one is back": false} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			f := newFixture(t, 3)
+			first, other := f.store, f.open()
+			tried := make(chan struct{})
+			f.store = unwritable{first, sync.OnceFunc(func() { close(tried) })}
+			f.opened = func(s bootstrap.Store) bootstrap.Store {
+				f.recordIn(s, 0, self)
+				if others {
+					f.recordIn(other, 1, self+1)
+				}
+				return brief{s}
+			}
+			f.Start()
+			<-tried
+			f.mem.Expire(first)
+			if !others {
+				f.until("the rank is out", func() bool { return f.told("evicted") })
+				return
+			}
+			f.until("the job has begun", f.begun.Load)
+			if b, err := other.Get(t.Context(), membership.ViewKey); err != nil {
+				t.Error(err)
+			} else if first, v, err := membership.DecodeStored(b); err != nil || first != self || v.Epoch != 1 {
+				t.Errorf("the view is %v of %d, %v", v, first, err)
+			}
+			if f.told("evicted") {
+				t.Error("the rank is out")
+			}
+		})
+	}
+}
+
+// Ranks without a lease find, before they have seen their job's first view, that another job of the
+// name runs, or has their slots. They leave it alone, and are out.
+func TestLeaseLostBeforeFirstViewBesideAnotherJob(t *testing.T) {
+	const theirs = 997
+	for _, what := range []string{"its view is there", "a slot is taken", "its view has other ranks"} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			f := newFixture(t, 3)
+			first, other := f.store, f.open()
+			tried := make(chan struct{})
+			f.store = unwritable{first, sync.OnceFunc(func() { close(tried) })}
+			view := membership.EncodeStored(theirs, membership.First([]uint64{theirs, theirs + 1, theirs + 2}))
+			if what == "its view has other ranks" {
+				view = membership.EncodeStored(theirs,
+					membership.First([]uint64{theirs, theirs + 1, theirs + 2}).Remove(0, 1))
+			}
+			f.opened = func(s bootstrap.Store) bootstrap.Store {
+				f.recordIn(other, 2, theirs+2)
+				if what == "its view has other ranks" {
+					f.recordIn(s, 0, self)
+					f.recordIn(other, 1, self+1)
+				} else {
+					f.recordIn(other, 0, theirs)
+				}
+				if what != "a slot is taken" {
+					if err := other.CompareAndSwap(t.Context(), membership.ViewKey, nil, view); err != nil {
+						t.Error(err)
+					}
+				}
+				return s
+			}
+			f.Start()
+			<-tried
+			f.mem.Expire(first)
+			f.until("the rank is out", func() bool { return f.told("evicted") })
+			b, err := other.Get(t.Context(), membership.ViewKey)
+			if what != "a slot is taken" && !bytes.Equal(b, view) {
+				t.Errorf("the other job's view is now %q, %v", b, err)
+			}
+		})
+	}
+}
+
+// A rank that registers again after it was removed gives its slot up when it learns of that.
+func TestEvictedRankGivesItsSlotUp(t *testing.T) {
+	f := newFixture(t, 3)
+	f.open() // the job outlasts rank 0's lease
+	f.opened = func(s bootstrap.Store) bootstrap.Store {
+		f.change(s, membership.EncodeStored(self, f.cfg.View.Remove(0)))
+		f.recordIn(s, 0, self)
+		return s
+	}
+	f.Start()
+	f.until("the job has begun", f.begun.Load)
+	f.mem.Expire(f.Store())
+	f.until("the rank is out", func() bool { return f.told("evicted") })
+	f.until("its record is gone", func() bool {
+		_, err := f.Store().Get(t.Context(), bootstrap.RankKey(0))
+		return errors.Is(err, bootstrap.ErrNoKey)
+	})
+}
+
 // A rank that was lost is removed from the view, with its record, and its groups are told.
 func TestDeadRankIsRemoved(t *testing.T) {
 	f := newFixture(t, 3)
@@ -361,15 +609,15 @@ func (s *slowPut) Put(ctx context.Context, key string, value []byte, lease bool)
 	return err
 }
 
-// noted is a store that tells of the first Get.
+// noted is a store that tells of the first List.
 type noted struct {
 	bootstrap.Store
 	tell func()
 }
 
-func (s *noted) Get(ctx context.Context, key string) ([]byte, error) {
+func (s *noted) List(ctx context.Context, prefix string) (map[string][]byte, error) {
 	s.tell()
-	return s.Store.Get(ctx, key)
+	return s.Store.List(ctx, prefix)
 }
 
 // So is a key whose writer hears late that the former lease has it.
@@ -381,7 +629,7 @@ func TestKeyOfFormerLeaseIsPublishedAgain(t *testing.T) {
 	f.store = slow
 	back := make(chan struct{})
 	f.opened = func(s bootstrap.Store) bootstrap.Store {
-		return &noted{s, sync.OnceFunc(func() { close(back) })} // the roster looks for its view then
+		return &noted{s, sync.OnceFunc(func() { close(back) })} // the roster looks for requests then
 	}
 	f.Start()
 	f.Knock()

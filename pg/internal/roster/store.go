@@ -85,10 +85,11 @@ func (ro *Roster) write() {
 	}
 }
 
-// watch follows the store. When the lease is lost it takes another one for the same incarnation.
+// watch follows the store. When the lease is lost it takes another one for the same incarnation,
+// unless that was evicted.
 func (ro *Roster) watch() {
 	defer ro.wg.Done()
-	for ro.ctx.Err() == nil {
+	for ro.ctx.Err() == nil && !ro.out() {
 		store := ro.dir.Store()
 		for e := range store.Watch(ro.ctx, membership.StoreKeys) {
 			if e.Err != nil {
@@ -97,31 +98,57 @@ func (ro *Roster) watch() {
 			}
 			ro.seen(e)
 		}
-		for ro.ctx.Err() == nil {
+		ro.lapsed.Store(true)
+		for ro.ctx.Err() == nil && !ro.out() {
 			err := ro.dir.Reconnect(ro.ctx, store)
 			if err == nil {
-				ro.mu.Lock()
-				maps.Copy(ro.want, ro.kept) // the values ended with the lease
-				ro.mu.Unlock()
-				nudge(ro.dirty)
-				// While this rank had no lease the job may have begun, continued without it, and
-				// ended.
-				ro.begun.Store(true)
-				ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
-				if _, err := ro.dir.Store().Get(ctx, membership.ViewKey); errors.Is(err, bootstrap.ErrNoKey) {
-					ro.over()
-				}
-				cancel()
-				ro.Tell(membership.StoreBack{})
+				ro.back()
 				break
 			}
 			ro.log.Debug("the store stays away", "err", err)
+			if ro.begun.Load() { // or another job has the name
+				ro.over()
+			}
 			select {
 			case <-ro.ctx.Done():
 			case <-time.After(200 * time.Millisecond):
 			}
 		}
 	}
+}
+
+// back takes up the state of the store after another lease was taken.
+func (ro *Roster) back() {
+	ro.mu.Lock()
+	maps.Copy(ro.want, ro.kept) // the values ended with the lease
+	ro.mu.Unlock()
+	nudge(ro.dirty)
+	if ro.out() { // meanwhile: the new record may be later than the removal of the old one
+		ro.clear(ro.self.Slot, ro.self.Incarnation)
+	}
+	if ro.begun.Load() {
+		ro.over()
+	}
+	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	defer cancel()
+	if asks, err := ro.dir.Store().List(ctx, joinKey); err == nil {
+		ro.mu.Lock()
+		joiners := slices.Collect(maps.Keys(ro.joiners))
+		ro.mu.Unlock()
+		for _, slot := range joiners { // no watch reports what is gone
+			if key := joinKey + strconv.Itoa(slot); asks[key] == nil {
+				ro.seen(bootstrap.Event{Key: key})
+			}
+		}
+	}
+	ro.Tell(membership.StoreBack{})
+}
+
+// out reports whether this rank was evicted.
+func (ro *Roster) out() bool {
+	ro.proxy.Lock()
+	defer ro.proxy.Unlock()
+	return ro.evicted
 }
 
 // seen handles one key of the store, which may have any content.
@@ -186,32 +213,76 @@ func (ro *Roster) seen(e bootstrap.Event) {
 	}
 }
 
-// begin writes the job's first view, and tries again while the store is away and this rank is
-// registered: the view of a rank that was silent for long, and comes back, may be that of a job
-// that is over. Then it is up to watch.
+// begin sees to it that the job's first view comes into the store. The lowest rank writes it, and
+// tries again until it is there. A rank that has had no lease cannot tell whether the job has
+// begun, continued without it, and ended: the job has yet to begin if another rank of it is
+// registered, and is over if none is for longer than a loss of all leases, or if another job has
+// its place.
 func (ro *Roster) begin(v membership.View) {
-	for try := true; ; {
-		if try {
-			if err := ro.publishFirst(ro.ctx, v); !errors.Is(err, bootstrap.ErrStoreAway) {
-				return
-			}
+	active := v.Active()
+	lowest := active[0] == ro.self.Slot
+	var alone time.Time // since when a rank that has had no lease finds no other
+	for try, over := lowest, false; ; {
+		if try && ro.publishFirst(ro.ctx, v) == nil || over && ro.over() {
+			return
 		}
 		select {
 		case <-ro.ctx.Done():
 			return
 		case <-time.After(100 * time.Millisecond):
 		}
-		ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
-		b, err := ro.dir.Store().Get(ctx, bootstrap.RankKey(ro.self.Slot))
-		cancel()
-		if try = err == nil; !try && errors.Is(err, bootstrap.ErrStoreAway) {
-			continue
-		}
-		if rec, bad := bootstrap.DecodeRecord(b); err != nil || bad != nil || rec.Incarnation != ro.self.Incarnation ||
-			ro.begun.Load() {
+		if ro.begun.Load() && !over || ro.out() {
 			return
 		}
+		if over || !lowest && !ro.lapsed.Load() {
+			continue
+		}
+		now, err := ro.present(v)
+		switch {
+		case err != nil:
+			try, alone = false, time.Time{}
+		case !ro.lapsed.Load():
+			try = now.self
+		case now.another || now.taken || !alone.IsZero() && time.Since(alone) > ro.dir.Store().TTL()+2*time.Second:
+			ro.begun.Store(true)
+			try, over = false, true
+		case now.self && (now.others || len(active) == 1):
+			try, alone = true, time.Time{}
+		case alone.IsZero():
+			try, alone = false, time.Now()
+		}
 	}
+}
+
+// presence is who is registered: this rank, another one of its job, another process in this rank's
+// slot, a member of another job's view, which is in the store.
+type presence struct{ self, others, taken, another bool }
+
+// present looks who is registered; v is the first view of the job.
+func (ro *Roster) present(v membership.View) (p presence, err error) {
+	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	defer cancel()
+	b, err := ro.dir.Store().Get(ctx, membership.ViewKey)
+	if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
+		return p, err
+	}
+	first, stored, bad := membership.DecodeStored(b)
+	foreign := err == nil && bad == nil && first != ro.cfg.First
+	records, err := ro.dir.Store().List(ctx, bootstrap.RankKeys)
+	for _, b := range records {
+		rec, bad := bootstrap.DecodeRecord(b)
+		switch {
+		case bad != nil:
+		case rec.Rank == ro.self.Slot && rec.Incarnation == ro.self.Incarnation:
+			p.self = true
+		case rec.Rank == ro.self.Slot:
+			p.taken = true
+		default:
+			p.others = p.others || v.Has(rec.Rank, rec.Incarnation)
+		}
+		p.another = p.another || bad == nil && foreign && stored.Has(rec.Rank, rec.Incarnation)
+	}
+	return p, err
 }
 
 // publishFirst writes the job's first view. It replaces the view of an earlier job of the same
@@ -250,7 +321,8 @@ func (ro *Roster) propose(a membership.Propose) {
 	}
 	err := swap()
 	var c *bootstrap.ConflictError
-	if errors.As(err, &c) && a.Old.Epoch == 1 && !ro.begun.Load() { // the first view may not have been written yet
+	if errors.As(err, &c) && a.Old.Epoch == 1 && !ro.begun.Load() && !ro.lapsed.Load() {
+		// The first view may not have been written yet.
 		if first, _, bad := membership.DecodeStored(c.Current); bad != nil || first != ro.cfg.First {
 			if err = ro.publishFirst(ctx, a.Old); err == nil {
 				err = swap()
@@ -262,6 +334,7 @@ func (ro *Roster) propose(a membership.Propose) {
 		answer.Outcome = membership.OutcomeWon
 	case errors.As(err, &c):
 		if first, v, bad := membership.DecodeStored(c.Current); bad == nil && first == ro.cfg.First {
+			ro.begun.Store(true)
 			answer.Outcome, answer.Current = membership.OutcomeLost, v
 		} else if ro.begun.Load() {
 			ro.over()
@@ -273,18 +346,28 @@ func (ro *Roster) propose(a membership.Propose) {
 	ro.Tell(answer)
 }
 
-// over handles the end of the job without this rank: the job's keys are gone from the store, or
-// belong to another job. That happens only when all others have left and this rank has lost its
-// lease: it was evicted, or may have been.
-func (ro *Roster) over() {
-	v := ro.View()
-	if !v.Has(ro.self.Slot, ro.self.Incarnation) { // the rank waits for admission
-		return
+// over handles the end of the job without this rank: the job's view has been in the store, and now
+// it is gone, or another job's is there. That happens only when all others have left and this rank
+// has lost its lease: it was evicted, or may have been. The store is asked, because the events of a
+// watch may be older than what this rank has written. It reports whether the store has answered.
+func (ro *Roster) over() bool {
+	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	defer cancel()
+	b, err := ro.dir.Store().Get(ctx, membership.ViewKey)
+	first, _, bad := membership.DecodeStored(b)
+	switch gone := errors.Is(err, bootstrap.ErrNoKey); {
+	case gone:
+	case err != nil:
+		return false
+	case bad != nil || first == ro.cfg.First:
+		return true
 	}
-	v.Epoch++
-	v.Slots = slices.Clone(v.Slots)
-	v.Slots[ro.self.Slot].Incarnation, v.Slots[ro.self.Slot].Left = 0, v.Epoch
-	ro.Tell(membership.ViewSeen{View: v})
+	ro.inspect(func(m *membership.Machine) {
+		if m.Member() { // otherwise the rank waits for admission, or knows
+			ro.Tell(membership.ViewSeen{View: m.View().Remove(ro.self.Slot)})
+		}
+	})
+	return true
 }
 
 // storeCause says why the store did not carry out a request of this rank, for example because it
@@ -296,7 +379,7 @@ func storeCause(err error) string {
 	return err.Error()
 }
 
-// clear removes the record of an incarnation that has ended.
+// clear removes the record of an incarnation that has ended or was removed.
 func (ro *Roster) clear(slot int, incarnation uint64) {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()
