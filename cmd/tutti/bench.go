@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -101,8 +102,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.IntVar(&f.warmup, "warmup", 5, "calls before the first round")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts; of p2p, the median")
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "duration of a round")
-	fl.StringVar(&f.transport, "transport", "auto", "auto, "+registry.Names()+", or "+registry.InProcess+
-		" (ranks are goroutines of one process)")
+	fl.StringVar(&f.transport, "transport", "", "auto, "+registry.Names()+", or "+registry.InProcess+
+		" (ranks are goroutines of one process) (default: TUTTI_TRANSPORT, else auto)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
 		"reads its result after it, off the clock; the median call counts")
@@ -189,7 +190,7 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 	switch {
 	case f.queue*s.Max > 1<<30:
 		return s, usagef(cmd, "--queue %d operations of --max %s: expected no more than 1G in all", f.queue, f.max)
-	case f.transport != registry.InProcess && !transports(f.transport):
+	case f.transport != "" && f.transport != registry.InProcess && !transports(f.transport):
 		return s, usagef(cmd, "--transport %s: expected auto, %s, or %s", f.transport, registry.Names(),
 			registry.InProcess)
 	case f.n < 1 || f.n > 1<<12:
@@ -198,7 +199,6 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds,
 		f.roundTime
 	s.Registered, s.Check, s.Touch, s.Queue = f.registered, f.check && !f.noCheck, f.touch, f.queue
-	s.Transport = f.transport
 	return s, nil
 }
 
@@ -240,6 +240,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	s.Transport = cmp.Or(f.transport, l.Transport, registry.Auto)
 	if l.Size > 1 || f.emit { // a single rank, like an interactive Slurm step, is no job to take part in
 		if cmd.Flags().Changed("ranks") && f.n != l.Size && !f.emit {
 			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n,
@@ -262,7 +263,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 		p.Progress = os.Stderr
 	}
 	if f.transport == registry.InProcess {
-		return f.inProcess(cmd.Context(), s, p)
+		return f.inProcess(cmd.Context(), s, p, cmp.Or(f.timeout, l.Timeout))
 	}
 	return f.processes(cmd.Context(), p)
 }
@@ -287,8 +288,7 @@ func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	}
 	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w,
 		Stderr:   os.Stderr,
-		NoPrefix: true, Bind: bound(f.bind, f.n), Grace: time.Second, QuietCode: codeWrong,
-		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
+		NoPrefix: true, Bind: bound(f.bind, f.n), Grace: time.Second, QuietCode: codeWrong}
 	if o.Program, err = os.Executable(); err != nil {
 		return err
 	}
@@ -345,11 +345,7 @@ func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
 		p = &bench.Printer{Out: stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
 		report = p.Show
 	}
-	conf := pg.Config{Timeout: f.timeout}
-	if f.transport != "auto" {
-		conf.Transport = f.transport
-	}
-	g, err := pg.Join(ctx, conf)
+	g, err := pg.Join(ctx, pg.Config{Timeout: f.timeout, Transport: f.transport})
 	if err != nil {
 		return &launch.Error{Code: codeFailed, Err: err}
 	}
@@ -370,8 +366,8 @@ func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
 }
 
 // inProcess runs all ranks in this process.
-func (f *benchFlags) inProcess(ctx context.Context, s bench.Spec, p *bench.Printer) error {
-	gs, err := pg.Local(f.n, pg.Config{Timeout: f.timeout})
+func (f *benchFlags) inProcess(ctx context.Context, s bench.Spec, p *bench.Printer, timeout time.Duration) error {
+	gs, err := pg.Local(f.n, pg.Config{Timeout: timeout})
 	if err != nil {
 		return err
 	}

@@ -69,6 +69,29 @@ func TestBench(t *testing.T) {
 	}
 }
 
+// The header names the transports that are used: those of --transport, else of TUTTI_TRANSPORT.
+func TestBenchTransport(t *testing.T) {
+	s := newStage(t)
+	few := []string{"bench", "--max", "64", "--iters", "1", "--rounds", "1"}
+	under := append([]string{"run", "-n", "2", "--no-prefix", proctest.Self()}, few...)
+	for _, c := range []struct {
+		args []string
+		says string
+	}{
+		{few, "transport tcp: 2 ranks on 1 host(s), network links"},
+		{append(slices.Clone(few), "--transport", "auto"), "transport auto: 2 ranks on 1 host(s), shared memory"},
+		{under, "transport tcp: 2 ranks on 1 host(s), network links"},
+		{append(slices.Clone(under), "--transport", "auto"), "transport auto: 2 ranks on 1 host(s), shared memory"},
+	} {
+		j := s.command(c.args...)
+		j.cmd.Env = append(j.cmd.Env, asRanks+"=1", "TUTTI_TRANSPORT=tcp")
+		j.start().End(0)
+		if !strings.Contains(j.Out.String(), c.says) {
+			t.Errorf("%q prints %q, want %q", c.args, j.Out.String(), c.says)
+		}
+	}
+}
+
 func TestParseSize(t *testing.T) {
 	for s, want := range map[string]int{"1": 1, "64": 64, "64K": 65536, "64k": 65536, "1M": 1 << 20, "1MiB": 1 << 20,
 		"2G": 2 << 30, "512b": 512} {

@@ -77,7 +77,7 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 		}
 	}
 	switch {
-	case !transports(f.transport):
+	case f.transport != "" && !transports(f.transport):
 		return usagef(cmd, "--faults --transport %s: expected auto, %s", f.transport, registry.Names())
 	case rounds < 1:
 		return usagef(cmd, "--rounds %d: expected 1 or more", rounds)
@@ -148,7 +148,10 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *c
 		Elastic: true, MaxRestarts: 1,
 		Quiet: true, NoPrefix: true, Grace: 2 * time.Second,
 		Stdout: os.Stdout, Stderr: os.Stderr, Env: []string{faultsVariable + "=" + dir, "TUTTI_ON_FAILURE=shrink",
-			"TUTTI_TRANSPORT=" + f.transport, "TUTTI_TIMEOUT=60s"}}
+			"TUTTI_TIMEOUT=60s"}}
+	if f.transport != "" {
+		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)
+	}
 	if etcd != nil {
 		if err := etcd.Mend(ctx); err != nil {
 			return 0, 0, 0, err

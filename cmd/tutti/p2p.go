@@ -104,7 +104,7 @@ func (f *benchFlags) p2pOther(cmd *cobra.Command) error {
 // p2pDevice returns what endpoints use for --transport.
 func (f *benchFlags) p2pDevice(cmd *cobra.Command) (endpoint.RDMA, error) {
 	switch f.transport {
-	case registry.Auto, endpoint.PathTCP.String():
+	case "", registry.Auto, endpoint.PathTCP.String():
 		return endpoint.RDMA{}, nil
 	case endpoint.PathDirect.String():
 		p, err := verbs.Load()

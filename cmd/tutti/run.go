@@ -99,15 +99,16 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
 	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the "+
 		"ranks have none)")
-	fl.StringVar(&f.onFailure, "on-failure", "end",
+	fl.StringVar(&f.onFailure, "on-failure", "",
 		"`what` to do when a rank dies: end the others; or leave them to go on: shrink (the operation in flight "+
-			"fails), retry (it runs again)")
+			"fails), retry (it runs again) (default: TUTTI_ON_FAILURE, else end)")
 	fl.IntVar(&f.restarts, "max-restarts", 0,
 		"with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
 	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and "+
 		"take its place")
 	fl.BoolVar(&f.autoAdmit, "auto-admit", false,
-		"with shrink or retry: let ranks in between any two operations, not at the program's Admit")
+		"with shrink or retry: let ranks in between any two operations, not at the program's Admit (default: "+
+			"TUTTI_AUTO_ADMIT)")
 	fl.DurationVar(&f.grace, "grace", 2*time.Second,
 		"time between SIGTERM, or your signal, and SIGKILL for the ranks that are ended")
 	fl.BoolVarP(&f.verbose, "verbose", "v", false, "print which processors each rank runs on")
@@ -171,13 +172,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
 	case f.nodes == 1 && f.rdzv != "" && outer.Source == "none":
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
-	case f.onFailure != "end" && f.onFailure != "shrink" && f.onFailure != "retry":
-		return o, usagef(cmd, "--on-failure %s: expected end, shrink or retry", f.onFailure)
 	case f.restarts < 0 || f.standby < 0 || f.standby > 1<<16:
 		return o, usagef(cmd, "--max-restarts %d --standby %d: expected 0 or more", f.restarts, f.standby)
-	case f.onFailure == "end" && (f.restarts > 0 || f.standby > 0 || f.autoAdmit):
-		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: "+
-			"with end no rank is left to join")
 	case f.transport != "" && !transports(f.transport):
 		return o, usagef(cmd, "--transport %s: expected auto, %s", f.transport, registry.Names())
 	case f.verbose && f.quiet:
@@ -215,7 +211,14 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "a store that was there before, with several nodes needs --job NAME, the same on "+
 			"all nodes and fresh for each job")
 	}
-	var err error
+	onFailure, err := f.failure(getenv)
+	if err != nil {
+		return o, usagef(cmd, "%v", err)
+	}
+	if onFailure == "end" && (f.restarts > 0 || f.standby > 0 || f.autoAdmit) {
+		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: "+
+			"with end no rank is left to join")
+	}
 	if o.Bind, err = f.binding(getenv); err != nil {
 		return o, usagef(cmd, "%v", err)
 	}
@@ -232,12 +235,14 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	if f.transport != "" {
 		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)
 	}
-	if f.onFailure != "end" {
+	if onFailure != "end" {
 		o.Elastic, o.MaxRestarts, o.Standby = true, f.restarts, f.standby
-		o.Env = append(o.Env, "TUTTI_ON_FAILURE="+f.onFailure)
 	}
-	if f.autoAdmit {
-		o.Env = append(o.Env, "TUTTI_AUTO_ADMIT=1")
+	if onFailure != "end" || f.onFailure != "" {
+		o.Env = append(o.Env, "TUTTI_ON_FAILURE="+onFailure)
+	}
+	if given("auto-admit") {
+		o.Env = append(o.Env, "TUTTI_AUTO_ADMIT="+map[bool]string{false: "0", true: "1"}[f.autoAdmit])
 	}
 	if f.timeout != 0 {
 		o.Env = append(o.Env, "TUTTI_TIMEOUT="+f.timeout.String())
@@ -250,6 +255,24 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		o.Env = append(o.Env, "TUTTI_LOG_DIR="+dir)
 	}
 	return o, nil
+}
+
+// failure reads --on-failure and TUTTI_ON_FAILURE: end, shrink or retry. Errors name which of them.
+func (f *runFlags) failure(getenv func(string) string) (string, error) {
+	switch f.onFailure {
+	case "end", "shrink", "retry":
+		return f.onFailure, nil
+	case "":
+	default:
+		return "", fmt.Errorf("--on-failure %s: expected end, shrink or retry", f.onFailure)
+	}
+	switch text := strings.ToLower(strings.TrimSpace(getenv("TUTTI_ON_FAILURE"))); text {
+	case "", "end", "report":
+		return "end", nil
+	case "shrink", "retry":
+		return text, nil
+	}
+	return "", fmt.Errorf("TUTTI_ON_FAILURE=%s: expected report, shrink or retry", getenv("TUTTI_ON_FAILURE"))
 }
 
 // binding reads --bind and TUTTI_BIND. Errors name which of them.

@@ -849,6 +849,46 @@ func TestRunKeepsSurvivorsRunning(t *testing.T) {
 	}
 }
 
+// TUTTI_ON_FAILURE counts for the launcher as for the ranks, unless the flag says otherwise.
+func TestRunOnFailureVariable(t *testing.T) {
+	for _, c := range []struct {
+		variable, flag string
+		goesOn         bool
+		ranks          string
+	}{
+		{"Shrink", "", true, "shrink"},
+		{"retry", "--on-failure=shrink", true, "shrink"},
+		{"shrink", "--on-failure=end", false, "end"},
+		{"report", "", false, "report"},
+	} {
+		t.Run(c.variable+c.flag, func(t *testing.T) {
+			s := newStage(t)
+			args := append([]string{"run", "-n", "2"}, strings.Fields(c.flag)...)
+			j := s.command(append(args, "--", proctest.Self())...)
+			j.cmd.Env = append(j.cmd.Env, "TUTTI_ON_FAILURE="+c.variable)
+			j.start()
+			all := s.arrive(2)
+			if got := all[0].Env["TUTTI_ON_FAILURE"]; got != c.ranks {
+				t.Errorf("TUTTI_ON_FAILURE=%q, want %q", got, c.ranks)
+			}
+			all[1].tell("exit 5")
+			if !c.goesOn {
+				all[0].gone()
+				j.End(5)
+				return
+			}
+			j.Err.Await(t, "; the others go on")
+			all[0].tell("exit 0")
+			j.End(0)
+		})
+	}
+	s := newStage(t)
+	j := s.command("run", "-n", "2", proctest.Self())
+	j.cmd.Env = append(j.cmd.Env, "TUTTI_ON_FAILURE=ignore")
+	j.start().End(codeUsage)
+	j.says("TUTTI_ON_FAILURE=ignore: expected report, shrink or retry")
+}
+
 // A rank dies, and the others end well, before the guard looks: the launcher takes the ends in the
 // order in which they came.
 func TestRunTakesEndsInTheirOrder(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -315,6 +316,7 @@ func TestEnvironment(t *testing.T) {
 	}
 	defer taken.Close()
 	_, port, _ := net.SplitHostPort(taken.Addr().String())
+	before := strconv.Itoa(taken.Addr().(*net.TCPAddr).Port - 1)
 	for _, c := range []struct {
 		vars   []string
 		check  string
@@ -334,6 +336,8 @@ func TestEnvironment(t *testing.T) {
 		{[]string{"TUTTI_IFNAME=lo"}, "interfaces", Warning, "TUTTI_IFNAME=lo"},
 		{[]string{"TUTTI_PORT=x"}, "port", Broken, "TUTTI_PORT"},
 		{[]string{"TUTTI_PORT=" + port}, "port", Broken, port},
+		{[]string{"TUTTI_PORT=" + before}, "port", Broken, "TUTTI_PORT"}, // tcp has the next one
+		{[]string{"TUTTI_PORT=65535"}, "port", Broken, "the last one is 65535"},
 		{[]string{"TUTTI_STORE=redis://x"}, "TUTTI_STORE", Broken, "contradictory"},
 		{[]string{"TUTTI_STORE=tutti://127.0.0.1:" + port}, "TUTTI_STORE", Broken, "secret is needed"},
 	} {

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -236,7 +237,24 @@ func port(ctx context.Context, h *Host) outcome {
 		return found("chosen by the kernel (TUTTI_PORT sets one or a range)")
 	}
 	if spec.Lo == spec.Hi {
-		return warn("TUTTI_PORT="+text+" is free",
+		kinds, _ := registry.Find(cmp.Or(h.Getenv("TUTTI_TRANSPORT"), registry.Auto))
+		for i, transport := range []string{"tcp", "rdma"} {
+			if k := slices.IndexFunc(kinds, func(k registry.Kind) bool { return k.Name == transport }); k < 0 ||
+				kinds[k].Works() != nil {
+				continue // it does not listen here
+			}
+			further, err := spec.After(i + 1)
+			if err == nil {
+				if l, err = ports.Listen(ctx, "", further); err == nil {
+					l.Close()
+				}
+			}
+			if err != nil {
+				return broken(fmt.Sprintf("TUTTI_PORT: %s listens %d after it: %v", transport, i+1, err),
+					"free the port, or set TUTTI_PORT to another one, to a range or to 0")
+			}
+		}
+		return warn("TUTTI_PORT="+text+" is free, and so are the next ones, of its transports",
 			"a second rank on this machine has none: set a range, such as "+fmt.Sprintf("%d-%d", spec.Lo,
 				min(int(spec.Lo)+99, 65535)))
 	}

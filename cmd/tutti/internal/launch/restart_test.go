@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"os"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -208,7 +209,8 @@ func setView(t *testing.T, s bootstrap.Store, view membership.View) bootstrap.Ev
 
 // watchViews watches the views in s until the end of the test.
 func watchViews(t *testing.T, s bootstrap.Store) *views {
-	v := &views{in: make(chan entry), gone: make(chan struct{}, 1), reads: make(chan chan struct{}, 1)}
+	v := &views{in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
+		reads: make(chan chan struct{}, 1)}
 	v.ctx, v.stop = context.WithCancel(t.Context())
 	watched := make(chan struct{})
 	go func() {
@@ -261,6 +263,25 @@ func TestViews(t *testing.T) {
 		v.ask()
 		lives.Close()
 		get(t, "the end of the group", v.gone)
+	}
+}
+
+// TestViewOfAnEarlierJob: a view that an earlier job of the same name has left does not show which
+// ranks are lost.
+func TestViewOfAnEarlierJob(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	s, other := m.Open(), m.Open()
+	setView(t, other, membership.First([]uint64{10, 11}))
+	register(t, other, 0, 20, nil) // waits for rank 1
+	v := watchViews(t, s)
+	v.ask()
+	get(t, "an answer, and so the view", v.gone)
+	v.markDead(1)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	if _, err := other.Wait(ctx, bootstrap.VacantKeys+"1"); err != nil {
+		t.Errorf("processes on standby are not told: %v", err)
 	}
 }
 
@@ -361,6 +382,43 @@ func TestJobIsOver(t *testing.T) {
 	}
 }
 
+// twoNodes returns node 0's part in a job of two nodes, which watches until the end of the test. If
+// nodes is nil, it watches what there is in m.
+func twoNodes(t *testing.T, m *storetest.Memory, nodes <-chan bootstrap.Event, change func(*store)) *store {
+	s := &store{handle: m.Open(), nodes: 2, failc: make(chan broken, 1), alone: make(chan struct{}),
+		wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}, record: []byte("{}"),
+		open: func(context.Context) (bootstrap.Store, error) { return m.Open(), nil }}
+	change(s)
+	ctx, cancel := context.WithCancel(t.Context())
+	if nodes == nil {
+		nodes = s.handle.Watch(ctx, nodeKeys)
+		if e := get(t, "the other's record", nodes); !e.Exists {
+			t.Fatalf("%+v", e)
+		}
+	}
+	go s.watch(ctx, nodes)
+	t.Cleanup(func() {
+		cancel()
+		get(t, "the end of the watch", s.watched)
+		s.handle.Close()
+	})
+	return s
+}
+
+// putNode puts an empty record of node 1, or how it ended.
+func putNode(t *testing.T, s bootstrap.Store, end *failure) {
+	t.Helper()
+	err := error(nil)
+	if end == nil {
+		err = s.Put(t.Context(), nodeKeys+"1", []byte("{}"), true)
+	} else if b, merr := json.Marshal(end); merr == nil {
+		err = s.Put(t.Context(), doneKeys+"1", b, false)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestOtherNodes: how other nodes' ends matter here.
 func TestOtherNodes(t *testing.T) {
 	for _, c := range []struct {
@@ -381,30 +439,10 @@ func TestOtherNodes(t *testing.T) {
 			m := storetest.NewMemory()
 			defer m.Close()
 			other := m.Open()
-			if err := other.Put(t.Context(), nodeKeys+"1", []byte("{}"), true); err != nil {
-				t.Fatal(err)
-			}
-			s := &store{handle: m.Open(), nodes: 2, failc: make(chan broken, 1), alone: make(chan struct{}),
-				elastic: c.elastic, wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}}
-			defer s.handle.Close()
-			ctx, cancel := context.WithCancel(t.Context())
-			nodes := s.handle.Watch(ctx, nodeKeys)
-			if e := get(t, "its record", nodes); !e.Exists {
-				t.Fatalf("%+v", e)
-			}
-			go s.watch(ctx, nodes)
-			defer func() {
-				cancel()
-				get(t, "the end of the watch", s.watched)
-			}()
+			putNode(t, other, nil)
+			s := twoNodes(t, m, nil, func(s *store) { s.elastic = c.elastic })
 			if c.end != nil {
-				b, err := json.Marshal(c.end)
-				if err == nil {
-					err = other.Put(t.Context(), doneKeys+"1", b, false)
-				}
-				if err != nil {
-					t.Fatal(err)
-				}
+				putNode(t, other, c.end)
 			}
 			other.Close()
 			get(t, "its end", s.alone)
@@ -415,5 +453,98 @@ func TestOtherNodes(t *testing.T) {
 				t.Errorf("it does not end this node as it should")
 			}
 		})
+	}
+}
+
+// TestNodesLoseLeases: a node whose launcher was stopped, or could not reach the store, is no dead
+// one.
+func TestNodesLoseLeases(t *testing.T) {
+	goesOn := func(t *testing.T, s *store, other bootstrap.Store) {
+		t.Helper()
+		putNode(t, other, &failure{})
+		select {
+		case f := <-s.failed():
+			t.Fatalf("it ends this node: %s", f.why)
+		case <-s.alone:
+		case <-time.After(patience):
+			t.Fatal("the other's good end is not noticed")
+		}
+		if len(s.failed()) > 0 || !s.wellElsewhere() {
+			t.Error("the other has not ended well")
+		}
+	}
+	long := func(s *store) { s.back = time.Hour }
+	t.Run("the other comes back", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		other, nodes := m.Open(), make(chan bootstrap.Event)
+		s := twoNodes(t, m, nodes, long)
+		nodes <- bootstrap.Event{Key: nodeKeys + "1"}
+		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte("{}")}
+		goesOn(t, s, other)
+	})
+	t.Run("this one comes back", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		other := m.Open()
+		putNode(t, other, nil)
+		s := twoNodes(t, m, nil, long)
+		m.Expire(s.handle)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		if b, err := other.Wait(ctx, nodeKeys+"0"); err != nil || string(b) != "{}" {
+			t.Errorf("its record is now %q, %v", b, err)
+		}
+		goesOn(t, s, other)
+	})
+	t.Run("only this one comes back", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		s := twoNodes(t, m, make(chan bootstrap.Event), func(*store) {})
+		m.Expire(s.handle)
+		if f := get(t, "the failure", s.failed()); f.why != "node 1: its launcher is gone" {
+			t.Errorf("it ends this node: %s", f.why)
+		}
+	})
+	t.Run("the store has ended with its node", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		s := twoNodes(t, m, make(chan bootstrap.Event), func(s *store) { s.served = true; s.refused.Store(true) })
+		m.Expire(s.handle)
+		const why = "the job's store, which node 0 serves, is gone: lease lost"
+		if f := get(t, "the failure", s.failed()); !strings.HasPrefix(f.why, why) {
+			t.Errorf("it ends this node: %s", f.why)
+		}
+	})
+}
+
+// watching is a store that says when it is watched.
+type watching struct {
+	bootstrap.Store
+	watched chan struct{}
+}
+
+func (w watching) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
+	c := w.Store.Watch(ctx, key)
+	close(w.watched)
+	return c
+}
+
+// TestNodeIsStartedAgain: a node's record is that of its killed launcher until the lease has ended.
+func TestNodeIsStartedAgain(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	killed, w := m.Open(), watching{m.Open(), make(chan struct{})}
+	putNode(t, killed, nil)
+	s := &store{handle: w, node: 1, nodes: 2, record: []byte("new")}
+	entered := make(chan error, 1)
+	go func() { entered <- s.enter(t.Context(), "x") }()
+	get(t, "the wait for the lease's end", w.watched)
+	m.Expire(killed)
+	if err := get(t, "its record", entered); err != nil {
+		t.Error(err)
+	}
+	if b, err := m.Open().Get(t.Context(), nodeKeys+"1"); err != nil || string(b) != "new" {
+		t.Errorf("the record is %q, %v", b, err)
 	}
 }

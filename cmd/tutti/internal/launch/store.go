@@ -74,9 +74,17 @@ type broken struct {
 // neither (nil fields; a nil *store works).
 type store struct {
 	server *embed.Server
-	handle bootstrap.Store // not nil: there are other nodes
 	node   int
 	nodes  int
+
+	open    func(context.Context) (bootstrap.Store, error) // opens another handle
+	record  []byte                                         // of this node, under the handle's lease
+	back    time.Duration                                  // how long another node's record may be missing
+	served  bool                                           // a launcher serves the store
+	refused atomic.Bool                                    // it does not listen any more
+
+	mu     sync.Mutex
+	handle bootstrap.Store // not nil: there are other nodes; watch replaces it, and reads it without the lock
 
 	failc   chan broken   // receives the first failure elsewhere that ends this node too
 	alone   chan struct{} // closed once every other node has ended
@@ -114,8 +122,8 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 		}
 	}
 	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}),
-		elastic: l.Elastic,
-		wake:    make(chan struct{}, 1), say: func(text string) {
+		elastic: l.Elastic, served: l.Store == "",
+		wake: make(chan struct{}, 1), say: func(text string) {
 			if !l.Quiet {
 				l.say(text)
 			}
@@ -317,29 +325,32 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		return "", err
 	}
 	cfg.DialTimeout = patience
+	cfg.Dial = func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+		conn, err := d.DialContext(ctx, "tcp", address)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			s.refused.Store(s.served)
+		}
+		return conn, err
+	}
 	reached := l.impatient(ctx, address, patience)
 	s.handle, err = bootstrap.DialStore(ctx, cfg)
 	reached()
 	if err != nil {
 		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
 	}
+	s.refused.Store(false) // the store did not listen yet
+	cfg.DialTimeout = 0
+	s.open = func(ctx context.Context) (bootstrap.Store, error) { return bootstrap.DialStore(ctx, cfg) }
+	s.back = s.handle.TTL() + 2*time.Second
 	host, _ := os.Hostname()
 	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, Failure: l.onFailure(), Master: master}
-	text, err := json.Marshal(me)
-	if err != nil {
+	if s.record, err = json.Marshal(me); err != nil {
 		return "", err
 	}
-	key := strconv.Itoa(s.node)
-	if err := s.handle.Delete(ctx, doneKeys+key); err != nil { // of an earlier job of this name
+	if err := s.handle.Delete(ctx, doneKeys+strconv.Itoa(s.node)); err != nil { // of an earlier job of this name
 		return "", err
 	}
-	if err := s.handle.Create(ctx, nodeKeys+key, text, true); err != nil {
-		var c *bootstrap.ConflictError
-		var other nodeRecord
-		if errors.As(err, &c) && json.Unmarshal(c.Current, &other) == nil {
-			return "", fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank",
-				s.node, l.Job, other.Host)
-		}
+	if err := s.enter(ctx, l.Job); err != nil {
 		return "", err
 	}
 	if there, err := s.handle.List(ctx, nodeKeys); err == nil && len(there) < s.nodes && !l.Quiet {
@@ -394,8 +405,8 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		case differs != nil:
 			refusal, refused, late = differs, n, time.After(hearWait)
 			me.Refusal = differs.Error()
-			if text, err = json.Marshal(me); err == nil {
-				err = s.handle.Put(ctx, nodeKeys+key, text, true)
+			if s.record, err = json.Marshal(me); err == nil {
+				err = s.handle.Put(ctx, s.key(), s.record, true)
 			}
 			if err != nil {
 				return "", refusal
@@ -409,6 +420,36 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	s.watched = make(chan struct{})
 	go s.watch(wctx, nodes)
 	return master, nil
+}
+
+// key is that of this node's record.
+func (s *store) key() string { return nodeKeys + strconv.Itoa(s.node) }
+
+// enter puts this node's record into the store. If there is one, it waits for it to go, at most a
+// lease's TTL and a second, since its launcher may be dead.
+func (s *store) enter(ctx context.Context, job string) error {
+	wctx, cancel := context.WithTimeout(ctx, s.handle.TTL()+time.Second)
+	defer cancel()
+	var other nodeRecord
+	for e := range s.handle.Watch(wctx, s.key()) {
+		switch {
+		case e.Err != nil:
+			return e.Err
+		case e.Exists:
+			if err := json.Unmarshal(e.Value, &other); err != nil {
+				return fmt.Errorf("node %d's record in the store: %w", s.node, err)
+			}
+		default:
+			if err := s.handle.Create(ctx, s.key(), s.record, true); !errors.Is(err, bootstrap.ErrConflict) {
+				return err
+			}
+		}
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank", s.node, job,
+		other.Host)
 }
 
 // onFailure returns the ranks' setting of OnFailure.
@@ -461,10 +502,11 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// watch follows the other nodes, which have been met, until ctx ends.
+// watch follows the other nodes, which have been met, until ctx ends or the store is gone.
 func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 	defer close(s.watched)
 	ended := map[int]bool{}
+	missing := map[int]time.Time{} // nodes without a record, and when they count as dead
 	fail := func(code int, why string) {
 		select {
 		case s.failc <- broken{code, why}:
@@ -485,13 +527,16 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 		case !s.well.Swap(true):
 			s.wake <- struct{}{}
 		}
-		if n != s.node && !ended[n] {
-			if ended[n] = true; len(ended) == s.nodes-1 {
-				close(s.alone)
-			}
+		delete(missing, n)
+		if ended[n] = true; len(ended) == s.nodes-1 {
+			close(s.alone)
 		}
 	}
 	for {
+		var check <-chan time.Time
+		if len(missing) > 0 {
+			check = time.After(viewPoll)
+		}
 		var e bootstrap.Event
 		var ok bool
 		select {
@@ -499,29 +544,85 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 		case e, ok = <-done:
 		case <-s.handle.Lost():
 			e.Err, ok = s.handle.Err(), true
+		case <-check:
+			for n, at := range missing {
+				if time.Now().Before(at) {
+					continue
+				}
+				switch text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n)); {
+				case errors.Is(err, bootstrap.ErrNoKey):
+					text, _ = json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
+					finished(n, text)
+				case err == nil:
+					finished(n, text)
+				}
+			}
+			continue
 		}
 		n, err := strconv.Atoi(path.Base(e.Key))
 		switch {
 		case !ok:
 			return
 		case e.Err != nil:
-			fail(CodeLaunch, fmt.Sprintf("the job's store, which node 0 serves, is gone: %v", e.Err))
-			return
+			err := s.renew(ctx, e.Err)
+			switch {
+			case err == nil:
+			case s.served:
+				fail(CodeLaunch, fmt.Sprintf("the job's store, which node 0 serves, is gone: %v", err))
+				return
+			default:
+				fail(CodeLaunch, fmt.Sprintf("the job's store is gone: %v", err))
+				return
+			}
+			nodes, done = s.handle.Watch(ctx, nodeKeys), s.handle.Watch(ctx, doneKeys)
+			for n := range s.nodes { // the others may have lost their leases too
+				if n != s.node && !ended[n] {
+					missing[n] = time.Now().Add(s.back)
+				}
+			}
 		case err != nil || n == s.node || ended[n]:
 		case e.Exists && path.Dir(e.Key)+"/" == doneKeys:
 			finished(n, e.Value)
-		case !e.Exists:
-			// Its launcher has closed its handle, after writing how it ended, or is dead.
-			text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n))
-			switch {
-			case errors.Is(err, bootstrap.ErrNoKey):
-				text, _ = json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
-				finished(n, text)
-			case err == nil:
-				finished(n, text)
-			}
+		case e.Exists:
+			delete(missing, n)
+		case path.Dir(e.Key)+"/" == nodeKeys:
+			// Its launcher has closed its handle, has lost its lease, or is dead.
+			missing[n] = time.Now().Add(s.back)
 		}
 	}
+}
+
+// renewPause is the pause before each attempt of renew.
+const renewPause = 500 * time.Millisecond
+
+// renew puts this node's record into the store again, by another handle if the lease was lost. It
+// gives up when a store that a launcher serves refuses connections, as one that has ended does, and
+// when the store has been away for viewAway. Then it returns the last error.
+func (s *store) renew(ctx context.Context, last error) error {
+	ctx, cancel := context.WithTimeout(ctx, viewAway)
+	defer cancel()
+	for !s.refused.Load() && ctx.Err() == nil {
+		pause(ctx, renewPause)
+		if last = s.reenter(ctx); last == nil {
+			return nil
+		}
+	}
+	return last
+}
+
+// reenter is one attempt of renew.
+func (s *store) reenter(ctx context.Context) error {
+	if old := s.handle; old.Err() != nil {
+		fresh, err := s.open(ctx)
+		if err != nil {
+			return err
+		}
+		s.mu.Lock()
+		s.handle = fresh
+		s.mu.Unlock()
+		defer old.Close() // the record is under the new lease then
+	}
+	return s.handle.Put(ctx, s.key(), s.record, true)
 }
 
 // failed yields the first failure of another node.
@@ -546,7 +647,13 @@ func (s *store) elsewhere() <-chan struct{} {
 // report tells the other nodes how this one ended; only the first report counts. With end it ends
 // them too.
 func (s *store) report(code int, why string, end bool) {
-	if s == nil || s.handle == nil || s.watched == nil {
+	if s == nil || s.watched == nil {
+		return
+	}
+	s.mu.Lock()
+	handle := s.handle
+	s.mu.Unlock()
+	if handle == nil {
 		return
 	}
 	s.once.Do(func() {
@@ -557,7 +664,7 @@ func (s *store) report(code int, why string, end bool) {
 		s.reports.Go(func() {
 			ctx, cancel := context.WithTimeout(context.Background(), bootstrap.DefaultOpTimeout)
 			defer cancel()
-			s.handle.Put(ctx, doneKeys+strconv.Itoa(s.node), text, false)
+			handle.Put(ctx, doneKeys+strconv.Itoa(s.node), text, false)
 		})
 	})
 }
@@ -603,11 +710,11 @@ func (s *store) finish(code int, why string, end bool) {
 	if s.cancel != nil {
 		s.cancel()
 	}
-	if s.handle != nil {
-		s.handle.Close()
-	}
 	if s.watched != nil {
 		<-s.watched
+	}
+	if s.handle != nil {
+		s.handle.Close()
 	}
 	if s.server != nil {
 		s.server.Close()

@@ -38,7 +38,7 @@ type views struct {
 	in      chan entry
 	asked   atomic.Bool
 	gone    chan struct{}      // receives the answer to ask
-	seen    atomic.Bool        // a view has been seen
+	seen    atomic.Bool        // a view has been seen, and a process of it: it is of this job
 	kick    chan struct{}      // holds a token when vacant has got more
 	reads   chan chan struct{} // of read: has room for one
 	ctx     context.Context
@@ -92,7 +92,7 @@ func (v *views) read() <-chan struct{} {
 func (v *views) known() bool { return v != nil && v.seen.Load() }
 
 // markDead announces to processes on standby, in the store, that a rank is gone for good, unless
-// there has been a view, which shows it.
+// this job has had a view, which shows it.
 func (v *views) markDead(rank int) {
 	if v == nil || v.known() {
 		return
@@ -169,21 +169,14 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 			now, view = e, membership.View{}
 			if e.Exists {
 				var err error
-				if _, view, err = membership.DecodeStored(e.Value); err != nil {
+				if view, err = v.report(ctx, store, e.Value, reported); err != nil {
 					return
 				}
-				v.seen.Store(true)
-			}
-			if v.report(ctx, store, view, reported) != nil {
-				return
 			}
 		case done := <-v.reads:
 			b, err := store.Get(ctx, membership.ViewKey)
 			if err == nil {
-				var stored membership.View
-				if _, stored, err = membership.DecodeStored(b); err == nil {
-					err = v.report(ctx, store, stored, reported)
-				}
+				_, err = v.report(ctx, store, b, reported)
 			}
 			if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
 				v.reads <- done
@@ -229,24 +222,33 @@ func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, vie
 	return err == nil && had.Exists && bytes.Equal(b, had.Value), err
 }
 
-// report reports the processes of this node that are in view, each once.
-func (v *views) report(ctx context.Context, store bootstrap.Store, view membership.View,
-	reported map[uint64]bool) error {
+// report reports the processes of this node that are in the stored view, each once, and returns the
+// view.
+func (v *views) report(ctx context.Context, store bootstrap.Store, stored []byte,
+	reported map[uint64]bool) (membership.View, error) {
+	_, view, err := membership.DecodeStored(stored)
+	if err != nil {
+		return view, err
+	}
 	news := false
 	for _, s := range view.Slots {
 		news = news || s.Incarnation != 0 && !reported[s.Incarnation]
 	}
 	if !news {
-		return nil
+		return view, nil
 	}
-	all, err := store.List(ctx, "ranks/")
+	all, err := store.List(ctx, bootstrap.RankKeys)
 	if err != nil {
-		return err
+		return view, err
 	}
 	me := bootstrap.NewRecord(0, 1, 1, nil)
 	for _, b := range all {
 		r, err := bootstrap.DecodeRecord(b)
-		if err != nil || !view.Has(r.Rank, r.Incarnation) || reported[r.Incarnation] {
+		if err != nil || !view.Has(r.Rank, r.Incarnation) {
+			continue
+		}
+		v.seen.Store(true) // an earlier job's view has no process that is registered
+		if reported[r.Incarnation] {
 			continue
 		}
 		reported[r.Incarnation] = true
@@ -260,8 +262,8 @@ func (v *views) report(ctx context.Context, store bootstrap.Store, view membersh
 		select {
 		case v.in <- in:
 		case <-ctx.Done():
-			return ctx.Err()
+			return view, ctx.Err()
 		}
 	}
-	return nil
+	return view, nil
 }
