@@ -37,7 +37,7 @@
 //     byte but 0 is true; results are 0 or 1.
 //   - Subnormals count, everywhere: threads are expected to be in the floating-point mode that Go
 //     starts them in, rounding to nearest and flushing nothing. C code that sets another mode on a
-//     thread it calls Go from changes results.
+//     thread it calls Go from changes results; the functions of the C ABI set Go's meanwhile.
 //   - One source is copied as it is (bools become 0 or 1).
 //
 // [Supported] says which pairs exist. An Avg in stages combines partial results with Sum,

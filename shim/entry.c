@@ -104,13 +104,61 @@ static int missing(const char *what)
 	if ((t = tutti_thread()) == NULL) \
 		return TUTTI_ENOMEM;
 
+// Go's floating-point mode rounds to nearest, traps nothing and keeps subnormals. The caller's may
+// be another one, and sums would depend on the thread that makes them.
+#if defined(__x86_64__)
+#define GO_MODE 0x1f80
+#define MODE_BITS 0xffc0 // the others of MXCSR tell what has happened
+static inline uint64_t get_mode(void) { return __builtin_ia32_stmxcsr(); }
+static inline void set_mode(uint64_t mode) { __builtin_ia32_ldmxcsr((unsigned)mode); }
+#elif defined(__aarch64__)
+#define GO_MODE 0
+#define MODE_BITS (~(uint64_t)0)
+static inline uint64_t get_mode(void)
+{
+	uint64_t mode;
+
+	__asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+	return mode;
+}
+static inline void set_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" ::"r"(mode)); }
+#else
+#define GO_MODE 0
+#define MODE_BITS 0
+static inline uint64_t get_mode(void) { return GO_MODE; }
+static inline void set_mode(uint64_t mode) { (void)mode; }
+#endif
+
+static uint64_t loading; // the mode of the thread that loads the library
+
+// The Go runtime's threads inherit the mode of the thread that loads the library. These
+// constructors are called before and after that of Go: the first has a priority, and Go's object is
+// linked before this one.
+__attribute__((constructor(101))) static void begin_loading(void)
+{
+	loading = get_mode();
+	if ((loading & MODE_BITS) != GO_MODE)
+		set_mode(GO_MODE);
+}
+
+__attribute__((constructor)) static void end_loading(void)
+{
+	if ((loading & MODE_BITS) != GO_MODE)
+		set_mode(loading);
+}
+
 // GO makes a call in Go and gives its result.
 #define GO(t, f) \
 	({ \
+		uint64_t mode_ = get_mode(); \
 		int code_; \
+		if ((mode_ & MODE_BITS) != GO_MODE) \
+			set_mode(GO_MODE); \
 		(t)->depth++; \
 		code_ = (f); \
 		(t)->depth--; \
+		if ((mode_ & MODE_BITS) != GO_MODE) \
+			set_mode(mode_); \
 		code_; \
 	})
 

@@ -652,6 +652,65 @@ static void threads(void)
 	OK(api.tutti_close(g));
 }
 
+/* ---- Floating-point mode ---- */
+
+#if defined(__x86_64__)
+#define FLUSH 0x9fc0 /* flush subnormals to zero, and take them for zero */
+static unsigned mode(void) { return __builtin_ia32_stmxcsr() & 0xffc0; }
+static void set_mode(void) { __builtin_ia32_ldmxcsr(FLUSH); }
+#elif defined(__aarch64__)
+#define FLUSH (1 << 24)
+static unsigned mode(void)
+{
+	unsigned long m;
+
+	__asm__ volatile("mrs %0, fpcr" : "=r"(m));
+	return (unsigned)m;
+}
+static void set_mode(void) { __asm__ volatile("msr fpcr, %0" ::"r"((unsigned long)FLUSH)); }
+#else
+#define FLUSH 0
+static unsigned mode(void) { return FLUSH; }
+static void set_mode(void) {}
+#endif
+
+/* subnormals sums floats that this thread takes for zeros. */
+static void subnormals(void)
+{
+	enum { N = 100000, SMALL = 0x100 }; /* bits of a subnormal */
+	uint32_t *x = malloc(N * sizeof *x);
+	struct timespec moment = {.tv_nsec = 50000000};
+	uint32_t n;
+	int i, way;
+
+	set_mode();
+	load();
+	TRUE(mode() == FLUSH);
+	join(NULL);
+	for (way = 0; way < 3; way++) {
+		for (n = 4; n <= N; n *= 25000) {
+			tutti_op op = tutti_op_allreduce(x, x, n, TUTTI_FLOAT32, TUTTI_SUM);
+			tutti_work work;
+
+			for (i = 0; i < (int)n; i++)
+				x[i] = SMALL;
+			if (way == 0) {
+				OK(api.tutti_do(g, &op));
+			} else {
+				OK(api.tutti_start(g, &op, &work));
+				if (way == 2)
+					nanosleep(&moment, NULL); /* a thread of the library does it meanwhile */
+				OK(api.tutti_work_wait(work, -1));
+			}
+			TRUE(mode() == FLUSH);
+			for (i = 0; i < (int)n; i++)
+				TRUE(x[i] == SMALL * (uint32_t)size);
+		}
+	}
+	OK(api.tutti_close(g));
+	free(x);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -659,6 +718,7 @@ int main(int argc, char **argv)
 		void (*f)(void);
 	} parts[] = {{"fork", fork_}, {"single", single}, {"signals", signals}, {"faults", faults}, {"cycles", cycles},
 	             {"second", second}, {"threads", threads}, {"hot", hot},
+	             {"subnormals", subnormals},
 	             {"refused", refused}};
 	size_t i;
 
