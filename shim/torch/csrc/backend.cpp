@@ -266,12 +266,35 @@ static std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
+// Returns what a group with these options does when a rank is lost.
+static std::string mode_of(const Options& options) {
+  return options.on_failure.empty() ? variable("TUTTI_ON_FAILURE") : options.on_failure;
+}
+
+// Reports whether a group goes on without lost ranks.
+static bool outlives(const std::string& mode) {
+  return mode != "end" && on_failure_of(mode) != TUTTI_REPORT;
+}
+
+void Options::part_from(const Options& other, bool closed) {
+  const bool single = ports.find('-') == std::string::npos && ports != "0";
+  if (!closed && single && ports == other.ports) {
+    ports.clear();
+  }
+  if (!closed && metrics == other.metrics) {
+    metrics.clear();
+  }
+  if (!outlives(mode_of(*this)) && store == other.store) {
+    store.clear();
+  }
+}
+
 void Backend::join() {
   const Api& tutti = open_library();
   const milliseconds timeout = joined_ = options_->timeout;
-  const std::string mode = options_->on_failure.empty() ? variable("TUTTI_ON_FAILURE") : options_->on_failure;
+  const std::string mode = mode_of(*options_);
   const bool site = !options_->store.empty() || !variable("TUTTI_STORE").empty();
-  outlives_ = mode != "end" && on_failure_of(mode) != TUTTI_REPORT;
+  outlives_ = outlives(mode);
   if (outlives_ && !site) {
     throw std::invalid_argument(
         "tutti: on_failure \"" + mode + "\" needs a store that knows which ranks are alive, which c10d's does not: "
@@ -416,10 +439,6 @@ c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
   return options_;
 }
 
-bool Backend::supportsCoalescing() const {
-  return true;
-}
-
 bool Backend::supportsSplitting() const {
   return true;
 }
@@ -442,6 +461,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::
   if (opts) {
     options->timeout = opts->timeout;
   }
+  options->part_from(*options_, closed_); // c10d gives a copy of these if the program gives none
   options->environment = false; // the new group is not the job of the environment
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   options->enable_reconfigure = false; // it has its members
@@ -655,8 +675,7 @@ static void multiply(const Staged& staged, const at::Tensor& factor) {
 }
 
 // Prepares the input of a reduction.
-static Staged reduced(const at::Tensor& tensor, const Reduction& how, Staged::Use use) {
-  const c10::Device place = place_of({tensor});
+static Staged reduced(const at::Tensor& tensor, c10::Device place, const Reduction& how, Staged::Use use) {
   if (!how.factor) {
     return Staged(tensor, place, use, how.as);
   }
@@ -671,7 +690,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   }
   const at::Tensor& tensor = only("all_reduce", tensors);
   const Reduction how = reduction_of("all_reduce", opts.reduceOp, tensor.scalar_type());
-  Staged staged = reduced(tensor, how, Staged::kReadWrite);
+  Staged staged = reduced(tensor, place_of({tensor}), how, Staged::kReadWrite);
   Task task(OpType::ALLREDUCE, "tutti:all_reduce");
   tutti_op op = op_of(TUTTI_OP_ALLREDUCE);
   op.dst = op.src = staged.buffer(how.wire);
@@ -697,7 +716,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
     parts.emplace_back(tensors, place_of({tensors}), Staged::kReadWrite, how.as);
   } else {
     for (const auto& tensor : tensors) {
-      parts.push_back(reduced(tensor, how, Staged::kReadWrite));
+      parts.push_back(reduced(tensor, place_of({tensor}), how, Staged::kReadWrite));
     }
   }
   for (const Staged& part : parts) {
@@ -721,7 +740,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   TORCH_CHECK_VALUE(opts.rootTensor == 0, "tutti reduce: the root tensor is ", opts.rootTensor, ", expected 0");
   const Reduction how = reduction_of("reduce", opts.reduceOp, tensor.scalar_type());
   const bool root = opts.rootRank == rank_;
-  Staged staged = reduced(tensor, how, root ? Staged::kReadWrite : Staged::kRead);
+  Staged staged = reduced(tensor, place_of({tensor}), how, root ? Staged::kReadWrite : Staged::kRead);
   Task task(OpType::REDUCE, "tutti:reduce");
   tutti_op op = op_of(TUTTI_OP_REDUCE);
   op.dst = op.src = staged.buffer(how.wire);
@@ -738,8 +757,10 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   return launch(std::move(task));
 }
 
-// Checks that there is one list of a tensor for each rank, all like the single tensor of ones.
-static void check_lists(const char* what, const Tensors& ones, const std::vector<Tensors>& lists, int size) {
+// Checks that there is one list of a tensor for each rank, all of the type of the single tensor of
+// ones. Its shape is that of all, or, if rank is given, that of the rank's own.
+static void check_lists(const char* what, const Tensors& ones, const std::vector<Tensors>& lists, int size,
+                        std::optional<int> rank = std::nullopt) {
   const at::Tensor& one = only(what, ones);
   if (lists.size() != 1) {
     throw std::invalid_argument(
@@ -749,11 +770,21 @@ static void check_lists(const char* what, const Tensors& ones, const std::vector
     throw std::invalid_argument(c10::str("tutti ", what, ": requires a tensor for each of the ", size,
                                          " ranks, got a list of ", lists[0].size()));
   }
-  check_alike(what, one, lists[0], true);
+  check_alike(what, one, lists[0], !rank);
+  if (rank) {
+    const at::Tensor& own = lists[0][*rank];
+    TORCH_CHECK_VALUE(own.sizes() == one.sizes(), "tutti ", what, ": invalid tensor size at index ", *rank,
+                      ", which is of this rank: expected ", one.sizes(), ", got ", own.sizes());
+  }
+}
+
+// Reports whether the tensors of a list have different shapes.
+static bool uneven(const Tensors& list) {
+  return std::any_of(list.begin(), list.end(), [&](const auto& tensor) { return tensor.sizes() != list[0].sizes(); });
 }
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  check_lists("all_gather", inputs, outputs, size_);
+  check_lists("all_gather", inputs, outputs, size_, rank_);
   const Wire wire = wire_of(inputs[0].scalar_type());
   const c10::Device place = place_of({inputs, outputs[0]});
   Staged source(inputs[0], place, Staged::kRead);
@@ -765,13 +796,22 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
   tutti_op op = op_of(TUTTI_OP_ALLGATHER);
   op.dst = target.buffer(wire);
   op.src = source.buffer(wire);
+  std::vector<int64_t> counts;
+  if (uneven(outputs[0])) {
+    for (const at::Tensor& output : outputs[0]) {
+      counts.push_back(output.numel() * static_cast<int64_t>(wire.per));
+    }
+    op.kind = TUTTI_OP_ALLGATHERV;
+    op.dst_counts = counts.data();
+    op.counts_len = counts.size();
+  }
   task.ops = {op};
   task.inputs = inputs;
   task.keep = {source.memory(), target.memory()};
   task.outputs = outputs;
   bound(task, opts);
   restore_after(task, target);
-  return launch(std::move(task));
+  return launch(std::move(task)); // copies the counts
 }
 
 // Adds to task the gathering of input in output.
@@ -986,13 +1026,38 @@ static void scatter_into(Task& task, const Reduction& how, const at::Tensor& out
   restore_after(task, target);
 }
 
+// Adds to task the reduction of a part for each rank to that rank, and of this rank's to output.
+static void reduce_each(Task& task, const Reduction& how, const at::Tensor& output, c10::Device place,
+                        const Tensors& parts, int rank) {
+  const Staged target(output, place, Staged::kWrite, how.as);
+  for (int r = 0; r < static_cast<int>(parts.size()); r++) {
+    Staged part = reduced(parts[r], place, how, Staged::kRead);
+    if (r == rank) { // the sum is written to it
+      part.copy();
+      task.after = [target, part] { target.memory().copy_(part.memory()); };
+    }
+    tutti_op op = op_of(TUTTI_OP_REDUCE);
+    op.dst = op.src = part.buffer(how.wire);
+    op.reduction = how.op;
+    op.peer = r;
+    task.ops.push_back(op);
+    task.keep.push_back(part.memory());
+  }
+  task.keep.push_back(target.memory());
+  restore_after(task, target);
+}
+
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ReduceScatterOptions& opts) {
-  check_lists("reduce_scatter", outputs, inputs, size_);
+  check_lists("reduce_scatter", outputs, inputs, size_, rank_);
   const Reduction how = reduction_of("reduce_scatter", opts.reduceOp, outputs[0].scalar_type());
   Task task(OpType::REDUCE_SCATTER, "tutti:reduce_scatter");
   const c10::Device place = place_of({outputs, inputs[0]});
-  scatter_into(task, how, outputs[0], place, Staged(inputs[0], place, Staged::kRead, how.as));
+  if (uneven(inputs[0])) {
+    reduce_each(task, how, outputs[0], place, inputs[0], rank_);
+  } else {
+    scatter_into(task, how, outputs[0], place, Staged(inputs[0], place, Staged::kRead, how.as));
+  }
   task.inputs = inputs[0];
   task.outputs = {outputs};
   bound(task, opts);

@@ -32,6 +32,11 @@ struct Options : c10d::Backend::Options {
     return c10::make_intrusive<Options>(*this);
   }
 
+  // Takes out what these options have from those of another group of the process and cannot share
+  // with it: its port and the address of its metrics, unless it is closed, and the store, in which
+  // only the job of the environment and groups that go on without lost ranks meet.
+  void part_from(const Options& other, bool closed = false);
+
   std::string store; // "etcd://host:port" instead of the c10d store
   std::string transport;
   std::string interfaces;
@@ -103,6 +108,8 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
+  // supportsCoalescing stays false: else c10d opens a coalescing for a batch of messages, which
+  // needs none, and leaves it open if one of them fails.
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setSequenceNumberForGroup() override {}
@@ -111,7 +118,6 @@ class Backend final : public c10d::Backend {
   // These are virtual functions of c10d's Backend from some version on.
   c10::intrusive_ptr<c10d::Work> gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                                     const c10d::GatherOptions& opts);
-  bool supportsCoalescing() const;
   bool supportsSplitting() const;
   void setTimeout(std::chrono::milliseconds timeout);
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions();

@@ -28,7 +28,8 @@ class WithoutGil {
 // those of pybind11, make that an abort of the process. So daemon threads stay where they wait.
 void interpreter_ends();
 
-// Starts a thread that the backend will join: it also returns from waits after interpreter_ends.
+// Starts a thread of the backend. It also returns from waits after interpreter_ends, because a
+// backend that is closed waits for its threads, except in their callbacks.
 std::thread start_thread(std::function<void()> body);
 
 // Reports whether Python runs signal handlers on this thread.

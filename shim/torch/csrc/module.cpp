@@ -15,6 +15,7 @@ static void define_options(C options) {
       .def(py::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<Options>(timeout); }),
            py::arg("timeout") = kBackendDefaultTimeout)
       .def("copy", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def("part_from", &Options::part_from, py::arg("other"), py::arg("closed") = false)
       .def_readwrite("store", &Options::store)
       .def_readwrite("transport", &Options::transport)
       .def_readwrite("interfaces", &Options::interfaces)
@@ -60,10 +61,17 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
   backend
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, c10::intrusive_ptr<Options>>(), py::arg("store"),
            py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
+      // c10d calls it at ranks that are not in a new group: only NCCL needs them.
+      .def("perform_nocolor_split", [](const Backend&, c10::Device) {}, py::arg("device"))
       .def("view", &Backend::view, py::call_guard<py::gil_scoped_release>())
       .def("recover", &Backend::recover, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("admit", &Backend::admit, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("agree", &Backend::agree, py::arg("yes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
+  if (!py::hasattr(backend, "options")) { // as above
+    backend.def_property_readonly("options", [](Backend& self) {
+      return c10::dynamic_intrusive_pointer_cast<Options>(self.getBackendOptions());
+    });
+  }
   if (!py::hasattr(backend, "allocate_tensor")) { // of c10d's Backend in newer versions
     backend.def(
         "allocate_tensor",

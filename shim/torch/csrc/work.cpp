@@ -398,6 +398,7 @@ void Work::mark(bool over) noexcept {
 c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   refuse_if_parents();
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  const bool relies = task_.stream && !task_.blocks;
   bool over = false;
   {
     std::lock_guard<std::mutex> guard(lock_);
@@ -416,15 +417,17 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
         }
       }
     }
-    future = future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
+    future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
     over = over_.load(std::memory_order_relaxed);
+    if (!over && !relies) {
+      completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this)); // throws if there can be no thread
+    }
+    future_ = future;
   }
   if (over) {
     mark(true);
-  } else if (task_.stream && !task_.blocks) {
+  } else if (relies) {
     mark(!rely());
-  } else {
-    completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
   }
   return future;
 }
@@ -595,14 +598,28 @@ std::vector<c10::intrusive_ptr<Work>> Running::all() {
   return {works_.begin(), works_.end()};
 }
 
+// The number of callbacks of works of Completers within which this thread is: 0 unless it is one of
+// a Completer.
+static thread_local int callbacks = 0;
+
 void Completer::add(c10::intrusive_ptr<Work> work) {
   std::lock_guard<std::mutex> guard(mutex_);
-  works_.push_back(std::move(work));
-  if (!started_) {
-    started_ = true;
-    thread_ = start_thread([self = shared_from_this()] { self->run(); });
+  const auto [works, fresh] = works_.try_emplace(callbacks);
+  if (fresh) {
+    try {
+      std::thread thread = start_thread([self = shared_from_this(), depth = callbacks] { self->run(depth); });
+      if (callbacks == 0 && !stopping_) {
+        thread_ = std::move(thread);
+      } else {
+        thread.detach();
+      }
+    } catch (...) {
+      works_.erase(works);
+      throw;
+    }
   }
-  changed_.notify_one();
+  works->second.push_back(std::move(work));
+  changed_.notify_all();
 }
 
 void Completer::stop() noexcept {
@@ -611,32 +628,42 @@ void Completer::stop() noexcept {
     std::lock_guard<std::mutex> guard(mutex_);
     stopping_ = true;
     thread = std::move(thread_);
-    changed_.notify_one();
+    changed_.notify_all();
+  }
+  if (callbacks > 0) {
+    if (thread.joinable()) {
+      thread.detach();
+    }
+    return;
   }
   if (thread.joinable()) {
-    if (thread.get_id() == std::this_thread::get_id()) {
-      thread.detach();
-    } else {
-      thread.join();
-    }
+    thread.join();
   }
+  std::unique_lock<std::mutex> guard(mutex_);
+  changed_.wait(guard, [this] { return works_.empty(); });
 }
 
-void Completer::run() noexcept {
+void Completer::run(int depth) noexcept {
+  callbacks = depth + 1;
   std::unique_lock<std::mutex> guard(mutex_);
+  auto& all = works_[depth];
   for (;;) {
-    changed_.wait(guard, [this] { return stopping_ || !works_.empty(); });
-    if (works_.empty()) {
+    if (depth == 0) { // the others are short-lived, so that a chain of callbacks leaves no threads
+      changed_.wait(guard, [&] { return stopping_ || !all.empty(); });
+    }
+    if (all.empty()) {
+      works_.erase(depth);
+      changed_.notify_all();
       return;
     }
-    std::deque<c10::intrusive_ptr<Work>> works = works_;
+    std::deque<c10::intrusive_ptr<Work>> works = all;
     guard.unlock();
     works[0]->await(ordered_ ? kOrdered : kUnordered);
     works.erase(std::remove_if(works.begin(), works.end(), [](const auto& work) { return !work->poll(); }),
                 works.end());
     guard.lock();
     for (const auto& ended : works) {
-      works_.erase(std::find(works_.begin(), works_.end(), ended));
+      all.erase(std::find(all.begin(), all.end(), ended));
     }
     guard.unlock();
     works.clear(); // without the lock: tensors may need the interpreter's

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -191,26 +192,31 @@ class Running {
   std::exception_ptr missed_;
 };
 
-// A Completer marks futures of works that have ended. It has a thread once it has a work.
+// A Completer marks futures of works that have ended. It has a thread once it has a work. That
+// thread runs the callbacks of the futures. A callback may wait for works that it adds, so these
+// have another thread, and those that their callbacks add a further one.
 class Completer : public std::enable_shared_from_this<Completer> {
  public:
-  // Works of an ordered Completer end in the order in which they are added.
+  // Works of an ordered Completer end in the order in which they are added, except those that
+  // callbacks add, which are in an order of their own.
   explicit Completer(bool ordered) : ordered_(ordered) {}
 
   void add(c10::intrusive_ptr<Work> work);
 
-  // Ends the thread when the works that were added have ended.
+  // Ends the threads when the works that were added have ended. It waits for that, except in a
+  // callback.
   void stop() noexcept;
 
  private:
-  void run() noexcept;
+  void run(int depth) noexcept;
 
   const bool ordered_;
-  std::mutex mutex_;
+  std::mutex mutex_; // protects what follows
   std::condition_variable changed_;
-  std::deque<c10::intrusive_ptr<Work>> works_;
-  std::thread thread_;
-  bool started_ = false;
+  // Works by the number of callbacks in which they are added, one within the other. Each entry has
+  // a thread, which takes it away at its end.
+  std::map<int, std::deque<c10::intrusive_ptr<Work>>> works_;
+  std::thread thread_; // that of works_[0]
   bool stopping_ = false;
 };
 

@@ -1,8 +1,10 @@
 """What c10d's Backend has besides operations, on the methods of the backend and of the group."""
 
+import os
 import threading
 import time
 import unittest
+import unittest.mock
 from datetime import timedelta
 
 import harness
@@ -290,7 +292,7 @@ def hooks(rank, size, port):
 def children(rank, size, port):
     """Groups of a part of the ranks, and groups that are joined."""
     harness.init(rank, size, port)
-    assert backend().supports_splitting and backend().supports_coalescing and backend().supports_shrinking
+    assert backend().supports_splitting and backend().supports_shrinking
     part = dist.PrefixStore(f"half-{rank // 2}", harness.store(port))
     half = backend().split(part, [0, 1] if rank < 2 else [3, 2], backend().options)
     assert (half.rank(), half.size()) == ([0, 1, 1, 0][rank], 2)
@@ -345,6 +347,204 @@ def timeouts(rank, size, port):
     dist.destroy_process_group()
 
 
+def nested_futures(rank, size, port):
+    """A callback of a future waits for the future of an operation that it starts, and so does that one's."""
+    harness.init(rank, size, port)
+    peer = harness.store(port)
+
+    def after(turn):
+        if rank > 0:  # so that the future of rank 0 is asked for before the end
+            peer.wait([f"asked/{turn}"])
+        x = torch.ones(1)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        if turn < 3:
+            future = future.then(lambda _: after(turn + 1))
+        if rank == 0:
+            peer.set(f"asked/{turn}", "")
+        future.wait()
+        assert x.item() == size
+        return turn
+
+    after(0)
+    dist.destroy_process_group()
+
+
+def futures_in_a_row(rank, size, port):
+    """Callbacks start further operations and do not wait for them: no threads are left over."""
+    harness.init(rank, size, port)
+    peer = harness.store(port)
+    over = threading.Event()
+
+    def after(turn):
+        if turn == 50:
+            over.set()
+            return
+        if rank > 0:
+            peer.wait([f"asked/{turn}"])
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda _: after(turn + 1))
+        if rank == 0:
+            peer.set(f"asked/{turn}", "")
+
+    threads = len(os.listdir("/proc/self/task"))
+    after(0)
+    assert over.wait(harness.LIMIT)
+    assert len(os.listdir("/proc/self/task")) < threads + 10
+    dist.destroy_process_group()
+
+
+def futures_of_one_callback(rank, size, port):
+    """The works that one callback starts share a thread."""
+    harness.init(rank, size, port)
+    peer = harness.store(port)
+    works = []
+
+    def start(_):
+        if rank > 0:
+            peer.wait(["started"])
+        works.extend(dist.all_reduce(torch.ones(1), async_op=True) for _ in range(50))
+        before = len(os.listdir("/proc/self/task"))
+        futures = [work.get_future() for work in works]
+        if rank == 0:
+            assert len(os.listdir("/proc/self/task")) < before + 10
+            peer.set("started", "")
+        for future in futures:
+            future.wait()
+
+    if rank > 0:
+        peer.wait(["asked"])
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(start)
+    if rank == 0:
+        peer.set("asked", "")
+    future.wait()
+    assert len(works) == 50
+    dist.destroy_process_group()
+
+
+def threads_that_cannot_start(rank, size, port):
+    """A future for which there can be no thread is an error, and can be asked for again."""
+    harness.init(rank, size, port)
+    if rank == 0:
+        work = dist.irecv(torch.ones(1), 1)
+        with unittest.mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+            raises(RuntimeError, "can't start", work.get_future)
+        future = work.get_future()
+        harness.meet(port, "asked", size)
+        future.wait()
+    else:
+        harness.meet(port, "asked", size)
+        dist.send(torch.ones(1), 0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def bound_to_a_device(rank, size, port):
+    """Groups of a part of the ranks, when the default group is bound to a device."""
+    harness.init(rank, size, port, device_id=torch.device("cpu:0"))
+    for members in ([0], [0, 1]):
+        group = dist.new_group(members)
+        if rank in members:
+            dist.all_reduce(x := torch.ones(1), group=group)
+            assert x.item() == len(members)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))
+    for name, want in (("a", size), ("b", 1)):
+        dist.all_reduce(x := torch.ones(1), group=mesh.get_group(name))
+        assert x.item() == want
+    dist.destroy_process_group()
+
+
+def batches(rank, size, port):
+    """A batch of messages with a wrong argument leaves the group as it was."""
+    harness.init(rank, size, port)
+    other = (rank + 1) % size
+    once = torch.ones(1).expand(4)  # its elements share memory
+    batch = [dist.P2POp(dist.isend, torch.ones(4), other), dist.P2POp(dist.irecv, once, other)]
+    raises(ValueError, "share memory", dist.batch_isend_irecv, batch)
+    dist.all_reduce(x := torch.ones(1))
+    assert x.item() == size, x
+    dist.all_gather_into_tensor(gathered := torch.zeros(size), torch.ones(1))
+    assert gathered.sum() == size, gathered
+    dist.recv(y := torch.zeros(4), other)  # the batch's send has begun
+    assert y.sum() == 4, y
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def inherited_options(rank, size, port):
+    """Groups for which the program gives no options have those of the default group."""
+    given = tutti_torch.Options()
+    given.algorithm, given.transport, given.max_procs = "ring", "tcp", 1
+    harness.init(rank, size, port, pg_options=given)
+    own = tutti_torch.Options()
+    own.algorithm = "tree"
+    wanted = {dist.new_group(): ("ring", "tcp", 1), dist.new_group(pg_options=own): ("tree", "", 0)}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))
+    wanted[mesh.get_group("b")] = ("ring", "tcp", 1)
+    for group, want in wanted.items():
+        options = backend(group).options
+        assert (options.algorithm, options.transport, options.max_procs) == want, (options.algorithm, want)
+    dist.destroy_process_group()
+    harness.init(rank, size, port)
+    assert backend().options.algorithm == "", "the options of a group that is gone"
+    dist.destroy_process_group()
+
+    # What two groups of a process cannot share is left out. These options come too late for the
+    # default group.
+    harness.init(rank, size, port, pg_options=given)
+    late = backend().options
+    late.ports, late.metrics, late.store = "29500", "127.0.0.1:9400", "etcd://127.0.0.1:1"
+    groups = [dist.new_group()]
+    if harness.has("split"):
+        groups.append(dist.split_group(split_ranks=[list(range(size))]))
+    for group in groups:
+        options = backend(group).options
+        assert (options.algorithm, options.ports, options.metrics, options.store) == ("ring", "", "", "")
+        dist.all_reduce(x := torch.ones(1), group=group)
+        assert x.item() == size
+    dist.destroy_process_group()
+
+    def parted(closed=False, **fields):
+        for name, value in fields.items():
+            setattr(late, name, value)
+        options = late.copy()
+        options.part_from(late, closed)
+        return options.ports, options.metrics, options.store
+
+    at, site = late.metrics, late.store
+    assert parted(closed=True) == ("29500", at, "")
+    for mode, store in (("report", ""), ("shrink", site), ("retry", site)):
+        assert parted(on_failure=mode) == ("", "", store), mode
+    for ports in ("0", "29500-29600"):
+        assert parted(ports=ports) == (ports, "", site)
+
+    if harness.has("reconfigure"):
+        harness.init(rank, size, port, pg_options=given, enable_reconfigure=True)
+        group = dist.new_group()
+        assert backend(group).options.algorithm == "ring"
+        dist.all_reduce(x := torch.ones(1), group=group)
+        assert x.item() == size
+        dist.destroy_process_group()
+
+
+def details(rank, size, port):
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is within one of torch."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    harness.init(rank, size, port)
+    assert not isinstance(backend(), tutti_torch.ProcessGroupTutti)
+    assert tutti_torch.active_ranks() == [0]
+    assert tutti_torch.agree(True)
+    assert tutti_torch.empty(3).shape == (3,)
+    gloo = dist.new_group(backend="gloo")
+    raises(ValueError, "cpu:gloo", tutti_torch.active_ranks, gloo)
+    dist.destroy_process_group()
+
+
+def for_cuda(rank, size, port):
+    """Functions that take a group find a backend that is not for tensors on the CPU."""
+    harness.init(rank, size, port, backend="cpu:gloo,cuda:tutti")
+    assert tutti_torch.active_ranks() == list(range(size))
+    dist.destroy_process_group()
+
+
 def needs(name):
     return unittest.skipUnless(harness.has(name), f"this torch has no Backend.{name}")
 
@@ -362,6 +562,35 @@ class Backend(unittest.TestCase):
     @needs("new_window")
     def test_callback_uses_its_window(self):
         harness.run(window_in_callback, 2)
+
+    def test_callback_waits_for_another_future(self):
+        harness.run(nested_futures, 2)
+
+    def test_callbacks_start_operations(self):
+        harness.run(futures_in_a_row, 2)
+
+    def test_one_callback_starts_many_operations(self):
+        harness.run(futures_of_one_callback, 2)
+
+    @unittest.skipUnless(harness.FALLBACK, "the C++ module starts threads of its own")
+    def test_threads_that_cannot_start(self):
+        harness.run(threads_that_cannot_start, 2)
+
+    @needs("split")
+    def test_groups_when_bound_to_a_device(self):
+        harness.run(bound_to_a_device, 2)
+
+    def test_batch_with_a_wrong_argument(self):
+        harness.run(batches, 2)
+
+    def test_options_of_the_default_group(self):
+        harness.run(inherited_options, 2)
+
+    def test_group_with_details(self):
+        harness.run(details, 1)
+
+    def test_group_for_cuda(self):
+        harness.run(for_cuda, 2)
 
     @needs("shrink")
     def test_shrink(self):

@@ -97,6 +97,16 @@ def cases(rank, size):
         lambda t, a: dist.reduce_scatter(t[0], t[1:], async_op=a),
     )
     yield (
+        "uneven all_gather",
+        [torch.arange(rank + 2.0), *(torch.zeros(r + 2) for r in range(size))],
+        lambda t, a: dist.all_gather(t[1:], t[0], async_op=a),
+    )
+    yield (
+        "uneven reduce_scatter",
+        [torch.zeros(rank + 2), *(torch.arange(r + 2.0) + rank for r in range(size))],
+        lambda t, a: dist.reduce_scatter(t[0], t[1:], async_op=a),
+    )
+    yield (
         "all_to_all_single",
         [torch.zeros_like(parts), parts],
         lambda t, a: dist.all_to_all_single(t[0], t[1], async_op=a),
@@ -217,7 +227,7 @@ def graphs(rank, size, port):
             continue
         mine = [on(torch.zeros_like(x)) for x in tensors]
         on(torch.ones(1)).cpu()
-        if name.startswith("uneven") or name.startswith("all_to_all_single from"):
+        if name.startswith(("uneven all", "all_to_all_single from")):
             try:
                 device.Graph(lambda op=operation, t=mine: op(t, False))
                 raise AssertionError(f"{name} is in a graph")
@@ -344,6 +354,22 @@ def freed(rank, size, port):
             want = torch.arange(1.0, size + 1).repeat_interleave(5000)
             assert torch.equal(out.cpu(), want)
             del again, work
+    # Nor is the copy of an output that is not contiguous.
+    parts = [on(torch.full((5000 + r,), rank + 1.0)) for r in range(size)]
+    out = strided(on(torch.zeros(5000 + rank)))
+    out.cpu()
+    gates = [device.Gate()] if rank == 0 else []
+    work = dist.reduce_scatter(out, parts, async_op=True)
+    with device.stream(device.new_stream()):
+        again = [on(torch.full((5000 + rank,), -1.0)) for _ in range(3)]
+        for x in again:
+            x.cpu()
+    for gate in gates:
+        gate.open()
+    work.wait()
+    assert torch.equal(out.cpu(), torch.full((5000 + rank,), size * (size + 1) / 2))
+    assert all(torch.equal(x.cpu(), torch.full((5000 + rank,), -1.0)) for x in again)
+    del again, work
     # A receive into memory that is dropped does not write to what uses it next.
     for count, layout in ((5000, lambda x: x), (10_000, strided)):
         x = layout(on(torch.zeros(5000)))

@@ -22,7 +22,12 @@ HEADER = os.path.join(HERE, "..", "..", "tutti.h")
 
 PART = [
     "test_arguments.Arguments.test_wrong_arguments_raise",
+    "test_backend.Backend.test_batch_with_a_wrong_argument",
+    "test_backend.Backend.test_callback_waits_for_another_future",
+    "test_backend.Backend.test_group_with_details",
+    "test_backend.Backend.test_groups_when_bound_to_a_device",
     "test_backend.Backend.test_hooks",
+    "test_backend.Backend.test_options_of_the_default_group",
     "test_backend.Backend.test_put_of_views",
     "test_backend.Backend.test_shrink",
     "test_backend.Backend.test_shutdown_while_resuming",
@@ -42,7 +47,9 @@ PART = [
     "test_fallback.Alone",
     "test_operations.Operations.test_lists_coalesced_messages_objects_and_sparse",
     "test_operations.Operations.test_reductions_of_all_types",
+    "test_operations.Operations.test_uneven_lists",
     "test_programs.Programs.test_distributed_data_parallel",
+    "test_programs.Programs.test_hooks_that_wait",
     "test_reconfigure.Reconfigure.test_after_an_interrupt",
 ]
 

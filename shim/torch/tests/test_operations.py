@@ -1,5 +1,6 @@
 """Every operation gives what Gloo gives, whatever the tensors look like."""
 
+import itertools
 import unittest
 
 import harness
@@ -302,12 +303,60 @@ def lists(rank, size, port):
     dist.destroy_process_group()
 
 
+def uneven(rank, size, port):
+    """Lists whose tensors have different shapes, one of them empty."""
+    harness.init(rank, size, port)
+
+    def forms(shapes, dtype, of):
+        if (0, 2) in shapes:  # an empty tensor has fewer
+            return [("contiguous", values(shapes[rank], dtype, of))]
+        return layouts(shapes[rank], dtype, of)
+
+    types = (torch.float32, torch.int64, torch.complex64, torch.float8_e5m2, torch.bool)
+    for dtype, first in itertools.product(types, (0, 1)):
+        shapes = [(first + r, 2) for r in range(size)]
+        want = [values(shapes[r], dtype, r) for r in range(size)]
+        for name, mine in forms(shapes, dtype, rank):
+            outputs = [torch.zeros_like(x) for x in want]
+            dist.all_gather(outputs, mine.detach())
+            for got, theirs in zip(outputs, want, strict=True):
+                same(got, theirs, f"all_gather of {name} {dtype}")
+        whole = torch.zeros(sum(x.numel() for x in want)).to(dtype)
+        parts = [part.view(x.shape) for part, x in zip(whole.split([x.numel() for x in want]), want, strict=True)]
+        dist.all_gather(parts, want[rank])
+        same(whole, torch.cat([x.flatten() for x in want]), f"all_gather of {dtype} in one memory")
+
+        for name, output in forms(shapes, dtype, 0):
+            parts = [values(shapes[r], dtype, rank) for r in range(size)]
+            dist.reduce_scatter(output.detach(), parts, dist.ReduceOp.SUM)
+            sums = torch.stack([values(shapes[rank], torch.float32, r) for r in range(size)]).sum(0)
+            same(output.detach(), sums.to(dtype), f"reduce_scatter of {name} {dtype}")
+            for r in range(size):
+                same(parts[r], values(shapes[r], dtype, rank), "input of reduce_scatter")
+    parts = [torch.full((r + 1,), rank + 1.0) for r in range(size)]
+    dist.reduce_scatter(parts[rank], parts, dist._make_nccl_premul_sum(2.0))
+    same(parts[rank], torch.full((rank + 1,), size * (size + 1.0)), "reduce_scatter in place, with a factor")
+
+    x = torch.zeros(size)
+    for name, call in (("all_gather", dist.all_gather), ("reduce_scatter", lambda o, i: dist.reduce_scatter(i, o))):
+        try:
+            call([torch.zeros(r) for r in range(size)], x)
+            raise AssertionError(f"{name} took another shape than that of the rank's own")
+        except ValueError as e:
+            assert "invalid tensor size" in str(e), e
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 class Operations(unittest.TestCase):
     def test_operations_give_what_gloo_gives(self):
         harness.run(compare, 3)
 
     def test_reductions_of_all_types(self):
         harness.run(reductions, 3)
+
+    def test_uneven_lists(self):
+        harness.run(uneven, 3)
 
     def test_lists_coalesced_messages_objects_and_sparse(self):
         harness.run(lists, 3)

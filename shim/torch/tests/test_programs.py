@@ -70,6 +70,34 @@ def data_parallel(rank, size, port):
     dist.destroy_process_group()
 
 
+def hooks_that_wait(rank, size, port):
+    """Communication hooks of DDP whose callbacks wait for further operations. They give what Gloo's give."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, quantization_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    harness.init(rank, size, port)
+    gloo = dist.new_group(backend="gloo")
+
+    def trained(group, hook, state):
+        net = DistributedDataParallel(model(), process_group=group)
+        net.register_comm_hook(state, hook)
+        train(net, torch.optim.SGD(net.parameters(), lr=0.1), rank, size)
+        return list(net.parameters())
+
+    def quantized(group):
+        return trained(group, quantization_hooks.quantization_pertensor_hook, group)
+
+    def power(group):
+        return trained(
+            group, powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+        )
+
+    for hooked in (quantized, power):
+        for got, want in zip(hooked(dist.group.WORLD), hooked(gloo), strict=True):
+            close(got, want)
+    dist.destroy_process_group()
+
+
 def fully_sharded(rank, size, port):
     from torch.distributed.fsdp import fully_shard
 
@@ -391,6 +419,9 @@ def loaders(rank, size, port):
 class Programs(unittest.TestCase):
     def test_distributed_data_parallel(self):
         harness.run(data_parallel, 3)
+
+    def test_hooks_that_wait(self):
+        harness.run(hooks_that_wait, 2)
 
     @unittest.skipUnless(hasattr(fsdp, "fully_shard"), "this torch has no fsdp.fully_shard")
     def test_fully_sharded_data_parallel(self):

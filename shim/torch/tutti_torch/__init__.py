@@ -72,10 +72,28 @@ def _without_module(why):
     return _ctypes
 
 
+def _default_options(glue):
+    """Returns the options of a group for which the program gives none: those of the default group, if that
+    is of tutti, except what the two cannot share."""
+    import torch.distributed as dist
+
+    try:
+        default = _backend() if dist.is_initialized() else None
+    except ValueError:  # it is of other backends
+        default = None
+    if default is None:
+        return glue.Options()
+    options = default.options.copy()
+    options.part_from(default.options)
+    if hasattr(options, "enable_reconfigure"):
+        options.enable_reconfigure = False  # it has its members
+    return options
+
+
 def _create(backend_options, options=None):
     """Makes the group's backend, for torch.distributed.Backend.register_backend."""
     glue = _load()
-    options = options.copy() if isinstance(options, glue.Options) else glue.Options()
+    options = options.copy() if isinstance(options, glue.Options) else _default_options(glue)
     options._timeout = backend_options.timeout
     options.environment = _environments(options, backend_options)
     if getattr(backend_options, "enable_reconfigure", False):
@@ -121,10 +139,19 @@ def _backend(group=None):
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("the default process group does not exist: call init_process_group")
-    backend = group._get_backend(torch.device("cpu"))
-    if not isinstance(backend, _load().ProcessGroupTutti):
-        raise ValueError(f"the group's backend for CPU tensors is {backend.name()}, not tutti")
-    return backend
+    others = []
+    for device in ("cpu", "cuda"):
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:  # the group has none
+            continue
+        while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        if isinstance(backend, _load().ProcessGroupTutti):
+            return backend
+        others.append(f"{device}:{backend.name()}")
+    found = ", ".join(others) or "none for CPU or CUDA tensors"
+    raise ValueError(f"the group's backends are {found}, expected tutti")
 
 
 def active_ranks(group=None):

@@ -108,6 +108,18 @@ class Options(C10D.Backend.Options):
             setattr(other, name, getattr(self, name))
         return other
 
+    def part_from(self, other, closed=False):
+        """Takes out what these options have from those of another group of the process and cannot share with
+        it: its port and the address of its metrics, unless it is closed, and the store, in which only the
+        job of the environment and groups that go on without lost ranks meet."""
+        single = "-" not in self.ports and self.ports != "0"
+        if not closed and single and self.ports == other.ports:
+            self.ports = ""
+        if not closed and self.metrics == other.metrics:
+            self.metrics = ""
+        if not _outlives(_mode_of(self)) and self.store == other.store:
+            self.store = ""
+
 
 _FIELDS = {name: value for name, value in vars(Options).items() if type(value) in (str, bool, int) and name[0] != "_"}
 
@@ -117,6 +129,16 @@ def _on_failure_of(name):
     if name not in modes:
         raise ValueError(f'tutti: on_failure is "{name}", expected report, shrink or retry')
     return modes[name]
+
+
+def _mode_of(options):
+    """Returns what a group with these options does when a rank is lost."""
+    return options.on_failure or os.environ.get("TUTTI_ON_FAILURE", "")
+
+
+def _outlives(mode):
+    """Reports whether a group goes on without lost ranks."""
+    return mode != "end" and _on_failure_of(mode) != api.REPORT
 
 
 def _or_null(text):
@@ -156,6 +178,23 @@ def _scatter_into(task, how, output, source):
     task.ops.append(_op(api.OP_REDUCE_SCATTER, reduction=how.op, **buffers))
     task.keep += [source.memory, target.memory]
     _restore_after(task, target)
+
+
+def _reduce_each(task, how, output, parts, rank):
+    """Adds to task the reduction of a part for each rank to that rank, and of this rank's to output."""
+    target, staged = Staged(output, WRITE, how.as_type), [_reduced(tensor, how, READ) for tensor in parts]
+    staged[rank].copy()  # the sum is written to it
+    task.after.append(lambda: target.memory.copy_(staged[rank].memory))
+    for r, part in enumerate(staged):
+        buffer = part.buffer(how.wire)
+        task.ops.append(_op(api.OP_REDUCE, dst=buffer, src=buffer, reduction=how.op, peer=r))
+        task.keep.append(part.memory)
+    _restore_after(task, target)
+
+
+def _uneven(tensors):
+    """Reports whether tensors have different shapes."""
+    return any(tensor.shape != tensors[0].shape for tensor in tensors)
 
 
 def _exchange(task, target, source, wire, to, sources):
@@ -280,8 +319,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         api.open_library()
         options, env = self._options, os.environ
         timeout = self._joined = milliseconds(options._timeout)
-        mode = options.on_failure or env.get("TUTTI_ON_FAILURE", "")
-        self._outlives = mode != "end" and _on_failure_of(mode) != api.REPORT
+        mode = _mode_of(options)
+        self._outlives = _outlives(mode)
         if self._outlives and not (options.store or env.get("TUTTI_STORE")):
             raise ValueError(
                 f'tutti: on_failure "{mode}" needs a store that knows which ranks are alive, which c10d\'s does not: '
@@ -370,7 +409,12 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     @property
     def supports_coalescing(self):
-        return True
+        # Else c10d opens a coalescing for a batch of messages, which needs none, and leaves it open
+        # if one of them fails. The inherited method asks this property.
+        return False
+
+    def perform_nocolor_split(self, device):
+        """c10d calls it at ranks that are not in a new group: only NCCL needs them."""
 
     def _get_sequence_number_for_group(self):
         with self._lock:
@@ -429,8 +473,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             raise ValueError(f"tutti {what}: the root tensor is {opts.rootTensor}, expected 0")
         return opts.rootRank == self._rank
 
-    def _check_lists(self, what, ones, lists):
-        """Checks that there is one list of a tensor for each rank, all like the single tensor of ones."""
+    def _check_lists(self, what, ones, lists, uneven=False):
+        """Checks that there is one list of a tensor for each rank, all of the type of the single tensor of
+        ones. Its shape is that of all, or, if they may be uneven, that of this rank's."""
         one = only(what, ones)
         if len(lists) != 1:
             raise ValueError(f"tutti {what}: requires a single list of tensors for the ranks, got {len(lists)}")
@@ -438,7 +483,13 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             raise ValueError(
                 f"tutti {what}: requires a tensor for each of the {self._size} ranks, got a list of {len(lists[0])}"
             )
-        check_alike(what, one, lists[0], True)
+        check_alike(what, one, lists[0], not uneven)
+        own = lists[0][self._rank]
+        if own.shape != one.shape:
+            raise ValueError(
+                f"tutti {what}: invalid tensor size at index {self._rank}, which is of this rank: expected "
+                f"{list(one.shape)}, got {list(own.shape)}"
+            )
 
     @staticmethod
     def _check_pairs(what, outputs, inputs):
@@ -509,10 +560,13 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     @entry
     def allgather(self, outputs, inputs, opts):
-        self._check_lists("all_gather", inputs, outputs)
+        self._check_lists("all_gather", inputs, outputs, uneven=True)
         wire, source = wire_of(inputs[0].dtype), Staged(inputs[0], READ)
         target = self._gather_lists(source, outputs[0])
         op = _op(api.OP_ALLGATHER, dst=target.buffer(wire), src=source.buffer(wire))
+        if _uneven(outputs[0]):
+            op.kind, op.counts_len = api.OP_ALLGATHERV, self._size
+            op.dst_counts = _counts(output.numel() * wire[1] for output in outputs[0])
         task = Task(OpType.ALLGATHER, "tutti:all_gather", [op], [source.memory, target.memory], outputs=outputs)
         _restore_after(task, target)
         return self._launch(task, opts.timeout)
@@ -634,10 +688,13 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     @entry
     def reduce_scatter(self, outputs, inputs, opts):
-        self._check_lists("reduce_scatter", outputs, inputs)
+        self._check_lists("reduce_scatter", outputs, inputs, uneven=True)
         how = reduction_of("reduce_scatter", opts.reduceOp, outputs[0].dtype)
         task = Task(OpType.REDUCE_SCATTER, "tutti:reduce_scatter", outputs=[outputs])
-        _scatter_into(task, how, outputs[0], Staged(inputs[0], READ, how.as_type))
+        if _uneven(inputs[0]):
+            _reduce_each(task, how, outputs[0], inputs[0], self._rank)
+        else:
+            _scatter_into(task, how, outputs[0], Staged(inputs[0], READ, how.as_type))
         return self._launch(task, opts.timeout)
 
     def _scatter_single(self, task, what, output, tensor, opts):

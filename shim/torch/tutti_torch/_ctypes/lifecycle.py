@@ -57,6 +57,7 @@ class Lifecycle:
         options = (opts if isinstance(opts, type(self._options)) else self._options).copy()
         if opts is not None:
             options._timeout = opts._timeout
+        options.part_from(self._options, self._closed)  # c10d gives a copy of these if the program gives none
         options.environment = False  # the new group is not the job of the environment
         options.enable_reconfigure = False  # it has its members
         return type(self)(store, rank, size, options)

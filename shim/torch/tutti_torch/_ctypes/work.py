@@ -255,9 +255,9 @@ class Work(C10D.Work):
         with self._lock:
             if self._future is None:
                 first = torch.futures.Future()
-                self._future = first, first.then(self._value)
                 if not self._over:
-                    self._completer.add(self)
+                    self._completer.add(self)  # raises if there can be no thread
+                self._future = first, first.then(self._value)
             future = self._future[1]
         self.mark()
         return future
@@ -453,46 +453,91 @@ class Running:
         self._error = api.OK
 
 
+class _Thread(threading.local):
+    # The number of callbacks of works of Completers within which the thread is: 0 unless it is one
+    # of a Completer.
+    callbacks = 0
+
+
+_thread = _Thread()
+
+
 class Completer:
-    """Marks futures of works that have ended. It has a thread once it has a work."""
+    """Marks futures of works that have ended. It has a thread once it has a work.
+
+    That thread runs the callbacks of the futures. A callback may wait for works that it adds, so these have
+    another thread, and those that their callbacks add a further one.
+    """
 
     def __init__(self, ordered):
-        """Works of an ordered Completer end in the order in which they are added."""
+        """Works of an ordered Completer end in the order in which they are added, except those that callbacks
+        add, which are in an order of their own."""
         self._ordered = ordered
         self._changed = threading.Condition()
-        self._works = collections.deque()
-        self._thread = None
+        # Works by the number of callbacks in which they are added, one within the other. Each entry
+        # has a thread, which takes it away at its end.
+        self._works = {}
+        self._thread = None  # that of self._works[0]
         self._stopping = False
 
     def add(self, work):
+        depth = _thread.callbacks
         with self._changed:
-            self._works.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tutti futures", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if depth not in self._works:
+                self._works[depth] = collections.deque()
+                thread = threading.Thread(target=self._run, args=[depth], name="tutti futures", daemon=True)
+                try:
+                    thread.start()
+                except BaseException:
+                    del self._works[depth]
+                    raise
+                if depth == 0:
+                    self._thread = thread
+            self._works[depth].append(work)
+            self._changed.notify_all()
 
     def stop(self):
-        """Ends the thread when the works that were added have ended."""
+        """Ends the threads when the works that were added have ended. It waits for that, except in a
+        callback."""
         with self._changed:
             self._stopping = True
             thread = self._thread
-            self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
+            self._changed.notify_all()
+        if _thread.callbacks > 0:
+            return
+        if thread is not None:
             thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._works)
 
-    def _run(self):
+    def _run(self, depth):
+        _thread.callbacks = depth + 1
+        try:
+            self._complete(depth)
+        except BaseException:
+            self._end(depth)
+            raise
+
+    def _end(self, depth):
+        with self._changed:
+            del self._works[depth]
+            self._changed.notify_all()
+
+    def _complete(self, depth):
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._works)
-                if not self._works:
+                everything = self._works[depth]
+                if depth == 0:  # the others are short-lived, so that a chain of callbacks leaves no threads
+                    self._changed.wait_for(lambda: self._stopping or everything)
+                if not everything:
+                    self._end(depth)
                     return
-                works = list(self._works)
+                works = list(everything)
             works[0].await_(_ORDERED if self._ordered else _UNORDERED)
             ended = [work for work in works if work.poll()]
             with self._changed:
                 for work in ended:
-                    self._works.remove(work)
+                    everything.remove(work)
             for work in ended:
                 work.mark()
             del works, ended
