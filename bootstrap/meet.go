@@ -164,7 +164,7 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 			m.leave = func() {
 				ctx, cancel := context.WithTimeout(context.Background(), tellTime)
 				defer cancel()
-				askHost(ctx, l.name, leaves, l.Rank) // else rank 0 has ended
+				askHost(ctx, l.name, leaves, l.Rank, text.Meeting) // else rank 0 has ended
 			}
 		}
 		return m, nil
@@ -249,8 +249,9 @@ func meetingPort(name string) string {
 
 // invitation is the message of rank 0 to the others.
 type invitation struct {
-	Store  string
-	Secret string `json:",omitempty"` // textual form
+	Store   string
+	Secret  string `json:",omitempty"` // textual form
+	Meeting uint64 // tells the meetings of a launch apart
 }
 
 // maxInvitation bounds the size of an invitation in bytes.
@@ -281,13 +282,14 @@ func (i invitation) meeting(secret []byte) (*Meeting, error) {
 const kvsKey = "tutti-meeting"
 
 func (l *Launch) tell(ctx context.Context, how way, i invitation) (stop func(), err error) {
+	i.Meeting = ident.New()
 	b, err := json.Marshal(i)
 	if err != nil {
 		return nil, err
 	}
 	switch how {
 	case byHost:
-		return inviteHost(ctx, l.name, l.Size, b)
+		return inviteHost(ctx, l.name, l.Size, i.Meeting, b)
 	case byPMI:
 		_, err = exchange(ctx, l.pmi, hex.EncodeToString(b))
 	}
@@ -345,26 +347,26 @@ func meetingSocket(name string) *net.UnixAddr {
 	return &net.UnixAddr{Net: "unix", Name: "@tutti-meeting-" + hex.EncodeToString(sum[:16])}
 }
 
-// What a process says to rank 0 on its host, in a line with its rank. The answer is the invitation,
-// or the end of the connection.
+// What a process says to rank 0 on its host, in a line with its rank and a meeting. The answer is
+// the invitation, or the end of the connection.
 const (
-	asks   = "where"
-	leaves = "left" // this rank needs no further invitation
+	asks   = "where" // any meeting, 0
+	leaves = "left"  // this rank needs no further invitation to the meeting
 )
 
 const (
 	tellTime   = 5 * time.Second // bounds the exchange with one process
-	maxRequest = 40              // the size of a line in bytes
+	maxRequest = 60              // the size of a line in bytes
 )
 
 // inviteHost sends text to all processes of this user on this host that ask, until stop.
-func inviteHost(ctx context.Context, name string, size int, text []byte) (stop func(), err error) {
+func inviteHost(ctx context.Context, name string, size int, meeting uint64, text []byte) (stop func(), err error) {
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", meetingSocket(name).Name)
 	if err != nil {
 		return nil, fmt.Errorf("another process of this user is rank 0 of launch %s on this host: set TUTTI_JOB to "+
 			"another name: %w", name, err)
 	}
-	h := &host{text: text, size: size, left: map[int]bool{}}
+	h := &host{text: text, size: size, meeting: meeting, left: map[int]bool{}}
 	h.ctx, h.cancel = context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
@@ -380,10 +382,11 @@ func inviteHost(ctx context.Context, name string, size int, text []byte) (stop f
 
 // host is rank 0's side of inviteHost.
 type host struct {
-	text   []byte
-	size   int             // of the launch
-	ctx    context.Context // ends with the invitations
-	cancel context.CancelFunc
+	text    []byte
+	size    int // of the launch
+	meeting uint64
+	ctx     context.Context // ends with the invitations
+	cancel  context.CancelFunc
 
 	mu   sync.Mutex
 	left map[int]bool // ranks that get no invitation
@@ -418,11 +421,12 @@ func (h *host) answer(c net.Conn) {
 	}
 	var verb string
 	var rank int
-	if _, err := fmt.Sscanf(line, "%s %d\n", &verb, &rank); err != nil {
+	var meeting uint64
+	if _, err := fmt.Sscanf(line, "%s %d %d\n", &verb, &rank, &meeting); err != nil {
 		return
 	}
 	h.mu.Lock()
-	if verb == leaves && rank < h.size {
+	if verb == leaves && rank < h.size && meeting == h.meeting { // else the rank was in an earlier one
 		h.left[rank] = true
 	}
 	left := h.left[rank]
@@ -436,7 +440,7 @@ func (h *host) answer(c net.Conn) {
 func hearHost(ctx context.Context, name string, rank int) ([]byte, error) {
 	var last error
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
-		text, err := askHost(ctx, name, asks, rank)
+		text, err := askHost(ctx, name, asks, rank, 0)
 		if err == nil && len(text) == 0 {
 			err = errors.New("rank 0 is in an earlier job, which this rank has left, or is about to end")
 		}
@@ -457,7 +461,7 @@ func hearHost(ctx context.Context, name string, rank int) ([]byte, error) {
 }
 
 // askHost sends a line to rank 0, and returns the answer.
-func askHost(ctx context.Context, name, verb string, rank int) ([]byte, error) {
+func askHost(ctx context.Context, name, verb string, rank int, meeting uint64) ([]byte, error) {
 	c, err := (&net.Dialer{}).DialContext(ctx, "unix", meetingSocket(name).Name)
 	if err != nil {
 		return nil, err
@@ -468,7 +472,7 @@ func askHost(ctx context.Context, name, verb string, rank int) ([]byte, error) {
 	}
 	c.SetDeadline(time.Now().Add(tellTime))
 	defer context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })()
-	if _, err := fmt.Fprintf(c, "%s %d\n", verb, rank); err != nil {
+	if _, err := fmt.Fprintf(c, "%s %d %d\n", verb, rank, meeting); err != nil {
 		return nil, err
 	}
 	return io.ReadAll(io.LimitReader(c, maxInvitation))
