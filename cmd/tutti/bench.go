@@ -103,7 +103,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts; of p2p, the median")
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "duration of a round")
 	fl.StringVar(&f.transport, "transport", "", "auto, "+registry.Names()+", or "+registry.InProcess+
-		" (ranks are goroutines of one process) (default: TUTTI_TRANSPORT, else auto)")
+		" (ranks are goroutines of one process) (default: TUTTI_TRANSPORT, else auto; of p2p, auto)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
 		"reads its result after it, off the clock; the median call counts")

@@ -396,7 +396,7 @@ func twoNodes(t *testing.T, m *storetest.Memory, nodes <-chan bootstrap.Event, c
 			t.Fatalf("%+v", e)
 		}
 	}
-	go s.watch(ctx, nodes)
+	go s.watch(ctx, nodes, map[int]uint64{})
 	t.Cleanup(func() {
 		cancel()
 		get(t, "the end of the watch", s.watched)
@@ -481,6 +481,25 @@ func TestNodesLoseLeases(t *testing.T) {
 		s := twoNodes(t, m, nodes, long)
 		nodes <- bootstrap.Event{Key: nodeKeys + "1"}
 		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte("{}")}
+		goesOn(t, s, other)
+	})
+	t.Run("another launcher takes its place", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		nodes := make(chan bootstrap.Event)
+		s := twoNodes(t, m, nodes, func(*store) {})
+		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte(`{"Incarnation": 7}`)}
+		if f := get(t, "the failure", s.failed()); f.why != "node 1: its launcher is gone" {
+			t.Errorf("it ends this node: %s", f.why)
+		}
+	})
+	t.Run("another launcher has taken its place", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		other, nodes := m.Open(), make(chan bootstrap.Event)
+		s := twoNodes(t, m, nodes, long)
+		nodes <- bootstrap.Event{Key: nodeKeys + "1"} // that of a dead one
+		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte(`{"Incarnation": 7}`)}
 		goesOn(t, s, other)
 	})
 	t.Run("this one comes back", func(t *testing.T) {

@@ -34,11 +34,12 @@ const (
 
 // nodeRecord is a launcher's record of its node.
 type nodeRecord struct {
-	N, Nodes int
-	Host     string
-	Failure  string // --on-failure
-	Master   string `json:",omitempty"` // node 0: HOST:PORT for programs with their own rendezvous
-	Refusal  string `json:",omitempty"` // why it gives up
+	N, Nodes    int
+	Incarnation uint64 // of the launcher
+	Host        string
+	Failure     string // --on-failure
+	Master      string `json:",omitempty"` // node 0: HOST:PORT for programs with their own rendezvous
+	Refusal     string `json:",omitempty"` // why it gives up
 }
 
 // hearWait bounds how long a launcher that gives up waits until another has read its record.
@@ -327,9 +328,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	cfg.DialTimeout = patience
 	cfg.Dial = func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
 		conn, err := d.DialContext(ctx, "tcp", address)
-		if errors.Is(err, syscall.ECONNREFUSED) {
-			s.refused.Store(s.served)
-		}
+		s.refused.Store(s.served && errors.Is(err, syscall.ECONNREFUSED))
 		return conn, err
 	}
 	reached := l.impatient(ctx, address, patience)
@@ -343,7 +342,8 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	s.open = func(ctx context.Context) (bootstrap.Store, error) { return bootstrap.DialStore(ctx, cfg) }
 	s.back = s.handle.TTL() + 2*time.Second
 	host, _ := os.Hostname()
-	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, Failure: l.onFailure(), Master: master}
+	me := nodeRecord{N: l.N, Nodes: l.Nodes, Incarnation: ident.New(), Host: host, Failure: l.onFailure(),
+		Master: master}
 	if s.record, err = json.Marshal(me); err != nil {
 		return "", err
 	}
@@ -360,7 +360,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	// noticed.
 	wctx, stop := context.WithCancel(context.Background())
 	s.cancel = stop
-	nodes, met := s.handle.Watch(wctx, nodeKeys), map[int]bool{s.node: true}
+	nodes, met := s.handle.Watch(wctx, nodeKeys), map[int]uint64{s.node: me.Incarnation}
 	// A launcher that this one refuses learns of it from this one's record, which stays until the
 	// other has given up too.
 	var refusal error
@@ -375,7 +375,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 			return "", refusal
 		case <-ctx.Done():
 			missing := 0
-			for met[missing] {
+			for met[missing] != 0 {
 				missing++
 			}
 			return "", cmp.Or(refusal, fmt.Errorf("wait for node %d of %d: %w", missing, s.nodes, context.Cause(ctx)))
@@ -412,13 +412,13 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 				return "", refusal
 			}
 		default:
-			if met[n] = true; n == 0 {
+			if met[n] = other.Incarnation; n == 0 {
 				master = other.Master
 			}
 		}
 	}
 	s.watched = make(chan struct{})
-	go s.watch(wctx, nodes)
+	go s.watch(wctx, nodes, met)
 	return master, nil
 }
 
@@ -502,9 +502,12 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// watch follows the other nodes, which have been met, until ctx ends or the store is gone.
-func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
+// watch follows the other nodes, whose launchers' incarnations have been met, until ctx ends or the
+// store is gone. A node may have been met by the record of a launcher that was dead, and whose
+// place another has taken; later, another one cannot stand for one that has died.
+func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map[int]uint64) {
 	defer close(s.watched)
+	settled := time.Now().Add(s.back)
 	ended := map[int]bool{}
 	missing := map[int]time.Time{} // nodes without a record, and when they count as dead
 	fail := func(code int, why string) {
@@ -532,6 +535,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 			close(s.alone)
 		}
 	}
+	gone, _ := json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
 	for {
 		var check <-chan time.Time
 		if len(missing) > 0 {
@@ -551,8 +555,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 				}
 				switch text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n)); {
 				case errors.Is(err, bootstrap.ErrNoKey):
-					text, _ = json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
-					finished(n, text)
+					finished(n, gone)
 				case err == nil:
 					finished(n, text)
 				}
@@ -584,7 +587,17 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 		case e.Exists && path.Dir(e.Key)+"/" == doneKeys:
 			finished(n, e.Value)
 		case e.Exists:
-			delete(missing, n)
+			var other nodeRecord
+			switch err := json.Unmarshal(e.Value, &other); {
+			case err != nil:
+			case other.Incarnation == met[n]:
+				delete(missing, n)
+			case time.Now().Before(settled):
+				met[n] = other.Incarnation
+				delete(missing, n)
+			default:
+				finished(n, gone)
+			}
 		case path.Dir(e.Key)+"/" == nodeKeys:
 			// Its launcher has closed its handle, has lost its lease, or is dead.
 			missing[n] = time.Now().Add(s.back)
@@ -664,7 +677,18 @@ func (s *store) report(code int, why string, end bool) {
 		s.reports.Go(func() {
 			ctx, cancel := context.WithTimeout(context.Background(), bootstrap.DefaultOpTimeout)
 			defer cancel()
-			handle.Put(ctx, doneKeys+strconv.Itoa(s.node), text, false)
+			for handle.Put(ctx, doneKeys+strconv.Itoa(s.node), text, false) != nil {
+				select { // watch may be taking another handle
+				case <-s.watched:
+					return
+				case <-ctx.Done():
+					return
+				case <-time.After(renewPause):
+				}
+				s.mu.Lock()
+				handle = s.handle
+				s.mu.Unlock()
+			}
 		})
 	})
 }
