@@ -268,23 +268,31 @@ func TestFailedSendsAreNotQueued(t *testing.T) {
 	}
 }
 
-// What outlives links at a receiver is bounded: what exceeds a window is missed.
-func TestMessagesOfEarlierLinksAreBounded(t *testing.T) {
-	const window, links = 32 << 10, 5
-	x := broken(t, window)
+// overLinks sends messages of size bytes with tag 5, each of which arrives and is not received,
+// over links that break one after the other: together they are longer than a window.
+func overLinks(t *testing.T, window int) (x *couple, size, sent int) {
+	x = broken(t, window)
 	x.open(1)
-	size := x.c[0].EagerMax() - 64
-	text := func(i int) string { return string(bytes.Repeat([]byte{byte(i)}, size)) }
-	sent := 0
-	for range links {
+	size = x.c[0].EagerMax() - 64
+	for range 5 {
 		for range window / (size + 64) / 2 {
-			x.send(5, text(sent))
+			x.send(5, numbered(sent, size))
 			x.look(1)
 			sent++
 		}
 		x.cut(1)
 		x.renew()
 	}
+	return x, size, sent
+}
+
+// numbered is message i of overLinks.
+func numbered(i, size int) string { return string(bytes.Repeat([]byte{byte(i)}, size)) }
+
+// What outlives links at a receiver is bounded: what exceeds a window is missed.
+func TestMessagesOfEarlierLinksAreBounded(t *testing.T) {
+	const window = 32 << 10
+	x, size, sent := overLinks(t, window)
 	got, missed := 0, 0
 	for last := sent - 1; ; got++ {
 		buf, err := x.recv(0, 5, size)
@@ -292,7 +300,7 @@ func TestMessagesOfEarlierLinksAreBounded(t *testing.T) {
 			missed++
 			break
 		}
-		if err != nil || buf != text(got) {
+		if err != nil || buf != numbered(got, size) {
 			t.Fatalf("message %d of %d: %v", got, last, err)
 		}
 	}
@@ -436,25 +444,12 @@ func TestMessagesOverBreakingLinks(t *testing.T) {
 // TestLossIsToldAfterFurtherLinks: what is kept over a renewal may leave no room for the mark of a
 // loss.
 func TestLossIsToldAfterFurtherLinks(t *testing.T) {
-	const window, links = 32 << 10, 5
-	x := broken(t, window)
-	x.open(1)
-	size := x.c[0].EagerMax() - 64
-	text := func(i int) string { return string(bytes.Repeat([]byte{byte(i)}, size)) }
-	sent := 0
-	for range links {
-		for range window / (size + 64) / 2 {
-			x.send(5, text(sent))
-			x.look(1)
-			sent++
-		}
-		x.cut(1)
-		x.renew()
-	}
+	const window = 32 << 10
+	x, size, sent := overLinks(t, window)
 	x.look(1)
 	x.cut(1) // nothing was sent over this link
 	x.renew()
-	x.send(5, text(99))
+	x.send(5, numbered(99, size))
 	x.look(1)
 	for got := 0; ; got++ {
 		buf, err := x.recv(0, 5, size)
@@ -464,40 +459,10 @@ func TestLossIsToldAfterFurtherLinks(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if buf == text(99) {
+		if buf == numbered(99, size) {
 			t.Fatalf("got the late message after %d of %d, no loss told", got, sent)
 		}
 	}
-}
-
-// piecemeal is a link whose payloads come in pieces (half of 10 bytes, then none), or whole.
-type piecemeal struct {
-	muted
-	headers       []p2p.Header
-	whole, broken bool
-	n             int
-}
-
-func (c *piecemeal) Recv() (*p2p.Header, []byte, error) {
-	if len(c.headers) == 0 {
-		return nil, nil, nil
-	}
-	h := &c.headers[0]
-	if h.Len == 0 || c.whole {
-		return h, make([]byte, h.Len), nil
-	}
-	return h, nil, nil
-}
-func (c *piecemeal) Release() { c.headers = c.headers[1:] }
-func (c *piecemeal) Fill(b []byte) (int, error) {
-	switch {
-	case c.broken:
-		return 0, fmt.Errorf("gone: %w", p2p.ErrPeerGone)
-	case c.n > 0:
-		return 0, nil
-	}
-	c.n = 5
-	return copy(b, "half "), nil
 }
 
 // halfway makes a proxy that has a half of a message of rank 0, and then gets second from rank 1.

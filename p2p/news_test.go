@@ -10,26 +10,35 @@ import (
 	"tutti/p2p"
 )
 
-// cutShort is a link that ends in the middle of a message of ten bytes with tag 3.
-type cutShort struct {
+// piecemeal is a link whose messages of ten bytes come whole, or of which five come and then
+// nothing or, if it is broken, the end of the link.
+type piecemeal struct {
 	muted
-	headers []p2p.Header
-	filled  bool
+	headers       []p2p.Header
+	whole, broken bool
+	n             int
 }
 
-func (c *cutShort) Recv() (*p2p.Header, []byte, error) {
+func (c *piecemeal) Recv() (*p2p.Header, []byte, error) {
 	if len(c.headers) == 0 {
 		return nil, nil, nil
 	}
-	return &c.headers[0], nil, nil
+	h := &c.headers[0]
+	if h.Len == 0 || c.whole {
+		return h, make([]byte, h.Len), nil
+	}
+	return h, nil, nil
 }
-func (c *cutShort) Release() { c.headers = c.headers[1:] }
-func (c *cutShort) Fill(b []byte) (int, error) {
-	if c.filled {
+func (c *piecemeal) Release() { c.headers = c.headers[1:] }
+func (c *piecemeal) Fill(b []byte) (int, error) {
+	switch {
+	case c.n == 0:
+		c.n = copy(b, "half ")
+		return c.n, nil
+	case c.broken:
 		return 0, fmt.Errorf("it is gone: %w", p2p.ErrPeerGone)
 	}
-	c.filled = true
-	return copy(b, "half "), nil
+	return 0, nil
 }
 
 // acceptor gives a proxy links of its peer.
@@ -58,13 +67,13 @@ func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	first := &cutShort{muted: muted{fails: &atomic.Bool{}}, headers: []p2p.Header{
+	first := &piecemeal{muted: muted{fails: &atomic.Bool{}}, broken: true, headers: []p2p.Header{
 		{Kind: frameOpen, Call: 1}, {Kind: frameEager, Count: 3, Len: 10}}}
 	accept(t, a.host, peer, first)
 	var r p2p.RecvReq
 	p.Lock()
 	c.PostMsg(&r, 0, 3, 1, make([]byte, 10))
-	for !first.filled || len(first.headers) == 2 {
+	for first.n == 0 || len(first.headers) == 2 {
 		p.Look()
 	}
 	p.Look() // the link ends
