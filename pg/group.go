@@ -134,9 +134,17 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 		return nil, err
 	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
-	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, places, false); err != nil {
+	fail := func(err error) (*Group, error) {
 		g.cancel()
+		for _, c := range []*p2p.Channel{g.coll, g.msgs} {
+			if c != nil {
+				c.Close()
+			}
+		}
 		return nil, err
+	}
+	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, places, false); err != nil {
+		return fail(err)
 	}
 	all := ranks
 	if incarnations == nil {
@@ -144,19 +152,14 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	}
 	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all,
 		places, true); err != nil {
-		g.cancel()
-		g.coll.Close()
-		return nil, err
+		return fail(err)
 	}
 	g.plan()
 	g.wait.OnLong(g.long)
 	j.proxy.Lock()
 	if j.leaving {
 		j.proxy.Unlock()
-		g.cancel()
-		g.coll.Close()
-		g.msgs.Close()
-		return nil, ErrClosed
+		return fail(ErrClosed)
 	}
 	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.v.Active})
 	g.joins = incarnations == nil && epoch < at.Epoch
