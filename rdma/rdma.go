@@ -235,8 +235,8 @@ type Route struct {
 	GID       GID
 	Reads     int // at a time in each direction
 	// A packet without an answer is repeated after 4.096 us * 2^Timeout, Retries times (at most 7;
-	// 0 of Timeout: for ever). A peer without a posted receive is asked again RNRRetries times (7:
-	// for ever).
+	// Soft-RoCE takes 7 for ever, too). With a Timeout of 0 it is waited for, for ever. A peer
+	// without a posted receive is asked again RNRRetries times (7: for ever).
 	Timeout, Retries, RNRRetries uint8
 	TrafficClass, HopLimit       uint8 // HopLimit 0 means 64
 	ServiceLevel                 uint8

@@ -48,6 +48,11 @@ func TestDeviceRestarts(t *testing.T) {
 	}
 }
 
+func TestDeviceVanishedQueuePairs(t *testing.T) {
+	p, names := rdmatest.Devices(t, verbs.Load)
+	endpointtest.RunVanished(t, p, names)
+}
+
 func TestDeviceFailedQueuePairsAreReplacedUnderLoad(t *testing.T) {
 	p, names := rdmatest.Devices(t, verbs.Load)
 	for _, q := range []rdma.Quirks{{}, {NoReset: true}} {

@@ -68,9 +68,9 @@ type Config struct {
 }
 
 // DefaultRoute returns the route that stands for the zero value of Config.Route: a packet is
-// repeated 7 times, after 67 ms each.
+// repeated 6 times, after 67 ms each.
 func DefaultRoute() rdma.Route {
-	return rdma.Route{Timeout: 14, Retries: 7, RNRRetries: 7, HopLimit: 64}
+	return rdma.Route{Timeout: 14, Retries: 6, RNRRetries: 7, HopLimit: 64}
 }
 
 // Table has the connections of a process over one port of a device, one for each peer. Its methods

@@ -62,6 +62,11 @@ func TestSimultaneousOpensOfTenThousand(t *testing.T) {
 	t.Logf("%d opens took %v", n*(n-1), took)
 }
 
+func TestVanishedQueuePairs(t *testing.T) {
+	f, names := fabric(t, soft.Config{})
+	endpointtest.RunVanished(t, f, names)
+}
+
 func TestRestarts(t *testing.T) {
 	for _, quirks := range []rdma.Quirks{{}, {NoReset: true}} {
 		// Numbers of queue pairs repeat as often as possible.

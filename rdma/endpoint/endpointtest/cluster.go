@@ -418,3 +418,28 @@ func RunRestarts(t testing.TB, provider rdma.Provider, devices []string, n, roun
 		c.Meet(c.All(), c.All(), true)
 	}
 }
+
+// RunVanished has a rank write to a peer whose queue pairs are gone without notice: the device has
+// to give up. The ranks keep the repetitions of endpoint.DefaultRoute.
+func RunVanished(t testing.TB, provider rdma.Provider, devices []string) {
+	c := New(t, provider, devices, 2, Faults{}, nil)
+	c.Meet(c.All(), c.All(), false)
+	ctx, cancel := context.WithTimeout(context.Background(), Patience)
+	defer cancel()
+	open := func(from, to int) *endpoint.Connection {
+		conn, err := c.Rank(from).Table.Open(ctx, Name(to))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return conn
+	}
+	for _, q := range open(1, 0).QPs {
+		if err := q.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	err := c.Rank(0).write(ctx, open(0, 1), c.Rank(1))
+	if s := (*rdma.StatusError)(nil); !errors.As(err, &s) || s.Status != rdma.RetryExceeded {
+		t.Errorf("a write to queue pairs that are gone: %v, expected %v", err, rdma.RetryExceeded)
+	}
+}
