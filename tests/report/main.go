@@ -42,6 +42,7 @@ var needsDevice = map[string]bool{
 	"tutti/rdma/endpoint TestDeviceRemovedUnderLoad":                     true,
 	"tutti/rdma/endpoint TestDeviceRestarts":                             true,
 	"tutti/rdma/endpoint TestDeviceSimultaneousOpens":                    true,
+	"tutti/rdma/endpoint TestDeviceVanishedQueuePairs":                   true,
 	"tutti/rdma/queue TestDeviceBatches":                                 true,
 	"tutti/rdma/queue TestDeviceCallsPerMessage":                         true,
 	"tutti/rdma/queue TestDeviceFailureAndReset":                         true,
