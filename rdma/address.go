@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"cmp"
+	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -55,6 +56,37 @@ func ChooseGID(entries []GIDEntry, want string) (GIDEntry, error) {
 	}
 	return GIDEntry{}, fmt.Errorf("rdma: the port has no address %q, but %s", want, strings.Join(all, ", "))
 }
+
+// Lead has a route lead to the peer's port with an address and, on InfiniBand, a local identifier.
+// from is the address of this end. grh says that the port of one of the ends has Port.GRHRequired.
+//
+// Within a subnet InfiniBand needs no address otherwise. To another subnet the packets go to a
+// router: to the local identifier in the peer's address (FLID), or to lid if there is none.
+func (r *Route) Lead(link GIDType, from, to GID, lid uint16, grh bool) error {
+	r.GID, r.LID, r.Global = to, lid, true
+	switch {
+	case link != InfiniBand:
+	case sameSubnet(from, to):
+		r.Global = grh
+	case siteLocal(to):
+		r.LID = cmp.Or(binary.BigEndian.Uint16(to[4:]), lid)
+	}
+	if r.Global && (from == GID{} || to == GID{}) {
+		return fmt.Errorf("rdma: an InfiniBand port of one end needs packets with addresses, and the ports have %v "+
+			"and %v: both need one", from, to)
+	}
+	return nil
+}
+
+// sameSubnet reports whether two InfiniBand addresses are of one subnet. Those that may name a
+// router say so in the last 16 bits of their prefix.
+func sameSubnet(a, b GID) bool {
+	return [8]byte(a[:8]) == [8]byte(b[:8]) || siteLocal(a) && siteLocal(b) && [2]byte(a[6:8]) == [2]byte(b[6:8])
+}
+
+// siteLocal reports whether the prefix of an InfiniBand address has the FLID of a router, or 0, and
+// the number of the subnet: it is of fec0::/10.
+func siteLocal(a GID) bool { return a[0] == 0xfe && a[1]&0xc0 == 0xc0 }
 
 // CheckGID reports what is wrong with want of ChooseGID, nil if it has one of the forms.
 func CheckGID(want string) error {

@@ -61,3 +61,42 @@ func TestGIDIsTheOneThatPeersReach(t *testing.T) {
 		t.Error("an empty entry is an address")
 	}
 }
+
+// What a packet needs on its way depends on the addresses of the two ends, and on their ports.
+func TestRouteLeads(t *testing.T) {
+	gid := func(s string) GID { return netip.MustParseAddr(s).As16() }
+	for _, c := range []struct {
+		name     string
+		link     GIDType
+		from, to GID
+		grh      bool
+		want     Route
+		wrong    string
+	}{
+		{"RoCE", RoCEv2, gid("fe80::1"), gid("fe80::2"), false, Route{LID: 3, Global: true}, ""},
+		{"a subnet", InfiniBand, gid("fe80::1"), gid("fe80::2"), false, Route{LID: 3}, ""},
+		{"no addresses", InfiniBand, GID{}, GID{}, false, Route{LID: 3}, ""},
+		{"a subnet with addresses", InfiniBand, gid("fe80::1"), gid("fe80::2"), true, Route{LID: 3, Global: true}, ""},
+		{"a router", InfiniBand, gid("fec0:0:0:1::1"), gid("fec0:0:1234:2::1"), false,
+			Route{LID: 0x1234, Global: true}, ""},
+		{"no router", InfiniBand, gid("fec0:0:0:1::1"), gid("fec0:0:0:2::1"), false, Route{LID: 3, Global: true}, ""},
+		{"two routers of a subnet", InfiniBand, gid("fec0:0:0:1::1"), gid("fec0:0:1234:1::1"), false,
+			Route{LID: 3}, ""},
+		{"prefixes that name no router", InfiniBand, gid("2001:db8:1:1::1"), gid("2001:db8:2:1::1"), false,
+			Route{LID: 3, Global: true}, ""},
+		{"no address here", InfiniBand, GID{}, gid("fec0:0:1234:2::1"), false, Route{}, "both need one"},
+		{"addresses needed", InfiniBand, GID{}, GID{}, true, Route{}, "both need one"},
+	} {
+		var r Route
+		err := r.Lead(c.link, c.from, c.to, 3, c.grh)
+		if c.wrong != "" {
+			if err == nil || !strings.Contains(err.Error(), c.wrong) {
+				t.Errorf("%s: %v, want an error with %q", c.name, err, c.wrong)
+			}
+			continue
+		}
+		if c.want.GID = c.to; err != nil || r != c.want {
+			t.Errorf("%s: %+v, %v, want %+v", c.name, r, err, c.want)
+		}
+	}
+}

@@ -13,11 +13,11 @@
 // # Order and visibility
 //
 // The requests of one queue pair begin in the order in which they were posted, and complete in that
-// order. The data of a Write is placed before a later Write or Send of the same queue pair takes
-// effect at the target. There is no order between queue pairs. A Read may be done after the
-// requests behind it, unless they have Fence set. A completion of an unsignaled request is
-// reported only if the request failed; a later completion of the same queue pair says that it has
-// ended.
+// order. The data of a Write is placed before a later Send or WriteImm of the same queue pair
+// completes a receive at the target, but perhaps after the data of later requests. There is no
+// order between queue pairs. A Read may be done after the requests behind it, unless they have
+// Fence set. A completion of an unsignaled request is reported only if the request failed; a later
+// completion of the same queue pair says that it has ended.
 //
 // # Failure
 //

@@ -13,6 +13,7 @@ import (
 type Withheld struct {
 	mu    sync.Mutex
 	times map[uint32]int // by key
+	freed uint64
 }
 
 // Withhold has Register not return a key. Permit follows for each call.
@@ -31,7 +32,25 @@ func (w *Withheld) Permit(key uint32) {
 	defer w.mu.Unlock()
 	if w.times[key]--; w.times[key] == 0 {
 		delete(w.times, key)
+		w.freed++
 	}
+}
+
+// Free says that memory with key was deregistered.
+func (w *Withheld) Free(key uint32) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.times[key] == 0 {
+		w.freed++
+	}
+}
+
+// Freed returns how often Register may have got one more key to return, by Permit or Free. While it
+// stays the same, a Register that has failed with EAGAIN is likely to fail again.
+func (w *Withheld) Freed() uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.freed
 }
 
 // Len returns the number of keys.
@@ -47,11 +66,11 @@ func (w *Withheld) has(key uint32) bool {
 	return w.times[key] > 0
 }
 
-// Register calls register until the memory has a key that is not withheld, several times at most.
-// device is for the error. A key that is not taken is known only after the registration: until
-// Register returns, a peer that has it may reach the memory, if its addresses are those of memory
-// that was deregistered. left is why memory with such a key stays registered: no peer is told that
-// key, but the memory stays pinned.
+// Register calls register until the memory has a key that is not withheld, several times at most,
+// and then fails with EAGAIN. device is for the error. A key that is not taken is known only after
+// the registration: until Register returns, a peer that has it may reach the memory, if its
+// addresses are those of memory that was deregistered. left is why memory with such a key stays
+// registered: no peer is told that key, but the memory stays pinned.
 func (w *Withheld) Register(device string, register func() (MR, error)) (mr MR, left, err error) {
 	var aside []MR // so that the device gives other keys
 	defer func() {

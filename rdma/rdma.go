@@ -141,9 +141,12 @@ type Port struct {
 	Ethernet bool   // RoCE: routed by GID; else InfiniBand
 	MTU      int    // bytes of payload of a packet
 	LID      uint16 // of an InfiniBand port
-	GIDs     int    // entries of the table of addresses, used or not
-	MaxBytes uint64 // of a request
-	Gbps     float64
+	// GRHRequired says that packets of an InfiniBand port have to have an address, also within a
+	// subnet: see Route.Lead.
+	GRHRequired bool
+	GIDs        int    // entries of the table of addresses, used or not
+	MaxBytes    uint64 // of a request
+	Gbps        float64
 }
 
 // GID is an address of a port: an IPv6 address, or an IPv4 address mapped to one.
@@ -211,6 +214,7 @@ type QPConfig struct {
 	SendDepth, RecvDepth int
 	Segments             int // of a request; 0 means 1
 	Inline               int // bytes of SendRequest.Inline
+	PKey                 int // index of its partition key in the port's table
 }
 
 // QPLimits is what a queue pair has.

@@ -16,7 +16,7 @@ func Probe(ctx context.Context, k Kind, o Options) (err error) {
 	ends := make([]*end, 2)
 	for i := range ends {
 		t, err := k.New(Options{LocalRanks: 2, Ports: "0", RDMADevices: o.RDMADevices, RDMAGID: o.RDMAGID,
-			RDMAPairs: o.RDMAPairs, PeerTimeout: time.Second, IdleTimeout: time.Second,
+			RDMAPairs: o.RDMAPairs, RDMA: o.RDMA, PeerTimeout: time.Second, IdleTimeout: time.Second,
 			Logger: slog.New(slog.DiscardHandler)})
 		if err != nil {
 			return err

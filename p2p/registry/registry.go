@@ -34,6 +34,7 @@ type Options struct {
 	RDMADevices string        // that may be used, see rdma.ParseDevices
 	RDMAGID     string        // address of an RDMA port that peers are given, see rdma.ChooseGID
 	RDMAPairs   int           // queue pairs for data on each port and link; 0: the default
+	RDMA        rdma.Settings // of the network
 	Ports       string        // "0", "29500" (tcp then has the next port, rdma the one after) or "29500-29600"
 	PeerTimeout time.Duration // bounds the silence of a host that an operation waits for
 	IdleTimeout time.Duration // bounds it otherwise
@@ -57,9 +58,10 @@ type Kind struct {
 	Reach  Reach
 	Maps   bool   // peers can map memory of the transport's Alloc
 	Advice string // what to do if it does not work, for users
-	// Works returns what this system lacks that the transport needs, as far as that is known
-	// without making a link, or nil.
-	Works func() error
+	// Works returns what this system lacks that the transport needs with these settings, of which
+	// only those of RDMA count, as far as that is known without making a link, or nil. After an
+	// error that wraps ErrSettings a rank does not join with other transports.
+	Works func(o Options) error
 	// New makes the transport, which is idle until Listen.
 	New func(o Options) (p2p.Transport, error)
 }
@@ -83,7 +85,7 @@ var (
 				}
 				return newVerbs(p, o)
 			}},
-		{Name: "tcp", Reach: Network, Works: func() error { return nil },
+		{Name: "tcp", Reach: Network, Works: func(Options) error { return nil },
 			Advice: "a firewall may drop connections of this machine with itself",
 			New: func(o Options) (p2p.Transport, error) {
 				t, err := tcpConfig(o, tcpPort)
@@ -126,7 +128,7 @@ func newVerbs(p rdma.Provider, o Options) (p2p.Transport, error) {
 		return nil, err
 	}
 	return verbs.New(verbs.Config{Provider: p, Devices: o.RDMADevices, GID: o.RDMAGID, QueuePairs: o.RDMAPairs,
-		Nodes: nodes(), Exporter: Exporter(o.Devices), TCP: t}), nil
+		Settings: o.RDMA, Nodes: nodes(), Exporter: Exporter(o.Devices), TCP: t}), nil
 }
 
 // tcpConfig returns the configuration of TCP connections. The listener has the port after o.Ports
@@ -156,25 +158,64 @@ func nodes() []int {
 	return cpus.Nodes(machine)
 }
 
-func linux() error {
+func linux(Options) error {
 	if runtime.GOOS != "linux" {
 		return errors.New("this system is not Linux")
 	}
 	return nil
 }
 
-// rdmaWorks returns why no link can be made over an RDMA device of this machine. It asks once in a
-// process.
-var rdmaWorks = sync.OnceValue(func() error {
-	if devices, err := os.ReadDir("/sys/class/infiniband"); err != nil || len(devices) == 0 {
+// checked are the results of rdmaWorks, by the settings.
+var checked struct {
+	sync.Mutex
+	results map[rdmaSettings]error
+}
+
+// rdmaSettings are those of Options that decide whether a link can be made.
+type rdmaSettings struct {
+	devices, gid string
+	network      rdma.Settings
+}
+
+// rdmaWorks returns why no link can be made over an RDMA device of this machine that o allows. It
+// asks once in a process, but again after an error that wraps ErrSettings, so that a later Join may
+// find a port active.
+func rdmaWorks(o Options) error {
+	s := rdmaSettings{o.RDMADevices, o.RDMAGID, o.RDMA}
+	checked.Lock()
+	defer checked.Unlock()
+	err, known := checked.results[s]
+	if !known {
+		if checked.results == nil {
+			checked.results = map[rdmaSettings]error{}
+		}
+		err = checkRDMA("/sys/class/infiniband", func() (rdma.Provider, error) { return rdmaverbs.Load() }, s)
+		if !errors.Is(err, ErrSettings) {
+			checked.results[s] = err
+		}
+	}
+	return err
+}
+
+// checkRDMA is rdmaWorks of a machine with the kernel's devices in a directory, and the provider
+// that load returns.
+func checkRDMA(dir string, load func() (rdma.Provider, error), s rdmaSettings) error {
+	if devices, err := os.ReadDir(dir); err != nil || len(devices) == 0 {
 		return errors.New("this machine has no RDMA device")
 	}
-	p, err := rdmaverbs.Load()
+	p, err := load()
 	if err != nil {
 		return err
 	}
-	return verbs.Check(verbs.Config{Provider: p})
-})
+	check := func(s rdmaSettings) error {
+		return verbs.Check(verbs.Config{Provider: p, Devices: s.devices, GID: s.gid, Settings: s.network,
+			Nodes: nodes()})
+	}
+	if err = check(s); err != nil && s != (rdmaSettings{}) && check(rdmaSettings{}) == nil {
+		err = fmt.Errorf("%w: %w", ErrSettings, err)
+	}
+	return err
+}
 
 // InProcess is the name of the transport between the ranks of one process. It has no row, because
 // only pg.Local uses it.
@@ -223,13 +264,20 @@ func Names() string {
 // ErrUnknown says that no transport has a name.
 var ErrUnknown = errors.New("no such transport")
 
+// ErrSettings says that an RDMA device of this machine works, but not as the user has set.
+var ErrSettings = errors.New("TUTTI_RDMA_* are set, and RDMA works on this machine without them only " +
+	"(correct or unset them)")
+
 // Find returns the rows that text names: "auto", or names separated by commas. The error wraps
 // ErrUnknown and lists the known names. A named transport is returned even if it does not work
-// here; "auto" selects those that do.
-func Find(text string) ([]Kind, error) {
+// here; "auto" selects those that do, with the settings o, or fail with ErrSettings.
+func Find(text string, o Options) ([]Kind, error) {
 	all := Kinds()
 	if text == Auto {
-		return slices.DeleteFunc(all, func(k Kind) bool { return k.Works() != nil }), nil
+		return slices.DeleteFunc(all, func(k Kind) bool {
+			err := k.Works(o)
+			return err != nil && !errors.Is(err, ErrSettings)
+		}), nil
 	}
 	var found []Kind
 	for name := range strings.SplitSeq(text, ",") {
@@ -242,10 +290,11 @@ func Find(text string) ([]Kind, error) {
 	return found, nil
 }
 
-// Best returns the first of kinds that links ranks of one machine and works here.
-func Best(kinds []Kind) Kind {
+// Best returns the first of kinds that links ranks of one machine and works here, with the settings
+// o.
+func Best(kinds []Kind, o Options) Kind {
 	for _, k := range kinds {
-		if k.Works() == nil {
+		if k.Works(o) == nil {
 			return k
 		}
 	}

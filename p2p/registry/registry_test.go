@@ -5,18 +5,21 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"tutti/internal/ports"
 	"tutti/p2p"
+	"tutti/rdma"
 	"tutti/rdma/soft"
 )
 
 // Whatever transport works on this machine passes a frame to itself.
 func TestProbe(t *testing.T) {
-	kinds, err := Find(Auto)
+	kinds, err := Find(Auto, Options{})
 	if err != nil || len(kinds) == 0 {
 		t.Fatal(kinds, err)
 	}
@@ -82,7 +85,7 @@ func TestTransportsHaveTheirPorts(t *testing.T) {
 
 func kindOf(t *testing.T, name string) Kind {
 	t.Helper()
-	kinds, err := Find(name)
+	kinds, err := Find(name, Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +94,7 @@ func kindOf(t *testing.T, name string) Kind {
 
 func TestFindKeepsOrder(t *testing.T) {
 	for text, want := range map[string]string{"shm": "shm", "tcp,shm": "tcp shm", "shm,tcp": "shm tcp"} {
-		kinds, err := Find(text)
+		kinds, err := Find(text, Options{})
 		var got []string
 		for _, k := range kinds {
 			got = append(got, k.Name)
@@ -101,16 +104,67 @@ func TestFindKeepsOrder(t *testing.T) {
 		}
 	}
 	for _, text := range []string{"", "udp", "shm,", "auto,shm"} {
-		if k, err := Find(text); !errors.Is(err, ErrUnknown) || !strings.Contains(fmt.Sprint(err), Names()) {
+		if k, err := Find(text, Options{}); !errors.Is(err, ErrUnknown) || !strings.Contains(fmt.Sprint(err), Names()) {
 			t.Errorf("%q: %v, %v", text, k, err)
 		}
 	}
 }
 
+// RDMA that only the settings prevent is not left out.
+func TestRDMAThatIsAskedFor(t *testing.T) {
+	devices := soft.New(soft.Config{})
+	defer devices.Close()
+	load := func() (rdma.Provider, error) { return devices, nil }
+	idle := soft.New(soft.Config{Devices: 1})
+	defer idle.Close()
+	idle.SetPort("soft0", 1, false)
+	machine := t.TempDir()
+	if err := os.Mkdir(filepath.Join(machine, "soft0"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name        string
+		s           rdmaSettings
+		load        func() (rdma.Provider, error)
+		asked, fits bool
+	}{
+		{"nothing", rdmaSettings{}, load, false, true},
+		{"a device", rdmaSettings{devices: "soft0"}, load, true, true},
+		{"another device", rdmaSettings{devices: "mlx5_0"}, load, true, false},
+		{"another address", rdmaSettings{gid: "192.0.2.1"}, load, true, false},
+		{"a wrong setting", rdmaSettings{network: rdma.Settings{ServiceLevel: 16}}, load, true, false},
+		{"no library", rdmaSettings{devices: "soft0"}, func() (rdma.Provider, error) {
+			return nil, errors.New("no library")
+		}, false, false},
+		{"no port", rdmaSettings{devices: "soft0"}, func() (rdma.Provider, error) { return idle, nil }, false, false},
+	} {
+		if err := checkRDMA(machine, c.load, c.s); (err == nil) != c.fits ||
+			errors.Is(err, ErrSettings) != (c.asked && !c.fits) {
+			t.Errorf("%s: %v", c.name, err)
+		}
+		if err := checkRDMA(t.TempDir(), c.load, c.s); err == nil || errors.Is(err, ErrSettings) {
+			t.Errorf("%s, without devices: %v", c.name, err)
+		}
+	}
+	var works error
+	defer Add(Kind{Name: "mine", Works: func(Options) error { return works }})()
+	for _, works = range []error{errors.New("no device"), fmt.Errorf("%w: no device", ErrSettings)} {
+		kinds, err := Find(Auto, Options{})
+		if found := err == nil && kinds[0].Name == "mine"; found != errors.Is(works, ErrSettings) {
+			t.Errorf("%v: %t, %v", works, found, err)
+		}
+	}
+}
+
 func TestAddedRowIsPreferred(t *testing.T) {
-	remove := Add(Kind{Name: "mine", Works: func() error { return nil }})
-	if k, err := Find(Auto); err != nil || k[0].Name != "mine" {
-		t.Error(k, err)
+	var asked Options
+	remove := Add(Kind{Name: "mine", Works: func(o Options) error {
+		asked = o
+		return nil
+	}})
+	if k, err := Find(Auto, Options{RDMADevices: "mlx5_1"}); err != nil || k[0].Name != "mine" ||
+		asked.RDMADevices != "mlx5_1" {
+		t.Error(k, err, asked)
 	}
 	if !strings.HasPrefix(Names(), "mine, ") {
 		t.Error(Names())
@@ -126,7 +180,7 @@ func TestAddedRowIsPreferred(t *testing.T) {
 		}()
 	}
 	remove()
-	if k, err := Find("mine"); err == nil {
+	if k, err := Find("mine", Options{}); err == nil {
 		t.Error(k)
 	}
 }

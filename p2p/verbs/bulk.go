@@ -20,7 +20,7 @@ const (
 	pieceBytes = 256 << 10       // of a request
 	railDepth  = 16              // requests under way on a rail, of all moves in turn
 	maxReads   = 16              // of these, reads at a time
-	lateMove   = 3 * time.Second // without a completion: some devices never repeat a lost packet
+	lateMove   = 3 * time.Second // at least, without a completion: some devices never repeat a lost packet
 	maxKeys    = 1024            // that a lane keeps; it moves nothing to and from other memory
 )
 
@@ -89,7 +89,7 @@ type move struct {
 // open makes the rails of the lane, and returns what the peer is told. The queue pairs are in the
 // state Init. A rail that cannot be made is left out; the error says that none can.
 func (b *bulk) open(n *lane, ports []port, psn uint32, rung func()) ([]path, error) {
-	b.lane, b.keys, b.late, b.wake = n, map[uint64]*key{}, lateMove, rung
+	b.lane, b.keys, b.late, b.wake = n, map[uint64]*key{}, max(lateMove, n.t.lingerTime()*3/2), rung
 	paths := make([]path, len(ports))
 	made, tried := 0, 0
 	for i, p := range ports {
@@ -255,7 +255,7 @@ func (b *bulk) begin(m *rma.Move, at int) (ask, ok bool) {
 }
 
 // give takes the peer's answer to the question for a key, with its value for each rail. No rights:
-// it gives none.
+// it gives none, or with n == askAgain none now, so that the next move asks again.
 func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, values []uint32) error {
 	k := b.keys[gen]
 	if k == nil || k.given {
@@ -268,6 +268,9 @@ func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, values []u
 		return fmt.Errorf("a key with %d values for %d queue pairs", len(values), want)
 	}
 	b.asking--
+	if rights == 0 && n == askAgain {
+		delete(b.keys, gen)
+	}
 	k.given, k.rights, k.address, k.n, k.values = true, rights, address, n, values
 	for _, v := range slices.Clone(b.moves) {
 		switch {

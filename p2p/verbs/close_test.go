@@ -168,9 +168,194 @@ func TestLingerTime(t *testing.T) {
 		if err := tr.Close(); err != nil {
 			t.Error(err)
 		}
-		if d := tr.remaining(time.Hour); d > lingerTime {
+		if d := tr.remaining(time.Hour); d > tr.lingerTime() {
 			t.Errorf("a link of a transport that is closed lingers for %v", d)
 		}
+	}
+}
+
+// With a short timeout of packets Close waits as long as with the default. With a long one it does
+// not wait until the device gives up.
+func TestLingerTimeHasBounds(t *testing.T) {
+	usual := New(Config{}).lingerTime()
+	for n, want := range map[uint8]time.Duration{1: usual, 31: time.Minute} {
+		if d := New(Config{Settings: rdma.Settings{Timeout: n}}).lingerTime(); d != want {
+			t.Errorf("with timeout %d Close lingers for %v, want %v", n, d, want)
+		}
+	}
+}
+
+// late is a provider whose device soft0 completes nothing while hold is set, until a queue pair of
+// it is failed.
+type late struct {
+	rdma.Provider
+	hold atomic.Bool
+}
+
+func (l *late) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	d, err := l.Provider.Open(name, notify)
+	if name == "soft0" {
+		return lateDevice{d, l}, err
+	}
+	return d, err
+}
+
+type lateDevice struct {
+	rdma.Device
+	of *late
+}
+
+func (d lateDevice) NewCQ(depth int, wake func()) (rdma.CQ, error) {
+	c, err := d.Device.NewCQ(depth, wake)
+	return lateCQ{c, d.of}, err
+}
+
+func (d lateDevice) NewQP(cfg rdma.QPConfig) (rdma.QP, error) {
+	cfg.Send, cfg.Recv = cfg.Send.(lateCQ).CQ, cfg.Recv.(lateCQ).CQ
+	q, err := d.Device.NewQP(cfg)
+	return lateQP{q, d.of}, err
+}
+
+type lateCQ struct {
+	rdma.CQ
+	of *late
+}
+
+func (c lateCQ) Poll(out []rdma.Completion) (int, error) {
+	if c.of.hold.Load() {
+		return 0, nil
+	}
+	return c.CQ.Poll(out)
+}
+
+type lateQP struct {
+	rdma.QP
+	of *late
+}
+
+func (q lateQP) Fail() error {
+	q.of.hold.Store(false)
+	return q.QP.Fail()
+}
+
+// Frames that have arrived before the peer closes the link are delivered, also if the device
+// completes them later.
+func TestFramesBeforeTheEndOfTheLink(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 77, Late: 3})
+	t.Cleanup(f.Close)
+	l := &late{Provider: f}
+	a, b := linktest.Pair(t, ports{}.open(l, minRing))
+	raised(t, a, b)
+	l.hold.Store(true)
+	const frames = 3
+	for i := range frames {
+		h, p := linktest.Frame(i, 1000, nil)
+		if ok, err := a.Send(&h, p); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+	}
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for i := range frames {
+		h, p, err := b.Wait()
+		if err == nil {
+			err = linktest.Check(i, 1000, h, p)
+		}
+		if err != nil {
+			t.Fatalf("frame %d: %v", i, err)
+		}
+	}
+	ends(t, b, p2p.ErrPeerGone)
+}
+
+// An end that gives up a lane loses no frame that has arrived before the peer has closed the link.
+func TestLaneGivenUpAfterTheEndOfTheLink(t *testing.T) {
+	const frames = 5
+	var fail atomic.Bool
+	for name, c := range map[string]struct {
+		before func(t *testing.T, y *linktest.Side, to *mem.Remote) // the link is closed
+		after  func(t *testing.T, x *linktest.Side)
+	}{
+		"failed request": {after: func(t *testing.T, x *linktest.Side) {
+			fail.Store(true)
+			h, p := linktest.Frame(0, 100, nil)
+			if ok, err := x.Send(&h, p); !ok || err != nil {
+				t.Fatal(ok, err)
+			}
+			l := inner(x.End)
+			for late := time.Now().Add(linktest.Patience); l.lane.err == nil; runtime.Gosched() {
+				l.mu.Lock()
+				l.lane.reap()
+				l.mu.Unlock()
+				if time.Now().After(late) {
+					t.Fatal("the request does not fail")
+				}
+			}
+		}},
+		"cancelled put": {after: func(_ *testing.T, x *linktest.Side) {
+			inner(x.End).Drop(inner(x.End).lane.bulk.moves[0].m)
+		}},
+		"withdrawn memory": {
+			before: func(t *testing.T, y *linktest.Side, to *mem.Remote) {
+				if err := y.Withdraw(to); err != nil {
+					t.Fatal(err)
+				}
+				l := inner(y.End)
+				l.mu.Lock()
+				defer l.mu.Unlock()
+				l.pumpLocked()
+			},
+			after: func(_ *testing.T, x *linktest.Side) {
+				l := inner(x.End)
+				l.mu.Lock()
+				defer l.mu.Unlock()
+				l.turnLocked()
+			}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			fail.Store(false)
+			f := soft.New(soft.Config{Seed: 78, Faults: soft.Faults{
+				Request: func(string, uint32, *rdma.SendRequest) rdma.Status {
+					if fail.Load() {
+						return rdma.RetryExceeded
+					}
+					return rdma.Success
+				}}})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			b := pattern(leastMove, 1)
+			to := y.Expose(t, y.Alloc(t, len(b)), 0, len(b), mem.Write)
+			place(t, x, b, to)
+			rail := inner(x.End).lane.bulk.rails[0]
+			rail.cq = silent{rail.cq}
+			if _, err := x.PutTo(b, to, 0, p2p.Signal{}); err != nil {
+				t.Fatal(err)
+			}
+			for i := range frames {
+				h, p := linktest.Frame(i, 4000, nil)
+				if ok, err := y.Send(&h, p); !ok || err != nil {
+					t.Fatal(ok, err)
+				}
+			}
+			if c.before != nil {
+				c.before(t, y, to)
+			}
+			if err := y.Close(); err != nil {
+				t.Fatal(err)
+			}
+			c.after(t, x)
+			for i := range frames {
+				h, p, err := x.Wait()
+				if err == nil {
+					err = linktest.Check(i, 4000, h, p)
+				}
+				if err != nil {
+					t.Fatalf("frame %d: %v", i, err)
+				}
+			}
+			ends(t, x.End, p2p.ErrPeerGone)
+		})
 	}
 }
 

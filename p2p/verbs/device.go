@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 
 	"tutti/mem"
-	"tutti/p2p"
 	"tutti/rdma"
 )
 
@@ -16,12 +15,13 @@ import (
 // exposure uses it.
 type device struct {
 	rdma.Device
-	at    rdma.DevicePort
-	want  string // the address, see rdma.ChooseGID
-	refs  atomic.Int64
-	down  atomic.Bool   // the port is
-	gone  atomic.Bool   // the device was removed
-	moved atomic.Uint64 // bytes of puts and gets of this rank
+	at       rdma.DevicePort
+	want     string // the address, see rdma.ChooseGID
+	settings rdma.Settings
+	refs     atomic.Int64
+	down     atomic.Bool   // the port is
+	gone     atomic.Bool   // the device was removed
+	moved    atomic.Uint64 // bytes of puts and gets of this rank
 
 	keys rdma.Withheld // of deregistered memory that lanes may use yet
 
@@ -62,14 +62,30 @@ func (t *Transport) registerKey(d *device, m mem.Memory, access rdma.Access) (rd
 	return r, err
 }
 
+// deregister ends a registration.
+func (d *device) deregister(r rdma.MR) error {
+	key := r.RemoteKey()
+	err := r.Close()
+	if err == nil {
+		d.keys.Free(key)
+	}
+	return err
+}
+
 // Check reports whether Listen of a transport with cfg would succeed, and whether the objects of a
-// link can be made, which it releases again.
+// link can be made with one of the ports for frames, which it releases again.
 func Check(cfg Config) error {
 	t := New(cfg)
-	var err error
-	if t.devices, err = openAll(&t.cfg, func(rdma.Event) {}); err == nil {
-		n := lane{peer: p2p.Identity{}}
-		err = errors.Join(t.make(&n, t.cfg.RingBytes, nil, 0, func() {}), n.close())
+	all, err := openAll(&t.cfg, func(rdma.Event) {})
+	t.devices = all
+	for i := range all {
+		var n lane
+		one := errors.Join(t.make(&n, t.cfg.RingBytes, nil, i, func() {}), n.close())
+		if one == nil {
+			err = nil
+			break
+		}
+		err = errors.Join(err, one)
 	}
 	return errors.Join(err, t.Close())
 }
@@ -77,6 +93,9 @@ func Check(cfg Config) error {
 // openAll opens the ports that cfg allows, the nearest first. Those that are not active are opened
 // as well, because their events say when they are. It fails if none is.
 func openAll(cfg *Config, notify func(rdma.Event)) (all []*device, err error) {
+	if err := cfg.Settings.Check(); err != nil {
+		return nil, err
+	}
 	places, why, err := rdma.Allowed(cfg.Provider, cfg.Devices)
 	if err != nil {
 		return nil, errors.Join(err, why)
@@ -106,7 +125,7 @@ func openAll(cfg *Config, notify func(rdma.Event)) (all []*device, err error) {
 }
 
 func openPort(cfg *Config, at rdma.DevicePort, notify func(rdma.Event)) (*device, error) {
-	d := &device{at: at, want: cfg.GID}
+	d := &device{at: at, want: cfg.GID, settings: cfg.Settings}
 	d.down.Store(true)
 	var err error
 	d.Device, err = cfg.Provider.Open(at.Device, func(e rdma.Event) {
@@ -151,8 +170,8 @@ func (d *device) address() (port, error) {
 	if err != nil {
 		return port{}, err
 	}
-	a := path{link: rdma.InfiniBand, mtu: p.MTU, lid: p.LID}
-	if !p.Ethernet && len(gids) == 0 && d.want == "" {
+	a := path{link: rdma.InfiniBand, mtu: p.MTU, lid: p.LID, grh: p.GRHRequired}
+	if !p.Ethernet && !p.GRHRequired && len(gids) == 0 && d.want == "" {
 		return port{d, a, 0}, nil
 	}
 	e, err := rdma.ChooseGID(gids, d.want)

@@ -61,12 +61,16 @@
 //	payload, padding | p2p.Header as the machine lays it out (48) | commit word (8)
 //
 // Frames follow each other from the ring's end to its beginning. So the consumer knows where the
-// next commit word will be, and polls it: a frame needs no completion to be received. The commit
-// word is a write of its own, behind that of the frame, because a device may place the data of one
-// write in any order (Soft-RoCE does), even the bytes of a word. The consumer knows the word that
-// it expects: a part of it has not arrived yet. The first eight bytes of a frame's write clear the
-// commit word behind it. A frame that does not fit before the ring's beginning is placed at its
-// end, and a skip mark follows, at the place where the consumer polls.
+// next commit word will be, and polls it, which costs no call of the device. But the word says only
+// that a frame is coming. A device may place the data of one write in any order (Soft-RoCE does),
+// and that of a write before that of an earlier one: packets may take several paths, and a bus may
+// reorder what is written. All of it is there when the device has completed the receive of the last
+// write of the frame, which has an immediate value. A consumer that sees anything at the word's
+// place therefore takes completions, up to rdma.PollBatch with one call, and then as many frames as
+// these say. When it frees a frame, it clears all places in it where a commit word may be. Nothing
+// is written twice before it was freed, so that the order of writes changes nothing. A frame that
+// does not fit before the ring's beginning is placed at its end, and a skip mark follows, at the
+// place where the consumer polls.
 //
 // The producer composes frames in a copy of the peer's ring. Those that may wait (p2p.Gatherer) are
 // posted together. The producer writes over a frame when the device has completed its write and the
@@ -93,7 +97,9 @@
 // Withdraw deregisters the memory everywhere, so that no peer reaches it any more, and tells those
 // that have keys (frameRevoke). They answer when no request with any of them is under way
 // (frameRevoked). Until then, or until the lane's queue pairs are closed, no device gives its key
-// to other memory. A request that comes too late fails its lane.
+// to other memory. A request that comes too late fails its lane. Memory for which a device has no
+// other key is refused for now (askAgain): its data goes in frames, and the next operation asks
+// again.
 //
 // A request that fails costs its lane. If its status says nothing against the request
 // (rdma.Status.Recoverable), later data of the memory is moved over the next lane; if it does
@@ -109,11 +115,15 @@
 // # Sleeping
 //
 // A processor learns of a write to its memory only by polling, and cannot ask the other end
-// beforehand whether a write is under way, without a message there and back. So the last write of
-// each frame, and that for a position, has an immediate value: it uses up a posted receive, and its
-// completion wakes an end that sleeps. There are as many receives as the ring has units. The
-// consumer posts those of frames again before it frees the frames, in batches: that costs it two
-// calls for a quarter of the ring.
+// beforehand whether a write is under way, without a message there and back. But the last write of
+// each frame, and that for a position, uses up a posted receive, and its completion wakes an end
+// that sleeps. There are as many receives as the ring has units, and spare ones. Those that have
+// completed are posted again with one call when they are half as many as the spare ones. The other
+// half is enough for the positions under way, so that no write waits for a receive.
+//
+// When the TCP connection has ended, frames that have arrived are still delivered. Some of their
+// completions may be under way. So the consumer fails the queue pair, which flushes the receives
+// that are left: no frame comes after these.
 //
 // Beside a ring the TCP connection stays armed, so that a control frame wakes the end as well.
 // Beside requests for data their completions wake it, and a timer, for a device that forgets one.

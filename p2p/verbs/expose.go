@@ -2,7 +2,9 @@ package verbs
 
 import (
 	"errors"
+	"fmt"
 	"sync"
+	"syscall"
 
 	"tutti/mem"
 	"tutti/rdma"
@@ -21,6 +23,8 @@ type exposure struct {
 
 	mu      sync.Mutex // held while the memory is registered and deregistered; before link.mu
 	over    bool
+	full    *device             // had only keys that peers may still use, as long as
+	freed   uint64              // its Withheld.Freed is this
 	mrs     map[*device]rdma.MR // the device is retained while its region is open
 	holders map[*lane]*link     // that have the keys of their devices
 }
@@ -96,7 +100,7 @@ func (e *exposure) grant(l *link, n *lane) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ok, err := e.register(l.t, n.devices)
-	if err != nil {
+	if err != nil && err != errFull {
 		l.t.log.Warn("rdma: puts and gets go in frames: memory cannot be registered", "bytes", e.mem.Len(),
 			"reason", err)
 	}
@@ -106,6 +110,9 @@ func (e *exposure) grant(l *link, n *lane) {
 	case !l.has(n):
 	case !ok:
 		l.answerLocked(n, e.generation, nil)
+		if errors.Is(err, syscall.EAGAIN) {
+			l.out[len(l.out)-1].h.Count = askAgain
+		}
 	default:
 		if e.holders == nil {
 			e.holders = map[*lane]*link{}
@@ -114,6 +121,9 @@ func (e *exposure) grant(l *link, n *lane) {
 		l.answerLocked(n, e.generation, e)
 	}
 }
+
+// errFull is why memory is not registered while its device has only keys that peers may still use.
+var errFull = fmt.Errorf("no key has become free: %w", syscall.EAGAIN)
 
 // register registers the memory with devices, where it is not yet. False: they have it not, because
 // it was withdrawn, or nothing may be done with it. With mu.
@@ -133,7 +143,14 @@ func (e *exposure) register(t *Transport, devices []*device) (bool, error) {
 		if e.mrs[d] != nil {
 			continue
 		}
+		freed := d.keys.Freed()
+		if e.full == d && e.freed == freed {
+			return false, errFull
+		}
 		mr, err := t.registerKey(d, e.mem, rights)
+		if errors.Is(err, syscall.EAGAIN) && d.keys.Len() > 0 {
+			e.full, e.freed = d, freed
+		}
 		if err != nil {
 			return false, err
 		}
@@ -148,7 +165,7 @@ func (e *exposure) register(t *Transport, devices []*device) (bool, error) {
 
 // deregister ends all access by the key of d. With mu.
 func (e *exposure) deregister(d *device) error {
-	if err := e.mrs[d].Close(); err != nil && !d.removed() {
+	if err := d.deregister(e.mrs[d]); err != nil && !d.removed() {
 		return err
 	}
 	delete(e.mrs, d)

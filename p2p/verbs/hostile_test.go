@@ -111,7 +111,7 @@ func TestHostileDialler(t *testing.T) {
 		"ring code":        {proposal(with(1, 200)), "ring code 200"},
 		"queue pair":       {proposal(with(setupHead+7, 0xff)), "path of frames: queue pair"},
 		"other queue pair": {proposal(with(rail+7, 0xff)), "rail 0: queue pair"},
-		"rail":             {proposal(with(rail+14, 1)), "rail 0"},
+		"rail":             {proposal(with(rail+14, 2)), "rail 0"},
 		"unused rail":      {proposal(with(rail+pathSize+16, 1)), "rail 1"},
 		"memory too soon":  {append(proposal(good()), frame(frameClaim, 1, nil)), "about lane 1 in stage"},
 		"no lane's memory": {[]control{frame(frameClaim, 1, nil)}, "lane 1 after 0"},
@@ -282,14 +282,10 @@ func FuzzRing(f *testing.F) {
 		}
 		for range minRing / unit {
 			begin := c.pos
-			ok, err := c.next()
-			if err != nil {
+			if err := c.next(); err != nil {
 				if !errors.Is(err, p2p.ErrProtocol) {
 					t.Fatal(err)
 				}
-				return
-			}
-			if !ok {
 				return
 			}
 			if n := len(c.payload); n != int(c.hdr.Len) || n > maxFrame(minRing) || cap(c.payload) != n {

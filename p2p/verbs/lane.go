@@ -4,7 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"syscall"
+	"sync/atomic"
 	"unsafe"
 
 	"tutti/mem"
@@ -14,11 +14,11 @@ import (
 
 const (
 	sendDepth = 256  // requests of a send queue
-	timeout   = 16   // of a packet: 268 ms; the TCP connection notices dead peers sooner
+	timeout   = 16   // of a packet, unless it is set: 268 ms; the TCP connection notices dead peers sooner
 	retries   = 6    // of a packet: Soft-RoCE takes 7 for ever
-	perFrame  = 3    // requests of a frame at most
+	perFrame  = 2    // requests of a frame at most
 	chained   = 32   // that are posted with one call
-	inline    = unit // bytes of a frame of one unit: the word before it, and all but its commit word
+	inline    = unit // bytes of a frame of one unit
 	spare     = 16   // receives for positions, of which there is one for each quarter of the ring
 	idlePolls = 256  // polls of an idle ring for one of the completion queue
 )
@@ -29,8 +29,15 @@ const (
 	immPosition = 1
 )
 
+// frameReceive identifies the receives of the frames' queue pair.
+const frameReceive = 1
+
 // positionImm returns the immediate value that tells position pos.
 func positionImm(pos uint64) uint32 { return uint32(pos/unit)<<1 | immPosition }
+
+// batch is how many receives are posted again with one call, at least. The rest of spare is enough
+// for the positions under way.
+const batch = spare / 2
 
 // receives returns the number of receives for a ring of n bytes.
 func receives(n int) int { return n/unit + spare }
@@ -66,21 +73,24 @@ type lane struct {
 	cq     rdma.CQ
 	qp     rdma.QP
 	mine   []byte    // the ring that the peer writes
-	staged []byte    // the copy of the peer's ring, and a word of zeros
+	staged []byte    // the copy of the peer's ring
 	mrs    []rdma.MR // of mine and staged
 	inline int
 
-	posted   int    // requests, since the beginning, with those of the chain
-	ready    int    // of these, in the chain
-	finished int    // of these, as far as is known
-	fresh    int    // since the last one with a completion
-	bytes    uint64 // composed since then
-	marks    []mark // requests with completions, oldest first
-	frames   uint64 // that have completed receives
+	posted   int           // requests, since the beginning, with those of the chain
+	ready    int           // of these, in the chain
+	finished int           // of these, as far as is known
+	fresh    int           // since the last one with a completion
+	bytes    uint64        // composed since then
+	marks    []mark        // requests with completions, oldest first
+	frames   atomic.Uint64 // that have completed receives
+	drained  bool          // by drain
+	flushed  bool          // no frame completes a receive any more
+	owed     int           // receives that have completed and are to be posted again
 	woken    chan struct{}
 
 	chain    [chained]rdma.SendRequest
-	segments [chained][2]rdma.Segment
+	segments [chained][1]rdma.Segment
 	polled   [rdma.PollBatch]rdma.Completion
 	blank    [rdma.PollBatch]rdma.RecvRequest
 
@@ -111,8 +121,11 @@ func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) e
 		}
 	}
 	l.granted, l.revoking = map[uint64]*exposure{}, map[uint64][]held{}
-	l.marks, l.mine, l.staged = make([]mark, 0, sendDepth), make([]byte, n), make([]byte, n+wordLen)
-	l.in, l.out = consumer{data: l.mine, seq: 1}, producer{data: l.staged[:n]}
+	l.marks, l.mine, l.staged = make([]mark, 0, sendDepth), make([]byte, n), make([]byte, n)
+	l.in, l.out = consumer{data: l.mine, seq: 1}, producer{data: l.staged}
+	for i := range l.blank {
+		l.blank[i].ID = frameReceive
+	}
 	for _, m := range []struct {
 		b      []byte
 		access rdma.Access
@@ -131,9 +144,9 @@ func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) e
 	if l.cq, err = frames.NewCQ(sendDepth+receives(n)+len(rails), rung); err != nil {
 		return err
 	}
-	cfg := rdma.QPConfig{Send: l.cq, Recv: l.cq, SendDepth: sendDepth, RecvDepth: receives(n), Segments: 2,
-		Inline: inline}
-	if l.qp, err = frames.NewQP(cfg); errors.Is(err, syscall.EINVAL) { // the device has not so many
+	cfg := rdma.QPConfig{Send: l.cq, Recv: l.cq, SendDepth: sendDepth, RecvDepth: receives(n), Inline: inline,
+		PKey: frames.settings.PKey}
+	if l.qp, err = frames.NewQP(cfg); err != nil { // devices without so many say it with any errno
 		cfg.Inline = 0
 		l.qp, err = frames.NewQP(cfg)
 	}
@@ -183,11 +196,14 @@ func (p *port) connect(qp rdma.QP, mine, theirs *path) error {
 	if theirs.link != mine.link {
 		return fmt.Errorf("the peer's port is %v, and %s is %v: they cannot be connected", theirs.link, p.at, mine.link)
 	}
-	return qp.Connect(&rdma.Route{Port: p.at.Port, GIDIndex: p.gid,
-		// Within a subnet InfiniBand needs no address.
-		Global: mine.link != rdma.InfiniBand || [8]byte(mine.gid[:8]) != [8]byte(theirs.gid[:8]),
-		MTU:    min(mine.mtu, theirs.mtu), PSN: mine.psn, Remote: theirs.qp, RemotePSN: theirs.psn, LID: theirs.lid,
-		GID: theirs.gid, Reads: min(mine.reads, theirs.reads), Timeout: timeout, Retries: retries, RNRRetries: 7})
+	r := &rdma.Route{Port: p.at.Port, GIDIndex: p.gid, MTU: min(mine.mtu, theirs.mtu), PSN: mine.psn,
+		Remote: theirs.qp, RemotePSN: theirs.psn, Reads: min(mine.reads, theirs.reads), Retries: retries,
+		RNRRetries: 7}
+	p.settings.Apply(r)
+	if err := r.Lead(mine.link, mine.gid, theirs.gid, theirs.lid, mine.grh || theirs.grh); err != nil {
+		return err
+	}
+	return qp.Connect(r)
 }
 
 // halt closes all queue pairs: see bulk.halt.
@@ -204,7 +220,7 @@ func (l *lane) close() error {
 		err = errors.Join(err, l.cq.Close())
 	}
 	for _, r := range l.mrs {
-		err = errors.Join(err, r.Close())
+		err = errors.Join(err, l.port.deregister(r))
 	}
 	for _, d := range l.devices {
 		err = errors.Join(err, d.release())
@@ -257,9 +273,9 @@ func (l *lane) freed(imm uint32) {
 	l.out.freed += more
 }
 
-// request adds a request to the chain: it writes n bytes at from of staged to the peer's ring at
-// to, after a word of zeros if clear is set.
-func (l *lane) request(op rdma.Opcode, to uint64, clear bool, from, n uint64) *rdma.SendRequest {
+// request adds a request to the chain: it writes n bytes of staged to the same place of the peer's
+// ring.
+func (l *lane) request(op rdma.Opcode, at, n uint64) *rdma.SendRequest {
 	if l.ready == chained {
 		l.post()
 	}
@@ -267,20 +283,12 @@ func (l *lane) request(op rdma.Opcode, to uint64, clear bool, from, n uint64) *r
 	l.ready++
 	l.posted++
 	l.fresh++
-	base, key := addressOf(l.staged), l.mrs[1].LocalKey()
 	parts := l.segments[i][:0]
-	if clear {
-		parts = append(parts, rdma.Segment{Address: base + uint64(len(l.staged)) - wordLen, Key: key, Len: wordLen})
-	}
 	if n > 0 {
-		parts = append(parts, rdma.Segment{Address: base + from, Key: key, Len: uint32(n)})
+		parts = append(parts, rdma.Segment{Address: addressOf(l.staged) + at, Key: l.mrs[1].LocalKey(), Len: uint32(n)})
 	}
-	all := 0
-	for _, s := range parts {
-		all += int(s.Len)
-	}
-	l.chain[i] = rdma.SendRequest{Op: op, Segments: parts, RemoteAddress: l.theirs.address + to,
-		RemoteKey: l.theirs.key, Inline: all <= l.inline}
+	l.chain[i] = rdma.SendRequest{Op: op, Segments: parts, RemoteAddress: l.theirs.address + at,
+		RemoteKey: l.theirs.key, Inline: n <= uint64(l.inline)}
 	return &l.chain[i]
 }
 
@@ -323,11 +331,7 @@ func (l *lane) gather(h *p2p.Header, payload []byte) bool {
 	tail := l.out.tail
 	var last *rdma.SendRequest
 	for _, s := range l.out.compose(h, payload) {
-		if s.clear {
-			last = l.request(rdma.Write, s.at-wordLen, true, s.at, s.n)
-		} else {
-			last = l.request(rdma.Write, s.at, false, s.at, s.n)
-		}
+		last = l.request(rdma.Write, s.at, s.n)
 	}
 	last.Op, last.Imm = rdma.WriteImm, immFrame
 	l.bytes += l.out.tail - tail
@@ -340,9 +344,24 @@ func (l *lane) turn() {
 	if l.err == nil {
 		l.reap()
 	}
-	if l.due() && l.frames >= l.in.frames && l.posted-l.finished < sendDepth && l.err == nil {
+	if l.due() && l.posted-l.finished < sendDepth && l.err == nil {
 		l.in.untold = 0
 		l.position()
+	}
+}
+
+// arrived reports whether there is a frame to take: the device has completed its receive.
+func (l *lane) arrived() bool { return !l.in.held && l.frames.Load() > l.in.frames }
+
+// drain has the device complete what it has received, and flush the other receives.
+func (l *lane) drain() {
+	if l.drained {
+		return
+	}
+	l.drained = true
+	if err := l.qp.Fail(); err != nil {
+		l.fail(err)
+		l.flushed = true
 	}
 }
 
@@ -358,14 +377,14 @@ func (l *lane) probe() int {
 // ask posts a request that completes when everything before it has arrived, and returns the number
 // that finished will have reached then.
 func (l *lane) ask() int {
-	l.request(rdma.Write, 0, false, 0, 0).Signaled = true
+	l.request(rdma.Write, 0, 0).Signaled = true
 	l.post()
 	return l.posted
 }
 
 // position tells the peer what is free of the ring here.
 func (l *lane) position() {
-	l.request(rdma.WriteImm, 0, false, 0, 0).Imm = positionImm(l.in.pos)
+	l.request(rdma.WriteImm, 0, 0).Imm = positionImm(l.in.pos)
 	l.post()
 }
 
@@ -375,28 +394,29 @@ func (l *lane) arm() error {
 	return l.cq.Arm()
 }
 
-// reap takes completions, and posts receives again.
+// reap takes completions, and posts receives again, batch of them or more with a call.
 func (l *lane) reap() {
 	for {
 		n, err := l.cq.Poll(l.polled[:])
 		if err != nil {
 			l.fail(err)
+			l.flushed = true
 			return
 		}
-		used := 0
 		for i := range l.polled[:n] {
 			switch c := &l.polled[i]; {
-			case c.Status != rdma.Success && c.ID > 0: // the receive of a rail
+			case c.Status != rdma.Success && c.ID > frameReceive: // the receive of a rail
 				l.bulk.fails(c)
 			case c.Status != rdma.Success:
+				l.flushed = l.flushed || c.ID == frameReceive
 				l.fail(&rdma.StatusError{Status: c.Status, Op: rdma.Write, Device: l.port.Name(), QP: c.QP,
 					Vendor: c.Vendor})
 			case c.Op == rdma.Write && len(l.marks) > 0:
 				l.finished, l.out.done = l.marks[0].posted, l.marks[0].tail
 				l.marks = l.marks[:copy(l.marks, l.marks[1:])]
 			case c.Op == rdma.RecvWriteImm:
-				if used++; c.Imm == immFrame {
-					l.frames++
+				if l.owed++; c.Imm == immFrame {
+					l.frames.Add(1)
 				} else {
 					l.freed(c.Imm)
 				}
@@ -404,8 +424,11 @@ func (l *lane) reap() {
 				l.fail(fmt.Errorf("%w: a completion of %v", p2p.ErrProtocol, c.Op))
 			}
 		}
-		if err := l.postReceives(used); err != nil {
-			l.fail(err)
+		if l.owed >= batch {
+			if err := l.postReceives(l.owed); err != nil {
+				l.fail(err)
+			}
+			l.owed = 0
 		}
 		if n < len(l.polled) {
 			return

@@ -23,10 +23,6 @@ const (
 // short is the most bytes of a frame that is gathered with others.
 const short = 4 << 10
 
-// lingerTime bounds how long Close waits for the device, to complete what was sent and to close
-// queue pairs: until the device repeats no packet any more.
-const lingerTime = (retries + 1) * (4096 * time.Nanosecond << timeout)
-
 // framed is a link whose puts and gets travel as frames, and the data of long ones by RDMA. It
 // implements p2p.OneSided, p2p.Pather and p2p.Gatherer.
 type framed struct {
@@ -114,7 +110,7 @@ type control struct {
 
 // newLink makes a link over base, which it owns. The dialler's end begins to make a lane.
 func (t *Transport) newLink(peer p2p.Identity, base p2p.Link, dialler bool) *link {
-	l := &link{t: t, peer: peer, dialler: dialler, base: base, linger: lingerTime, least: leastMove,
+	l := &link{t: t, peer: peer, dialler: dialler, base: base, linger: t.lingerTime(), least: leastMove,
 		ring: ringOf(base.MaxFrame()), heard: ^uint64(0), refused: -1, part: make([]byte, 0, maxText),
 		pause: minPause, apart: minPause, mend: minMend, m: machine{dialler: dialler}}
 	l.max = maxFrame(l.ring)
@@ -216,9 +212,10 @@ func (l *link) offer(h *p2p.Header, payload []byte, gather bool) (bool, error) {
 func (l *link) idleLocked() bool { return len(l.out) == 0 && len(l.m.lost) == 0 }
 
 // turnLocked makes progress, under the rules of Link: it takes completions, reads base if frames do
-// not arrive there, and sends what waits.
+// not arrive there, and sends what waits. A link that has failed gives up no lane any more: frames
+// that have arrived may be in its ring.
 func (l *link) turnLocked() {
-	if l.closed {
+	if l.state.Load() != live {
 		return
 	}
 	lanes, k := l.connectedLocked()
@@ -251,7 +248,7 @@ func (l *link) laneLocked(n *lane) {
 	case errors.Is(n.err, p2p.ErrProtocol):
 		l.violated("%v", n.err)
 	default:
-		l.dropLocked(n, n.err)
+		l.giveUpLocked(n, n.err)
 	}
 }
 
@@ -371,7 +368,7 @@ func (l *link) pumpLocked() {
 			l.didLocked(nil, nil, nil)
 			continue
 		case !c.held:
-			if ok, err := c.next(); !ok || c.pos+frameBytes(uint64(c.hdr.Len)) > l.until {
+			if err := c.next(); err != nil || c.pos+frameBytes(uint64(c.hdr.Len)) > l.until {
 				l.violated("it has taken %d bytes of %d, where no frame ends (%v)", c.pos, l.until, err)
 				return
 			}
@@ -459,18 +456,36 @@ func (l *link) Recv() (*p2p.Header, []byte, error) {
 			l.mu.Unlock()
 			continue
 		}
-		ok, err := n.in.next()
-		switch {
-		case err != nil:
-			l.violated("%v", err)
-		case ok:
-			l.held = n
-		case state == draining:
+		switch arrived, more := l.arrived(n, state); {
+		case arrived:
+			if err := n.in.next(); err != nil {
+				l.violated("%v", err)
+			} else {
+				l.held = n
+			}
+		case !more:
 			return nil, nil, l.Err()
-		case !l.poll():
+		case state == draining || !l.poll():
 			return nil, nil, nil
 		}
 	}
+}
+
+// arrived reports whether there is a frame to take in the ring of n, and whether one may come yet.
+// Without a completion, what is in the ring says only that the device is to be asked.
+func (l *link) arrived(n *lane, state uint32) (arrived, more bool) {
+	if n.arrived() || state == live && !n.in.begun() {
+		return n.arrived(), true
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.closed {
+		if state == draining {
+			n.drain()
+		}
+		n.reap()
+	}
+	return n.arrived(), !n.flushed || state == live
 }
 
 // recvBase is Recv while frames arrive over base. Again: the caller looks anew.
@@ -553,7 +568,7 @@ func (l *link) Release() {
 
 // Arm implements p2p.Link.
 func (l *link) Arm() bool {
-	if l.state.Load() != live || l.rx != nil && l.rx.in.arrived() {
+	if l.state.Load() != live || l.rx != nil && l.rx.arrived() {
 		return true
 	}
 	l.mu.Lock()
@@ -571,7 +586,7 @@ func (l *link) Arm() bool {
 	tx := l.tx
 	l.turnLocked()
 	switch {
-	case l.state.Load() != live || l.rx != nil && l.rx.in.arrived() || len(l.moved) > 0:
+	case l.state.Load() != live || l.rx != nil && l.rx.arrived() || len(l.moved) > 0:
 		return true
 	case l.unheardLocked(): // it was given a key just now, for example
 		return true

@@ -146,7 +146,7 @@ func closeAll(list []*localMR) (err error) {
 
 // close deregisters the memory.
 func (m *localMR) close() error {
-	err := m.mr.Close()
+	err := m.device.deregister(m.mr)
 	if m.device.removed() {
 		err = nil // what was removed uses nothing
 	}

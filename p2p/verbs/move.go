@@ -57,7 +57,7 @@ func (l *link) Moved() *rma.Move {
 		for _, n := range lanes[:k] {
 			if l.has(n) {
 				l.reapLocked(n)
-				if n.err != nil {
+				if n.err != nil && l.state.Load() == live {
 					l.laneLocked(n)
 				}
 			}
@@ -88,7 +88,7 @@ func (l *link) Drop(m *rma.Move) {
 		v := n.bulk.moves[i]
 		if v.under > 0 {
 			if l.has(n) && l.state.Load() == live {
-				l.dropLocked(n, errors.New("a put or a get under way was cancelled"))
+				l.giveUpLocked(n, errors.New("a put or a get under way was cancelled"))
 			}
 			if err := n.bulk.halt(); err != nil {
 				l.t.log.Error("rdma: memory may still be used: a queue pair cannot be closed", "reason", err)
@@ -345,7 +345,7 @@ func (l *link) memoryLocked(h *p2p.Header, payload []byte) error {
 		if done {
 			l.tellMemoryLocked(n, frameRevoked, h.Call)
 		} else { // a device may take seconds to fail a request that it has begun
-			l.dropLocked(n, errors.New("the peer has withdrawn memory of a put or get under way"))
+			l.giveUpLocked(n, errors.New("the peer has withdrawn memory of a put or get under way"))
 		}
 	case frameRevoked:
 		if _, ok := n.revoking[h.Call]; !ok {

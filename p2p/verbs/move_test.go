@@ -494,6 +494,100 @@ func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
 	}
 }
 
+// Memory that gets no key, because peers may still use all those that the device has, gets one
+// later. Meanwhile its data goes in frames, and nothing is registered again until a key is free:
+// because peers have given it up, or because memory is deregistered that they had no key for.
+func TestKeysBecomeFree(t *testing.T) {
+	t.Run("given up", func(t *testing.T) { testKeysBecomeFree(t, false) })
+	t.Run("deregistered", func(t *testing.T) { testKeysBecomeFree(t, true) })
+}
+
+func testKeysBecomeFree(t *testing.T, deregistered bool) {
+	f, registered, _ := registrations(t, soft.Config{Seed: 37, ReuseKeys: true})
+	x, y := sides(t, f)
+	const n = 1 << 20
+	r := y.Alloc(t, n)
+	d := inner(y.End).lane.port.device
+	other := y.Expose(t, r, 0, n, mem.Read)
+	e := inner(y.End).t.keys.get(other.Generation)
+	e.mu.Lock()
+	_, err := e.register(inner(y.End).t, []*device{d})
+	e.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var keys []uint32
+	var mrs []rdma.MR
+	for range 32 {
+		mr, err := d.Register(r.Memory, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		keys, mrs = append(keys, mr.RemoteKey()), append(mrs, mr)
+	}
+	for i, mr := range mrs {
+		if err := mr.Close(); err != nil {
+			t.Fatal(err)
+		}
+		d.keys.Withhold(keys[i])
+	}
+	to := y.Expose(t, r, 0, n, mem.Write)
+	b := pattern(n, 1)
+	// put puts b, and returns how many bytes the device has moved, and the registrations.
+	put := func() (moved uint64, calls int64) {
+		t.Helper()
+		before, _ := bytesMoved(x)
+		calls = registered.Load()
+		place(t, x, b, to)
+		after, _ := bytesMoved(x)
+		return after - before, registered.Load() - calls
+	}
+	if moved, _ := put(); moved > 0 {
+		t.Errorf("%d bytes were moved without a key", moved)
+	}
+	if moved, calls := put(); moved+uint64(calls) > 0 {
+		t.Errorf("%d bytes were moved and %d registrations made while no key is free", moved, calls)
+	}
+	if deregistered {
+		if err := y.Withdraw(other); err != nil {
+			t.Fatal(err)
+		}
+	} else {
+		for _, k := range keys {
+			d.keys.Permit(k)
+		}
+	}
+	if moved, _ := put(); moved != n {
+		t.Errorf("%d bytes of %d were moved with a key", moved, n)
+	}
+	if !bytes.Equal(r.Bytes(), b) {
+		t.Error("other bytes have arrived")
+	}
+}
+
+// Memory that a device cannot register now, for another reason than its keys, is tried again by the
+// next operation.
+func TestRegistrationIsTriedAgain(t *testing.T) {
+	var refuse atomic.Bool
+	f, _ := countCalls(t, soft.Config{Seed: 38}, func(call string) bool { return strings.HasPrefix(call, "register") },
+		func(string) syscall.Errno {
+			if refuse.Load() {
+				return syscall.EAGAIN
+			}
+			return 0
+		})
+	x, y := sides(t, f)
+	const n = leastMove
+	to := y.Expose(t, y.Alloc(t, n), 0, n, mem.Write)
+	for _, want := range []uint64{0, n} {
+		refuse.Store(want == 0)
+		place(t, x, pattern(n, 1), to)
+		if moved, _ := bytesMoved(x); moved != want {
+			t.Errorf("%d bytes were moved, want %d", moved, want)
+		}
+	}
+}
+
 // An access that meets a Withdraw fails its lane, and then has the reason; the link goes on.
 func TestWithdrawUnderAccess(t *testing.T) { overRails(t, testWithdrawUnderAccess) }
 

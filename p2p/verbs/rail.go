@@ -47,7 +47,8 @@ func (r *rail) open(n *lane, rung func()) error {
 	if r.cq, err = r.NewCQ(railDepth+1, rung); err != nil {
 		return err
 	}
-	cfg := rdma.QPConfig{Send: r.cq, Recv: n.cq, SendDepth: railDepth, RecvDepth: 1}
+	cfg := rdma.QPConfig{Send: r.cq, Recv: n.cq, SendDepth: railDepth, RecvDepth: 1,
+		PKey: r.settings.PKey}
 	if r.own = r.device != n.port.device; r.own {
 		cfg.Recv = r.cq
 	}

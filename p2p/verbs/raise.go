@@ -83,7 +83,8 @@ func (l *link) didLocked(reason error, h *p2p.Header, theirs *setup) {
 				}
 				n.end = h.Off
 			case doResend:
-				l.rest, l.until = &consumer{data: n.out.data, pos: n.down.pos, seq: n.down.seq}, n.out.tail
+				l.rest = &consumer{data: slices.Clone(n.out.data), pos: n.down.pos, seq: n.down.seq}
+				l.until = n.out.tail
 			case doClose:
 				lasted = a.stage == up && time.Since(l.since) > lasting
 				l.closeLocked(n, &a, reason)
@@ -260,6 +261,14 @@ func (l *link) closeLocked(n *lane, a *act, reason error) {
 func (l *link) dropLocked(n *lane, reason error) {
 	l.m.fail(n.gen)
 	l.didLocked(reason, nil, nil)
+}
+
+// giveUpLocked is dropLocked for a lane in whose ring frames may be. A peer whose TCP connection
+// has ended sends none of them again: then the link fails, and the lane stays to deliver them.
+func (l *link) giveUpLocked(n *lane, reason error) {
+	if l.listenLocked(); l.state.Load() == live && l.has(n) {
+		l.dropLocked(n, reason)
+	}
 }
 
 // tellLocked queues a control frame about a lane.

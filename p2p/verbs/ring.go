@@ -24,13 +24,8 @@ func maxFrame(n int) int { return n/4 - unit }
 // frameBytes returns the size of a frame with n bytes of payload.
 func frameBytes(n uint64) uint64 { return (n + trailer + unit - 1) &^ (unit - 1) }
 
-// span is a range of a ring to be written to the peer. Clear: together with zeros in the word
-// before it, which are not those of the copy: that word may belong to the next frame before the
-// device has read it.
-type span struct {
-	at, n uint64
-	clear bool
-}
+// span is a range of a ring to be written to the peer.
+type span struct{ at, n uint64 }
 
 // producer composes frames in a copy of the ring at the other end. Positions count bytes since the
 // beginning, also those that were skipped.
@@ -40,11 +35,10 @@ type producer struct {
 	freed uint64 // by the consumer, as far as is known
 	done  uint64 // whose writes have completed
 	seq   uint64 // of the last frame or skip mark
-	spans [3]span
+	spans [2]span
 }
 
-// Kinds of commit words, in their lowest bits. The lowest byte of a commit word is never 0, so that
-// no part of one is another one.
+// Kinds of commit words, in their lowest bits.
 const (
 	commitFrame = 1 + iota
 	commitSkip
@@ -53,38 +47,24 @@ const (
 // commitWord returns the word behind frame or skip mark seq.
 func commitWord(seq, kind uint64) uint64 { return seq<<2 | kind }
 
-// partOf reports whether a device that is writing want over 0 may have got to v, in any order of
-// bytes.
-func partOf(v, want uint64) bool {
-	for ; v != 0; v, want = v>>8, want>>8 {
-		if b := v & 0xff; b != 0 && b != want&0xff {
-			return false
-		}
-	}
-	return true
-}
-
 // offset returns the end of the next frame, from 1 to len(data).
 func offset(pos uint64, n int) uint64 { return uint64(n) - pos&uint64(n-1) }
 
-// needs returns the room in bytes that a frame with n bytes of payload needs: with what is skipped,
-// and one unit more, whose commit word is cleared.
+// needs returns the room in bytes that a frame with n bytes of payload needs, with what is skipped.
 func (p *producer) needs(n uint64) uint64 {
 	size, off := frameBytes(n), offset(p.tail, len(p.data))
 	if size > off {
-		return off + size + unit
+		return off + size
 	}
-	return size + unit
+	return size
 }
 
 // room returns the bytes that can be composed.
 func (p *producer) room() uint64 { return uint64(len(p.data)) - (p.tail - min(p.freed, p.done)) }
 
-// compose adds a frame, for which there must be room, and returns what has to be written, in this
-// order.
+// compose adds a frame, for which there must be room, and returns what has to be written.
 func (p *producer) compose(h *p2p.Header, payload []byte) []span {
 	size, off := frameBytes(uint64(len(payload))), offset(p.tail, len(p.data))
-	spans := p.spans[:0]
 	var skip uint64 // its offset
 	if size > off {
 		skip = off
@@ -99,13 +79,9 @@ func (p *producer) compose(h *p2p.Header, payload []byte) []span {
 	p.seq++
 	p.store(off, commitWord(p.seq, commitFrame))
 	p.tail += size
-	clear := begin > 0
-	if !clear { // the next frame will be at the ring's end
-		spans = append(spans, span{uint64(len(p.data)), 0, true})
-	}
-	spans = append(spans, span{begin, size - wordLen, clear}, span{off - wordLen, wordLen, false})
+	spans := append(p.spans[:0], span{begin, size})
 	if skip > 0 {
-		spans = append(spans, span{skip - wordLen, wordLen, false})
+		spans = append(spans, span{skip - wordLen, wordLen})
 	}
 	return spans
 }
@@ -129,44 +105,38 @@ type consumer struct {
 	hdr     p2p.Header
 }
 
-// arrived reports whether there is a commit word.
-func (c *consumer) arrived() bool {
-	return !c.held && !c.under(atomic.LoadUint64(word(c.data, offset(c.pos, len(c.data)))))
+// begun reports whether the device has begun to place the next frame: of its commit word, and of
+// all else, any part may be missing.
+func (c *consumer) begun() bool {
+	return atomic.LoadUint64(word(c.data, offset(c.pos, len(c.data)))) != 0
 }
 
-// under reports whether commit is a part of the expected word, the rest of which may be under way.
-func (c *consumer) under(commit uint64) bool {
-	f, s := commitWord(c.seq, commitFrame), commitWord(c.seq, commitSkip)
-	return commit != f && commit != s && (partOf(commit, f) || partOf(commit, s))
-}
-
-// next takes the next frame, false if none has arrived. The error wraps p2p.ErrProtocol.
-func (c *consumer) next() (bool, error) {
+// next takes the next frame, which has been placed as a whole. The error wraps p2p.ErrProtocol.
+func (c *consumer) next() error {
 	for {
 		off := offset(c.pos, len(c.data))
 		commit := atomic.LoadUint64(word(c.data, off))
 		switch {
-		case commit == 0 || c.under(commit):
-			return false, nil
 		case commit == commitWord(c.seq, commitSkip) && off != uint64(len(c.data)):
+			*word(c.data, off) = 0
 			c.pos += off
 			c.untold += off
 			c.seq++
 			continue
 		case commit != commitWord(c.seq, commitFrame):
-			return false, fmt.Errorf("%w: commit word %#x at byte %d of the ring, want frame %d", p2p.ErrProtocol,
-				commit, off, c.seq)
+			return fmt.Errorf("%w: commit word %#x at byte %d of the ring, want frame %d", p2p.ErrProtocol, commit,
+				off, c.seq)
 		}
 		// Copied, so that what is checked is what is used.
 		c.hdr = *(*p2p.Header)(unsafe.Pointer(&c.data[off-trailer]))
 		n := uint64(c.hdr.Len)
 		if n > uint64(maxFrame(len(c.data))) || frameBytes(n) > off {
-			return false, fmt.Errorf("%w: frame of %d bytes at byte %d of a ring of %d; the largest is %d",
+			return fmt.Errorf("%w: frame of %d bytes at byte %d of a ring of %d; the largest is %d",
 				p2p.ErrProtocol, n, off, len(c.data), maxFrame(len(c.data)))
 		}
 		begin := off - frameBytes(n)
 		c.held, c.filling, c.payload = true, false, c.data[begin:begin+n:begin+n]
-		return true, nil
+		return nil
 	}
 }
 
@@ -179,9 +149,12 @@ func (c *consumer) taken() (pos, seq uint64) {
 	return c.pos, c.seq
 }
 
-// release frees the held frame.
+// release frees the held frame. It clears all places where a later commit word may be.
 func (c *consumer) release() {
-	n := frameBytes(uint64(c.hdr.Len))
+	n, off := frameBytes(uint64(c.hdr.Len)), offset(c.pos, len(c.data))
+	for at := off - n; at < off; at += unit {
+		*word(c.data, at+unit) = 0
+	}
 	c.held, c.payload = false, nil
 	c.pos += n
 	c.untold += n

@@ -35,10 +35,13 @@ const (
 	// sender's device of the rail, and 0 for one without.
 	frameFenced  // the sender's queue pairs of the lane are closed
 	frameClaim   // asks for a key of region Off
-	frameKey     // for Count bytes at address Off, with the rights Flags; without rights: refused; payload: keys
+	frameKey     // for Count bytes at address Off, with the rights Flags; without: see askAgain; payload: keys
 	frameRevoke  // requests with the key fail from now on
 	frameRevoked // no request with it is under way, nor will be
 )
+
+// askAgain is Count of a frameKey without rights if the memory may have a key later.
+const askAgain = 1
 
 // Limits of a setup. The largest frame of a TCP connection is a quarter of a ring.
 const (
@@ -48,7 +51,7 @@ const (
 	setupHead   = 16
 	pathSize    = 32
 	maxText     = 1 << 10
-	wireVersion = 4
+	wireVersion = 5
 )
 
 // setup is what one end tells the other to connect with.
@@ -67,6 +70,7 @@ type path struct {
 	mtu   int // bytes
 	gid   rdma.GID
 	lid   uint16
+	grh   bool // see rdma.Port.GRHRequired
 	qp    uint32
 	psn   uint32
 	reads int // that it serves at a time
@@ -78,7 +82,7 @@ type path struct {
 
 // encode returns the setup as bytes, little-endian: a head, the path of frames, and the rails.
 //
-//	0   format, 4
+//	0   format, 5
 //	1   bytes of the ring, 1 << n
 //	2   number of rails
 //	3   0
@@ -93,7 +97,7 @@ type path struct {
 //	3   number of the port to be paired with
 //	4   queue pair, first packet number
 //	12  local identifier
-//	14  0, 0
+//	14  1: the port needs packets with an address, see rdma.Port.GRHRequired; 0
 //	16  address of the port
 func (s *setup) encode() []byte {
 	le := binary.LittleEndian
@@ -113,7 +117,11 @@ func (p *path) append(b []byte) []byte {
 	le := binary.LittleEndian
 	b = append(b, byte(p.link), byte(bits.Len(uint(p.mtu))-9), byte(p.reads), byte(p.pair))
 	b = le.AppendUint32(le.AppendUint32(b, p.qp), p.psn)
-	return append(append(le.AppendUint16(b, p.lid), 0, 0), p.gid[:]...)
+	b = append(le.AppendUint16(b, p.lid), 0, 0)
+	if p.grh {
+		b[len(b)-2] = 1
+	}
+	return append(b, p.gid[:]...)
 }
 
 // decodeSetup accepts exactly the results of encode. The error wraps p2p.ErrProtocol.
@@ -155,12 +163,12 @@ func decodeSetup(b []byte) (s setup, err error) {
 }
 
 func decodePath(b []byte) (path, error) {
-	if rdma.GIDType(b[0]) > rdma.RoCEv2 || b[1] > 4 || b[2] == 0 || b[14] != 0 || b[15] != 0 {
-		return path{}, fmt.Errorf("protocol %d, MTU code %d, %d reads", b[0], b[1], b[2])
+	if rdma.GIDType(b[0]) > rdma.RoCEv2 || b[1] > 4 || b[2] == 0 || b[14] > 1 || b[15] != 0 {
+		return path{}, fmt.Errorf("protocol %d, MTU code %d, %d reads, bytes %d and %d", b[0], b[1], b[2], b[14], b[15])
 	}
 	le := binary.LittleEndian
 	p := path{link: rdma.GIDType(b[0]), mtu: 256 << b[1], reads: int(b[2]), pair: int(b[3]), qp: le.Uint32(b[4:]),
-		psn: le.Uint32(b[8:]), lid: le.Uint16(b[12:]), gid: rdma.GID(b[16:])}
+		psn: le.Uint32(b[8:]), lid: le.Uint16(b[12:]), grh: b[14] == 1, gid: rdma.GID(b[16:])}
 	if p.qp == 0 || p.qp >= 1<<24 || p.psn >= 1<<24 {
 		return path{}, fmt.Errorf("queue pair %d, packet number %d", p.qp, p.psn)
 	}

@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,6 +37,8 @@ type Config struct {
 	QueuePairs int
 	// GID says which address of the port is used: see rdma.ChooseGID.
 	GID string
+	// Settings are those of the network. The default of Settings.Timeout is 16, 268 ms.
+	Settings rdma.Settings
 	// RingBytes is the size of a link's ring, rounded up to a power of two; the smaller one of both
 	// ends counts. A link has twice as much memory. The largest frame is nearly a quarter of
 	// the ring. Default 128 KiB.
@@ -79,6 +82,7 @@ type Transport struct {
 // New returns an idle transport. Listen returns errors of cfg.
 func New(cfg Config) *Transport {
 	cfg.RingBytes, cfg.QueuePairs = ringBytes(cfg.RingBytes), max(cfg.QueuePairs, 1)
+	cfg.Settings.Timeout = cmp.Or(cfg.Settings.Timeout, timeout)
 	cfg.TCP.MaxFrame, cfg.TCP.Plain = cfg.RingBytes/4, true
 	t := &Transport{cfg: cfg, log: cfg.TCP.Logger, done: make(chan struct{})}
 	if t.log == nil {
@@ -295,6 +299,14 @@ func (t *Transport) next() <-chan struct{} {
 	return t.waiting
 }
 
+// lingerTime bounds how long Close waits for the device, to complete what was sent and to close
+// queue pairs: until the device repeats no packet any more. It is not shorter than with the default
+// timeout of packets, and at most a minute.
+func (t *Transport) lingerTime() time.Duration {
+	const packet = 4096 * time.Nanosecond
+	return min((retries+1)*max(packet<<t.cfg.Settings.Timeout, packet<<timeout), time.Minute)
+}
+
 // remaining returns how long a link may linger that would do so for d.
 func (t *Transport) remaining(d time.Duration) time.Duration {
 	t.mu.Lock()
@@ -392,7 +404,7 @@ func (t *Transport) Close() error {
 	t.mu.Lock()
 	first := !t.closed
 	if first {
-		t.closed, t.late = true, time.Now().Add(lingerTime)
+		t.closed, t.late = true, time.Now().Add(t.lingerTime())
 		close(t.done)
 	}
 	t.mu.Unlock()

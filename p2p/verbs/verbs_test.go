@@ -17,6 +17,7 @@ import (
 	"tutti/p2p/linktest"
 	"tutti/p2p/tcp"
 	"tutti/rdma"
+	"tutti/rdma/rdmatest"
 	"tutti/rdma/soft"
 )
 
@@ -139,6 +140,86 @@ func TestCloseWithFailingDevice(t *testing.T) {
 	}
 }
 
+// complete has the device of a's peer complete a frame, whatever is in the ring.
+func complete(a *linktest.End) {
+	l := inner(a)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.tx.request(rdma.WriteImm, 0, 0).Imm = immFrame
+	l.tx.post()
+}
+
+// A frame is taken when the device has completed its receive, whatever is in the ring before.
+func TestFramesAreTakenWithTheirCompletions(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 5})
+	t.Cleanup(f.Close)
+	a, b := pair(t, f)
+	raised(t, a, b)
+	early := producer{data: inner(b).rx.in.data}
+	early.compose(&p2p.Header{Len: 1 << 31}, nil) // no frame of a
+	for range 2 * idlePolls {
+		if h, _, err := b.Recv(); h != nil || err != nil {
+			t.Fatalf("without a completion %+v is taken: %v", h, err)
+		}
+	}
+	h, p := linktest.Frame(0, 100, nil)
+	if ok, err := a.Send(&h, p); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	got, payload, err := b.Wait()
+	if err == nil {
+		err = linktest.Check(0, 100, got, payload)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// receiver counts calls of PostRecv, and the receives.
+type receiver struct {
+	rdma.QP
+	calls, posted int
+}
+
+func (r *receiver) PostRecv(list []rdma.RecvRequest) (int, error) {
+	n, err := r.QP.PostRecv(list)
+	r.calls++
+	r.posted += n
+	return n, err
+}
+
+// Receives are posted again in batches, also if frames come one by one, and not late.
+func TestReceivesArePostedInBatches(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 6})
+	t.Cleanup(f.Close)
+	a, b := pair(t, f)
+	raised(t, a, b)
+	n := inner(b).rx
+	to := &receiver{QP: n.qp}
+	n.qp = to
+	const frames = 1000
+	for i := range frames {
+		h, p := linktest.Frame(i, 8, nil)
+		if ok, err := a.Send(&h, p); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+		got, payload, err := b.Wait()
+		if err == nil {
+			err = linktest.Check(i, 8, got, payload)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if missing := i + 1 - to.posted; missing >= batch {
+			t.Fatalf("%d receives are missing after frame %d", missing, i)
+		}
+	}
+	if to.calls > frames/batch+1 {
+		t.Errorf("%d calls for the receives of %d frames, at most %d in batches of %d", to.calls, frames,
+			frames/batch+1, batch)
+	}
+}
+
 // Whatever a peer writes to the memory that it can reach ends the link, or is a frame.
 func TestHostileMemory(t *testing.T) {
 	f := soft.New(soft.Config{Seed: 5})
@@ -148,6 +229,7 @@ func TestHostileMemory(t *testing.T) {
 		raised(t, a, b)
 		n := inner(b).rx
 		atomic.StoreUint64(word(n.in.data, uint64(len(n.in.data))), 77)
+		complete(a)
 		ends(t, b, p2p.ErrProtocol, "commit word 0x4d", "rank 0")
 	})
 	t.Run("length", func(t *testing.T) {
@@ -155,6 +237,7 @@ func TestHostileMemory(t *testing.T) {
 		raised(t, a, b)
 		evil := producer{data: inner(b).rx.in.data}
 		evil.compose(&p2p.Header{Len: 1 << 31}, nil)
+		complete(a)
 		ends(t, b, p2p.ErrProtocol, "2147483648 bytes")
 	})
 	for position, before := range map[uint64]uint64{1 << 30: 0, 128: 256} {
@@ -169,8 +252,9 @@ func TestHostileMemory(t *testing.T) {
 	}
 }
 
-// The consumer reads what was composed, whatever the sizes and whenever it reads; with other bytes
-// in its memory it accesses nothing outside.
+// The consumer reads what was composed, whatever the sizes, whenever it reads, and in whatever
+// order the frames under way were placed; with other bytes in its memory it accesses nothing
+// outside.
 func TestRingIsReadAsItWasComposed(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	const n = minRing
@@ -180,7 +264,8 @@ func TestRingIsReadAsItWasComposed(t *testing.T) {
 		p []byte
 	}
 	var under []sent
-	wraps, parts := 0, 0
+	var writes []span // not yet placed
+	wraps := 0
 	for i := range 20000 {
 		size := r.IntN(maxFrame(n) + 1)
 		if r.IntN(2) == 0 {
@@ -192,41 +277,25 @@ func TestRingIsReadAsItWasComposed(t *testing.T) {
 			for j := range s.p {
 				s.p[j] = byte(r.Uint32() | 1)
 			}
-			if need > frameBytes(uint64(size))+unit {
+			if need > frameBytes(uint64(size)) {
 				wraps++
 			}
-			for _, w := range out.compose(&s.h, s.p) {
-				if w.clear {
-					clear(in.data[w.at-wordLen : w.at])
-				}
-				if w.n == wordLen && len(under) == 0 { // the bytes of a commit word come in any order
-					torn := false
-					for _, k := range r.Perm(wordLen)[:r.IntN(wordLen)] {
-						at := w.at + uint64(k)
-						torn = torn || in.data[at] != out.data[at]
-						in.data[at] = out.data[at]
-					}
-					whole := bytes.Equal(in.data[w.at:][:wordLen], out.data[w.at:][:wordLen])
-					if ok, err := in.next(); err != nil || ok && !whole {
-						t.Fatalf("frame %d: a part of a commit word is %v, %v", i, ok, err)
-					} else if torn {
-						parts++
-						in.held = false
-					}
-				}
-				copy(in.data[w.at:], out.data[w.at:w.at+w.n])
-			}
+			writes = append(writes, out.compose(&s.h, s.p)...)
 			under = append(under, s)
 		} else if len(under) == 0 {
 			t.Fatalf("no room for %d bytes in an empty ring", size)
 		}
-		for range r.IntN(3) {
-			ok, err := in.next()
-			if err != nil || ok != (len(under) > 0) {
-				t.Fatalf("frame %d: %v, %v with %d under way", i, ok, err, len(under))
+		take := min(r.IntN(3), len(under))
+		if take > 0 {
+			for _, k := range r.Perm(len(writes)) {
+				w := writes[k]
+				copy(in.data[w.at:], out.data[w.at:w.at+w.n])
 			}
-			if !ok {
-				break
+			writes = writes[:0]
+		}
+		for range take {
+			if err := in.next(); err != nil {
+				t.Fatalf("frame %d, with %d under way: %v", i, len(under), err)
 			}
 			if in.hdr != under[0].h || !bytes.Equal(in.payload, under[0].p) {
 				t.Fatalf("frame %d: %+v, want %+v", i, in.hdr, under[0].h)
@@ -234,9 +303,12 @@ func TestRingIsReadAsItWasComposed(t *testing.T) {
 			in.release()
 			under = under[1:]
 		}
+		if len(writes) == 0 && in.begun() != (len(under) > 0) {
+			t.Fatalf("frame %d: with %d under way begun is %v", i, len(under), in.begun())
+		}
 	}
-	if wraps < 100 || parts < 100 {
-		t.Errorf("%d skip marks, %d parts of commit words", wraps, parts)
+	if wraps < 100 {
+		t.Errorf("%d skip marks", wraps)
 	}
 	for range 20000 {
 		for i := 0; i < n; i += 8 {
@@ -244,9 +316,9 @@ func TestRingIsReadAsItWasComposed(t *testing.T) {
 				atomic.StoreUint64(word(in.data, uint64(i+8)), commitWord(in.seq, uint64(r.IntN(4))))
 			}
 		}
-		if ok, err := in.next(); ok {
+		if err := in.next(); err == nil {
 			in.release()
-		} else if err != nil && !errors.Is(err, p2p.ErrProtocol) {
+		} else if !errors.Is(err, p2p.ErrProtocol) {
 			t.Fatal(err)
 		}
 	}
@@ -256,15 +328,15 @@ func TestRingIsReadAsItWasComposed(t *testing.T) {
 func example() setup {
 	p := path{link: rdma.RoCEv2, mtu: 1024, gid: rdma.GID{10: 0xff, 11: 0xff, 12: 10, 15: 1}, qp: 17, psn: 5, reads: 1}
 	q := p
-	q.qp, q.psn, q.reads, q.pair, q.lid = 18, 6, 16, 1, 0x102
+	q.qp, q.psn, q.reads, q.pair, q.lid, q.grh = 18, 6, 16, 1, 0x102, true
 	return setup{ring: minRing, key: 9, address: 1 << 20, frames: p, rails: []path{q, {}}}
 }
 
 // TestSetupBytes: the format has not changed.
 func TestSetupBytes(t *testing.T) {
-	want := "040f0200" + "09000000" + "0000100000000000" +
+	want := "050f0200" + "09000000" + "0000100000000000" +
 		"02020100" + "11000000" + "05000000" + "00000000" + "00000000000000000000ffff0a000001" +
-		"02021001" + "12000000" + "06000000" + "02010000" + "00000000000000000000ffff0a000001" +
+		"02021001" + "12000000" + "06000000" + "02010100" + "00000000000000000000ffff0a000001" +
 		strings.Repeat("00", 32)
 	s := example()
 	if got := fmt.Sprintf("%x", s.encode()); got != want {
@@ -390,5 +462,85 @@ func TestGatheredFramesSurviveLanes(t *testing.T) {
 				t.Fatalf("%d frames have arrived: %v", took, err)
 			}
 		}
+	}
+}
+
+// Objects of a link can be made if a device refuses inline data with any errno, and if one of two
+// ports, the first, refuses all queue pairs.
+func TestCheckWithDevicesThatRefuse(t *testing.T) {
+	for name, c := range map[string]struct {
+		devices int
+		refuses func(device string, call int) bool
+	}{
+		"inline data":     {1, func(_ string, call int) bool { return call == 1 }},
+		"all queue pairs": {2, func(device string, _ int) bool { return device == "soft0" }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			made := 0
+			call := func(device, call string) syscall.Errno {
+				if call == "make a queue pair" {
+					if made++; c.refuses(device, made) {
+						return syscall.EIO
+					}
+				}
+				return 0
+			}
+			f := soft.New(soft.Config{Devices: c.devices, Faults: soft.Faults{Call: call}})
+			t.Cleanup(f.Close)
+			if err := Check(over(f, 0)); err != nil {
+				t.Error(err)
+			}
+			if qps, cqs, mrs := f.Objects(); qps+cqs+mrs > 0 {
+				t.Errorf("%d queue pairs, %d completion queues and %d memory regions are left", qps, cqs, mrs)
+			}
+		})
+	}
+}
+
+// A port that needs packets with an address gets them from both ends of its links.
+func TestPortsThatNeedAddresses(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 13})
+	t.Cleanup(f.Close)
+	a, b := linktest.Pair(t, ports{}.open(rdmatest.InfiniBand(f, "soft0"), minRing))
+	raised(t, a, b)
+}
+
+// The settings of the network are those of all queue pairs, and bounds of time follow that of a
+// packet.
+func TestSettingsOfTheNetwork(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 14})
+	t.Cleanup(f.Close)
+	want := rdma.Settings{TrafficClass: 106, ServiceLevel: 3, PKey: 2, Timeout: 20}
+	var made, connected atomic.Int64
+	seen := &rdmatest.Wrapped{Provider: f,
+		NewQP: func(_ string, cfg *rdma.QPConfig) {
+			if made.Add(1); cfg.PKey != want.PKey {
+				t.Errorf("a queue pair with partition key %d of the table, want %d", cfg.PKey, want.PKey)
+			}
+		},
+		Connect: func(_ string, r *rdma.Route) error {
+			if connected.Add(1); r.TrafficClass != want.TrafficClass || r.ServiceLevel != want.ServiceLevel ||
+				r.Timeout != want.Timeout {
+				t.Errorf("%+v, want %+v", *r, want)
+			}
+			return nil
+		}}
+	cfg := over(seen, minRing)
+	cfg.Settings = want
+	a, b := linktest.Pair(t, func(testing.TB) p2p.Transport { return New(cfg) })
+	raised(t, a, b)
+	if made.Load() < 4 || connected.Load() < 4 {
+		t.Errorf("%d queue pairs, %d connected: want those of frames and of data at both ends", made.Load(),
+			connected.Load())
+	}
+	l := inner(a)
+	cfg.Settings.ServiceLevel = 16
+	if err := Check(cfg); err == nil || !strings.Contains(err.Error(), "ServiceLevel 16") {
+		t.Errorf("Check with service level 16: %v", err)
+	}
+	const repeats = (retries + 1) * (4096 * time.Nanosecond << 20)
+	if l.linger < repeats || l.lane.bulk.late <= repeats {
+		t.Errorf("Close lingers for %v, and a move is late after %v: a device repeats packets for %v", l.linger,
+			l.lane.bulk.late, repeats)
 	}
 }

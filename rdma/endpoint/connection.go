@@ -69,9 +69,6 @@ func (p *peer) prepareLocked(generation uint64) (o offer, err error) {
 			return offer{}, err
 		}
 		c.QPs = append(c.QPs, q)
-		if err := q.Init(t.cfg.Port, t.cfg.Access); err != nil {
-			return offer{}, err
-		}
 		c.offer.qps = append(c.offer.qps, pair{q.Number(), rand.Uint32N(1 << 24)})
 	}
 	if hook := t.cfg.Prepare; hook != nil {
@@ -100,12 +97,12 @@ func (c *Connection) address() error {
 	}
 	c.route = cfg.Route
 	c.route.Port, c.route.MTU = cfg.Port, min(cfg.Route.MTU, port.MTU)
-	c.offer = offer{lid: port.LID, mtu: c.route.MTU, reads: c.route.Reads}
+	c.offer = offer{lid: port.LID, grh: port.GRHRequired, mtu: c.route.MTU, reads: c.route.Reads}
 	want := ""
 	if cfg.Address.IsValid() {
 		want = cfg.Address.WithZone("").String()
 	}
-	if len(gids) == 0 && !port.Ethernet && want == "" { // InfiniBand within a subnet needs none
+	if len(gids) == 0 && !port.Ethernet && !port.GRHRequired && want == "" { // as rdma.Route.Lead has it
 		return nil
 	}
 	best, err := rdma.ChooseGID(gids, want)
@@ -125,10 +122,10 @@ func (c *Connection) join(a join) error {
 	if o.link != c.offer.link {
 		return fmt.Errorf("%w: %v there, %v here", errUnlike, o.link, c.offer.link)
 	}
-	// Within a subnet InfiniBand needs no address.
-	r.Global = o.link != rdma.InfiniBand || [8]byte(o.gid[:8]) != [8]byte(c.offer.gid[:8])
+	if err := r.Lead(o.link, c.offer.gid, o.gid, o.lid, o.grh || c.offer.grh); err != nil {
+		return fmt.Errorf("%w: %w", errUnlike, err)
+	}
 	r.MTU, r.Reads = min(r.MTU, o.mtu), min(r.Reads, o.reads)
-	r.GID, r.LID = o.gid, o.lid
 	for i, q := range c.QPs {
 		r.PSN, r.Remote, r.RemotePSN = c.offer.qps[i].psn, o.qps[i].number, o.qps[i].psn
 		if err := q.Connect(&r); err != nil {
@@ -159,17 +156,38 @@ func (p *peer) retireLocked() {
 	p.retired = append(p.retired, c)
 }
 
-// queue returns a queue pair in the state Reset, of kind i.
+// queue returns a queue pair in the state Init, of kind i. One that cannot be brought there is
+// closed: the device may have reset it without effect.
 func (t *Table) queue(i int) (rdma.QP, error) {
-	t.mu.Lock()
-	if n := len(t.spare[i]); n > 0 {
-		q := t.spare[i][n-1]
-		t.spare[i] = t.spare[i][:n-1]
+	for {
+		var q rdma.QP
+		t.mu.Lock()
+		n := len(t.spare[i])
+		if n > 0 {
+			q = t.spare[i][n-1]
+			t.spare[i] = t.spare[i][:n-1]
+		}
 		t.mu.Unlock()
-		return q, nil
+		if n == 0 {
+			var err error
+			if q, err = t.cfg.Device.NewQP(t.cfg.Queues[i]); err != nil {
+				return nil, err
+			}
+		}
+		err := q.Init(t.cfg.Port, t.cfg.Access)
+		if err == nil {
+			return q, nil
+		}
+		closed := q.Close()
+		if closed != nil && !errors.Is(closed, rdma.ErrClosed) {
+			t.mu.Lock()
+			t.failed = errors.Join(t.failed, closed)
+			t.mu.Unlock()
+		}
+		if n == 0 || closed != nil {
+			return nil, errors.Join(err, closed)
+		}
 	}
-	t.mu.Unlock()
-	return t.cfg.Device.NewQP(t.cfg.Queues[i])
 }
 
 // release resets or destroys the queue pairs of a retired connection, once.

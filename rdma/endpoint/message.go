@@ -46,8 +46,9 @@ type offer struct {
 	link  rdma.GIDType
 	gid   rdma.GID
 	lid   uint16
-	mtu   int // bytes
-	reads int // at a time
+	grh   bool // see rdma.Port.GRHRequired
+	mtu   int  // bytes
+	reads int  // at a time
 	qps   []pair
 }
 
@@ -55,8 +56,8 @@ type offer struct {
 type pair struct{ number, psn uint32 }
 
 func (o *offer) equal(p *offer) bool {
-	return o.link == p.link && o.gid == p.gid && o.lid == p.lid && o.mtu == p.mtu && o.reads == p.reads &&
-		slices.Equal(o.qps, p.qps)
+	return o.link == p.link && o.gid == p.gid && o.lid == p.lid && o.grh == p.grh && o.mtu == p.mtu &&
+		o.reads == p.reads && slices.Equal(o.qps, p.qps)
 }
 
 type kind uint8
@@ -109,7 +110,7 @@ func (m *message) String() string {
 //	54  MTU, 256 << n
 //	55  reads at a time
 //	56  length of the reason
-//	58  0, 0
+//	58  1: the port needs packets with an address, see rdma.Port.GRHRequired; 0
 //	60  queue pairs: number, first packet number, 4 bytes each; then the reason
 func (m *message) encode() []byte {
 	text := plain(m.text)
@@ -127,6 +128,9 @@ func (m *message) encode() []byte {
 	}
 	b = append(b, byte(shift), byte(m.offer.reads))
 	b = append(le.AppendUint16(b, uint16(len(text))), 0, 0)
+	if m.offer.grh {
+		b[58] = 1
+	}
 	for _, p := range m.offer.qps {
 		b = le.AppendUint32(le.AppendUint32(b, p.number), p.psn)
 	}
@@ -167,21 +171,21 @@ func decode(b []byte) (*message, error) {
 		to: end{le.Uint64(b[20:]), le.Uint64(b[28:])}}
 	count, text := int(b[2]), int(le.Uint16(b[56:]))
 	o := &m.offer
-	o.link, o.lid, o.reads = rdma.GIDType(b[3]), le.Uint16(b[52:]), int(b[55])
+	o.link, o.lid, o.reads, o.grh = rdma.GIDType(b[3]), le.Uint16(b[52:]), int(b[55]), b[58] == 1
 	copy(o.gid[:], b[36:])
 	switch {
 	case m.kind < request || m.kind >= kinds:
 		return bad("kind %d", m.kind)
 	case m.from.session == 0 || m.to.session == 0 && (m.kind != request || m.to.version != 0):
 		return bad("%v without a session", m)
-	case count > MaxQPs || text > maxText || len(b) != headerSize+8*count+text || b[58]|b[59] != 0:
+	case count > MaxQPs || text > maxText || len(b) != headerSize+8*count+text || b[58] > 1 || b[59] != 0:
 		return bad("%d bytes for %d queue pairs and a reason of %d bytes", len(b), count, text)
 	}
 	offers := m.kind == request || m.kind == accepted
 	switch {
 	case offers != (count > 0) || text > 0 && m.kind != busy && m.kind != refused:
 		return bad("%v with %d queue pairs and a reason of %d bytes", m.kind, count, text)
-	case !offers && (o.link != 0 || o.lid != 0 || o.reads != 0 || b[54] != 0 || o.gid != rdma.GID{}):
+	case !offers && (o.link != 0 || o.lid != 0 || o.reads != 0 || o.grh || b[54] != 0 || o.gid != rdma.GID{}):
 		return bad("%v with an address", m.kind)
 	case m.kind == accepted && !m.from.bound():
 		return bad("accepted by %v, which is not connected", m.from)

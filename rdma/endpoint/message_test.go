@@ -20,6 +20,8 @@ func exampleOffer(n int) offer {
 
 func examples() []*message {
 	a, b := end{0xa1, 6}, end{1<<64 - 1, 1<<63 + 1}
+	global := exampleOffer(1)
+	global.link, global.grh = rdma.InfiniBand, true
 	return []*message{
 		{kind: request, from: a, offer: exampleOffer(1)},
 		{kind: request, from: a, to: b, offer: exampleOffer(MaxQPs)},
@@ -27,6 +29,7 @@ func examples() []*message {
 		{kind: stale, from: b, to: a},
 		{kind: busy, from: b, to: a, text: "later"},
 		{kind: refused, from: b, to: a, text: strings.Repeat("é", maxText/2)},
+		{kind: request, from: a, offer: global},
 	}
 }
 
@@ -115,7 +118,8 @@ func TestMalformedMessagesAreRefused(t *testing.T) {
 		{"the same number twice", 2, func(b []byte) []byte { copy(b[68:72], b[60:64]); return b }, "queue pair 2 of 3"},
 		{"a reason with a control character", 4, func(b []byte) []byte { b[61] = 7; return b }, "not text"},
 		{"a reason that is not UTF-8", 4, func(b []byte) []byte { b[61] = 0xff; return b }, "not text"},
-		{"padding", 0, func(b []byte) []byte { b[58] = 1; return b }, "bytes for 1"},
+		{"stale with a wish for addresses", 3, func(b []byte) []byte { b[58] = 1; return b }, "with an address"},
+		{"padding", 0, func(b []byte) []byte { b[58] = 2; return b }, "bytes for 1"},
 	} {
 		m, err := decode(c.change(examples()[c.of].encode()))
 		if err == nil || !strings.Contains(err.Error(), c.want) {

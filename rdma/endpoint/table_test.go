@@ -16,6 +16,7 @@ import (
 	"tutti/rdma"
 	"tutti/rdma/endpoint"
 	"tutti/rdma/endpoint/endpointtest"
+	"tutti/rdma/rdmatest"
 	"tutti/rdma/soft"
 )
 
@@ -607,5 +608,68 @@ func TestPeersAreLimited(t *testing.T) {
 	if _, err := p.table[0].Open(patient(t), "c"); err == nil || !strings.Contains(err.Error(),
 		"Config.Peers allows 1") {
 		t.Error(err)
+	}
+}
+
+// A port that needs packets with an address gets them from both ends of its connections.
+func TestPortsThatNeedAddresses(t *testing.T) {
+	f, names := fabric(t, soft.Config{})
+	endpointtest.RunSimultaneous(t, rdmatest.InfiniBand(f, "soft0"), names, 2, 2, endpointtest.Faults{}, nil)
+}
+
+// Queue pairs that a device resets without effect are replaced.
+func TestResetWithoutEffect(t *testing.T) {
+	reset := map[string]bool{} // by the queue pair
+	p := newPair(t, soft.Config{Faults: soft.Faults{Call: func(device, call string) syscall.Errno {
+		what, number, _ := strings.Cut(call, " queue pair ")
+		switch at := device + " " + number; {
+		case what == "reset":
+			reset[at] = true
+		case what == "initialize" && reset[at]:
+			return syscall.EINVAL
+		}
+		return 0
+	}}}, nil)
+	for range 3 {
+		p.mustOpen(0).Fail()
+	}
+}
+
+// A queue pair that can be neither used nor closed is an error of Close.
+func TestQueuePairsThatStayOpen(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	f := soft.New(soft.Config{Faults: soft.Faults{Call: func(_, call string) syscall.Errno {
+		switch what, _, _ := strings.Cut(call, " queue pair "); what {
+		case "initialize":
+			return syscall.EINVAL
+		case "destroy":
+			cancel() // after the first attempt
+			return syscall.EBUSY
+		}
+		return 0
+	}}})
+	t.Cleanup(f.Close)
+	d, err := f.Open("soft0", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cq, err := d.NewCQ(64, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	table, err := endpoint.New(endpoint.Config{Session: 1, Device: d,
+		Queues: []rdma.QPConfig{{Send: cq, Recv: cq, SendDepth: 1, RecvDepth: 1}},
+		Caller: callerFunc(func(context.Context, string, []byte) ([]byte, error) {
+			return nil, errors.New("no peer")
+		})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := table.Open(ctx, "b"); err == nil {
+		t.Error("connected")
+	}
+	if err := table.Close(patient(t)); !errors.Is(err, syscall.EBUSY) {
+		t.Errorf("Close: %v, want %v", err, syscall.EBUSY)
 	}
 }

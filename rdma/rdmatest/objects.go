@@ -301,6 +301,7 @@ func states(t *testing.T, s Subject) {
 		"a PSN of 25 bits":   func(o *rdma.Route) { o.PSN = 1 << 24 },
 		"8 retries":          func(o *rdma.Route) { o.Retries = 8 },
 		"8 retries of RNR":   func(o *rdma.Route) { o.RNRRetries = 8 },
+		"service level 16":   func(o *rdma.Route) { o.ServiceLevel = 16 },
 		"an absent address":  func(o *rdma.Route) { o.GIDIndex = 250 },
 		"an address of 1000": func(o *rdma.Route) { o.GIDIndex = 1000 },
 	} {
@@ -358,6 +359,7 @@ func limits(t *testing.T, s Subject) {
 		"too many receives":   func(c *rdma.QPConfig) { c.RecvDepth = a.MaxQPDepth + 1 },
 		"too many segments":   func(c *rdma.QPConfig) { c.Segments = a.MaxSegments + 1 },
 		"a negative depth":    func(c *rdma.QPConfig) { c.RecvDepth = -1 },
+		"partition key 65536": func(c *rdma.QPConfig) { c.PKey = 1 << 16 },
 		"no completion queue": func(c *rdma.QPConfig) { c.Send = nil },
 	} {
 		changed := cfg

@@ -248,18 +248,24 @@ func (d *device) reach(key uint32, address, n uint64, access rdma.Access) ([]byt
 // wordsTo is the longest copy in bytes of which each aligned word is stored as a whole.
 const wordsTo = 256
 
-// move copies from src to dst, which have the same length. Aligned words of short copies are loaded
-// and stored as a whole, and in ascending order, so that a program may poll for one.
+// move copies from src to dst, which have the same length. Aligned words of short copies, and the
+// last one of others, are loaded and stored as a whole, and in ascending order, so that a program
+// may poll for one.
 func move(dst, src []byte) {
 	if len(dst) == 0 || len(src) == 0 {
 		return
 	}
 	to, from := unsafe.Pointer(unsafe.SliceData(dst)), unsafe.Pointer(unsafe.SliceData(src))
-	if n := len(src); n > wordsTo || n%8 != 0 || uintptr(to)%8 != 0 || uintptr(from)%8 != 0 {
+	n, words := len(src), 0
+	if n%8 != 0 || uintptr(to)%8 != 0 || uintptr(from)%8 != 0 {
 		copy(dst, src)
 		return
 	}
-	for i := 0; i < len(src); i += 8 {
+	if n > wordsTo {
+		words = n - 8
+		copy(dst[:words], src)
+	}
+	for i := words; i < n; i += 8 {
 		atomic.StoreUint64((*uint64)(unsafe.Add(to, i)), atomic.LoadUint64((*uint64)(unsafe.Add(from, i))))
 	}
 }

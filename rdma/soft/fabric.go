@@ -7,6 +7,9 @@
 // With Config.Manual the test runs the steps, and the same calls have the same results; otherwise a
 // goroutine of the fabric does.
 //
+// The data of a write may be placed before that of earlier requests, and its end before the rest,
+// as on a network with several paths. Completions keep the order of the requests.
+//
 // Faults are injected with Config.Faults, and by the methods of Fabric: ports go down and come
 // back, with other addresses on request, devices disappear, queue pairs fail. Config.ReuseNumbers
 // gives a queue pair the number of the one that was destroyed last.

@@ -190,7 +190,7 @@ type request struct {
 	seq    uint64
 	data   []byte // of an inline request
 	begun  bool
-	placed bool // before the read in front of it
+	placed bool // before requests in front of it
 	moved  int
 }
 
@@ -215,6 +215,8 @@ func (d *device) NewQP(cfg rdma.QPConfig) (rdma.QP, error) {
 	switch {
 	case !okS || !okR || send.d != d || recv.d != d || send.closed || recv.closed:
 		return nil, d.wrong(call+" with completion queues of another device, or closed ones", syscall.EINVAL)
+	case cfg.PKey < 0 || cfg.PKey > 1<<16-1:
+		return nil, d.wrong(fmt.Sprintf("%s with partition key %d", call, cfg.PKey), syscall.EINVAL)
 	case cfg.SendDepth < 1 || cfg.SendDepth > a.MaxQPDepth || cfg.RecvDepth < 0 || cfg.RecvDepth > a.MaxQPDepth ||
 		cfg.Segments > a.MaxSegments || cfg.Inline > f.cfg.Inline || cfg.Inline < 0:
 		return nil, d.wrong(fmt.Sprintf("%s with %d sends, %d receives, %d segments and %d bytes inline", call,
@@ -296,7 +298,7 @@ func (q *qp) Connect(r *rdma.Route) error {
 	gid, ok := q.dev.hw.ports[q.port-1].gid(r.GIDIndex)
 	if !ok || r.Port != q.port || r.MTU < 256 || r.MTU > 4096 || r.MTU&(r.MTU-1) != 0 || r.PSN >= 1<<24 ||
 		r.RemotePSN >= 1<<24 || r.Reads > q.dev.f.cfg.Attributes.MaxReads || r.Retries > 7 ||
-		r.RNRRetries > 7 || r.Timeout > 31 {
+		r.RNRRetries > 7 || r.Timeout > 31 || r.ServiceLevel > 15 {
 		return q.dev.wrong(fmt.Sprintf("connect queue pair %d by %+v", q.number, *r), syscall.EINVAL)
 	}
 	q.state, q.route, q.gid = rdma.StateReady, *r, gid
@@ -486,8 +488,9 @@ func (q *qp) advance() bool {
 	case rdma.StateFailed:
 		q.end(rdma.Flushed)
 	case rdma.StateReady:
-		q.overtake()
-		q.work(q.queue[0])
+		if !q.overtake() {
+			q.work(q.queue[0])
+		}
 	}
 	return len(q.queue) > 0
 }
@@ -513,27 +516,43 @@ func (q *qp) end(s rdma.Status) {
 	}
 }
 
-// overtake may place a write before a read in front of it, as the standard allows.
-func (q *qp) overtake() {
-	if len(q.queue) < 2 || q.dev.f.rng.IntN(4) > 0 {
-		return
+// overtakes is how many requests behind the first one may overtake it.
+const overtakes = 4
+
+// overtake may place the data of a write before that of requests in front of it: before a read, as
+// the standard allows, and before other writes, as devices do whose packets take several paths; or
+// the end of the first write before the rest. The completions keep their order. It reports whether
+// it has.
+func (q *qp) overtake() bool {
+	const end = 64
+	if q.dev.f.rng.IntN(4) > 0 {
+		return false
 	}
-	read, w := q.queue[0], q.queue[1]
-	if read.Op != rdma.Read || read.begun || w.Op != rdma.Write || w.Fence || w.placed {
-		return
+	i := q.dev.f.rng.IntN(min(len(q.queue), 1+overtakes))
+	w := q.queue[i]
+	if i > 0 && q.queue[0].Op == rdma.Read && q.queue[0].begun || w.Op != rdma.Write && w.Op != rdma.WriteImm ||
+		w.Fence || w.moved > 0 {
+		return false
 	}
 	p := q.peer()
 	if p == nil {
-		return
+		return false
 	}
 	local, n, ok := q.gather(w)
 	if !ok || n == 0 || p.access&rdma.RemoteWrite == 0 {
-		return
+		return false
 	}
-	if to, ok := p.dev.reach(w.RemoteKey, w.RemoteAddress, uint64(n), rdma.RemoteWrite); ok {
+	to, ok := p.dev.reach(w.RemoteKey, w.RemoteAddress, uint64(n), rdma.RemoteWrite)
+	switch {
+	case !ok || i == 0 && n <= end:
+		return false
+	case i == 0:
+		scatter([][]byte{to}, local, n-end, end)
+	default:
 		scatter([][]byte{to}, local, 0, n)
-		w.placed = true
+		w.placed, w.moved = true, n
 	}
+	return true
 }
 
 // work makes progress with r, the first request of a queue pair that is ready.
@@ -548,7 +567,7 @@ func (q *qp) work(r *request) {
 			}
 		}
 	}
-	if r.placed {
+	if r.placed && r.Op == rdma.Write {
 		q.end(rdma.Success)
 		return
 	}

@@ -152,6 +152,44 @@ func TestWritesArePlacedAndCompleteInOrder(t *testing.T) {
 	}
 }
 
+// The data of a write may be placed before that of the write in front of it. Both are placed when a
+// receive of the later one has completed, and completions keep their order.
+func TestWritesOvertakeWrites(t *testing.T) {
+	first, second := 0, 0 // of both writes, the only one that is placed
+	for seed := range uint64(100) {
+		f := manual(t, Config{Seed: seed})
+		a, b := pair(t, f, 16)
+		a.b[0], a.b[1000] = 7, 8
+		w := a.write(b, 2, 1000, 8)
+		w.Op = rdma.WriteImm
+		if n, err := b.qp.PostRecv([]rdma.RecvRequest{{}}); n != 1 || err != nil {
+			t.Fatal(n, err)
+		}
+		a.post(a.write(b, 1, 0, 8), w)
+		for received := false; !received; {
+			if !f.Step() {
+				t.Fatal("the write with immediate value is not received")
+			}
+			switch [2]byte{b.b[0], b.b[1000]} {
+			case [2]byte{7, 0}:
+				first++
+			case [2]byte{0, 8}:
+				second++
+			}
+			received = len(b.poll()) > 0
+		}
+		if b.b[0] != 7 || b.b[1000] != 8 {
+			t.Fatalf("seed %d: received with %d and %d in memory", seed, b.b[0], b.b[1000])
+		}
+		if c := a.run(); len(c) != 2 || c[0].ID != 1 || c[1].ID != 2 {
+			t.Fatalf("seed %d: %+v", seed, c)
+		}
+	}
+	if first == 0 || second == 0 {
+		t.Errorf("in %d steps only the first write was placed, in %d only the second one", first, second)
+	}
+}
+
 func TestSameSeedSameHistory(t *testing.T) {
 	history := func(seed uint64) string {
 		f := manual(t, Config{Seed: seed, Late: 3})

@@ -29,10 +29,8 @@ type cq struct {
 	c          *C.tutti_cq // memory of C
 	out        []C.tutti_completion
 	depth      int
-	wake       func()        // nil: polled alone
-	events     *watch        // nil: without wake
-	ended      chan struct{} // closed when listen has returned
-	users      atomic.Int64  // queue pairs
+	wake       func()       // nil: polled alone
+	users      atomic.Int64 // queue pairs
 	overflowed atomic.Bool
 
 	mu     sync.Mutex // held during calls on c
@@ -49,58 +47,33 @@ func (d *device) NewCQ(depth int, wake func()) (rdma.CQ, error) {
 		return nil, err
 	}
 	defer d.leave()
-	q := &cq{d: d, c: (*C.tutti_cq)(C.calloc(1, C.sizeof_tutti_cq)), wake: wake, ended: make(chan struct{})}
+	q := &cq{d: d, c: (*C.tutti_cq)(C.calloc(1, C.sizeof_tutti_cq)), wake: wake}
 	d.cqsMu.Lock()
 	d.ids++
 	q.id = d.ids
 	d.cqs[q.id] = q
 	d.cqsMu.Unlock()
-	events := C.int(0)
+	var channel *C.struct_ibv_comp_channel
 	if wake != nil {
-		events = 1
+		channel = d.c.channel
 	}
-	if errno := C.tutti_cq_create(d.ctx, C.int(depth), C.uint64_t(q.id), events, q.c); errno != 0 {
+	if errno := C.tutti_cq_create(d.c.context, C.int(depth), C.uint64_t(q.id), channel, q.c); errno != 0 {
 		q.forget()
 		return nil, d.wrong(callCreate, call, errno)
 	}
 	q.depth = int(q.c.depth)
 	q.out = unsafe.Slice(q.c.out, C.TUTTI_POLL_BATCH)
-	if wake != nil {
-		w, err := newWatch(int(q.c.channel_fd), "completion events of "+d.name)
-		if err != nil {
-			C.tutti_cq_destroy(q.c)
-			C.tutti_cq_free(q.c)
-			q.forget()
-			return nil, err
-		}
-		q.events = w
-		go q.listen()
-	}
 	d.used.Add(1)
 	return q, nil
 }
 
-// forget frees what is left of a queue that does not exist any more.
+// forget frees what is left of a queue that does not exist any more, when no call of wake is under
+// way.
 func (q *cq) forget() {
 	q.d.cqsMu.Lock()
 	delete(q.d.cqs, q.id)
 	q.d.cqsMu.Unlock()
 	C.free(unsafe.Pointer(q.c))
-}
-
-// listen calls wake for each completion event until Close.
-func (q *cq) listen() {
-	defer close(q.ended)
-	for {
-		errno, ok := q.events.next(func() syscall.Errno { return syscall.Errno(C.tutti_cq_event(q.c)) })
-		if !ok {
-			return
-		}
-		q.wake()
-		if errno != 0 { // the device was removed
-			return
-		}
-	}
 }
 
 // Depth implements rdma.CQ.
@@ -152,7 +125,7 @@ func (q *cq) Arm() error {
 	if err := q.d.usable("arm a completion queue", q.closed); err != nil {
 		return err
 	}
-	if q.events == nil {
+	if q.wake == nil {
 		return &rdma.Error{Call: "arm a completion queue", Device: q.d.name, Errno: syscall.EINVAL,
 			Advice: "make the queue with a wake function"}
 	}
@@ -178,10 +151,6 @@ func (q *cq) Close() error {
 		return err
 	}
 	q.closed = true
-	if q.events != nil {
-		q.events.close()
-		<-q.ended
-	}
 	C.tutti_cq_free(q.c)
 	q.forget()
 	q.d.used.Add(-1)

@@ -130,22 +130,27 @@ func (p *Provider) Open(name string, notify func(rdma.Event)) (rdma.Device, erro
 		return nil, &rdma.Error{Call: "open", Device: name, Errno: syscall.EOPNOTSUPP,
 			Advice: "it is no InfiniBand or RoCE device"}
 	}
-	d := &device{name: name, notify: notify, cqs: map[uint64]*cq{}, ended: make(chan struct{})}
+	d := &device{name: name, notify: notify, cqs: map[uint64]*cq{}}
 	at := C.CString(name)
 	defer C.free(unsafe.Pointer(at))
-	var fd C.int
-	if errno := C.tutti_open(at, &d.ctx, &d.pd, &fd); errno != 0 {
+	if errno := C.tutti_open(at, &d.c); errno != 0 {
 		return nil, d.wrong(callOpen, "open", errno)
 	}
 	if err = d.identify(); err == nil {
 		d.attr.Quirks.NoReset = d.attr.Quirks.NoReset || p.quirks.NoReset
-		d.async, err = newWatch(int(fd), name)
+		d.async, err = newWatch(int(d.c.async_fd), name)
+	}
+	if err == nil {
+		if d.completions, err = newWatch(int(d.c.channel_fd), "completion events of "+name); err != nil {
+			d.async.close()
+		}
 	}
 	if err != nil {
-		C.tutti_close_device(d.ctx, d.pd)
+		C.tutti_close_device(&d.c)
 		return nil, err
 	}
-	go d.listen()
+	d.ended.Go(d.listen)
+	d.ended.Go(d.wakes)
 	return d, nil
 }
 
@@ -154,10 +159,11 @@ type device struct {
 	name   string
 	notify func(rdma.Event)
 	attr   rdma.Attributes
-	ctx    *C.struct_ibv_context
-	pd     *C.struct_ibv_pd
-	async  *watch
-	ended  chan struct{} // closed when listen has returned
+	c      C.tutti_device
+
+	async       *watch
+	completions *watch         // events of completion queues
+	ended       sync.WaitGroup // listen and wakes
 
 	removed atomic.Bool
 
@@ -165,7 +171,7 @@ type device struct {
 	closed bool
 	used   atomic.Int64 // open objects
 
-	cqsMu sync.Mutex
+	cqsMu sync.Mutex // held during calls of wake functions
 	cqs   map[uint64]*cq
 	ids   uint64
 }
@@ -217,7 +223,7 @@ func (d *device) destroyed(call string, errno C.int) error {
 // identify reads the attributes.
 func (d *device) identify() error {
 	var a C.tutti_attributes
-	if errno := C.tutti_query_device(d.ctx, &a); errno != 0 {
+	if errno := C.tutti_query_device(d.c.context, &a); errno != 0 {
 		return d.wrong(callQuery, "query the device", errno)
 	}
 	d.attr = rdma.Attributes{Ports: int(a.ports), MaxQPs: int(a.max_qp), MaxQPDepth: int(a.max_qp_wr),
@@ -253,15 +259,16 @@ func (d *device) Port(port int) (rdma.Port, error) {
 	}
 	defer d.leave()
 	var p C.tutti_port
-	if errno := C.tutti_query_port(d.ctx, C.int(port), &p); errno != 0 {
+	if errno := C.tutti_query_port(d.c.context, C.int(port), &p); errno != 0 {
 		return rdma.Port{}, d.wrong(callQuery, call, errno)
 	}
 	state := rdma.PortUnknown
 	if p.state >= 1 && p.state <= 4 {
 		state = rdma.PortState(p.state)
 	}
-	return rdma.Port{State: state, Ethernet: p.ethernet != 0, MTU: int(p.mtu), LID: uint16(p.lid), GIDs: int(p.gids),
-		MaxBytes: uint64(p.max_bytes), Gbps: gbps(int(p.width), int(p.speed))}, nil
+	return rdma.Port{State: state, Ethernet: p.ethernet != 0, MTU: int(p.mtu), LID: uint16(p.lid),
+		GRHRequired: p.grh != 0, GIDs: int(p.gids), MaxBytes: uint64(p.max_bytes),
+		Gbps: gbps(int(p.width), int(p.speed))}, nil
 }
 
 // GIDs implements rdma.Device.
@@ -278,7 +285,7 @@ func (d *device) GIDs(port int) ([]rdma.GIDEntry, error) {
 	var all []rdma.GIDEntry
 	for i := range p.GIDs {
 		var g C.tutti_gid
-		switch errno := C.tutti_query_gid(d.ctx, C.int(port), C.int(i), &g); syscall.Errno(errno) {
+		switch errno := C.tutti_query_gid(d.c.context, C.int(port), C.int(i), &g); syscall.Errno(errno) {
 		case 0:
 			e := rdma.GIDEntry{Index: i, GID: *(*rdma.GID)(unsafe.Pointer(&g.gid)), Type: rdma.GIDType(g._type)}
 			if e.GID == (rdma.GID{}) {
@@ -335,7 +342,8 @@ func (d *device) Register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
 	}
 	return d.register(call, uint64(m.Len()), m, access, func(r *mr, bits, relaxed uint32) C.int {
 		at := unsafe.Pointer(unsafe.SliceData(m.Bytes()))
-		return C.tutti_reg_mr(d.pd, at, C.uint64_t(m.Len()), C.uint32_t(bits), C.int(relaxed), &r.mr, &r.lkey, &r.rkey)
+		return C.tutti_reg_mr(d.c.pd, at, C.uint64_t(m.Len()), C.uint32_t(bits), C.int(relaxed), &r.mr, &r.lkey,
+			&r.rkey)
 	})
 }
 
@@ -346,7 +354,7 @@ func (d *device) RegisterDMABuf(fd int, offset, n, address uint64, access rdma.A
 		return nil, d.wrong(callRegister, call, C.int(syscall.EBADF))
 	}
 	return d.register(call, n, mem.Memory{}, access, func(r *mr, bits, relaxed uint32) C.int {
-		return C.tutti_reg_dmabuf(d.pd, C.int(fd), C.uint64_t(offset), C.uint64_t(n), C.uint64_t(address),
+		return C.tutti_reg_dmabuf(d.c.pd, C.int(fd), C.uint64_t(offset), C.uint64_t(n), C.uint64_t(address),
 			C.uint32_t(bits), C.int(relaxed), &r.mr, &r.lkey, &r.rkey)
 	})
 }
@@ -412,6 +420,7 @@ func (d *device) Close() error {
 	d.closed = true
 	d.mu.Unlock()
 	d.async.close()
-	<-d.ended
-	return d.destroyed(call, C.tutti_close_device(d.ctx, d.pd))
+	d.completions.close()
+	d.ended.Wait()
+	return d.destroyed(call, C.tutti_close_device(&d.c))
 }

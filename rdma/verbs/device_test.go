@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/files"
 	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/rdma"
@@ -76,6 +77,33 @@ func TestDeviceNeedsNoForkInit(t *testing.T) {
 	p, _ := testDevice(t)
 	if got := p.ForkSupport(); got != ForkByKernel {
 		t.Errorf("%q, want %q", got, ForkByKernel)
+	}
+}
+
+// TestDeviceFilesOfCompletionQueues: completion queues have no descriptors of their own.
+func TestDeviceFilesOfCompletionQueues(t *testing.T) {
+	p, name := testDevice(t)
+	d, err := p.Open(name, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, ok := files.Open()
+	var queues []rdma.CQ
+	for range 8 {
+		q, err := d.NewCQ(16, func() {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		queues = append(queues, q)
+	}
+	if after, _ := files.Open(); !ok || after != before {
+		t.Errorf("%d open files (known: %t), %d with 8 completion queues", before, ok, after)
+	}
+	for _, q := range queues {
+		err = errors.Join(err, q.Close())
+	}
+	if err = errors.Join(err, d.Close()); err != nil {
+		t.Error(err)
 	}
 }
 

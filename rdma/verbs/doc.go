@@ -13,15 +13,17 @@
 //
 // # Events
 //
-// A goroutine of each device waits for its asynchronous events, and one of each completion queue
-// with a wake function for its completion events, in the Go runtime's poller: they hold no threads.
-// An event is acknowledged as soon as it was read, before anything that may wait, because the
-// library destroys no object with events that are not acknowledged. The goroutines end in Close.
+// A goroutine of each device waits for its asynchronous events, and one for the completion events
+// of all its completion queues, in the Go runtime's poller: they hold no threads, and a completion
+// queue holds no descriptor. An event is acknowledged as soon as it was read, before anything that
+// may wait, because the library destroys no object with events that are not acknowledged. The
+// goroutines end in Close.
 //
 // # Quirks
 //
 // A table of vendors and of the kernel's drivers has the devices that deviate from the standard:
-// those of Alibaba's eRDMA cannot reset queue pairs. Provider.WithQuirks has others treated so.
+// those of Alibaba's eRDMA and Intel's irdma cannot reset queue pairs. Provider.WithQuirks has
+// others treated so.
 //
 // # Fork
 //

@@ -45,7 +45,7 @@ func advise(kind callKind, errno syscall.Errno) string {
 	case errno == syscall.ENOMEM && kind == callPost:
 		return "the queue is full: poll completions first"
 	case (errno == syscall.EINVAL || errno == syscall.ENODATA) && kind == callModify:
-		return "the queue pair is in another state, or the port has no such address, MTU or right"
+		return "the queue pair is in another state, or the port has no such address, partition key, MTU or right"
 	case errno == syscall.ENETUNREACH || errno == syscall.EHOSTUNREACH || errno == syscall.ETIMEDOUT &&
 		kind == callModify:
 		return "there is no route from the chosen address to the peer's: choose another one"

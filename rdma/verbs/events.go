@@ -13,10 +13,9 @@ import (
 
 // listen reports the device's asynchronous events until Close.
 func (d *device) listen() {
-	defer close(d.ended)
 	for {
 		var e C.tutti_event
-		errno, ok := d.async.next(func() syscall.Errno { return syscall.Errno(C.tutti_get_event(d.ctx, &e)) })
+		errno, ok := d.async.next(func() syscall.Errno { return syscall.Errno(C.tutti_get_event(d.c.context, &e)) })
 		switch {
 		case !ok:
 			return
@@ -35,6 +34,24 @@ func (d *device) listen() {
 			d.cqsMu.Unlock()
 		}
 		d.report(v)
+	}
+}
+
+// wakes calls the wake function of a completion queue for each of its events, until Close.
+func (d *device) wakes() {
+	for {
+		var id C.uint64_t
+		errno, ok := d.completions.next(func() syscall.Errno {
+			return syscall.Errno(C.tutti_cq_event(d.c.channel, &id))
+		})
+		if !ok || errno != 0 { // errno: the device was removed, and report wakes all
+			return
+		}
+		d.cqsMu.Lock()
+		if q := d.cqs[uint64(id)]; q != nil { // it may be closed meanwhile
+			q.wake()
+		}
+		d.cqsMu.Unlock()
 	}
 }
 

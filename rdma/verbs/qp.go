@@ -38,6 +38,7 @@ type qp struct {
 	c        *C.tutti_qp // memory of C
 	number   uint32
 	limits   rdma.QPLimits
+	pkey     int
 	sendCQ   *cq
 	recvCQ   *cq
 	sends    []C.tutti_request // memory of C, for a chain of each queue
@@ -69,6 +70,8 @@ func (d *device) NewQP(cfg rdma.QPConfig) (rdma.QP, error) {
 		return nil, invalid("no limit is negative")
 	case cfg.SendDepth > d.attr.MaxQPDepth || cfg.RecvDepth > d.attr.MaxQPDepth:
 		return nil, invalid(fmt.Sprintf("its queues hold at most %d requests", d.attr.MaxQPDepth))
+	case cfg.PKey < 0 || cfg.PKey > 1<<16-1:
+		return nil, invalid("a port has at most 65536 partition keys")
 	case segments > d.attr.MaxSegments:
 		return nil, invalid(fmt.Sprintf("a request has at most %d segments", d.attr.MaxSegments))
 	}
@@ -83,7 +86,7 @@ func (d *device) NewQP(cfg rdma.QPConfig) (rdma.QP, error) {
 	c.send_depth, c.recv_depth = C.uint32_t(cfg.SendDepth), C.uint32_t(cfg.RecvDepth)
 	c.send_segments, c.recv_segments = C.uint32_t(segments), C.uint32_t(segments)
 	c.inline_bytes = C.uint32_t(cfg.Inline)
-	if errno := C.tutti_qp_create(d.pd, send.c.cq, recv.c.cq, c); errno != 0 {
+	if errno := C.tutti_qp_create(d.c.pd, send.c.cq, recv.c.cq, c); errno != 0 {
 		C.free(unsafe.Pointer(c))
 		release(send, recv)
 		return nil, d.wrong(callCreate, call, errno)
@@ -91,7 +94,7 @@ func (d *device) NewQP(cfg rdma.QPConfig) (rdma.QP, error) {
 	d.used.Add(1)
 	l := rdma.QPLimits{SendDepth: int(c.send_depth), RecvDepth: int(c.recv_depth), SendSegments: int(c.send_segments),
 		RecvSegments: int(c.recv_segments), Inline: int(c.inline_bytes)}
-	return &qp{d: d, c: c, number: uint32(c.number), limits: l, sendCQ: send, recvCQ: recv,
+	return &qp{d: d, c: c, number: uint32(c.number), limits: l, pkey: cfg.PKey, sendCQ: send, recvCQ: recv,
 		sends: unsafe.Slice(c.send, l.SendDepth), recvs: unsafe.Slice(c.recv, l.RecvDepth),
 		sendSegs: unsafe.Slice(c.send_segment, l.SendDepth*l.SendSegments),
 		recvSegs: unsafe.Slice(c.recv_segment, l.RecvDepth*l.RecvSegments)}, nil
@@ -171,13 +174,14 @@ func (q *qp) move(call string, need func(stage) bool, next stage, do func() C.in
 
 // Init implements rdma.QP.
 func (q *qp) Init(port int, access rdma.Access) error {
-	call := fmt.Sprintf("initialize queue pair %d at port %d", q.number, port)
+	call := fmt.Sprintf("initialize queue pair %d at port %d with partition key %d of its table", q.number, port,
+		q.pkey)
 	bits, _, _ := rights(access)
 	if err := q.checkPort(call, port); err != nil {
 		return err
 	}
 	return q.move(call, func(s stage) bool { return s == fresh }, initialized, func() C.int {
-		return C.tutti_qp_init(q.c, C.int(port), C.uint32_t(bits))
+		return C.tutti_qp_init(q.c, C.int(port), C.int(q.pkey), C.uint32_t(bits))
 	})
 }
 
@@ -199,10 +203,11 @@ func (q *qp) Connect(r *rdma.Route) error {
 	if !r.Global {
 		call = fmt.Sprintf("connect queue pair %d to queue pair %d at LID %d", q.number, r.Remote, r.LID)
 	}
-	if r.Retries > 7 || r.RNRRetries > 7 || r.Timeout > 31 || r.Reads < 0 || r.Reads > 255 ||
+	if r.Retries > 7 || r.RNRRetries > 7 || r.Timeout > 31 || r.ServiceLevel > 15 || r.Reads < 0 || r.Reads > 255 ||
 		r.GIDIndex < 0 || r.GIDIndex > 255 || r.PSN >= 1<<24 || r.RemotePSN >= 1<<24 {
 		return &rdma.Error{Call: call, Device: q.d.name, Errno: syscall.EINVAL,
-			Advice: "Retries and RNRRetries are at most 7, Timeout 31, Reads and GIDIndex 255, and a PSN has 24 bits"}
+			Advice: "Retries and RNRRetries are at most 7, ServiceLevel 15, Timeout 31, Reads and GIDIndex 255, and " +
+				"a PSN has 24 bits"}
 	}
 	if err := q.checkPort(call, r.Port); err != nil {
 		return err

@@ -27,8 +27,8 @@ int tutti_fork_state(void) { return -1; }
 int tutti_fork_init(void) { return ENOSYS; }
 int tutti_has_dmabuf(void) { return 0; }
 int tutti_devices(char (*names)[TUTTI_NAME], int *transports, int n, int *count) { return ENOSYS; }
-int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int *async_fd) { return ENOSYS; }
-int tutti_close_device(struct ibv_context *c, struct ibv_pd *pd) { return ENOSYS; }
+int tutti_open(const char *name, tutti_device *d) { return ENOSYS; }
+int tutti_close_device(tutti_device *d) { return ENOSYS; }
 int tutti_query_device(struct ibv_context *c, tutti_attributes *a) { return ENOSYS; }
 int tutti_query_port(struct ibv_context *c, int port, tutti_port *p) { return ENOSYS; }
 int tutti_query_gid(struct ibv_context *c, int port, int index, tutti_gid *g) { return ENOSYS; }
@@ -38,16 +38,17 @@ int tutti_reg_mr(struct ibv_pd *pd, void *at, uint64_t n, uint32_t access, int r
 int tutti_reg_dmabuf(struct ibv_pd *pd, int fd, uint64_t offset, uint64_t n, uint64_t address, uint32_t access,
 		     int relaxed, struct ibv_mr **mr, uint32_t *lkey, uint32_t *rkey) { return ENOSYS; }
 int tutti_dereg_mr(struct ibv_mr *mr) { return ENOSYS; }
-int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, int events, tutti_cq *q) { return ENOSYS; }
+int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, struct ibv_comp_channel *channel,
+		    tutti_cq *q) { return ENOSYS; }
 int tutti_cq_destroy(tutti_cq *q) { return ENOSYS; }
 void tutti_cq_free(tutti_cq *q) {}
 int tutti_cq_arm(tutti_cq *q) { return ENOSYS; }
-int tutti_cq_event(tutti_cq *q) { return ENOSYS; }
+int tutti_cq_event(struct ibv_comp_channel *c, uint64_t *id) { return ENOSYS; }
 int tutti_poll(tutti_cq *q, int n) { return -ENOSYS; }
 int tutti_qp_create(struct ibv_pd *pd, struct ibv_cq *send, struct ibv_cq *recv, tutti_qp *q) { return ENOSYS; }
 int tutti_qp_destroy(tutti_qp *q) { return ENOSYS; }
 int tutti_qp_state(tutti_qp *q, int *state) { return ENOSYS; }
-int tutti_qp_init(tutti_qp *q, int port, uint32_t access) { return ENOSYS; }
+int tutti_qp_init(tutti_qp *q, int port, int pkey, uint32_t access) { return ENOSYS; }
 int tutti_qp_connect(tutti_qp *q, const tutti_route *r) { return ENOSYS; }
 int tutti_qp_fail(tutti_qp *q) { return ENOSYS; }
 int tutti_qp_reset(tutti_qp *q) { return ENOSYS; }
@@ -78,6 +79,8 @@ OP(post_recv, 26);
 _Static_assert(sizeof(struct ibv_context_ops) == 32 * sizeof(void *), "ibv_context_ops");
 _Static_assert(offsetof(struct ibv_context, ops) == sizeof(void *), "ibv_context.ops");
 _Static_assert(offsetof(struct ibv_context, async_fd) == 33 * sizeof(void *) + 4, "ibv_context.async_fd");
+_Static_assert(offsetof(struct ibv_context, num_comp_vectors) == 33 * sizeof(void *) + 8,
+	       "ibv_context.num_comp_vectors");
 _Static_assert(offsetof(struct ibv_comp_channel, fd) == sizeof(void *), "ibv_comp_channel.fd");
 _Static_assert(offsetof(struct ibv_cq, cqe) == 3 * sizeof(void *) + 4, "ibv_cq.cqe");
 _Static_assert(offsetof(struct ibv_qp, qp_num) == 6 * sizeof(void *) + 4, "ibv_qp.qp_num");
@@ -176,7 +179,7 @@ int tutti_devices(char (*names)[TUTTI_NAME], int *transports, int n, int *count)
 	return 0;
 }
 
-int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int *async_fd)
+int tutti_open(const char *name, tutti_device *d)
 {
 	int n, err = ENODEV;
 	errno = 0;
@@ -187,13 +190,18 @@ int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int
 		if (strcmp(lib.get_device_name(all[i]), name))
 			continue;
 		errno = err = 0;
-		if (!(*c = lib.open_device(all[i]))) {
+		if (!(d->context = lib.open_device(all[i]))) {
 			err = failure();
-		} else if (!(*pd = lib.alloc_pd(*c))) {
+		} else if (!(d->pd = lib.alloc_pd(d->context))) {
 			err = failure();
-			lib.close_device(*c);
+			lib.close_device(d->context);
+		} else if (!(d->channel = lib.create_comp_channel(d->context))) {
+			err = failure();
+			lib.dealloc_pd(d->pd);
+			lib.close_device(d->context);
 		} else {
-			*async_fd = (*c)->async_fd;
+			d->async_fd = d->context->async_fd;
+			d->channel_fd = d->channel->fd;
 		}
 		break;
 	}
@@ -201,9 +209,13 @@ int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int
 	return err;
 }
 
-int tutti_close_device(struct ibv_context *c, struct ibv_pd *pd)
+int tutti_close_device(tutti_device *d)
 {
-	int err = lib.dealloc_pd(pd), err2 = lib.close_device(c);
+	// The library destroys no queue of a device that was removed, and keeps the channel for it.
+	// RDMAV_ALLOW_DISASSOC_DESTROY would change that, but forbids to wait for events meanwhile.
+	if (lib.destroy_comp_channel(d->channel))
+		close(d->channel_fd);
+	int err = lib.dealloc_pd(d->pd), err2 = lib.close_device(d->context);
 	return err ? err : err2;
 }
 
@@ -238,6 +250,7 @@ int tutti_query_port(struct ibv_context *c, int port, tutti_port *p)
 		return err;
 	p->state = a.state;
 	p->ethernet = a.link_layer == IBV_LINK_LAYER_ETHERNET;
+	p->grh = (a.flags & IBV_QPF_GRH_REQUIRED) != 0;
 	p->mtu = a.active_mtu >= IBV_MTU_256 && a.active_mtu <= IBV_MTU_4096 ? 128 << a.active_mtu : 0;
 	p->gids = a.gid_tbl_len;
 	p->width = a.active_width;
@@ -331,31 +344,24 @@ int tutti_reg_dmabuf(struct ibv_pd *pd, int fd, uint64_t offset, uint64_t n, uin
 
 int tutti_dereg_mr(struct ibv_mr *mr) { return lib.dereg_mr(mr); }
 
-int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, int events, tutti_cq *q)
+int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, struct ibv_comp_channel *channel, tutti_cq *q)
 {
 	int err = ENOMEM;
 	memset(q, 0, sizeof *q);
-	q->channel_fd = -1;
 	q->wc = calloc(TUTTI_POLL_BATCH, sizeof *q->wc);
 	q->out = calloc(TUTTI_POLL_BATCH, sizeof *q->out);
 	if (!q->wc || !q->out)
 		goto failed;
+	// The interrupts of queues, of all processes, are spread over those of the device.
+	int vector = c->num_comp_vectors > 0 ? (id + (uint64_t)getpid()) % (uint64_t)c->num_comp_vectors : 0;
 	errno = 0;
-	if (events && !(q->channel = lib.create_comp_channel(c))) {
+	if (!(q->cq = lib.create_cq(c, depth, (void *)(uintptr_t)id, channel, vector))) {
 		err = failure();
 		goto failed;
 	}
-	if (!(q->cq = lib.create_cq(c, depth, (void *)(uintptr_t)id, q->channel, 0))) {
-		err = failure();
-		goto failed;
-	}
-	if (events)
-		q->channel_fd = q->channel->fd;
 	q->depth = q->cq->cqe;
 	return 0;
 failed:
-	if (q->channel)
-		lib.destroy_comp_channel(q->channel);
 	free(q->wc);
 	free(q->out);
 	return err;
@@ -365,23 +371,20 @@ int tutti_cq_destroy(tutti_cq *q) { return lib.destroy_cq(q->cq); }
 
 void tutti_cq_free(tutti_cq *q)
 {
-	// The library destroys no queue of a device that was removed, and keeps the channel for it.
-	// RDMAV_ALLOW_DISASSOC_DESTROY would change that, but forbids to wait for events meanwhile.
-	if (q->channel && lib.destroy_comp_channel(q->channel))
-		close(q->channel->fd);
 	free(q->wc);
 	free(q->out);
 }
 
 int tutti_cq_arm(tutti_cq *q) { return q->cq->context->ops.req_notify_cq(q->cq, 0); }
 
-int tutti_cq_event(tutti_cq *q)
+int tutti_cq_event(struct ibv_comp_channel *c, uint64_t *id)
 {
 	struct ibv_cq *cq;
 	void *context;
 	errno = 0;
-	if (lib.get_cq_event(q->channel, &cq, &context))
+	if (lib.get_cq_event(c, &cq, &context))
 		return failure();
+	*id = (uintptr_t)context;
 	lib.ack_cq_events(cq, 1);
 	return 0;
 }
@@ -490,9 +493,10 @@ int tutti_qp_state(tutti_qp *q, int *state)
 	return err;
 }
 
-int tutti_qp_init(tutti_qp *q, int port, uint32_t access)
+int tutti_qp_init(tutti_qp *q, int port, int pkey, uint32_t access)
 {
-	struct ibv_qp_attr a = {.qp_state = IBV_QPS_INIT, .port_num = port, .qp_access_flags = access};
+	struct ibv_qp_attr a = {.qp_state = IBV_QPS_INIT, .pkey_index = pkey, .port_num = port,
+				.qp_access_flags = access};
 	return lib.modify_qp(q->qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 

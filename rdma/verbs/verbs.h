@@ -44,8 +44,7 @@ typedef struct {
 // A completion queue. The memory is C's until tutti_cq_free.
 typedef struct {
 	struct ibv_cq *cq;
-	struct ibv_comp_channel *channel; // may be NULL
-	int channel_fd, depth;
+	int depth, unused;
 	struct ibv_wc *wc;
 	tutti_completion *out; // TUTTI_POLL_BATCH
 } tutti_cq;
@@ -68,7 +67,7 @@ typedef struct {
 } tutti_attributes;
 
 typedef struct {
-	int state, ethernet, mtu, gids, width, speed;
+	int state, ethernet, grh, mtu, gids, width, speed;
 	uint32_t lid, max_bytes;
 } tutti_port;
 
@@ -105,8 +104,16 @@ int tutti_has_dmabuf(void);
 
 // tutti_devices writes names and transports of up to n devices, and sets *count to their number.
 int tutti_devices(char (*names)[TUTTI_NAME], int *transports, int n, int *count);
-int tutti_open(const char *name, struct ibv_context **c, struct ibv_pd **pd, int *async_fd);
-int tutti_close_device(struct ibv_context *c, struct ibv_pd *pd);
+// An open device, with a channel for the completion events of all its queues.
+typedef struct {
+	struct ibv_context *context;
+	struct ibv_pd *pd;
+	struct ibv_comp_channel *channel;
+	int async_fd, channel_fd;
+} tutti_device;
+
+int tutti_open(const char *name, tutti_device *d);
+int tutti_close_device(tutti_device *d);
 int tutti_query_device(struct ibv_context *c, tutti_attributes *a);
 int tutti_query_port(struct ibv_context *c, int port, tutti_port *p);
 // ENODATA: the entry is empty; ENOSYS: the library has no such call.
@@ -120,17 +127,18 @@ int tutti_reg_dmabuf(struct ibv_pd *pd, int fd, uint64_t offset, uint64_t n, uin
 		     int relaxed, struct ibv_mr **mr, uint32_t *lkey, uint32_t *rkey);
 int tutti_dereg_mr(struct ibv_mr *mr);
 
-int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, int events, tutti_cq *q);
-int tutti_cq_destroy(tutti_cq *q); // events may be read until it has returned
-void tutti_cq_free(tutti_cq *q);   // the rest, also if a device that was removed has destroyed nothing
+// Events of the queue come through channel, unless that is NULL.
+int tutti_cq_create(struct ibv_context *c, int depth, uint64_t id, struct ibv_comp_channel *channel, tutti_cq *q);
+int tutti_cq_destroy(tutti_cq *q);
+void tutti_cq_free(tutti_cq *q); // the rest, also if a device that was removed has destroyed nothing
 int tutti_cq_arm(tutti_cq *q);
-int tutti_cq_event(tutti_cq *q);	  // as tutti_get_event
-int tutti_poll(tutti_cq *q, int n);	  // the number of completions in q->out, or -errno
+int tutti_cq_event(struct ibv_comp_channel *c, uint64_t *id); // as tutti_get_event
+int tutti_poll(tutti_cq *q, int n); // the number of completions in q->out, or -errno
 
 int tutti_qp_create(struct ibv_pd *pd, struct ibv_cq *send, struct ibv_cq *recv, tutti_qp *q); // with q's limits
 int tutti_qp_destroy(tutti_qp *q);
 int tutti_qp_state(tutti_qp *q, int *state);
-int tutti_qp_init(tutti_qp *q, int port, uint32_t access);
+int tutti_qp_init(tutti_qp *q, int port, int pkey, uint32_t access); // pkey is an index
 int tutti_qp_connect(tutti_qp *q, const tutti_route *r);
 int tutti_qp_fail(tutti_qp *q);
 int tutti_qp_reset(tutti_qp *q);

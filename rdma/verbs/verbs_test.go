@@ -103,7 +103,7 @@ func TestAddressesFromSysfs(t *testing.T) {
 // has, too.
 func TestQuirksAreKnown(t *testing.T) {
 	root := t.TempDir()
-	for device, driver := range map[string]string{"erdma_0": "erdma", "mlx5_0": "mlx5_core"} {
+	for device, driver := range map[string]string{"erdma_0": "erdma", "mlx5_0": "mlx5_core", "irdma0": "irdma"} {
 		dir := filepath.Join(root, device, "device")
 		if err := errors.Join(os.MkdirAll(dir, 0o755), os.Symlink("../../../bus/pci/drivers/"+driver,
 			filepath.Join(dir, "driver"))); err != nil {
@@ -115,7 +115,7 @@ func TestQuirksAreKnown(t *testing.T) {
 		vendor  uint32
 		noReset bool
 	}{{"erdma_0", 0, true}, {"mlx5_0", 0x02c9, false}, {"mlx5_0", 0x1ded, true}, {"rxe0", 0xffffff, false},
-		{"absent", 0x1ded, true}} {
+		{"absent", 0x1ded, true}, {"irdma0", 0x8086, true}, {"absent", 0x8086, false}, {"absent", 0, false}} {
 		if got := quirksOf(driverOf(root, c.device), c.vendor); got.NoReset != c.noReset {
 			t.Errorf("%+v: %+v", c, got)
 		}

@@ -49,6 +49,7 @@ var needsDevice = map[string]bool{
 	"tutti/rdma/queue TestDeviceReplacesWhatCannotBeReset":               true,
 	"tutti/rdma/verbs TestDeviceAddressesAreThoseOfSysfs":                true,
 	"tutti/rdma/verbs TestDeviceCallsPerMessage":                         true,
+	"tutti/rdma/verbs TestDeviceFilesOfCompletionQueues":                 true,
 	"tutti/rdma/verbs TestDeviceHoldsNoThreads":                          true,
 	"tutti/rdma/verbs TestDeviceNeedsNoForkInit":                         true,
 	"tutti/rdma/verbs TestDeviceRefusesMemory":                           true,

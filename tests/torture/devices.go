@@ -70,7 +70,8 @@ func newDevices(t *testing.T) *devices {
 			}
 			return 0
 		}}})
-	remove := registry.Add(registry.Kind{Name: "soft", Reach: registry.Network, Works: func() error { return nil },
+	remove := registry.Add(registry.Kind{Name: "soft", Reach: registry.Network,
+		Works: func(registry.Options) error { return nil },
 		New: func(o registry.Options) (p2p.Transport, error) {
 			return softLinks{verbs.New(verbs.Config{Provider: d.fabric, Devices: o.RDMADevices,
 				Exporter: registry.Exporter(o.Devices),

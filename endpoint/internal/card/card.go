@@ -18,6 +18,7 @@ type Config struct {
 	Provider rdma.Provider
 	Devices  string // as rdma.ParseDevices has it
 	GID      string // as rdma.ChooseGID has it
+	Settings rdma.Settings
 	Log      *slog.Logger
 	// Last, unless it is nil, is called when nothing uses a domain any more, before its device is
 	// closed: it has to close the memory regions that are left.

@@ -17,6 +17,7 @@ import (
 	"tutti/rdma"
 	"tutti/rdma/endpoint"
 	"tutti/rdma/queue"
+	"tutti/rdma/rdmatest"
 	"tutti/rdma/soft"
 )
 
@@ -440,5 +441,51 @@ func TestCloseWaitsForMoves(t *testing.T) {
 	<-closed
 	if err := k.Move(nil); !errors.Is(err, endpoint.ErrClosed) {
 		t.Errorf("a Move after Close: %v", err)
+	}
+}
+
+// The settings of the network are those of all queue pairs.
+func TestSettingsOfTheNetwork(t *testing.T) {
+	f := soft.New(soft.Config{})
+	t.Cleanup(f.Close)
+	want := rdma.Settings{TrafficClass: 106, ServiceLevel: 3, PKey: 2, Timeout: 20}
+	var made, connected atomic.Int64
+	seen := &rdmatest.Wrapped{Provider: f,
+		NewQP: func(_ string, cfg *rdma.QPConfig) {
+			if made.Add(1); cfg.PKey != want.PKey {
+				t.Errorf("a queue pair with partition key %d of the table, want %d", cfg.PKey, want.PKey)
+			}
+		},
+		Connect: func(_ string, r *rdma.Route) error {
+			if connected.Add(1); r.TrafficClass != want.TrafficClass || r.ServiceLevel != want.ServiceLevel ||
+				r.Timeout != want.Timeout || r.Retries != endpoint.DefaultRoute().Retries {
+				t.Errorf("%+v, want %+v", *r, want)
+			}
+			return nil
+		}}
+	c, err := Open(Config{Provider: seen, Settings: want, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := c.Domain("a principal")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lines [2]*Line
+	for i := range lines {
+		lines[i], err = d.NewLine(LineConfig{Lost: func(*Conn, error) {},
+			Call: func(_ context.Context, request []byte) ([]byte, error) { return lines[1-i].Handle(request) }})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := lines[0].Open(soon(t)); err != nil {
+		t.Error(err)
+	}
+	if made.Load() != 2*queuePairs || connected.Load() != 2*queuePairs {
+		t.Errorf("%d queue pairs, %d connected, want %d", made.Load(), connected.Load(), 2*queuePairs)
+	}
+	if err := errors.Join(lines[0].Close(), lines[1].Close(), d.Release(), c.Close()); err != nil {
+		t.Error(err)
 	}
 }

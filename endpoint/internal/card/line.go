@@ -86,7 +86,7 @@ func (d *Domain) NewLine(cfg LineConfig) (*Line, error) {
 		l.bytes = min(l.bytes, port.MaxBytes)
 	}
 	qp := rdma.QPConfig{SendDepth: min(sendDepth, a.MaxQPDepth), RecvDepth: min(recvDepth, a.MaxQPDepth),
-		Segments: min(segments, a.MaxSegments)}
+		Segments: min(segments, a.MaxSegments), PKey: d.card.cfg.Settings.PKey}
 	// Queue pairs may be deeper than what was asked for, and those of the connection before may
 	// still be there.
 	depth := 4 * queuePairs * (qp.SendDepth + qp.RecvDepth)
@@ -98,9 +98,11 @@ func (d *Domain) NewLine(cfg LineConfig) (*Line, error) {
 	for i := range queues {
 		queues[i] = qp
 	}
+	route := endpoint.DefaultRoute()
+	d.card.cfg.Settings.Apply(&route)
 	l.table, err = endpoint.New(endpoint.Config{Session: rand.Uint64() | 1, Device: d.dev, Caller: caller{cfg.Call},
 		Queues: queues, Access: rdma.RemoteRead | rdma.RemoteWrite, Port: d.card.at.Port, Address: d.card.address,
-		Calls: 1, Pause: 10 * time.Millisecond, Spare: -1, Prepare: l.prepare, Retire: l.retire})
+		Route: route, Calls: 1, Pause: 10 * time.Millisecond, Spare: -1, Prepare: l.prepare, Retire: l.retire})
 	if err != nil {
 		return nil, errors.Join(err, l.poller.Close())
 	}
