@@ -8,7 +8,7 @@
 //	meeting, err := launch.Meet(ctx, …)                      // where no store was named: rank 0 serves one
 //	store, err := bootstrap.DialStore(ctx, …)                // etcd, under a lease that lives as long as this process
 //	server, err := bootstrap.Serve(ctx, …)                   // the RPC endpoint; it has answered itself
-//	err = bootstrap.Register(ctx, store, record)             // one key a rank: incarnation and RPC addresses
+//	err = bootstrap.Register(ctx, store, record, …)          // one key a rank: incarnation and RPC addresses
 //	peer, err := bootstrap.Lookup(ctx, store, slot)          // wait for a peer's key
 //	endpoints, err := client.Describe(ctx, peer)             // and ask it, on demand, how its transports are reached
 //

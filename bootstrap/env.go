@@ -48,6 +48,7 @@ type Launch struct {
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
 	RDMADevices, RDMAGID string        // as written, checked: see rdma.ParseDevices and rdma.ChooseGID
 	RDMAPairs            int           // queue pairs for data on each RDMA port and link, 0: not set
+	RDMA                 rdma.Settings // of the network of RDMA devices
 	LogLevel             string        // "debug", "info", "warn", "error", "off" or ""
 	LogDir               string        // directory of flight records, as written
 	Metrics              string        // address to serve metrics at, checked: see ports.ParseAddr
@@ -110,6 +111,12 @@ func Variables() []Variable {
 		{"TUTTI_RDMA_GID", "address of an RDMA port that peers are given: an index of its table, an address, or a " +
 			"network (10.0.0.0/8)", "the best: RoCE v2, routed, IPv4"},
 		{"TUTTI_RDMA_QPS", "queue pairs for data on each RDMA port and link, 1 to 16", "1"},
+		{"TUTTI_RDMA_TC",
+			"traffic class of packets with an address, as all of RoCE have: 0 to 255 (DSCP times 4)", "0"},
+		{"TUTTI_RDMA_SL", "service level of packets, and on RoCE their priority, 0 to 15", "0"},
+		{"TUTTI_RDMA_PKEY", "index of the partition key in the table of an RDMA port", "0"},
+		{"TUTTI_RDMA_TIMEOUT", "when a packet without an answer is repeated, 6 times in all: n from 1 to 31 stands " +
+			"for 4.096 us * 2^n", "16 (268 ms); endpoints: 14 (67 ms)"},
 		{"TUTTI_RDMA_SQ_TIMEOUT", "how long a batch of a program that uses package rdma/queue waits for room in " +
 			"the send queues before it is refused: a duration (10ms) or seconds; negative: not at all. Endpoints " +
 			"submit a refused batch again; links of ranks have no such batches", "10ms"},
@@ -172,15 +179,15 @@ var launchers = []launcher{
 }
 
 // FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs
-// are the file of TUTTI_SECRET_FILE and, to name a job of MPICH's mpiexec, the command lines of
-// this process's ancestors. Of several launchers the first complete one counts, in this order:
-// TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open MPI; PMI (MPICH,
-// Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. An incomplete set is a
-// *PlaceError that names what is missing, a contradiction one that names both variables. Without
-// any the process is rank 0 of 1; with a *PlaceError FromEnv returns that, and the settings. No
-// error contains a secret or a password.
+// are the file of TUTTI_SECRET_FILE and, to name a job, the command lines of this process's
+// ancestors with MPICH's mpiexec and the namespace with Kubernetes. Of several launchers the first
+// complete one counts, in this order: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun
+// sets them; Open MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job.
+// An incomplete set is a *PlaceError that names what is missing, a contradiction one that names
+// both variables. Without any the process is rank 0 of 1; with a *PlaceError FromEnv returns that,
+// and the settings. No error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
-	e := env{get: getenv}
+	e := env{get: WithoutServices(getenv)}
 	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
 	var err error
 	if _, l.MaxSize, err = e.number([]string{"TUTTI_MAX_SIZE"}, 1); err != nil {
@@ -203,6 +210,19 @@ func (e *PlaceError) Error() string { return e.Err.Error() }
 func (e *PlaceError) Unwrap() error { return e.Err }
 
 type env struct{ get func(string) string }
+
+// WithoutServices returns getenv without what Kubernetes sets for services: it tells the containers
+// of a namespace about one called tutti, or master, by TUTTI_PORT=tcp://IP:PORT, or MASTER_PORT.
+func WithoutServices(getenv func(string) string) func(string) string {
+	return func(name string) string {
+		v := getenv(name)
+		if scheme, _, ok := strings.Cut(v, "://"); ok && strings.HasSuffix(name, "_PORT") &&
+			(scheme == "tcp" || scheme == "udp" || scheme == "sctp") {
+			return ""
+		}
+		return v
+	}
+}
 
 // first returns the first of names that is set.
 func (e env) first(names []string) (name, value string) {
@@ -249,6 +269,13 @@ func (e env) place(l *Launch) error {
 		rankName, rank, err := e.number(k.rank, 0)
 		if err != nil {
 			return err
+		}
+		if _, job := e.first(k.job); k.source == "slurm" && job != "" && e.slurmStep() == "" {
+			if rank > 0 { // alone, rank 0 is taken for the script below
+				return fmt.Errorf("environment: %s=%d says which rank this is, but SLURM_STEP_ID does not say of "+
+					"which step: set both, as srun does, or neither", rankName, rank)
+			}
+			continue // the script of a batch job has the variables of a rank, but is none
 		}
 		sizeName, n, err := e.number(k.size, 1)
 		if err != nil {
@@ -311,13 +338,19 @@ func (e env) place(l *Launch) error {
 // launches that use the same store at the same time; "" if there are no such variables.
 func (e env) job(l *Launch, by *launcher) string {
 	if name, v := e.first(by.job); name != "" && v != "none" { // torchrun's default is "none"
-		if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); by.source == "slurm" && step != "" {
+		if step := e.slurmStep(); by.source == "slurm" && step != "" {
 			v += "." + step
+		}
+		if _, cluster := e.first([]string{"SLURM_CLUSTER_NAME"}); by.source == "slurm" && cluster != "" {
+			v += "." + cluster
 		}
 		// Open MPI 4 names its launches by 16 bits, but also draws a random key for each.
 		key := strings.TrimSpace(e.get("OMPI_MCA_orte_precondition_transports"))
 		if by.source == "openmpi" && key != "" {
 			v += "." + key
+		}
+		if by.source == "kubernetes" {
+			v = inNamespace(v)
 		}
 		return v
 	}
@@ -328,13 +361,26 @@ func (e env) job(l *Launch, by *launcher) string {
 		}
 	case "kubernetes": // the name of an indexed job's pod is JOB-INDEX
 		if v, ok := strings.CutSuffix(strings.TrimSpace(e.get("HOSTNAME")), "-"+strconv.Itoa(l.Rank)); ok && v != "" {
-			return v
+			return inNamespace(v)
 		}
 	}
 	if l.MasterAddr != "" && l.MasterPort > 0 {
 		return meetingPoint(l.MasterAddr, strconv.Itoa(l.MasterPort))
 	}
 	return ""
+}
+
+// namespaceFile is where Kubernetes says in which namespace a pod is. All pods of a job have it, or
+// none.
+var namespaceFile = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+// inNamespace returns the name of a job of Kubernetes with its namespace, if that is known.
+func inNamespace(job string) string {
+	b, err := os.ReadFile(namespaceFile)
+	if ns := strings.TrimSpace(string(b)); err == nil && ns != "" {
+		return ns + "." + job
+	}
+	return job
 }
 
 // meetingPoint returns a name for the meeting point of a launch, which is occupied while it runs.
@@ -430,6 +476,17 @@ func (e env) local(l *Launch, k launcher, sizeName string) error {
 	return nil
 }
 
+// slurmStep returns the number of the step of Slurm to which this process belongs. "" stands for
+// none: batch scripts and interactive shells have no number, or one that is no step's.
+func (e env) slurmStep() string {
+	const noSteps = 0xfffffff0 // from here on
+	_, v := e.first([]string{"SLURM_STEP_ID", "SLURM_STEPID"})
+	if n, err := strconv.ParseUint(v, 10, 32); err != nil || n >= noSteps {
+		return ""
+	}
+	return v
+}
+
 // slurmTasksHere reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which has the form
 // "2(x3),1"; size 0 if it is not set.
 func (e env) slurmTasksHere() (name string, size int, err error) {
@@ -458,21 +515,27 @@ func (e env) slurmTasksHere() (name string, size int, err error) {
 
 func (e env) master(l *Launch) error {
 	_, addr := e.first([]string{"MASTER_ADDR"})
+	if strings.HasPrefix(addr, "[") && strings.HasSuffix(addr, "]") { // an IPv6 address, as in URLs
+		addr = addr[1 : len(addr)-1]
+	}
+	if addr == "" && l.Source == "slurm" {
+		_, list := e.first([]string{"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"})
+		if hosts, err := ExpandHosts(list); err == nil {
+			addr = hosts[0]
+		}
+	}
 	portName, port, err := e.number([]string{"MASTER_PORT"}, 1)
 	switch {
+	case addr == "" && l.Source != "torchrun": // a port alone says nothing
+		return nil
 	case err != nil:
 		return err
 	case port > 65535:
 		return fmt.Errorf("environment: MASTER_PORT=%d: expected a port, 1..65535", port)
 	case addr != "" && portName == "" && l.Source == "torchrun":
 		return fmt.Errorf("environment: MASTER_ADDR=%s is set but MASTER_PORT is not: set both or neither", clip(addr))
-	case addr == "" && portName != "" && l.Source == "torchrun":
+	case addr == "" && portName != "":
 		return fmt.Errorf("environment: MASTER_PORT=%d is set but MASTER_ADDR is not: set both or neither", port)
-	case addr == "" && l.Source == "slurm":
-		_, list := e.first([]string{"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"})
-		if hosts, err := ExpandHosts(list); err == nil {
-			addr = hosts[0]
-		}
 	}
 	l.MasterAddr, l.MasterPort = addr, port
 	return nil
@@ -568,6 +631,10 @@ func (e env) settings(l *Launch) error {
 		}
 		l.RDMAPairs = n
 	}
+	var err error
+	if l.RDMA, err = rdma.ParseSettings(e.get); err != nil {
+		return fmt.Errorf("environment: %w", err)
+	}
 	if v := str("TUTTI_STAGING_LIMIT"); v != "" {
 		n, err := strconv.ParseUint(v, 10, 32)
 		if err != nil || n == 0 {
@@ -599,7 +666,6 @@ func (e env) settings(l *Launch) error {
 	default:
 		return fmt.Errorf("environment: TUTTI_LOG=%q: expected debug, info, warn, error or off", clip(l.LogLevel))
 	}
-	var err error
 	if l.Timeout, err = duration("TUTTI_TIMEOUT", str("TUTTI_TIMEOUT")); err != nil {
 		return err
 	}

@@ -22,6 +22,7 @@ import (
 	"tutti/bootstrap/internal/pmi"
 	"tutti/internal/ident"
 	"tutti/internal/trust"
+	"tutti/rdma"
 )
 
 // printJob has this binary print the name of the job that it is launched as, and wait for its
@@ -100,6 +101,24 @@ func TestLaunchersAreUnderstood(t *testing.T) {
 				Source: "slurm"}},
 		"slurm bare": {"SLURM_PROCID=1 SLURM_NTASKS=2",
 			Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "slurm"}},
+		"slurm without a step's number": {"SLURM_PROCID=0 SLURM_JOB_ID=42",
+			Launch{Size: 1, LocalRank: -1, Source: "none"}},
+		"slurm's batch script": {"SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_NTASKS=8 SLURM_JOB_ID=42",
+			Launch{Size: 1, LocalRank: -1, Source: "none"}},
+		"slurm's batch step": {"SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOB_ID=42 SLURM_STEP_ID=4294967291",
+			Launch{Size: 1, LocalRank: -1, Source: "none"}},
+		"slurm's interactive step": {"SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOBID=42 SLURM_STEPID=4294967290",
+			Launch{Size: 1, LocalRank: -1, Source: "none"}},
+		"slurm's older names": {"SLURM_PROCID=0 SLURM_NPROCS=8 SLURM_JOBID=42 SLURM_STEPID=3",
+			Launch{Size: 8, LocalRank: -1, Job: "slurm-42.3", Source: "slurm"}},
+		"slurm with a cluster": {"SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOB_ID=42 SLURM_STEP_ID=3 " +
+			"SLURM_CLUSTER_NAME=alps", Launch{Size: 8, LocalRank: -1, Job: "slurm-42.3.alps", Source: "slurm"}},
+		"master in brackets": {"MASTER_ADDR=[fe80::1] MASTER_PORT=7",
+			Launch{Size: 1, LocalRank: -1, MasterAddr: "fe80::1", MasterPort: 7, Source: "none"}},
+		"services tutti and master": {"RANK=0 WORLD_SIZE=2 TUTTI_PORT=tcp://10.0.0.1:80 " +
+			"MASTER_PORT=udp://10.0.0.1:80", Launch{Size: 2, LocalRank: -1, Source: "torchrun"}},
+		"port without a master": {"MASTER_PORT=http JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 JOB_NAME=train",
+			Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train", Source: "kubernetes"}},
 		"salloc's shell": {"SLURM_NTASKS=4 SLURM_JOB_ID=42", Launch{Size: 1, LocalRank: -1, Source: "none"}},
 		"pmix": {"PMIX_RANK=1 TUTTI_SIZE=4 PMIX_NAMESPACE=x",
 			Launch{Rank: 1, Size: 4, LocalRank: -1, Job: "pmix-x", Source: "pmix"}},
@@ -112,6 +131,25 @@ func TestLaunchersAreUnderstood(t *testing.T) {
 		got.name, got.named, got.pmi = "", false, pmi.Address{} // see TestWaysToMeet
 		if err != nil || !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: %+v, %v\nwant %+v", name, got, err, c.want)
+		}
+	}
+}
+
+// Jobs of one name in two namespaces of Kubernetes have different names here.
+func TestKubernetesNamespaceIsInJob(t *testing.T) {
+	defer func(before string) { namespaceFile = before }(namespaceFile)
+	namespaceFile = filepath.Join(t.TempDir(), "namespace")
+	if err := os.WriteFile(namespaceFile, []byte("team-a\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for env, want := range map[string]string{
+		"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 JOB_NAME=train":     "kubernetes-team-a.train",
+		"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-3": "kubernetes-team-a.train-8",
+		"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4":                    "",
+		"PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=5":                      "pmi-5",
+	} {
+		if l, err := FromEnv(vars(env)); err != nil || l.Job != want {
+			t.Errorf("%s: job %q, %v, want %q", env, l.Job, err, want)
 		}
 	}
 }
@@ -213,12 +251,14 @@ func TestContradictoryVariablesAreNamed(t *testing.T) {
 		"RANK=x WORLD_SIZE=2":           `RANK="x"`,
 		"RANK=0 WORLD_SIZE=0":           `WORLD_SIZE="0"`,
 		"RANK=0 WORLD_SIZE=99999999999": "WORLD_SIZE",
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
-		"RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3":              "LOCAL_WORLD_SIZE=3 WORLD_SIZE=2",
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=5":                    "LOCAL_RANK=5 WORLD_SIZE=2",
-		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h":                   "MASTER_ADDR=h MASTER_PORT",
-		"RANK=0 WORLD_SIZE=2 MASTER_PORT=9":                   "MASTER_PORT=9 MASTER_ADDR",
-		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=70000": "MASTER_PORT=70000",
+		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2":                    "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+		"RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3":                                 "LOCAL_WORLD_SIZE=3 WORLD_SIZE=2",
+		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=5":                                       "LOCAL_RANK=5 WORLD_SIZE=2",
+		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h":                                      "MASTER_ADDR=h MASTER_PORT",
+		"RANK=0 WORLD_SIZE=2 MASTER_PORT=9":                                      "MASTER_PORT=9 MASTER_ADDR",
+		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=70000":                    "MASTER_PORT=70000",
+		"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=42":                          "SLURM_PROCID=1 SLURM_STEP_ID",
+		"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=42 SLURM_STEP_ID=4294967291": "SLURM_PROCID=1 SLURM_STEP_ID",
 		"TUTTI_RANK=0":                        "TUTTI_RANK=0 TUTTI_SIZE",
 		"TUTTI_SIZE=2":                        "TUTTI_SIZE=2 TUTTI_RANK",
 		"TUTTI_SIZE=3 RANK=0 WORLD_SIZE=2":    "TUTTI_SIZE=3 WORLD_SIZE=2",
@@ -247,6 +287,11 @@ func TestContradictoryVariablesAreNamed(t *testing.T) {
 		"TUTTI_RDMA_GID=eth0":                                "TUTTI_RDMA_GID eth0",
 		"TUTTI_RDMA_QPS=17":                                  "TUTTI_RDMA_QPS 17 1 16",
 		"TUTTI_RDMA_QPS=x":                                   "TUTTI_RDMA_QPS x",
+		"TUTTI_RDMA_TC=256":                                  "TUTTI_RDMA_TC 256 0 255",
+		"TUTTI_RDMA_SL=16":                                   "TUTTI_RDMA_SL 16 0 15",
+		"TUTTI_RDMA_PKEY=-1":                                 "TUTTI_RDMA_PKEY -1 0 65535",
+		"TUTTI_RDMA_TIMEOUT=0":                               "TUTTI_RDMA_TIMEOUT 0 1 31",
+		"TUTTI_RDMA_TIMEOUT=1s":                              "TUTTI_RDMA_TIMEOUT 1s",
 		"TUTTI_TIMEOUT=soon":                                 "TUTTI_TIMEOUT soon",
 		"TUTTI_TIMEOUT=0":                                    "TUTTI_TIMEOUT",
 		"TUTTI_LEASE=1500ms":                                 "TUTTI_LEASE 1.5s",
@@ -276,13 +321,15 @@ func TestVariablesSetLaunch(t *testing.T) {
 	}
 	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 " +
 		"TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG TUTTI_RDMA_DEVICES==a:1 TUTTI_RDMA_GID=3 TUTTI_RDMA_QPS=2 " +
-		"TUTTI_STAGING_LIMIT=3 " +
+		"TUTTI_RDMA_TC=255 TUTTI_RDMA_SL=15 TUTTI_RDMA_PKEY=65535 TUTTI_RDMA_TIMEOUT=31 TUTTI_STAGING_LIMIT=3 " +
 		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca " +
 		"TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
 	want := Launch{Size: 1, LocalRank: -1, Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16),
 		Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
 		Interfaces: "eth0", Ports: "5-9",
-		RDMADevices: "=a:1", RDMAGID: "3", RDMAPairs: 2, StagingLimit: 3 << 20, LogLevel: "debug",
+		RDMADevices: "=a:1", RDMAGID: "3", RDMAPairs: 2,
+		RDMA:         rdma.Settings{TrafficClass: 255, ServiceLevel: 15, PKey: 65535, Timeout: 31},
+		StagingLimit: 3 << 20, LogLevel: "debug",
 		Timeout:  1500 * time.Millisecond,
 		LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
 	if err != nil || !reflect.DeepEqual(l, want) {

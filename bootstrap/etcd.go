@@ -227,10 +227,10 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		}
 		switch {
 		case ctx.Err() != nil:
-			return nil, fmt.Errorf("store %v: %w: %w (%s)", addr, ErrStoreAway, context.Cause(ctx), text)
+			return nil, fmt.Errorf("store %v: %w: %w (%s): is it running, and is the address right?", addr,
+				ErrStoreAway, context.Cause(ctx), text)
 		case secured.Load():
-			return nil, fmt.Errorf("store %v: %w: it speaks TLS: use etcds://%s", addr, ErrStoreAway,
-				strings.Join(addr.Endpoints, ","))
+			return nil, fmt.Errorf("store %v: it speaks TLS: use etcds://%s", addr, strings.Join(addr.Endpoints, ","))
 		case why != nil || away(err):
 			return nil, fmt.Errorf("store %v: %w: no answer within %v (%s): is it running, and is the address right?",
 				addr, ErrStoreAway, dial, text)

@@ -6,6 +6,8 @@ import (
 	"google.golang.org/grpc/connectivity"
 )
 
+func init() { namespaceFile = "" } // the tests may run in Kubernetes
+
 // Lose has a handle on an etcd take its lease for lost.
 func Lose(s Store, why error) { s.(*etcdStore).lose(why) }
 

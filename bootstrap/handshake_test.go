@@ -376,7 +376,7 @@ func TestMeshOfManyRanksComesUpAtOnce(t *testing.T) {
 			s := m.Open()
 			t.Cleanup(func() { s.Close() })
 			self := bootstrap.NewRecord(r, n, inc, srv.Addrs())
-			if err := bootstrap.Register(ctx, s, self); err != nil {
+			if err := bootstrap.Register(ctx, s, self, nil); err != nil {
 				t.Error(err)
 				return
 			}

@@ -120,8 +120,11 @@ func (l *Launch) way() way {
 func (l *Launch) Meets() bool { return l.way() != noWay }
 
 // MeetsInPrivate reports whether Meet needs no secret: only the processes of the launch can receive
-// rank 0's invitation.
-func (l *Launch) MeetsInPrivate() bool { how := l.way(); return how == byHost || how == byPMI }
+// rank 0's invitation. A launcher that listens on a port (PMI_PORT) answers everybody.
+func (l *Launch) MeetsInPrivate() bool {
+	how := l.way()
+	return how == byHost || how == byPMI && l.pmi.FD > 0
+}
 
 // HowToMeet says what to set if Meets is false. A launcher without a key-value space that this
 // package supports does not tell the ranks of several hosts about each other.
@@ -137,7 +140,8 @@ func (l *Launch) HowToMeet() string {
 // Meet brings the processes of a launch without a configured store (Launch.Store) together. Rank 0
 // serves a store from its memory until Meeting.Close; the others return when they know its address.
 // secret is the job's; nil lets rank 0 make one if the invitation is private: on one host, where
-// only processes of the same user receive it, and through the launcher's PMI.
+// only processes of the same user receive it, and through PMI on a descriptor that this process has
+// inherited from its launcher.
 //
 // A launch can meet once through PMI, which serves one program for each rank; on a host it can
 // while rank 0 is there. There a rank gets the invitation of rank 0's present meeting, unless it
@@ -147,7 +151,7 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 	if how == noWay {
 		return nil, errors.New("no store: " + l.HowToMeet())
 	}
-	if how == byName && len(secret) == 0 {
+	if len(secret) == 0 && !l.MeetsInPrivate() {
 		return nil, fmt.Errorf("no job secret: the ranks of several hosts need one that they share: set TUTTI_SECRET "+
 			"to what tutti secret prints, the same for all (the launcher, %s, does not carry one)", l.Source)
 	}
@@ -226,7 +230,7 @@ func (l *Launch) meetingHost(how way) (host, port string, err error) {
 	case byName:
 		return l.MasterAddr, meetingPort(l.name), nil
 	}
-	if l.LocalSize == l.Size {
+	if !l.ChoosesAddress() {
 		return "127.0.0.1", "0", nil
 	}
 	filter, err := ifname.Parse(l.Interfaces)
@@ -238,6 +242,17 @@ func (l *Launch) meetingHost(how way) (host, port string, err error) {
 		return "", "", err
 	}
 	return addrs[0].String(), "0", nil
+}
+
+// ChoosesAddress reports whether rank 0 chooses the address where it meets the others. It takes one
+// of the first interface that TUTTI_IFNAME allows, which other hosts may not reach.
+func (l *Launch) ChoosesAddress() bool { return l.way() == byPMI && l.LocalSize != l.Size }
+
+// Invites reports whether rank 0 tells the others where its store is, once that listens. Otherwise
+// they know the place beforehand, and may come too early.
+func (l *Launch) Invites() bool {
+	how := l.way()
+	return how == byHost || how == byPMI
 }
 
 // meetingPort returns the port at which the processes of a launch of this name meet: below Linux's
@@ -499,22 +514,26 @@ func ListenHost(ctx context.Context, host string) string {
 	return "::"
 }
 
-// A userError says that a name belongs to another user.
+// A userError says that a name belongs to another user, or perhaps does.
 type userError struct{ uid uint32 }
 
 func (e *userError) Error() string {
+	if int(e.uid) == os.Getuid() {
+		return fmt.Sprintf("user %d, as which this process runs, stands for all users that its user namespace does "+
+			"not have, so that others cannot be told from it: run the ranks as another user, or with tutti run", e.uid)
+	}
 	return fmt.Sprintf("its name belongs to a process of user %d, not of user %d", e.uid, os.Getuid())
 }
 
 // peerUser returns an error unless the other end of a Unix socket is a process of this user: a
-// userError if it is of another one.
+// userError if it is of another one, or may be.
 func peerUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
 	}
 	cred, err := ident.Peer(raw)
-	if err == nil && int(cred.Uid) != os.Getuid() {
+	if err == nil && (int(cred.Uid) != os.Getuid() || ident.StandsForOthers(cred.Uid)) {
 		err = &userError{cred.Uid}
 	}
 	return err

@@ -49,10 +49,12 @@ func TestWaysToMeet(t *testing.T) {
 		pmi1 + "PMI_FD=9 PMI_JOBID=5": {byPMI, "pmi-5"},
 		pmi1 + "PMI_FD=9 PMI_JOBID=5 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2":              {byHost, "pmi-5"},
 		"PMI_PORT=h:1 PMI_ID=1 TUTTI_SIZE=2":                                           {byPMI, ""},
+		"PMI_PORT=tcp://10.0.0.1:80 PMI_ID=1 TUTTI_SIZE=2":                             {noWay, ""},
 		step + "SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4]":                                 {byName, "slurm-7.0"},
+		step + "SLURM_STEP_ID=0 MASTER_ADDR=[::1]":                                     {byName, "slurm-7.0"},
 		step + "SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4":                                  {noWay, "slurm-7.0"},
 		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODELIST=n[3-4]":                          {noWay, ""},
-		step + "SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2":                 {byHost, "slurm-7"},
+		step + "SLURM_STEP_ID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2": {byHost, "slurm-7.0"},
 		ompi + "OMPI_COMM_WORLD_LOCAL_SIZE=1":                                          {noWay, "openmpi-7"},
 		ompi + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_orte_precondition_transports=ab": {byHost, "openmpi-7.ab"},
 		"TUTTI_STANDBY=0 TUTTI_SIZE=2 TUTTI_JOB=j":                                     {noWay, "j"},
@@ -64,6 +66,11 @@ func TestWaysToMeet(t *testing.T) {
 		}
 		if l.way() != want.way || l.name != want.name || l.Meets() != (want.way != noWay) {
 			t.Errorf("%s: way %d of launch %q, want %d of %q", env, l.way(), l.name, want.way, want.name)
+		}
+		// Everybody may ask a launcher that listens on a port.
+		private := want.way == byHost || want.way == byPMI && strings.Contains(env, "PMI_FD")
+		if l.MeetsInPrivate() != private {
+			t.Errorf("%s: meets in private: %v, want %v", env, !private, private)
 		}
 	}
 }
@@ -85,6 +92,7 @@ func TestNodeFromEnv(t *testing.T) {
 		// The script of a batch job.
 		"SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_NNODES=2 SLURM_NTASKS=2": {Size: 1, LocalRank: -1,
 			Source: "none"},
+		"SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_NNODES=2": {Size: 1, LocalRank: -1, Source: "none"},
 		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1 PMIX_NAMESPACE=5 " +
 			"TUTTI_IFNAME=eth0": {Rank: 1, Size: 2, LocalRank: -1, LocalSize: 1, Job: "openmpi-5", Source: "openmpi",
 			name:       "openmpi-5",
@@ -304,17 +312,21 @@ func TestSecretOfSomeRanksOnlyIsRefused(t *testing.T) {
 func TestRanksMeetAtHostNamedByLauncher(t *testing.T) {
 	secret := []byte("a secret for the tests of this package")
 	env := func(i int) string {
-		return fmt.Sprintf("SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%d", i, os.Getpid())
+		return fmt.Sprintf("SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%d "+
+			"SLURM_STEP_ID=0", i, os.Getpid())
 	}
 	all, errs := together(t, env, 2, [][]byte{secret, secret})
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
 	meets(t, all)
-	_, errs = together(t, env, 2, make([][]byte, 2))
-	for i, err := range errs {
-		if err == nil || !strings.Contains(err.Error(), "tutti secret") {
-			t.Errorf("rank %d without a secret: %v", i, err)
+	port := func(i int) string { return fmt.Sprintf("PMI_PORT=localhost:1 PMI_ID=%d TUTTI_SIZE=2", i) }
+	for _, env := range []func(int) string{env, port} {
+		_, errs = together(t, env, 2, make([][]byte, 2))
+		for i, err := range errs {
+			if err == nil || !strings.Contains(err.Error(), "tutti secret") {
+				t.Errorf("rank %d without a secret: %v", i, err)
+			}
 		}
 	}
 }

@@ -2,7 +2,6 @@ package bootstrap
 
 import (
 	"fmt"
-	"strconv"
 	"strings"
 )
 
@@ -20,24 +19,22 @@ func NodeFromEnv(getenv func(string) string) (Launch, error) {
 		}
 		return name == "TUTTI_IFNAME"
 	}
-	e := env{get: func(name string) string {
+	e := env{get: WithoutServices(func(name string) string {
 		if !mine(name) {
 			return ""
 		}
 		return getenv(name)
-	}}
+	})}
 	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
 	if err := e.place(&l); err != nil {
 		return Launch{}, err
 	}
 	l.Interfaces = strings.TrimSpace(e.get("TUTTI_IFNAME"))
-	_, step := e.first([]string{"SLURM_STEP_ID", "SLURM_STEPID"})
-	if l.Source != "slurm" && (l.Source != "pmi" || step == "") {
-		return l, nil
-	}
-	// The script of a batch job has Slurm's variables of the allocation, but is no step.
-	if _, err := strconv.ParseUint(step, 10, 32); err != nil {
+	switch step := e.slurmStep(); {
+	case l.Source == "slurm" && step == "":
 		return Launch{Size: 1, LocalRank: -1, Source: "none"}, nil
+	case l.Source != "slurm" && l.Source != "pmi", step == "":
+		return l, nil
 	}
 	name, nodes, err := e.number([]string{"SLURM_STEP_NUM_NODES", "SLURM_NNODES"}, 1)
 	if err != nil || name == "" {

@@ -211,23 +211,25 @@ const VacantKeys = "vacant/"
 
 // Register publishes r under the lease of s. If another incarnation holds the slot, Register waits
 // for it to go, at most a lease's TTL and a second, since the holder may be dead; then it returns a
-// *SlotError. If other ranks of the job have another size, it returns a *SizeError, and if they
-// have other Terms, a *TermsError; it then publishes nothing.
-func Register(ctx context.Context, s Store, r Record) error {
+// *SlotError. It waits until ctx ends while dead, which may be nil, says that the holder is dead:
+// an etcd that has elected a leader keeps all leases for another TTL, or longer. If other ranks of
+// the job have another size, it returns a *SizeError, and if they have other Terms, a *TermsError;
+// it then publishes nothing.
+func Register(ctx context.Context, s Store, r Record, dead func(context.Context, Record) bool) error {
 	value, err := r.Encode()
 	if err != nil {
 		return err
 	}
-	if err := takeSlot(ctx, s, r, value); err != nil {
+	if err := takeSlot(ctx, s, r, value, dead); err != nil {
 		return err
 	}
 	// The record comes first: a rank that finds another size or other Terms in the store is then
 	// sure to find the record of the rank that wrote them, if that is alive.
-	err = agree(ctx, s, r, SizeKey, []byte(strconv.Itoa(r.Size)))
+	err = agree(ctx, s, r, SizeKey, []byte(strconv.Itoa(r.Size)), dead)
 	if err == nil {
 		var terms []byte
 		if terms, err = json.Marshal(r.Terms); err == nil {
-			err = agree(ctx, s, r, TermsKey, terms)
+			err = agree(ctx, s, r, TermsKey, terms, dead)
 		}
 	}
 	if err == nil || errors.Is(err, ErrStoreAway) { // a write without an answer may come late: the lease ends it
@@ -238,10 +240,8 @@ func Register(ctx context.Context, s Store, r Record) error {
 	return errors.Join(err, s.Delete(dctx, RankKey(r.Rank)))
 }
 
-func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
+func takeSlot(ctx context.Context, s Store, r Record, value []byte, dead func(context.Context, Record) bool) error {
 	key := RankKey(r.Rank)
-	wctx, cancel := context.WithTimeout(ctx, s.TTL()+time.Second)
-	defer cancel()
 	for {
 		err := s.Create(ctx, key, value, true)
 		var c *ConflictError
@@ -264,14 +264,35 @@ func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
 			}
 			continue
 		}
-		gone, err := waitGone(wctx, s, key, c.Current)
+		gone, err := outlast(ctx, s, key, c.Current, holder, dead)
 		switch {
-		case err != nil && wctx.Err() == nil:
+		case err != nil:
 			return err
 		case !gone && ctx.Err() != nil:
 			return fmt.Errorf("%w (%w)", &SlotError{holder}, context.Cause(ctx))
 		case !gone:
 			return &SlotError{holder}
+		}
+	}
+}
+
+// outlast waits until key has another value than the record of holder, or none, as long as Register
+// says. A store without leases keeps the records of the dead.
+func outlast(ctx context.Context, s Store, key string, value []byte, holder Record,
+	dead func(context.Context, Record) bool) (gone bool, err error) {
+	once := func() (bool, error) {
+		wctx, cancel := context.WithTimeout(ctx, s.TTL()+time.Second)
+		defer cancel()
+		gone, err := waitGone(wctx, s, key, value)
+		if wctx.Err() != nil {
+			err = nil
+		}
+		return gone, err
+	}
+	for {
+		gone, err = once()
+		if gone || err != nil || ctx.Err() != nil || s.TTL() == 0 || dead == nil || !dead(ctx, holder) {
+			return gone, err
 		}
 	}
 }
@@ -295,9 +316,8 @@ func waitGone(ctx context.Context, s Store, key string, old []byte) (bool, error
 // outlive the ranks: a value of which no live rank differs from r is replaced. A rank that differs
 // may be one of an earlier job that is about to end, or whose lease is: agree waits for that as
 // long as takeSlot does.
-func agree(ctx context.Context, s Store, r Record, key string, own []byte) error {
-	wctx, cancel := context.WithTimeout(ctx, s.TTL()+time.Second)
-	defer cancel()
+func agree(ctx context.Context, s Store, r Record, key string, own []byte,
+	dead func(context.Context, Record) bool) error {
 	err := s.Create(ctx, key, own, false)
 	for {
 		var c *ConflictError
@@ -311,14 +331,14 @@ func agree(ctx context.Context, s Store, r Record, key string, own []byte) error
 		if err2 != nil {
 			return err2
 		}
-		other, differs := r.differing(ranks)
+		other, holder, differs := r.differing(ranks)
 		if differs == nil {
 			err = s.CompareAndSwap(ctx, key, c.Current, own)
 			continue
 		}
-		gone, err2 := waitGone(wctx, s, other, ranks[other])
+		gone, err2 := outlast(ctx, s, other, ranks[other], holder, dead)
 		switch {
-		case err2 != nil && wctx.Err() == nil:
+		case err2 != nil:
 			return err2
 		case !gone:
 			return differs
@@ -326,17 +346,17 @@ func agree(ctx context.Context, s Store, r Record, key string, own []byte) error
 	}
 }
 
-// differing returns the key of a record that cannot be in one job with r, and why, nil if there is
+// differing returns a record that cannot be in one job with r, its key, and why, nil if there is
 // none.
-func (r *Record) differing(records map[string][]byte) (key string, why error) {
+func (r *Record) differing(records map[string][]byte) (key string, other Record, why error) {
 	for key, b := range records {
 		if o, err := DecodeRecord(b); err == nil {
 			if err := r.compare(&o); err != nil {
-				return key, err
+				return key, o, err
 			}
 		}
 	}
-	return "", nil
+	return "", Record{}, nil
 }
 
 // compare returns why the ranks of r and o cannot be in one job, or nil.

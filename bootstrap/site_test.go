@@ -77,19 +77,22 @@ func TestSiteRefusals(t *testing.T) {
 			t.Errorf("%s: %v, want at once an error that says %q", c.name, err, c.text)
 		}
 	}
-	// Here the store may still be coming up, as far as can be seen: it is tried until the time is
-	// up, and then there is an explanation.
-	for _, c := range []struct{ name, address, text string }{
-		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address"},
-		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address},
+	// Here the store may still be coming up, as far as can be seen at first: it is tried until the
+	// time is up, and then there is an explanation. One that speaks TLS has been reached.
+	for _, c := range []struct {
+		name, address, text string
+		away                bool
+	}{
+		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address", true},
+		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address, false},
 	} {
 		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: c.address, Job: "test",
 			DialTimeout: 2 * time.Second})
 		if err == nil {
 			s.Close()
 		}
-		if !errors.Is(err, bootstrap.ErrStoreAway) || !strings.Contains(err.Error(), c.text) {
-			t.Errorf("%s: %v, want one that says %q", c.name, err, c.text)
+		if err == nil || errors.Is(err, bootstrap.ErrStoreAway) != c.away || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: %v, want one that says %q, and is ErrStoreAway: %v", c.name, err, c.text, c.away)
 		}
 	}
 }
@@ -132,7 +135,7 @@ func TestSitePermissions(t *testing.T) {
 		!strings.Contains(err.Error(), "/tutti/other/") {
 		t.Errorf("%v", err)
 	}
-	err = bootstrap.Register(t.Context(), s, bootstrap.NewRecord(0, 2, 1, nil))
+	err = bootstrap.Register(t.Context(), s, bootstrap.NewRecord(0, 2, 1, nil), nil)
 	if err == nil || !strings.Contains(err.Error(), `user "rank" may not`) {
 		t.Errorf("Register: %v", err)
 	}

@@ -923,18 +923,18 @@ func TestRegister(t *testing.T) {
 			}
 			looked <- err
 		}()
-		if err := bootstrap.Register(ctx, s, first); err != nil {
+		if err := bootstrap.Register(ctx, s, first, nil); err != nil {
 			t.Fatal(err)
 		}
 		if err := <-looked; err != nil {
 			t.Error(err)
 		}
-		if err := bootstrap.Register(ctx, s, first); err != nil {
+		if err := bootstrap.Register(ctx, s, first, nil); err != nil {
 			t.Errorf("the same life again: %v", err)
 		}
 		// Another size.
 		var size *bootstrap.SizeError
-		if err := bootstrap.Register(ctx, o, rec(0, 4)); !errors.As(err, &size) || size.Own != 4 || size.Job != 3 {
+		if err := bootstrap.Register(ctx, o, rec(0, 4), nil); !errors.As(err, &size) || size.Own != 4 || size.Job != 3 {
 			t.Errorf("another size: %v", err)
 		}
 		if l, err := o.List(ctx, "ranks/"); err != nil || len(l) != 1 {
@@ -944,7 +944,7 @@ func TestRegister(t *testing.T) {
 		short, cancel := context.WithCancel(ctx)
 		defer cancel()
 		var slot *bootstrap.SlotError
-		err := bootstrap.Register(short, watched{o, cancel}, rec(1, 3))
+		err := bootstrap.Register(short, watched{o, cancel}, rec(1, 3), nil)
 		if !errors.As(err, &slot) || slot.Holder.Incarnation != first.Incarnation ||
 			!strings.Contains(err.Error(), fmt.Sprintf("rank 1 is taken by incarnation %016x, pid %d on %s",
 				first.Incarnation, first.PID, first.Host)) {
@@ -953,7 +953,7 @@ func TestRegister(t *testing.T) {
 		// It is free as soon as its holder goes; the waiting rank takes it.
 		second := rec(1, 3)
 		done := make(chan error, 1)
-		go func() { done <- bootstrap.Register(ctx, o, second) }()
+		go func() { done <- bootstrap.Register(ctx, o, second, nil) }()
 		if err := s.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -986,7 +986,7 @@ func TestRegister(t *testing.T) {
 		if err := o.Put(ctx, bootstrap.RankKey(2), []byte(`garbage`), false); err != nil {
 			t.Fatal(err)
 		}
-		if err := bootstrap.Register(ctx, o, rec(2, 3)); err == nil || !strings.Contains(err.Error(), "ranks/2") {
+		if err := bootstrap.Register(ctx, o, rec(2, 3), nil); err == nil || !strings.Contains(err.Error(), "ranks/2") {
 			t.Errorf("a slot full of garbage: %v", err)
 		}
 	})
@@ -997,12 +997,39 @@ func TestRegisterTaken(t *testing.T) {
 	e := startEtcd(t)
 	s, o := dial(t, e, bootstrap.StoreConfig{}), dial(t, e, bootstrap.StoreConfig{})
 	ctx := context.Background()
-	if err := bootstrap.Register(ctx, s, bootstrap.NewRecord(0, 1, 1, nil)); err != nil {
+	if err := bootstrap.Register(ctx, s, bootstrap.NewRecord(0, 1, 1, nil), nil); err != nil {
 		t.Fatal(err)
 	}
 	var slot *bootstrap.SlotError
-	if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(0, 1, 2, nil)); !errors.As(err, &slot) {
+	alive := func(context.Context, bootstrap.Record) bool { return false }
+	if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(0, 1, 2, nil), alive); !errors.As(err, &slot) {
 		t.Errorf("%v", err)
+	}
+}
+
+// The lease of a dead holder may outlive its TTL: the newcomer waits on. So it does for one with
+// another size.
+func TestRegisterOutlastsLease(t *testing.T) {
+	e := startEtcd(t)
+	for what, r := range map[string]bootstrap.Record{"slot": bootstrap.NewRecord(0, 2, 2, nil),
+		"size": bootstrap.NewRecord(1, 3, 2, nil)} {
+		ttl := bootstrap.StoreConfig{LeaseTTL: time.Second}
+		s, o := dial(t, e, ttl), dial(t, e, ttl)
+		if err := bootstrap.Register(context30(t), s, bootstrap.NewRecord(0, 2, 1, nil), nil); err != nil {
+			t.Fatal(err)
+		}
+		asked := 0
+		if err := bootstrap.Register(context30(t), o, r, func(_ context.Context, holder bootstrap.Record) bool {
+			if holder.Incarnation != 1 {
+				t.Errorf("%s: incarnation %x is asked", what, holder.Incarnation)
+			}
+			asked++
+			s.Close()
+			return true
+		}); err != nil || asked != 1 {
+			t.Errorf("%s: %v after %d questions", what, err, asked)
+		}
+		o.Close() // and with it ends the job
 	}
 }
 
@@ -1013,7 +1040,7 @@ func TestRegisterAgain(t *testing.T) {
 		ctx, first, second := context30(t), b.open(t), b.open(t)
 		r := bootstrap.NewRecord(0, 1, 1, nil)
 		for _, s := range []bootstrap.Store{first, second} {
-			if err := bootstrap.Register(ctx, s, r); err != nil {
+			if err := bootstrap.Register(ctx, s, r, nil); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -1067,7 +1094,7 @@ func TestRegisterStaleSize(t *testing.T) {
 			o := b.open(t)
 			wg.Go(func() {
 				if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(r, n, ident.New(),
-					nil)); err != nil {
+					nil), nil); err != nil {
 					t.Error(err)
 				}
 			})
@@ -1092,7 +1119,7 @@ func TestRegisterTerms(t *testing.T) {
 	first, second, odd := m.Open(), m.Open(), m.Open()
 	defer odd.Close()
 	for r, s := range []bootstrap.Store{first, second} {
-		if err := bootstrap.Register(ctx, s, rec(r, "1", "auto")); err != nil {
+		if err := bootstrap.Register(ctx, s, rec(r, "1", "auto"), nil); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -1104,7 +1131,7 @@ func TestRegisterTerms(t *testing.T) {
 		{rec(2, "1", "ring"), "TUTTI_ALGO", "ring", "auto"},
 	} {
 		var e *bootstrap.TermsError
-		if err := bootstrap.Register(ctx, odd, c.rec); !errors.As(err, &e) || e.Setting != c.setting ||
+		if err := bootstrap.Register(ctx, odd, c.rec, nil); !errors.As(err, &e) || e.Setting != c.setting ||
 			e.Own != c.own || e.Other != c.other || !strings.HasPrefix(e.Peer, "rank ") {
 			t.Errorf("%+v: %v", c.rec.Terms, err)
 		}
@@ -1114,7 +1141,7 @@ func TestRegisterTerms(t *testing.T) {
 	}
 	first.Close()
 	leaves := &leaver{odd, func() { second.Close() }}
-	if err := bootstrap.Register(ctx, leaves, rec(2, "1", "ring")); err != nil {
+	if err := bootstrap.Register(ctx, leaves, rec(2, "1", "ring"), nil); err != nil {
 		t.Errorf("while the others end: %v", err)
 	}
 }
@@ -1142,7 +1169,7 @@ func TestRegisterSizeRace(t *testing.T) {
 			for r := range errs {
 				s := m.Open()
 				defer s.Close()
-				wg.Go(func() { errs[r] = bootstrap.Register(ctx, s, bootstrap.NewRecord(r, 3+r, 1, nil)) })
+				wg.Go(func() { errs[r] = bootstrap.Register(ctx, s, bootstrap.NewRecord(r, 3+r, 1, nil), nil) })
 			}
 			wg.Wait()
 			if errs[0] == nil && errs[1] == nil {

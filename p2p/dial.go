@@ -175,6 +175,8 @@ func (d *dial) run(bound time.Duration) error {
 	p, pr, ctx := d.p, d.pr, d.ctx
 	pause := 2 * time.Millisecond
 	var last error
+	var at Peer
+	var via string // the transport of the attempt that ended with last
 	for tries := 0; ; tries++ {
 		to, err := p.cfg.Resolve(ctx, pr.rank)
 		if tries == 0 {
@@ -204,7 +206,7 @@ func (d *dial) run(bound time.Duration) error {
 			return files.Explain(err)
 		}
 		if last == nil || ctx.Err() == nil {
-			last = err
+			last, at, via = err, to, name
 		}
 		// A superseded dial waits for the peer's connection in the same way.
 		t := time.NewTimer(pause/2 + mrand.N(pause))
@@ -214,7 +216,7 @@ func (d *dial) run(bound time.Duration) error {
 			if d.over() {
 				return nil
 			}
-			return fmt.Errorf("no link within %v: %w", bound, last)
+			return fmt.Errorf("no link within %v: %w%s", bound, last, p.instead(via, at))
 		case <-t.C:
 		}
 		if d.over() {
@@ -222,6 +224,19 @@ func (d *dial) run(bound time.Duration) error {
 		}
 		pause = min(2*pause, 500*time.Millisecond)
 	}
+}
+
+// instead names the next transport after via that reaches a peer.
+func (p *Proxy) instead(via string, to Peer) string {
+	after := false
+	for _, t := range p.cfg.Transports {
+		ep, ok := to.Endpoints[t.Name()]
+		if after && ok && t.Reaches(ep) == nil {
+			return fmt.Sprintf(" (TUTTI_TRANSPORT=%s at all ranks avoids %s)", t.Name(), via)
+		}
+		after = after || t.Name() == via
+	}
+	return ""
 }
 
 var errRetry = errors.New("may come up yet")

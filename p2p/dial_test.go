@@ -74,6 +74,36 @@ func TestUnreachablePeerFails(t *testing.T) {
 	}
 }
 
+// third is a transport like nowhere with another name.
+type third struct{ nowhere }
+
+func (third) Name() string { return "third" }
+
+// away is a transport that does not reach its peers.
+type away struct{ nowhere }
+
+func (away) Name() string         { return "away" }
+func (away) Reaches([]byte) error { return errors.New("not from here") }
+
+// The error of a link that did not come up names the next transport that reaches the peer.
+func TestUnreachablePeerNamesOtherTransport(t *testing.T) {
+	peer := rank1(2)
+	peer.Endpoints["away"], peer.Endpoints["third"] = []byte("x"), []byte("x")
+	for _, more := range []bool{false, true} {
+		all := []p2p.Transport{nowhere{}, away{}}
+		if more {
+			all = append(all, third{})
+		}
+		p, c := dialler(t, p2p.Config{Transports: all, ConnectTimeout: 20 * time.Millisecond,
+			Resolve: func(context.Context, int) (p2p.Peer, error) { return peer, nil }})
+		err := waitRecv(p, c, patient(context.Background()))
+		if err == nil || strings.Contains(err.Error(), "TUTTI_TRANSPORT=third") != more ||
+			strings.Contains(err.Error(), "TUTTI_TRANSPORT") != more {
+			t.Errorf("with another transport %v: %v", more, err)
+		}
+	}
+}
+
 // refusing is a transport whose peers are other incarnations.
 type refusing struct{ nowhere }
 

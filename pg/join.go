@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"os"
 	"time"
 
 	"tutti/bootstrap"
@@ -31,14 +30,15 @@ import (
 // process takes the slot first, or the ranks do not admit this one within Config.Timeout, it waits
 // again.
 func Join(ctx context.Context, cfg Config) (*Group, error) {
-	getenv := cfg.Getenv
-	if getenv == nil {
-		getenv = os.Getenv
-	}
-	s, err := cfg.resolve(getenv)
+	s, err := cfg.fromEnv()
 	if err != nil {
 		return nil, err
 	}
+	return s.enter(ctx)
+}
+
+// enter is Join.
+func (s *settings) enter(ctx context.Context) (*Group, error) {
 	s.preload()
 	if !s.launch.Standby {
 		if err := s.meet(ctx); err != nil {
@@ -457,5 +457,10 @@ func (j *job) rejoin(ctx context.Context) (*Group, error) {
 	}
 	cfg := j.settings.Config
 	cfg.Rank = j.session.Self.Rank
-	return Join(ctx, cfg)
+	s, err := cfg.fromEnv()
+	if err != nil {
+		return nil, err
+	}
+	s.listened = j.settings.listened
+	return s.enter(ctx)
 }

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
+	"strconv"
 	"time"
 
 	"tutti/bootstrap"
@@ -25,11 +27,24 @@ type settings struct {
 	algo   collectives.Algo
 	single exec.Single
 	kinds  []registry.Kind // transports
+	// StoreAddr consists of MASTER_ADDR and MASTER_PORT.
+	atMaster bool
+	// One attempt to reach the store takes that at most; 0: the default.
+	dialTimeout time.Duration
 	// Devices that were ready when the rank joined exchange packets: see packets.go.
 	exchanges bool
 
 	meeting   *bootstrap.Meeting   // where ranks without a store meet; nil: the job has a store
+	listened  bool                 // see join.Settings
 	formation *bootstrap.Formation // nil: the job is not one of Member.Form
+}
+
+// fromEnv resolves c with the environment of Config.Getenv.
+func (c Config) fromEnv() (*settings, error) {
+	if c.Getenv == nil {
+		c.Getenv = os.Getenv
+	}
+	return c.resolve(c.Getenv)
 }
 
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
@@ -68,7 +83,8 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	}
 	def(&s.StoreAddr, l.Store, "")
 	if s.StoreAddr == "" && l.MasterAddr != "" && l.MasterPort > 0 && !l.Meets() {
-		s.StoreAddr = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
+		s.StoreAddr = "etcd://" + net.JoinHostPort(l.MasterAddr, strconv.Itoa(l.MasterPort))
+		s.atMaster = true
 	}
 	def(&s.StoreUser, l.StoreUser, "")
 	def(&s.StorePassword, l.StorePassword, "")
@@ -120,7 +136,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 		return nil, &ArgumentError{Call: "join", Arg: "PeerDevices, or TUTTI_PEER_DEVICES,",
 			Got: fmt.Sprintf("%q", s.PeerDevices), Want: "auto or off"}
 	}
-	if s.kinds, err = registry.Find(s.Transport); err != nil {
+	if s.kinds, err = registry.Find(s.Transport, s.rdmaOptions()); err != nil {
 		return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",
 			Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + registry.Names()}
 	}
@@ -164,7 +180,7 @@ func (s *settings) session() (*join.Settings, error) {
 		Transports: s.transports, Progress: s.Progress,
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
 		Survives: s.OnFailure != Report, Exchanges: s.exchanges, Dial: s.Dialer, Logger: s.Logger,
-		OpenStore: s.openStore}
+		OpenStore: s.openStore, Listened: s.listened}
 	if s.MaxSize == 1 {
 		return js, nil
 	}
@@ -197,6 +213,7 @@ func (s *settings) meet(ctx context.Context) (err error) {
 		return s.failed(err)
 	}
 	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
+	s.listened = l.Invites()
 	return nil
 }
 
@@ -229,24 +246,44 @@ func (s *settings) openStore(ctx context.Context) (bootstrap.Store, error) {
 	if s.Store != nil {
 		return bootstrap.OpenStore(ctx, s.Store, s.Job)
 	}
-	return bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.StoreAddr, Job: s.Job, Secret: s.Secret,
+	store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.StoreAddr, Job: s.Job, Secret: s.Secret,
 		Rank: s.Rank, User: s.StoreUser, Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA,
-		Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Dial: s.Dialer, Logger: s.Logger})
+		Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, DialTimeout: s.dialTimeout,
+		Dial: s.Dialer, Logger: s.Logger})
+	switch {
+	case err != nil && s.atMaster:
+		err = fmt.Errorf("%w (it is looked for at MASTER_ADDR and MASTER_PORT: set TUTTI_STORE if it is elsewhere)",
+			err)
+	case errors.Is(err, bootstrap.ErrStoreAway) && s.meeting != nil && s.launch.ChoosesAddress():
+		err = fmt.Errorf("%w (rank 0 has chosen that address: set TUTTI_IFNAME to the interface that all hosts share)",
+			err)
+	}
+	return store, err
+}
+
+// rdmaOptions returns the settings of RDMA devices.
+func (s *settings) rdmaOptions() registry.Options {
+	return registry.Options{RDMADevices: s.launch.RDMADevices, RDMAGID: s.launch.RDMAGID,
+		RDMAPairs: s.launch.RDMAPairs, RDMA: s.launch.RDMA}
 }
 
 // transports makes the transports of this rank, in order of preference.
 func (s *settings) transports() ([]p2p.Transport, error) {
+	o := s.rdmaOptions()
+	o.LocalRanks, o.Interfaces, o.Ports = s.localRanks(), s.Interfaces, s.Ports
+	// While an operation waits for a host, the proxy sends it heartbeats, and a host that is silent
+	// for a window counts as lost.
+	o.PeerTimeout, o.IdleTimeout = max(s.Window, time.Second), idleTimeout
+	o.Dial, o.Devices, o.Logger = s.Dialer, s.Devices, s.Logger
 	var all []p2p.Transport
 	for _, k := range s.kinds {
-		if len(s.kinds) > 1 && k.Works() != nil {
+		switch err := k.Works(o); {
+		case errors.Is(err, registry.ErrSettings):
+			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
+		case err != nil && len(s.kinds) > 1:
 			continue
 		}
-		// While an operation waits for a host, the proxy sends it heartbeats, and a host that is
-		// silent for a window counts as lost.
-		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
-			RDMADevices: s.launch.RDMADevices, RDMAGID: s.launch.RDMAGID, RDMAPairs: s.launch.RDMAPairs,
-			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Dial: s.Dialer,
-			Devices: s.Devices, Logger: s.Logger})
+		t, err := k.New(o)
 		if err != nil {
 			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
 		}

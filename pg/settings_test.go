@@ -2,9 +2,17 @@ package pg
 
 import (
 	"bytes"
+	"context"
+	"errors"
+	"fmt"
 	"log/slog"
+	"os"
+	"strconv"
 	"strings"
 	"testing"
+
+	"tutti/bootstrap"
+	"tutti/p2p/registry"
 )
 
 // A program that tells its place need not have a complete launcher's, but its settings count.
@@ -31,5 +39,108 @@ func TestSettingsOfAPlacedProgram(t *testing.T) {
 	cfg.Size = 0
 	if _, err := resolve(map[string]string{"WORLD_SIZE": "3"}); err == nil {
 		t.Error("a place that is not complete was taken")
+	}
+}
+
+// The store of ranks that are invited has listened, so that it is not waited for. Others may come
+// to the place before rank 0.
+func TestInvitedRanksDoNotWait(t *testing.T) {
+	for _, invited := range []bool{true, false} {
+		vars := map[string]string{"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": t.Name(),
+			"SLURM_STEP_ID": strconv.Itoa(os.Getpid())}
+		if invited { // on one host
+			vars["SLURM_LOCALID"], vars["SLURM_NODEID"], vars["SLURM_TASKS_PER_NODE"] = "0", "0", "2"
+		} else {
+			vars["MASTER_ADDR"] = "localhost"
+		}
+		s, err := Config{Secret: []byte("a secret of this test alone")}.resolve(
+			func(name string) string { return vars[name] })
+		if err == nil {
+			err = s.meet(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.meeting.Close(t.Context())
+		js, err := s.session()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if js.Listened != invited {
+			t.Errorf("Listened is %v, want %v", js.Listened, invited)
+		}
+	}
+}
+
+// An address that rank 0 has chosen among those of its interfaces may be none that others reach:
+// the error says how to choose another.
+func TestStoreAtChosenAddress(t *testing.T) {
+	for env, chosen := range map[string]bool{"PMI_RANK=1 PMI_SIZE=2 PMI_FD=9": true,
+		"PMI_RANK=1 PMI_SIZE=2 PMI_FD=9 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2":                        false,
+		"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[3-4]": false} {
+		vars := map[string]string{}
+		for kv := range strings.FieldsSeq(env) {
+			name, value, _ := strings.Cut(kv, "=")
+			vars[name] = value
+		}
+		s, err := Config{Job: "j", Secret: []byte("a secret of this test alone")}.resolve(
+			func(name string) string { return vars[name] })
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.meeting, s.StoreAddr = &bootstrap.Meeting{}, "tutti://10.0.2.15:1"
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if _, err := s.openStore(ctx); err == nil || strings.Contains(err.Error(), "TUTTI_IFNAME") != chosen {
+			t.Errorf("%s: %v, names TUTTI_IFNAME: want %v", env, err, chosen)
+		}
+	}
+}
+
+// The store of ranks without TUTTI_STORE is at MASTER_ADDR, which may be an IPv6 address. The error
+// says where the address comes from.
+func TestStoreAtMaster(t *testing.T) {
+	for host, want := range map[string]string{"h": "etcd://h:1", "::1": "etcd://[::1]:1", "[::1]": "etcd://[::1]:1"} {
+		env := map[string]string{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": "1"}
+		s, err := Config{}.resolve(func(name string) string { return env[name] })
+		if err != nil || s.StoreAddr != want {
+			t.Fatalf("%s: %v, the store is at %s, want %s", host, err, s.StoreAddr, want)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if _, err := s.openStore(ctx); err == nil || !strings.Contains(err.Error(), want) ||
+			!strings.Contains(err.Error(), "MASTER_ADDR") {
+			t.Errorf("%s: %v, want an error that names %s and MASTER_ADDR", host, err, want)
+		}
+	}
+}
+
+// A transport that does not work is left out of several, unless the settings ask for it.
+func TestTransportThatIsAskedFor(t *testing.T) {
+	defer registry.Add(registry.Kind{Name: "mine", Works: func(o registry.Options) error {
+		if o.RDMADevices == "" {
+			return errors.New("no device")
+		}
+		return fmt.Errorf("%w: no device", registry.ErrSettings)
+	}})()
+	for _, transport := range []string{"auto", "mine,tcp", "mine"} {
+		for _, devices := range []string{"", "mlx5_9"} {
+			if transport == "mine" && devices == "" {
+				continue // its constructor says what is wrong
+			}
+			s, err := Config{Size: 1, Transport: transport}.resolve(func(name string) string {
+				return map[string]string{"TUTTI_RDMA_DEVICES": devices}[name]
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			all, err := s.transports()
+			for _, tr := range all {
+				err = errors.Join(err, tr.Close())
+			}
+			if asked := devices != ""; errors.Is(err, registry.ErrSettings) != asked || !asked && err != nil {
+				t.Errorf("%s with devices %q: %v, %v", transport, devices, all, err)
+			}
+		}
 	}
 }

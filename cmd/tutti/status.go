@@ -183,7 +183,7 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 		}
 		return getenv(key)
 	})
-	if err != nil {
+	if err != nil && !errors.As(err, new(*bootstrap.PlaceError)) { // this process is no rank
 		return bootstrap.StoreConfig{}, err
 	}
 	secret, err := (&runFlags{secretFile: f.secretFile}).secret(getenv)

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"hash/fnv"
 	"os"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 )
@@ -59,3 +61,21 @@ func (p Place) Hash() uint64 {
 
 // MayTalk reports whether processes of two users may share memory: they are equal, or one is root.
 func MayTalk(a, b uint32) bool { return a == b || a == 0 || b == 0 }
+
+// StandsForOthers reports whether a process that seems to be of user uid may be of another one: the
+// kernel shows users that this process's user namespace does not have as its overflow user.
+func StandsForOthers(uid uint32) bool {
+	overflow, err := os.ReadFile("/proc/sys/kernel/overflowuid")
+	if err != nil {
+		overflow = []byte("65534") // Linux's default
+	}
+	users, _ := os.ReadFile("/proc/self/uid_map")
+	return standsForOthers(uid, string(overflow), string(users))
+}
+
+// standsForOthers is StandsForOthers for the contents of two files. Only a namespace that has all
+// users shows none as another one.
+func standsForOthers(uid uint32, overflow, users string) bool {
+	return strconv.FormatUint(uint64(uid), 10) == strings.TrimSpace(overflow) &&
+		!slices.Equal(strings.Fields(users), []string{"0", "0", "4294967295"})
+}

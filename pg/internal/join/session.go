@@ -7,8 +7,10 @@ import (
 	"hash/fnv"
 	"log/slog"
 	"net"
+	"net/netip"
 	"os"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -41,6 +43,9 @@ type Settings struct {
 	Table               *collectives.Table // this rank's table, which is used if all others have it; nil: the default
 	Dial                dial.Func          // makes the connections; nil: net.Dialer
 	Logger              *slog.Logger
+	// Listened says that the store did, before this process knew of it: if it is away, it has
+	// ended.
+	Listened bool
 }
 
 // Within bounds ctx by d, unless that is 0.
@@ -87,8 +92,8 @@ func New(s *Settings) *Session {
 }
 
 // Connect makes this process a rank that others can find: its listeners answer and, unless it is
-// the only rank, its record is in the store. It waits for the store until ctx ends. After an error
-// the Session must still be closed.
+// the only rank, its record is in the store. It waits for the store until ctx ends, unless
+// Settings.Listened. After an error the Session must still be closed.
 func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
 	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Secret, Resolve: ss.resolve,
@@ -116,7 +121,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	// The round trips of the store and the handshake overlap with the transports' self-tests.
 	eg, ectx := errgroup.WithContext(ctx)
 	eg.Go(func() (err error) {
-		ss.store, err = s.OpenStore(ectx)
+		ss.store, err = s.open(ectx)
 		return err
 	})
 	ready := make(chan struct{})
@@ -150,8 +155,34 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	machine := fnv.New64a()
 	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
 	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped
-	return ss.persist(ctx, func() error { return bootstrap.Register(ctx, ss.store, ss.record) })
+	dead := ss.dead()
+	return ss.persist(ctx, func() error { return bootstrap.Register(ctx, ss.store, ss.record, dead) })
 }
+
+// open opens a handle on the store. It waits for a store that is away until ctx ends, unless
+// s.Listened.
+func (s *Settings) open(ctx context.Context) (bootstrap.Store, error) {
+	for warned := (time.Time{}); ; {
+		store, err := s.OpenStore(ctx)
+		if !errors.Is(err, bootstrap.ErrStoreAway) || s.Listened || ctx.Err() != nil {
+			return store, err
+		}
+		if time.Since(warned) >= storeWarning {
+			s.Logger.Warn("the job's store cannot be reached: this process waits for it", "err", err)
+			warned = time.Now()
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w: %w", err, context.Cause(ctx))
+		case <-time.After(storePause):
+		}
+	}
+}
+
+const (
+	storePause   = 100 * time.Millisecond // between two attempts to reach the store
+	storeWarning = 30 * time.Second       // between two warnings about it
+)
 
 // persist calls f again while that finds the store away, as it is when it elects a leader. It ends
 // with ctx or the lease. A caller's store without leases is not asked again.
@@ -164,7 +195,7 @@ func (ss *Session) persist(ctx context.Context, f func() error) error {
 		select {
 		case <-ctx.Done():
 			return err
-		case <-time.After(100 * time.Millisecond):
+		case <-time.After(storePause):
 		}
 	}
 }
@@ -239,7 +270,7 @@ func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 		return err
 	}
 	if err = store.Adopt(rctx, bootstrap.RankKey(ss.Self.Rank), record); errors.Is(err, bootstrap.ErrConflict) {
-		err = bootstrap.Register(rctx, store, ss.record)
+		err = bootstrap.Register(rctx, store, ss.record, nil)
 	}
 	if err != nil && !errors.As(err, new(*bootstrap.SlotError)) {
 		return err
@@ -298,6 +329,41 @@ func (ss *Session) Refuses(ctx context.Context, rec bootstrap.Record) bool {
 		refused = refused && errors.Is(err, syscall.ECONNREFUSED)
 	}
 	return refused
+}
+
+// dead returns a function for bootstrap.Register that reports whether the process of a record seems
+// to be dead. It warns once about a process, which may also be behind a filter that refuses
+// connections.
+func (ss *Session) dead() func(context.Context, bootstrap.Record) bool {
+	var warned uint64
+	return func(ctx context.Context, rec bootstrap.Record) bool {
+		if rec.Addrs = ss.outside(rec); !ss.Refuses(ctx, rec) {
+			return false
+		}
+		if warned != rec.Incarnation {
+			ss.log.Warn("nothing listens at the addresses of a process that is still registered: this process "+
+				"waits for its lease to end",
+				"rank", rec.Rank, "pid", rec.PID, "host", rec.Host, "addresses", rec.Addrs)
+			warned = rec.Incarnation
+		}
+		return true
+	}
+}
+
+// outside returns the addresses of rec that do not lead back to this process's network, unless rec
+// is of the same one: a connection that is refused here says nothing about a process elsewhere.
+func (ss *Session) outside(rec bootstrap.Record) []string {
+	if rec.Network == ss.record.Network {
+		return rec.Addrs
+	}
+	own, _ := net.InterfaceAddrs()
+	return slices.DeleteFunc(slices.Clone(rec.Addrs), func(addr string) bool {
+		at, err := netip.ParseAddrPort(addr)
+		return err != nil || at.Addr().Unmap().IsLoopback() || slices.ContainsFunc(own, func(a net.Addr) bool {
+			n, ok := a.(*net.IPNet)
+			return ok && n.IP.Equal(at.Addr().AsSlice())
+		})
+	})
 }
 
 // resolve is the proxy's directory: the store has a rank's incarnation, the rank itself its

@@ -1,15 +1,23 @@
 package join
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"net"
+	"os"
+	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
+	"tutti/internal/trust"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 	"tutti/pg/membership"
@@ -44,6 +52,161 @@ func TestJoinOutlastsElection(t *testing.T) {
 	}
 	if _, err := store.Get(t.Context(), bootstrap.RankKey(0)); err != nil {
 		t.Error(err)
+	}
+}
+
+// late returns an OpenStore of which the first two attempts do not reach the store.
+func late(open func() bootstrap.Store) func(context.Context) (bootstrap.Store, error) {
+	attempts := 0
+	return func(context.Context) (bootstrap.Store, error) {
+		if attempts++; attempts < 3 {
+			return nil, bootstrap.ErrStoreAway
+		}
+		return open(), nil
+	}
+}
+
+// A rank waits for a store that comes up later than it does, and says once that it does.
+func TestJoinWaitsForStore(t *testing.T) {
+	var log bytes.Buffer
+	ss := New(&Settings{Size: 2, MaxSize: 2, Secret: []byte("the secret of this test"), Interfaces: "lo",
+		OpenStore:  late(storetest.NewMemory().Open),
+		Transports: func() ([]p2p.Transport, error) { return []p2p.Transport{inproc.New(inproc.Config{})}, nil },
+		Logger:     slog.New(slog.NewTextHandler(&log, nil))})
+	defer ss.Close()
+	if err := ss.Connect(t.Context(), Hooks{}); err != nil {
+		t.Fatal(err)
+	}
+	if text := log.String(); !strings.Contains(text, "store") || strings.Count(text, "\n") != 1 {
+		t.Errorf("logged %q, want one line about the store", &log)
+	}
+}
+
+// A rank that waits for the store says again, from time to time, why. The error has the last
+// reason, and says why the wait ended.
+func TestWaitForStoreTellsWhy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		var why error
+		began, attempts := time.Now(), 0
+		s := &Settings{Logger: slog.New(slog.NewTextHandler(&log, nil)),
+			OpenStore: func(context.Context) (bootstrap.Store, error) {
+				attempts++
+				why = fmt.Errorf("attempt %d: %w", attempts, bootstrap.ErrStoreAway)
+				return nil, why
+			}}
+		ctx, cancel := context.WithTimeout(t.Context(), storeWarning+storePause*3/2)
+		defer cancel()
+		_, err := s.open(ctx)
+		if !errors.Is(err, bootstrap.ErrStoreAway) || !errors.Is(err, context.DeadlineExceeded) ||
+			!errors.Is(err, why) {
+			t.Errorf("%v after %v, want %v and why the wait ended", err, time.Since(began), why)
+		}
+		if text := log.String(); strings.Count(text, "\n") != 2 || strings.Count(text, "attempt 1:") != 1 {
+			t.Errorf("logged %q, want two lines with the reasons", text)
+		}
+	})
+}
+
+// The wait for the store ends with the context, and at once if the store refuses this process, or
+// has ended.
+func TestWaitForStoreEnds(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	attempts := 0
+	s := &Settings{Logger: slog.New(slog.DiscardHandler), OpenStore: func(context.Context) (bootstrap.Store, error) {
+		if attempts++; attempts == 2 {
+			cancel()
+		}
+		return nil, bootstrap.ErrStoreAway
+	}}
+	for _, s.Listened = range []bool{true, false} {
+		want := 2
+		if s.Listened {
+			want = 1
+		}
+		attempts = 0
+		if _, err := s.open(ctx); !errors.Is(err, bootstrap.ErrStoreAway) || attempts != want {
+			t.Errorf("Listened %v: %v after %d attempts, want ErrStoreAway after %d", s.Listened, err, attempts, want)
+		}
+	}
+	s.OpenStore = func(context.Context) (bootstrap.Store, error) { return nil, trust.ErrAuth }
+	if _, err := s.open(t.Context()); !errors.Is(err, trust.ErrAuth) {
+		t.Errorf("%v, want ErrAuth", err)
+	}
+}
+
+// waited is a store with a short TTL that calls again when a watch of a key is not the first one.
+type waited struct {
+	bootstrap.Store
+	again func()
+	first sync.Once
+}
+
+func (s *waited) TTL() time.Duration { return time.Millisecond }
+
+func (s *waited) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
+	again := s.again
+	s.first.Do(func() { again = func() {} })
+	again()
+	return s.Store.Watch(ctx, key)
+}
+
+// A rank waits for the lease of its predecessor, also beyond the TTL, if nothing listens at the
+// predecessor's addresses, and says so.
+func TestJoinOutlastsLeaseOfPredecessor(t *testing.T) {
+	mem := storetest.NewMemory()
+	former := mem.Open()
+	if err := bootstrap.Register(t.Context(), former, bootstrap.NewRecord(0, 2, 9, []string{"127.0.0.1:1"}),
+		nil); err != nil {
+		t.Fatal(err)
+	}
+	var log bytes.Buffer
+	store := &waited{Store: mem.Open(), again: func() { mem.Expire(former) }}
+	ss := New(&Settings{Size: 2, MaxSize: 2, Secret: []byte("the secret of this test"), Interfaces: "lo",
+		OpenStore:  func(context.Context) (bootstrap.Store, error) { return store, nil },
+		Transports: func() ([]p2p.Transport, error) { return []p2p.Transport{inproc.New(inproc.Config{})}, nil },
+		Dial: func(context.Context, *net.Dialer, int, string) (net.Conn, error) {
+			return nil, syscall.ECONNREFUSED
+		},
+		Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	defer ss.Close()
+	if err := ss.Connect(t.Context(), Hooks{}); err != nil {
+		t.Error(err)
+	}
+	if text := log.String(); !strings.Contains(text, fmt.Sprintf("pid=%d", os.Getpid())) ||
+		strings.Count(text, "\n") != 1 {
+		t.Errorf("logged %q, want one line that names the predecessor", text)
+	}
+}
+
+// A connection that this process's own host refuses says nothing about a process elsewhere.
+func TestRefusedHereIsNotDeadElsewhere(t *testing.T) {
+	own, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	elsewhere := map[string]bool{"127.0.0.1": false, "::1": false, "240.0.0.1": true}
+	for _, a := range own {
+		if n, ok := a.(*net.IPNet); ok {
+			elsewhere[n.IP.String()] = false
+		}
+	}
+	ss := session(0, storetest.NewMemory().Open)
+	defer ss.Close()
+	ss.settings.Dial = func(context.Context, *net.Dialer, int, string) (net.Conn, error) {
+		return nil, syscall.ECONNREFUSED
+	}
+	for ip, other := range elsewhere {
+		rec := bootstrap.NewRecord(0, 3, 9, []string{net.JoinHostPort(ip, "1")})
+		if !ss.dead()(t.Context(), rec) {
+			t.Errorf("%s: refused, in this network: want dead", ip)
+		}
+		if rec.Network += "x"; ss.dead()(t.Context(), rec) != other {
+			t.Errorf("%s: refused, in another network: want dead %v", ip, other)
+		}
+		if rec.Addrs = append(rec.Addrs, "240.0.0.2:1"); !ss.dead()(t.Context(), rec) {
+			t.Errorf("%s and 240.0.0.2: refused, in another network: want dead", ip)
+		}
 	}
 }
 
@@ -95,7 +258,7 @@ func TestReconnectKeepsRecord(t *testing.T) {
 	ss := session(0, func() bootstrap.Store { return &checked{Store: mem.Open(), check: check} })
 	defer ss.Close()
 	lost := ss.Store()
-	if err := bootstrap.Register(t.Context(), lost, ss.record); err != nil {
+	if err := bootstrap.Register(t.Context(), lost, ss.record, nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := ss.Reconnect(t.Context(), lost); !errors.Is(err, bootstrap.ErrStoreAway) {

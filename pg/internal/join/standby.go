@@ -32,7 +32,7 @@ type Claim struct {
 // Settings.Timeout. The claim holds until Release.
 func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 	dctx, dialed := Within(ctx, s.Timeout)
-	store, err := s.OpenStore(dctx)
+	store, err := s.open(dctx)
 	dialed()
 	for err == nil {
 		var c *Claim
@@ -53,17 +53,7 @@ func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
 	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, bootstrap.JobTTL)) // then the job is forgotten
 	defer cancel()
-	for {
-		store, err := s.OpenStore(ctx)
-		if err == nil || !errors.Is(err, bootstrap.ErrStoreAway) {
-			return store, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, err
-		case <-time.After(200 * time.Millisecond):
-		}
-	}
+	return s.open(ctx)
 }
 
 // await claims a slot; id is that of this process and the handle.

@@ -135,6 +135,22 @@ func TestSlotOfEarlierJobIsNotFree(t *testing.T) {
 	}
 }
 
+// A process on standby waits for a store that comes up later than it does.
+func TestStandbyWaitsForStore(t *testing.T) {
+	mem := storetest.NewMemory()
+	launcher := mem.Open()
+	defer launcher.Close()
+	if err := launcher.Put(t.Context(), bootstrap.VacantKeys+"1", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	c, err := StandBy(t.Context(), &Settings{MaxSize: 2, Logger: slog.New(slog.DiscardHandler),
+		OpenStore: late(mem.Open)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Release(false)
+}
+
 // A process on standby goes on when its lease is lost.
 func TestStandbyOutlastsLease(t *testing.T) {
 	standBy(t, func(s bootstrap.Store) bootstrap.Store { return s }, (*storetest.Memory).Expire)

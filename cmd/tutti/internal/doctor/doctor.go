@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/cmd/tutti/internal/topology"
 	"tutti/device/cuda"
 	"tutti/nvlink"
@@ -51,7 +52,7 @@ type Host struct {
 }
 
 // Local returns the machine of this process.
-func Local() *Host { return &Host{Getenv: os.Getenv, Environ: os.Environ} }
+func Local() *Host { return &Host{Getenv: bootstrap.WithoutServices(os.Getenv), Environ: os.Environ} }
 
 // read returns a file of the machine without surrounding space, "" if it cannot be read.
 func (h *Host) read(path string) string {

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -15,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/internal/cpus"
 	"tutti/p2p/registry"
 
@@ -35,14 +37,14 @@ func machine(t *testing.T, files map[string]string, vars ...string) *Host {
 		}
 	}
 	return &Host{Root: root, Probe: 10 * time.Second, Environ: func() []string { return vars },
-		Getenv: func(name string) string {
+		Getenv: bootstrap.WithoutServices(func(name string) string {
 			for _, kv := range vars {
 				if k, v, _ := strings.Cut(kv, "="); k == name {
 					return v
 				}
 			}
 			return ""
-		}}
+		})}
 }
 
 func examine(t *testing.T, h *Host) (map[string]Finding, bool) {
@@ -240,7 +242,8 @@ func TestRDMADevice(t *testing.T) {
 			"IP address", []string{"TUTTI_RDMA_GID=10.9.0.0/16"}},
 		"excluded": {[]map[string]string{gid("1", v4, "RoCE v2")}, Missing, "excluded by TUTTI_RDMA_DEVICES=^mlx5",
 			"", []string{"TUTTI_RDMA_DEVICES=^mlx5"}},
-		"wrong list": {nil, Broken, "TUTTI_RDMA_DEVICES", "unset it", []string{"TUTTI_RDMA_DEVICES=^"}},
+		"wrong list":   {nil, Broken, "TUTTI_RDMA_DEVICES", "unset it", []string{"TUTTI_RDMA_DEVICES=^"}},
+		"wrong number": {nil, Broken, "TUTTI_RDMA_SL", "unset it", []string{"TUTTI_RDMA_SL=16"}},
 	} {
 		files := maps.Clone(base)
 		for _, more := range c.files {
@@ -260,6 +263,25 @@ func TestRDMADevice(t *testing.T) {
 	machine(t, base).Run(t.Context(), func(f Finding) { all[f.Check] = f })
 	if f, ok := all["mlx5_0"]; !ok || f.Group != "devices" {
 		t.Errorf("no finding about the device: %+v", f)
+	}
+}
+
+// TestTransportThatDoesNotWork: it is no fault, unless the settings ask for it.
+func TestTransportThatDoesNotWork(t *testing.T) {
+	for _, c := range []struct {
+		vars  []string
+		state State
+	}{{nil, Missing}, {[]string{"TUTTI_RDMA_DEVICES=mlx5_9"}, Broken}} {
+		k := registry.Kind{Name: "mine", Advice: "use another one", Works: func(o registry.Options) error {
+			if o.RDMADevices == "" {
+				return errors.New("no device")
+			}
+			return fmt.Errorf("%w: no device", registry.ErrSettings)
+		}}
+		if o := probe(k)(t.Context(), machine(t, nil, c.vars...)); o.state != c.state ||
+			!strings.Contains(o.detail, "no device") || (o.advice != "") != (c.state == Broken) {
+			t.Errorf("%q: %+v, want %s", c.vars, o, c.state)
+		}
 	}
 }
 
@@ -331,6 +353,9 @@ func TestEnvironment(t *testing.T) {
 		{[]string{"TUTTI_SECRET=0123456789abcdef"}, "variables", Found, "TUTTI_SECRET=(hidden)"},
 		{[]string{"TUTTI_STORE_PASSWORD=p"}, "variables", Found, "TUTTI_STORE_PASSWORD=(hidden)"},
 		{[]string{"TUTTI_TRANSPROT=tcp"}, "variables", Warning, "without meaning: TUTTI_TRANSPROT"},
+		{[]string{"TUTTI_PORT=tcp://10.0.0.1:80", "TUTTI_PORT_80_TCP=tcp://10.0.0.1:80", "TUTTI_SERVICE_HOST=10.0.0.1"},
+			"variables", Found, "no TUTTI_* variable is set"},
+		{[]string{"TUTTI_PORT=tcp://10.0.0.1:80"}, "port", Found, "chosen by the kernel"},
 		{[]string{"TUTTI_IFNAME=nosuchif0"}, "interfaces", Broken, "no network address left"},
 		{[]string{"TUTTI_IFNAME=a/b"}, "interfaces", Broken, "TUTTI_IFNAME"},
 		{[]string{"TUTTI_IFNAME=lo"}, "interfaces", Warning, "TUTTI_IFNAME=lo"},

@@ -192,7 +192,8 @@ func environment(_ context.Context, h *Host) outcome {
 	return found(detail)
 }
 
-// variables lists the TUTTI_* variables that are set and names unknown ones.
+// variables lists the TUTTI_* variables that are set and names unknown ones. Those that Kubernetes
+// sets for a service called tutti do not count.
 func variables(_ context.Context, h *Host) outcome {
 	known := []string{}
 	for _, v := range bootstrap.Variables() {
@@ -202,7 +203,8 @@ func variables(_ context.Context, h *Host) outcome {
 	for _, kv := range h.Environ() {
 		name, value, _ := strings.Cut(kv, "=")
 		switch {
-		case !strings.HasPrefix(name, "TUTTI_"):
+		case !strings.HasPrefix(name, "TUTTI_"), h.Getenv(name) == "", strings.HasPrefix(name, "TUTTI_SERVICE_"),
+			strings.HasPrefix(name, "TUTTI_PORT_"):
 		case !slices.Contains(known, name):
 			unknown = append(unknown, name)
 		default:

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -25,7 +26,9 @@ import (
 // probe makes a link of a transport between two ends in this process, like two ranks.
 func probe(k registry.Kind) func(context.Context, *Host) outcome {
 	return func(ctx context.Context, h *Host) outcome {
-		if err := k.Works(); err != nil {
+		if err := k.Works(rdmaOptions(h)); errors.Is(err, registry.ErrSettings) {
+			return broken(err.Error(), k.Advice)
+		} else if err != nil {
 			return missing(err.Error(), "")
 		}
 		began := time.Now()
@@ -237,10 +240,10 @@ func port(ctx context.Context, h *Host) outcome {
 		return found("chosen by the kernel (TUTTI_PORT sets one or a range)")
 	}
 	if spec.Lo == spec.Hi {
-		kinds, _ := registry.Find(cmp.Or(h.Getenv("TUTTI_TRANSPORT"), registry.Auto))
+		kinds, _ := registry.Find(cmp.Or(h.Getenv("TUTTI_TRANSPORT"), registry.Auto), rdmaOptions(h))
 		for i, transport := range []string{"tcp", "rdma"} {
 			if k := slices.IndexFunc(kinds, func(k registry.Kind) bool { return k.Name == transport }); k < 0 ||
-				kinds[k].Works() != nil {
+				kinds[k].Works(rdmaOptions(h)) != nil {
 				continue // it does not listen here
 			}
 			further, err := spec.After(i + 1)

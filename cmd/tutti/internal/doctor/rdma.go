@@ -19,7 +19,8 @@ const infiniband = "/sys/class/infiniband"
 
 // rdmaOptions returns the settings of RDMA devices.
 func rdmaOptions(h *Host) registry.Options {
-	return registry.Options{RDMADevices: h.Getenv("TUTTI_RDMA_DEVICES"), RDMAGID: h.Getenv("TUTTI_RDMA_GID")}
+	s, _ := rdma.ParseSettings(h.Getenv) // rdmaDevice says what is wrong
+	return registry.Options{RDMADevices: h.Getenv("TUTTI_RDMA_DEVICES"), RDMAGID: h.Getenv("TUTTI_RDMA_GID"), RDMA: s}
 }
 
 // rdmaDevices returns the names of the RDMA devices that the kernel has.
@@ -121,6 +122,9 @@ func rdmaDevice(name string) func(context.Context, *Host) outcome {
 		filter, err := rdma.ParseDevices(o.RDMADevices)
 		if err != nil {
 			return broken("TUTTI_RDMA_DEVICES: "+err.Error(), "correct it or unset it")
+		}
+		if _, err := rdma.ParseSettings(h.Getenv); err != nil {
+			return broken(err.Error(), "correct it or unset it")
 		}
 		for _, p := range h.list(filepath.Join(infiniband, name, "ports")) {
 			base := filepath.Join(infiniband, name, "ports", p)

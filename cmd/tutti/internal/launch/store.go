@@ -335,7 +335,11 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	s.handle, err = bootstrap.DialStore(ctx, cfg)
 	reached()
 	if err != nil {
-		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
+		err = fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
+		if errors.Is(err, bootstrap.ErrStoreAway) && l.Meet != nil && l.Meet.ChoosesAddress() {
+			err = fmt.Errorf("%w (%s)", err, chosen)
+		}
+		return "", err
 	}
 	s.refused.Store(false) // the store did not listen yet
 	cfg.DialTimeout = 0
@@ -464,6 +468,9 @@ func (l *launcher) onFailure() string {
 	return "end"
 }
 
+// chosen explains an address that a launcher has put where launchers meet.
+const chosen = "node 0 has chosen that address: set TUTTI_IFNAME to the interface that all nodes share"
+
 // impatient explains a long wait for the store, unless the function that it returns is called
 // before. A name that does not resolve is reported at once: it may be wrong, or not exist yet.
 func (l *launcher) impatient(ctx context.Context, address string, patience time.Duration) (reached func()) {
@@ -472,7 +479,11 @@ func (l *launcher) impatient(ctx context.Context, address string, patience time.
 	done.Go(func() {
 		text := fmt.Sprintf("the job's store at %s does not answer yet", address)
 		if host, _, err := net.SplitHostPort(l.Rendezvous); err == nil {
-			text += ": is node 0 started, and is that its address (--rdzv)?"
+			if l.Meet != nil && l.Meet.ChoosesAddress() {
+				text += ": " + chosen
+			} else {
+				text += ": is node 0 started, and is that its address (--rdzv)?"
+			}
 			if _, err := net.DefaultResolver.LookupIP(ctx, "ip", host); err != nil && ctx.Err() == nil {
 				text = fmt.Sprintf("the host name of the meeting point %s (--rdzv) does not resolve yet: %v",
 					l.Rendezvous, err)
