@@ -251,7 +251,7 @@ func (t *Table) Choose(s Shape, c Caps) Algo {
 		case IfMemory:
 			holds = c.SharedMemory
 		case IfOversubscribed:
-			holds = c.Cores > 0 && most > c.Cores
+			holds = c.oversubscribed(most)
 		case IfLevels:
 			holds = hosts > 1 && most > 1
 		case IfOneHost:
@@ -266,6 +266,28 @@ func (t *Table) Choose(s Shape, c Caps) Algo {
 	}
 	return OneShot
 }
+
+// ChooseSent returns the algorithm by which a call is sent that LoadStore runs where its buffers
+// can be loaded. Earlier calls and timing decide which of both happens. So a reduction that is sent
+// combines every element once, from all ranks, as LoadStore does.
+func (t *Table) ChooseSent(s Shape, c Caps) Algo {
+	c.Mapped = false
+	algo := t.Choose(s, c)
+	_, most := spread(s.Hosts, len(s.Active))
+	switch {
+	case !s.Kind.Reduces() || algo.OnePass():
+		return algo
+	case s.Kind == ReduceScatter:
+		return Pairwise
+	case s.Kind == Reduce && s.Elem*s.Count <= 64<<10 && (len(s.Active) <= 8 || c.oversubscribed(most)):
+		return OneShot // few rounds; the root of more ranks, or of longer vectors, folds too much alone
+	}
+	return TwoShot
+}
+
+// oversubscribed reports whether there are more ranks on a host than processors. most is the
+// largest number of ranks on one.
+func (c Caps) oversubscribed(most int) bool { return c.Cores > 0 && most > c.Cores }
 
 // spread returns the number of hosts and the largest number of ranks on one.
 func spread(hosts []int, n int) (count, most int) {

@@ -162,6 +162,33 @@ func TestTableRules(t *testing.T) {
 	}
 }
 
+// What is sent for LoadStore has its order, and is not slower than it must be.
+func TestChooseSent(t *testing.T) {
+	table, err := NewTable(map[Kind][]Rule{AllReduce: {{Algo: Ring}}, ReduceScatter: {{Algo: Ring}},
+		Reduce: {{MinRanks: 3, Algo: Tree}}, Broadcast: {{IfMapped, 0, 0, 0, LoadStore}, {Algo: Tree}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		kind         Kind
+		n, bytes     int
+		cores        int
+		want, normal Algo
+	}{
+		{AllReduce, 4, 1 << 20, 0, TwoShot, Ring}, {ReduceScatter, 4, 1 << 20, 0, Pairwise, Ring},
+		{Broadcast, 4, 1 << 20, 0, Tree, LoadStore}, {Reduce, 2, 1 << 20, 0, OneShot, OneShot},
+		{Reduce, 8, 64 << 10, 0, OneShot, Tree}, {Reduce, 8, 64<<10 + 4, 0, TwoShot, Tree},
+		{Reduce, 9, 64 << 10, 0, TwoShot, Tree}, {Reduce, 9, 64 << 10, 9, TwoShot, Tree},
+		{Reduce, 9, 64 << 10, 8, OneShot, Tree}, {Reduce, 9, 64<<10 + 4, 8, TwoShot, Tree},
+	} {
+		s := Shape{Kind: c.kind, Size: c.n, Active: upTo(c.n), Elem: 4, Count: c.bytes / 4}
+		caps := Caps{Mapped: true, SharedMemory: true, Cores: c.cores}
+		if got, normal := table.ChooseSent(s, caps), table.Choose(s, caps); got != c.want || normal != c.normal {
+			t.Errorf("%+v: %v is sent, %v chosen", c, got, normal)
+		}
+	}
+}
+
 func TestTableRefuses(t *testing.T) {
 	for text, want := range map[string]string{
 		`{"allreduce": [{"when": "always", "algo": "bruck"}]}`:      "no bruck plan",

@@ -774,6 +774,27 @@ func TestErrors(t *testing.T) {
 	}
 }
 
+// A Reducer of no elements, or of fewer, writes nothing.
+func TestNoElements(t *testing.T) {
+	for _, im := range implementations {
+		supported(func(op Op, dt DType) {
+			for n := -40; n <= 0; n++ {
+				for _, sources := range []int{1, 2, 3} {
+					frame := bytes.Repeat([]byte{0xa5}, 1024)
+					var src []unsafe.Pointer
+					for range sources {
+						src = append(src, ptr(make([]byte, 1024)[512:]))
+					}
+					im.t.reduce[op][dt](ptr(frame[512:]), src, n)
+					if bytes.Count(frame, []byte{0xa5}) != len(frame) {
+						t.Fatalf("%s: %v of %v: %d elements, %d sources: wrote", im.name, op, dt, n, sources)
+					}
+				}
+			}
+		})
+	}
+}
+
 func TestNoAllocation(t *testing.T) {
 	const n = 5000
 	src := ptrs(make([]byte, 8*n), make([]byte, 8*n), make([]byte, 8*n))

@@ -181,6 +181,7 @@ func (r reduction) reducer() Reducer {
 	copies := r.dt != Bool // a single source of bools is made 0 or 1
 	return func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 		switch {
+		case n <= 0:
 		case len(srcs) == 1 && copies:
 			Copy(dst, srcs[0], n*r.size)
 		case n <= direct:

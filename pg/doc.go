@@ -148,9 +148,10 @@
 //
 // Ranks, sizes and the algorithm fix the order in which a reduction combines its inputs; timing
 // does not: the same inputs give the same bits on every run, and on every rank. 16-bit and 8-bit
-// floats are summed in float32 and rounded once. Which algorithm runs depends on what all ranks
-// know alike: kind, bytes, ranks, machines, and the table in use. On another number of ranks or
-// another machine the order may differ; Config.Algorithm fixes it.
+// floats are summed in float32 and rounded once. The order depends on what all ranks know alike:
+// kind, bytes, ranks, machines, and the table in use. It is the same for memory of Alloc and for
+// other memory of the host. On another number of ranks or another machine the order may differ;
+// Config.Algorithm fixes it.
 //
 // # Trust
 //

@@ -336,9 +336,7 @@ static int checked(struct thread *t, struct call *c)
 	bool cancelled = false;
 
 	c->failure = &failure;
-	t->depth++;
-	id = goBegin(c);
-	t->depth--;
+	(void)GO(t, (id = goBegin(c), 0));
 	while (atomic_load_explicit(&c->done, memory_order_acquire) == 0) {
 		if (futex(&c->done, FUTEX_WAIT, 0, cancelled ? NULL : &slice) == 0 || cancelled)
 			continue;

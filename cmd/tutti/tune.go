@@ -69,7 +69,7 @@ Operations: ` + joined(collectives.Kinds()),
 	}
 	fl := c.Flags()
 	fl.IntVarP(&f.n, "ranks", "n", tunedRanks(runtime.NumCPU()), "ranks to start here, at most 64")
-	fl.StringVar(&f.transport, "transport", registry.Best(registry.Kinds()).Name, registry.Names())
+	fl.StringVar(&f.transport, "transport", registry.Best(registry.Kinds(), registry.Options{}).Name, registry.Names())
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "16M", "largest `size`; its fastest algorithm is used for all larger ones")
@@ -99,7 +99,7 @@ func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
 	if s.Max, err = parseSize(f.max); err != nil {
 		return s, usagef(cmd, "--max %v", err)
 	}
-	kinds, kerr := registry.Find(f.transport)
+	kinds, kerr := registry.Find(f.transport, registry.Options{})
 	switch {
 	case f.n < 2 || f.n > maxTuned:
 		return s, usagef(cmd, "-n %d: expected 2 to %d ranks", f.n, maxTuned)
@@ -275,8 +275,8 @@ func (v *tuneView) summary(s *bench.TuneSpec) {
 				if p.Kind != k || p.Registered != registered {
 					continue
 				}
-				shape, caps := s.Call(k, v.file.Machine.LocalRanks, p.Bytes, registered)
-				if us := p.All[v.file.Table.Choose(shape, caps)]; us > 0 && p.DefaultTime > 0 {
+				algo := s.Choose(v.file.Table, k, v.file.Machine.LocalRanks, p.Bytes, registered)
+				if us := p.All[algo]; us > 0 && p.DefaultTime > 0 {
 					gain += math.Log(p.DefaultTime / us)
 					n++
 				}

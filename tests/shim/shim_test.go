@@ -231,6 +231,9 @@ func TestThreadsLeaveNothing(t *testing.T) { run(t, "threads") }
 // Sums do not depend on the floating-point mode of the thread that opens the library or calls it.
 func TestSubnormalsOfThreadsThatFlushThem(t *testing.T) { pgtest.Exec(t, 2, guest(t, "subnormals")) }
 
+// Threads that the Go runtime starts within a call do not inherit that mode.
+func TestThreadsThatFlushSubnormalsEnterGoInItsMode(t *testing.T) { run(t, "entries-keep") }
+
 func TestJoiningAndClosingLeavesNothing(t *testing.T) { t.Log(run(t, "cycles")) }
 
 // Each round has four calls that run operations. An operation that was started leaves some bytes of

@@ -108,7 +108,7 @@ func (r *Runner) remember(prog *program, asks bool) {
 
 // sends returns the program by which the current call is sent, nil if it has several blocks.
 func (r *Runner) sends() *program {
-	algo := r.choose(false)
+	algo := r.sendAlgo()
 	if r.cur.Count > r.blockOf(algo, r.cur.DType.Size()) {
 		return nil
 	}

@@ -310,9 +310,6 @@ func (r *Runner) offers(elem, in, out int) (bits byte) {
 
 // reads reports whether this rank may read size bytes of plain memory of each other one at once.
 func (r *Runner) reads(size int) bool {
-	if r.cur.Kind.Reduces() && !r.choose(false).OnePass() { // the result's bits would not be the same
-		return false
-	}
 	return r.cfg.Single.reads(size) && r.peers(func(slot int) bool { return r.coll.ProcessReader(slot) != nil })
 }
 

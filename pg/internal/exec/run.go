@@ -119,7 +119,7 @@ type Runner struct {
 	worked   int      // bytes that the running step has made with the lock
 	dirty    bool     // the operation works in place and has begun to write
 	once     bool     // the operation cannot run again: a peer may have its result
-	whole    bool     // the running or the last call is done without messages
+	whole    bool     // the running call is done without messages
 	mapped   mapped   // the peers' memory, in a load-store plan
 	direct   direct   // the same in the memory of devices
 	outcomes outcomes // of exchanges
@@ -206,7 +206,9 @@ func (r *Runner) Run(seq uint64, hint bool) error {
 		if err := r.coll.Begin(r.tok, false); err != nil {
 			return err
 		}
-		return w.Do()
+		err := w.Do()
+		r.whole = err != nil // until Stop
+		return err
 	}
 	if b := r.bound; b != nil {
 		if !b.asks {
@@ -558,6 +560,13 @@ func (r *Runner) choose(mapped bool) collectives.Algo {
 	return r.set.Table.Choose(s, caps)
 }
 
+// sendAlgo returns the algorithm by which the current call, a load-store one if its buffers can be
+// loaded, is sent.
+func (r *Runner) sendAlgo() collectives.Algo {
+	c := r.cur
+	return r.set.Table.ChooseSent(r.shape(c.Kind, c.DType.Size(), c.Count), r.set.Caps)
+}
+
 // first runs a call that is not bound.
 func (r *Runner) first(hint bool) (err error) {
 	c := r.cur
@@ -588,7 +597,7 @@ func (r *Runner) first(hint bool) (err error) {
 			return err
 		}
 		if !load {
-			algo = r.choose(false)
+			algo = r.sendAlgo()
 		}
 	}
 	if !load {

@@ -1291,7 +1291,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
     }
     const std::vector<uint8_t> value = store_->get(outcome);
     if (const std::string ranks(value.begin(), value.end()); ranks != "ok") {
-      failed("ranks " + ranks + " did not come");
+      failed((ranks.find(',') == std::string::npos ? "rank " : "ranks ") + ranks + " did not come");
     }
     return;
   }
@@ -1352,6 +1352,14 @@ void Backend::delete_barriers(const std::string& barriers, uint64_t before) {
   }
 }
 
+// Returns the type in which numbers of a type are added up.
+static at::ScalarType sums_of(at::ScalarType type) {
+  if (!c10::isReducedFloatingType(c10::toRealValueType(type))) {
+    return type;
+  }
+  return c10::isComplexType(type) ? at::kComplexFloat : at::kFloat;
+}
+
 // The indices and the values of all ranks are gathered and added up by rank.
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const char* what = "all_reduce of a sparse tensor";
@@ -1364,13 +1372,16 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   WithoutGil released;
   at::AutoDispatchBelowADInplaceOrView raw;
   const at::Tensor tensor = tensors[0];
-  const at::Tensor own = tensor.cpu().coalesce();
+  const at::ScalarType type = tensor.scalar_type(), sums = sums_of(type);
+  const at::Tensor own = tensor.cpu().to(sums).coalesce();
   const at::Tensor indices = own.indices().contiguous();
   const at::Tensor values = own.values().contiguous();
-  reduction_of(what, opts.reduceOp, values.scalar_type());
+  reduction_of(what, opts.reduceOp, type);
 
-  // What each rank has: sparse and dense dimensions, elements, shape.
-  std::vector<int64_t> shape = {own.sparse_dim(), own.dense_dim(), own._nnz()};
+  // What each rank has: sparse and dense dimensions, elements, type, shape.
+  const Wire own_wire = wire_of(type);
+  std::vector<int64_t> shape = {own.sparse_dim(), own.dense_dim(), own._nnz(), own_wire.dtype,
+                                static_cast<int64_t>(own_wire.per)};
   shape.insert(shape.end(), own.sizes().begin(), own.sizes().end());
   const at::Tensor mine = at::tensor(shape, at::kLong);
   const at::Tensor all = at::full({size_, static_cast<int64_t>(shape.size())}, kEmptySlot, at::kLong);
@@ -1393,7 +1404,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
     }
     for (size_t i = 0; i < shape.size(); i++) {
       TORCH_CHECK_VALUE(i == 2 || theirs[i] == shape[i], "tutti ", what, ": the tensors of ranks ", rank_, " and ", r,
-                        " have different shapes or numbers of sparse dimensions");
+                        " have different types, shapes or numbers of sparse dimensions");
     }
     nnz += theirs[2];
     index_counts.push_back(theirs[2] * own.sparse_dim());
@@ -1403,7 +1414,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   const at::Tensor all_indices = at::empty({nnz * own.sparse_dim()}, at::kLong);
   const at::Tensor all_values = at::empty({nnz * width}, values.options());
   Task task(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");
-  const Wire wire = wire_of(values.scalar_type());
+  const Wire wire = wire_of(sums);
   std::vector<int64_t> value_wires = value_counts;
   for (int64_t& count : value_wires) {
     count *= static_cast<int64_t>(wire.per);

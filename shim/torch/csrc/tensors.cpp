@@ -80,6 +80,10 @@ const char* name_of(c10d::ReduceOp::RedOpType op) {
 } // namespace
 
 Wire wire_of(ScalarType type) {
+  if (const ScalarType part = c10::toRealValueType(type); part != type) { // a complex number is two others
+    const Wire wire = wire_of(part);
+    return {wire.dtype, 2 * wire.per};
+  }
   switch (type) {
     case ScalarType::Char:
       return {TUTTI_INT8, 1};
@@ -111,12 +115,6 @@ Wire wire_of(ScalarType type) {
       return {TUTTI_FLOAT8_E5M2, 1};
     case ScalarType::Bool:
       return {TUTTI_BOOL, 1};
-    case ScalarType::ComplexHalf:
-      return {TUTTI_FLOAT16, 2};
-    case ScalarType::ComplexFloat:
-      return {TUTTI_FLOAT32, 2};
-    case ScalarType::ComplexDouble:
-      return {TUTTI_FLOAT64, 2};
     default:
       return {TUTTI_UINT8, c10::elementSize(type)};
   }
@@ -172,8 +170,8 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
     r.op = r.op == TUTTI_SUM ? TUTTI_MAX : r.op == TUTTI_PRODUCT ? TUTTI_MIN : r.op;
     r.wire = {TUTTI_UINT8, 1};
   } else if (c10::isComplexType(type)) {
-    known = adds;
-  } else if (is_float8(type) && (r.wire.dtype == TUTTI_UINT8 || r.op != TUTTI_SUM)) {
+    known = adds && r.wire.dtype != TUTTI_UINT8; // not bytes, as types that wire_of does not know
+  } else if (is_float8(type) && (r.wire.dtype == TUTTI_UINT8 || r.op != TUTTI_SUM || r.factor)) {
     r.as = ScalarType::Float;
     r.wire = wire_of(ScalarType::Float);
   }

@@ -275,7 +275,7 @@ def forgets(rank, size, port):
         else:
             if rank == 1:
                 dist.barrier()
-            raises(dist.DistBackendError, "ranks 1 did not come", group.monitored_barrier)
+            raises(dist.DistBackendError, "rank 1 did not come", group.monitored_barrier)
         counts.append(common.num_keys())  # at rank 0 no other is in the next one
         if turn != 10 or rank != 1:
             dist.barrier()

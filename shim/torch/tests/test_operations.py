@@ -11,6 +11,8 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 COMPLEX = [torch.complex64, torch.complex128]
+# Older versions of torch lack the second. Neither can do much more than change its type.
+SMALL_COMPLEX = [torch.complex32, *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else [])]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 BITS = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 
@@ -47,6 +49,8 @@ def same(got, want, what):
     got, want = got.detach(), want.detach()
     if got.dtype in FLOAT8:
         got, want = got.float(), want.float()
+    if got.dtype in SMALL_COMPLEX:
+        got, want = got.cfloat(), want.cfloat()
     assert torch.equal(got, want), f"{what}: {got}, want {want}"
 
 
@@ -169,13 +173,33 @@ def reductions(rank, size, port):
             dist.reduce_scatter(out, [values((7,), dtype, rank) for _ in range(size)], op)
             same(out, expected(op, dtype), f"reduce_scatter {op} {dtype}")
 
-    for dtype in COMPLEX:
-        x = torch.full((3,), 1 + 2j, dtype=dtype) * (rank + 1)
-        dist.all_reduce(x)
-        same(x, torch.full((3,), (1 + 2j) * size * (size + 1) / 2, dtype=dtype), f"all_reduce {dtype}")
+    for dtype in [*COMPLEX, *SMALL_COMPLEX]:
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            mine = (torch.full((3,), 1 + 2j) * (rank + 1)).to(dtype)
+            want = torch.full((3,), (1 + 2j) * size * (size + 1) / 2 / (size if op == dist.ReduceOp.AVG else 1))
+            x = mine.clone()
+            dist.all_reduce(x, op)
+            same(x, want.to(dtype), f"all_reduce {op} {dtype}")
+            x = mine.clone()
+            dist.reduce(x, 1, op)
+            same(x, want.to(dtype) if rank == 1 else mine, f"reduce {op} {dtype}")
+            x = torch.zeros(3, dtype=dtype)
+            dist.reduce_scatter_tensor(x, mine.repeat(size), op)
+            same(x, want.to(dtype), f"reduce_scatter_tensor {op} {dtype}")
         y = [torch.zeros(2, dtype=dtype) for _ in range(size)]
-        dist.all_gather(y, torch.full((2,), -1j * rank, dtype=dtype))
-        same(torch.stack(y)[:, 0], -1j * torch.arange(size).to(dtype), f"all_gather {dtype}")
+        dist.all_gather(y, torch.full((2,), -1j * rank).to(dtype))
+        for r in range(size):
+            same(y[r], torch.full((2,), -1j * r).to(dtype), f"all_gather {dtype}")
+
+    # No other type is reduced as bytes, whose sums have no carries.
+    for dtype in sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str):
+        x = torch.full((16,), 0x60, dtype=torch.uint8)
+        try:
+            dist.reduce(x.view(dtype), 0)
+        except (RuntimeError, ValueError):  # torch cannot view or convert the type, or it cannot be reduced
+            continue
+        bytewise = torch.equal(x, torch.full((16,), 0x60 * size % 256, dtype=torch.uint8))
+        assert bytewise == (rank == 0 and dtype in (torch.uint8, torch.int8)), f"reduce of {dtype}: {x}"
 
     flags = torch.tensor([rank == 0, True, False])
     for op, want in [
@@ -194,6 +218,10 @@ def reductions(rank, size, port):
         x = torch.full((3,), rank + 1.0)
         dist.all_reduce(x, dist._make_nccl_premul_sum(factor))
         same(x, torch.full((3,), float(factor) * size * (size + 1) / 2), "all_reduce PREMUL_SUM")
+    for dtype in FLOAT8:
+        x = torch.full((3,), rank + 1.0).to(dtype)
+        dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+        same(x, torch.full((3,), 0.5 * size * (size + 1) / 2).to(dtype), f"all_reduce PREMUL_SUM {dtype}")
 
     with torch.inference_mode():
         x = torch.ones(3)
@@ -293,6 +321,21 @@ def lists(rank, size, port):
         want[r] += r + 1
     want[3] += size
     same(x.to_dense(), want, "all_reduce of a sparse tensor")
+    # A sum that is rounded before the next 1 is added loses it.
+    for dtype, most in [(torch.bfloat16, 256), (torch.float16, 2048), *((t, 16) for t in FLOAT8)]:
+        mine = torch.tensor([most if rank == 0 else 1.0, 1.0]).to(dtype)
+        x = torch.sparse_coo_tensor([[1, 1]], mine, (3,))
+        dist.all_reduce(x)
+        x = x.to(torch.float32).to_dense()
+        same(x, torch.tensor([0, most + 2 * size - 1.0, 0]).to(dtype).float(), f"all_reduce of a sparse {dtype}")
+    for other in (torch.bfloat16, torch.float16):  # float32 is sent for both
+        x = torch.ones(3).to_sparse().to(torch.float32 if rank == 0 else other)
+        try:
+            dist.all_reduce(x)
+        except ValueError as e:
+            assert "different types" in str(e), e
+        else:
+            raise AssertionError(f"a sparse {other} was added to another type")
 
     work = dist.all_reduce(torch.ones(3), async_op=True)
     doubled = work.get_future().then(lambda f: f.value()[0] * 2)

@@ -656,10 +656,12 @@ static void threads(void)
 
 #if defined(__x86_64__)
 #define FLUSH 0x9fc0 /* flush subnormals to zero, and take them for zero */
+#define KEEP 0x1f80
 static unsigned mode(void) { return __builtin_ia32_stmxcsr() & 0xffc0; }
 static void set_mode(void) { __builtin_ia32_ldmxcsr(FLUSH); }
 #elif defined(__aarch64__)
 #define FLUSH (1 << 24)
+#define KEEP 0
 static unsigned mode(void)
 {
 	unsigned long m;
@@ -670,6 +672,7 @@ static unsigned mode(void)
 static void set_mode(void) { __asm__ volatile("msr fpcr, %0" ::"r"((unsigned long)FLUSH)); }
 #else
 #define FLUSH 0
+#define KEEP 0
 static unsigned mode(void) { return FLUSH; }
 static void set_mode(void) {}
 #endif
@@ -711,6 +714,55 @@ static void subnormals(void)
 	free(x);
 }
 
+static _Atomic int entered, flushing;
+
+/* The Go runtime calls this in a thread that enters Go for the first time. Threads that the runtime
+ * starts there inherit the thread's mode. */
+int pthread_getattr_np(pthread_t thread, pthread_attr_t *attr)
+{
+	int (*next)(pthread_t, pthread_attr_t *) = (int (*)(pthread_t, pthread_attr_t *))dlsym(RTLD_NEXT, __func__);
+
+	entered++;
+	flushing += mode() != KEEP;
+	return next(thread, attr);
+}
+
+static int never(void *ctx)
+{
+	(void)ctx;
+	return 0;
+}
+
+static void *enter(void *check)
+{
+	int32_t all;
+
+	set_mode();
+	if (check != NULL)
+		OK(api.tutti_set_interrupt(never, NULL));
+	OK(api.tutti_agree(g, 1, -1, &all));
+	TRUE(mode() == FLUSH);
+	return NULL;
+}
+
+/* entries_keep checks that calls of threads that flush subnormals enter Go in a mode that keeps them. */
+static void entries_keep(void)
+{
+	pthread_t thread;
+	int i;
+
+	load();
+	join(&(tutti_config){.struct_size = sizeof(tutti_config), .size = 1});
+	for (i = 0; i < 2; i++) { /* without an interrupt check, and with one */
+		int had = entered;
+
+		TRUE(pthread_create(&thread, NULL, enter, i == 0 ? NULL : &g) == 0);
+		pthread_join(thread, NULL);
+		TRUE(entered > had && flushing == 0);
+	}
+	OK(api.tutti_close(g));
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -718,7 +770,7 @@ int main(int argc, char **argv)
 		void (*f)(void);
 	} parts[] = {{"fork", fork_}, {"single", single}, {"signals", signals}, {"faults", faults}, {"cycles", cycles},
 	             {"second", second}, {"threads", threads}, {"hot", hot},
-	             {"subnormals", subnormals},
+	             {"subnormals", subnormals}, {"entries-keep", entries_keep},
 	             {"refused", refused}};
 	size_t i;
 

@@ -185,7 +185,7 @@ next:
 }
 
 // maps reports whether mapped memory is considered for size bytes.
-func (t *tuner) maps(k collectives.Kind, size int) bool {
+func (t *TuneSpec) maps(k collectives.Kind, size int) bool {
 	return t.Memory && size >= collectives.LoadStoreMin(k) &&
 		slices.Contains(collectives.Algorithms(k), collectives.LoadStore)
 }
@@ -216,9 +216,10 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 		for a, us := range p.All {
 			sums[a] += math.Log(max(us, 1e-3))
 		}
-		plain = append(plain, span{p.Bytes, p.Best})
 		last = p
 		if !t.maps(k, p.Bytes) {
+			t.report(TuneEvent{Point: p})
+			plain = append(plain, span{p.Bytes, p.Best})
 			continue
 		}
 		algos := append(p.fastest(2), collectives.LoadStore)
@@ -229,9 +230,15 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 		if err != nil {
 			return nil, err
 		}
+		if m.Best == collectives.LoadStore && k.Reduces() {
+			p.decide(previous(plain), true)
+		}
+		t.report(TuneEvent{Point: p})
+		t.report(TuneEvent{Point: m})
 		if m.Best != collectives.LoadStore {
 			m.Best = p.Best // as in plain memory, where more algorithms were measured
 		}
+		plain = append(plain, span{p.Bytes, p.Best})
 		mapped = append(mapped, span{m.Bytes, m.Best})
 	}
 	// Not all ranks know its size: one algorithm for all.
@@ -244,19 +251,21 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 		}
 		plain = []span{{last.Bytes, best}}
 	}
-	plain, err := t.crossovers(ctx, k, plain, false)
+	mapped, err := t.crossovers(ctx, k, mapped, true, nil)
 	if err != nil {
 		return nil, err
 	}
-	if mapped, err = t.crossovers(ctx, k, mapped, true); err != nil {
+	if plain, err = t.crossovers(ctx, k, plain, false, mapped); err != nil {
 		return nil, err
 	}
 	return t.rules(k, plain, mapped), nil
 }
 
 // crossovers replaces the size at the end of each run of equal winners by the one at which the next
-// becomes faster.
-func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span, mapped bool) ([]span, error) {
+// becomes faster. others are the spans of registered memory, for those of plain memory. Where they
+// have LoadStore, only an algorithm that may be sent for it wins.
+func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span, mapped bool,
+	others []span) ([]span, error) {
 	var out []span
 	for i, s := range spans {
 		if i+1 == len(spans) {
@@ -272,11 +281,16 @@ func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span
 			if mid <= lo || mid >= hi {
 				break
 			}
-			p, err := t.point(ctx, k, mid, mapped, []collectives.Algo{s.algo, next.algo}, s.algo)
-			if err != nil {
-				return nil, err
+			first := s.algo.OnePass()
+			if first == next.algo.OnePass() || !k.Reduces() || !t.loads(k, mid, others) {
+				p, err := t.point(ctx, k, mid, mapped, []collectives.Algo{s.algo, next.algo}, s.algo)
+				if err != nil {
+					return nil, err
+				}
+				t.report(TuneEvent{Point: p})
+				first = p.All[s.algo] <= p.All[next.algo]
 			}
-			if p.All[s.algo] <= p.All[next.algo] {
+			if first {
 				lo = mid
 			} else {
 				hi = mid
@@ -285,6 +299,12 @@ func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span
 		out = append(out, span{int(math.Sqrt(float64(lo) * float64(hi))), s.algo})
 	}
 	return out, nil
+}
+
+// loads reports whether spans of registered memory have LoadStore for size bytes.
+func (t *tuner) loads(k collectives.Kind, size int, spans []span) bool {
+	i := slices.IndexFunc(spans, func(s span) bool { return s.bytes == 0 || size <= s.bytes })
+	return i >= 0 && spans[i].algo == collectives.LoadStore && t.maps(k, size)
 }
 
 // rules makes the rules of k: the default table's for several hosts, then the measured ones, for
@@ -379,24 +399,24 @@ func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registe
 	for i, a := range algos {
 		p.All[a] = median(samples[i]) * 1e6
 	}
-	p.decide(before)
-	t.report(TuneEvent{Point: p})
+	p.decide(before, false)
 	return p, nil
 }
 
 // decide chooses the best: the default table's choice, else the best at the last size, unless
-// another is clearly faster. Ties go to the algorithm with the lower number.
-func (p *TunePoint) decide(before collectives.Algo) {
+// another is clearly faster. Ties go to the algorithm with the lower number. If sent is set, it
+// chooses only among those that may be sent for LoadStore.
+func (p *TunePoint) decide(before collectives.Algo, sent bool) {
 	p.Best = collectives.Auto
 	for _, a := range collectives.Algorithms(p.Kind) {
-		if us, ok := p.All[a]; ok && (p.Best == collectives.Auto || us < p.All[p.Best]) {
+		if us, ok := p.All[a]; ok && (!sent || a.OnePass()) && (p.Best == collectives.Auto || us < p.All[p.Best]) {
 			p.Best = a
 		}
 	}
 	p.DefaultTime = p.All[p.Default]
 	fastest := p.All[p.Best]
 	for _, a := range []collectives.Algo{p.Default, before} {
-		if us, ok := p.All[a]; ok && fastest > keep*us {
+		if us, ok := p.All[a]; ok && (!sent || a.OnePass()) && fastest > keep*us {
 			p.Best = a
 			break
 		}
@@ -426,12 +446,24 @@ func (t *tuner) prepare(ctx context.Context, r *run, in *instance, o *operation)
 
 // usual returns the default table's choice for bytes in total.
 func (t *tuner) usual(k collectives.Kind, bytes int, registered bool) collectives.Algo {
-	return t.same(k, collectives.Choose(t.Call(k, t.g.Size(), bytes, registered)))
+	return t.same(k, t.Choose(nil, k, t.g.Size(), bytes, registered))
+}
+
+// Choose returns the algorithm by which n ranks like the measured ones run a call on bytes in
+// total, if they have the table.
+func (t *TuneSpec) Choose(table *collectives.Table, k collectives.Kind, n, bytes int,
+	registered bool) collectives.Algo {
+	s, caps := t.Call(k, n, bytes, t.maps(k, bytes))
+	algo := table.Choose(s, caps)
+	if algo == collectives.LoadStore && !registered {
+		algo = table.ChooseSent(s, caps)
+	}
+	return algo
 }
 
 // Call returns the arguments of Table.Choose for a call on bytes in total, among n ranks like the
 // measured ones.
-func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, registered bool) (collectives.Shape, collectives.Caps) {
+func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, mapped bool) (collectives.Shape, collectives.Caps) {
 	s := collectives.Shape{Kind: k, Size: n, Elem: 1, Count: bytes, Counts: make([]int, n)}
 	for i := range n {
 		s.Active = append(s.Active, i)
@@ -443,7 +475,7 @@ func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, registered bool) (coll
 	case collectives.AllGatherV:
 		s.Counts[0] = bytes
 	}
-	caps := collectives.Caps{Mapped: registered, SharedMemory: t.Memory}
+	caps := collectives.Caps{Mapped: mapped, SharedMemory: t.Memory}
 	if n > t.Cores {
 		caps.Cores = t.Cores
 	}

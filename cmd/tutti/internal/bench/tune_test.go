@@ -142,7 +142,7 @@ func TestDecide(t *testing.T) {
 		{map[collectives.Algo]float64{oneshot: 10, ring: 10}, tree, collectives.Auto, oneshot},
 	} {
 		p := &TunePoint{Kind: collectives.AllReduce, Default: c.usual, All: c.all}
-		p.decide(c.before)
+		p.decide(c.before, false)
 		if p.Best != c.want || p.Time != c.all[c.want] || p.DefaultTime != c.all[c.usual] {
 			t.Errorf("%v, usually %v, before %v: %+v", c.all, c.usual, c.before, p)
 		}
@@ -151,6 +151,40 @@ func TestDecide(t *testing.T) {
 		}
 		if f := p.fastest(9); len(f) != len(slices.Collect(maps.Keys(c.all))) {
 			t.Errorf("%v: fastest %v", c.all, f)
+		}
+	}
+}
+
+// Where registered memory is loaded, an algorithm wins in plain memory that a call really uses.
+func TestPlainMemoryHasTheAlgorithmsThatAreSent(t *testing.T) {
+	const ring, twoshot, load = collectives.Ring, collectives.TwoShot, collectives.LoadStore
+	for _, usual := range []collectives.Algo{ring, twoshot} {
+		p := &TunePoint{Kind: collectives.AllReduce, Default: usual,
+			All: map[collectives.Algo]float64{ring: 5, twoshot: 10}}
+		if p.decide(ring, true); p.Best != twoshot || p.Time != 10 {
+			t.Errorf("usually %v: %+v", usual, p)
+		}
+	}
+	tu := &tuner{TuneSpec: TuneSpec{Memory: true, Cores: 64}} // it has no group, and cannot measure
+	spans, err := tu.crossovers(t.Context(), collectives.AllReduce, []span{{64 << 10, ring}, {1 << 20, twoshot}}, false,
+		[]span{{0, load}})
+	least := collectives.LoadStoreMin(collectives.AllReduce)
+	if err != nil || len(spans) != 2 || spans[0].algo != ring || spans[0].bytes >= least {
+		t.Errorf("%v, %v", spans, err)
+	}
+	table, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {
+		{When: collectives.IfMapped, MaxBytes: 1 << 20, Algo: load}, {Algo: ring}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		bytes           int
+		plain, register collectives.Algo
+	}{{least - 4, ring, ring}, {least, twoshot, load}, {1 << 20, twoshot, load}, {1<<20 + 4, ring, ring}} {
+		plain := tu.Choose(table, collectives.AllReduce, 4, c.bytes, false)
+		register := tu.Choose(table, collectives.AllReduce, 4, c.bytes, true)
+		if plain != c.plain || register != c.register {
+			t.Errorf("%+v: %v in plain memory, %v in registered memory", c, plain, register)
 		}
 	}
 }
@@ -176,6 +210,8 @@ func TestAlgorithmsWithOnePlanAreMeasuredOnce(t *testing.T) {
 		for _, a := range collectives.Algorithms(k) {
 			if b := tu.same(k, a); tu.same(k, b) != b {
 				t.Errorf("%v: %v stands for %v but not for itself", k, b, a)
+			} else if k.Reduces() && a.OnePass() && !b.OnePass() {
+				t.Errorf("%v: %v, which may be sent for loadstore, is measured as %v, which may not", k, a, b)
 			}
 		}
 		for _, size := range []int{64, 1 << 20} {

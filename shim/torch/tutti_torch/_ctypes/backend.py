@@ -192,6 +192,14 @@ def _reduce_each(task, how, output, parts, rank):
     _restore_after(task, target)
 
 
+def _sums_of(dtype):
+    """Returns the type in which numbers of a type are added up."""
+    part = dtype.to_real()
+    if not part.is_floating_point or part.itemsize > 2:
+        return dtype
+    return torch.complex64 if dtype.is_complex else torch.float32
+
+
 def _uneven(tensors):
     """Reports whether tensors have different shapes."""
     return any(tensor.shape != tensors[0].shape for tensor in tensors)
@@ -882,7 +890,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             end = time.monotonic() + limit / 1000 + _ANSWER  # rank 0 may have come later
         ranks = self._store.get(outcome).decode()
         if ranks != "ok":
-            raise dist.DistBackendError(f"{failed}ranks {ranks} did not come")
+            plural = "s" if "," in ranks else ""
+            raise dist.DistBackendError(f"{failed}rank{plural} {ranks} did not come")
 
     @entry
     def allreduce_sparse(self, tensors, opts):
@@ -897,11 +906,11 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             raise ValueError(f"tutti {what}: only works with ReduceOp.SUM")
         tensor, size = tensors[0], self._size
         with raw():
-            own = tensor.cpu().coalesce()
+            own = tensor.cpu().to(_sums_of(tensor.dtype)).coalesce()
             indices, values = own.indices().contiguous(), own.values().contiguous()
-            reduction_of(what, opts.reduceOp, values.dtype)
-            # What each rank has: sparse and dense dimensions, elements, shape.
-            shape = [own.sparse_dim(), own.dense_dim(), own._nnz(), *own.shape]
+            reduction_of(what, opts.reduceOp, tensor.dtype)
+            # What each rank has: sparse and dense dimensions, elements, type, shape.
+            shape = [own.sparse_dim(), own.dense_dim(), own._nnz(), *wire_of(tensor.dtype), *own.shape]
             mine = torch.tensor(shape)
             theirs = torch.full((size, len(shape)), _EMPTY_SLOT)
         meta = Task(OpType._ALLREDUCE_SPARSE, title)
@@ -915,8 +924,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
                 continue
             if row[:2] + row[3:] != shape[:2] + shape[3:]:
                 raise ValueError(
-                    f"tutti {what}: the tensors of ranks {self._rank} and {r} have different shapes or numbers of "
-                    "sparse dimensions"
+                    f"tutti {what}: the tensors of ranks {self._rank} and {r} have different types, shapes or "
+                    "numbers of sparse dimensions"
                 )
             elements.append(row[2])
 

@@ -24,9 +24,6 @@ _WIRES = {
     torch.float8_e4m3fn: (api.FLOAT8_E4M3, 1),
     torch.float8_e5m2: (api.FLOAT8_E5M2, 1),
     torch.bool: (api.BOOL, 1),
-    torch.complex32: (api.FLOAT16, 2),
-    torch.complex64: (api.FLOAT32, 2),
-    torch.complex128: (api.FLOAT64, 2),
 }
 
 _REDUCTIONS = {
@@ -55,6 +52,7 @@ _NAMES = {
     torch.float32: "Float",
     torch.float64: "Double",
     torch.bfloat16: "BFloat16",
+    getattr(torch, "bcomplex32", None): "BComplex32",  # older versions lack it
     torch.complex32: "ComplexHalf",
     torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble",
@@ -73,6 +71,10 @@ raw = torch._C._AutoDispatchBelowADInplaceOrView
 
 def wire_of(dtype):
     """Returns the elements as which a data type is moved, and how many stand for one of a tensor."""
+    part = dtype.to_real()
+    if part != dtype:  # a complex number is two others
+        wire, per = wire_of(part)
+        return wire, 2 * per
     return _WIRES.get(dtype) or (api.UINT8, dtype.itemsize)
 
 
@@ -105,15 +107,15 @@ def reduction_of(what, op, dtype):
         factor = op.factor
         r.factor = factor.cpu() if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=torch.float64)
     bits = r.op in (api.BIT_AND, api.BIT_OR, api.BIT_XOR)
-    integral = dtype in _WIRES and not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    integral = dtype in _WIRES and not dtype.is_floating_point and dtype != torch.bool
     known = (dtype.is_floating_point or integral) and not (bits and dtype.is_floating_point)
     if dtype == torch.bool:  # a sum is "any", a product is "all"
         known = r.op != api.AVG and r.factor is None
         r.op = {api.SUM: api.MAX, api.PRODUCT: api.MIN}.get(r.op, r.op)
         r.wire = (api.UINT8, 1)
     elif dtype.is_complex:
-        known = r.op in (api.SUM, api.AVG)
-    elif _is_float8(dtype) and (r.wire[0] == api.UINT8 or r.op != api.SUM):
+        known = r.op in (api.SUM, api.AVG) and r.wire[0] != api.UINT8  # not bytes, as types that wire_of does not know
+    elif _is_float8(dtype) and (r.wire[0] == api.UINT8 or r.op != api.SUM or r.factor is not None):
         r.as_type = torch.float32
         r.wire = wire_of(torch.float32)
     if not known:
