@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -156,6 +158,144 @@ func TestPeersOfAClientAreBounded(t *testing.T) {
 		_, err := tryRaw(t, e, eve, newID())
 		return err == nil
 	})
+}
+
+// Connections of a client that say nothing are bounded, and leave room for other clients and for
+// ranks.
+func TestConnectionsWithoutHelloAreBounded(t *testing.T) {
+	const peers = 32
+	e := newEndpoint(t, newContext(t), Config{MaxPeers: peers})
+	fill := func(secret string) (raws []*raw, err error) {
+		for len(raws) < 10*peers {
+			r, err := tryRaw(t, e, secret, newID())
+			if err != nil {
+				return raws, err
+			}
+			raws = append(raws, r)
+		}
+		return raws, nil
+	}
+	waits := func(client string, n int) {
+		t.Helper()
+		until(t, "the connections of "+client, func() bool {
+			e.mu.Lock()
+			defer e.mu.Unlock()
+			return e.unsaid[client] == n
+		})
+	}
+	full := func(who string, raws []*raw, err error, want int) {
+		t.Helper()
+		var refused *trust.Refusal
+		if !errors.As(err, &refused) || refused.Code != codeCrowded || len(raws) != want {
+			t.Fatalf("after %d connections of %s: %v, want a refusal after %d", len(raws), who, err, want)
+		}
+	}
+	eve := clientSecret(t, "eve")
+	raws, err := fill(eve)
+	full("one client", raws, err, 48)
+	until(t, "the connections", func() bool {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return len(e.greeters) == 48
+	})
+	dialRaw(t, e, clientSecret(t, "adam"), newID()).session(1)
+	others, err := fill(clientSecret(t, "mallory"))
+	full("another client", others, err, 16)
+	connect(t, newEndpoint(t, newContext(t), Config{}), Info{Addrs: e.Info().Addrs})
+	waits("", 0) // the one that asked for the identity
+	ranks, err := fill(testSecret)
+	full("ranks", ranks, err, 2*peers)
+
+	raws[0].session(1)
+	raws[1].Close()
+	waits("eve", 46)
+	raws, err = fill(eve)
+	full("one client, again", raws, err, 2)
+}
+
+// As many endpoints as are allowed connect at once, by address alone.
+func TestFleetConnects(t *testing.T) {
+	for _, c := range []struct {
+		secret string
+		n      int
+	}{{testSecret, 16}, {clientSecret(t, "eve"), 12}} {
+		for round := range 10 {
+			t.Run(fmt.Sprintf("%d/%d", c.n, round), func(t *testing.T) {
+				e := newEndpoint(t, newContext(t), Config{MaxPeers: 16})
+				from := newContext(t)
+				var fleet sync.WaitGroup
+				for range c.n {
+					o := newEndpoint(t, from, Config{Secret: c.secret, Conns: 4})
+					fleet.Go(func() {
+						if _, err := o.Connect(t.Context(), Info{Addrs: e.Info().Addrs}); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				fleet.Wait()
+			})
+		}
+	}
+}
+
+// Connect tries again if too many connections say nothing, and their burst ends.
+func TestConnectOutlastsACrowd(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{MaxPeers: 1})
+	var crowd []*raw
+	for range minUnsaid {
+		crowd = append(crowd, dialRaw(t, e, testSecret, newID()))
+	}
+	again, dispersed, tries := make(chan struct{}), make(chan struct{}), 0
+	dial := func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+		if tries++; tries == 2 {
+			close(again)
+			<-dispersed
+		}
+		return d.DialContext(ctx, "tcp", address)
+	}
+	o := newEndpoint(t, newContext(t), Config{Dialer: dial})
+	done := make(chan error, 1)
+	go func() {
+		_, err := o.Connect(t.Context(), e.Info())
+		done <- err
+	}()
+	select {
+	case <-again:
+	case err := <-done:
+		t.Fatalf("after %d tries: %v, want another one", tries, err)
+	}
+	for _, r := range crowd {
+		r.Close()
+	}
+	until(t, "the end of the crowd", func() bool {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return len(e.unsaid) == 0
+	})
+	close(dispersed)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// A connection that is refused for the crowd does not take the place of a peer.
+func TestCrowdEvictsNoPeer(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{MaxPeers: 1})
+	id := newID()
+	r := dialRaw(t, e, testSecret, id).session(1)
+	p := accept(t, e)
+	r.Close()
+	until(t, "the end of the session", func() bool { return !p.connected() })
+	for range minUnsaid {
+		dialRaw(t, e, testSecret, id)
+	}
+	var refused *trust.Refusal
+	if _, err := tryRaw(t, e, testSecret, newID()); !errors.As(err, &refused) || refused.Code != codeCrowded {
+		t.Errorf("beside the crowd: %v, want a refusal", err)
+	}
+	if all := e.Peers(); !slices.Equal(all, []*Peer{p}) {
+		t.Errorf("the peers are %v, want %v", all, p)
+	}
 }
 
 // Connect respects MaxPeers, and says what to do.

@@ -24,8 +24,10 @@
 // this end and the bounds. Operations that are under way together are done in any order. Messages
 // arrive in the order of the sends; a send has ended when the peer has the message. Messages up to
 // 64 KiB go at once if the peer has room for them, in at most 4 MiB a peer, or 8 MiB if it connects
-// anew; others wait at their sender until they are received. Messages that were not received when a
-// connection was made take from its room for as long as the connection lasts.
+// anew; others wait at their sender until they are received. Of the peers with the credential
+// of one client, the n-th that connects gets 64 MiB/n if that is less, those that left messages
+// included. Messages that were not received when a connection was made take from its room for as
+// long as the connection lasts.
 //
 // # RDMA
 //

@@ -72,7 +72,9 @@ type Config struct {
 	// credential of one client. A peer that has connected by itself, and is not connected any more,
 	// makes room for another one, unless Accept has returned it and it has messages that were not
 	// received; its operations fail with ErrClosed then. Otherwise a new peer is refused, and
-	// Connect fails with ErrBusy until the program closes a peer. Default 1024.
+	// Connect fails with ErrBusy until the program closes a peer. Connections that have not said
+	// which peer they are of are bounded, too: those of ranks to twice MaxPeers, at least 16, those
+	// of clients to as many, and those of one client to three quarters of it. Default 1024.
 	MaxPeers int
 	// Dialer makes the connections to peers. Default: net.Dialer.
 	Dialer dial.Func
@@ -107,6 +109,7 @@ type Endpoint struct {
 	fresh    []*Peer // that connected and were not accepted
 	arrived  chan struct{}
 	greeters map[*greeter]struct{}
+	unsaid   map[string]int // by client: connections that have not said what they want
 
 	strangers  atomic.Uint64 // connections that were refused
 	unreported func()        // takes the endpoint out of package stats
@@ -118,6 +121,7 @@ const (
 	purpose      = "endpoint"
 	protocol     = 1 // see extra
 	greetTimeout = 10 * time.Second
+	minUnsaid    = 16                     // see crowdedLocked
 	crossedPause = 100 * time.Millisecond // for connections of the peer, before it is dialled again
 )
 
@@ -127,6 +131,7 @@ const (
 	codeFull               // the endpoint has too many peers, or too many of the client
 	codeChecked            // its connections are wire.Checked at least
 	codeSealed             // its connections are wire.Sealed
+	codeCrowded            // too many connections have not said what they want: see crowdedLocked
 )
 
 // extra is what the handshake's Hello says about a connection. With direct the dialler can use
@@ -179,7 +184,7 @@ func guardOf(m wire.Mode, s *trust.Session, dialled bool) (wire.Guard, error) {
 func New(c *Context, cfg Config) (*Endpoint, error) {
 	e := &Endpoint{ctx: c, cfg: cfg, id: newID(), log: cfg.Logger, peers: map[peerID]*Peer{},
 		arrived: make(chan struct{}, 1),
-		gone:    make(chan struct{}), greeters: map[*greeter]struct{}{}}
+		gone:    make(chan struct{}), greeters: map[*greeter]struct{}{}, unsaid: map[string]int{}}
 	if err := e.complete(); err != nil {
 		return nil, fmt.Errorf("endpoint: %w", err)
 	}
@@ -189,8 +194,8 @@ func New(c *Context, cfg Config) (*Endpoint, error) {
 	}
 	if c := cfg.RDMA; c.Provider != nil {
 		var err error
-		e.card, err = card.Open(card.Config{Provider: c.Provider, Devices: c.Devices, GID: c.GID, Log: e.log,
-			Last: e.regions.leave})
+		e.card, err = card.Open(card.Config{Provider: c.Provider, Devices: c.Devices, GID: c.GID,
+			Settings: c.Settings, Log: e.log, Last: e.regions.leave})
 		if err != nil {
 			e.ctx.unuse()
 			return nil, fmt.Errorf("endpoint: %w", err)
@@ -243,6 +248,9 @@ func (e *Endpoint) complete() error {
 	case c.MaxPeers < 1:
 		return fmt.Errorf("config: MaxPeers is %d, want 1 or more", c.MaxPeers)
 	}
+	if err := c.RDMA.Settings.Check(); err != nil {
+		return fmt.Errorf("config: %w", err)
+	}
 	if c.Name != "" {
 		if err := checkName("endpoint", c.Name); err != nil {
 			return err
@@ -289,6 +297,7 @@ func (e *Endpoint) listen() error {
 		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
 			Agree: true, // the dialling end may ask for Seal
 			Max:   max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
+			Lost: func(h trust.Hello) { e.said(h.Client) },
 			Refused: func(c net.Conn, err error) {
 				if wanted(err) == wire.Plain { // else it may dial again, with another mode
 					e.strangers.Add(1)
@@ -355,8 +364,9 @@ func (e *Endpoint) register(r *Region) (*Region, error) {
 // Regions returns the regions, in the order of their names.
 func (e *Endpoint) Regions() []*Region { return e.regions.all() }
 
-// Connect returns the peer that info describes, connected: it has proved to be that endpoint. For
-// an endpoint that is connected already, whichever end dialled, it returns the same Peer.
+// Connect returns the peer that info describes, connected: it has proved to be that endpoint. To
+// the holder of a client's credential, other holders of the same one can prove to be any endpoint.
+// For an endpoint that is connected already, whichever end dialled, it returns the same Peer.
 func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
 	if info.ID == e.id {
 		return nil, errors.New("endpoint: that is this endpoint itself")
@@ -543,12 +553,50 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if why := e.crowdedLocked(h.Client); why != "" { // before it evicts a peer
+		return &trust.Refusal{Code: codeCrowded, Text: why}
+	}
 	if e.peers[peerID{h.Client, h.FromIncarnation}] == nil {
 		if why := e.fullLocked(h.Client); why != "" {
 			return &trust.Refusal{Code: codeFull, Text: why}
 		}
 	}
+	e.unsaid[h.Client]++
 	return nil
+}
+
+// crowdedLocked returns why no further connection of client may come before others have said what
+// they want, or "" if one may. Ranks have room of their own, and one client has a part of that of
+// clients. A peer needs room for two: it makes the connections of a session one after the other,
+// and this end may not have seen yet that the one that asked for the identity is closed.
+func (e *Endpoint) crowdedLocked(client string) string {
+	peers, all := max(e.cfg.MaxPeers, minUnsaid/2), 0
+	for c, n := range e.unsaid {
+		if (c == "") == (client == "") {
+			all += n
+		}
+	}
+	if n := e.unsaid[client]; client != "" && n >= 2*(peers-peers/4) {
+		return fmt.Sprintf("it waits for Hello on %d connections with the credential of client %s: send it, or dial "+
+			"again in %v", n, client, greetTimeout)
+	}
+	if all >= 2*peers {
+		return fmt.Sprintf("it waits for Hello on %d connections: dial again in %v", all, greetTimeout)
+	}
+	return ""
+}
+
+// said counts a connection out that has said what it wants, or has ended.
+func (e *Endpoint) said(client string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.saidLocked(client)
+}
+
+func (e *Endpoint) saidLocked(client string) {
+	if e.unsaid[client]--; e.unsaid[client] == 0 {
+		delete(e.unsaid, client)
+	}
 }
 
 // fullLocked makes room for another peer, which has the credential of client if that is not "". It
@@ -602,12 +650,14 @@ func (e *Endpoint) accepted(c net.Conn, h trust.Hello, s *trust.Session) {
 	guard, err := guardOf(mode, s, false)
 	if err != nil {
 		e.log.Warn("endpoint: a connection is refused", "from", c.RemoteAddr(), "err", err)
+		e.said(h.Client)
 		c.Close()
 		return
 	}
 	fd, err := socket.Detach(c)
 	if err != nil {
 		e.log.Warn("endpoint: a connection is closed", "from", c.RemoteAddr(), "err", files.Explain(err))
+		e.said(h.Client)
 		return
 	}
 	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}, direct: direct && e.card != nil}
@@ -641,8 +691,11 @@ type greeter struct {
 func (g *greeter) stop() {
 	g.timer.Stop()
 	g.ep.mu.Lock()
-	delete(g.ep.greeters, g)
-	g.ep.mu.Unlock()
+	defer g.ep.mu.Unlock()
+	if _, ok := g.ep.greeters[g]; ok {
+		delete(g.ep.greeters, g)
+		g.ep.saidLocked(g.from.client)
+	}
 }
 
 // Frame implements link.Handler.
@@ -711,6 +764,10 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 		e.fresh = append(e.fresh, p)
 		e.tellLocked()
 	}
+	room := int64(0)
+	if g.Index == 0 { // others begin no session
+		room = e.roomLocked(p)
+	}
 	p.mu.Lock()
 	defer p.unlock()
 	if s := p.coming; s != nil && s.id == id && !s.broken {
@@ -727,7 +784,7 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 	if p.coming != nil {
 		p.coming.breakLocked(fmt.Errorf("%w: the peer has connected anew", ErrBroken))
 	}
-	s := newSession(p, id, int(g.Count))
+	s := newSession(p, id, int(g.Count), room)
 	if direct {
 		s.path = newPath(s)
 	}
@@ -739,6 +796,27 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, d
 		}
 	})
 	return p, s, nil
+}
+
+// roomLocked is how much a peer's next session may have of window. A client can have many
+// identities, so that the n-th of its peers that connects gets an n-th of clientWindow at most.
+// Those that are connected count, and those that have left messages.
+func (e *Endpoint) roomLocked(p *Peer) int64 {
+	if p.client == "" {
+		return window
+	}
+	n := int64(1)
+	for id, o := range e.peers {
+		if o == p || id.client != p.client {
+			continue
+		}
+		o.mu.Lock()
+		if o.session != nil || o.coming != nil && !o.coming.broken || o.mail.len() > 0 {
+			n++
+		}
+		o.mu.Unlock()
+	}
+	return min(window, clientWindow/n)
 }
 
 // errCrossed says that both ends dial each other, and that the connections of the end with the
@@ -812,7 +890,7 @@ func (e *Endpoint) dialOrAwait(ctx context.Context, p *Peer, address string) err
 			defer p.mu.Unlock()
 			return p.gone
 		}
-		s := newSession(p, newID(), e.cfg.Conns)
+		s := newSession(p, newID(), e.cfg.Conns, window)
 		s.dialled = true
 		p.mu.Unlock()
 		err := e.dialAt(ctx, s, address)
@@ -939,6 +1017,10 @@ func (e *Endpoint) prove(ctx context.Context, address string, id uint64, mode wi
 		}
 		if err != nil {
 			conn.Close()
+		}
+		var r *trust.Refusal
+		if errors.As(err, &r) && r.Code == codeCrowded {
+			return fmt.Errorf("%w: %w", trust.ErrTurnedAway, err)
 		}
 		return err
 	})

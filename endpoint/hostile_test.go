@@ -7,11 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"math/rand/v2"
 	"net"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -720,6 +722,115 @@ func TestWindowBesideASession(t *testing.T) {
 	if g, err := wire.DecodeGreeting(body); err != nil || g.Window != 0 || g.Message != 0 {
 		t.Errorf("beside a session with %d bytes of messages: window %d, messages of %d bytes, %v; want none", window,
 			g.Window, g.Message, err)
+	}
+}
+
+// TestWindowsOfAClient: the peers of a client share memory for messages, and take none from ranks.
+func TestWindowsOfAClient(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	windowOf := func(secret string) (*raw, int64) {
+		r := dialRaw(t, e, secret, newID())
+		r.send(hello(1, 0, 1))
+		_, body := r.expect(wire.Hello)
+		g, err := wire.DecodeGreeting(body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r, int64(g.Window)
+	}
+	eve := clientSecret(t, "eve")
+	var raws []*raw
+	for n := int64(1); n <= 40; n++ {
+		r, got := windowOf(eve)
+		if want := min(window, 16*window/n); got != want {
+			t.Errorf("peer %d of a client has a window of %d bytes, want %d", n, got, want)
+		}
+		raws = append(raws, r)
+	}
+	for _, secret := range []string{testSecret, clientSecret(t, "adam")} {
+		if _, got := windowOf(secret); got != window {
+			t.Errorf("beside the peers of a client another has a window of %d bytes, want %d", got, window)
+		}
+	}
+	// A program that starts its processes anew is not hurt: those that have ended take nothing.
+	for _, r := range raws {
+		r.Close()
+	}
+	until(t, "the end of the client's sessions", func() bool {
+		return !slices.ContainsFunc(e.Peers(), func(p *Peer) bool {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			return p.client == "eve" && p.session != nil
+		})
+	})
+	if _, got := windowOf(eve); got != window {
+		t.Errorf("after its peers have ended, one of a client has a window of %d bytes, want %d", got, window)
+	}
+}
+
+// TestWatchesOfASession: a session has few, others are refused, and one that has ended makes room.
+func TestWatchesOfASession(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	r := dialRaw(t, e, testSecret, newID()).session(1)
+	for id := range uint64(1024) {
+		r.send(frame(wire.Watch, 1+id, nil))
+	}
+	for id := range uint64(1024 - maxWatches) {
+		h, body := r.expect(wire.Done)
+		o, err := wire.DecodeOutcome(body)
+		if why := body[wire.OutcomeSize:]; h.Address != 1+maxWatches+id || err != nil || o.Code != wire.Busy ||
+			string(why) != "16 watches of the session are open" {
+			t.Fatalf("watch %d: %v, %v, %q, want %d to be busy", h.Address, o, err, why, 1+maxWatches+id)
+		}
+	}
+	r.send(frame(wire.Cancel, 1, nil))
+	r.expect(wire.Done)
+	r.send(frame(wire.Watch, 5000, nil), frame(wire.Watch, 5001, nil))
+	if h, _ := r.expect(wire.Done); h.Address != 5001 {
+		t.Errorf("watch %d is refused, want 5001", h.Address)
+	}
+	if _, err := e.Register("r", mem.Host(make([]byte, 1), mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	told := map[uint64]bool{}
+	for range maxWatches {
+		h, _ := r.expect(wire.Region)
+		told[h.Address] = true
+	}
+	if len(told) != maxWatches || !told[5000] {
+		t.Errorf("a region is reported to watches %v", told)
+	}
+}
+
+// TestWatchBeyondTheBound: it fails before it has given a region, until another one ends.
+func TestWatchBeyondTheBound(t *testing.T) {
+	_, b, p, _ := pair(t, Config{})
+	if _, err := b.Register("r", mem.Host(make([]byte, 1), mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	watch := func() (RegionEvent, func(), error) {
+		t.Helper()
+		next, stop := iter.Pull2(p.Watch(patient(t)))
+		t.Cleanup(stop)
+		ev, err, ok := next()
+		if !ok {
+			t.Fatal("a watch without an event and an error")
+		}
+		return ev, stop, err
+	}
+	var stop func()
+	for range maxWatches {
+		var err error
+		if _, stop, err = watch(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if ev, _, err := watch(); !errors.Is(err, ErrBusy) || !strings.Contains(err.Error(), "16 watches") {
+		t.Errorf("a watch too many: %v, %v, want that there are 16", ev, err)
+	}
+	stop()
+	if ev, _, err := watch(); err != nil || ev.Name != "r" {
+		t.Errorf("a watch in the place of another one: %v, %v", ev, err)
 	}
 }
 

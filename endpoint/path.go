@@ -39,6 +39,9 @@ type RDMA struct {
 	// GID selects an address of the port: an index, an address or a network; see rdma.ChooseGID.
 	// Default: the best one.
 	GID string
+	// Settings are those of the network, as rdma.ParseSettings has them. The default of
+	// Settings.Timeout is 14, 67 ms.
+	Settings rdma.Settings
 	// From is the length in bytes from which operations go by RDMA, messages only if they have more
 	// than 64 KiB, too. Default 4 KiB.
 	From int64

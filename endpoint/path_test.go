@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -714,5 +715,18 @@ func TestCloseEndsRDMA(t *testing.T) {
 		if near && !errors.Is(err, ErrClosed) || !near && !errors.Is(err, ErrBroken) {
 			t.Errorf("closed here: %t: %v", near, err)
 		}
+	}
+}
+
+// Settings of the network that no connection can have are an error of New.
+func TestSettingsOfTheNetworkAreChecked(t *testing.T) {
+	_, r := newFabric(t, soft.Config{})
+	r.Settings.ServiceLevel = 16
+	e, err := New(newContext(t), Config{Secret: "a secret of this test alone", RDMA: r})
+	if err == nil {
+		e.Close()
+	}
+	if err == nil || !strings.Contains(err.Error(), "ServiceLevel 16") {
+		t.Errorf("%v, want an error with the service level", err)
 	}
 }

@@ -34,7 +34,8 @@ type RegionConfig struct {
 	// name. Default: Read, unless Clients is set; then none.
 	Rights mem.Rights
 	// Clients has the rights of clients by their names: see trust of clients in the package
-	// comment. A client without rights does not learn that the region exists.
+	// comment. All holders of a client's credential are that client, so that each program should
+	// have its own. A client without rights does not learn that the region exists.
 	Clients map[string]mem.Rights
 }
 

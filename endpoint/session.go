@@ -50,6 +50,7 @@ type session struct {
 	// Requests of the peer.
 	serving map[uint64]*service
 	owed    int // requests that were not answered
+	watches int // of serving
 
 	spareServices pool[service] // that have ended
 
@@ -89,18 +90,20 @@ type service struct {
 const (
 	maxRequests = 1024    // that are not answered
 	window      = 4 << 20 // bytes of messages that were not received
+	maxWatches  = 16      // of a session
 	maxMessage  = 64 << 10
 	stripe      = 1 << 20 // reads and writes from this size use all connections
 	smallest    = 4 << 10 // an operation up to this size may be sent with the next ones
 	maxKnown    = 4096    // descriptions of regions that are remembered
 	maxBacklog  = 1 << 20 // bytes of answers, or of changes, that the peer has not read
+
+	clientWindow = 16 * window // of which the n-th peer of a client gets an n-th: see roomLocked
 )
 
 // newSession makes a session of count connections. p.mu is held. Its room, which does not change,
-// is what messages that were not received leave of window. What a session that is still up gets
-// after that comes on top.
-func newSession(p *Peer, id uint64, count int) *session {
-	room := int64(window)
+// is what messages that were not received leave of room, a part of window. What a session that is
+// still up gets after that comes on top.
+func newSession(p *Peer, id uint64, count int, room int64) *session {
 	if p.session != nil {
 		room -= p.session.buffered
 	}

@@ -24,7 +24,8 @@ const maxEvents = 64 << 10
 // Watch returns the peer's regions that this end may use, and then changes of them as they come,
 // until ctx ends or the caller stops. A region may be reported twice; the last report counts. The
 // last pair has an error: that of ctx, ErrBroken if the connection was lost, or ErrBusy if this end
-// or its program was too slow.
+// or its program was too slow. If this end has 16 watches of the peer already, ErrBusy is all that
+// comes.
 func (p *Peer) Watch(ctx context.Context) iter.Seq2[RegionEvent, error] {
 	return func(yield func(RegionEvent, error) bool) {
 		q := &query{op: wire.Watch, more: make(chan struct{}, 1)}
@@ -36,6 +37,11 @@ func (p *Peer) Watch(ctx context.Context) iter.Seq2[RegionEvent, error] {
 		defer p.unwatch(q)
 		for after, last := "", false; !last; {
 			page, err := p.Regions(ctx, after, MaxPage)
+			if err == nil { // a refusal of the watch comes before the first page
+				p.mu.Lock()
+				err = q.err
+				p.mu.Unlock()
+			}
 			if err != nil {
 				fail(err)
 				return
@@ -186,6 +192,11 @@ func (s *session) watchLocked(c *link.Conn, id uint64) error {
 	if s.serving[id] != nil {
 		return fmt.Errorf("%w: request %d is open already", wire.ErrFrame, id)
 	}
+	if s.watches == maxWatches {
+		s.answerWhyLocked(c, id, wire.Busy, 0, fmt.Sprintf("%d watches of the session are open", maxWatches))
+		return nil
+	}
+	s.watches++
 	sv := s.newServiceLocked(c, id)
 	sv.watch = true
 	s.ep.watchers.add(sv)
@@ -194,6 +205,7 @@ func (s *session) watchLocked(c *link.Conn, id uint64) error {
 
 func (s *session) endWatchLocked(c *link.Conn, sv *service, code wire.Code) {
 	delete(s.serving, sv.id)
+	s.watches--
 	s.ep.watchers.remove(sv)
 	s.answerLocked(c, sv.id, code, 0)
 }

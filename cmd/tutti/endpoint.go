@@ -431,7 +431,7 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 		}
 	}
 	cfg := endpoint.Config{Name: f.name, Secret: secret, Interfaces: cmp.Or(f.listen, os.Getenv("TUTTI_IFNAME")),
-		Ports: cmp.Or(f.ports, os.Getenv("TUTTI_PORT")), Seal: f.seal, Checksum: f.checksum,
+		Ports: cmp.Or(f.ports, bootstrap.WithoutServices(os.Getenv)("TUTTI_PORT")), Seal: f.seal, Checksum: f.checksum,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))}
 	if cfg.Name == "" {
 		cfg.Name, _ = os.Hostname()
@@ -938,16 +938,20 @@ func create(ctx context.Context, path string) (*output, error) {
 	case !errors.Is(err, fs.ErrNotExist):
 		return nil, err
 	}
+	mode := fs.FileMode(0o666)
+	if info != nil {
+		mode = 0o600 // until it has that of the old one
+	}
 	temp := filepath.Join(filepath.Dir(path), ".tutti-read-"+rand.Text())
-	f, ferr := os.OpenFile(temp, os.O_CREATE|os.O_EXCL|os.O_RDWR, 0o666)
-	if ferr != nil {
-		return nil, fmt.Errorf("%s cannot be made: %w", path, ferr)
+	f, err := os.OpenFile(temp, os.O_CREATE|os.O_EXCL|os.O_RDWR, mode)
+	if err != nil {
+		return nil, fmt.Errorf("%s cannot be made: %w", path, err)
 	}
 	out := &output{file: f, whole: true, path: path}
-	if err == nil {
-		if err := f.Chmod(info.Mode().Perm()); err != nil {
+	if info != nil {
+		if err := f.Chmod(info.Mode().Perm()); err != nil { // not after the transfer
 			out.close(false)
-			return nil, err
+			return nil, fmt.Errorf("%s cannot be replaced: %w", path, err)
 		}
 	}
 	return out, nil

@@ -830,6 +830,11 @@ func TestEndpointOutput(t *testing.T) {
 		if err != nil {
 			return err
 		}
+		if old, err := os.Stat(path); o.whole && err == nil { // nothing but its name is left for close
+			if info, err := o.file.Stat(); err != nil || info.Mode() != old.Mode() {
+				t.Errorf("before it is complete, what replaces %s is %v, %v; want mode %v", path, info, err, old.Mode())
+			}
+		}
 		if err := reserve(o.file, int64(len(text))); o.whole && err != nil {
 			t.Error(err)
 		}

@@ -23,8 +23,10 @@ argument: every user of the machine can read those.
 
 With --client, derive from the job's secret the credential of a client, a program that is no rank.
 Its holder can prove to endpoints of the job that it is this client, and nothing else: it cannot act
-as a rank or as another client. The same secret and name always give the same credential. The job's
-secret comes from TUTTI_SECRET, TUTTI_SECRET_FILE or --secret-file.`,
+as a rank or as another client. To other holders of the same credential it can also prove to be any
+endpoint: give each program its own, and share one only among processes that may trust each other.
+The same secret and name always give the same credential. The job's secret comes from TUTTI_SECRET,
+TUTTI_SECRET_FILE or --secret-file.`,
 		Example: `  export TUTTI_SECRET=$(tutti secret)     in a batch script; srun and mpirun pass it on
   tutti secret --file ~/job.secret        on a file system that all nodes share
   tutti secret | kubectl create secret generic train --from-file=secret=/dev/stdin

@@ -6,11 +6,14 @@ import (
 	"io/fs"
 	"os"
 	"syscall"
+
+	"tutti/internal/ident"
 )
 
 // Directory makes dir if it does not exist, and checks that it is safe to keep files in it: if
 // others may write to it, it must be one like /tmp, where they cannot replace files of others, and
-// it must not be a symbolic link of another user.
+// belong to this user or root, or to one that this process's user namespace does not have, as the
+// root of a container's host. It must not be a symbolic link of another user.
 func Directory(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -32,6 +35,8 @@ func Directory(dir string) error {
 		return fmt.Errorf("every user may replace files in %s (mode %v): give a directory of your own, or take "+
 			"that right away (chmod o-w)",
 			dir, info.Mode())
+	case info.Mode().Perm()&0o002 != 0 && !trusted(info) && !foreign(info):
+		return fmt.Errorf("%s belongs to another user, who may replace files in it: give a directory of your own", dir)
 	}
 	return nil
 }
@@ -40,6 +45,13 @@ func Directory(dir string) error {
 func trusted(info fs.FileInfo) bool {
 	st, ok := info.Sys().(*syscall.Stat_t)
 	return ok && (int(st.Uid) == os.Geteuid() || st.Uid == 0)
+}
+
+// foreign reports whether the owner of a file may be one whom this process's user namespace does
+// not have.
+func foreign(info fs.FileInfo) bool {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return ok && ident.StandsForOthers(st.Uid)
 }
 
 // Own reports whether info, of os.Lstat, is that of a regular file of this user.

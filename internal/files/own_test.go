@@ -136,4 +136,11 @@ func TestDirectory(t *testing.T) {
 	if err := Directory(link); err == nil || !strings.Contains(err.Error(), "another user") {
 		t.Errorf("a link of another user's: %v", err)
 	}
+	sticky := filepath.Join(dir, (0o777 | fs.ModeSticky).String())
+	if err := os.Chown(sticky, 12345, 12345); err != nil { // and directories
+		t.Fatal(err)
+	}
+	if err := Directory(sticky); err == nil || !strings.Contains(err.Error(), "another user") {
+		t.Errorf("a directory of another user's, like /tmp: %v", err)
+	}
 }

@@ -164,6 +164,36 @@ func TestMACsOfOtherMessages(t *testing.T) {
 	}
 }
 
+// A client's key proves both ends to each other. So its holders can answer each other as any
+// acceptor, but neither another client nor a rank.
+func TestHoldersOfOneKeyCanPoseAsAcceptors(t *testing.T) {
+	bob := dialler{mac(secret, "client", "bob", nil), "p", greet, false}
+	bob.hello.Client = "bob"
+	for _, d := range []dialler{alice(secret), bob, rank} {
+		c, s := ends(t)
+		go func() { // it has alice's key alone
+			defer s.Close()
+			in := make([]byte, openingSize+proofSize)
+			if _, err := io.ReadFull(s, in[:openingSize]); err != nil {
+				return
+			}
+			nonce := bytes.Repeat([]byte{7}, nonceSize)
+			s.Write(append([]byte(acceptMagic), nonce...))
+			if _, err := io.ReadFull(s, in[openingSize:]); err != nil {
+				return
+			}
+			verdict := make([]byte, verdictLen)
+			said := append(bytes.Clone(in[magicSize:magicSize+saidSize]), nonce...)
+			said = append(append(said, in[openingSize+sha256.Size:]...), verdict...)
+			s.Write(append(mac(alice(secret).key, "accept", "p", said), verdict...))
+		}()
+		if _, err := d.shake(c); d.hello.Client == "alice" && err != nil ||
+			d.hello.Client != "alice" && !errors.Is(err, ErrAuth) {
+			t.Errorf("client %q, answered with alice's key: %v", d.hello.Client, err)
+		}
+	}
+}
+
 // A service of the ranks tells a client, after its proof, that it is at the wrong door.
 func TestClientAtARanksService(t *testing.T) {
 	check := func(err error) {

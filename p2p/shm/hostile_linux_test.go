@@ -9,6 +9,7 @@ import (
 	"math"
 	"net"
 	"os"
+	"os/exec"
 	"runtime"
 	"strings"
 	"syscall"
@@ -563,6 +564,42 @@ func TestRegionCannotBeWritten(t *testing.T) {
 	if r.Bytes()[0] = 5; m.Mem[0] != 5 {
 		t.Error("the owner's stores are not seen")
 	}
+}
+
+// TestMemoryCannotBeOpenedForWriting: a process of another user that has a descriptor for reading
+// does not get one for writing by opening the memory again.
+func TestMemoryCannotBeOpenedForWriting(t *testing.T) {
+	n := pages(1)
+	fd, store, b, err := newWritable(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	region, c, err := newRegion(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, fd := range map[string]int{"memory that peers may write": fd,
+		"of that, the descriptor for writing": store, "a region": region, "a ring": memory(t, n)} {
+		f := os.NewFile(uintptr(fd), what)
+		info, err := f.Stat()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if info.Mode().Perm() != 0o400 {
+			t.Errorf("%s has %v, want mode 0400", what, info.Mode())
+		}
+		if os.Geteuid() == 0 {
+			c := exec.Command("sh", "-c", ": <>/proc/self/fd/3")
+			c.ExtraFiles = []*os.File{f}
+			c.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+			if out, err := c.CombinedOutput(); err == nil || !strings.Contains(string(out), "ermission denied") {
+				t.Errorf("%s, opened by another user for writing: %v, %s", what, err, out)
+			}
+		}
+		f.Close()
+	}
+	unmap(b)
+	unmap(c)
 }
 
 // TestFreedRegionsAreUnmappedByPeers: allocating, mapping and freeing again and again does not add

@@ -23,7 +23,8 @@ func pages(n int) int {
 }
 
 // newMemory returns the descriptor of new, zeroed shared memory of n bytes (whole pages), without
-// seals.
+// seals. Its mode keeps other users who have a descriptor for reading from opening it again for
+// writing. A process of the same user can change the mode.
 func newMemory(n int) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("tutti", flags|unix.MFD_NOEXEC_SEAL)
@@ -32,6 +33,10 @@ func newMemory(n int) (int, error) {
 	}
 	if err != nil {
 		return -1, fmt.Errorf("memfd_create: %w", err)
+	}
+	if err = unix.Fchmod(fd, 0o400); err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("mode of shared memory: %w", err)
 	}
 	if err = unix.Ftruncate(fd, int64(n)); err != nil {
 		unix.Close(fd)
