@@ -58,7 +58,7 @@ type Channel struct {
 	aborted   []byte // the payload of the abort, sent on links that come up later
 	until     uint64 // this rank runs neither this operation nor any later one; 0: it has not left
 	now       Token  // the operation in progress or the last one
-	told      Token  // the last announced operation
+	told      Token  // the operation of the last announcement; zero: none, or it was taken back
 	toldWaits uint64
 	hears     func(slot, key int, value []byte) // see OnNotice
 	misses    func(slot int)                    // see OnLeft
@@ -588,7 +588,8 @@ func packSlots(slots []int) (packed uint64) {
 }
 
 // Announce tells every linked member that this rank has waited in operation t for slots for long.
-// Only the first three slots are sent. A repeated announcement is not sent again.
+// Members that link up later are told then. Only the first three slots are sent. A repeated
+// announcement is not sent again.
 func (c *Channel) Announce(t Token, slots []int) {
 	packed := packSlots(slots)
 	if c.told == t && c.toldWaits == packed {
@@ -596,12 +597,27 @@ func (c *Channel) Announce(t Token, slots []int) {
 	}
 	c.told, c.toldWaits = t, packed
 	for pr := range c.linked() {
-		c.control(pr, Header{Kind: frameStatus, Seq: t.Seq, Call: t.Call, Count: t.Count, Off: packed}, nil)
+		c.status(pr)
 	}
 }
 
+// Retract takes back what this rank has announced: it does not wait any more. On a channel that has
+// failed, the last announcement remains: a peer whose time is up looks at it.
+func (c *Channel) Retract() {
+	if c.told.Seq != 0 && c.err == nil {
+		c.Announce(Token{}, nil)
+	}
+}
+
+// status sends the last announcement to the peer.
+func (c *Channel) status(pr *peer) {
+	c.control(pr, Header{Kind: frameStatus, Seq: c.told.Seq, Call: c.told.Call, Count: c.told.Count,
+		Off: c.toldWaits}, nil)
+}
+
 // WaitsFor returns the slots that the rank in slot waits for, as it announced in operation t, or in
-// an earlier one, if it has sent nothing of a later one since; false if it has announced nothing.
+// an earlier one, if it has sent nothing of a later one since; false if it has announced nothing,
+// or has taken it back.
 func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	st := c.fast[slot]
 	if st == nil || st.waits != t &&

@@ -81,7 +81,7 @@ func (p *Proxy) Counts() []PeerCounts {
 }
 
 // Waiting returns the operation in which the rank in slot announced a long wait, and the slots that
-// it waits for; false if it has announced none. With the lock.
+// it waits for; false if it has announced none, or has taken it back. With the lock.
 func (c *Channel) Waiting(slot int) (t Token, slots []int, ok bool) {
 	if st := c.fast[slot]; st != nil && st.waits != (Token{}) {
 		slots, _ = c.WaitsFor(slot, st.waits)

@@ -174,6 +174,64 @@ func TestWaitsForOfAnEarlierOperation(t *testing.T) {
 		t.Errorf("behind what had come before: %v, %v", slots, ok)
 	}
 	a.Unlock()
+	b.Lock()
+	cb.Retract()
+	b.Unlock()
+	send(t, b, cb, 0, 1, "y") // of no later operation
+	recv(t, a, ca, 1, 1, "y")
+	a.Lock()
+	if slots, ok := ca.WaitsFor(1, p2p.Token{Seq: 3}); ok {
+		t.Errorf("after the end of its operation: %v", slots)
+	}
+	if _, _, ok := ca.Waiting(1); ok {
+		t.Error("after the end of its operation it is said to wait")
+	}
+	a.Unlock()
+}
+
+// On a channel that has failed, what was announced before remains.
+func TestRetractAfterAFailure(t *testing.T) {
+	a, b := pair(t)
+	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
+	send(t, b, cb, 0, 1, "x")
+	recv(t, a, ca, 1, 1, "x")
+	b.Lock()
+	cb.Announce(p2p.Token{Seq: 1}, []int{1})
+	cb.Abort(errors.New("its time is up"), []byte("why"))
+	cb.Retract()
+	b.Unlock()
+	a.Lock()
+	defer a.Unlock()
+	var w p2p.Wait
+	w.Reset(context.Background(), time.Minute, true)
+	for ca.Err() == nil {
+		if err := a.Progress(&w); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a.Look()
+	if slots, ok := ca.WaitsFor(1, p2p.Token{Seq: 1}); !ok || len(slots) != 1 || slots[0] != 1 {
+		t.Errorf("rank 1 waits for %v, %v: want itself", slots, ok)
+	}
+}
+
+// A member that links up after an announcement is told of it.
+func TestAnnouncementReachesALaterLink(t *testing.T) {
+	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
+	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
+	b.Lock()
+	cb.Announce(p2p.Token{Seq: 1}, []int{1})
+	b.Unlock()
+	send(t, a, ca, 1, 1, "x") // makes the link
+	recv(t, b, cb, 0, 1, "x")
+	send(t, b, cb, 0, 1, "y")
+	recv(t, a, ca, 1, 1, "y")
+	a.Lock()
+	defer a.Unlock()
+	if slots, ok := ca.WaitsFor(1, p2p.Token{Seq: 1}); !ok || len(slots) != 1 || slots[0] != 1 {
+		t.Errorf("rank 1 waits for %v, %v: want itself", slots, ok)
+	}
 }
 
 // A rank that was not scheduled until its time was up still knows what its peers have announced.

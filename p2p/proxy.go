@@ -505,6 +505,9 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 			st.introduce()
 			c.retell(st)
 		}
+		if c.told.Seq != 0 && c.has(pr.rank) {
+			c.status(pr)
+		}
 		if c.aborted != nil && c.has(pr.rank) {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}, c.aborted)
 		}

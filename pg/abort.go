@@ -9,11 +9,12 @@ import (
 )
 
 // Kinds of the payload of Channel.Abort, which carries a failure to the other ranks. The kind is
-// the first byte.
+// the first byte. Calls in graphs have no tokens: text has the call that timed out, or both calls
+// with betweenCalls.
 const (
 	abortRank     = 1 // reporter, failed rank, text
 	abortTimeout  = 2 // reporter, after (ns), token of the call, missing ranks with their last tokens, text
-	abortMismatch = 3 // rank a, rank b, their tokens
+	abortMismatch = 3 // rank a, rank b, their tokens, text
 	abortOther    = 4 // reporter, text
 	abortCall     = 5 // reporter, text: Group.Abort
 	abortDeserted = 6 // reporter, rank that has closed its group: Group.deserted
@@ -30,6 +31,9 @@ type wireAbort struct {
 	Text     string
 	Canceled bool
 }
+
+// betweenCalls separates the calls in a text.
+const betweenCalls = "\x00"
 
 // seen describes the last operation that a rank was seen in.
 func seen(m exec.Seen) Seen {

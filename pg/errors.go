@@ -24,6 +24,18 @@ var (
 	ErrAborted = errors.New("process group aborted")
 )
 
+// abortedError says that rank Rank called Group.Abort.
+type abortedError struct {
+	Rank int
+	Err  error // the cause
+}
+
+func (e *abortedError) Error() string {
+	return fmt.Sprintf("rank %d: %v: %v", e.Rank, ErrAborted, e.Err)
+}
+
+func (e *abortedError) Unwrap() []error { return []error{ErrAborted, e.Err} }
+
 // RankError says that a rank died, left, or cannot be reached. The operation that returns it has no
 // result. Config.OnFailure says how the group goes on; by default every later collective returns an
 // error until Recover.
@@ -125,6 +137,42 @@ type ArgumentError struct {
 
 func (e *ArgumentError) Error() string {
 	return fmt.Sprintf("%s: %s is %s, want %s", e.Call, e.Arg, e.Got, e.Want)
+}
+
+// inJob returns the error of a group with the job's ranks instead of slots. ranks has the rank of
+// each slot. Calls in words keep the root's slot.
+func inJob(err error, ranks []int) error {
+	of := func(slot int) int {
+		if slot >= 0 && slot < len(ranks) {
+			return ranks[slot]
+		}
+		return slot
+	}
+	switch e := err.(type) {
+	case *RankError:
+		own := *e
+		own.Rank, own.Reporter, own.Also = of(e.Rank), of(e.Reporter), nil
+		for _, slot := range e.Also {
+			own.Also = append(own.Also, of(slot))
+		}
+		return &own
+	case *TimeoutError:
+		own := *e
+		own.Reporter, own.Missing = of(e.Reporter), nil
+		for _, m := range e.Missing {
+			own.Missing = append(own.Missing, Seen{of(m.Rank), m.What})
+		}
+		return &own
+	case *MismatchError:
+		own := *e
+		own.RankA, own.RankB = of(e.RankA), of(e.RankB)
+		return &own
+	case *abortedError:
+		return &abortedError{of(e.Rank), e.Err}
+	case *graphError:
+		return &graphError{e.text, inJob(e.is, ranks)}
+	}
+	return err
 }
 
 // outcome is the flight recorder's name for the error of an operation.

@@ -4,12 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"tutti/collectives"
 	"tutti/p2p"
+	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
 )
 
@@ -144,6 +147,46 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 						return nil
 					})
 			})
+		}
+	}
+}
+
+// A rank that was kept waiting in an operation, and does not call the next one, is named itself,
+// and not the rank that it had waited for.
+func TestTimeoutNamesRankThatWaitedBefore(t *testing.T) {
+	const n, late, missing = 5, 2, 3
+	t.Parallel() // the ranks mostly wait
+	gs, err := Local(n, Config{Timeout: 4 * time.Second, Algorithm: "ring"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls := func(g *Group) error {
+		if err := AllReduce(t.Context(), g, make([]float32, 8), Sum); err != nil || g.Rank() == missing {
+			return err
+		}
+		var to *TimeoutError
+		err := AllReduce(t.Context(), g, make([]float32, 8), Sum)
+		if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != missing {
+			return fmt.Errorf("got %v, want a *TimeoutError that names rank %d", err, missing)
+		}
+		return nil
+	}
+	ends := make(chan error, n)
+	for _, g := range gs {
+		defer g.Close()
+		if g.Rank() != late {
+			go func() { ends <- calls(g) }()
+		}
+	}
+	until(t, gs[missing+1], "hears that its neighbour waits", func(s *flight.Snapshot) bool {
+		return slices.ContainsFunc(s.Groups[0].Peers, func(p flight.Peer) bool {
+			return p.Rank == missing && slices.Equal(p.WaitsFor, []int{late})
+		})
+	})
+	ends <- calls(gs[late])
+	for range n {
+		if err := <-ends; err != nil {
+			t.Error(err)
 		}
 	}
 }
@@ -433,6 +476,34 @@ func FuzzDecodeAbort(f *testing.F) {
 			t.Error("too long")
 		}
 	})
+}
+
+// The other ranks are told which ranks the failure of a graph names.
+func TestGraphFailureNamesRanks(t *testing.T) {
+	gs, err := Local(3, Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, g := range gs {
+		defer g.Close()
+	}
+	g := gs[0]
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	for _, e := range []error{
+		&TimeoutError{Call: "allreduce in a graph", After: time.Second, Missing: []Seen{{2, "nothing yet"}},
+			Err: context.DeadlineExceeded},
+		&MismatchError{RankA: 0, CallA: "allreduce in a graph", RankB: 2, CallB: "allgather"},
+	} {
+		tell, _ := g.explain(&graphError{text: "it has no result", is: e})
+		a, err := decodeAbort(tell.encode(), 3)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := g.told(a); !reflect.DeepEqual(got, e) {
+			t.Errorf("told: %#v, want %#v", got, e)
+		}
+	}
 }
 
 func TestAbortRoundTrip(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"math"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -621,7 +622,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, new(*unfitError)):
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 	case errors.As(err, &graph):
-		return g.overtakenAbort(graph.is, err.Error(), now), err
+		return g.overtakenAbort(graph.is, graph.text, now), err
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // handled before
 	case errors.As(err, &earlier):
@@ -683,9 +684,12 @@ func (g *Group) told(a *wireAbort) error {
 	case abortDeserted:
 		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errDeserted}
 	case abortMismatch:
+		if ours, theirs, graph := strings.Cut(a.Text, betweenCalls); graph {
+			return &MismatchError{RankA: a.A, CallA: ours, RankB: a.B, CallB: theirs}
+		}
 		return &MismatchError{RankA: a.A, CallA: exec.Spell(a.Call), RankB: a.B, CallB: exec.Spell(a.Other) + a.Text}
 	case abortTimeout:
-		e := &TimeoutError{Call: exec.Spell(a.Call), After: time.Duration(a.After), Reporter: a.A,
+		e := &TimeoutError{Call: cmp.Or(a.Text, exec.Spell(a.Call)), After: time.Duration(a.After), Reporter: a.A,
 			Err: context.DeadlineExceeded}
 		if a.Canceled {
 			e.Err = context.Canceled
@@ -696,7 +700,7 @@ func (g *Group) told(a *wireAbort) error {
 		return e
 	}
 	if a.Kind == abortCall {
-		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
+		g.aborted = &abortedError{a.A, errors.New(a.Text)}
 		g.disconnect()
 		return g.aborted
 	}

@@ -288,7 +288,7 @@ func (g *Group) awaits() []int {
 // glance describes the group. With the proxy's lock.
 func (g *Group) glance() observe.Glance {
 	v := observe.Glance{Slot: g.rank, Active: slices.Clone(g.v.Active), Epoch: g.v.epoch, Number: g.seq,
-		Queued: g.line.calls, Err: g.err}
+		Agreed: g.ballot.count(), Agreeing: g.between, Queued: g.line.calls, Err: g.err}
 	if g.aborted != nil {
 		v.Err = g.aborted
 	}
@@ -297,10 +297,14 @@ func (g *Group) glance() observe.Glance {
 	}
 	v.Devices = g.loads()
 	g.track.Fill(&v)
+	v.Err, v.Last = inJob(v.Err, v.Ranks), inJob(v.Last, v.Ranks)
 	if v.Running() {
 		v.Awaits = g.awaits()
 	}
-	if g.busy && (g.sync.Pending() || g.sync.Behind()) {
+	switch {
+	case g.between:
+		v.Waited, v.Awaits = g.wait.Waited(), g.unvoted
+	case g.busy && (g.sync.Pending() || g.sync.Behind()):
 		v.Entering, v.Waited, v.Awaits = g.sync.Target(), g.wait.Waited(), g.awaits()
 	}
 	for slot := range g.v.Size {

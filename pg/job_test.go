@@ -3,11 +3,15 @@ package pg
 import (
 	"context"
 	"log/slog"
+	"net"
 	"os"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/bootstrap/embed"
 	"tutti/internal/sitetest"
 )
 
@@ -24,6 +28,64 @@ func (h heard) Handle(_ context.Context, r slog.Record) error {
 }
 func (h heard) WithAttrs([]slog.Attr) slog.Handler { return h }
 func (h heard) WithGroup(string) slog.Handler      { return h }
+
+// TestJoinOutlastsStartOfStore has a rank join whose store comes up later than it does.
+func TestJoinOutlastsStartOfStore(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	log, begun, address := make(heard, 1000), make(chan struct{}), ""
+	cfg := Config{Size: 2, Rank: 1, Job: "early", StoreAddr: "tutti://127.0.0.1:1", Logger: slog.New(log),
+		Secret: []byte("a secret of this test alone"), Getenv: func(string) string { return "" },
+		Dialer: func(ctx context.Context, d *net.Dialer, to int, peer string) (net.Conn, error) {
+			if to != ToStore {
+				return d.DialContext(ctx, "tcp", peer)
+			}
+			select {
+			case <-begun:
+				return d.DialContext(ctx, "tcp", address)
+			default:
+				return nil, syscall.ECONNREFUSED
+			}
+		}}
+	use := func(cfg Config, dialTimeout time.Duration) error {
+		s, err := cfg.fromEnv()
+		if err != nil {
+			return err
+		}
+		s.dialTimeout = dialTimeout
+		g, err := s.enter(ctx)
+		if err != nil {
+			return err
+		}
+		defer g.Close()
+		return sums(ctx, g, 0, 1)
+	}
+	done := make(chan error, 1)
+	go func() { done <- use(cfg, 100*time.Millisecond) }()
+	for waits := ""; !strings.Contains(waits, "store cannot be reached"); {
+		select {
+		case waits = <-log:
+		case err := <-done:
+			t.Fatalf("the rank did not wait for the store: %v", err)
+		case <-ctx.Done():
+			t.Fatal("the rank does not say that it waits for the store")
+		}
+	}
+	store, err := embed.Start(ctx, embed.Config{Secret: cfg.Secret})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	address = strings.TrimPrefix(store.Address(), "tutti://")
+	close(begun)
+	cfg.Rank = 0
+	if err := use(cfg, 0); err != nil {
+		t.Error("rank 0:", err)
+	}
+	if err := <-done; err != nil {
+		t.Error("rank 1:", err)
+	}
+}
 
 // TestStandbyOutlastsTimeout has a process on standby find a free place in a job whose other rank
 // comes only after the process's Timeout.

@@ -232,6 +232,7 @@ func (g *Group) leave() {
 
 // rest undoes begun.
 func (g *Group) rest() {
+	g.coll.Retract()
 	if g.shown.Load() != g.v && !g.sync.Pending() {
 		g.shown.Store(g.v)
 	}

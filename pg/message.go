@@ -22,6 +22,7 @@ type message struct {
 	s      *p2p.SendReq // of a Send
 	r      *p2p.RecvReq // of a Recv
 	rec    *flight.Record
+	waits  int            // calls of Wait, if Start started it
 	device *deviceMessage // of a message in a device's memory
 }
 

@@ -643,8 +643,8 @@ func (g *Group) repeated() error {
 	for _, x := range g.packets.former {
 		if why := x.unreported(); why != nil {
 			return &graphError{
-				text: fmt.Sprintf("a graph with operations of this group was captured in view %d, which is over: its "+
-					"launch has no result, capture it again", x.epoch),
+				text: fmt.Sprintf("a graph with operations of this group was captured in view %d, which is over: "+
+					"capture it again, its launch has no result", x.epoch),
 				is: g.overtaken(x.epoch, graphCall)}
 		}
 	}
@@ -658,11 +658,11 @@ func (g *Group) repeated() error {
 
 // A graphError says that the launch of a graph has no result.
 type graphError struct {
-	text string
-	is   error // a RankError, a TimeoutError or a MismatchError
+	text string // names no rank
+	is   error  // a RankError, a TimeoutError or a MismatchError
 }
 
-func (e *graphError) Error() string { return e.text }
+func (e *graphError) Error() string { return e.text + ": " + e.is.Error() }
 
 func (e *graphError) Unwrap() error { return e.is }
 
@@ -670,13 +670,11 @@ const graphCall = "the launch of a graph"
 
 // graphFailed returns the error of a launch that has no result in the view of x.
 func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
-	e := &graphError{text: fmt.Sprintf("%s with operations of this group has no result: %v", graphCall, why)}
-	switch ours := why.Ours.String() + " in a graph"; {
+	e := &graphError{text: graphCall + " with operations of this group has no result"}
+	switch ours := why.Ours.String() + " in " + graphCall; {
 	case why.Stopped && x.stops != nil:
-		lost := &RankError{Rank: x.left, Epoch: x.epoch, Call: graphCall, Reporter: g.rank,
+		e.is = &RankError{Rank: x.left, Epoch: x.epoch, Call: graphCall, Reporter: g.rank,
 			Err: cmp.Or(g.job.proxy.Down(g.jobRank(x.left)), errDeserted)}
-		e.text = fmt.Sprintf("%s with operations of this group has no result: rank %d: %v", graphCall, x.left, lost.Err)
-		e.is = lost
 	case why.Stopped:
 		e.is = g.overtaken(x.epoch, graphCall)
 	case why.Differs:
@@ -690,9 +688,21 @@ func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 }
 
 // overtakenAbort returns what the other ranks are told of work of an earlier view, or of a graph,
-// that has failed with err: which rank has left the view or the group if err names one that has,
-// else text. now is the operation that notices it.
+// that has failed with err: which ranks it names, but for a rank that has not left the view or the
+// group; then text. now is the operation that notices it.
 func (g *Group) overtakenAbort(err error, text string, now p2p.Token) *wireAbort {
+	switch e := err.(type) {
+	case *TimeoutError:
+		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(e.After), Text: e.Call}
+		for _, m := range e.Missing {
+			t, ok := g.coll.Seen(m.Rank)
+			a.Missing = append(a.Missing, exec.Seen{Rank: m.Rank, Has: ok, Last: t})
+		}
+		return a
+	case *MismatchError:
+		return &wireAbort{Kind: abortMismatch, A: e.RankA, B: e.RankB, Call: now,
+			Text: e.CallA + betweenCalls + e.CallB}
+	}
 	lost, ok := err.(*RankError)
 	switch {
 	case !ok || errors.As(lost.Err, new(mishap)):

@@ -343,7 +343,7 @@ func TestGraphsWithoutARank(t *testing.T) {
 		}
 		err = g.Barrier(ctx)
 		var differ *pg.MismatchError
-		if want := "rank 2 did allreduce (uint32 max, 1 elements)"; me == 0 && (!errors.As(err, &differ) ||
+		if want := "rank 2 called allreduce (uint32 max, 1 elements)"; me == 0 && (!errors.As(err, &differ) ||
 			differ.RankB != 2 || !strings.Contains(err.Error(), want)) ||
 			err == nil || strings.Contains(err.Error(), "rank 1") {
 			t.Errorf("%v, want %q", err, want)

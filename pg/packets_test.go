@@ -389,6 +389,23 @@ func (r packetRank) begun(ctx context.Context) (s device.Stream, m mem.Memory, o
 	return s, m, op, err
 }
 
+// After an operation in packets, a rank waits for no other.
+func TestPacketsAwaitNobodyAfterwards(t *testing.T) {
+	onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
+		s, _, _, err := r.begun(ctx)
+		if err != nil {
+			return err
+		}
+		defer s.Close()
+		r.job.proxy.Lock()
+		defer r.job.proxy.Unlock()
+		if slots := r.run.Awaits(); len(slots) > 0 {
+			return fmt.Errorf("it waits for %v", slots)
+		}
+		return nil
+	})
+}
+
 // A rank that does not come leaves the others with a timeout, in blocking and in started calls. The
 // stream is released and goes on, and the group after Recover.
 func TestPacketsTimeout(t *testing.T) {
@@ -754,7 +771,7 @@ func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
 		}
 		err = r.Barrier(ctx)
 		var late *TimeoutError
-		if err == nil || r.Rank() == 0 && (!strings.Contains(err.Error(), "nothing came from rank 1") ||
+		if err == nil || r.Rank() == 0 && (!strings.Contains(err.Error(), "waiting for rank 1 ") ||
 			!errors.As(err, &late) || late.Missing[0].Rank != 1) {
 			return fmt.Errorf("%v", err)
 		}

@@ -369,7 +369,7 @@ func (g *Group) Abort(cause error) {
 	p := g.job.proxy
 	p.Lock()
 	if g.aborted == nil && !g.closed.Load() {
-		g.aborted = fmt.Errorf("rank %d: %w: %w", g.rank, ErrAborted, cause)
+		g.aborted = &abortedError{g.rank, cause}
 		a := &wireAbort{Kind: abortCall, A: g.rank, B: g.rank, Text: cause.Error()}
 		g.disconnect()
 		g.coll.Abort(g.aborted, a.encode())

@@ -14,8 +14,9 @@ import (
 
 // A transport takes one package and one row: with them it is chosen, named in errors, and works.
 func TestCallersTransport(t *testing.T) {
-	defer registry.Add(registry.Kind{Name: unixtest.Name, Reach: registry.Machine, Works: func() error { return nil },
-		New: func(registry.Options) (p2p.Transport, error) { return unixtest.New(), nil }})()
+	defer registry.Add(registry.Kind{Name: unixtest.Name, Reach: registry.Machine,
+		Works: func(registry.Options) error { return nil },
+		New:   func(registry.Options) (p2p.Transport, error) { return unixtest.New(), nil }})()
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		x := []int64{int64(g.Rank())}
 		if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != 3 {

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"reflect"
 	"runtime"
 	"slices"
 	"strings"
@@ -220,6 +221,70 @@ func TestStatusNamesAwaitedRank(t *testing.T) {
 	}
 }
 
+// TestStatusOfWaitsBesidesCalls: a rank that waits for a started message, or in Agree, is seen to
+// wait.
+func TestStatusOfWaitsBesidesCalls(t *testing.T) {
+	gs, err := Local(2, Config{Timeout: 30 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, g := range gs {
+		defer g.Close()
+	}
+	ctx, ended := t.Context(), make(chan error, 1)
+	stuck := func(text string) {
+		t.Helper()
+		if texts := diagnose(t, gs); len(texts) != 1 || !strings.HasPrefix(texts[0], text+"; rank 0 waits for it, ") {
+			t.Errorf("%q, want %q", texts, text)
+		}
+	}
+	w := gs[0].Start(RecvOp{X: BufferOf(make([]int64, 3)), From: 1, Tag: 9})
+	idle := func() {
+		t.Helper()
+		if texts := diagnose(t, gs); len(texts) != 0 {
+			t.Errorf("its program does not wait, yet %q", texts)
+		}
+	}
+	idle()
+	var leave [2]context.CancelFunc
+	for i := range leave {
+		short, cancel := context.WithCancel(ctx)
+		leave[i] = cancel
+		go func() { ended <- w.Wait(short) }()
+	}
+	until(t, gs[0], "waits twice", func(*flight.Snapshot) bool {
+		gs[0].job.proxy.Lock()
+		defer gs[0].job.proxy.Unlock()
+		return w.at.Load().msg.waits == 2
+	})
+	for i, see := range []func(){func() {
+		stuck("rank 1 has not sent what rank 0 waits for: recv from rank 1 (int64, 3 elements, tag 9)")
+	}, idle} {
+		leave[i]()
+		if err := <-ended; err != context.Canceled {
+			t.Errorf("a call of Wait that was cancelled: %v", err)
+		}
+		see()
+	}
+	go func() { ended <- w.Wait(ctx) }()
+	if err := errors.Join(Send(ctx, gs[1], make([]int64, 3), 0, 9), <-ended); err != nil {
+		t.Fatal(err)
+	}
+	agree := func(g *Group) error { _, err := g.Agree(ctx, true); return err }
+	go func() { ended <- agree(gs[0]) }()
+	until(t, gs[0], "agrees", func(s *flight.Snapshot) bool {
+		o := s.Groups[0].Running
+		return o != nil && o.Kind == flight.Agreeing && slices.Equal(o.WaitsFor, []int{1})
+	})
+	stuck("rank 1 has not called agree #1")
+	if err := errors.Join(agree(gs[1]), <-ended); err != nil {
+		t.Fatal(err)
+	}
+	if texts := diagnose(t, gs); len(texts) != 0 {
+		t.Errorf("nothing is wrong any more, yet %q", texts)
+	}
+}
+
 // TestStatusOfSubgroups: ranks are those of the job, also in groups that number them otherwise.
 func TestStatusOfSubgroups(t *testing.T) {
 	each(t, 4, Config{}, func(ctx context.Context, g *Group) error {
@@ -241,8 +306,39 @@ func TestStatusOfSubgroups(t *testing.T) {
 			x.Peers[0].Rank != first^g.Rank()^(first-1) {
 			return fmt.Errorf("subgroup %+v %+v", x, x.Last)
 		}
+		if g.Rank() != first {
+			short, cancel := context.WithTimeout(ctx, time.Millisecond)
+			defer cancel()
+			if err := sub.Barrier(short); !errors.As(err, new(*TimeoutError)) {
+				return fmt.Errorf("%v", err)
+			}
+			x := look(t, sub, 1).Groups[1]
+			for _, text := range []string{x.Error, x.LastError} {
+				if !strings.Contains(text, fmt.Sprintf("on rank %d after ", g.Rank())) ||
+					!strings.Contains(text, fmt.Sprintf("waiting for rank %d (", first)) {
+					return fmt.Errorf("subgroup %q", text)
+				}
+			}
+		}
 		return g.Barrier(ctx)
 	})
+}
+
+func TestErrorsInJob(t *testing.T) {
+	cause := errors.New("a cause")
+	for _, c := range []struct{ err, want error }{
+		{&RankError{Rank: 0, Also: []int{1}, Reporter: 1}, &RankError{Rank: 4, Also: []int{2}, Reporter: 2}},
+		{&TimeoutError{Missing: []Seen{{1, "x"}}, Reporter: 0}, &TimeoutError{Missing: []Seen{{2, "x"}}, Reporter: 4}},
+		{&MismatchError{RankA: 0, RankB: 1}, &MismatchError{RankA: 4, RankB: 2}},
+		{&abortedError{1, cause}, &abortedError{2, cause}},
+		{&graphError{"x", &RankError{Rank: 1}}, &graphError{"x", &RankError{Rank: 2, Reporter: 4}}},
+		{ErrClosed, ErrClosed},
+		{nil, nil},
+	} {
+		if got := inJob(c.err, []int{4, 2}); !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%#v, want %#v", got, c.want)
+		}
+	}
 }
 
 // TestStatusOfFailures: a failed group reports its error, and counts it.
@@ -270,6 +366,15 @@ func TestStatusOfFailures(t *testing.T) {
 	if texts := diagnose(t, gs); len(texts) == 0 || !strings.HasPrefix(texts[0], "the group has failed at rank") ||
 		!strings.Contains(texts[0], ": ranks disagree: rank ") {
 		t.Errorf("%q", texts)
+	}
+	for _, g := range gs {
+		go func() { errs <- g.Recover(t.Context()) }()
+	}
+	if err := errors.Join(<-errs, <-errs); err != nil {
+		t.Fatal(err)
+	}
+	if texts := diagnose(t, gs); len(texts) != 0 {
+		t.Errorf("the ranks have recovered, yet %q", texts)
 	}
 	for _, g := range gs {
 		g.Close()

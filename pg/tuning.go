@@ -13,7 +13,7 @@ import (
 // tuned returns the measured table of algorithms of this rank, or nil if it has none that fits. One
 // rank of each machine logs why a table does not fit, since they usually read the same file.
 func (s *settings) tuned() *collectives.Table {
-	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), registry.Best(s.kinds).Name))
+	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), registry.Best(s.kinds, s.rdmaOptions()).Name))
 	if err != nil {
 		level := slog.LevelWarn
 		if s.launch.LocalRank > 0 {

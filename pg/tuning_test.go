@@ -45,10 +45,10 @@ func tuneFile(t *testing.T, m tuning.Machine, table *collectives.Table) string {
 func TestTunedSettings(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("XDG_CONFIG_HOME", dir)
-	here := tuning.Here(4, registry.Best(registry.Kinds()).Name)
+	here := tuning.Here(4, registry.Best(registry.Kinds(), registry.Options{}).Name)
 	table := ringTable(t, 4)
 	good := tuneFile(t, here, table)
-	foreign := tuneFile(t, tuning.Here(3, registry.Best(registry.Kinds()).Name), table)
+	foreign := tuneFile(t, tuning.Here(3, registry.Best(registry.Kinds(), registry.Options{}).Name), table)
 	broken := filepath.Join(dir, "broken")
 	if err := os.WriteFile(broken, []byte("{"), 0o600); err != nil {
 		t.Fatal(err)

@@ -37,7 +37,8 @@ func newFabric(t *testing.T, cfg soft.Config) *soft.Fabric {
 	f := soft.New(cfg)
 	t.Cleanup(f.Close)
 	var made atomic.Int64
-	t.Cleanup(registry.Add(registry.Kind{Name: "soft", Reach: registry.Network, Works: func() error { return nil },
+	t.Cleanup(registry.Add(registry.Kind{Name: "soft", Reach: registry.Network,
+		Works: func(registry.Options) error { return nil },
 		New: func(o registry.Options) (p2p.Transport, error) {
 			return softLinks{verbs.New(verbs.Config{Provider: f, Devices: fmt.Sprint("=soft", made.Add(1)-1),
 				Exporter: registry.Exporter(o.Devices),

@@ -159,13 +159,18 @@ func (w *Work) Wait(ctx context.Context) error {
 			return err
 		}
 		if now.msg != nil { // the group's Attend polls for it
-			done := now.channel()
+			m, done := now.msg, now.channel()
+			m.waits++
+			m.rec.Flags |= flight.Waited
 			p.Unlock()
 			select {
 			case <-done:
 			case <-ctx.Done():
 			}
 			p.Lock()
+			if m.waits--; m.waits == 0 && !w.at.Load().over { // else the record may be another's by now
+				m.rec.Flags &^= flight.Waited
+			}
 		} else if !g.drive(ctx) {
 			g.sleep(now.channel(), ctx)
 		}

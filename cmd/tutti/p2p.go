@@ -17,6 +17,7 @@ import (
 	"tutti/cmd/tutti/internal/pair"
 	"tutti/endpoint"
 	"tutti/p2p/registry"
+	"tutti/rdma"
 	"tutti/rdma/verbs"
 )
 
@@ -111,8 +112,12 @@ func (f *benchFlags) p2pDevice(cmd *cobra.Command) (endpoint.RDMA, error) {
 		if err != nil {
 			return endpoint.RDMA{}, err
 		}
-		return endpoint.RDMA{Provider: p, Devices: os.Getenv("TUTTI_RDMA_DEVICES"),
-			GID: os.Getenv("TUTTI_RDMA_GID")}, nil
+		s, err := rdma.ParseSettings(os.Getenv)
+		if err != nil {
+			return endpoint.RDMA{}, err
+		}
+		return endpoint.RDMA{Provider: p, Devices: os.Getenv("TUTTI_RDMA_DEVICES"), GID: os.Getenv("TUTTI_RDMA_GID"),
+			Settings: s}, nil
 	}
 	return endpoint.RDMA{}, usagef(cmd, "--transport %s: endpoints use %v, or %v for large operations",
 		f.transport, endpoint.PathTCP, endpoint.PathDirect)

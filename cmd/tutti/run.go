@@ -41,8 +41,9 @@ func newRun() *cobra.Command {
 		Long: `Start PROGRAM N times as the ranks of a job, show their output, and end them all when one fails.
 
 A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
-failed first (128+S if it was killed by signal S). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on
-to the ranks, which have --grace to end before they are killed; a second one kills them at once. With
+failed first (128+S if it was killed by signal S; if it exited while a signal was killing another
+rank of this node, that one's on this node). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the
+ranks, which have --grace to end before they are killed; a second one kills them at once. With
 --on-failure shrink or retry the others continue when a rank dies; the exit code is then 0 if a rank
 succeeds and so do all that are alive then.
 No process that a rank has started outlives the command, even if the command is killed.
@@ -118,7 +119,7 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 
 // transports reports whether text is a valid list of transports.
 func transports(text string) bool {
-	_, err := registry.Find(text)
+	_, err := registry.Find(text, registry.Options{})
 	return err == nil
 }
 

@@ -456,6 +456,12 @@ func TestFlightRecords(t *testing.T) {
 		s.Groups[0].Last.Outcome != "timed out" {
 		t.Errorf("%+v %+v", s, s.Groups)
 	}
+	c := j.status("--flight", filepath.Join(logs, "flight-rank0-timeout.json"))
+	c.End(0)
+	if out := c.Out.String(); !strings.Contains(out, "! the latest operation of the group has failed at rank 0: ") ||
+		!strings.Contains(strings.Join(strings.Fields(out), " "), "waiting for rank 1") {
+		t.Errorf("%s", out)
+	}
 	for _, p := range j.ranks {
 		p.tell("exit 4") // without Close: what the files say is kept
 	}
@@ -520,6 +526,16 @@ func TestMetricsOfRanks(t *testing.T) {
 	}
 	p.tell("exit 0")
 	c.End(0)
+}
+
+// A script that sets the size of a job for the ranks that it starts can ask for the job's state.
+func TestStatusNeedsNoPlace(t *testing.T) {
+	vars := map[string]string{"TUTTI_SIZE": "2", "TUTTI_STORE": "etcd://h:1", "TUTTI_JOB": "j",
+		"TUTTI_SECRET": "0123456789abcdef"}
+	c, err := (&statusFlags{}).find(nil, nil, func(name string) string { return vars[name] })
+	if err != nil || c.Address != "etcd://h:1" || c.Job != "j" {
+		t.Errorf("%+v, %v", c, err)
+	}
 }
 
 func TestPick(t *testing.T) {

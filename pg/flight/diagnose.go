@@ -38,7 +38,7 @@ const (
 	FindingMismatch  = "mismatch"  // ranks have called different things
 	FindingCycle     = "cycle"     // ranks wait for each other
 	FindingGone      = "gone"      // a rank is dead, silent or has not come
-	FindingFailed    = "failed"    // a group has failed
+	FindingFailed    = "failed"    // a group has failed, or the latest operation before a flight record
 	FindingViews     = "views"     // ranks are in different epochs
 	FindingLink      = "link"      // two ranks that answer have no link to each other
 	FindingStraggler = "straggler" // see Stragglers
@@ -100,9 +100,33 @@ type diagnosis struct {
 	found      []Finding
 }
 
-// same reports whether g and o are the same group: disjoint subgroups share an ID.
+// same reports whether g and o are the same group: disjoint subgroups share an ID, and the group of
+// all ranks does not grow at all of them at once.
 func (g *Group) same(o *Group) bool {
-	return g.ID == o.ID && g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks)
+	return g.ID == o.ID && (g.ID == 1 || g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks))
+}
+
+// Failure returns why the latest operation of the group failed, if no other has begun since; else
+// "". The group may have gone on without the operation: see Error.
+func (g *Group) Failure() string {
+	switch {
+	case g.operating() || !g.Last.failed():
+		return ""
+	case g.LastError != "":
+		return g.LastError
+	case g.Last.Awaited != nil:
+		return fmt.Sprintf("%s: %s, waiting for rank %d", g.Last.Call, g.Last.Outcome, *g.Last.Awaited)
+	}
+	return g.Last.Call + ": " + g.Last.Outcome
+}
+
+// operating reports whether the rank is in an operation of the group, or enters a view.
+func (g *Group) operating() bool { return g.Running != nil && g.Running.Kind != Agreeing }
+
+// failed reports whether o, which may be nil, has ended without a result, and not because this rank
+// has closed the group.
+func (o *Operation) failed() bool {
+	return o != nil && o.Ended != nil && o.Outcome != OK.String() && o.Outcome != Closed.String()
 }
 
 // group returns the rank's own part of the group of, or nil.
@@ -197,10 +221,13 @@ func (d *diagnosis) mismatches() {
 	}
 	seen := map[at]first{}
 	for r, g := range d.groups() {
-		if g.Running == nil || g.Running.Kind == Entering {
+		if g.Running == nil || g.Running.between() {
 			continue
 		}
-		k := at{g.ID, uint32(g.Size), fmt.Sprint(g.Ranks), g.Running.Number}
+		k := at{id: g.ID, number: g.Running.Number}
+		if g.ID != 1 { // see same
+			k.size, k.ranks = uint32(g.Size), fmt.Sprint(g.Ranks)
+		}
 		f, ok := seen[k]
 		switch {
 		case !ok:
@@ -316,6 +343,9 @@ func (w *walk) end(f *Finding) {
 
 func (o *Operation) message() bool { return o.Kind == "send" || o.Kind == "recv" }
 
+// between reports whether o is none of the operations that the group's ranks count.
+func (o *Operation) between() bool { return o.Kind == Entering || o.Kind == Agreeing }
+
 // follow visits the ranks that rank waits for in o, and reports whether that explains the wait.
 func (w *walk) follow(rank int, o *Operation) (explained bool) {
 	if w.seen[o] {
@@ -337,8 +367,12 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 		if o.Kind == "recv" { // a receive from any rank blames no rank
 			return false
 		}
-		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for no rank: "+
-			"it moves or combines data, or is held up in the kernel", rank, short(o), Seconds(s.Time.Sub(o.Started))))
+		why := "it moves or combines data, or is held up in the kernel"
+		if o.Kind == Agreeing {
+			why = "it has all votes, and asks the store"
+		}
+		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for no rank: %s",
+			rank, short(o), Seconds(s.Time.Sub(o.Started)), why))
 	}
 	for _, to := range o.WaitsFor {
 		if i := slices.Index(w.path, to); i < 0 {
@@ -361,8 +395,13 @@ func (w *walk) inside(rank int, o *Operation, to int) bool {
 		return false
 	}
 	theirs := t.Snapshot.group(g)
-	return theirs != nil && theirs.Running != nil && (theirs.Running.Kind == Entering ||
-		theirs.Running.Number <= o.Number)
+	switch {
+	case theirs == nil || theirs.Running == nil:
+		return false
+	case theirs.Running.Kind == Entering:
+		return true
+	}
+	return (theirs.Running.Kind == Agreeing) == (o.Kind == Agreeing) && theirs.Running.Number <= o.Number
 }
 
 // groupOf returns the group that o runs in, nil for a message.
@@ -429,17 +468,25 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 			text += ", where it has not called Recover since this failed: " + g.Error
 		}
 		return w.elsewhere(o, to, text)
+	case o.Kind == Agreeing && g.Running != nil && g.Running.Kind == Agreeing:
+		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
+	case o.Kind == Agreeing && g.Agreed >= o.Number:
+		return false // it has just voted
+	case o.Kind == Agreeing:
+		return w.elsewhere(o, to, fmt.Sprintf("rank %d has not called %s", to, short(o)))
 	case g.Error != "":
 		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, short(o),
 			g.Error))
-	case g.Running != nil && g.Running.Number <= o.Number:
+	case g.operating() && g.Running.Number <= o.Number:
 		if g.Running.Number == o.Number && !same(g.Running, o) {
 			return true // a mismatch, which is a finding already
 		}
 		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
-	case g.Running != nil || g.Finished >= o.Number: // it has left the operation just now, or a message is lost
+	case !g.operating() && g.Last.failed() && g.Last.Number == o.Number:
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up %s: %s", to, short(o), g.Failure()))
+	case g.operating() || g.Finished >= o.Number: // it has just left, or a message is lost
 		since := s.Time
-		if g.Running != nil {
+		if g.operating() {
 			since = g.Running.Started
 		} else if g.Last != nil && g.Last.Ended != nil {
 			since = *g.Last.Ended
@@ -451,6 +498,9 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	done := "has finished nothing yet"
 	if g.Finished > 0 {
 		done = fmt.Sprintf("last finished #%d", g.Finished)
+		if g.Last.failed() {
+			done = fmt.Sprintf("last gave up #%d", g.Finished)
+		}
 		if g.Last != nil && g.Last.Ended != nil {
 			done += fmt.Sprintf(", %s ago", Seconds(s.Time.Sub(*g.Last.Ended)))
 		}
@@ -548,32 +598,42 @@ func (d *diagnosis) gone() {
 		if len(ranks) > 1 {
 			f.Rank = -1
 			f.Text = RankList(ranks) + " " + strings.NewReplacer("does not", "do not", "is ", "are ", "has not",
-				"have not").Replace(text)
+				"have not", "its lease has", "their leases have").Replace(text)
 		}
 		d.found = append(d.found, f)
 	}
 }
 
-// failed reports groups that have failed, each error once.
+// failed reports groups that have failed, each error once. It reports a failed latest operation of
+// a flight record, too: a rank that answers may have recovered since.
 func (d *diagnosis) failed() {
 	type fault struct {
 		id   uint32
+		all  bool // the group has failed
 		text string
 	}
 	at := map[fault][]int{}
 	var faults []fault
 	for n, g := range d.groups() {
-		if f := (fault{g.ID, g.Error}); g.Error != "" {
-			if at[f] == nil {
-				faults = append(faults, f)
-			}
-			at[f] = append(at[f], n)
+		f := fault{g.ID, true, g.Error}
+		if g.Error == "" && d.ranks[n].Snapshot.Reason != "" {
+			f.all, f.text = false, g.Failure()
 		}
+		if f.text == "" {
+			continue
+		}
+		if at[f] == nil {
+			faults = append(faults, f)
+		}
+		at[f] = append(at[f], n)
 	}
 	for _, f := range faults {
 		which := "the group"
 		if f.id != 1 {
 			which = fmt.Sprint("group ", f.id)
+		}
+		if !f.all {
+			which = "the latest operation of " + which
 		}
 		d.found = append(d.found, Finding{Kind: FindingFailed, Rank: -1, Waiters: at[f], Group: f.id,
 			Text: fmt.Sprintf("%s has failed at %s: %s", which, RankList(at[f]), f.text)})

@@ -38,6 +38,13 @@ func (j job) in(r int, number uint64, ago time.Duration, waits ...int) job {
 	return j
 }
 
+// gaveUp is finished for an operation that has timed out.
+func (j job) gaveUp(r int, number uint64, ago time.Duration, why string) job {
+	g := j.finished(r, number, ago).world(r)
+	g.Last.Outcome, g.LastError = "timed out", why
+	return j
+}
+
 func (j job) finished(r int, number uint64, ago time.Duration) job {
 	g := j.world(r)
 	g.Running, g.Number, g.Finished = nil, number, number
@@ -52,6 +59,14 @@ func (j job) entering(r int, epoch uint64, ago time.Duration, waits ...int) job 
 	o := op(epoch, Entering, ago, waits...)
 	o.Call, o.Root = fmt.Sprintf("entering epoch %d", epoch), -1
 	j.world(r).Running = o
+	return j
+}
+
+// agreeing has a rank vote in an agreement and wait, for so long, for the votes of these.
+func (j job) agreeing(r int, number uint64, ago time.Duration, waits ...int) job {
+	o := op(number, Agreeing, ago, waits...)
+	o.Call, o.Root = fmt.Sprintf("agree #%d", number), -1
+	j.world(r).Running, j.world(r).Agreed = o, number
 	return j
 }
 
@@ -85,6 +100,8 @@ func TestDiagnose(t *testing.T) {
 		}
 		return j.with(r, func(s *Snapshot) { s.Groups = append(s.Groups, g) })
 	}
+	grown := func(s *Snapshot) { s.Groups[0].Size++ }
+	timedOut := func(s *Snapshot) { s.Reason = "timeout" }
 	for _, c := range []struct {
 		name string
 		job  job
@@ -134,6 +151,13 @@ func TestDiagnose(t *testing.T) {
 			}
 			return j
 		}(), []string{"ranks 1 and 3 do not answer"}},
+		{"several are dead", func() job {
+			j := ranks(4)
+			for _, r := range []int{1, 3} {
+				j[r] = Rank{Rank: r, Presence: Dead, Detail: "its lease has ended"}
+			}
+			return j
+		}(), []string{"ranks 1 and 3 are dead: their leases have ended"}},
 		{"a hole is no news", ranks(4).without(1, Vacant, ""), nil},
 		{"not there yet", ranks(2).in(0, 1, 20*s, 1).without(1, Absent, ""),
 			[]string{"rank 1 has not joined yet (pid 101 on node); it is waited for in allreduce #1; rank 0 " +
@@ -173,6 +197,12 @@ func TestDiagnose(t *testing.T) {
 			op(3, "allgather", 5*s, 3), 2), 3, nil, 2),
 			[]string{"rank 3 has not entered allgather #3 of group 5 (last finished #2); ranks 0-2 wait for it, " +
 				"5.0 s so far"}},
+		{"the job grows", ranks(3).in(0, 9, 5*s, 1).in(2, 9, 5*s, 1).finished(1, 8, 6*s).with(0, grown).with(2, grown),
+			[]string{"rank 1 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 0 and 2 wait for it, " +
+				"5.0 s so far"}},
+		{"mismatch while the job grows", ranks(2).in(0, 9, s/10, 1).in(1, 9, s/10, 0).with(0, grown).with(1,
+			func(s *Snapshot) { s.Groups[0].Running.Elements = 5 }),
+			[]string{"ranks disagree: rank 0 called allreduce #9 (float32), rank 1 called allreduce #9 (float32)"}},
 		{"the group is gone", ranks(2).in(0, 9, 5*s, 1).with(1, func(s *Snapshot) { s.Groups = nil }),
 			[]string{"rank 1 has closed the group of allreduce #9, or has not made it yet; rank 0 waits for it, " +
 				"5.0 s so far"}},
@@ -182,6 +212,27 @@ func TestDiagnose(t *testing.T) {
 		{"the group has failed", ranks(3).with(0, func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }).with(2,
 			func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }),
 			[]string{"the group has failed at ranks 0 and 2: rank 9 failed"}},
+		{"an operation had failed, and the ranks have recovered", ranks(2).gaveUp(0, 5, 5*s, "timed out"), nil},
+		{"an operation has failed", ranks(3).gaveUp(0, 5, s/10, "timed out").gaveUp(1, 5, s/10, "timed out").with(0,
+			timedOut).with(1, timedOut),
+			[]string{"the latest operation of the group has failed at ranks 0 and 1: timed out"}},
+		{"an operation has failed, says the file of a dead process", ranks(2).gaveUp(0, 5, s/10, "").with(0,
+			func(s *Snapshot) { one := 1; s.Reason, s.Groups[0].Last.Awaited = FromFile, &one }),
+			[]string{"the latest operation of the group has failed at rank 0: allreduce #5 (float32): timed out, " +
+				"waiting for rank 1"}},
+		{"another has begun since", ranks(2).gaveUp(0, 5, s/2, "timed out").in(0, 6, s/10, 1).with(0, timedOut), nil},
+		{"it agrees since", ranks(3).gaveUp(0, 5, 6*s, "timed out").agreeing(0, 3, s/10, 2).with(0, timedOut),
+			[]string{"the latest operation of the group has failed at rank 0: timed out"}},
+		{"it was given up at one rank", ranks(3).in(0, 9, 5*s, 1).gaveUp(1, 9, 4*s, "it timed out"),
+			[]string{"rank 1 has given up allreduce #9: it timed out; rank 0 waits for it, 5.0 s so far"}},
+		{"it was given up at one rank, which agrees", ranks(3).in(0, 9, 5*s, 1).gaveUp(1, 9, 4*s, "it timed out").
+			agreeing(1, 3, s/10, 2),
+			[]string{"rank 1 has given up allreduce #9: it timed out; rank 0 waits for it, 5.0 s so far"}},
+		{"a later one was given up", ranks(2).in(0, 8, 5*s, 1).gaveUp(1, 9, 4*s, "it timed out"),
+			[]string{"rank 0 waits in allreduce #8 for rank 1, which has finished it: what that sent has not arrived"}},
+		{"the one before was given up", ranks(2).in(0, 9, 5*s, 1).gaveUp(1, 8, 6*s, "it timed out"),
+			[]string{"rank 1 has not entered allreduce #9 (last gave up #8, 6.0 s ago); rank 0 waits for it, " +
+				"5.0 s so far"}},
 		{"entering a view", ranks(4).without(3, Vacant, "").entering(0, 2, 5*s, 2).entering(1, 2, 5*s, 2).with(2,
 			func(s *Snapshot) { s.Groups[0].Error = "rank 3 failed" }),
 			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1, where it has not called Recover " +
@@ -195,6 +246,17 @@ func TestDiagnose(t *testing.T) {
 			Silent, ""),
 			[]string{"rank 2 does not answer (pid 102 on node); it is waited for in entering epoch 2; ranks 0 " +
 				"and 1 wait for it, 5.0 s so far"}},
+		{"agreeing", ranks(3).agreeing(0, 3, 5*s, 2).agreeing(1, 3, 5*s, 2).finished(2, 4, 6*s),
+			[]string{"rank 2 has not called agree #3; ranks 0 and 1 wait for it, 5.0 s so far"}},
+		{"it has just voted",
+			ranks(2).agreeing(0, 3, 5*s, 1).with(1, func(s *Snapshot) { s.Groups[0].Agreed = 3 }), nil},
+		{"all have voted", ranks(2).agreeing(0, 3, 5*s), []string{"rank 0 has been in agree #3 for 5.0 s and waits " +
+			"for no rank: it has all votes, and asks the store"}},
+		{"one agrees, and the other does not", ranks(2).agreeing(0, 3, 5*s, 1).in(1, 5, 4*s, 0),
+			[]string{"rank 1 has not called agree #3; it has been in allreduce #5 for 4.0 s; rank 0 waits for it, " +
+				"5.0 s so far"}},
+		{"an operation waits for one that agrees", ranks(3).in(0, 5, 5*s, 1).agreeing(1, 3, 4*s, 2),
+			[]string{"rank 2 has not called agree #3; ranks 0 and 1 wait for it, 5.0 s so far"}},
 		{"they enter a view", ranks(3).entering(0, 2, s/2, 1).in(1, 9, s/2, 0), nil},
 		{"views", ranks(4).with(1, func(s *Snapshot) { s.View.Epoch = 2 }),
 			[]string{"the ranks have different views: rank 1 is in epoch 2, ranks 0, 2 and 3 are in epoch 1"}},

@@ -177,4 +177,7 @@ type Record struct {
 }
 
 // Flags of a Record.
-const Async = 1 // started by Start: the program may not be waiting for it
+const (
+	Async  = 1 << iota // started by Start: the program may not be waiting for it
+	Waited             // the program waits for it, or did until it ended
+)

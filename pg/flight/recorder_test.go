@@ -597,8 +597,8 @@ func TestFieldNames(t *testing.T) {
 		Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}},
 		Failures: map[string]int{"x": 1},
 		View:     View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op,
-			Queued: 1, Error: "x", LastError: "x", Devices: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x",
-				WaitsFor: []int{1}}}}}}
+			Agreed: 1, Queued: 1, Error: "x", LastError: "x", Devices: "x",
+			Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}}}
 	b, err := s.JSON(false)
 	if err != nil {
 		t.Fatal(err)
@@ -629,11 +629,11 @@ func TestFieldNames(t *testing.T) {
 		key = len(depth) > 0 && depth[len(depth)-1]
 	}
 	slices.Sort(names)
-	want := "active algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call counts_hash " +
-		"devices dtype elements ended epoch error failures finished frames_received frames_sent gets group " +
-		"groups host id incarnation job joined kind last last_error links messages metrics number operations " +
-		"outcome packets peers pid puts queued queued_seconds rank ranks reason recorded reduction root " +
-		"running seen since size slot started time totals transport up version view waited_seconds waits " +
+	want := "active agreed algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call " +
+		"counts_hash devices dtype elements ended epoch error failures finished frames_received frames_sent " +
+		"gets group groups host id incarnation job joined kind last last_error links messages metrics number " +
+		"operations outcome packets peers pid puts queued queued_seconds rank ranks reason recorded reduction " +
+		"root running seen since size slot started time totals transport up version view waited_seconds waits " +
 		"waits_for x"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)

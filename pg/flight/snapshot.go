@@ -31,7 +31,8 @@ type Snapshot struct {
 	Host        string    `json:"host"`
 	Time        time.Time `json:"time"`  // of the snapshot; from a file, when the process last ticked
 	Since       time.Time `json:"since"` // when this rank began to join
-	// Reason is why the snapshot was made: "timeout", "signal", …; empty for a status request.
+	// Reason is why the snapshot was made: "timeout", "signal", …, or FromFile; empty for a status
+	// request.
 	Reason  string `json:"reason,omitempty"`
 	Joined  bool   `json:"joined"` // all ranks have met
 	View    View   `json:"view"`
@@ -47,6 +48,9 @@ type Snapshot struct {
 
 	Endpoints []stats.Endpoint `json:"endpoints,omitempty"` // of the rank's process
 }
+
+// FromFile is the Reason of a snapshot of a recorder's file.
+const FromFile = "recorder's file"
 
 // View lists the active ranks.
 type View struct {
@@ -66,11 +70,12 @@ type Group struct {
 	Running   *Operation `json:"running,omitempty"`
 	Last      *Operation `json:"last,omitempty"` // the last that ended, if it is still recorded
 	Queued    int        `json:"queued,omitempty"`
-	Error     string     `json:"error,omitempty"`      // why the group has failed
-	LastError string     `json:"last_error,omitempty"` // of the operation that failed last
+	Error     string     `json:"error,omitempty"`      // why the group has failed; a call's root in it is a slot
+	LastError string     `json:"last_error,omitempty"` // of the operation that failed last; as Error
 	Devices   string     `json:"devices,omitempty"`    // how operations get at GPUs' memory; omitted if none asked
 	Peers     []Peer     `json:"peers,omitempty"`
-	Finished  uint64     `json:"finished"` // number of the last operation that ended
+	Finished  uint64     `json:"finished"`         // number of the last operation that ended
+	Agreed    uint64     `json:"agreed,omitempty"` // number of the last agreement that the rank has voted in
 }
 
 // Peer is a rank's knowledge of another one's progress in a group.
@@ -87,7 +92,7 @@ type Operation struct {
 	Group      uint32     `json:"group"`
 	Number     uint64     `json:"number"` // in its group; of a message, its tag
 	Call       string     `json:"call"`   // the whole call in words
-	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv", or Entering
+	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv", Entering or Agreeing
 	DType      string     `json:"dtype,omitempty"`
 	Reduction  string     `json:"reduction,omitempty"`
 	Algorithm  string     `json:"algorithm,omitempty"`
@@ -108,6 +113,9 @@ type Operation struct {
 
 // Entering is the kind of an exchange between two views. Its number is the epoch.
 const Entering = "entering"
+
+// Agreeing is the kind of an agreement. Its number counts the agreements of the group.
+const Agreeing = "agree"
 
 // Link is the state of a rank's link to another one.
 type Link struct {
@@ -157,7 +165,7 @@ func (s *Record) Operation() Operation {
 	o := Operation{Group: s.Group, Number: s.Number, Kind: s.Call.Name(), Bytes: s.Bytes, Epoch: uint64(s.Epoch),
 		Root:   s.Call.Root(),
 		Queued: float64(s.Queued) * tick.Seconds(), Started: at(s.Started), Outcome: s.State.String(),
-		Async: s.Flags&Async != 0, Packets: s.Call.Packets()}
+		Async: s.Flags&(Async|Waited) == Async, Packets: s.Call.Packets()}
 	c := s.Call
 	o.Call = Spell(s.Number, c, s.Count)
 	if c.Kind() != collectives.Barrier {
@@ -284,7 +292,7 @@ func (im *Image) Snapshot() *Snapshot {
 	}
 	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size),
 		Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
-		Host: clean(im.Host[:im.HostLen])}
+		Host: clean(im.Host[:im.HostLen]), Reason: FromFile}
 	im.Fill(s)
 	for i := range s.Operations {
 		s.View.Epoch = max(s.View.Epoch, s.Operations[i].Epoch)

@@ -18,16 +18,18 @@ type Glance struct {
 	Number   uint64 // of the latest operation
 	Awaits   []int  // slots that the running call waits for
 	Entering uint64 // the view that the group is about to enter; 0: none
+	Agreed   uint64 // the latest agreement that the rank has voted in
+	Agreeing bool   // a call waits for its outcome
 	Waited   time.Duration
 	Queued   int // calls
 	Peers    []Peer
 	Err      error // why the group has failed
+	Last     error // of the operation that failed last
 	Devices  string
 
 	id     uint32
 	record flight.Record // of the latest operation
 	has    bool
-	last   error
 }
 
 // A Peer is the state of another slot of a group, as far as it is known.
@@ -41,7 +43,7 @@ type Peer struct {
 
 // Fill sets the fields of v that t knows.
 func (t *Track) Fill(v *Glance) {
-	v.id, v.last = t.id, t.last
+	v.id, v.Last = t.id, t.last
 	v.record, v.has = t.latest(v.Number)
 }
 
@@ -62,7 +64,7 @@ func (v *Glance) toRanks(slots []int) (all []int) {
 // describe returns the group's part of a snapshot.
 func (v *Glance) describe(now time.Time) flight.Group {
 	out := flight.Group{ID: v.id, Slot: v.Slot, Size: len(v.Ranks), Epoch: v.Epoch, Number: v.Number,
-		Finished: v.Number, Queued: v.Queued, Devices: v.Devices}
+		Finished: v.Number, Agreed: v.Agreed, Queued: v.Queued, Devices: v.Devices}
 	for slot, r := range v.Ranks {
 		if r != slot {
 			out.Ranks = v.Ranks
@@ -75,8 +77,8 @@ func (v *Glance) describe(now time.Time) flight.Group {
 	if v.Err != nil {
 		out.Error = v.Err.Error()
 	}
-	if v.last != nil {
-		out.LastError = v.last.Error()
+	if v.Last != nil {
+		out.LastError = v.Last.Error()
 	}
 	if v.has {
 		op := v.record.Operation()
@@ -88,10 +90,15 @@ func (v *Glance) describe(now time.Time) flight.Group {
 			out.Last = &op
 		}
 	}
-	if v.Entering > 0 {
-		out.Running = &flight.Operation{Group: v.id, Number: v.Entering, Kind: flight.Entering,
-			Call: fmt.Sprintf("entering epoch %d", v.Entering), Root: -1, Epoch: v.Entering,
+	between := func(kind, call string, number, epoch uint64) {
+		out.Running = &flight.Operation{Group: v.id, Number: number, Kind: kind, Call: call, Root: -1, Epoch: epoch,
 			Started: now.Add(-v.Waited), Outcome: flight.Running.String(), WaitsFor: v.toRanks(v.Awaits)}
+	}
+	switch {
+	case v.Agreeing:
+		between(flight.Agreeing, fmt.Sprintf("agree #%d", v.Agreed), v.Agreed, v.Epoch)
+	case v.Entering > 0:
+		between(flight.Entering, fmt.Sprintf("entering epoch %d", v.Entering), v.Entering, v.Entering)
 	}
 	for _, p := range v.Peers {
 		peer := flight.Peer{Rank: v.Ranks[p.Slot]}

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -12,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -89,6 +91,7 @@ func (e *Error) Unwrap() error { return e.Err }
 // rank is the launcher's state of one process of the guard.
 type rank struct {
 	started, ended bool
+	dying          bool // a signal was killing it when the launcher began to end the ranks
 	pid            int
 	restarts       int
 	since          time.Time   // start of the present process
@@ -110,6 +113,7 @@ type launcher struct {
 	live     int
 	code     int            // of the first failure
 	why      string         // its description
+	exited   bool           // a rank exited, perhaps because another one was dying
 	running  int            // ranks that were still running then
 	stopping bool           // SIGTERM or the user's signal has been sent
 	user     syscall.Signal // the user's signal, if any
@@ -136,9 +140,10 @@ type launcher struct {
 }
 
 // Run starts the ranks, shows their output, waits for their end and returns the job's exit code: 0,
-// or that of the rank that failed first. When it returns, none of the ranks' processes and their
-// descendants exists any more. It may be called once at a time, in a process without other
-// children. The job ends when ctx does.
+// or that of the rank that failed first. If that one exited while a signal was killing another rank
+// of this node, the killed one's code counts on this node. When Run returns, none of the ranks'
+// processes and their descendants exists any more. It may be called once at a time, in a process
+// without other children. The job ends when ctx does.
 func Run(ctx context.Context, o Options) (int, error) {
 	o.Nodes = max(o.Nodes, 1)
 	l := &launcher{Options: o, base: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby),
@@ -428,7 +433,11 @@ func (l *launcher) event(e Event) error {
 		switch {
 		case l.Elastic && !l.stopping:
 			l.rankEnded(e.ID, code, how)
+		case l.exited && r.dying && e.Status.Signaled(): // its memory was freed first
+			l.code, l.why, l.exited = code, fmt.Sprintf("%s %s, and %s", l.who(e.ID), how, l.why), false
+			l.running--
 		case code != 0 && !l.dismissed:
+			l.exited = l.exited || l.code == 0 && e.Status.Exited()
 			l.fail(code, fmt.Sprintf("%s %s", l.who(e.ID), how))
 		case code == 0 && e.ID < l.N:
 			l.well++
@@ -436,6 +445,30 @@ func (l *launcher) event(e Event) error {
 		delete(l.in, e.PID)
 	}
 	return nil
+}
+
+// dying reports whether a signal is killing process pid, or has killed it: SIGKILL is pending, or
+// the process is past the point from which it only ends. It reports false if that cannot be known.
+func dying(pid int) bool {
+	const signaled = 0x400 // PF_SIGNALED
+	dir := fmt.Sprintf("/proc/%d/", pid)
+	status, _ := os.ReadFile(dir + "status")
+	for line := range strings.Lines(string(status)) {
+		name, text, _ := strings.Cut(line, ":")
+		if name != "SigPnd" && name != "ShdPnd" {
+			continue
+		}
+		if set, _ := strconv.ParseUint(strings.TrimSpace(text), 16, 64); set&(1<<(syscall.SIGKILL-1)) != 0 {
+			return true
+		}
+	}
+	stat, _ := os.ReadFile(dir + "stat") // after status: the flag follows the pending signal
+	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(fields) < 7 {
+		return false
+	}
+	flags, _ := strconv.ParseUint(fields[6], 10, 64)
+	return flags&signaled != 0
 }
 
 // outcome returns the exit code and the description of a status.
@@ -460,6 +493,10 @@ func (l *launcher) fail(code int, why string) {
 		return
 	}
 	l.code, l.why, l.running, l.failed = code, why, l.live, true
+	for i := range l.ranks {
+		r := &l.ranks[i]
+		r.dying = l.exited && !l.stopping && r.started && !r.ended && dying(r.pid)
+	}
 	l.hold.report(code, why, l.endsAll())
 	l.end(syscall.SIGTERM)
 }

@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -180,6 +182,81 @@ func TestRestarts(t *testing.T) {
 		}
 		f.means(t, 9)
 	})
+}
+
+// A rank that a signal kills may take longer to end than the ranks that exit because of it: it is
+// named, and gives the exit code. One that is killed while the launcher ends the ranks does not.
+func TestKilledRankIsNamedAfterItsVictims(t *testing.T) {
+	exit := func(code int) syscall.WaitStatus { return syscall.WaitStatus(code << 8) }
+	killed := func(s syscall.Signal) syscall.WaitStatus { return syscall.WaitStatus(s) }
+	const ended = "; ended the 2 ranks still running"
+	for name, c := range map[string]struct {
+		first, then syscall.WaitStatus
+		dying       bool
+		code        int
+		says        string
+	}{
+		"killed": {exit(1), killed(syscall.SIGKILL), true, 137,
+			"rank 3 was killed by signal 9 (SIGKILL), and rank 0 exited with code 1" + ended},
+		"crashed": {exit(1), killed(syscall.SIGSEGV), true, 139,
+			"rank 3 was killed by signal 11 (SIGSEGV), and rank 0 exited with code 1" + ended},
+		"killed since": {exit(1), killed(syscall.SIGKILL), false, 1,
+			"rank 0 exited with code 1; ended the other 3 ranks"},
+		"crashed as it ended": {exit(42), killed(syscall.SIGSEGV), false, 42,
+			"rank 0 exited with code 42; ended the other 3 ranks"},
+		"exited later": {exit(1), exit(2), true, 1, "rank 0 exited with code 1; ended the other 3 ranks"},
+		"killed first": {killed(syscall.SIGKILL), killed(syscall.SIGSEGV), true, 137,
+			"rank 0 was killed by signal 9 (SIGKILL); ended the other 3 ranks"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			file, err := os.Create(filepath.Join(t.TempDir(), "errors"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer file.Close()
+			f := newFake(t, 4, 0, 0)
+			f.Elastic, f.Nodes, f.world, f.Quiet, f.Stderr = false, 1, 4, false, file
+			f.stopping = true // it sends no signals
+			if f.out, err = NewOutput(file, file, false, 4, "", nil, f.say); err != nil {
+				t.Fatal(err)
+			}
+			for _, e := range []Event{{ID: 0, Exited: true, Status: c.first}, {ID: 1, Exited: true, Status: exit(1)},
+				{ID: 3, Exited: true, Status: c.then}} {
+				if f.event(e) != nil {
+					t.Fatal("the guard is lost")
+				}
+				f.ranks[3].dying = c.dying
+			}
+			f.summary()
+			f.out.Flush()
+			text, err := os.ReadFile(file.Name())
+			if err != nil || f.code != c.code || string(text) != "tutti: "+c.says+"\n" {
+				t.Errorf("%d, %q (%v), want %d, %q", f.code, text, err, c.code, c.says)
+			}
+		})
+	}
+}
+
+func TestDying(t *testing.T) {
+	for script, want := range map[string]bool{"kill -9 $$": true, "kill -15 $$": true, "exit 1": false} {
+		c := exec.Command("sh", "-c", script)
+		if err := c.Start(); err != nil {
+			t.Fatal(err)
+		}
+		err := unix.EINTR
+		for err == unix.EINTR {
+			err, _ = unix.Waitid(unix.P_PID, c.Process.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil).(unix.Errno)
+		}
+		if got := dying(c.Process.Pid); err != 0 || got != want { // it has ended, and nothing has waited for it
+			t.Errorf("%s: %v, %v", script, got, err)
+		}
+		c.Wait()
+	}
+	for _, pid := range []int{os.Getpid(), dead} {
+		if dying(pid) {
+			t.Errorf("%d is dying", pid)
+		}
+	}
 }
 
 // register puts a record of this process as slot into the store, changed by change.

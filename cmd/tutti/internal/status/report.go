@@ -1,6 +1,7 @@
 package status
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -156,12 +157,13 @@ func state(r *flight.Rank) (text string, plain bool) {
 			running = o
 		}
 	}
-	last := s.Since
+	last, failure := s.Since, ""
 	for i := range s.Groups {
 		g := &s.Groups[i]
 		if g.Error != "" {
 			return "failed: " + g.Error, false
 		}
+		failure = cmp.Or(failure, g.Failure())
 		older(g.Running)
 		if g.Last != nil && g.Last.Ended != nil && g.Last.Ended.After(last) {
 			last = *g.Last.Ended
@@ -180,7 +182,10 @@ func state(r *flight.Rank) (text string, plain bool) {
 		}
 		text = prefix + "computing"
 		if d := s.Time.Sub(last); d >= time.Second {
-			return text + " for " + flight.Seconds(d), true
+			text += " for " + flight.Seconds(d)
+		}
+		if failure != "" {
+			return text + "; its latest operation failed: " + failure, false
 		}
 		return text, true
 	}

@@ -191,7 +191,8 @@ func pair(n int) (now, before *Sample) {
 			snap := j.snapshot(r, done)
 			snap.Time, snap.Since = at, t0.Add(-time.Minute)
 			end := at.Add(-50 * time.Millisecond)
-			snap.Groups[0].Last = &flight.Operation{Group: 1, Number: uint64(done), Kind: "allreduce", Ended: &end}
+			snap.Groups[0].Last = &flight.Operation{Group: 1, Number: uint64(done), Kind: "allreduce", Ended: &end,
+				Outcome: "ok"}
 			s.Ranks = append(s.Ranks, flight.Rank{Rank: r, Presence: flight.Present,
 				Where: fmt.Sprintf("pid %d on node", 100+r), Snapshot: snap})
 		}
@@ -264,6 +265,10 @@ func TestStates(t *testing.T) {
 		{func(r *flight.Rank) { r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Async: true}} }, "computing",
 			true},
 		{func(r *flight.Rank) { r.Snapshot.Groups[0].Error = "rank 1 failed" }, "failed: rank 1 failed", false},
+		{func(r *flight.Rank) {
+			g := &r.Snapshot.Groups[0]
+			g.Last.Outcome, g.LastError = "timed out", "allreduce #9 timed out"
+		}, "computing; its latest operation failed: allreduce #9 timed out", false},
 		{func(r *flight.Rank) { r.Snapshot.Groups = nil }, "has closed its groups", true},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} },
 			"does not answer: no answer within 1s", false},
