@@ -115,7 +115,7 @@ func Variables() []Variable {
 			"traffic class of packets with an address, as all of RoCE have: 0 to 255 (DSCP times 4)", "0"},
 		{"TUTTI_RDMA_SL", "service level of packets, and on RoCE their priority, 0 to 15", "0"},
 		{"TUTTI_RDMA_PKEY", "index of the partition key in the table of an RDMA port", "0"},
-		{"TUTTI_RDMA_TIMEOUT", "when a packet without an answer is repeated, 6 times in all: n from 1 to 31 stands " +
+		{"TUTTI_RDMA_TIMEOUT", "when a packet without an answer is repeated, 6 times in all: n from 12 to 31 stands " +
 			"for 4.096 us * 2^n", "16 (268 ms); endpoints: 14 (67 ms)"},
 		{"TUTTI_RDMA_SQ_TIMEOUT", "how long a batch of a program that uses package rdma/queue waits for room in " +
 			"the send queues before it is refused: a duration (10ms) or seconds; negative: not at all. Endpoints " +

@@ -290,7 +290,7 @@ func TestContradictoryVariablesAreNamed(t *testing.T) {
 		"TUTTI_RDMA_TC=256":                                  "TUTTI_RDMA_TC 256 0 255",
 		"TUTTI_RDMA_SL=16":                                   "TUTTI_RDMA_SL 16 0 15",
 		"TUTTI_RDMA_PKEY=-1":                                 "TUTTI_RDMA_PKEY -1 0 65535",
-		"TUTTI_RDMA_TIMEOUT=0":                               "TUTTI_RDMA_TIMEOUT 0 1 31",
+		"TUTTI_RDMA_TIMEOUT=0":                               "TUTTI_RDMA_TIMEOUT 0 12 31",
 		"TUTTI_RDMA_TIMEOUT=1s":                              "TUTTI_RDMA_TIMEOUT 1s",
 		"TUTTI_TIMEOUT=soon":                                 "TUTTI_TIMEOUT soon",
 		"TUTTI_TIMEOUT=0":                                    "TUTTI_TIMEOUT",

@@ -1007,14 +1007,18 @@ func TestRegisterTaken(t *testing.T) {
 	}
 }
 
+// brief is a store that claims a short TTL.
+type brief struct{ bootstrap.Store }
+
+func (brief) TTL() time.Duration { return time.Millisecond }
+
 // The lease of a dead holder may outlive its TTL: the newcomer waits on. So it does for one with
 // another size.
 func TestRegisterOutlastsLease(t *testing.T) {
-	e := startEtcd(t)
 	for what, r := range map[string]bootstrap.Record{"slot": bootstrap.NewRecord(0, 2, 2, nil),
 		"size": bootstrap.NewRecord(1, 3, 2, nil)} {
-		ttl := bootstrap.StoreConfig{LeaseTTL: time.Second}
-		s, o := dial(t, e, ttl), dial(t, e, ttl)
+		m := storetest.NewMemory()
+		s, o := m.Open(), brief{m.Open()}
 		if err := bootstrap.Register(context30(t), s, bootstrap.NewRecord(0, 2, 1, nil), nil); err != nil {
 			t.Fatal(err)
 		}
@@ -1024,12 +1028,11 @@ func TestRegisterOutlastsLease(t *testing.T) {
 				t.Errorf("%s: incarnation %x is asked", what, holder.Incarnation)
 			}
 			asked++
-			s.Close()
+			m.Expire(s)
 			return true
 		}); err != nil || asked != 1 {
 			t.Errorf("%s: %v after %d questions", what, err, asked)
 		}
-		o.Close() // and with it ends the job
 	}
 }
 

@@ -24,6 +24,7 @@ type agreement struct {
 	ballot  ballot         // this rank's votes
 	ballots map[int]ballot // those of the others, by slot
 	between bool           // a call is in Agree, between two operations
+	began   time.Time      // that call
 	unvoted []int          // slots whose votes it waits for
 }
 
@@ -100,7 +101,7 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 		return false, err
 	}
 	defer g.leave() // and no earlier: the store keeps the outcome of one agreement of a group
-	g.between = true
+	g.between, g.agreement.began = true, began
 	defer func() { g.between = false }()
 	all, err := g.poll(yes)
 	if err != nil || g.job.roster == nil {

@@ -303,7 +303,7 @@ func (g *Group) glance() observe.Glance {
 	}
 	switch {
 	case g.between:
-		v.Waited, v.Awaits = g.wait.Waited(), g.unvoted
+		v.Waited, v.Awaits = time.Since(g.agreement.began), g.unvoted
 	case g.busy && (g.sync.Pending() || g.sync.Behind()):
 		v.Entering, v.Waited, v.Awaits = g.sync.Target(), g.wait.Waited(), g.awaits()
 	}

@@ -429,7 +429,7 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 		return nil, fmt.Errorf("rejoining job %q: all ranks that could have let this one in have left, and so "+
 			"its store was closed: %w", j.settings.Job, ErrClosed)
 	}
-	again, err := j.rejoin(ctx)
+	again, err := j.rejoin(ctx, meeting != nil)
 	if err == nil {
 		again.job.settings.meeting = meeting
 		return again, nil // the job of the old incarnation is over
@@ -441,8 +441,9 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	return nil, err
 }
 
-// rejoin ends the job on this rank and joins it again.
-func (j *job) rejoin(ctx context.Context) (*Group, error) {
+// rejoin ends the job on this rank and joins it again. met says that the job's store is in the
+// memory of a rank.
+func (j *job) rejoin(ctx context.Context, met bool) (*Group, error) {
 	j.proxy.Lock()
 	j.leaving = true
 	for g := range j.groups {
@@ -461,6 +462,6 @@ func (j *job) rejoin(ctx context.Context) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.listened = j.settings.listened
+	s.listened = met || j.settings.listened
 	return s.enter(ctx)
 }

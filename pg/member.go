@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -86,11 +85,7 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 func (m *Member) settings(rank, size int) (*settings, error) {
 	cfg := m.cfg
 	cfg.Rank, cfg.Size, cfg.MaxSize, cfg.Job = rank, size, size, "default"
-	getenv := cfg.Getenv
-	if getenv == nil {
-		getenv = os.Getenv
-	}
-	s, err := cfg.resolve(getenv)
+	s, err := cfg.fromEnv()
 	if err == nil {
 		s.OnFailure, s.AutoAdmit, s.launch.Standby = Report, false, false
 	}

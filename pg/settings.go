@@ -254,7 +254,7 @@ func (s *settings) openStore(ctx context.Context) (bootstrap.Store, error) {
 	case err != nil && s.atMaster:
 		err = fmt.Errorf("%w (it is looked for at MASTER_ADDR and MASTER_PORT: set TUTTI_STORE if it is elsewhere)",
 			err)
-	case errors.Is(err, bootstrap.ErrStoreAway) && s.meeting != nil && s.launch.ChoosesAddress():
+	case errors.Is(err, bootstrap.ErrStoreAway) && s.listened && s.launch.ChoosesAddress():
 		err = fmt.Errorf("%w (rank 0 has chosen that address: set TUTTI_IFNAME to the interface that all hosts share)",
 			err)
 	}

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"testing"
 
-	"tutti/bootstrap"
 	"tutti/p2p/registry"
 )
 
@@ -88,7 +87,7 @@ func TestStoreAtChosenAddress(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.meeting, s.StoreAddr = &bootstrap.Meeting{}, "tutti://10.0.2.15:1"
+		s.listened, s.StoreAddr = true, "tutti://10.0.2.15:1"
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		if _, err := s.openStore(ctx); err == nil || strings.Contains(err.Error(), "TUTTI_IFNAME") != chosen {

@@ -307,9 +307,16 @@ func TestStatusOfSubgroups(t *testing.T) {
 			return fmt.Errorf("subgroup %+v %+v", x, x.Last)
 		}
 		if g.Rank() != first {
-			short, cancel := context.WithTimeout(ctx, time.Millisecond)
+			brief, cancel := context.WithCancel(ctx)
 			defer cancel()
-			if err := sub.Barrier(short); !errors.As(err, new(*TimeoutError)) {
+			ended := make(chan error, 1)
+			go func() { ended <- sub.Barrier(brief) }()
+			until(t, sub, "waits for the other", func(s *flight.Snapshot) bool {
+				o := s.Groups[1].Running
+				return o != nil && slices.Equal(o.WaitsFor, []int{first})
+			})
+			cancel()
+			if err := <-ended; !errors.As(err, new(*TimeoutError)) {
 				return fmt.Errorf("%v", err)
 			}
 			x := look(t, sub, 1).Groups[1]

@@ -72,8 +72,8 @@ func (r *Route) Lead(link GIDType, from, to GID, lid uint16, grh bool) error {
 		r.LID = cmp.Or(binary.BigEndian.Uint16(to[4:]), lid)
 	}
 	if r.Global && (from == GID{} || to == GID{}) {
-		return fmt.Errorf("rdma: an InfiniBand port of one end needs packets with addresses, and the ports have %v "+
-			"and %v: both need one", from, to)
+		return fmt.Errorf("rdma: packets between the two ports need addresses, and these have %v and %v: both need one",
+			from, to)
 	}
 	return nil
 }

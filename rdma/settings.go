@@ -12,7 +12,7 @@ type Settings struct {
 	TrafficClass uint8
 	ServiceLevel uint8 // at most 15
 	PKey         int   // QPConfig.PKey
-	Timeout      uint8 // Route.Timeout, 1 to 31; 0: the default of what makes the connection
+	Timeout      uint8 // Route.Timeout, 12 to 31; 0: the default of what makes the connection
 }
 
 // settings are the variables of the environment, and the fields that they set, with their least and
@@ -29,7 +29,7 @@ var settings = []struct {
 		func(s Settings) int { return int(s.ServiceLevel) }},
 	{"TUTTI_RDMA_PKEY", "PKey", 0, maxPKey, func(s *Settings, n int) { s.PKey = n },
 		func(s Settings) int { return s.PKey }},
-	{"TUTTI_RDMA_TIMEOUT", "Timeout", 1, 31, func(s *Settings, n int) { s.Timeout = uint8(n) },
+	{"TUTTI_RDMA_TIMEOUT", "Timeout", 12, 31, func(s *Settings, n int) { s.Timeout = uint8(n) },
 		func(s Settings) int { return int(s.Timeout) }},
 }
 

@@ -13,7 +13,7 @@ func TestSettingsHaveBounds(t *testing.T) {
 		}
 	}
 	for field, s := range map[string]Settings{"ServiceLevel 16": {ServiceLevel: 16}, "PKey 65536": {PKey: 1 << 16},
-		"PKey -1": {PKey: -1}, "Timeout 32": {Timeout: 32}} {
+		"PKey -1": {PKey: -1}, "Timeout 11": {Timeout: 11}, "Timeout 32": {Timeout: 32}} {
 		if err := s.Check(); err == nil || !strings.Contains(err.Error(), field) {
 			t.Errorf("%+v: %v, want an error with %q", s, err, field)
 		}

@@ -41,7 +41,7 @@ func openStore(ctx context.Context, c *C.tutti_config) (uint64, error) {
 		return 0, err
 	}
 	l, err := bootstrap.FromEnv(getenv)
-	if err != nil {
+	if err != nil && !errors.As(err, new(*bootstrap.PlaceError)) { // a store needs no place
 		return 0, err
 	}
 	either := func(own, environment string) string {

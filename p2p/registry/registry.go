@@ -211,7 +211,10 @@ func checkRDMA(dir string, load func() (rdma.Provider, error), s rdmaSettings) e
 		return verbs.Check(verbs.Config{Provider: p, Devices: s.devices, GID: s.gid, Settings: s.network,
 			Nodes: nodes()})
 	}
-	if err = check(s); err != nil && s != (rdmaSettings{}) && check(rdmaSettings{}) == nil {
+	if err = check(s); err == nil || s == (rdmaSettings{}) || check(rdmaSettings{}) != nil {
+		return err
+	}
+	if err = check(s); err != nil { // again: a port may have become active between
 		err = fmt.Errorf("%w: %w", ErrSettings, err)
 	}
 	return err

@@ -531,7 +531,7 @@ func (q *qp) overtake() bool {
 	i := q.dev.f.rng.IntN(min(len(q.queue), 1+overtakes))
 	w := q.queue[i]
 	if i > 0 && q.queue[0].Op == rdma.Read && q.queue[0].begun || w.Op != rdma.Write && w.Op != rdma.WriteImm ||
-		w.Fence || w.moved > 0 {
+		w.moved > 0 || slices.ContainsFunc(q.queue[min(i, 1):i+1], func(r *request) bool { return r.Fence }) {
 		return false
 	}
 	p := q.peer()

@@ -330,9 +330,10 @@ func TestNumberThatIsUsedAgain(t *testing.T) {
 }
 
 func TestReadIsOvertakenUnlessFenced(t *testing.T) {
-	saw := map[bool]map[byte]bool{false: {}, true: {}}
+	const free, fenced, behind = 0, 1, 2
+	saw := []map[byte]bool{free: {}, fenced: {}, behind: {}}
 	for seed := range uint64(200) {
-		for _, fence := range []bool{false, true} {
+		for fence := range saw {
 			f := manual(t, Config{Seed: seed})
 			a, b := pair(t, f, 4)
 			a.b[0], b.b[100] = 7, 1
@@ -340,15 +341,22 @@ func TestReadIsOvertakenUnlessFenced(t *testing.T) {
 			read.Op = rdma.Read
 			w := a.write(b, 2, 0, 1)
 			w.RemoteAddress = read.RemoteAddress
-			w.Fence = fence
-			a.post(read, w)
-			if c := a.run(); len(c) != 2 || c[0].ID != 1 || c[0].Status != 0 || c[1].Status != 0 || b.b[100] != 7 {
+			w.Fence = fence == fenced
+			posted := []rdma.SendRequest{read, w}
+			if fence == behind {
+				other := a.write(b, 3, 0, 1)
+				other.Fence = true
+				posted = []rdma.SendRequest{read, other, w}
+			}
+			a.post(posted...)
+			if c := a.run(); len(c) != len(posted) || c[0].ID != 1 || c[0].Status != 0 || c[1].Status != 0 ||
+				b.b[100] != 7 {
 				t.Fatal(c)
 			}
 			saw[fence][a.b[100]] = true
 		}
 	}
-	if len(saw[false]) != 2 || len(saw[true]) != 1 || !saw[true][1] {
+	if len(saw[free]) != 2 || len(saw[fenced]) != 1 || !saw[fenced][1] || len(saw[behind]) != 1 || !saw[behind][1] {
 		t.Fatal(saw)
 	}
 }

@@ -355,6 +355,8 @@ func TestEnvironment(t *testing.T) {
 		{[]string{"TUTTI_TRANSPROT=tcp"}, "variables", Warning, "without meaning: TUTTI_TRANSPROT"},
 		{[]string{"TUTTI_PORT=tcp://10.0.0.1:80", "TUTTI_PORT_80_TCP=tcp://10.0.0.1:80", "TUTTI_SERVICE_HOST=10.0.0.1"},
 			"variables", Found, "no TUTTI_* variable is set"},
+		{[]string{"TUTTI_ETCD_SERVICE_PORT=2379", "TUTTI_ETCD_PORT_2379_TCP_ADDR=10.0.0.1"}, "variables", Found,
+			"no TUTTI_* variable is set"},
 		{[]string{"TUTTI_PORT=tcp://10.0.0.1:80"}, "port", Found, "chosen by the kernel"},
 		{[]string{"TUTTI_IFNAME=nosuchif0"}, "interfaces", Broken, "no network address left"},
 		{[]string{"TUTTI_IFNAME=a/b"}, "interfaces", Broken, "TUTTI_IFNAME"},

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -192,8 +193,12 @@ func environment(_ context.Context, h *Host) outcome {
 	return found(detail)
 }
 
+// ofService matches the names of variables that Kubernetes sets for a service, but for NAME_PORT,
+// whose value bootstrap.WithoutServices hides.
+var ofService = regexp.MustCompile(`_SERVICE_(HOST|PORT)|_PORT_[0-9]`)
+
 // variables lists the TUTTI_* variables that are set and names unknown ones. Those that Kubernetes
-// sets for a service called tutti do not count.
+// sets for services whose names begin with tutti do not count.
 func variables(_ context.Context, h *Host) outcome {
 	known := []string{}
 	for _, v := range bootstrap.Variables() {
@@ -203,8 +208,7 @@ func variables(_ context.Context, h *Host) outcome {
 	for _, kv := range h.Environ() {
 		name, value, _ := strings.Cut(kv, "=")
 		switch {
-		case !strings.HasPrefix(name, "TUTTI_"), h.Getenv(name) == "", strings.HasPrefix(name, "TUTTI_SERVICE_"),
-			strings.HasPrefix(name, "TUTTI_PORT_"):
+		case !strings.HasPrefix(name, "TUTTI_"), h.Getenv(name) == "", ofService.MatchString(name):
 		case !slices.Contains(known, name):
 			unknown = append(unknown, name)
 		default:

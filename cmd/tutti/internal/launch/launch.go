@@ -447,12 +447,17 @@ func (l *launcher) event(e Event) error {
 	return nil
 }
 
-// dying reports whether a signal is killing process pid, or has killed it: SIGKILL is pending, or
-// the process is past the point from which it only ends. It reports false if that cannot be known.
+// dying reports whether a signal may be killing process pid, or has killed it: SIGKILL is pending,
+// the process is past the point from which it only ends, or there is none any more, and how it has
+// ended is not known yet. It reports false if that cannot be known.
 func dying(pid int) bool {
 	const signaled = 0x400 // PF_SIGNALED
 	dir := fmt.Sprintf("/proc/%d/", pid)
-	status, _ := os.ReadFile(dir + "status")
+	status, err := os.ReadFile(dir + "status")
+	if errors.Is(err, fs.ErrNotExist) {
+		_, err := os.Stat("/proc/self")
+		return err == nil
+	}
 	for line := range strings.Lines(string(status)) {
 		name, text, _ := strings.Cut(line, ":")
 		if name != "SigPnd" && name != "ShdPnd" {

@@ -252,9 +252,9 @@ func TestDying(t *testing.T) {
 		}
 		c.Wait()
 	}
-	for _, pid := range []int{os.Getpid(), dead} {
-		if dying(pid) {
-			t.Errorf("%d is dying", pid)
+	for pid, want := range map[int]bool{os.Getpid(): false, dead: true} {
+		if dying(pid) != want {
+			t.Errorf("%d is dying: %v, want %v", pid, !want, want)
 		}
 	}
 }

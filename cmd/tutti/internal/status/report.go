@@ -1,7 +1,6 @@
 package status
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -163,10 +162,9 @@ func state(r *flight.Rank) (text string, plain bool) {
 		if g.Error != "" {
 			return "failed: " + g.Error, false
 		}
-		failure = cmp.Or(failure, g.Failure())
 		older(g.Running)
 		if g.Last != nil && g.Last.Ended != nil && g.Last.Ended.After(last) {
-			last = *g.Last.Ended
+			last, failure = *g.Last.Ended, g.Failure()
 		}
 	}
 	for i := range s.Messages {

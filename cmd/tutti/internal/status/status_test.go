@@ -269,6 +269,14 @@ func TestStates(t *testing.T) {
 			g := &r.Snapshot.Groups[0]
 			g.Last.Outcome, g.LastError = "timed out", "allreduce #9 timed out"
 		}, "computing; its latest operation failed: allreduce #9 timed out", false},
+		{func(r *flight.Rank) { // another group has gone on since
+			g := r.Snapshot.Groups[0]
+			last := *g.Last
+			last.Outcome, g.LastError = "timed out", "allreduce #9 timed out"
+			before := g.Last.Ended.Add(-time.Millisecond)
+			last.Ended, g.Last = &before, &last
+			r.Snapshot.Groups = append([]flight.Group{g}, r.Snapshot.Groups...)
+		}, "computing", true},
 		{func(r *flight.Rank) { r.Snapshot.Groups = nil }, "has closed its groups", true},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} },
 			"does not answer: no answer within 1s", false},
