@@ -44,7 +44,7 @@ typedef struct {
 // A completion queue. The memory is C's until tutti_cq_free.
 typedef struct {
 	struct ibv_cq *cq;
-	int depth, unused;
+	int depth;
 	struct ibv_wc *wc;
 	tutti_completion *out; // TUTTI_POLL_BATCH
 } tutti_cq;
