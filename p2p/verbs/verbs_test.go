@@ -511,20 +511,7 @@ func TestSettingsOfTheNetwork(t *testing.T) {
 	f := soft.New(soft.Config{Seed: 14})
 	t.Cleanup(f.Close)
 	want := rdma.Settings{TrafficClass: 106, ServiceLevel: 3, PKey: 2, Timeout: 20}
-	var made, connected atomic.Int64
-	seen := &rdmatest.Wrapped{Provider: f,
-		NewQP: func(_ string, cfg *rdma.QPConfig) {
-			if made.Add(1); cfg.PKey != want.PKey {
-				t.Errorf("a queue pair with partition key %d of the table, want %d", cfg.PKey, want.PKey)
-			}
-		},
-		Connect: func(_ string, r *rdma.Route) error {
-			if connected.Add(1); r.TrafficClass != want.TrafficClass || r.ServiceLevel != want.ServiceLevel ||
-				r.Timeout != want.Timeout {
-				t.Errorf("%+v, want %+v", *r, want)
-			}
-			return nil
-		}}
+	seen, made, connected := rdmatest.WithSettings(t, f, want)
 	cfg := over(seen, minRing)
 	cfg.Settings = want
 	a, b := linktest.Pair(t, func(testing.TB) p2p.Transport { return New(cfg) })

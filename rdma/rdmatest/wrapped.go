@@ -1,7 +1,9 @@
 package rdmatest
 
 import (
+	"sync/atomic"
 	"syscall"
+	"testing"
 
 	"tutti/rdma"
 )
@@ -93,4 +95,23 @@ func InfiniBand(p rdma.Provider, needs string) *Wrapped {
 			}
 			return nil
 		}}
+}
+
+// WithSettings returns the devices of p. Queue pairs that are made or connected without the
+// settings fail the test. Made and connected count them.
+func WithSettings(t testing.TB, p rdma.Provider, want rdma.Settings) (w *Wrapped, made, connected *atomic.Int64) {
+	made, connected = new(atomic.Int64), new(atomic.Int64)
+	return &Wrapped{Provider: p,
+		NewQP: func(_ string, cfg *rdma.QPConfig) {
+			if made.Add(1); cfg.PKey != want.PKey {
+				t.Errorf("a queue pair with partition key %d of the table, want %d", cfg.PKey, want.PKey)
+			}
+		},
+		Connect: func(_ string, r *rdma.Route) error {
+			if connected.Add(1); r.TrafficClass != want.TrafficClass || r.ServiceLevel != want.ServiceLevel ||
+				r.Timeout != want.Timeout {
+				t.Errorf("%+v, want %+v", *r, want)
+			}
+			return nil
+		}}, made, connected
 }

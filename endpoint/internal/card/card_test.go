@@ -449,20 +449,14 @@ func TestSettingsOfTheNetwork(t *testing.T) {
 	f := soft.New(soft.Config{})
 	t.Cleanup(f.Close)
 	want := rdma.Settings{TrafficClass: 106, ServiceLevel: 3, PKey: 2, Timeout: 20}
-	var made, connected atomic.Int64
-	seen := &rdmatest.Wrapped{Provider: f,
-		NewQP: func(_ string, cfg *rdma.QPConfig) {
-			if made.Add(1); cfg.PKey != want.PKey {
-				t.Errorf("a queue pair with partition key %d of the table, want %d", cfg.PKey, want.PKey)
-			}
-		},
-		Connect: func(_ string, r *rdma.Route) error {
-			if connected.Add(1); r.TrafficClass != want.TrafficClass || r.ServiceLevel != want.ServiceLevel ||
-				r.Timeout != want.Timeout || r.Retries != endpoint.DefaultRoute().Retries {
-				t.Errorf("%+v, want %+v", *r, want)
-			}
-			return nil
-		}}
+	seen, made, connected := rdmatest.WithSettings(t, f, want)
+	connect := seen.Connect
+	seen.Connect = func(device string, r *rdma.Route) error {
+		if retries := endpoint.DefaultRoute().Retries; r.Retries != retries {
+			t.Errorf("%d retries, want %d", r.Retries, retries)
+		}
+		return connect(device, r)
+	}
 	c, err := Open(Config{Provider: seen, Settings: want, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
