@@ -252,8 +252,8 @@ func (e *End) Wait() (p2p.Header, []byte, error) {
 	}
 }
 
-// expect receives a frame with Wait, which has to be number i of the sequence, of n bytes.
-func (e *End) expect(i, n int) error {
+// Expect receives a frame with Wait, which has to be number i of the sequence, of n bytes.
+func (e *End) Expect(i, n int) error {
 	h, p, err := e.Wait()
 	if err != nil {
 		return err

@@ -208,7 +208,7 @@ func (s suite) sizes(t *testing.T) {
 	}, func() error {
 		for i, n := range list {
 			b.Fill = i%3 == 0
-			if err := b.expect(i, n); err != nil {
+			if err := b.Expect(i, n); err != nil {
 				return err
 			}
 		}
@@ -323,7 +323,7 @@ func (s suite) backPressure(t *testing.T) {
 		return a.FlushAll()
 	}, func() error {
 		for i := range sent + more {
-			if err := b.expect(i, n); err != nil {
+			if err := b.Expect(i, n); err != nil {
 				return err
 			}
 		}

@@ -238,6 +238,27 @@ func (q lateQP) Fail() error {
 	return q.QP.Fail()
 }
 
+// give sends frames of n bytes, for which there is room.
+func give(t *testing.T, e *linktest.End, frames, n int) {
+	t.Helper()
+	for i := range frames {
+		h, p := linktest.Frame(i, n, nil)
+		if ok, err := e.Send(&h, p); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+	}
+}
+
+// arrive takes the frames that give sends at the other end.
+func arrive(t *testing.T, e *linktest.End, frames, n int) {
+	t.Helper()
+	for i := range frames {
+		if err := e.Expect(i, n); err != nil {
+			t.Fatalf("frame %d: %v", i, err)
+		}
+	}
+}
+
 // Frames that have arrived before the peer closes the link are delivered, also if the device
 // completes them later.
 func TestFramesBeforeTheEndOfTheLink(t *testing.T) {
@@ -248,24 +269,11 @@ func TestFramesBeforeTheEndOfTheLink(t *testing.T) {
 	raised(t, a, b)
 	l.hold.Store(true)
 	const frames = 3
-	for i := range frames {
-		h, p := linktest.Frame(i, 1000, nil)
-		if ok, err := a.Send(&h, p); !ok || err != nil {
-			t.Fatal(ok, err)
-		}
-	}
+	give(t, a, frames, 1000)
 	if err := a.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for i := range frames {
-		h, p, err := b.Wait()
-		if err == nil {
-			err = linktest.Check(i, 1000, h, p)
-		}
-		if err != nil {
-			t.Fatalf("frame %d: %v", i, err)
-		}
-	}
+	arrive(t, b, frames, 1000)
 	ends(t, b, p2p.ErrPeerGone)
 }
 
@@ -332,12 +340,7 @@ func TestLaneGivenUpAfterTheEndOfTheLink(t *testing.T) {
 			if _, err := x.PutTo(b, to, 0, p2p.Signal{}); err != nil {
 				t.Fatal(err)
 			}
-			for i := range frames {
-				h, p := linktest.Frame(i, 4000, nil)
-				if ok, err := y.Send(&h, p); !ok || err != nil {
-					t.Fatal(ok, err)
-				}
-			}
+			give(t, y.End, frames, 4000)
 			if c.before != nil {
 				c.before(t, y, to)
 			}
@@ -345,15 +348,7 @@ func TestLaneGivenUpAfterTheEndOfTheLink(t *testing.T) {
 				t.Fatal(err)
 			}
 			c.after(t, x)
-			for i := range frames {
-				h, p, err := x.Wait()
-				if err == nil {
-					err = linktest.Check(i, 4000, h, p)
-				}
-				if err != nil {
-					t.Fatalf("frame %d: %v", i, err)
-				}
-			}
+			arrive(t, x.End, frames, 4000)
 			ends(t, x.End, p2p.ErrPeerGone)
 		})
 	}
@@ -402,11 +397,7 @@ func TestCloseBesideControlFrames(t *testing.T) {
 			t.Fatal("the port is not back")
 		}
 	}
-	got, payload, err := b.Wait()
-	if err == nil {
-		err = linktest.Check(0, 100, got, payload)
-	}
-	if err != nil {
+	if err := b.Expect(0, 100); err != nil {
 		t.Error(err)
 	}
 }

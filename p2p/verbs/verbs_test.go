@@ -166,11 +166,7 @@ func TestFramesAreTakenWithTheirCompletions(t *testing.T) {
 	if ok, err := a.Send(&h, p); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
-	got, payload, err := b.Wait()
-	if err == nil {
-		err = linktest.Check(0, 100, got, payload)
-	}
-	if err != nil {
+	if err := b.Expect(0, 100); err != nil {
 		t.Error(err)
 	}
 }
@@ -203,11 +199,7 @@ func TestReceivesArePostedInBatches(t *testing.T) {
 		if ok, err := a.Send(&h, p); !ok || err != nil {
 			t.Fatal(ok, err)
 		}
-		got, payload, err := b.Wait()
-		if err == nil {
-			err = linktest.Check(i, 8, got, payload)
-		}
-		if err != nil {
+		if err := b.Expect(i, 8); err != nil {
 			t.Fatal(err)
 		}
 		if missing := i + 1 - to.posted; missing >= batch {
