@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/bits"
 	"slices"
 	"sync"
 	"time"
@@ -59,10 +60,13 @@ type key struct {
 	revoked bool       // nothing new is requested
 	rights  mem.Rights // none: it was refused
 	address uint64
-	n       uint64   // bytes
-	values  []uint32 // of the peer's device of each rail
-	under   int      // pieces under way
+	n       uint64    // bytes
+	rails   []railKey // of the peer's device of each rail
+	under   int       // pieces under way
 }
+
+// railSet is a set of rails: bit i stands for number i.
+type railSet uint16
 
 // allows reports whether the peer's device would do what m needs.
 func (k *key) allows(m *rma.Move) bool {
@@ -79,9 +83,10 @@ type move struct {
 	m     *rma.Move
 	gen   uint64 // of the peer's memory
 	key   *key
-	own   *local // its memory, if it is a device's and no region; nil: not yet
-	at    int    // bytes requested
-	under int    // pieces under way
+	own   *local  // its memory, if it is a device's and no region; nil: not yet
+	at    int     // bytes requested
+	under int     // pieces under way
+	reads railSet // rails with writes that no read has followed yet, though one is needed
 	// abandoned: frames have to carry it.
 	abandoned bool
 }
@@ -256,7 +261,7 @@ func (b *bulk) begin(m *rma.Move, at int) (ask, ok bool) {
 
 // give takes the peer's answer to the question for a key, with its value for each rail. No rights:
 // it gives none, or with n == askAgain none now, so that the next move asks again.
-func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, values []uint32) error {
+func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, keys []railKey) error {
 	k := b.keys[gen]
 	if k == nil || k.given {
 		return fmt.Errorf("a key for generation %d, for which it was not asked", gen)
@@ -264,14 +269,14 @@ func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, values []u
 	if rights&^(mem.Read|mem.Write) != 0 || address+n < address {
 		return fmt.Errorf("a key with rights %v for %d bytes at %#x", rights, n, address)
 	}
-	if want := len(b.rails); rights == 0 && len(values) > 0 || rights != 0 && len(values) != want {
-		return fmt.Errorf("a key with %d values for %d queue pairs", len(values), want)
+	if want := len(b.rails); rights == 0 && len(keys) > 0 || rights != 0 && len(keys) != want {
+		return fmt.Errorf("a key with %d values for %d queue pairs", len(keys), want)
 	}
 	b.asking--
 	if rights == 0 && n == askAgain {
 		delete(b.keys, gen)
 	}
-	k.given, k.rights, k.address, k.n, k.values = true, rights, address, n, values
+	k.given, k.rights, k.address, k.n, k.rails = true, rights, address, n, keys
 	for _, v := range slices.Clone(b.moves) {
 		switch {
 		case v.key != k:
@@ -373,9 +378,16 @@ func (b *bulk) unheard() bool {
 	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.under > 0 && !r.armed })
 }
 
-// choose returns the rail for the next piece: of those with room the one with the fewest bytes
-// under way, and of these the one that has moved the fewest; nil: there is none.
-func (b *bulk) choose() (best *rail) {
+// choose returns the rail for the next request of v: for a piece the one with the fewest bytes
+// under way, and of these the one that has moved the fewest, for a read behind pieces the first
+// that needs one; nil: there is no room.
+func (b *bulk) choose(v *move) (best *rail) {
+	if v.at == v.m.Local.Len() {
+		if r := b.rails[bits.TrailingZeros16(uint16(v.reads))]; r.under < railDepth {
+			return r
+		}
+		return nil
+	}
 	for _, r := range b.rails {
 		if r.state == working && r.under < railDepth && (best == nil ||
 			cmp.Or(cmp.Compare(r.bytes, best.bytes), cmp.Compare(r.total, best.total)) < 0) {
@@ -385,18 +397,19 @@ func (b *bulk) choose() (best *rail) {
 	return best
 }
 
-// post posts requests as long as there is room, a piece of each move in turn. It passes those over
-// whose memory is being registered.
+// post posts requests as long as there is room, a piece of each move in turn, and a read behind the
+// pieces of a put on each rail that needs one. It passes those moves over whose memory is being
+// registered.
 func (b *bulk) post() {
 	n := b.lane
 	for passed := 0; n.err == nil && !b.leaving && passed < len(b.queue); {
-		r := b.choose()
-		if r == nil {
+		v := b.queue[0]
+		err := errPreparing // a read that there is no room for is passed over, too
+		if r := b.choose(v); r != nil {
+			err = b.next(r, v)
+		} else if v.at < v.m.Local.Len() {
 			return
 		}
-		v := b.queue[0]
-		local := v.m.Local.Slice(v.at, min(pieceBytes, v.m.Local.Len()-v.at))
-		mr, err := n.t.source(r.device, v, local)
 		switch {
 		case errors.Is(err, errPreparing):
 			passed++
@@ -405,42 +418,68 @@ func (b *bulk) post() {
 			continue
 		default:
 			passed = 0
-			if err := b.request(r, v, local, mr); err != nil {
-				n.fail(err)
-				return
-			}
 		}
 		b.queue = b.queue[:copy(b.queue, b.queue[1:])]
-		if v.at < v.m.Local.Len() {
+		if v.at < v.m.Local.Len() || v.reads != 0 {
 			b.queue = append(b.queue, v)
 		}
 	}
 }
 
-// request posts a request for the next bytes of v, which mr is for.
-func (b *bulk) request(r *rail, v *move, local mem.Memory, mr lent) error {
-	op := rdma.Write
-	if v.m.Read {
-		op = rdma.Read
+// next posts the next request of v on a rail. After an error it has posted none; a rail that takes
+// no requests fails the lane.
+func (b *bulk) next(r *rail, v *move) error {
+	rest, k := v.m.Local.Len()-v.at, &v.key.rails[r.number]
+	if rest == 0 {
+		to, mr, err := b.lane.t.blankMemory(r.device)
+		if err != nil {
+			return err
+		}
+		v.reads &^= 1 << r.number
+		b.segment[0] = rdma.Segment{Address: to, Key: mr.LocalKey(), Len: 1}
+		b.request(r, piece{move: v}, rdma.SendRequest{Op: rdma.Read, RemoteAddress: k.reads, RemoteKey: k.readKey})
+		return nil
 	}
-	i := slices.IndexFunc(r.pieces[:], func(p piece) bool { return p.move == nil })
+	local := v.m.Local.Slice(v.at, min(pieceBytes, rest))
+	mr, err := b.lane.t.source(r.device, v, local)
+	if err != nil {
+		return err
+	}
+	op := rdma.Read
+	if !v.m.Read {
+		op = rdma.Write
+		if k.reads != 0 {
+			v.reads |= 1 << r.number
+		}
+	}
 	b.segment[0] = rdma.Segment{Address: rdma.Address(local), Key: mr.LocalKey(), Len: uint32(local.Len())}
-	b.chain[0] = rdma.SendRequest{ID: uint64(i), Op: op, Segments: b.segment[:], Signaled: true,
-		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at), RemoteKey: v.key.values[r.number]}
-	n, err := r.qp.Post(b.chain[:])
-	if n == 0 {
-		return errors.Join(err, mr.release())
+	b.request(r, piece{v, mr, local.Len()}, rdma.SendRequest{Op: op, RemoteKey: k.key,
+		RemoteAddress: v.key.address + v.m.Offset + uint64(v.at)})
+	return nil
+}
+
+// request posts a request for p, whose local memory is that of b.segment.
+func (b *bulk) request(r *rail, p piece, s rdma.SendRequest) {
+	i := slices.IndexFunc(r.pieces[:], func(p piece) bool { return p.move == nil })
+	s.ID, s.Segments, s.Signaled = uint64(i), b.segment[:], true
+	b.chain[0] = s
+	taken, err := r.qp.Post(b.chain[:])
+	if taken == 0 {
+		b.lane.fail(errors.Join(err, p.mr.release()))
+		return
+	}
+	if err != nil { // the device has taken the request nevertheless
+		b.lane.fail(err)
 	}
 	if r.under == 0 {
 		r.since = time.Now()
 	}
-	r.pieces[i] = piece{v, mr, local.Len()}
+	r.pieces[i] = p
 	r.under++
-	r.bytes += local.Len()
-	v.at += local.Len()
-	v.under++
-	v.key.under++
-	return err // the device may have taken the request nevertheless
+	r.bytes += p.bytes
+	p.move.at += p.bytes
+	p.move.under++
+	p.move.key.under++
 }
 
 // reap takes completions, and posts more. It calls revoked with the generation of each key that was
@@ -489,7 +528,7 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 		return r.flushed(c)
 	case c.Status != rdma.Success || c.ID < railDepth && p.move == nil:
 		op := rdma.Write
-		if c.ID < railDepth && p.move != nil && p.move.m.Read {
+		if c.ID < railDepth && p.move != nil && (p.move.m.Read || p.bytes == 0) {
 			op = rdma.Read
 		}
 		err := &rdma.StatusError{Status: c.Status, Op: op, Device: r.Name(), QP: c.QP, Vendor: c.Vendor}
@@ -518,7 +557,7 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 	}
 	switch {
 	case v.under > 0:
-	case v.at == v.m.Local.Len():
+	case v.at == v.m.Local.Len() && v.reads == 0:
 		b.end(v, true)
 	case v.abandoned:
 		b.end(v, false)

@@ -26,6 +26,23 @@ type device struct {
 	keys rdma.Withheld // of deregistered memory that lanes may use yet
 
 	refused sync.Map // why memory at a location, of another device, cannot be registered
+
+	blank struct { // memory whose contents do not matter, for reads whose end does: see key.reads
+		sync.Mutex
+		mr    rdma.MR // nil: not yet
+		bytes [8]byte
+	}
+}
+
+// blankMemory registers the memory that reads whose contents do not matter are of and go to.
+func (t *Transport) blankMemory(d *device) (address uint64, mr rdma.MR, err error) {
+	b := &d.blank
+	b.Lock()
+	defer b.Unlock()
+	if b.mr == nil {
+		b.mr, err = t.registerKey(d, mem.Host(b.bytes[:], mem.Anywhere), rdma.LocalWrite|rdma.RemoteRead)
+	}
+	return addressOf(b.bytes[:]), b.mr, err
 }
 
 // refuses returns why memory at loc goes through host memory: it could not be registered once.
@@ -207,7 +224,13 @@ func (d *device) release() error {
 	if d.refs.Add(-1) > 0 {
 		return nil
 	}
-	return d.Close()
+	var err error
+	if r := d.blank.mr; r != nil {
+		if err = d.deregister(r); d.removed() {
+			err = nil
+		}
+	}
+	return errors.Join(err, d.Close())
 }
 
 // closeQP closes a queue pair of the device, if there is one. After an error it is still there.

@@ -94,12 +94,45 @@ func access(r mem.Rights) (a rdma.Access) {
 	return a
 }
 
+// keys returns the keys of the registered memory for the rails of lane n, nil if the peer may not
+// read what it would have to. A device makes visible what it receives in its order: what it writes
+// to the host's memory comes before what follows in a ring that it writes as well. Otherwise a read
+// is needed, which takes the way of the data: of the host's memory, or of the same GPU's. With mu.
+func (e *exposure) keys(t *Transport, n *lane) ([]railKey, error) {
+	keys := make([]railKey, len(n.bulk.rails))
+	for i, r := range n.bulk.rails {
+		if r.device == nil {
+			continue
+		}
+		k := &keys[i]
+		k.key = e.mrs[r.device].RemoteKey()
+		switch host := e.mem.Loc().Host(); {
+		case !host && !e.rights.Has(mem.Read):
+			return nil, nil
+		case !host:
+			k.reads, k.readKey = rdma.Address(e.mem), k.key
+		case r.device != n.port.device:
+			address, mr, err := t.blankMemory(r.device)
+			if err != nil {
+				return nil, err
+			}
+			k.reads, k.readKey = address, mr.RemoteKey()
+		}
+	}
+	return keys, nil
+}
+
 // grant answers the peer of lane n, which has asked for the keys. The memory is registered first
 // where it is not yet, which may take long.
 func (e *exposure) grant(l *link, n *lane) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ok, err := e.register(l.t, n.devices)
+	var keys []railKey
+	if ok {
+		keys, err = e.keys(l.t, n)
+		ok = keys != nil
+	}
 	if err != nil && err != errFull {
 		l.t.log.Warn("rdma: puts and gets go in frames: memory cannot be registered", "bytes", e.mem.Len(),
 			"reason", err)
@@ -109,7 +142,7 @@ func (e *exposure) grant(l *link, n *lane) {
 	switch {
 	case !l.has(n):
 	case !ok:
-		l.answerLocked(n, e.generation, nil)
+		l.answerLocked(n, e.generation, nil, nil)
 		if errors.Is(err, syscall.EAGAIN) {
 			l.out[len(l.out)-1].h.Count = askAgain
 		}
@@ -118,7 +151,7 @@ func (e *exposure) grant(l *link, n *lane) {
 			e.holders = map[*lane]*link{}
 		}
 		e.holders[n], n.granted[e.generation] = l, e
-		l.answerLocked(n, e.generation, e)
+		l.answerLocked(n, e.generation, e, keys)
 	}
 }
 

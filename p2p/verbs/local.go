@@ -253,6 +253,9 @@ type lent struct {
 
 // release ends the use by a piece.
 func (l lent) release() error {
+	if l.MR == nil {
+		return nil
+	}
 	if l.of == nil {
 		return l.Close()
 	}

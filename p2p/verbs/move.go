@@ -1,7 +1,6 @@
 package verbs
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -269,19 +268,15 @@ func (l *link) revoke(n *lane, generation uint64, keys []held) {
 	}
 }
 
-// answerLocked answers the peer's question for a key; a nil e refuses it. With e.mu.
-func (l *link) answerLocked(n *lane, generation uint64, e *exposure) {
+// answerLocked answers the peer's question for a key of each rail; a nil e refuses them. With e.mu.
+func (l *link) answerLocked(n *lane, generation uint64, e *exposure, keys []railKey) {
 	l.tellMemoryLocked(n, frameKey, generation)
 	if e == nil {
 		return
 	}
 	c := &l.out[len(l.out)-1]
-	for _, r := range n.bulk.rails {
-		key := uint32(0)
-		if r.device != nil {
-			key = e.mrs[r.device].RemoteKey()
-		}
-		c.payload = binary.LittleEndian.AppendUint32(c.payload, key)
+	for _, k := range keys {
+		c.payload = k.append(c.payload)
 	}
 	c.h.Len, c.h.Flags = uint32(len(c.payload)), uint8(e.rights&(mem.Read|mem.Write))
 	c.h.Off, c.h.Count = rdma.Address(e.mem), uint64(e.mem.Len())
@@ -311,7 +306,7 @@ func (l *link) memoryLocked(h *p2p.Header, payload []byte) error {
 		}
 		e := l.t.keys.find(h.Off, h.Call)
 		if e == nil {
-			l.answerLocked(n, h.Call, nil)
+			l.answerLocked(n, h.Call, nil, nil)
 			return nil
 		}
 		for _, d := range n.devices {
@@ -325,14 +320,14 @@ func (l *link) memoryLocked(h *p2p.Header, payload []byte) error {
 			l.t.tell()
 		})
 	case frameKey:
-		var values []uint32
-		for ; len(payload) >= 4; payload = payload[4:] {
-			values = append(values, binary.LittleEndian.Uint32(payload))
+		var keys []railKey
+		for ; len(payload) >= keyBytes; payload = payload[keyBytes:] {
+			keys = append(keys, decodeKey(payload))
 		}
 		if len(payload) > 0 {
 			return fmt.Errorf("a key with %d bytes too many", len(payload))
 		}
-		if err := n.bulk.give(h.Call, mem.Rights(h.Flags), h.Off, h.Count, values); err != nil {
+		if err := n.bulk.give(h.Call, mem.Rights(h.Flags), h.Off, h.Count, keys); err != nil {
 			return err
 		}
 		l.endedLocked(n)

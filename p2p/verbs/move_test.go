@@ -446,7 +446,7 @@ func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
 	to := y.Expose(t, r, 0, n, mem.Write)
 	place(t, x, make([]byte, n), to)
 	l := inner(x.End)
-	keys := l.lane.bulk.keys[to.Generation].values
+	keys := l.lane.bulk.keys[to.Generation].rails
 	if err := y.Withdraw(to); err != nil {
 		t.Fatal(err)
 	}
@@ -461,7 +461,7 @@ func testKeysOfWithdrawnMemory(t *testing.T, p ports) {
 					t.Fatal(err)
 				}
 				defer mr.Close()
-				if mr.RemoteKey() == keys[i] {
+				if mr.RemoteKey() == keys[i].key {
 					return true
 				}
 			}
@@ -743,25 +743,26 @@ func TestKeysThatAreNotGivenUp(t *testing.T) {
 
 // What a peer says about keys without reason ends the link.
 func TestHostileKeys(t *testing.T) {
+	const key = "1234567890123456"
 	for name, c := range map[string]struct {
 		h       p2p.Header
 		payload string
 		n       int
 		want    string
 	}{
-		"a key that was not asked for": {p2p.Header{Kind: frameKey, Call: 7, Flags: 1}, "1234", 1, "not asked"},
-		"a second key": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Count: 8}, "1234", 2,
+		"a key that was not asked for": {p2p.Header{Kind: frameKey, Call: 7, Flags: 1}, key, 1, "not asked"},
+		"a second key": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Count: 8}, key, 2,
 			"not asked"},
-		"rights": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 0x80}, "1234", 1, "rights"},
+		"rights": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 0x80}, key, 1, "rights"},
 		"memory beyond all addresses": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1, Off: math.MaxUint64,
-			Count: 2}, "1234", 1, "2 bytes at 0xffffffffffffffff"},
+			Count: 2}, key, 1, "2 bytes at 0xffffffffffffffff"},
 		"no key": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, "", 1,
 			"0 values for 1 queue pairs"},
-		"keys of other rails": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, "12345678", 1,
+		"keys of other rails": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, key + key, 1,
 			"2 values for 1"},
-		"a part of a key": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, "12345", 1,
+		"a part of a key": {p2p.Header{Kind: frameKey, Call: 1 << 50, Flags: 1}, key + "1", 1,
 			"1 bytes too many"},
-		"a refusal with a key":                {p2p.Header{Kind: frameKey, Call: 1 << 50}, "1234", 1, "1 values for 1"},
+		"a refusal with a key":                {p2p.Header{Kind: frameKey, Call: 1 << 50}, key, 1, "1 values for 1"},
 		"a key that was not given taken back": {p2p.Header{Kind: frameRevoke, Call: 7}, "", 1, "not given"},
 		"a key that was asked for taken back": {p2p.Header{Kind: frameRevoke, Call: 1 << 50}, "", 1, "not given"},
 		"a key that was not taken back given up": {p2p.Header{Kind: frameRevoked, Call: 7}, "", 1,
@@ -875,7 +876,7 @@ func TestWrongKeys(t *testing.T) { overRails(t, testWrongKeys) }
 
 func testWrongKeys(t *testing.T, p ports) {
 	for name, change := range map[string]func(k *key){
-		"key":     func(k *key) { k.values[0] ^= 1 << 20 },
+		"key":     func(k *key) { k.rails[0].key ^= 1 << 20 },
 		"address": func(k *key) { k.address += 1 << 40 },
 		"length":  func(k *key) { k.address += 4096; k.n += 4096 },
 	} {

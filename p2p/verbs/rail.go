@@ -37,7 +37,7 @@ type rail struct {
 type piece struct {
 	move  *move // nil: none
 	mr    lent  // of its part of the local memory
-	bytes int
+	bytes int   // 0: a read whose contents do not matter
 }
 
 // open makes the objects of a rail of a lane. The queue pair is in the state Init.

@@ -136,6 +136,9 @@ func (l *link) handLocked(old *lane) {
 			continue
 		}
 		m, at := v.m, v.at
+		if v.reads != 0 {
+			at = 0
+		}
 		old.bulk.remove(v)
 		if !l.beginLocked(n, m, at) {
 			m.OK = false

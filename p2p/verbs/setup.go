@@ -31,8 +31,8 @@ const (
 	frameLeft // the sender has read the ring to its end, and requests nothing more over the lane
 	frameWish // of the acceptor: a lane beside this one could use more ports
 	// Frames about the memory of puts and gets: see bulk and exposure. Call is the generation. The
-	// payload of frameKey, unless it is a refusal, is a key for each rail, four bytes: that of the
-	// sender's device of the rail, and 0 for one without.
+	// payload of frameKey, unless it is a refusal, is a key for each rail, that of the sender's
+	// device of the rail, as railKey.append lays it out, and 0 for a rail without a device.
 	frameFenced  // the sender's queue pairs of the lane are closed
 	frameClaim   // asks for a key of region Off
 	frameKey     // for Count bytes at address Off, with the rights Flags; without: see askAgain; payload: keys
@@ -43,6 +43,30 @@ const (
 // askAgain is Count of a frameKey without rights if the memory may have a key later.
 const askAgain = 1
 
+// keyBytes is the length of a railKey in a frameKey.
+const keyBytes = 16
+
+// railKey is what a request on a rail needs to reach exposed memory. Where writes may be visible
+// later than what follows in the lane's ring, they are visible when a read of the byte at reads
+// with readKey, which follows on the same rail, has ended.
+type railKey struct {
+	key, readKey uint32
+	reads        uint64 // 0: no read is needed
+}
+
+// append appends the key as little-endian bytes in the order of its fields.
+func (k railKey) append(b []byte) []byte {
+	le := binary.LittleEndian
+	return le.AppendUint64(le.AppendUint32(le.AppendUint32(b, k.key), k.readKey), k.reads)
+}
+
+// decodeKey takes keyBytes. All of them are valid: the sender's device checks what is done with
+// them.
+func decodeKey(b []byte) railKey {
+	le := binary.LittleEndian
+	return railKey{le.Uint32(b), le.Uint32(b[4:]), le.Uint64(b[8:])}
+}
+
 // Limits of a setup. The largest frame of a TCP connection is a quarter of a ring.
 const (
 	minRing     = 32 << 10
@@ -51,7 +75,7 @@ const (
 	setupHead   = 16
 	pathSize    = 32
 	maxText     = 1 << 10
-	wireVersion = 5
+	wireVersion = 6
 )
 
 // setup is what one end tells the other to connect with.
@@ -82,7 +106,7 @@ type path struct {
 
 // encode returns the setup as bytes, little-endian: a head, the path of frames, and the rails.
 //
-//	0   format, 5
+//	0   format, 6
 //	1   bytes of the ring, 1 << n
 //	2   number of rails
 //	3   0

@@ -37,6 +37,8 @@ func TestConformance(t *testing.T) {
 		{"small ring, late completions", soft.Config{Seed: 2, Late: 8}, minRing, ports{}},
 		{"no inline data", soft.Config{Seed: 3, Inline: 1}, 64 << 10, ports{}},
 		{"two devices", soft.Config{Seed: 5, Devices: 4, Late: 3}, minRing, twoEach},
+		{"two devices, of which one delays writes", soft.Config{Seed: 7, Devices: 4,
+			Delayed: []string{"soft2", "soft3"}}, minRing, twoEach},
 		{"two devices, two queue pairs", soft.Config{Seed: 6, Devices: 4}, 0, ports{twoEach.devices, 2}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -326,7 +328,7 @@ func example() setup {
 
 // TestSetupBytes: the format has not changed.
 func TestSetupBytes(t *testing.T) {
-	want := "050f0200" + "09000000" + "0000100000000000" +
+	want := "060f0200" + "09000000" + "0000100000000000" +
 		"02020100" + "11000000" + "05000000" + "00000000" + "00000000000000000000ffff0a000001" +
 		"02021001" + "12000000" + "06000000" + "02010100" + "00000000000000000000ffff0a000001" +
 		strings.Repeat("00", 32)

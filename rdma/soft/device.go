@@ -222,6 +222,7 @@ func (r *mr) Close() error {
 	if r.released {
 		return fmt.Errorf("deregister memory of %s: %w", r.d.hw.name, rdma.ErrClosed)
 	}
+	r.d.hw.settle()
 	r.released = true
 	r.d.mrs--
 	delete(r.d.f.regions, r.key)

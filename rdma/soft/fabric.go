@@ -45,8 +45,11 @@ type Config struct {
 	ReuseKeys bool
 	// Late makes completions and data late: the next step is one that makes progress visible only
 	// once in so many. 0 and 1 have no effect.
-	Late   int
-	Faults Faults
+	Late int
+	// Delayed names devices. The data of a write to one of them becomes visible when the device
+	// completes a receive, serves a read or ends a registration, whenever the write completes.
+	Delayed []string
+	Faults  Faults
 }
 
 // Faults are asked, with the fabric's lock held, whether a call or a request fails. They must not
@@ -121,6 +124,18 @@ type hardware struct {
 	qps     map[uint32]*qp
 	free    []uint32 // numbers of destroyed queue pairs
 	number  uint32   // the latest new one
+	delayed []delayed
+}
+
+// delayed is data of a write that is not visible yet.
+type delayed struct{ to, data []byte }
+
+// settle makes the data of all writes to the device visible.
+func (h *hardware) settle() {
+	for _, w := range h.delayed {
+		move(w.to, w.data)
+	}
+	h.delayed = h.delayed[:0]
 }
 
 type port struct {

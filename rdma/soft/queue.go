@@ -547,9 +547,9 @@ func (q *qp) overtake() bool {
 	case !ok || i == 0 && n <= end:
 		return false
 	case i == 0:
-		scatter([][]byte{to}, local, n-end, end)
+		p.dev.write(to, local, n-end, end)
 	default:
-		scatter([][]byte{to}, local, 0, n)
+		p.dev.write(to, local, 0, n)
 		w.placed, w.moved = true, n
 	}
 	return true
@@ -606,9 +606,13 @@ func (q *qp) work(r *request) {
 				k = min(rest, 64+f.rng.IntN(rest)&^63)
 			}
 		}
-		if r.Op == rdma.Read {
+		switch r.Op {
+		case rdma.Read:
+			p.dev.hw.settle()
 			scatter(local, remote, r.moved, k)
-		} else {
+		case rdma.Write, rdma.WriteImm:
+			p.dev.write(remote[0], local, r.moved, k)
+		default:
 			scatter(remote, local, r.moved, k)
 		}
 		if r.moved += k; r.moved < n {
@@ -626,6 +630,7 @@ func (q *qp) work(r *request) {
 
 // received completes the first receive.
 func (q *qp) received(c rdma.Completion) {
+	q.dev.hw.settle()
 	r := q.receives[0]
 	q.receives = q.receives[1:]
 	c.ID, c.QP = r.ID, q.number
@@ -732,6 +737,19 @@ func (q *qp) reject(s rdma.Status) {
 	q.receives = q.receives[1:]
 	q.recvDone.put(rdma.Completion{ID: r.ID, QP: q.number, Status: s}, r.seq)
 	q.broken()
+}
+
+// write is scatter to memory of a device, whose writes may be delayed.
+func (d *device) write(to []byte, src [][]byte, at, n int) {
+	if !slices.Contains(d.f.cfg.Delayed, d.hw.name) {
+		scatter([][]byte{to}, src, at, n)
+		return
+	}
+	c, data := cursor{parts: src}, make([]byte, 0, n)
+	for c.skip(at); len(data) < n; {
+		data = append(data, c.take(min(n-len(data), c.left()))...)
+	}
+	d.hw.delayed = append(d.hw.delayed, delayed{to[at:][:n], data})
 }
 
 // scatter moves n bytes from position at of src to the same position of dst.

@@ -286,6 +286,38 @@ func TestAccessIsChecked(t *testing.T) {
 	}
 }
 
+func TestDelayedWrites(t *testing.T) {
+	for name, show := range map[string]func(a, b *side){
+		"read": func(a, b *side) {
+			r := a.write(b, 2, 8, 8)
+			r.Op = rdma.Read
+			a.post(r)
+			a.run()
+		},
+		"receive": func(a, b *side) {
+			if _, err := b.qp.PostRecv([]rdma.RecvRequest{{ID: 9}}); err != nil {
+				t.Fatal(err)
+			}
+			a.post(rdma.SendRequest{ID: 2, Op: rdma.WriteImm, Signaled: true})
+			a.run()
+		},
+		"end of registration": func(_, b *side) { b.mr.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := manual(t, Config{Delayed: []string{"soft1"}})
+			a, b := pair(t, f, 4)
+			fill(a.b, 1)
+			a.post(a.write(b, 1, 0, 100))
+			if c := a.run(); len(c) != 1 || c[0].Status != rdma.Success || b.b[0] != 0 {
+				t.Fatalf("completions %v, and the memory begins with %d", c, b.b[0])
+			}
+			if show(a, b); !bytes.Equal(a.b[:8], b.b[:8]) || !bytes.Equal(a.b[16:100], b.b[16:100]) {
+				t.Error("the data is not visible")
+			}
+		})
+	}
+}
+
 func TestPortDownIsSurvivedWithinRetries(t *testing.T) {
 	f := manual(t, Config{})
 	a, b := pair(t, f, 4)
