@@ -73,6 +73,15 @@ func (g *Group) JobView() []int {
 	return g.job.view().Active()
 }
 
+// Verdict returns the loss of rank, which reporter noticed, after the membership has decided on it.
+func (g *Group) Verdict(rank, reporter int) RankError {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	e := RankError{Rank: rank, Epoch: g.v.epoch, Reporter: reporter}
+	g.verdict(&e)
+	return e
+}
+
 // JobEpoch returns the epoch of the job's view.
 func (g *Group) JobEpoch() uint64 {
 	g.job.proxy.Lock()

@@ -104,6 +104,9 @@ func (g *Group) verdict(e *RankError) {
 	if !g.await(patience, g.moved) {
 		return
 	}
+	if e.Reporter != g.rank && slices.Contains(g.besides(g.rank), e.Rank) {
+		return // the rank that told of the loss may have left because of it
+	}
 	if slot, why := g.gone(); slot != g.rank && slot != e.Rank {
 		e.Rank, e.Reporter, e.Err = slot, g.rank, why
 	}

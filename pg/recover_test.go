@@ -327,6 +327,37 @@ func TestSeveralLost(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
+// A rank that leaves because it noticed a loss does not take the place of the rank that it named,
+// though it may have left at the same time.
+func TestLossOutlivesItsReporter(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		if err := g.Barrier(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() != 0 {
+			return
+		}
+		for len(g.JobView()) > 1 {
+			if t.Context().Err() != nil {
+				t.Fatalf("%v are still members", g.JobView())
+			}
+			time.Sleep(time.Millisecond)
+		}
+		for reporter := range 3 {
+			for rank := 1; rank < 3; rank++ {
+				e := g.Verdict(rank, reporter)
+				if reporter != 0 && e.Rank != rank {
+					t.Errorf("rank %d told of the loss of rank %d: rank %d is named", reporter, rank, e.Rank)
+				}
+			}
+		}
+		if a, b := g.Verdict(1, 0), g.Verdict(2, 0); a.Rank != b.Rank {
+			t.Errorf("this rank noticed two losses: it names ranks %d and %d, want the first that left", a.Rank,
+				b.Rank)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
+}
+
 // Abort ends what is under way here at once, and the others learn of it, which until then wait for
 // a message that does not come.
 func TestAbortEndsWhatIsUnderWay(t *testing.T) {
