@@ -71,7 +71,7 @@ func gpuPair(t testing.TB, cfg Config) (a, b *Endpoint, pb, pa *Peer, ga, gb *gp
 	begin := func(name string, seed uint64) (*Endpoint, *gpu) {
 		g := &gpu{Late: devicetest.NewLate("cuda:0", seed, 100*time.Microsecond), t: t}
 		g.left.Store(1 << 40)
-		c, err := NewContext(ContextConfig{Devices: []device.Device{g}})
+		c, err := NewContext(ContextConfig{Loops: 2, Devices: []device.Device{g}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -293,6 +293,50 @@ func TestReadsOfPeersThatCloseAreNotStale(t *testing.T) {
 			t.Errorf("it has refused %d operations because of that", n)
 		}
 	})
+}
+
+// A write that is repeated over another session is not overtaken by what is left of the first one.
+func TestWriteOverAnotherSession(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	_, b, pb, _, _, gb := gpuPair(t, Config{Conns: 1})
+	const n = 64 << 10
+	to := gb.memory(make([]byte, n))
+	// The device takes one copy at a time, so that the second write has another way to the memory.
+	for name, m := range map[string]mem.Memory{"r": to, "same": mem.Host(gb.Bytes(to), mem.Anywhere)} {
+		if _, err := b.Register(name, m, RegionConfig{Rights: Write}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	held, goOn := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	gb.copies = func() {
+		once.Do(func() {
+			close(held)
+			<-goOn
+		})
+	}
+	first := pb.Write(bytes.Repeat([]byte{1}, n), "r", 0)
+	<-held
+	pb.mu.Lock()
+	cut(pb.session.conns[0])
+	pb.mu.Unlock()
+	if err := first.Wait(ctx); !errors.Is(err, ErrBroken) {
+		t.Fatalf("the first write: %v", err)
+	}
+	time.AfterFunc(200*time.Millisecond, func() { close(goOn) })
+	again := pb.Write(bytes.Repeat([]byte{2}, n), "same", 0)
+	if err := again.Wait(ctx); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-goOn:
+	default:
+		t.Error("the second write has ended, and the first one is still being placed")
+	}
+	if got := gb.Bytes(to); !bytes.Equal(got, bytes.Repeat([]byte{2}, n)) {
+		t.Errorf("the memory begins with %d, want 2", got[0])
+	}
 }
 
 func TestUnknownDevice(t *testing.T) {

@@ -34,6 +34,7 @@ type Peer struct {
 	lastSession uint64          // its id, or that of the one before
 	coming      *session        // whose connections are arriving
 	parting     *session        // whose connections the peer is to close
+	ending      []*link.Conn    // of broken sessions, not closed yet
 	awaited     chan struct{}   // closed when there is a session; nil: no call waits
 	dialling    chan struct{}   // closed when the dial ends; nil: none
 	waiting     []*task         // for a session

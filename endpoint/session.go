@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"slices"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -24,13 +25,14 @@ type session struct {
 	id      uint64
 	conns   []*link.Conn
 	joined  int
-	tallied [2]uint64 // bytes received and sent that peer.counts has
-	frames  uint64    // that have come, but for those of inquiries: whatever happens brings one
-	seen    uint64    // of those, at the last look
-	since   time.Time // when something last happened, as far as that look showed
-	bye     bool      // Bye was sent: nothing begins until the peer has answered
-	dialled bool      // by this end
-	up      bool      // all connections are there: operations may begin
+	tallied [2]uint64   // bytes received and sent that peer.counts has
+	frames  uint64      // that have come, but for those of inquiries: whatever happens brings one
+	seen    uint64      // of those, at the last look
+	since   time.Time   // when something last happened, as far as that look showed
+	bye     bool        // Bye was sent: nothing begins until the peer has answered
+	dialled bool        // by this end
+	up      bool        // all connections are there: operations may begin
+	alone   atomic.Bool // connections of earlier sessions place nothing more
 	broken  bool
 	parted  bool          // Bye was answered: the peer closes the connections
 	limit   *time.Timer   // of an accepted one, until it is up, and of the answer to Bye, and after it
@@ -201,6 +203,7 @@ func (s *session) breakLocked(why error) {
 	for _, c := range s.conns {
 		if c != nil {
 			c.Close(why)
+			p.ending = append(p.ending, c)
 		}
 	}
 	s.tallyLocked()
@@ -486,6 +489,9 @@ func (p *Peer) unsent(pc *piece, why error) {
 
 // Frame implements link.Handler.
 func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, error) {
+	if !s.alone.Load() {
+		s.quiesce()
+	}
 	p := s.peer
 	var state []byte
 	if h.Op == wire.Inquire && p.client == "" {
@@ -660,7 +666,25 @@ func (s *session) Broken(c *link.Conn, err error) {
 		s.breakLocked(fmt.Errorf("%w: %w", ErrBroken, err))
 		p.resumeLocked()
 	}
+	p.ending = slices.DeleteFunc(p.ending, func(o *link.Conn) bool { return o == c })
 	p.unlock()
+}
+
+// quiesce waits until the connections of broken sessions place nothing more. What they carry may
+// have failed at the peer, which then writes anew over this session.
+func (s *session) quiesce() {
+	p := s.peer
+	p.mu.Lock()
+	var others []*link.Conn
+	if !s.broken { // else a connection of this session may be waited for
+		others = slices.Clone(p.ending)
+	}
+	up := s.up
+	p.mu.Unlock()
+	for _, c := range others {
+		c.Quiesce()
+	}
+	s.alone.Store(up)
 }
 
 // dataLocked places part of what a read asked for.

@@ -203,8 +203,9 @@ func (p *pool) check() error {
 
 // guarded returns n bytes that end at the end of a page, before an inaccessible one.
 func guarded(n int) ([]byte, error) {
-	n = (n + 4095) / 4096 * 4096
-	mem, err := unix.Mmap(-1, 0, n+4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	page := unix.Getpagesize()
+	n = (n + page - 1) / page * page
+	mem, err := unix.Mmap(-1, 0, n+page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
 		return nil, err
 	}
@@ -216,5 +217,5 @@ func guarded(n int) ([]byte, error) {
 
 // giveMapped unmaps what guarded returned.
 func giveMapped(mem []byte) {
-	unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)+4096))
+	unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)+unix.Getpagesize()))
 }

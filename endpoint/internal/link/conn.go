@@ -223,6 +223,13 @@ func (c *Conn) Close(err error) {
 	}
 }
 
+// Quiesce waits for the end of a system call that receives, after Close: from then on nothing that
+// the connection carries is placed. It is not for handlers of this connection.
+func (c *Conn) Quiesce() {
+	c.rx.Lock()
+	defer c.rx.Unlock()
+}
+
 // Send sends frames, whole ones, as soon as possible.
 func (c *Conn) Send(frames []byte) {
 	c.Later(frames)
@@ -592,6 +599,9 @@ func (c *Conn) resume() bool {
 func (c *Conn) receive() (int, error) {
 	total := 0
 	for total < rxShare {
+		if err := c.Err(); err != nil {
+			return total, err
+		}
 		n, full, err := c.read()
 		if n == 0 || err != nil {
 			return total, err
