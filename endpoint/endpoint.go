@@ -297,7 +297,7 @@ func (e *Endpoint) listen() error {
 		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
 			Agree: true, // the dialling end may ask for Seal
 			Max:   max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
-			Lost: func(h trust.Hello) { e.said(h.Client) },
+			Lost: func(h trust.Hello) { e.said(h.Client) }, Failing: trust.LogFailing(e.log, "endpoint"),
 			Refused: func(c net.Conn, err error) {
 				if wanted(err) == wire.Plain { // else it may dial again, with another mode
 					e.strangers.Add(1)

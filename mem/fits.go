@@ -6,7 +6,8 @@ import "golang.org/x/sys/unix"
 const sure = 1 << 20
 
 // Fits returns an error that wraps unix.ENOMEM if the system does not give n bytes. The Go heap
-// would end the process then. It is for sizes that a caller chooses.
+// would end the process then, and the system would when shared memory is written. It is for sizes
+// that a caller chooses.
 func Fits(n int) error {
 	if n <= sure {
 		return nil

@@ -197,15 +197,17 @@ func (d *dial) run(bound time.Duration) error {
 			return nil
 		case d.over():
 			return nil
+		case errors.Is(err, ErrShortage): // the peer will not accept another attempt
+			return files.Explain(err)
+		case errors.Is(err, syscall.EMFILE):
+			return fmt.Errorf("%w: %w", ErrShortage, files.Explain(err))
 		case errors.Is(err, ErrFailed) && d.again:
 		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
-		case errors.Is(err, errRetry) && !errors.Is(err, syscall.EMFILE):
+		case errors.Is(err, errRetry):
 		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil, errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
 			return err
-		case errors.Is(err, syscall.EMFILE): // the peer may have accepted this attempt, and will not accept another
-			return files.Explain(err)
 		}
-		if last == nil || ctx.Err() == nil {
+		if last == nil || ctx.Err() == nil && !errors.Is(err, ErrFailed) && !errors.Is(err, ErrSuperseded) {
 			last, at, via = err, to, name
 		}
 		// A superseded dial waits for the peer's connection in the same way.
@@ -216,7 +218,7 @@ func (d *dial) run(bound time.Duration) error {
 			if d.over() {
 				return nil
 			}
-			return fmt.Errorf("no link within %v: %w%s", bound, last, p.instead(via, at))
+			return fmt.Errorf("no link within %v: %w%s", bound, files.Explain(last), p.instead(via, at))
 		case <-t.C:
 		}
 		if d.over() {

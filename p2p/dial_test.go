@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -109,6 +110,53 @@ type refusing struct{ nowhere }
 
 func (refusing) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, error) {
 	return nil, fmt.Errorf("not me: %w", p2p.ErrStale)
+}
+
+// scripting is a transport whose dials end with these errors, the last one again and again.
+type scripting struct {
+	nowhere
+	errs  []error
+	dials atomic.Int32
+}
+
+func (s *scripting) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, error) {
+	n := int(s.dials.Add(1))
+	return nil, fmt.Errorf("dial %d: %w", n, s.errs[min(n, len(s.errs))-1])
+}
+
+// A shortage at this end ends the dial at once: the peer may have accepted, and then refuses
+// further ones. Other errors are not hidden by these refusals.
+func TestShortageEndsDial(t *testing.T) {
+	for name, c := range map[string]struct {
+		err  error
+		text string
+		once bool
+	}{
+		"memory":      {fmt.Errorf("%w: mapping: %w", p2p.ErrShortage, syscall.ENOMEM), "cannot allocate", true},
+		"descriptors": {syscall.EMFILE, "RLIMIT_NOFILE", true},
+		"files":       {syscall.ENFILE, "fs.file-max", false},
+		"other":       {syscall.EIO, "no link within", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tr, bound := &scripting{errs: []error{p2p.ErrStale, c.err, p2p.ErrFailed}}, time.Second
+			if c.once {
+				bound = 10 * time.Second
+			}
+			p, ch := dialler(t, p2p.Config{Transports: []p2p.Transport{tr}, ConnectTimeout: bound,
+				Resolve: func(context.Context, int) (p2p.Peer, error) { return rank1(2), nil }})
+			if err := waitRecv(p, ch, patient(t.Context())); !errors.Is(err, p2p.ErrStale) {
+				t.Fatal(err)
+			}
+			p.Reconnect(1) // from now on refusals are no reason to give up
+			err := waitRecv(p, ch, patient(t.Context()))
+			if !errors.Is(err, c.err) || !strings.Contains(err.Error(), c.text) || errors.Is(err, p2p.ErrFailed) {
+				t.Errorf("%v, want %v and %q", err, c.err, c.text)
+			}
+			if errors.Is(err, p2p.ErrShortage) != c.once || (tr.dials.Load() == 2) != c.once {
+				t.Errorf("%d dials: %v; a shortage: %v", tr.dials.Load(), err, c.once)
+			}
+		})
+	}
 }
 
 // A directory that knows an old incarnation is asked again. A peer that says so itself has failed.

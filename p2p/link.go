@@ -144,8 +144,8 @@ type Mapper interface {
 	// call asks the peer; nil without an error means that the peer has not answered yet, and
 	// Host.Wake is called when it has. Mappings are kept until the peer frees the region or the
 	// link is closed. An error wraps ErrNoRegion (the peer refuses; the next call asks again) or
-	// ErrProtocol (the answer was no valid region), or is the link's. Warm calls allocate nothing.
-	// From any goroutine.
+	// ErrProtocol (the answer was no valid region), or is the link's. After one that wraps
+	// ErrShortage the next call asks again, too. Warm calls allocate nothing. From any goroutine.
 	Map(id uint64) (*Mapping, error)
 }
 
@@ -233,7 +233,8 @@ type Transport interface {
 	// process, same machine, a route), else the reason.
 	Reaches(endpoint []byte) error
 	// Dial makes a link. It blocks until ctx ends at the latest. A refusal by the peer's Admit
-	// wraps ErrSuperseded, ErrFailed or ErrStale; a wrong secret wraps ErrAuth.
+	// wraps ErrSuperseded, ErrFailed or ErrStale; a wrong secret wraps ErrAuth. A shortage at this
+	// end, after the peer has accepted, wraps ErrShortage.
 	Dial(ctx context.Context, to Identity, endpoint []byte) (Link, error)
 	// Close stops accepting and releases everything except links that were returned. Idempotent.
 	Close() error
@@ -242,7 +243,7 @@ type Transport interface {
 // Allocator is a transport that can make memory for peers to map.
 type Allocator interface {
 	// Alloc returns zeroed, page-aligned memory of n bytes (n >= 1) as a region with a fresh ID,
-	// which peers can map for reading.
+	// which peers can map for reading. The caller has asked mem.Fits.
 	Alloc(n int) (*Region, error)
 }
 
@@ -266,6 +267,9 @@ var (
 	ErrStale      = trust.ErrStale
 	ErrFailed     = failedThere{} // the peer admits no link until its Reconnect; it is an ErrStale
 	ErrClosed     = errors.New("closed")
+	// ErrShortage: this end lacks what the link needs, memory or a descriptor, and the peer may be
+	// well. From Dial: the peer may have accepted this link, and will not accept another.
+	ErrShortage = errors.New("a shortage at this end")
 )
 
 // MinFrame is what the payload of a frame of a link may have at least, in bytes. Frames that are

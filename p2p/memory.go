@@ -89,6 +89,9 @@ func (p *Proxy) alloc(n int, writable bool) (r *Region, err error) {
 	if n < 1 {
 		return nil, fmt.Errorf("region of %d bytes: want at least 1", n)
 	}
+	if err := mem.Fits(n); err != nil {
+		return nil, fmt.Errorf("allocating %d bytes: %w", n, err)
+	}
 	for _, t := range p.cfg.Transports {
 		plain, shares := t.(Allocator)
 		open, opens := t.(WritableAllocator)
@@ -106,9 +109,6 @@ func (p *Proxy) alloc(n int, writable bool) (r *Region, err error) {
 		break
 	}
 	if r == nil {
-		if err := mem.Fits(n); err != nil {
-			return nil, fmt.Errorf("allocating %d bytes: %w", n, err)
-		}
 		r = heap(n)
 	}
 	p.register(r)

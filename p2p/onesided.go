@@ -83,7 +83,8 @@ type Signal struct {
 	//
 	// If one of those fails or is cancelled before it is placed, the signal is not written, and its
 	// put ends with ErrUnplaced. This does not concern puts whose completion Poll had returned when
-	// the signal was begun.
+	// the signal was begun, nor, where frames carry puts, earlier puts that the target refuses: the
+	// signal may be on its way by then.
 	Strong bool
 }
 
@@ -103,9 +104,10 @@ type Completion struct {
 type Putter interface {
 	// Put begins to copy local to offset of to, and then to write s. The caller must not change
 	// local before the completion. ErrAgain: nothing was begun. Other errors concern the arguments
-	// (an *AccessError if to does not allow it) or the link; nothing was begun then either. The
-	// completion says that the data is placed and visible to the target's CPU, and the signal
-	// written. Puts end in any order. With mem.Memory{} and a signal only the signal is written.
+	// (an *AccessError if to does not allow it) or the link, or wrap ErrShortage; nothing was begun
+	// then either. The completion says that the data is placed and visible to the target's CPU, and
+	// the signal written. Puts end in any order. With mem.Memory{} and a signal only the signal is
+	// written.
 	Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error
 }
 

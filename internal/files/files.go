@@ -44,6 +44,13 @@ func limits() (soft, hard uint64, err error) {
 	return uint64(r.Cur), uint64(r.Max), nil
 }
 
+// Full reports whether this process has as many open files as it may, or one less.
+func Full() bool {
+	limit, _ := Limit()
+	n, known := Open() // which opens one, and so fails if there are as many
+	return !known || uint64(n) >= limit
+}
+
 // Open returns how many files this process has open; known is false if the system does not tell.
 func Open() (n int, known bool) {
 	entries, err := os.ReadDir("/proc/self/fd")

@@ -3,6 +3,7 @@ package files
 import (
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -54,5 +55,37 @@ func TestOpen(t *testing.T) {
 	defer syscall.Close(p[1])
 	if after, _ := Open(); after != before+2 {
 		t.Errorf("%d files before a pipe was made, %d after", before, after)
+	}
+}
+
+func TestFull(t *testing.T) {
+	if _, known := Open(); !known {
+		t.Skip("the number of open files is not known here")
+	}
+	var limit syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	few := limit
+	few.Cur = min(few.Cur, 64)
+	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &few); err != nil {
+		t.Fatal(err)
+	}
+	defer syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit)
+	before := Full()
+	var all []int
+	for {
+		fd, err := syscall.Open(os.DevNull, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+		if err != nil {
+			break
+		}
+		all = append(all, fd)
+	}
+	then := Full()
+	for _, fd := range all {
+		syscall.Close(fd)
+	}
+	if before || !then || Full() {
+		t.Errorf("full before all descriptors were used: %v, then: %v, after: %v", before, then, Full())
 	}
 }

@@ -200,9 +200,13 @@ func Received(oob []byte, flags int) (fd int, err error) {
 	for _, fd := range fds {
 		unix.Close(fd)
 	}
-	// The kernel also sets this when this process has no free descriptor.
+	// The kernel also sets this when this process may not take a descriptor.
 	if flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 {
-		return -1, files.Explain(fmt.Errorf("a descriptor from the peer could not be taken: %w", unix.EMFILE))
+		if files.Full() {
+			return -1, files.Explain(fmt.Errorf("a descriptor from the peer could not be taken: %w", unix.EMFILE))
+		}
+		return -1, errors.New("a descriptor from the peer could not be taken, although this process may have more: " +
+			"a security module may forbid it")
 	}
 	return -1, fmt.Errorf("%w, but %d", ErrNotOne, len(fds))
 }

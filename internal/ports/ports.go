@@ -102,6 +102,9 @@ func Listen(ctx context.Context, host string, spec Spec) (net.Listener, error) {
 	switch {
 	case last == nil:
 		return nil, fmt.Errorf("port range %v is empty", spec)
+	case spec.Lo == 0:
+		return nil, fmt.Errorf("all ports of %s that the kernel may choose are taken: free some, or give it more "+
+			"(net.ipv4.ip_local_port_range): %w", where(host), last)
 	case spec.Lo == spec.Hi:
 		return nil, fmt.Errorf("port %d of %s is taken by another process: free it, or give a range or 0: %w", spec.Lo,
 			where(host), last)

@@ -60,6 +60,8 @@ type Acceptor struct {
 	// connection fails before it has the verdict, or Close comes between.
 	Lost    func(Hello)
 	Refused func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
+	// Failing, if not nil, is called by Serve for every try to accept that fails; see LogFailing.
+	Failing func(error)
 
 	wg sync.WaitGroup // the goroutines
 
@@ -122,6 +124,9 @@ func (a *Acceptor) Serve() {
 			return
 		}
 		// For example, no descriptors are left: the listener stays open.
+		if a.Failing != nil {
+			a.Failing(err)
+		}
 		if out := a.shed(); len(out) > 0 {
 			a.drop(out)
 			continue

@@ -354,10 +354,18 @@ func TestAcceptRetriesAfterErrors(t *testing.T) {
 	}
 	f := &failing{Listener: l, failed: make(chan struct{}, 64)}
 	f.left.Store(3)
-	a := &Acceptor{Listener: f, Timeout: patience, Max: 2}
+	var told atomic.Int64
+	a := &Acceptor{Listener: f, Timeout: patience, Max: 2, Failing: func(err error) {
+		if errors.Is(err, syscall.EMFILE) {
+			told.Add(1)
+		}
+	}}
 	addr := serve(t, a)
 	if _, err := rank.shake(dial(t, addr)); err != nil {
 		t.Errorf("after three failures: %v", err)
+	}
+	if n := told.Load(); n != 3 {
+		t.Errorf("Failing was told of %d failures of three", n)
 	}
 	f.left.Store(1 << 30)
 	for range 6 { // the pause is a good part of a second by now

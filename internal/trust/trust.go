@@ -64,6 +64,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"tutti/internal/files"
 )
 
 const (
@@ -526,5 +528,16 @@ func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 		}
 		log.Log(context.Background(), level, service+" refused a connection"+more, "from", c.RemoteAddr().String(),
 			"err", err)
+	}
+}
+
+// LogFailing returns an Acceptor's Failing that logs a warning, at most once a minute.
+func LogFailing(log *slog.Logger, service string) func(error) {
+	var last time.Time
+	return func(err error) {
+		if time.Since(last) >= time.Minute {
+			last = time.Now()
+			log.Warn(service+" cannot accept connections for now", "err", files.Explain(err))
+		}
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unicode/utf8"
 
@@ -450,6 +451,22 @@ func TestLogRefusedIsLimited(t *testing.T) {
 		!strings.Contains(got, "door refused a connection") {
 		t.Errorf("logged:\n%s", got)
 	}
+}
+
+// What keeps a listener from accepting is logged once a minute, and says what to do.
+func TestLogFailingIsLimited(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		failing := LogFailing(slog.New(slog.NewTextHandler(&out, nil)), "door")
+		for range 90 {
+			failing(&net.OpError{Op: "accept", Err: os.NewSyscallError("accept4", syscall.EMFILE)})
+			time.Sleep(time.Second)
+		}
+		if got := out.String(); strings.Count(got, "level=WARN") != 2 || !strings.Contains(got, "door cannot accept") ||
+			!strings.Contains(got, "ulimit -n") {
+			t.Errorf("logged:\n%s", got)
+		}
+	})
 }
 
 // No input without knowledge of the secret gets past the proof, or makes either half hang, panic or

@@ -3,6 +3,7 @@ package rma
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"unsafe"
 
@@ -36,7 +37,7 @@ type Copier struct {
 	reach Reach
 	ops   []*copyOp // under way, oldest first
 	turn  int
-	done  []p2p.Completion // not yet returned by Poll
+	done  []ending // not yet returned by Poll
 	spare []*copyOp
 	dead  func() error // returns why the link has ended, or nil
 }
@@ -54,6 +55,36 @@ type copyOp struct {
 	strong   bool
 	flush    bool
 	finished bool
+}
+
+// ending is the end of an operation that Poll has not returned.
+type ending struct {
+	p2p.Completion
+	unplaced bool // a put whose data, or signal, is not placed
+	word     word // of that
+}
+
+// bars reports whether a signal to w that begins now is not written because of e.
+func (e *ending) bars(w word, strong bool) bool { return e.unplaced && (strong || w == e.word) }
+
+// polled moves what Poll returns from done to out.
+func polled(out []p2p.Completion, done *[]ending) int {
+	n := min(len(out), len(*done))
+	for i := range n {
+		out[i] = (*done)[i].Completion
+	}
+	*done = (*done)[:copy(*done, (*done)[n:])]
+	return n
+}
+
+// word names the word of a signal. The zero word is none.
+type word struct{ region, generation, offset uint64 }
+
+func wordOf(s *p2p.Signal) word {
+	if s.At == nil {
+		return word{}
+	}
+	return word{s.At.ID, s.At.Generation, s.Offset}
 }
 
 // Reset makes c access memory by r. dead returns why the link has ended, or nil.
@@ -154,7 +185,15 @@ func (c *Copier) start(o *copyOp, err error) error {
 		c.free(o)
 		return err
 	}
-	if c.ops = append(c.ops, o); len(c.ops) == 1 {
+	c.ops = append(c.ops, o)
+	if o.word != nil {
+		w := wordOf(&o.signal)
+		if slices.ContainsFunc(c.done, func(e ending) bool { return e.bars(w, o.strong) }) {
+			c.end(len(c.ops)-1, p2p.ErrUnplaced)
+			return nil
+		}
+	}
+	if len(c.ops) == 1 {
 		c.run()
 	}
 	return nil
@@ -232,16 +271,11 @@ func (c *Copier) signals(o *copyOp) bool {
 		if e == o {
 			return false
 		}
-		if e.word != nil && sameWord(&e.signal, &o.signal) {
+		if e.word != nil && wordOf(&e.signal) == wordOf(&o.signal) {
 			return true
 		}
 	}
 	return false
-}
-
-// sameWord reports whether two signals write the same word.
-func sameWord(a, b *p2p.Signal) bool {
-	return a.At.ID == b.At.ID && a.At.Generation == b.At.Generation && a.Offset == b.Offset
 }
 
 // access reports whether err denies an access.
@@ -260,10 +294,11 @@ func (o *copyOp) explain(err error) error {
 // it.
 func (c *Copier) end(i int, err error) {
 	o := c.ops[i]
-	c.done = append(c.done, p2p.Completion{ID: o.id, Bytes: o.moved, Err: err})
+	e := ending{p2p.Completion{ID: o.id, Bytes: o.moved, Err: err}, err != nil && o.op == "put", wordOf(&o.signal)}
+	c.done = append(c.done, e)
 	c.ops = append(c.ops[:i], c.ops[i+1:]...)
-	for k := i; err != nil && o.op == "put" && k < len(c.ops); {
-		if e := c.ops[k]; e.word != nil && (e.strong || o.word != nil && sameWord(&e.signal, &o.signal)) {
+	for k := i; e.unplaced && k < len(c.ops); {
+		if o := c.ops[k]; o.word != nil && e.bars(wordOf(&o.signal), o.strong) {
 			c.end(k, p2p.ErrUnplaced)
 		} else {
 			k++
@@ -283,9 +318,7 @@ func (c *Copier) Poll(out []p2p.Completion) int {
 			c.run()
 		}
 	}
-	n := copy(out, c.done)
-	c.done = c.done[:copy(c.done, c.done[n:])]
-	return n
+	return polled(out, &c.done)
 }
 
 // Ready reports whether Poll may make progress.

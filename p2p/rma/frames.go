@@ -93,8 +93,9 @@ type Frames struct {
 	turn    int
 	number  uint64 // of operations begun
 	flushes int    // among ops
-	done    []p2p.Completion
+	done    []ending
 	busy    int // ops and done
+	bars    int // of these, puts that will not be placed
 	scratch []byte
 	unsent  bool // the link has unsent data
 	blocked bool // the engine's latest frame found no room
@@ -148,6 +149,7 @@ type frameOp struct {
 	told      bool  // frameCancel was sent
 	moving    bool  // the mover has move
 	framed    bool  // the mover is not asked, or not again
+	unplaced  bool  // a put that will not be placed
 	move      Move
 	local     mem.Memory
 	to        mem.Remote // without keys
@@ -564,7 +566,7 @@ func (f *Frames) complete(o *frameOp, err error) {
 	if o.kind == opPut && err != nil {
 		n = 0
 	}
-	f.done = append(f.done, p2p.Completion{ID: o.id, Bytes: n, Err: err})
+	f.done = append(f.done, ending{p2p.Completion{ID: o.id, Bytes: n, Err: err}, o.unplaced, o.at()})
 	if f.in.get == o { // drops the rest of the arriving frame
 		f.in.get = nil
 	}
@@ -586,15 +588,35 @@ func (f *Frames) bar(o *frameOp) {
 	if o.kind != opPut {
 		return
 	}
+	if !o.unplaced {
+		o.unplaced = true
+		f.bars++
+	}
 	for _, e := range slices.Clone(f.queue) {
-		if e.number > o.number && e.word.ID != 0 && e.cancelled == nil && (e.strong || e.sameWord(o)) {
+		if e.number > o.number && e.word.ID != 0 && e.cancelled == nil && (e.strong || e.at() == o.at()) {
 			f.cancel(e, p2p.ErrUnplaced)
 		}
 	}
 }
 
-func (o *frameOp) sameWord(e *frameOp) bool {
-	return e.word.ID == o.word.ID && e.word.Generation == o.word.Generation && e.signal.Offset == o.signal.Offset
+// barred reports whether an earlier put that will not be placed, whose completion Poll has not
+// returned, keeps the signal of o back.
+func (f *Frames) barred(o *frameOp) bool {
+	w := o.at()
+	if f.bars == 0 {
+		return false
+	}
+	return slices.ContainsFunc(f.ops[:], func(e *frameOp) bool {
+		return e != nil && e.unplaced && (o.strong || e.at() == w)
+	}) || slices.ContainsFunc(f.done, func(e ending) bool { return e.bars(w, o.strong) })
+}
+
+// at returns the word of o's signal.
+func (o *frameOp) at() word {
+	if o.word.ID == 0 {
+		return word{}
+	}
+	return word{o.word.ID, o.word.Generation, o.signal.Offset}
 }
 
 // settle ends the flushes without an earlier put under way.
@@ -676,6 +698,10 @@ func (f *Frames) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64,
 		o.word = *s.At
 	}
 	f.queue = append(f.queue, o)
+	if o.word.ID != 0 && f.barred(o) {
+		f.cancel(o, p2p.ErrUnplaced)
+		return nil
+	}
 	f.hurry()
 	return nil
 }
@@ -727,8 +753,12 @@ func (f *Frames) Poll(out []p2p.Completion) int {
 	} else if f.pending() {
 		f.pump()
 	}
-	n := copy(out, f.done)
-	f.done = f.done[:copy(f.done, f.done[n:])]
+	for i := 0; i < min(len(out), len(f.done)) && f.bars > 0; i++ {
+		if f.done[i].unplaced {
+			f.bars--
+		}
+	}
+	n := polled(out, &f.done)
 	f.busy -= n
 	return n
 }
@@ -927,7 +957,7 @@ func (f *Frames) signals(o *frameOp) bool {
 		if e == o {
 			return false
 		}
-		if e.cancelled == nil && e.sameWord(o) {
+		if e.cancelled == nil && e.at() == o.at() {
 			return true
 		}
 	}

@@ -195,6 +195,43 @@ func TestRefusedFramesEndTheirOperation(t *testing.T) {
 	}
 }
 
+// A put that is cancelled, or was refused, keeps back signals that begin before Poll has returned
+// its completion.
+func TestUnplacedPutKeepsSignalsBack(t *testing.T) {
+	for name, end := range map[string]func(f *Frames, w *wire) error{
+		"cancelled": func(f *Frames, _ *wire) error { f.Cancel(1); return nil },
+		"refused": func(f *Frames, w *wire) error {
+			w.full, w.in = false, []sent{frame(frameDone, 0, 0, 0, done(0, statusRevoked))}
+			f.pump()
+			_, _, err := f.Recv()
+			return err
+		},
+	} {
+		f, w, _, x, _ := target()
+		strong, own := p2p.Signal{At: x, Value: 1, Strong: true}, p2p.Signal{At: x, Offset: 8, Value: 1}
+		other := p2p.Signal{At: x, Offset: 16, Value: 1}
+		w.full = true
+		err := errors.Join(f.Put(1, mem.Host(make([]byte, 8), "*"), x, 0, own), end(f, w))
+		w.full, w.out = false, nil
+		err = errors.Join(err, f.Put(2, mem.Memory{}, nil, 0, strong), f.Put(3, mem.Memory{}, nil, 0, own),
+			f.Put(4, mem.Memory{}, nil, 0, other))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(w.out) != 1 || w.out[0].h.Off != other.Offset {
+			t.Errorf("%s: frames %+v, want one for the signal without an order", name, w.out)
+		}
+		var out [slots]p2p.Completion
+		if n := f.Poll(out[:]); n != 3 || !errors.Is(out[1].Err, p2p.ErrUnplaced) ||
+			!errors.Is(out[2].Err, p2p.ErrUnplaced) {
+			t.Errorf("%s: completions %+v", name, out[:n])
+		}
+		if err := f.Put(5, mem.Memory{}, nil, 0, strong); err != nil || len(w.out) != 2 {
+			t.Errorf("%s: after its completion was returned: %v, %d frames", name, err, len(w.out))
+		}
+	}
+}
+
 // TestUnansweredOperationsAreBounded: a peer that sends and never reads an answer loses its link
 // before it costs memory.
 func TestUnansweredOperationsAreBounded(t *testing.T) {

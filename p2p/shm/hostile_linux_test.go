@@ -147,9 +147,6 @@ func TestHostileSetup(t *testing.T) {
 		{"no descriptor", func(t *testing.T, c *net.UnixConn) { pass(t, c, encoded(good)) }, p2p.ErrProtocol},
 		{"closes", func(t *testing.T, c *net.UnixConn) {}, io.EOF},
 		{"half a message", func(t *testing.T, c *net.UnixConn) { pass(t, c, encoded(good)[:9]) }, io.EOF},
-		{"cannot", func(t *testing.T, c *net.UnixConn) {
-			pass(t, c, encoded(message{kind: msgFail, size: uint64(syscall.EMFILE)}))
-		}, syscall.EMFILE},
 		{"garbage", func(t *testing.T, c *net.UnixConn) { pass(t, c, make([]byte, 100)) }, p2p.ErrProtocol},
 		{"many descriptors", func(t *testing.T, c *net.UnixConn) {
 			fd := memory(t, n)

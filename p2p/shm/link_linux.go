@@ -136,7 +136,7 @@ func (l *link) read() {
 
 func (l *link) serve() error {
 	for {
-		m, fd, err := l.sock.next()
+		m, fd, untaken, err := l.sock.next()
 		if err != nil {
 			return err
 		}
@@ -147,11 +147,13 @@ func (l *link) serve() error {
 		case msgAsk, msgAskStore:
 			err = l.answer(m)
 		case msgGrant, msgDeny, msgGrantStore, msgDenyStore:
-			err = l.take(m, fd)
+			err = l.take(m, fd, untaken)
 		case msgDrop:
 			l.drop(m.id)
 		case msgLifeline:
-			err = l.hold(fd)
+			if untaken == nil { // without it, the socket's end tells, later
+				err = l.hold(fd)
+			}
 		case msgWitness:
 			err = l.attest(m)
 		default:
@@ -265,8 +267,8 @@ func (l *link) drain() {
 	}
 }
 
-// take handles the answer to a request.
-func (l *link) take(m message, fd int) error {
+// take handles the answer to a request. untaken says why a grant came without its descriptor.
+func (l *link) take(m message, fd int, untaken error) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if fd >= 0 {
@@ -278,9 +280,15 @@ func (l *link) take(m message, fd int) error {
 		return fmt.Errorf("%w: an answer for region %#x, which was not asked for", p2p.ErrProtocol, m.id)
 	}
 	l.asking--
-	if fd < 0 {
-		r.err = fmt.Errorf("region %#x of %v: %w", m.id, l.peer, p2p.ErrNoRegion)
-	} else if r.mapping, r.err = imported(fd, m.size, store); r.err != nil {
+	switch {
+	case untaken != nil:
+		r.err = untaken
+	case fd < 0:
+		r.err = p2p.ErrNoRegion
+	default:
+		r.mapping, r.err = imported(fd, m.size, store)
+	}
+	if r.err != nil {
 		r.err = fmt.Errorf("region %#x of %v: %w", m.id, l.peer, r.err)
 	}
 	l.host.Wake()

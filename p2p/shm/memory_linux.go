@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"strconv"
+	"strings"
 	"sync"
 	"unsafe"
 
@@ -22,9 +24,19 @@ func pages(n int) int {
 	return (n + p - 1) &^ (p - 1)
 }
 
+// strict reports whether the system promises no more memory than it has (vm.overcommit_memory is
+// 2). Tests replace it.
+var strict = sync.OnceValue(func() bool {
+	b, err := os.ReadFile("/proc/sys/vm/overcommit_memory")
+	return err == nil && strings.TrimSpace(string(b)) == "2"
+})
+
 // newMemory returns the descriptor of new, zeroed shared memory of n bytes (whole pages), without
 // seals. Its mode keeps other users who have a descriptor for reading from opening it again for
 // writing. A process of the same user can change the mode.
+//
+// The system counts shared memory when it is written, and under strict accounting it may end the
+// writer then (SIGBUS): so all of it is allocated here.
 func newMemory(n int) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("tutti", flags|unix.MFD_NOEXEC_SEAL)
@@ -38,12 +50,50 @@ func newMemory(n int) (int, error) {
 		unix.Close(fd)
 		return -1, fmt.Errorf("mode of shared memory: %w", err)
 	}
-	if err = unix.Ftruncate(fd, int64(n)); err != nil {
+	err = unix.Ftruncate(fd, int64(n))
+	if err == nil && n > 0 && strict() {
+		err = reserve(fd, n)
+	}
+	if err != nil {
 		unix.Close(fd)
 		return -1, fmt.Errorf("shared memory of %d bytes: %w", n, err)
 	}
 	return fd, nil
 }
+
+// reserve allocates n bytes of shared memory, a part at a time: some kernels undo what a signal
+// interrupts.
+func reserve(fd, n int) error {
+	const part = 4 << 20
+	for at := 0; at < n; {
+		switch err := unix.Fallocate(fd, 0, int64(at), int64(min(part, n-at))); err {
+		case nil:
+			at += part
+		case unix.EINTR:
+		case unix.ENOSPC: // there is no file system that could be full
+			return unix.ENOMEM
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// inLargePages asks for large pages where b fills them, if the system gives them to those who ask.
+// Kernels before 6.11 give one to any part of shared memory, also past its end: 64 KiB would take 2
+// MiB, or 512 MiB where small pages have 64 KiB.
+func inLargePages(b []byte) {
+	if n := largePage(); n > 0 && len(b) >= n {
+		unix.Madvise(b[:len(b)/n*n], unix.MADV_HUGEPAGE)
+	}
+}
+
+// largePage returns the bytes of a large page, 0 if there are none.
+var largePage = sync.OnceValue(func() int {
+	text, _ := os.ReadFile("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+	n, _ := strconv.Atoi(strings.TrimSpace(string(text)))
+	return max(n, 0)
+})
 
 // seal fixes the size of shared memory.
 func seal(fd, more int) error {
@@ -139,6 +189,9 @@ func checkMemory(fd, n int) error {
 // mapMemory maps n bytes (whole pages) of fd.
 func mapMemory(fd, n, prot int) ([]byte, error) {
 	p, err := unix.MmapPtr(fd, 0, nil, uintptr(n), prot, unix.MAP_SHARED)
+	if errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.EAGAIN) { // EAGAIN: of memory that is locked
+		err = fmt.Errorf("%w: %w", p2p.ErrShortage, err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("mapping %d bytes of shared memory: %w", n, err)
 	}
@@ -189,30 +242,39 @@ type export struct {
 
 // alloc implements the allocators of p2p.
 func (x *exports) alloc(n int, writable bool) (*p2p.Region, error) {
+	e, b, err := newExport(n, writable)
+	if err != nil {
+		return nil, err
+	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return x.add(n, writable)
+	return x.add(e, b), nil
 }
 
-// add is alloc with the lock.
-func (x *exports) add(n int, writable bool) (*p2p.Region, error) {
+// newExport returns shared memory of n bytes that can be exported, and its pages.
+func newExport(n int, writable bool) (e *export, b []byte, err error) {
 	if n < 1 || pages(n) < n {
-		return nil, fmt.Errorf("shm: region of %d bytes, want at least 1", n)
+		return nil, nil, fmt.Errorf("shm: region of %d bytes, want at least 1", n)
 	}
-	fd, store, b, err := -1, -1, []byte(nil), error(nil)
+	e = &export{size: n, store: -1, granted: map[*link]struct{}{}}
 	if writable {
-		fd, store, b, err = newWritable(pages(n))
+		e.fd, e.store, b, err = newWritable(pages(n))
 	} else {
-		fd, b, err = newRegion(pages(n))
+		e.fd, b, err = newRegion(pages(n))
 	}
 	if err != nil {
-		return nil, fmt.Errorf("shm: %w", err)
+		return nil, nil, fmt.Errorf("shm: %w", err)
 	}
-	unix.Madvise(b, unix.MADV_HUGEPAGE) // where the system supports it
-	id := ident.New()
-	x.m[id] = &export{fd: fd, size: n, store: store, granted: map[*link]struct{}{}}
+	inLargePages(b)
+	return e, b, nil
+}
+
+// add makes a region of what newExport has returned. With the lock.
+func (x *exports) add(e *export, b []byte) *p2p.Region {
+	n, id := e.size, ident.New()
+	x.m[id] = e
 	free := func() error { return errors.Join(x.free(id), unmap(b)) }
-	return mem.NewRegion(id, mem.Host(b[:n:n], mem.Anywhere), true, writable, free), nil
+	return mem.NewRegion(id, mem.Host(b[:n:n], mem.Anywhere), true, e.store >= 0, free)
 }
 
 // free removes a region and tells the peers that have it.
@@ -311,6 +373,6 @@ func imported(fd int, n uint64, store bool) (*p2p.Mapping, error) {
 	if err != nil {
 		return nil, err
 	}
-	unix.Madvise(mem, unix.MADV_HUGEPAGE)
+	inLargePages(mem)
 	return p2p.NewMapping(mem[:n:n], func(mem []byte) { unmap(mem) }), nil
 }

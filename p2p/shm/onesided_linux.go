@@ -161,10 +161,11 @@ func (x *exports) room() (*board, error) {
 			return b, nil
 		}
 	}
-	r, err := x.add(boardSize, false)
+	e, mapped, err := newExport(boardSize, false)
 	if err != nil {
 		return nil, err
 	}
+	r := x.add(e, mapped)
 	x.m[r.ID].board = true
 	b := &board{region: r}
 	for off := boardSize - recordSize; off >= 0; off -= recordSize {
@@ -242,14 +243,18 @@ func (s *storing) over() bool {
 	return s.l.words.at(busyAt, 1-s.l.side).Load() != s.busy || s.l.ceased.Load()
 }
 
-// gone reports whether a process is known to have ended.
+// openProcess is replaced by tests.
+var openProcess = unix.PidfdOpen
+
+// gone reports whether a process is known to have ended. Where the system opens no processes, it is
+// not known while another process has the number, or the parent has yet to wait for it.
 func gone(pid int) bool {
 	if pid <= 0 {
 		return false
 	}
-	fd, err := unix.PidfdOpen(pid, 0)
+	fd, err := openProcess(pid, 0)
 	if err != nil {
-		return errors.Is(err, unix.ESRCH)
+		return unix.Kill(pid, 0) == unix.ESRCH
 	}
 	defer unix.Close(fd)
 	return exited(fd)

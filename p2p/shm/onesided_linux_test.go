@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"os"
+	"os/exec"
 	"runtime"
 	"strings"
 	"testing"
@@ -151,6 +153,21 @@ func TestWithdrawAfterClose(t *testing.T) {
 				t.Error("the memory has changed after Withdraw")
 			}
 		})
+	}
+}
+
+// TestGoneWithoutPidfds: a process that has ended is known to be gone where the system opens none.
+func TestGoneWithoutPidfds(t *testing.T) {
+	defer func(f func(int, int) (int, error)) { openProcess = f }(openProcess)
+	c := exec.Command("true")
+	if err := c.Run(); err != nil {
+		t.Fatal(err)
+	}
+	for _, why := range []error{unix.ENOSYS, unix.EPERM} {
+		openProcess = func(int, int) (int, error) { return -1, why }
+		if !gone(c.Process.Pid) || gone(os.Getpid()) {
+			t.Errorf("%v: one that has ended is gone: %v; this one: %v", why, gone(c.Process.Pid), gone(os.Getpid()))
+		}
 	}
 }
 

@@ -19,8 +19,9 @@
 // Descriptors: one listener a rank, one socket a link, the peer's process and lifeline, one memfd
 // an allocated region, two for a region that peers may write, and one for each 1,024 ranges of
 // memory that are exposed at a time. Memory: two rings and a page a link, shared by both sides,
-// allocated when touched. Memory of links and regions is accounted to the processes that touch it,
-// not to /dev/shm, and the kernel frees it when the last process that maps it ends.
+// allocated when touched, or at once if vm.overcommit_memory is 2. Memory of links and regions is
+// accounted to the processes that touch it, not to /dev/shm, and the kernel frees it when the last
+// process that maps it ends.
 package shm
 
 import (

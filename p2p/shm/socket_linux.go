@@ -31,7 +31,8 @@ type socket struct {
 	oob  [32]byte // room for a descriptor, and for one or two too many
 	n    int
 	err  error
-	file int // received, and not yet assigned to a message; -1: none
+	file int   // received, and not yet assigned to a message; -1: none
+	lost error // in the place of file: why it could not be taken
 }
 
 func newSocket(conn *net.UnixConn) (*socket, error) {
@@ -108,57 +109,66 @@ func (s *socket) send(m message, fd int) error {
 }
 
 // next waits for a message. fd is the descriptor that comes with it, which the caller owns, or -1.
-// io.EOF: the peer closed or ended.
-func (s *socket) next() (m message, fd int, err error) {
+// untaken says why this end could not take that, and wraps p2p.ErrShortage. io.EOF: the peer closed
+// or ended.
+func (s *socket) next() (m message, fd int, untaken, err error) {
 	for s.have < messageSize {
-		if s.file >= 0 && s.have == 0 {
-			return m, -1, fmt.Errorf("%w: a descriptor without a message", p2p.ErrProtocol)
+		if s.came() && s.have == 0 {
+			return m, -1, nil, fmt.Errorf("%w: a descriptor without a message", p2p.ErrProtocol)
 		}
 		if err := s.raw.Read(s.pull); err != nil {
-			return m, -1, err
+			return m, -1, nil, err
 		}
 		if s.err != nil {
-			return m, -1, s.err
+			return m, -1, nil, s.err
 		}
 		if err := s.collect(); err != nil {
-			return m, -1, err
+			return m, -1, nil, err
 		}
 		if s.n == 0 {
-			return m, -1, io.EOF
+			return m, -1, nil, io.EOF
 		}
 		s.have += s.n
 	}
 	m, err = decodeMessage((*[messageSize]byte)(s.in[:]))
 	if err != nil {
-		return m, -1, err
+		return m, -1, nil, err
 	}
 	s.have = copy(s.in[:], s.in[messageSize:s.have])
 	fd = -1
 	if m.hasFile() {
-		if fd, s.file = s.file, -1; fd < 0 {
-			return m, -1, fmt.Errorf("%w: message of kind %d without a descriptor", p2p.ErrProtocol, m.kind)
+		if !s.came() {
+			return m, -1, nil, fmt.Errorf("%w: message of kind %d without a descriptor", p2p.ErrProtocol, m.kind)
 		}
+		fd, untaken = s.file, s.lost
+		s.file, s.lost = -1, nil
 	}
-	return m, fd, nil
+	return m, fd, untaken, nil
 }
 
-// collect stores the descriptors of the last recvmsg.
+// came reports whether a descriptor has come that is not yet assigned to a message.
+func (s *socket) came() bool { return s.file >= 0 || s.lost != nil }
+
+// collect stores the descriptors of the last recvmsg, or why they could not be taken.
 func (s *socket) collect() error {
 	if s.hdr.Controllen == 0 && s.hdr.Flags&unix.MSG_CTRUNC == 0 {
 		return nil
 	}
 	fd, err := handoff.Received(s.oob[:s.hdr.Controllen], int(s.hdr.Flags))
-	if err == nil && s.file >= 0 {
-		unix.Close(fd)
+	if s.came() && !errors.Is(err, handoff.ErrNotOne) {
+		if err == nil {
+			unix.Close(fd)
+		}
 		err = fmt.Errorf("%w: the one before came without", handoff.ErrNotOne)
 	}
-	if errors.Is(err, handoff.ErrNotOne) {
+	switch {
+	case err == nil:
+		s.file = fd
+	case errors.Is(err, handoff.ErrNotOne):
 		return fmt.Errorf("%w: %w", p2p.ErrProtocol, err)
+	default:
+		s.lost = fmt.Errorf("%w: %w", p2p.ErrShortage, err)
 	}
-	if err != nil {
-		return err
-	}
-	s.file = fd
 	return nil
 }
 

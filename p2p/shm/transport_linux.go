@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/files"
 	"tutti/internal/ident"
 	"tutti/internal/trust"
 	"tutti/mem"
@@ -94,6 +95,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 		Listener: &sameUser{l.(*net.UnixListener), t.uid},
 		Secret:   h.Secret(), Purpose: purpose, Timeout: t.timeout,
 		Admit: t.admit, Accepted: t.accepted, Lost: t.lost, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
+		Failing: trust.LogFailing(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
 	t.served.Go(ring.Prepare) // SleepSeldom needs it later, when peers may be waiting for this rank
@@ -147,6 +149,7 @@ func (t *Transport) accepted(conn net.Conn, h trust.Hello, _ *trust.Session) {
 	}
 	l, err := t.found(conn.(*net.UnixConn), from)
 	if err != nil {
+		t.cfg.Logger.Warn("shm: accepted connection is lost", "from", from, "reason", files.Explain(err))
 		t.lost(h)
 		return
 	}
@@ -304,15 +307,16 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 
 // receive receives and maps the acceptor's memory. It returns the size of its rings, too.
 func receive(sock *socket) (mem []byte, data int, err error) {
-	m, fd, err := sock.next()
-	if err != nil {
+	m, fd, untaken, err := sock.next()
+	if err = errors.Join(err, untaken); err != nil {
 		return nil, 0, fmt.Errorf("waiting for the shared memory: %w", err)
 	}
 	if fd >= 0 {
 		defer unix.Close(fd)
 	}
 	if m.kind == msgFail {
-		return nil, 0, fmt.Errorf("the peer could not make the shared memory: %w", unix.Errno(m.size))
+		return nil, 0, fmt.Errorf("the peer could not make the shared memory: %v (a limit of its process or machine)",
+			unix.Errno(m.size))
 	}
 	if m.kind != msgSetup || m.version != version ||
 		m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/internal/epoll"
+	"tutti/p2p"
 )
 
 // poller wakes a sleeping proxy when one of its sockets becomes ready. The sockets are deliberately
@@ -104,7 +105,7 @@ func (p *poller) add(l *link) error {
 	s.id = p.last
 	s.fired.Store(true)
 	if err := p.epoll.Control(unix.EPOLL_CTL_ADD, s.fd, s.event(0)); err != nil {
-		return fmt.Errorf("watch a socket: %w", err)
+		return fmt.Errorf("%w: watch a socket: %w", p2p.ErrShortage, err)
 	}
 	p.watched[s.id] = s
 	p.refs++

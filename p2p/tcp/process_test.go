@@ -145,6 +145,11 @@ func childFewFiles() {
 	_, err = t.Dial(context.Background(), p2p.Identity{Rank: 0, Incarnation: 1}, endpoint)
 	fmt.Println("Dial:", err)
 	in := bufio.NewReader(os.Stdin)
+	peer := must(hex.DecodeString(strings.TrimSpace(must(in.ReadString('\n')))))
+	files[0].Close() // for a socket, but not for a second descriptor of it
+	_, err = t.Dial(context.Background(), p2p.Identity{Rank: 0, Incarnation: 0xace0}, peer)
+	files[0] = must(os.Open(os.DevNull))
+	fmt.Println("Dial:", errors.Is(err, p2p.ErrShortage), errors.Is(err, p2p.ErrPeerGone), err)
 	in.ReadString('\n')
 	for _, f := range files {
 		f.Close()
@@ -157,8 +162,8 @@ func childFewFiles() {
 	runtime.KeepAlive(l) // the garbage collector closes unreachable connections
 }
 
-// A process that has run out of descriptors says so, with the limit, and its listener accepts again
-// when there are some.
+// A process that has run out of descriptors says so, with the limit, also if its peer has accepted
+// by then. Its listener accepts again when there are some.
 func TestFewFiles(t *testing.T) {
 	p := child(t, "few files")
 	n := listen(t, 0, local(Config{}))
@@ -168,6 +173,12 @@ func TestFewFiles(t *testing.T) {
 			t.Errorf("%s", line)
 		}
 	}
+	p.Tell(hex.EncodeToString(n.endpoint))
+	if line := p.Hear(); !strings.HasPrefix(line, "Dial: true false") ||
+		!strings.Contains(line, "48 open files (RLIMIT_NOFILE)") {
+		t.Errorf("after the peer has accepted: %s", line)
+	}
+	(<-n.links).link.Close()
 	type result struct {
 		l   p2p.Link
 		err error
@@ -177,7 +188,7 @@ func TestFewFiles(t *testing.T) {
 		l, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 0xace1}, endpoint)
 		done <- result{l, err}
 	}()
-	if line := p.Hear(); !strings.Contains(line, "cannot be accepted") || !strings.Contains(line, "RLIMIT_NOFILE") {
+	if line := p.Hear(); !strings.Contains(line, "cannot accept") || !strings.Contains(line, "RLIMIT_NOFILE") {
 		t.Errorf("log: %s", line)
 	}
 	p.Tell("free")

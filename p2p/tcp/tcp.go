@@ -191,10 +191,9 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	t.host, t.poller, t.filter = h, p, filter
 	for _, l := range listeners {
 		a := &trust.Acceptor{
-			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose,
-			Timeout: p2p.HandshakeTimeout,
-			Max:     max(16, trust.DefaultMax()/len(listeners)), Admit: t.admit, Accepted: t.accepted,
-			Lost: t.lost, Refused: trust.LogRefused(t.log, "tcp"),
+			Listener: l, Secret: h.Secret(), Purpose: purpose, Timeout: p2p.HandshakeTimeout,
+			Max: max(16, trust.DefaultMax()/len(listeners)), Admit: t.admit, Accepted: t.accepted,
+			Lost: t.lost, Refused: trust.LogRefused(t.log, "tcp"), Failing: trust.LogFailing(t.log, "tcp"),
 		}
 		t.acceptors = append(t.acceptors, a)
 		t.serving.Go(a.Serve)
@@ -400,7 +399,7 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 	local := socket.WithinHost(c)
 	fd, err := t.duplicate(c)
 	if err != nil {
-		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
+		return -1, files.Explain(fmt.Errorf("%w: duplicate a socket: %w", p2p.ErrShortage, err))
 	}
 	if local && t.socket == nil && largestBuffer() >= hostBuffer {
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, hostBuffer)
@@ -656,7 +655,7 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 		return fail(fmt.Errorf("the transport was %w: %w", p2p.ErrClosed, err))
 	case over(ctx) != nil:
 		return fail(fmt.Errorf("%w: %w", over(ctx), err))
-	case errors.Is(err, p2p.ErrAuth):
+	case errors.Is(err, p2p.ErrAuth), errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
 		return fail(err)
 	case elsewhere > 0 && elsewhere == len(paths):
 		return fail(fmt.Errorf("%w: %w", p2p.ErrStale, err))
@@ -678,7 +677,8 @@ func over(ctx context.Context) error {
 // that took over its port, or has the same private address.
 var errElsewhere = errors.New("another process answers")
 
-// final is a refusal of the dialled peer itself: its other addresses would return the same.
+// final is a refusal of the dialled peer itself, whose other addresses would return the same, or a
+// failure after the peer has accepted.
 type final struct{ error }
 
 func (f final) Unwrap() error { return f.error }
@@ -702,7 +702,7 @@ func (t *Transport) try(ctx context.Context, p route.Path, first net.Conn, other
 		switch isRefusal := errors.As(err, &r); {
 		case isRefusal && r.Code == codeElsewhere:
 			return nil, fmt.Errorf("%w: %s", errElsewhere, r.Text)
-		case isRefusal:
+		case isRefusal, errors.Is(err, p2p.ErrShortage):
 			return nil, final{p2p.FromRefusal(err)}
 		}
 		return nil, p2p.FromRefusal(err)
@@ -730,20 +730,4 @@ func (t *Transport) Close() error {
 		p.release()
 	}
 	return nil
-}
-
-// loud is a listener that logs errors of accept, at most once a minute, because the server retries.
-type loud struct {
-	net.Listener
-	log  *slog.Logger
-	last time.Time
-}
-
-func (l *loud) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil && !errors.Is(err, net.ErrClosed) && time.Since(l.last) > time.Minute {
-		l.last = time.Now()
-		l.log.Warn("tcp: connections cannot be accepted for now", "at", l.Addr(), "reason", files.Explain(err))
-	}
-	return c, err
 }

@@ -41,7 +41,7 @@ type bulk struct {
 	barred []uint64        // generations of memory that a request has failed on for good
 	spare  []*move
 	late   time.Duration // see lateMove
-	// leaving: nothing new is requested, because another lane is in use.
+	// leaving: no more data is requested, because another lane is in use.
 	leaving bool
 	alarm   *time.Timer // wakes an end that sleeps, so that it sees what is late
 	wake    func()
@@ -382,14 +382,14 @@ func (b *bulk) unheard() bool {
 // under way, and of these the one that has moved the fewest, for a read behind pieces the first
 // that needs one; nil: there is no room.
 func (b *bulk) choose(v *move) (best *rail) {
-	if v.at == v.m.Local.Len() {
+	if v.at == v.m.Local.Len() || b.leaving {
 		if r := b.rails[bits.TrailingZeros16(uint16(v.reads))]; r.under < railDepth {
 			return r
 		}
 		return nil
 	}
 	for _, r := range b.rails {
-		if r.state == working && r.under < railDepth && (best == nil ||
+		if r.state == working && r.under < railDepth-1 && (best == nil || // one request is left for a read
 			cmp.Or(cmp.Compare(r.bytes, best.bytes), cmp.Compare(r.total, best.total)) < 0) {
 			best = r
 		}
@@ -402,12 +402,14 @@ func (b *bulk) choose(v *move) (best *rail) {
 // registered.
 func (b *bulk) post() {
 	n := b.lane
-	for passed := 0; n.err == nil && !b.leaving && passed < len(b.queue); {
+	for passed := 0; n.err == nil && passed < len(b.queue); {
 		v := b.queue[0]
 		err := errPreparing // a read that there is no room for is passed over, too
-		if r := b.choose(v); r != nil {
+		if b.leaving && v.reads == 0 {
+			// It is handed over to the other lane.
+		} else if r := b.choose(v); r != nil {
 			err = b.next(r, v)
-		} else if v.at < v.m.Local.Len() {
+		} else if v.at < v.m.Local.Len() && !b.leaving {
 			return
 		}
 		switch {
@@ -430,8 +432,8 @@ func (b *bulk) post() {
 // no requests fails the lane.
 func (b *bulk) next(r *rail, v *move) error {
 	rest, k := v.m.Local.Len()-v.at, &v.key.rails[r.number]
-	if rest == 0 {
-		to, mr, err := b.lane.t.blankMemory(r.device)
+	if rest == 0 || b.leaving {
+		to, mr, err := r.sink.register(b.lane.t, r.device, rdma.LocalWrite)
 		if err != nil {
 			return err
 		}

@@ -27,20 +27,22 @@ type device struct {
 
 	refused sync.Map // why memory at a location, of another device, cannot be registered
 
-	blank struct { // memory whose contents do not matter, for reads whose end does: see key.reads
-		sync.Mutex
-		mr    rdma.MR // nil: not yet
-		bytes [8]byte
-	}
+	source, sink blank // of peers' reads whose contents do not matter, and of this end's
 }
 
-// blankMemory registers the memory that reads whose contents do not matter are of and go to.
-func (t *Transport) blankMemory(d *device) (address uint64, mr rdma.MR, err error) {
-	b := &d.blank
+// blank is memory whose contents do not matter, for reads whose end does: see railKey.
+type blank struct {
+	sync.Mutex
+	mr    rdma.MR // nil: not yet
+	bytes [8]byte
+}
+
+// register registers the memory once.
+func (b *blank) register(t *Transport, d *device, access rdma.Access) (address uint64, mr rdma.MR, err error) {
 	b.Lock()
 	defer b.Unlock()
 	if b.mr == nil {
-		b.mr, err = t.registerKey(d, mem.Host(b.bytes[:], mem.Anywhere), rdma.LocalWrite|rdma.RemoteRead)
+		b.mr, err = t.registerKey(d, mem.Host(b.bytes[:], mem.Anywhere), access)
 	}
 	return addressOf(b.bytes[:]), b.mr, err
 }
@@ -225,10 +227,13 @@ func (d *device) release() error {
 		return nil
 	}
 	var err error
-	if r := d.blank.mr; r != nil {
-		if err = d.deregister(r); d.removed() {
-			err = nil
+	for _, b := range [...]*blank{&d.source, &d.sink} {
+		if b.mr != nil {
+			err = errors.Join(err, d.deregister(b.mr))
 		}
+	}
+	if d.removed() {
+		err = nil // what was removed uses nothing
 	}
 	return errors.Join(err, d.Close())
 }

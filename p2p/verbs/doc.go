@@ -89,9 +89,9 @@
 //
 // An acknowledgement says that the device has the data, not that it is visible. A device makes
 // visible what it receives in its order, so that a frame in the ring of the same device comes after
-// the data. For data that another device receives, and for data in the memory of a GPU, the peer
-// names with the key a byte to be read: of the host's memory, or of the same memory of the GPU, so
-// that the read takes the way of the data. The writing end reads it behind the pieces on each such
+// the data. For data in the memory of a GPU, and where a host has several devices, the peer names
+// with the key a byte to be read: of the host's memory, or of the same memory of the GPU, so that
+// the read takes the way of the data. The writing end reads it behind the pieces on each such
 // rail, and the put has ended when these reads have, too. A GPU's memory that must not be read is
 // written in frames.
 //

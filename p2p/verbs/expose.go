@@ -96,9 +96,10 @@ func access(r mem.Rights) (a rdma.Access) {
 
 // keys returns the keys of the registered memory for the rails of lane n, nil if the peer may not
 // read what it would have to. A device makes visible what it receives in its order: what it writes
-// to the host's memory comes before what follows in a ring that it writes as well. Otherwise a read
-// is needed, which takes the way of the data: of the host's memory, or of the same GPU's. With mu.
-func (e *exposure) keys(t *Transport, n *lane) ([]railKey, error) {
+// to the host's memory comes before what follows in a ring that it writes as well. With several
+// devices, now or after a change of lanes, a read is needed, which takes the way of the data: of
+// the host's memory, or of the same GPU's. With mu.
+func (e *exposure) keys(t *Transport, n *lane, several bool) ([]railKey, error) {
 	keys := make([]railKey, len(n.bulk.rails))
 	for i, r := range n.bulk.rails {
 		if r.device == nil {
@@ -111,8 +112,8 @@ func (e *exposure) keys(t *Transport, n *lane) ([]railKey, error) {
 			return nil, nil
 		case !host:
 			k.reads, k.readKey = rdma.Address(e.mem), k.key
-		case r.device != n.port.device:
-			address, mr, err := t.blankMemory(r.device)
+		case several:
+			address, mr, err := r.device.source.register(t, r.device, rdma.RemoteRead)
 			if err != nil {
 				return nil, err
 			}
@@ -125,12 +126,15 @@ func (e *exposure) keys(t *Transport, n *lane) ([]railKey, error) {
 // grant answers the peer of lane n, which has asked for the keys. The memory is registered first
 // where it is not yet, which may take long.
 func (e *exposure) grant(l *link, n *lane) {
+	l.t.mu.Lock()
+	several := len(l.t.devices) > 1
+	l.t.mu.Unlock()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ok, err := e.register(l.t, n.devices)
 	var keys []railKey
 	if ok {
-		keys, err = e.keys(l.t, n)
+		keys, err = e.keys(l.t, n, several)
 		ok = keys != nil
 	}
 	if err != nil && err != errFull {

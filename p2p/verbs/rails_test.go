@@ -225,7 +225,8 @@ func TestPortsReturn(t *testing.T) {
 		{"other device there", "soft2", (*soft.Fabric).Remove, (*soft.Fabric).Restore},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f := soft.New(soft.Config{Seed: 43, Devices: 4, Late: 3, ReuseKeys: true, ReuseNumbers: true})
+			f := soft.New(soft.Config{Seed: 43, Devices: 4, Late: 3, ReuseKeys: true, ReuseNumbers: true,
+				Delayed: []string{"soft0", "soft1", "soft2", "soft3"}})
 			t.Cleanup(f.Close)
 			x, y := sidesOf(t, f, twoEach)
 			proven(t, 2, x.End, y.End)

@@ -132,13 +132,10 @@ func (l *link) goneOverLocked(n *lane) {
 func (l *link) handLocked(old *lane) {
 	n := l.tx
 	for _, v := range slices.Clone(old.bulk.moves) {
-		if v.under > 0 || v.abandoned {
+		if v.under > 0 || v.reads != 0 || v.abandoned {
 			continue
 		}
 		m, at := v.m, v.at
-		if v.reads != 0 {
-			at = 0
-		}
 		old.bulk.remove(v)
 		if !l.beginLocked(n, m, at) {
 			m.OK = false

@@ -37,8 +37,8 @@ func TestConformance(t *testing.T) {
 		{"small ring, late completions", soft.Config{Seed: 2, Late: 8}, minRing, ports{}},
 		{"no inline data", soft.Config{Seed: 3, Inline: 1}, 64 << 10, ports{}},
 		{"two devices", soft.Config{Seed: 5, Devices: 4, Late: 3}, minRing, twoEach},
-		{"two devices, of which one delays writes", soft.Config{Seed: 7, Devices: 4,
-			Delayed: []string{"soft2", "soft3"}}, minRing, twoEach},
+		{"two devices that delay writes", soft.Config{Seed: 7, Devices: 4,
+			Delayed: []string{"soft0", "soft1", "soft2", "soft3"}}, minRing, twoEach},
 		{"two devices, two queue pairs", soft.Config{Seed: 6, Devices: 4}, 0, ports{twoEach.devices, 2}},
 	} {
 		t.Run(c.name, func(t *testing.T) {

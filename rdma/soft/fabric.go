@@ -47,7 +47,8 @@ type Config struct {
 	// once in so many. 0 and 1 have no effect.
 	Late int
 	// Delayed names devices. The data of a write to one of them becomes visible when the device
-	// completes a receive, serves a read or ends a registration, whenever the write completes.
+	// completes a receive, serves a read, or ends a registration or a queue pair, whenever the
+	// write completes.
 	Delayed []string
 	Faults  Faults
 }

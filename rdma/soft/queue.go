@@ -363,6 +363,7 @@ func (q *qp) Reset() error {
 
 // drop forgets all requests.
 func (q *qp) drop() {
+	q.dev.hw.settle()
 	q.queue, q.receives = nil, nil
 	q.sends, q.recvs = &window{}, &window{} // completions that are visible already count no more
 	q.lost, q.unready = 0, 0
