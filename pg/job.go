@@ -240,7 +240,7 @@ func (j *job) observe() (*observe.Observer, error) {
 		return o, nil
 	}
 	s := j.settings
-	cfg := observe.Config{Self: j.identity(), Dir: s.LogDir, Metrics: s.Metrics,
+	cfg := observe.Config{Self: j.identity(), Dir: s.LogDir, NoSignal: s.NoSignal, Metrics: s.Metrics,
 		LocalRank: max(s.launch.LocalRank, 0), Proxy: j.proxy, Groups: j.glances, Logger: j.log,
 		Joined: func() bool { return s.MaxSize == 1 || j.session.Met() }}
 	if j.local {

@@ -46,8 +46,14 @@ func (s *settings) enter(ctx context.Context) (*Group, error) {
 		}
 		g, err := s.join(ctx)
 		if err != nil {
-			pctx, cancel := context.WithTimeout(ctx, partSoon)
+			// The deadline of ctx bounds what has failed, and not part.
+			pctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), partSoon)
 			defer cancel()
+			defer context.AfterFunc(ctx, func() {
+				if errors.Is(ctx.Err(), context.Canceled) {
+					cancel()
+				}
+			})()
 			s.part(pctx, s.meeting)
 		}
 		return g, err
@@ -134,12 +140,17 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 	if err == nil {
 		return g, false, nil
 	}
-	unmet := errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) || // of another rank
-		errors.Is(err, p2p.ErrPeerGone) || errors.Is(err, join.ErrStarted)
-	again = unmet && s.OnFailure != Report && !j.session.Met() && ctx.Err() == nil
+	again = elsewhere(err) && s.OnFailure != Report && !j.session.Met() && ctx.Err() == nil
 	err = j.session.Explain(err)
 	j.shut()
 	return nil, again, err
+}
+
+// elsewhere reports whether a rank that had not met all others failed with err because of another
+// rank. A link that this process has no room for names its peer, too.
+func elsewhere(err error) bool {
+	return !errors.Is(err, p2p.ErrShortage) && (errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) ||
+		errors.Is(err, p2p.ErrPeerGone) || errors.Is(err, join.ErrStarted))
 }
 
 // enterJob makes the group of all ranks, of a new or a running job.

@@ -6,16 +6,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"testing"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
 
-// meet joins a job of the ranks of outer whose rank 0 serves the store.
-func meet(t *testing.T, outer *pg.Group) *pg.Group {
+// setMeeting sets the variables of a launcher for a job of the ranks of outer, whose rank 0 serves
+// the store.
+func setMeeting(t *testing.T, outer *pg.Group) {
 	t.Helper()
 	for _, name := range []string{"TUTTI_RANK", "TUTTI_SIZE", "TUTTI_STORE", "TUTTI_SECRET"} {
 		t.Setenv(name, "")
@@ -26,6 +29,12 @@ func meet(t *testing.T, outer *pg.Group) *pg.Group {
 	t.Setenv("WORLD_SIZE", size)
 	t.Setenv("LOCAL_WORLD_SIZE", size)
 	t.Setenv("TUTTI_JOB", os.Getenv("TUTTI_JOB")+"-meeting")
+}
+
+// meet joins the job of setMeeting.
+func meet(t *testing.T, outer *pg.Group) *pg.Group {
+	t.Helper()
+	setMeeting(t, outer)
 	g, err := pg.Join(t.Context(), pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second})
 	if err != nil {
 		t.Fatal(err)
@@ -110,6 +119,69 @@ func TestRejoinOfTheStoresRankAlone(t *testing.T) {
 				t.Fatal("it came in though no rank is there")
 			}
 			cancel()
+		}
+	})
+}
+
+// due is a context whose deadline a test lets pass.
+type due struct {
+	context.Context
+	passed chan struct{}
+}
+
+func (c due) Done() <-chan struct{} { return c.passed }
+
+func (c due) Err() error {
+	select {
+	case <-c.passed:
+		return context.DeadlineExceeded
+	default:
+		return nil
+	}
+}
+
+// When the deadline of a call of Join passes, the store that it serves stays for a moment, in which
+// the other ranks learn why they cannot join.
+func TestStoreOutlastsDeadlineOfJoin(t *testing.T) {
+	pgtest.Run(t, 2, func(t *testing.T, outer *pg.Group) {
+		setMeeting(t, outer)
+		join := due{t.Context(), make(chan struct{})}
+		failed := make(chan error, 1)
+		if outer.Rank() == 0 {
+			go func() {
+				_, err := pg.Join(join, pg.Config{Timeout: time.Minute})
+				failed <- err
+			}()
+		} else {
+			l, err := bootstrap.FromEnv(os.Getenv)
+			if err != nil {
+				t.Fatal(err)
+			}
+			m, err := l.Meet(t.Context(), nil, slog.New(slog.DiscardHandler))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer m.Close(t.Context())
+			s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: m.Store, Job: l.Job,
+				Secret: m.Secret, Rank: 1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer s.Close()
+		}
+		if err := outer.Barrier(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if outer.Rank() == 0 {
+			began := time.Now()
+			close(join.passed)
+			err := <-failed
+			if d := time.Since(began); d < time.Second || !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("Join returned %v after its deadline: %v", d, err)
+			}
+		}
+		if err := outer.Barrier(t.Context()); err != nil {
+			t.Fatal(err)
 		}
 	})
 }

@@ -98,7 +98,8 @@ func FileName(rank int, incarnation uint64) string {
 }
 
 // Open makes a recorder. If dir is not empty the ring is in dir/FileName, else in this process's
-// memory. Close ends it.
+// memory. The error wraps ErrCopies if the ring cannot be there, and other files can be. Close ends
+// it.
 func Open(dir string, id Identity) (*Recorder, error) {
 	r := &Recorder{}
 	if dir != "" {
@@ -120,7 +121,7 @@ func Open(dir string, id Identity) (*Recorder, error) {
 	h := r.head
 	h.Version, h.RecordSize, h.Records = version, recordSize, Records
 	h.Incarnation, h.Rank, h.Size, h.PID = id.Incarnation, uint32(id.Rank), uint32(id.Size), uint32(os.Getpid())
-	h.Opened = time.Now().UnixNano()
+	h.Opened = origin.now()
 	h.JobLen, h.HostLen = uint32(copy(h.Job[:], id.Job)), uint32(copy(h.Host[:], id.Host))
 	copy(h.Magic[:], magic) // last: the file is invalid before
 	coarse.join(r)
@@ -275,7 +276,7 @@ func (r *Recorder) makeRoom(n uint32) bool {
 // Copy copies the records for decoding without the lock: all of running operations, and the last n
 // of finished ones, all if n is negative.
 func (r *Recorder) Copy(n int) *Image {
-	im := &Image{header: r.head.header}
+	im := &Image{header: r.head.header, alive: origin.now()}
 	if n < 0 {
 		n = Records
 	}
@@ -295,6 +296,20 @@ func (r *Recorder) Copy(n int) *Image {
 	}
 	return im
 }
+
+// origin is where the clock of this process's records begins: at the time of the wall clock then.
+// Later settings of the wall clock do not change it, so that ages of operations are right. The
+// clocks of two ranks differ by as much as their wall clocks were wrong when they began.
+var origin = begin(time.Now())
+
+type beginning struct {
+	wall int64 // Unix time in nanoseconds
+	at   time.Time
+}
+
+func begin(at time.Time) beginning { return beginning{at.UnixNano(), at} }
+
+func (b beginning) now() int64 { return b.wall + int64(time.Since(b.at)) }
 
 // Now returns the time by the coarse clock, which stands still while the process has no recorder.
 func Now() int64 { return coarse.now.Load() }
@@ -339,7 +354,7 @@ func (c *clock) join(r *Recorder) {
 }
 
 func (c *clock) set() {
-	now := time.Now().UnixNano()
+	now := origin.now()
 	c.now.Store(now)
 	for _, r := range c.used {
 		atomic.StoreInt64(&r.head.Alive, now)

@@ -513,6 +513,34 @@ func TestCoarseClockTicks(t *testing.T) {
 	}
 }
 
+// The wall clock is set back by an hour after the process has begun. Ages of operations are right.
+func TestAgesOutlastSettingsOfTheClock(t *testing.T) {
+	origin.wall += int64(time.Hour) // as if it had been ahead
+	t.Cleanup(func() { origin.wall -= int64(time.Hour) })
+	r := open(t, t.TempDir())
+	began := time.Now().Add(time.Hour)
+	rec := Template(1, 1, Pack(collectives.Barrier, 0, 0, collectives.Auto, -1), 0, 0)
+	r.Begin(&rec, 1)
+	var s Snapshot
+	r.Copy(-1).Fill(&s)
+	file, err := ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, s := range map[string]*Snapshot{"the rank": &s, "its file": file} {
+		if len(s.Operations) != 1 {
+			t.Fatalf("%s: %+v", what, s.Operations)
+		}
+		started := s.Operations[0].Started
+		for _, d := range []time.Duration{s.Time.Sub(started), started.Sub(s.Since), s.Since.Sub(began)} {
+			if d.Abs() > time.Minute {
+				t.Errorf("%s began %v and its operation %v; now it is %v", what, s.Since, started, s.Time)
+				break
+			}
+		}
+	}
+}
+
 // Records are their owner's alone, and a link in the place of a file is not followed.
 func TestFilesAreReadableByOwnerOnly(t *testing.T) {
 	defer syscall.Umask(syscall.Umask(0))

@@ -155,7 +155,7 @@ type Image struct {
 	header
 	groups  []Group
 	records []Record // newest first
-	alive   int64
+	alive   int64    // when it was copied; of a file, when the process last ticked
 }
 
 func at(ns int64) time.Time { return time.Unix(0, ns).Round(time.Millisecond).UTC() }
@@ -193,10 +193,10 @@ func (s *Record) Operation() Operation {
 	return o
 }
 
-// Fill sets the fields of s that the image has: totals, failures, operations, and the messages
-// under way.
+// Fill sets the fields of s that the image has: times, totals, failures, operations, and the
+// messages under way.
 func (im *Image) Fill(s *Snapshot) {
-	s.Version, s.Recorded, s.Since = Version, im.Next, at(im.Opened)
+	s.Version, s.Recorded, s.Since, s.Time = Version, im.Next, at(im.Opened), at(im.alive)
 	s.Totals, s.Failures = map[string]Total{}, map[string]int{}
 	for k, t := range im.Totals {
 		if t.Operations > 0 {
@@ -316,7 +316,6 @@ func (im *Image) Snapshot() *Snapshot {
 	}
 	s.Joined = slices.ContainsFunc(s.Operations,
 		func(o Operation) bool { return o.Ended != nil && o.Outcome == OK.String() })
-	s.Time = at(im.alive)
 	return s
 }
 

@@ -4,17 +4,15 @@ import (
 	"encoding/binary"
 	"hash/fnv"
 
-	"golang.org/x/sys/unix"
+	"tutti/internal/cpus"
 )
 
 // allowedCPUs returns a hash of the numbers of the processors that this process may run on.
 func allowedCPUs() uint64 {
 	h := fnv.New64a()
-	var set unix.CPUSet
-	if unix.SchedGetaffinity(0, &set) == nil {
-		for _, w := range set {
-			binary.Write(h, binary.LittleEndian, uint64(w))
-		}
+	set, _ := cpus.Allowed() // if it is not known, as if the ranks of this machine had the same
+	for _, cpu := range set {
+		binary.Write(h, binary.LittleEndian, uint32(cpu))
 	}
 	return h.Sum64()
 }

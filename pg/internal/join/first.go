@@ -3,6 +3,7 @@ package join
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"tutti/pg/membership"
 )
@@ -27,14 +28,27 @@ func (st *Start) Watch(ctx context.Context, cancel context.CancelCauseFunc) (sto
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		for e := range ss.Store().Watch(ctx, membership.ViewKey) {
-			if e.Err != nil || !e.Exists {
+		// All ranks look, at the records of all.
+		again := time.NewTicker(max(lookPause, time.Duration(ss.settings.Size)*10*time.Millisecond))
+		changes := ss.Store().Watch(ctx, membership.ViewKey)
+		defer again.Stop()
+		lacks := false // this rank is not in the view, which may also be that of an earlier job
+		for ctx.Err() == nil {
+			select {
+			case e, open := <-changes:
+				switch {
+				case !open:
+					changes = nil
+				case e.Err == nil:
+					_, v, err := membership.DecodeStored(e.Value)
+					lacks = e.Exists && err == nil && !v.Has(ss.Self.Rank, ss.Self.Incarnation)
+				}
+			case <-again.C:
+			case <-ctx.Done():
+			}
+			if !lacks {
 				continue
 			}
-			if _, v, err := membership.DecodeStored(e.Value); err != nil || v.Has(ss.Self.Rank, ss.Self.Incarnation) {
-				continue
-			}
-			// else it belongs to an earlier job
 			if job, err := ss.running(ctx); err == nil && job != nil &&
 				!job.View.Has(ss.Self.Rank, ss.Self.Incarnation) {
 				cancel(ErrStarted)

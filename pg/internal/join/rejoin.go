@@ -38,8 +38,10 @@ func (a *Admission) Await(ctx context.Context, ro *roster.Roster) error {
 	if v := ro.View(); ss.Self.Rank < v.Size() && v.Slots[ss.Self.Rank].Incarnation != 0 {
 		ro.Knock()
 	}
-	alive := time.Now() // when a rank that could admit this one was last registered
-	again := time.NewTicker(time.Second)
+	// Looks, in a row, that found no rank that could admit this one. Their number is the time for
+	// which this process has looked: it does not look while it is stopped.
+	vain := 0
+	again := time.NewTicker(lookPause)
 	defer again.Stop()
 	for {
 		var in bool
@@ -61,9 +63,9 @@ func (a *Admission) Await(ctx context.Context, ro *roster.Roster) error {
 		case <-time.After(2 * time.Millisecond):
 		case <-again.C:
 			if job, err := ss.running(ctx); err != nil || job != nil {
-				alive = time.Now()
-			} else if time.Since(alive) > ss.Store().TTL()+2*time.Second { // more than a loss of their leases
-				return ErrOver
+				vain = 0
+			} else if vain++; time.Duration(vain)*lookPause > ss.Store().TTL()+2*time.Second {
+				return ErrOver // more than a loss of their leases
 			}
 		}
 	}

@@ -19,6 +19,10 @@ type Job struct {
 	First uint64 // names it in the store: see membership.EncodeStored
 }
 
+// lookPause is the pause between two looks whether a job is running: the records of its ranks come
+// back without a change of the view.
+const lookPause = time.Second
+
 // Running returns the job if it is running, that is, if an incarnation of its view is registered.
 // It returns nil if the job is about to begin, or the store contains the keys of an earlier job of
 // the same name. A rank beyond the job's first ones waits until the job runs.
@@ -30,7 +34,7 @@ func (ss *Session) Running(ctx context.Context) (*Job, error) {
 	}
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	changes, again := ss.Store().Watch(wctx, membership.ViewKey), time.NewTicker(time.Second)
+	changes, again := ss.Store().Watch(wctx, membership.ViewKey), time.NewTicker(lookPause)
 	defer again.Stop()
 	for job == nil && err == nil {
 		select {
@@ -38,7 +42,7 @@ func (ss *Session) Running(ctx context.Context) (*Job, error) {
 			if err = ended(ctx, e, open); errors.Is(err, bootstrap.ErrStoreAway) && ss.Store().Err() == nil {
 				changes, err = nil, nil // the store elects a leader, say: the ticker goes on
 			}
-		case <-again.C: // records come back without a change of the view
+		case <-again.C:
 		}
 		if err == nil {
 			job, err = ss.look(ctx)

@@ -24,6 +24,7 @@ import (
 type Config struct {
 	Self      flight.Identity
 	Dir       string // of flight records; "": none are kept
+	NoSignal  bool   // none is written on a signal
 	Metrics   string // address HOST:PORTS at which they are served; "": nowhere
 	LocalRank int    // the port of a range to try first
 	Proxy     *p2p.Proxy
@@ -68,7 +69,11 @@ func Start(cfg Config) (*Observer, error) {
 		if err = files.Directory(o.dir); err == nil {
 			o.rec, err = flight.Open(o.dir, cfg.Self)
 		}
-		if err != nil {
+		switch {
+		case errors.Is(err, flight.ErrCopies):
+			cfg.Logger.Warn("this rank leaves no flight record if it is killed: give a directory of another file "+
+				"system", "dir", o.dir, "err", err)
+		case err != nil:
 			cfg.Logger.Warn("no flight records are kept", "dir", o.dir, "err", err)
 			o.dir = ""
 		}
@@ -86,7 +91,7 @@ func Start(cfg Config) (*Observer, error) {
 		}
 		cfg.Logger.Info("metrics are served", "url", "http://"+o.metrics.Addr()+"/metrics")
 	}
-	if o.dir != "" && dumpSignal != nil {
+	if o.dir != "" && dumpSignal != nil && !cfg.NoSignal {
 		o.signals = make(chan os.Signal, 1)
 		signal.Notify(o.signals, dumpSignal)
 		o.aside(func() {
@@ -192,10 +197,8 @@ func (o *Observer) dump(reason string) {
 }
 
 // Blank returns the snapshot of a rank without groups.
-func Blank(id flight.Identity) *flight.Snapshot { return blank(time.Now(), id) }
-
-func blank(now time.Time, id flight.Identity) *flight.Snapshot {
-	now = now.Round(time.Millisecond).UTC()
+func Blank(id flight.Identity) *flight.Snapshot {
+	now := time.Now().Round(time.Millisecond).UTC()
 	return &flight.Snapshot{Version: flight.Version, Job: id.Job, Rank: id.Rank, Size: id.Size,
 		Incarnation: fmt.Sprintf("%016x", id.Incarnation), PID: os.Getpid(), Host: id.Host,
 		Time: now, Since: now, Groups: []flight.Group{}}
@@ -229,14 +232,13 @@ func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
 func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
 	p := o.cfg.Proxy
 	p.Lock()
-	now := time.Now()
 	im := o.rec.Copy(ops)
 	counts := p.Counts()
 	seen := o.cfg.Groups()
 	p.Unlock()
 
 	slices.SortFunc(seen, func(a, b Glance) int { return int(a.id) - int(b.id) })
-	s := blank(now, o.cfg.Self)
+	s := Blank(o.cfg.Self)
 	s.Reason, s.Joined = reason, len(seen) > 0 && o.cfg.Joined()
 	if o.metrics != nil {
 		s.Metrics = o.metrics.Addr()

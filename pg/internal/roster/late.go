@@ -78,7 +78,8 @@ func (ro *Roster) expire() {
 // also continues without ranks that stand still for that long; for others the timeout decides.
 func (ro *Roster) doubt() {
 	now := time.Now()
-	if !ro.cfg.Doubt || now.Before(ro.doubts) {
+	ro.ticked(now)
+	if !ro.cfg.Doubt || !ro.proves() || now.Before(ro.doubts) {
 		return
 	}
 	ttl := ro.dir.Store().TTL()
@@ -106,10 +107,39 @@ func (ro *Roster) doubt() {
 			case <-ro.ctx.Done():
 				return
 			}
-			if !ro.registered(p) {
+			if !ro.registered(p) && ro.proves() {
 				ro.Tell(membership.Dead{Peer: p,
 					Cause: "its lease has ended: it has been silent for longer than that"})
 			}
 		})
 	}
 }
+
+// ticked says that this process runs. After a pause that may have ended leases it counts as one
+// that was stopped, and so may all.
+func (ro *Roster) ticked(now time.Time) {
+	pause, regained := ro.pause(), now.Add(ro.regain())
+	ro.mu.Lock()
+	defer ro.mu.Unlock()
+	if !ro.ran.IsZero() && now.Sub(ro.ran) > pause {
+		ro.unproven = regained
+	}
+	ro.ran = now
+}
+
+// proves reports whether the lack of a record proves that a rank is dead. It does not while this
+// rank has no lease, and until the others have had the time to register again: they may have lost
+// their leases, too. Nor does it soon after this process was stopped.
+func (ro *Roster) proves() bool {
+	now, pause := time.Now(), ro.pause()
+	ro.mu.Lock()
+	defer ro.mu.Unlock()
+	return !ro.leaseless && now.After(ro.unproven) && (ro.ran.IsZero() || now.Sub(ro.ran) <= pause)
+}
+
+// pause returns how long this process may stand still without losing its lease, which it keeps
+// alive more often.
+func (ro *Roster) pause() time.Duration { return ro.dir.Store().TTL() / 2 }
+
+// regain returns the time that ranks have to be registered again after they have lost their leases.
+func (ro *Roster) regain() time.Duration { return ro.dir.Store().TTL() + 2*time.Second }

@@ -17,8 +17,8 @@ func (ro *Roster) ends(p membership.Peer) bool {
 }
 
 // probe finds out whether a process is alive. It is dead if a link has said so, its record is gone
-// with its lease, or nothing listens at its addresses. A dying process may still accept
-// connections, so a process that neither refuses nor answers is asked again for a while.
+// with its lease and that is proof, or nothing listens at its addresses. A dying process may still
+// accept connections, so a process that neither refuses nor answers is asked again for a while.
 func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 	ctx, cancel := context.WithTimeout(ro.ctx, probeWait)
 	defer cancel()
@@ -26,7 +26,7 @@ func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 		return membership.VerdictDead
 	}
 	b, err := ro.dir.Store().Get(ctx, bootstrap.RankKey(p.Slot))
-	if errors.Is(err, bootstrap.ErrNoKey) {
+	if errors.Is(err, bootstrap.ErrNoKey) && ro.proves() {
 		return membership.VerdictDead
 	}
 	var rec bootstrap.Record

@@ -200,6 +200,10 @@ func TestProbe(t *testing.T) {
 		want    membership.Verdict
 	}{
 		{"no record", func(f *fixture) {}, membership.VerdictDead},
+		{"no record, and this rank has lost its own, too", func(f *fixture) {
+			f.known[1] = f.record(2, self+1)
+			f.answers, f.leaseless = true, true
+		}, membership.VerdictAlive},
 		{"another incarnation", func(f *fixture) { f.record(1, 7) }, membership.VerdictDead},
 		{"no listener", func(f *fixture) { f.record(1, self+1); f.refuses = true }, membership.VerdictDead},
 		{"it answers", func(f *fixture) { f.record(1, self+1); f.answers = true }, membership.VerdictAlive},

@@ -99,6 +99,9 @@ func (ro *Roster) watch() {
 			ro.seen(e)
 		}
 		ro.lapsed.Store(true)
+		ro.mu.Lock()
+		ro.leaseless = true
+		ro.mu.Unlock()
 		for ro.ctx.Err() == nil && !ro.out() {
 			err := ro.dir.Reconnect(ro.ctx, store)
 			if err == nil {
@@ -119,8 +122,10 @@ func (ro *Roster) watch() {
 
 // back takes up the state of the store after another lease was taken.
 func (ro *Roster) back() {
+	regained := time.Now().Add(ro.regain())
 	ro.mu.Lock()
 	maps.Copy(ro.want, ro.kept) // the values ended with the lease
+	ro.leaseless, ro.unproven = false, regained
 	ro.mu.Unlock()
 	nudge(ro.dirty)
 	if ro.out() { // meanwhile: the new record may be later than the removal of the old one
@@ -221,7 +226,10 @@ func (ro *Roster) seen(e bootstrap.Event) {
 func (ro *Roster) begin(v membership.View) {
 	active := v.Active()
 	lowest := active[0] == ro.self.Slot
-	var alone time.Time // since when a rank that has had no lease finds no other
+	const pause = 100 * time.Millisecond
+	// Looks of a rank that has had no lease, in a row, that find no other. Their number is the time
+	// for which this process has looked: it does not look while it is stopped.
+	alone := 0
 	for try, over := lowest, false; ; {
 		if try && ro.publishFirst(ro.ctx, v) == nil || over && ro.over() {
 			return
@@ -229,7 +237,7 @@ func (ro *Roster) begin(v membership.View) {
 		select {
 		case <-ro.ctx.Done():
 			return
-		case <-time.After(100 * time.Millisecond):
+		case <-time.After(pause):
 		}
 		if ro.begun.Load() && !over || ro.out() {
 			return
@@ -238,18 +246,20 @@ func (ro *Roster) begin(v membership.View) {
 			continue
 		}
 		now, err := ro.present(v)
+		found := now.others || now.self && len(active) == 1
 		switch {
 		case err != nil:
-			try, alone = false, time.Time{}
+			try, alone = false, 0
 		case !ro.lapsed.Load():
 			try = now.self
-		case now.another || now.taken || !alone.IsZero() && time.Since(alone) > ro.dir.Store().TTL()+2*time.Second:
+		case now.another || now.taken || !found && time.Duration(alone)*pause > ro.regain():
 			ro.begun.Store(true)
 			try, over = false, true
-		case now.self && (now.others || len(active) == 1):
-			try, alone = true, time.Time{}
-		case alone.IsZero():
-			try, alone = false, time.Now()
+		case found:
+			try, alone = now.self, 0
+		default:
+			try = false
+			alone++
 		}
 	}
 }
