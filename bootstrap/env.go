@@ -263,6 +263,9 @@ func (e env) place(l *Launch) error {
 			return errors.New("environment: TUTTI_STANDBY is set but TUTTI_SIZE is not: set both")
 		}
 		l.Standby, l.Rank, l.Size, l.Source = true, -1, size, "tutti"
+		if err := e.local(l, launchers[0], ownSize); err != nil {
+			return err
+		}
 		return e.master(l)
 	}
 	for i, k := range launchers {

@@ -57,6 +57,8 @@ func TestLaunchersAreUnderstood(t *testing.T) {
 		env  string
 		want Launch
 	}{
+		"standby": {"TUTTI_STANDBY=1 TUTTI_SIZE=8 TUTTI_LOCAL_SIZE=4",
+			Launch{Rank: -1, Size: 8, LocalRank: -1, LocalSize: 4, Standby: true, Source: "tutti"}},
 		"nothing":      {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
 		"size 1 alone": {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
 		"master only": {"MASTER_ADDR=h MASTER_PORT=7",

@@ -1,7 +1,9 @@
 package collectives
 
 import (
+	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"slices"
@@ -16,6 +18,23 @@ type Rule struct {
 	MaxRanks int       `json:"max_ranks,omitempty"`
 	MaxBytes int       `json:"max_bytes,omitempty"`
 	Algo     Algo      `json:"algo"`
+}
+
+// UnmarshalJSON reads a rule. A field that is misspelt, or a missing condition, must not become one
+// without limits.
+func (r *Rule) UnmarshalJSON(b []byte) error {
+	type fields Rule // without this method
+	read := fields{When: numConditions}
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&read); err != nil {
+		return err
+	}
+	if read.When == numConditions {
+		return errors.New(`collectives: a rule has no "when"`)
+	}
+	*r = Rule(read)
+	return nil
 }
 
 // Condition is a requirement of a Rule besides the number of ranks.
@@ -102,17 +121,29 @@ func clip(b []byte) string { return string(b[:min(len(b), 64)]) }
 // immutable and valid: every algorithm in it has a plan for its kind, and appears only under the
 // condition that it Requires. A nil *Table is the default one.
 type Table struct {
-	rules [numKinds][]Rule
-	hash  uint64
+	rules          [numKinds][]Rule
+	oversubscribed *bool // the ranks that it was measured with; nil: it fits all
+	hash           uint64
 }
+
+// oversubscribedField is the field of a table's JSON beside the kinds.
+const oversubscribedField = "oversubscribed"
 
 // MaxRules bounds the rules of one kind.
 const MaxRules = 1024
 
 // NewTable makes a table of rules, which it copies. A kind that is missing has the rules of
 // DefaultTable; a kind with an empty list is always OneShot.
-func NewTable(rules map[Kind][]Rule) (*Table, error) {
-	t := &Table{rules: defaults}
+func NewTable(rules map[Kind][]Rule) (*Table, error) { return newTable(rules, nil) }
+
+// NewMeasuredTable is NewTable for rules that were measured with more ranks on the host than
+// processors (oversubscribed), or not: see Table.Fits.
+func NewMeasuredTable(rules map[Kind][]Rule, oversubscribed bool) (*Table, error) {
+	return newTable(rules, &oversubscribed)
+}
+
+func newTable(rules map[Kind][]Rule, oversubscribed *bool) (*Table, error) {
+	t := &Table{rules: defaults, oversubscribed: oversubscribed}
 	for k, list := range rules {
 		if !k.Valid() {
 			return nil, fmt.Errorf("collectives: table: %v is none", k)
@@ -196,27 +227,59 @@ func (t *Table) Rules(k Kind) []Rule {
 func (t *Table) Hash() uint64 { return t.orDefault().hash }
 
 // MarshalJSON writes the rules by kind: {"allreduce": [{"when": "mapped", "max_ranks": 8,
-// "max_bytes": 2048, "algo": "oneshot"}, …], …}. The same table gives the same bytes.
+// "max_bytes": 2048, "algo": "oneshot"}, …], …}, and of a measured table "oversubscribed": false or
+// true. The same table gives the same bytes.
 func (t *Table) MarshalJSON() ([]byte, error) {
-	all := map[Kind][]Rule{}
+	all := map[string]any{}
 	for _, k := range Kinds() {
-		all[k] = slices.Concat([]Rule{}, t.orDefault().rules[k]) // [] rather than null
+		all[k.String()] = slices.Concat([]Rule{}, t.orDefault().rules[k]) // [] rather than null
+	}
+	if o := t.orDefault().oversubscribed; o != nil {
+		all[oversubscribedField] = *o
 	}
 	return json.Marshal(all)
 }
 
 // UnmarshalJSON reads and validates the result of MarshalJSON, see NewTable. t must not be in use.
 func (t *Table) UnmarshalJSON(b []byte) error {
-	var all map[Kind][]Rule
+	var all map[string]json.RawMessage
 	if err := json.Unmarshal(b, &all); err != nil {
 		return err
 	}
-	read, err := NewTable(all)
+	var oversubscribed *bool
+	rules := map[Kind][]Rule{}
+	for name, value := range all {
+		if name == oversubscribedField {
+			if err := json.Unmarshal(value, &oversubscribed); err != nil {
+				return err
+			}
+			continue
+		}
+		var k Kind
+		if err := k.UnmarshalText([]byte(name)); err != nil {
+			return err
+		}
+		var list []Rule
+		if err := json.Unmarshal(value, &list); err != nil {
+			return err
+		}
+		rules[k] = list
+	}
+	read, err := newTable(rules, oversubscribed)
 	if err != nil {
 		return err
 	}
 	*t = *read
 	return nil
+}
+
+// Fits reports whether n ranks on hosts (see Shape) share processors, or do not, as the ranks did
+// with which t was measured. Among ranks that share processors each round costs much more, so that
+// a table that does not fit is worse than the default one.
+func (t *Table) Fits(n int, hosts []int, c Caps) bool {
+	o := t.orDefault().oversubscribed
+	_, most := spread(hosts, n)
+	return o == nil || *o == c.oversubscribed(most)
 }
 
 // Choose returns the algorithm for a call. It uses only what all ranks share: never s.Rank, nor the

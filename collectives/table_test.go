@@ -190,6 +190,7 @@ func TestChooseSent(t *testing.T) {
 }
 
 func TestTableRefuses(t *testing.T) {
+	const always = `{"when": "always", "algo": "oneshot"}`
 	for text, want := range map[string]string{
 		`{"allreduce": [{"when": "always", "algo": "bruck"}]}`:      "no bruck plan",
 		`{"allreduce": [{"when": "always", "algo": "auto"}]}`:       "no auto plan",
@@ -198,11 +199,17 @@ func TestTableRefuses(t *testing.T) {
 		`{"allreduce": [{"when": "sometimes", "algo": "oneshot"}]}`: "no condition",
 		`{"allreduce": [{"when": "always", "algo": "fast"}]}`:       "no algorithm",
 		`{"allreduces": []}`: "no collective",
-		`{"allreduce": [{"when": "always", "algo": "oneshot", "max_bytes": -1}]}`:                      "-1 bytes",
-		`{"allreduce": [{"when": "always", "algo": "oneshot", "min_ranks": 3, "max_ranks": 2}]}`:       "3 to 2 ranks",
-		`{"allreduce": [{"when": "always", "algo": "oneshot", "max_ranks": 9999999}]}`:                 "9999999 ranks",
-		`{"allreduce": [` + strings.Repeat(`{"algo": "oneshot"},`, MaxRules) + `{"algo": "oneshot"}]}`: "at most 1024",
+		`{"allreduce": [{"when": "always", "algo": "oneshot", "max_bytes": -1}]}`:                "-1 bytes",
+		`{"allreduce": [{"when": "always", "algo": "oneshot", "min_ranks": 3, "max_ranks": 2}]}`: "3 to 2 ranks",
+		`{"allreduce": [{"when": "always", "algo": "oneshot", "max_ranks": 9999999}]}`:           "9999999 ranks",
+		`{"allreduce": [` + strings.Repeat(always+",", MaxRules) + always + `]}`:                 "at most 1024",
 		`[]`: "cannot unmarshal",
+
+		`{"allreduce": [{"algo": "ring"}]}`:               "no \"when\"",
+		`{"allreduce": [{"when": null, "algo": "ring"}]}`: "no \"when\"",
+		`{"allreduce": [null]}`:                           "no \"when\"",
+		`{"allreduce": [{"max_rank": 2}]}`:                "unknown field \"max_rank\"",
+		`{"allreduce": [], "oversubscribed": 1}`:          "cannot unmarshal",
 	} {
 		var table Table
 		if err := json.Unmarshal([]byte(text), &table); err == nil || !strings.Contains(err.Error(), want) {
@@ -224,6 +231,47 @@ func TestTableRefuses(t *testing.T) {
 		numConditions.MarshalText} {
 		if b, err := text(); err == nil {
 			t.Errorf("%s", b)
+		}
+	}
+}
+
+// A measured table fits groups that share processors as the measured ranks did; JSON and hash have
+// that.
+func TestMeasuredTableFits(t *testing.T) {
+	rules := map[Kind][]Rule{AllReduce: {{Algo: Ring}}}
+	plain, err := NewTable(rules)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hashes := map[uint64]bool{plain.Hash(): true}
+	for _, measured := range []bool{false, true} {
+		table, err := NewMeasuredTable(rules, measured)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := json.Marshal(table)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var back Table
+		if err := json.Unmarshal(b, &back); err != nil || back.Hash() != table.Hash() || hashes[back.Hash()] {
+			t.Errorf("%s: %v, hash %x, then %x; others %v", b, err, table.Hash(), back.Hash(), hashes)
+		}
+		hashes[back.Hash()] = true
+		for _, c := range []struct {
+			n       int
+			hosts   []int
+			cores   int
+			crowded bool
+		}{{4, nil, 0, false}, {4, nil, 4, false}, {4, nil, 3, true}, {4, []int{0, 0, 1, 1}, 2, false},
+			{4, []int{0, 0, 0, 1}, 2, true}} {
+			caps := Caps{Cores: c.cores}
+			if got := back.Fits(c.n, c.hosts, caps); got != (c.crowded == measured) {
+				t.Errorf("measured with too few processors: %v; %+v: fits %v", measured, c, got)
+			}
+			if !plain.Fits(c.n, c.hosts, caps) || !(*Table)(nil).Fits(c.n, c.hosts, caps) {
+				t.Errorf("%+v: a table that was not measured does not fit", c)
+			}
 		}
 	}
 }

@@ -63,11 +63,12 @@ type Config struct {
 	// Algorithm. Default TUTTI_ALGO, else chosen by size and topology.
 	Algorithm string
 	// Tuning is the path of a table of algorithms that tutti tune has measured, or "off" for none.
-	// A table is refused with a warning if it was measured on other hardware, by another version or
-	// with another number of ranks on a machine. If the ranks have different tables, all of them
-	// use the default one. The order of a reduction depends on its algorithm, so a table may change
-	// the last bits of floating-point results; the same table gives the same bits. Default
-	// TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists.
+	// A table is refused with a warning if it was measured on other hardware, by another version,
+	// with another number of ranks on a machine, or if only its ranks shared processors, or only
+	// these do. If the ranks have different tables, all of them use the default one. The order of a
+	// reduction depends on its algorithm, so a table may change the last bits of floating-point
+	// results; the same table gives the same bits. Default TUTTI_TUNE, else tutti/tune.json in
+	// $XDG_CONFIG_HOME or ~/.config, if it exists.
 	Tuning string
 	// Devices finds those whose memory the buffers of operations may be in, beside the host's: a
 	// device.List, or a cuda.Finder. The caller closes them after Close. Operations on such buffers
@@ -158,11 +159,15 @@ type Config struct {
 	// Default TUTTI_LEASE, else 3 s.
 	LeaseTTL time.Duration
 	// LogDir is a directory for flight records. The last operations are recorded in a file there,
-	// which outlives a killed process and is removed by Close. When an operation fails, and on Unix
-	// on SIGUSR1, the rank also writes its full state to flight-rankN-….json; the program may
-	// handle SIGUSR1 too. Default TUTTI_LOG_DIR, else the last operations are kept only in memory,
-	// for tutti status.
+	// which outlives a killed process and is removed by Close. (On file systems that copy pages
+	// which are written, such as Btrfs, there is none.) When an operation fails, and on Unix on
+	// SIGUSR1, the rank also writes its full state to flight-rankN-….json; the program may handle
+	// SIGUSR1 too. Default TUTTI_LOG_DIR, else the last operations are kept only in memory, for
+	// tutti status.
 	LogDir string
+	// NoSignal leaves SIGUSR1 to the program: the rank writes no record on it. It is for programs
+	// that handle the signal otherwise than by os/signal.
+	NoSignal bool
 	// Metrics is an address, HOST:PORT, at which this rank serves Prometheus metrics as /metrics,
 	// to any client. The port may be 0, or a range, of which each rank of a machine tries a
 	// different port first. Default TUTTI_METRICS, else none.

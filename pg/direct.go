@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"strings"
 	"time"
 	"unsafe"
 
@@ -311,15 +312,19 @@ func (g *Group) forgetGone() {
 }
 
 // loads describes how the group's latest operations got at the memory of devices, "" if none has
-// asked. With the proxy's lock.
+// asked, and why short ones do not although its ranks should. With the proxy's lock.
 func (g *Group) loads() string {
+	var all []string
 	switch path, err := g.run.Direct(); {
 	case path != "":
-		return "memory of GPUs loaded in place (" + path + ")"
+		all = append(all, "memory of GPUs loaded in place ("+path+")")
 	case err != nil:
-		return "memory of GPUs copied through the host: " + err.Error()
+		all = append(all, "memory of GPUs copied through the host: "+err.Error())
 	}
-	return ""
+	if why := g.packets.refused; why != nil && !errors.Is(why, errNoExchange) {
+		all = append(all, "short vectors through the hosts: "+why.Error())
+	}
+	return strings.Join(all, "; ")
 }
 
 // say publishes what loads describes. With the proxy's lock.

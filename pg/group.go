@@ -217,6 +217,7 @@ func (g *Group) locate(places []join.Place) {
 	if g.packets.refused == nil && (!exchanges || len(index) > 1) {
 		g.packets.refused = errNoExchange
 	}
+	was := g.v.Table.Hash()
 	g.replace(func(v *groupView) {
 		v.Hosts, v.Table = nil, nil
 		if len(index) > 1 {
@@ -225,10 +226,13 @@ func (g *Group) locate(places []join.Place) {
 		v.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1,
 			Mapped: mapped && len(index) == 1}
 		v.Asks = v.Caps.Mapped || g.job.local && g.job.settings.Devices != nil
-		if g.differ(places) < 0 {
-			v.Table = g.job.session.Table()
+		if t := g.job.session.Table(); g.differ(places) < 0 && t.Fits(len(v.Active), v.Hosts, v.Caps) {
+			v.Table = t
 		}
 	})
+	if g.v.Table.Hash() != was && g.firstWithTable(places) == g.rank {
+		g.untuned(places)
+	}
 	g.run.Settle(g.v.Topology)
 }
 
@@ -241,6 +245,16 @@ func (g *Group) differ(places []join.Place) int {
 		}
 	}
 	return -1
+}
+
+// firstWithTable returns the lowest active slot with this rank's table of algorithms.
+func (g *Group) firstWithTable(places []join.Place) int {
+	for _, slot := range g.v.Active {
+		if places[g.v.ranks[slot]].Table == g.job.session.Here.Table {
+			return slot
+		}
+	}
+	return g.rank
 }
 
 // Topology describes in a line how the ranks are distributed and linked, for display.

@@ -503,7 +503,8 @@ func (j *job) retire(made device.Exchange, inboxes []device.Shared) {
 func (g *Group) refuse(why error) {
 	if g.packets.refused == nil {
 		g.packets.refused = why
-		g.job.log.Info("short vectors in the memory of devices go through the hosts", "group", g.id(), "why", why)
+		g.job.log.Warn("short vectors in the memory of devices go through the hosts", "group", g.id(), "why", why)
+		g.say()
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"sync"
@@ -370,6 +371,49 @@ func TestStreamsThatCannotBeAsked(t *testing.T) {
 			}
 		}
 		return p.Finish(s, 20*time.Second)
+	})
+}
+
+// Why short vectors go through the hosts is a warning, and in what is shown of the group; but not
+// if its ranks can have no exchange at all.
+func TestWhyShortVectorsGoThroughTheHosts(t *testing.T) {
+	const says = "short vectors through the hosts: rank "
+	var log bytes.Buffer
+	cfg := Config{Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))}
+	onPackets(t, 2, fake.Config{Devices: 2}, cfg, func(ctx context.Context, r packetRank) error {
+		m, err := r.number(1)
+		if err == nil {
+			err = r.Barrier(ctx)
+		}
+		if err != nil {
+			return err
+		}
+		if r.Rank() == 0 {
+			r.f.Fail("cuMemCreate", 1, fake.OutOfMemory)
+		}
+		op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}
+		if err := errors.Join(r.Barrier(ctx), r.Do(ctx, op)); err != nil {
+			return err
+		}
+		if got := r.value(m); got != 2 || r.exchanged() {
+			return fmt.Errorf("the sum is %d, and there is an exchange: %v", got, r.exchanged())
+		}
+		r.job.proxy.Lock()
+		shown := r.glance().Devices
+		r.job.proxy.Unlock()
+		if text := r.Topology(); !strings.Contains(text, says) || !strings.Contains(shown, says) {
+			return fmt.Errorf("the group is %q, its memory %q", text, shown)
+		}
+		return nil
+	})
+	if n := strings.Count(log.String(), "short vectors"); n != 2 {
+		t.Errorf("%d warnings, want one of each rank: %s", n, log.String())
+	}
+	each(t, 2, cfg, func(ctx context.Context, g *Group) error {
+		if text := g.Topology(); strings.Contains(text, "short vectors") {
+			return errors.New(text)
+		}
+		return nil
 	})
 }
 

@@ -8,6 +8,7 @@ import (
 	"tutti/collectives"
 	"tutti/internal/tuning"
 	"tutti/p2p/registry"
+	"tutti/pg/internal/join"
 )
 
 // tuned returns the measured table of algorithms of this rank, or nil if it has none that fits. One
@@ -29,21 +30,31 @@ func (s *settings) tuned() *collectives.Table {
 	return t
 }
 
-// warn warns once a job if ranks have different tables; groups of such ranks use the default one.
+// warn is untuned for a new job, at rank 0.
 func (g *Group) warn() {
-	j := g.job
-	slot := g.differ(j.places)
-	if slot < 0 || j.session.Self.Rank != 0 {
-		return
+	if g.job.session.Self.Rank == 0 {
+		g.untuned(g.job.places)
 	}
+}
+
+// untuned warns if the group uses the default table because this rank's does not fit all ranks.
+func (g *Group) untuned(places []join.Place) {
+	j := g.job
 	name := func(hash uint64) string {
 		if hash == collectives.DefaultTable().Hash() {
 			return "the default table"
 		}
 		return fmt.Sprintf("table %016x", hash)
 	}
-	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same "+
-		"TUTTI_TUNE", "rank 0", name(j.session.Here.Table), fmt.Sprintf("rank %d", slot), name(j.places[slot].Table))
+	if slot := g.differ(places); slot >= 0 {
+		j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same "+
+			"TUTTI_TUNE", fmt.Sprintf("rank %d", j.session.Self.Rank), name(j.session.Here.Table),
+			fmt.Sprintf("rank %d", g.v.ranks[slot]), name(places[g.v.ranks[slot]].Table))
+	} else if !j.session.Table().Fits(len(g.v.Active), g.v.Hosts, g.v.Caps) {
+		j.log.Warn("either these ranks share processors, or those did with which the table of algorithms was "+
+			"measured: all use the default one; measure again with tutti tune on as many processors as the job has",
+			"table", name(j.session.Here.Table))
+	}
 }
 
 // SetAlgorithm forces an algorithm for the group's later collectives, where they have it, as

@@ -96,6 +96,22 @@ func TestTunedSettings(t *testing.T) {
 	if got, log := run("", "", 0); got.Hash() != table.Hash() || log != "" {
 		t.Errorf("the default place: %v, log %q", got, log)
 	}
+	t.Setenv("XDG_CONFIG_HOME", os.DevNull)
+	if got, log := run("", "", 0); got != nil || log != "" {
+		t.Errorf("a user without a directory: %v, log %q", got, log)
+	}
+	if got, log := run(tuning.DefaultPath(), "", 0); got != nil || !strings.Contains(log, "unreadable") {
+		t.Errorf("a path below a file: %v, log %q", got, log)
+	}
+}
+
+// Measurements of other plans do not count. Builds that are not released have only tuning.Format to
+// tell them apart.
+func TestTuningFormatFollowsPlans(t *testing.T) {
+	if got, want := [2]int{planFormat, tuning.Format}, [2]int{2, 2}; got != want {
+		t.Errorf("planFormat and tuning.Format are %v, were %v: raise the second with the first, then both here",
+			got, want)
+	}
 }
 
 // TestSetAlgorithm: it is used, it is a collective setting, and it ends.
@@ -137,27 +153,47 @@ func TestSetAlgorithm(t *testing.T) {
 	})
 }
 
-// Ranks use their table if all have the same, else the default one, and one line says so.
+// Ranks use their table if all have the same, and it was measured with as few or as many processors
+// as they have; else the default one, and one line says so.
 func TestDifferentTablesAreRefused(t *testing.T) {
 	table := ringTable(t, 3)
 	own, def := table.Hash(), collectives.DefaultTable().Hash()
+	rules := map[collectives.Kind][]collectives.Rule{collectives.AllReduce: table.Rules(collectives.AllReduce)}
+	measured := map[bool]*collectives.Table{}
+	for _, oversubscribed := range []bool{false, true} {
+		var err error
+		if measured[oversubscribed], err = collectives.NewMeasuredTable(rules, oversubscribed); err != nil {
+			t.Fatal(err)
+		}
+	}
+	apart, shared := measured[false].Hash(), measured[true].Hash()
 	for _, c := range []struct {
 		hashes []uint64
+		share  bool // all ranks have one processor
 		used   bool
-	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false},
-		{[]uint64{own, 1, 2}, false}} {
+	}{{[]uint64{own, own, own}, true, true}, {[]uint64{own, own, def}, true, false},
+		{[]uint64{def, own, own}, true, false}, {[]uint64{own, 1, 2}, true, false},
+		{[]uint64{apart, apart, apart}, true, false}, {[]uint64{apart, apart, apart}, false, true},
+		{[]uint64{shared, shared, shared}, true, true}, {[]uint64{shared, shared, shared}, false, false},
+		{[]uint64{apart, shared, apart}, false, false}} {
 		lines := 0
 		n := len(c.hashes)
 		for r, hash := range c.hashes {
 			var log bytes.Buffer
 			js := &join.Settings{Rank: r}
-			if hash == own {
-				js.Table = table
+			for _, x := range []*collectives.Table{table, measured[false], measured[true]} {
+				if hash == x.Hash() {
+					js.Table = x
+				}
 			}
 			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), session: join.New(js)}
 			j.session.Here.Table = hash
 			for i, h := range c.hashes {
-				j.places = append(j.places, join.Place{Table: h, Incarnation: uint64(i) + 1})
+				p := join.Place{Table: h, Cores: 1, Incarnation: uint64(i) + 1}
+				if !c.share {
+					p.CPUs = uint64(i)
+				}
+				j.places = append(j.places, p)
 			}
 			j.places = append(j.places, join.Place{Table: 3, Incarnation: 9}) // of a rank that is lost
 			g := &Group{job: j, rank: r, v: &groupView{ranks: upTo(n), Topology: exec.Topology{Size: n,
@@ -165,13 +201,60 @@ func TestDifferentTablesAreRefused(t *testing.T) {
 			g.run = exec.New(exec.Config{})
 			g.locate(j.places)
 			g.warn()
-			if want := map[bool]uint64{true: own, false: def}[c.used]; g.v.Table.Hash() != want {
-				t.Errorf("%x: rank %d has %x", c.hashes, r, g.v.Table.Hash())
+			if want := map[bool]uint64{true: c.hashes[0], false: def}[c.used]; g.v.Table.Hash() != want {
+				t.Errorf("%+v: rank %d has %x, want %x", c, r, g.v.Table.Hash(), want)
 			}
 			lines += strings.Count(log.String(), "\n")
 		}
 		if (lines == 0) != c.used || lines > 1 {
-			t.Errorf("%x: %d lines of log", c.hashes, lines)
+			t.Errorf("%+v: %d lines of log", c, lines)
+		}
+	}
+}
+
+// A replacement with another table than the others has makes the job use the default one: one line
+// says so, at whichever rank, and only in the view in which that changes.
+func TestReplacementWithAnotherTable(t *testing.T) {
+	table := ringTable(t, 3)
+	own, def := table.Hash(), collectives.DefaultTable().Hash()
+	for replaced := range 3 {
+		lines := 0
+		for r := range 3 {
+			var log bytes.Buffer
+			js := &join.Settings{Rank: r, Table: table}
+			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), session: join.New(js)}
+			j.session.Here.Table = own
+			g := &Group{job: j, rank: r, v: &groupView{ranks: upTo(3), Topology: exec.Topology{Size: 3,
+				Active: upTo(3)}}}
+			g.run = exec.New(exec.Config{})
+			places := func() (all []join.Place) {
+				for i := range uint64(3) {
+					all = append(all, join.Place{Table: own, CPUs: i, Cores: 1, Incarnation: i + 1})
+				}
+				return all
+			}
+			if j.places = places(); r != replaced {
+				g.locate(j.places)
+				g.warn()
+			} else {
+				j.session = join.New(&join.Settings{Rank: r})
+				j.session.Here.Table = def
+			}
+			if log.Len() > 0 {
+				t.Errorf("rank %d: %s", r, log.String())
+			}
+			j.places = places()
+			j.places[replaced].Table = def
+			for range 2 {
+				g.locate(j.places)
+			}
+			if g.v.Table.Hash() != def {
+				t.Errorf("rank %d has %x", r, g.v.Table.Hash())
+			}
+			lines += strings.Count(log.String(), "TUTTI_TUNE")
+		}
+		if lines != 1 {
+			t.Errorf("rank %d is replaced: %d lines of log", replaced, lines)
 		}
 	}
 }

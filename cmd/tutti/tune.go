@@ -18,6 +18,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/cmd/tutti/internal/bench"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/cmd/tutti/internal/term"
 	"tutti/collectives"
 	"tutti/internal/tuning"
 	"tutti/p2p/registry"
@@ -54,8 +55,8 @@ func newTune() *cobra.Command {
 		Use:   "tune [-n N] [--transport T] [--op OP] [flags]",
 		Short: "Measure the fastest algorithms on this machine",
 		Long: `Measure every algorithm of every collective over sizes, in plain and in registered memory, and write
-a table of the fastest ones. Jobs with as many ranks on a machine like this one, with the same links,
-use it.
+a table of the fastest ones. Groups of as many ranks, all on one machine like this one, use them, if
+the job has as many ranks on each machine, with the same links, and shares processors likewise.
 
 Algorithms take turns, medians count, and one takes the place of the built-in choice only if it is
 clearly faster. Every result is checked. A machine that does other work meanwhile gives a bad table.
@@ -72,7 +73,8 @@ Operations: ` + joined(collectives.Kinds()),
 	fl.StringVar(&f.transport, "transport", registry.Best(registry.Kinds(), registry.Options{}).Name, registry.Names())
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
-	fl.StringVar(&f.max, "max", "16M", "largest `size`; its fastest algorithm is used for all larger ones")
+	fl.StringVar(&f.max, "max", "16M", "largest `size`; its fastest algorithm is used for all larger ones, "+
+		"over shared memory if it is at least 128K")
 	fl.IntVar(&f.factor, "factor", 4, "from one size to the next; between two with different results it is "+
 		"looked closer")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the median counts")
@@ -156,7 +158,7 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 		return err
 	}
 	o := launch.Options{N: f.n, Stdout: w, Stderr: os.Stderr,
-		Args:     append(slices.Clone(os.Args[1:]), "--emit", fmt.Sprint("--cores=", f.cores)),
+		Args:     rankArgs("--emit", fmt.Sprint("--cores=", f.cores)),
 		NoPrefix: true, Bind: bound(true, f.n), Grace: time.Second,
 		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
@@ -193,8 +195,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 		path = abs
 	}
 	m := v.file.Machine
-	fmt.Fprintf(stdout, "# %d s; wrote %s\n# jobs with %d ranks on a machine like this one (%d cores, %s), linked by "+
-		"%s, use it", int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
+	fmt.Fprintf(stdout, "# %d s; wrote %s\n# groups of %d ranks, all on one machine like this one (%d cores, %s), "+
+		"linked by %s, use it", int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
 	if path != tuning.DefaultPath() {
 		fmt.Fprintf(stdout, " with TUTTI_TUNE=%s", path)
 	}
@@ -216,7 +218,7 @@ func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Laun
 	}
 	if err == nil && g.Rank() == 0 {
 		var table *collectives.Table
-		if table, err = collectives.NewTable(rules); err == nil {
+		if table, err = collectives.NewMeasuredTable(rules, g.Size() > s.Cores); err == nil {
 			err = enc.Encode(tuneEvent{File: tuning.New(tuning.Here(g.Size(), f.transport), table)})
 		}
 	}
@@ -229,7 +231,7 @@ func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Laun
 // tuneView shows rank 0's messages, and keeps the result.
 type tuneView struct {
 	out      io.Writer
-	progress io.Writer // a terminal's; nil: none
+	progress *os.File // a terminal; nil: none
 	json     bool
 	points   []*bench.TunePoint
 	file     *tuning.File
@@ -254,11 +256,11 @@ func (v *tuneView) show(r io.Reader) error {
 				}
 			}
 		case v.progress != nil:
-			fmt.Fprintf(v.progress, "\r\x1b[K%3d%%  %s", e.Percent, e.Next)
+			term.Progress(v.progress, fmt.Sprintf("%3d%%  %s", e.Percent, e.Next))
 		}
 	}
 	if v.progress != nil {
-		fmt.Fprint(v.progress, "\r\x1b[K")
+		term.Progress(v.progress, "")
 	}
 	return in.Err()
 }

@@ -42,6 +42,10 @@ func TestTune(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s: %v", transport, err)
 		}
+		if apart := runtime.NumCPU() > 1; table.Fits(2, nil, collectives.Caps{}) != apart ||
+			table.Fits(2, nil, collectives.Caps{Cores: 1}) == apart {
+			t.Errorf("%s: the table does not tell that its ranks shared no processor: %v", transport, apart)
+		}
 		own := func(k collectives.Kind) int {
 			return len(slices.DeleteFunc(table.Rules(k), func(r collectives.Rule) bool {
 				return r.MinRanks != 2 ||
@@ -67,7 +71,7 @@ func TestTune(t *testing.T) {
 	}
 	own := filepath.Join(dir, "own.json")
 	j := command("tune", "-n", "2", "--op", "allgather", "--max", "256K", "--factor", "8", "--rounds", "1", "--time",
-		"50ms", "-o", own, "--json")
+		"50ms", "-o", own, "--json", "--")
 	j.start().End(0)
 	n := 0
 	for line := range strings.Lines(j.Out.String()) {

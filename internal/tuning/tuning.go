@@ -9,12 +9,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
 	"runtime"
 	"runtime/debug"
 	"strings"
+	"syscall"
 	"time"
 
 	"tutti/collectives"
@@ -23,7 +25,7 @@ import (
 const (
 	// Format is the version of the file's format, and of the meaning of measurements: it is
 	// increased when changes of plans or their runner make old measurements useless.
-	Format  = 1
+	Format  = 2
 	maxFile = 1 << 20
 	// Off, in the place of a path, means no file.
 	Off = "off"
@@ -107,7 +109,10 @@ func cpuModel(path string) string {
 
 var pseudoVersion = regexp.MustCompile(`[0-9]{14}-[0-9a-f]{12}|\+dirty`)
 
-// Library returns the released version of the library in this program, or "devel".
+// Library returns the released version of the library in this program, or "devel". Builds that are
+// not released have nothing that tells them apart: a program that replaces the module does not know
+// its revision, and tutti tune is not the program that uses the table. There Format alone tells
+// whether a measurement still counts.
 func Library() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
@@ -148,7 +153,9 @@ func Find(path string, here Machine) (*collectives.Table, error) {
 		if path = DefaultPath(); path == "" {
 			return nil, nil
 		}
-		if _, err := os.Stat(path); errors.Is(err, os.ErrNotExist) {
+		// The home directory may be none, or not accessible.
+		_, err := os.Stat(path)
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.ENOTDIR) {
 			return nil, nil
 		}
 	}

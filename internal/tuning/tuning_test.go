@@ -64,7 +64,7 @@ func TestLoadRefuses(t *testing.T) {
 	const ours = `"max_ranks": 2,
     "algo": `
 	for _, c := range []struct{ name, from, to, want string }{
-		{"format", `"format": 1`, `"format": 2`, "stale: it has format 2"},
+		{"format", `"format": 2`, `"format": 1`, "stale: it has format 1"},
 		{"library", `"library": "`, `"library": "v0.0.9`, "stale: measured by version"},
 		{"defaults", `"defaults": "`, `"defaults": "0`, "stale: measured by version"},
 		{"cpu", `"cpu": "`, `"cpu": "Another `, "foreign: measured on"},
@@ -75,6 +75,8 @@ func TestLoadRefuses(t *testing.T) {
 		{"empty", string(good), "", "malformed"},
 		{"no table", `"table"`, `"tables"`, "malformed"},
 		{"null", `"table": {`, `"table": null, "x": {`, "malformed"},
+		{"field", `"max_ranks"`, `"max_rank"`, "malformed"},
+		{"condition", `"when": "memory",`, ``, "malformed"},
 		{"algorithm", `"ring"`, `"rings"`, "malformed"},
 		{"plan", ours + `"ring"`, ours + `"bruck"`, "malformed"},
 		{"loadstore", ours + `"ring"`, ours + `"loadstore"`, "malformed"},
@@ -178,7 +180,7 @@ func TestCPUModel(t *testing.T) {
 }
 
 func FuzzDecode(f *testing.F) {
-	f.Add([]byte(`{"format":1,"table":{"allreduce":[{"when":"always","algo":"ring"}]}}`))
+	f.Add([]byte(`{"format":2,"table":{"allreduce":[{"when":"always","algo":"ring"}]}}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		file, err := decode(b)
 		if err != nil {

@@ -299,7 +299,7 @@ func (r *Runner) offers(elem, in, out int) (bits byte) {
 		bits = canRead
 	}
 	if can[single] || can[past] {
-		w := r.trials.propose(c.Kind, size, can)
+		w := r.trials.propose(trialCall{c.Kind, c.DType, c.Op, size}, can)
 		if r.trials.forced = can[single] && r.cfg.Single == SingleOn; r.trials.forced {
 			w = single
 		}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tutti/collectives"
+	"tutti/kernels"
 )
 
 // Plain memory of a peer on this machine can be copied in three ways: twice, through a ring; the
@@ -16,9 +17,9 @@ import (
 // size of the pages that the buffers are in (with pages of 2 MiB the kernel's copy takes a third of
 // the time that it takes with pages of 4 KiB), on the caches, and on how many ranks share a core.
 // Nothing but the calls themselves knows all that. So the ranks try all ways, one after the other:
-// of each kind and class of sizes some early calls are timed, and decide how the following ones
-// run. Later calls try again. Ways do not alternate, because how long a call takes depends on the
-// caches that the previous one has left.
+// of each kind and class of sizes some early calls, of one size and type, are timed, and decide how
+// the following ones run. Later calls try again. Ways do not alternate, because how long a call
+// takes depends on the caches that the previous one has left.
 //
 // Every way has the same steps in the same order, or combines the same elements in the same order:
 // the results do not depend on the times.
@@ -63,6 +64,9 @@ const (
 	firstCalls = 16
 	// eachCalls is the number of calls of each way in a trial.
 	eachCalls = 4
+	// In a trial only calls like its first one count, because others may cost more for each byte.
+	// After mostOthers others in a row all calls of the class do.
+	mostOthers = 256
 	// A trial is repeated after some calls: leastPause, and twice as many after each trial with the
 	// same result, up to mostPause.
 	leastPause = 256
@@ -94,9 +98,9 @@ func (s Single) reads(n int) bool {
 // each call those of the lowest rank count.
 type trials struct {
 	of      map[trialKey]*trial
-	current *trial // of the running call; nil: it is not tried
-	size    int    // of the running call
-	forced  bool   // this rank proposes single copies whatever the times are
+	current *trial    // of the running call; nil: it is not tried
+	call    trialCall // the running one
+	forced  bool      // this rank proposes single copies whatever the times are
 	last    timed
 }
 
@@ -106,8 +110,18 @@ type trialKey struct {
 	class int
 }
 
+// trialCall is what the time of a call depends on beside its way.
+type trialCall struct {
+	kind  collectives.Kind
+	dtype kernels.DType
+	op    kernels.Op
+	size  int // bytes that a rank gets from each other
+}
+
 // trial is the account of a class.
 type trial struct {
+	first trialCall     // the calls that count in this trial
+	other int           // calls that did not, since the last one that did
 	can   [ways]bool    // what this rank can do
 	tries [ways]int     // calls that were to run each way
 	known [ways]int     // calls of each way whose times are known
@@ -128,10 +142,10 @@ type timed struct {
 	took  uint32 // in time units, 0: it has not ended well
 }
 
-// propose makes the trial of calls of a kind in which a rank gets size bytes from each other the
-// current one, and returns the way that the next call is to run, of those that this rank can.
-func (t *trials) propose(kind collectives.Kind, size int, can [ways]bool) way {
-	key := trialKey{kind, bits.Len(uint(size))}
+// propose makes the trial of c's class the current one, and returns the way that c, the next call,
+// is to run, of those that this rank can.
+func (t *trials) propose(c trialCall, can [ways]bool) way {
+	key := trialKey{c.kind, bits.Len(uint(c.size))}
 	at := t.of[key]
 	if at == nil {
 		if t.of == nil {
@@ -140,9 +154,10 @@ func (t *trials) propose(kind collectives.Kind, size int, can [ways]bool) way {
 		at = &trial{ended: true, pause: leastPause, calls: leastPause - firstCalls}
 		t.of[key] = at
 	}
-	t.current, t.size, at.can = at, size, can
-	for w := range ways {
-		if !at.ended && at.races(w) && at.tries[w] < eachCalls {
+	t.current, t.call, at.can = at, c, can
+	for i := range ways {
+		w := (at.best + i) % ways // the others are given up sooner if its time is known
+		if !at.ended && at.takes(c) && at.races(w) && at.tries[w] < eachCalls {
 			return w
 		}
 	}
@@ -167,20 +182,43 @@ func (t *trials) room() int {
 // restart begins another trial.
 func (t *trial) restart() {
 	t.ended, t.calls, t.tries, t.known = false, 0, [ways]int{}, [ways]int{}
+	t.first, t.other = trialCall{}, 0
 	for w := range t.times {
 		t.times[w] = math.Inf(1)
 	}
 }
 
+// takes reports whether the time of c counts in the trial: c is like its first call, or no call is
+// for so long that the calls of the program have nothing in common but their class.
+func (t *trial) takes(c trialCall) bool {
+	return t.first == c || t.first == (trialCall{}) || t.other >= mostOthers
+}
+
 // begin starts the clock of the current call, when all ranks have begun it. It runs the way ran,
 // which may be another one than was proposed by the rank that counts.
 func (t *trials) begin(seq uint64, proposed, ran way) {
-	if t.current == nil {
+	at := t.current
+	if at == nil || !at.admits(t.call) {
+		t.current, t.last = nil, timed{}
 		return
 	}
-	t.last = timed{trial: t.current, seq: uint32(seq), way: ran, size: t.size, begin: time.Now()}
-	t.current.tries[proposed]++
-	t.current.count()
+	t.last = timed{trial: at, seq: uint32(seq), way: ran, size: t.call.size, begin: time.Now()}
+	at.tries[proposed]++
+}
+
+// admits counts a call that begins, and reports whether it is one of the trial.
+func (t *trial) admits(c trialCall) bool {
+	switch {
+	case t.ended:
+		t.count()
+		return false
+	case !t.takes(c):
+		t.other++
+		return false
+	case t.other < mostOthers:
+		t.first, t.other = c, 0
+	}
+	return true
 }
 
 // count counts a call, after which it may be time for another trial.

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"tutti/collectives"
+	"tutti/kernels"
 )
 
 // A group of ranks that make calls of one kind on plain memory, with the times that each takes.
@@ -19,6 +20,11 @@ type trialled struct {
 
 // call runs one call of size bytes, and returns its way.
 func (g *trialled) call(size int) way {
+	return g.run(trialCall{kind: collectives.AllGather, size: size})
+}
+
+// run runs one call, and returns its way.
+func (g *trialled) run(c trialCall) way {
 	g.seq++
 	descs := make([]byte, descSize*len(g.ranks))
 	active := make([]int, len(g.ranks))
@@ -30,7 +36,7 @@ func (g *trialled) call(size int) way {
 			d[1] = canRead
 		}
 		if t.current = nil; !g.silent || !last {
-			d[1] |= tries | byte(t.propose(collectives.AllGather, size, can))<<wayBits
+			d[1] |= tries | byte(t.propose(c, can))<<wayBits
 		}
 		t.report(d[56:])
 	}
@@ -221,6 +227,43 @@ func TestTrialsAreOfAClass(t *testing.T) {
 	}
 }
 
+// TestTrialsCompareEqualCalls: calls of a class whose cost for a byte differs, because of their
+// size or their type, are not compared with each other. If none is like another, all are.
+func TestTrialsCompareEqualCalls(t *testing.T) {
+	const small, large = 70 << 10, 127 << 10
+	for name, c := range map[string]struct {
+		like func(i int) trialCall // the i-th call
+		cost func(c trialCall, w way) uint32
+		want way
+	}{
+		// A fixed cost, and equal ways.
+		"sizes": {func(i int) trialCall {
+			return trialCall{kind: collectives.AllGather, size: [2]int{small, large}[i/4%2]}
+		}, func(c trialCall, _ way) uint32 { return 1000 + uint32(c.size>>10) }, rings},
+		"types": {func(i int) trialCall {
+			return trialCall{kind: collectives.AllReduce, size: large, dtype: [2]kernels.DType{kernels.Float16,
+				kernels.Float32}[i/4%2]}
+		}, func(c trialCall, _ way) uint32 { return 500 * uint32(5-c.dtype.Size()) }, rings},
+		"each other": {func(i int) trialCall {
+			return trialCall{kind: collectives.AllGather, size: small + 4*i%(large-small)}
+		}, func(c trialCall, w way) uint32 { return uint32(c.size>>10) * [ways]uint32{20, 19, 10}[w] }, single},
+	} {
+		g := &trialled{ranks: make([]trials, 2)}
+		for i := range firstCalls + mostOthers + 3*eachCalls + 2 {
+			next := c.like(i)
+			g.time = func(_ int, w way) uint32 { return c.cost(next, w) }
+			g.run(next)
+		}
+		for _, r := range g.ranks {
+			for _, at := range r.of {
+				if at.best != c.want {
+					t.Errorf("%s: way %d is the best, want %d", name, at.best, c.want)
+				}
+			}
+		}
+	}
+}
+
 // TestTrialsIgnoreOtherCalls: times of another call than the last one, and calls that have not
 // ended, do not count.
 func TestTrialsIgnoreOtherCalls(t *testing.T) {
@@ -234,11 +277,11 @@ func TestTrialsIgnoreOtherCalls(t *testing.T) {
 		seq, took uint32
 		counts    bool
 	}{{6, 50, false}, {7, 0, false}, {7, 50, true}} {
-		a.propose(collectives.AllGather, 1<<20, [ways]bool{true, true, true})
-		a.begin(7, rings, rings)
-		a.end()
+		a.propose(trialCall{kind: collectives.AllGather, size: 1 << 20}, [ways]bool{true, true, true})
 		at := a.current
 		at.restart()
+		a.begin(7, rings, rings)
+		a.end()
 		tell(0, 7, 40)
 		tell(1, c.seq, c.took)
 		a.learn(all, []int{0, 1})

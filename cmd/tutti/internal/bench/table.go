@@ -4,14 +4,17 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"os"
 	"strings"
+
+	"tutti/cmd/tutti/internal/term"
 )
 
 // Printer shows events: in the table format of nccl-tests, or as one JSON object for each row.
 // Except for Out, the zero value of a field is a default.
 type Printer struct {
 	Out      io.Writer
-	Progress io.Writer // a terminal's, for a line that is overwritten; nil: none
+	Progress *os.File // a terminal, for a line that is overwritten; nil: none
 	JSON     bool
 	Colour   bool
 
@@ -44,8 +47,7 @@ func (p *Printer) Show(e Event) {
 		p.print(p.dim("# skipped: " + e.Skip))
 	case e.Next != "":
 		if p.Progress != nil {
-			fmt.Fprintf(p.Progress, "\r\x1b[K%s", p.dim(fmt.Sprintf("%3d%%  %s", 100*p.lines/max(1, p.header.Rows),
-				e.Next)))
+			term.Progress(p.Progress, fmt.Sprintf("%3d%%  %s", 100*p.lines/max(1, p.header.Rows), e.Next))
 		}
 	case e.Row != nil:
 		p.row(e.Row)
@@ -97,7 +99,7 @@ func (p *Printer) flush() {
 func (p *Printer) Close() {
 	p.flush()
 	if p.Progress != nil {
-		fmt.Fprint(p.Progress, "\r\x1b[K")
+		term.Progress(p.Progress, "")
 	}
 	if p.JSON || p.lines == 0 {
 		return
@@ -118,7 +120,7 @@ func (p *Printer) Close() {
 
 func (p *Printer) print(line string) {
 	if p.Progress != nil {
-		fmt.Fprint(p.Progress, "\r\x1b[K")
+		term.Progress(p.Progress, "")
 	}
 	fmt.Fprintln(p.Out, line)
 }

@@ -262,14 +262,19 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 }
 
 // crossovers replaces the size at the end of each run of equal winners by the one at which the next
-// becomes faster. others are the spans of registered memory, for those of plain memory. Where they
-// have LoadStore, only an algorithm that may be sent for it wins.
+// becomes faster; the last run has no end. others are the spans of registered memory, for those of
+// plain memory. Where they have LoadStore, only an algorithm that may be sent for it wins. If no
+// size that can be loaded was measured, the last run ends at the largest one: a rule without an end
+// would keep larger calls from loading, and from reading plain memory by single copies.
 func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span, mapped bool,
 	others []span) ([]span, error) {
 	var out []span
 	for i, s := range spans {
 		if i+1 == len(spans) {
-			return append(out, span{0, s.algo}), nil // without a limit
+			if mapped || len(others) > 0 || !t.maps(k, collectives.LoadStoreMin(k)) {
+				s.bytes = 0 // without a limit
+			}
+			return append(out, s), nil
 		}
 		next := spans[i+1]
 		if s.algo == next.algo {

@@ -189,6 +189,41 @@ func TestPlainMemoryHasTheAlgorithmsThatAreSent(t *testing.T) {
 	}
 }
 
+// Measurements below the sizes that are loaded say nothing about those: there the default rules
+// hold, with which plain memory is read by a single copy where that is faster.
+func TestShortMeasurementsKeepLoads(t *testing.T) {
+	gs, err := pg.Local(2, pg.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[0].Close()
+	defer gs[1].Close()
+	tu := &tuner{TuneSpec: TuneSpec{Memory: true, Cores: 64}, g: gs[0]}
+	for _, k := range collectives.Kinds() {
+		most, best := collectives.LoadStoreMin(k)/2, tu.contenders(k)[0]
+		plain, err := tu.crossovers(t.Context(), k, []span{{most, best}}, false, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		table, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{k: tu.rules(k, plain, nil)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := best
+		if slices.Contains(collectives.Algorithms(k), collectives.LoadStore) {
+			want = collectives.LoadStore
+		}
+		s, caps := tu.Call(k, 2, most, true)
+		if got := table.Choose(s, caps); got != best {
+			t.Errorf("%v: %v for %d bytes, want %v", k, got, most, best)
+		}
+		s, caps = tu.Call(k, 2, 1<<20, true)
+		if got := table.Choose(s, caps); got != want {
+			t.Errorf("%v, measured up to %d bytes: %v for 1 MiB, want %v", k, most, got, want)
+		}
+	}
+}
+
 // Algorithms with the same plans are measured once, as the one that the default table uses.
 func TestAlgorithmsWithOnePlanAreMeasuredOnce(t *testing.T) {
 	gs, err := pg.Local(2, pg.Config{})
