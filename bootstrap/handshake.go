@@ -237,6 +237,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}
 	note := trust.LogRefused(cfg.Logger, "handshake")
 	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit,
+		Failing: trust.LogFailing(cfg.Logger, "handshake"),
 		Refused: func(c net.Conn, err error) {
 			if errors.Is(err, ErrAuth) {
 				s.strangers.Add(1)

@@ -560,6 +560,7 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second,
 				PermitWithoutStream: true}))}
 	s.l = proof.Listen(l, proof.Config{Secret: secret, Purpose: StorePurpose, Refused: trust.LogRefused(log, "store"),
+		Failing: trust.LogFailing(log, "store"),
 		Admit: func(conn net.Conn, h trust.Hello) error {
 			if !StoreMeant(h, at, conn.LocalAddr()) {
 				return &trust.Refusal{Code: 1, Text: "the connection was meant for another store than " + at}

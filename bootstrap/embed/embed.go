@@ -54,6 +54,7 @@ type Server struct {
 	etcd    *etcd.Server
 	l       *proof.Listener
 	dir     string
+	open    *os.File // dir
 	lock    *os.File
 	address string
 	once    sync.Once
@@ -61,10 +62,9 @@ type Server struct {
 }
 
 const (
-	dirPrefix  = "tutti-store-"
-	quota      = 64 << 20
-	minFiles   = 150 // etcd ends its process if it may not have more
-	socketPath = 100 // limit for the path of a Unix socket, with some margin
+	dirPrefix = "tutti-store-"
+	quota     = 64 << 20
+	minFiles  = 150 // etcd ends its process if it may not have more
 )
 
 // Start starts a store. It returns when the store serves, or ctx ends.
@@ -108,8 +108,11 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if s.dir, s.lock, err = makeDir(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
+	if s.open, err = os.Open(s.dir); err != nil {
+		return nil, fmt.Errorf("embedded store: %w", err)
+	}
 	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Admit: s.admit,
-		Refused: trust.LogRefused(cfg.Logger, "store")})
+		Refused: trust.LogRefused(cfg.Logger, "store"), Failing: trust.LogFailing(cfg.Logger, "store")})
 	c := s.config()
 	serving := make(chan struct{})
 	c.ServiceRegister = func(g *grpc.Server) {
@@ -171,7 +174,8 @@ func (s *Server) config() *embed.Config {
 	c.MaxRequestBytes = 2 * bootstrap.MaxValue
 	c.GRPCKeepAliveMinTime = time.Second
 	c.GRPCKeepAliveInterval, c.GRPCKeepAliveTimeout = 10*time.Second, 5*time.Second
-	etcd.Listen(c, url.URL{Scheme: "unix", Path: filepath.Join(s.dir, "etcd")})
+	// The address of a Unix socket has no room for a long path.
+	etcd.Listen(c, url.URL{Scheme: "unix", Path: fmt.Sprintf("/proc/self/fd/%d/etcd", s.open.Fd())})
 	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}),
 		grpc.ConnectionTimeout(proof.Timeout)}
 	return c
@@ -192,6 +196,7 @@ func (s *Server) Close() error {
 		if s.dir != "" {
 			s.err = os.RemoveAll(s.dir)
 			s.lock.Close()
+			s.open.Close()
 		}
 	})
 	return s.err
@@ -207,10 +212,6 @@ func makeDir(dir string) (string, *os.File, error) {
 		return "", nil, err
 	}
 	lockdir.RemoveStale(dir, func(name string) bool { return strings.HasPrefix(name, dirPrefix) })
-	if len(dir)+len(dirPrefix)+20 > socketPath {
-		return "", nil, fmt.Errorf("directory %s: the path is too long to hold a Unix socket: at most %d bytes", dir,
-			socketPath-len(dirPrefix)-20)
-	}
 	own, err := os.MkdirTemp(dir, dirPrefix) // mode 0700
 	if err != nil {
 		return "", nil, err

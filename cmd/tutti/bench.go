@@ -90,7 +90,7 @@ Reductions: ` + joined(kernels.Ops()),
 		},
 	}
 	fl := c.Flags()
-	fl.IntVarP(&f.n, "ranks", "n", 2, "ranks to start here")
+	fl.IntVarP(&f.n, "ranks", "n", 2, "ranks to start here; without it, --faults takes 2, 4 and 8")
 	fl.StringVar(&f.op, "op", "allreduce", "operations, separated by commas, or all; or p2p")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "64M", "largest `size`")
@@ -100,7 +100,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.IntVar(&f.root, "root", 0, "root rank, for the operations that have one")
 	fl.IntVar(&f.iters, "iters", 0, "calls a round (default as many as fill --round-time)")
 	fl.IntVar(&f.warmup, "warmup", 5, "calls before the first round")
-	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts; of p2p, the median")
+	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts; of p2p, the median; without it, "+
+		"--faults takes 20")
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "duration of a round")
 	fl.StringVar(&f.transport, "transport", "", "auto, "+registry.Names()+", or "+registry.InProcess+
 		" (ranks are goroutines of one process) (default: TUTTI_TRANSPORT, else auto; of p2p, auto)")
@@ -280,14 +281,19 @@ func bound(bind bool, n int) launch.Binding {
 	return launch.BindShare
 }
 
+// rankArgs returns this process's arguments with flags added. They follow the command's name,
+// because what follows -- are no flags.
+func rankArgs(flags ...string) []string {
+	return slices.Concat(os.Args[1:2], flags, os.Args[2:])
+}
+
 // processes starts the ranks, which run this command again, and prints the reports of rank 0.
 func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return err
 	}
-	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w,
-		Stderr:   os.Stderr,
+	o := launch.Options{Program: "/proc/self/exe", Args: rankArgs("--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
 		NoPrefix: true, Bind: bound(f.bind, f.n), Grace: time.Second, QuietCode: codeWrong}
 	if o.Program, err = os.Executable(); err != nil {
 		return err

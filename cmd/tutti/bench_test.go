@@ -1,10 +1,15 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
+	"io"
+	"os"
 	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"tutti/cmd/tutti/internal/bench"
 	"tutti/cmd/tutti/internal/pair"
@@ -39,7 +44,7 @@ func TestBench(t *testing.T) {
 
 	for _, flags := range [][]string{
 		{"--touch", "--registered", "--op", "allreduce"}, {"--queue", "1"}, {"--queue", "7", "--op", "all"},
-		{"--queue", "3", "--touch"},
+		{"--queue", "3", "--touch", "--"},
 	} {
 		few := []string{"bench", "-n", "2", "--max", "4K", "--iters", "2", "--rounds", "1", "--json"}
 		j := s.command(append(few, flags...)...)
@@ -88,6 +93,36 @@ func TestBenchTransport(t *testing.T) {
 		j.start().End(0)
 		if !strings.Contains(j.Out.String(), c.says) {
 			t.Errorf("%q prints %q, want %q", c.args, j.Out.String(), c.says)
+		}
+	}
+}
+
+// TestProgress: the line fits into a narrow terminal, and the next one begins in its place.
+func TestProgress(t *testing.T) {
+	for name, show := range map[string]func(to *os.File, text string){
+		"bench": func(to *os.File, text string) {
+			(&bench.Printer{Out: io.Discard, Progress: to}).Show(bench.Event{Next: text})
+		},
+		"tune": func(to *os.File, text string) {
+			b, err := json.Marshal(tuneEvent{TuneEvent: bench.TuneEvent{Next: text}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			v := tuneView{out: io.Discard, progress: to}
+			if err := v.show(bytes.NewReader(b)); err != nil {
+				t.Error(err)
+			}
+		},
+	} {
+		master, slave := terminal(t)
+		if err := unix.IoctlSetWinsize(int(master.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: 24, Col: 20}); err != nil {
+			t.Fatal(err)
+		}
+		show(slave, strings.Repeat("x", 30))
+		slave.Close()
+		shown, _ := io.ReadAll(master) // ends with an error
+		if want := "\r\x1b[K  0%  " + strings.Repeat("x", 13) + "\r"; !strings.HasPrefix(string(shown), want) {
+			t.Errorf("%s: %q, want %q", name, shown, want)
 		}
 	}
 }

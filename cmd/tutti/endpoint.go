@@ -239,7 +239,9 @@ a part of the region.
 				return usagef(cmd, "%s is a directory", args[2])
 			}
 			return f.with(cmd, args[0], func(ctx context.Context, p *endpoint.Peer) error {
-				return f.put(ctx, p, args[1], off, in, args[2] != "-" && info.Mode().IsRegular(), info.Size())
+				// A file of /proc says that it is empty.
+				whole := args[2] != "-" && info.Mode().IsRegular() && info.Size() > 0
+				return f.put(ctx, p, args[1], off, in, whole, info.Size())
 			})
 		},
 	}
@@ -1022,8 +1024,7 @@ func (m *meter) add(n int64) {
 
 func (m *meter) draw(now time.Time) {
 	m.drawn = now
-	columns := term.Width(m.out)
-	fmt.Fprintf(m.out, "\r\x1b[K%s", m.text(now, columns))
+	term.Progress(m.out, m.text(now, term.Width(m.out)))
 }
 
 // text is the line of the meter, for a terminal with so many columns.
@@ -1036,7 +1037,7 @@ func (m *meter) text(now time.Time, columns int) string {
 		text += fmt.Sprintf("  %s/s", status.Size(float64(m.moved)/d))
 	}
 	if m.total <= 0 {
-		return clip(text, columns)
+		return term.Clip(text, columns)
 	}
 	part := float64(m.moved) / float64(m.total)
 	percent := fmt.Sprintf("%3d%%  ", int(part*100))
@@ -1044,15 +1045,7 @@ func (m *meter) text(now time.Time, columns int) string {
 		full := min(int(part*float64(room)), room)
 		return percent + "[" + strings.Repeat("#", full) + strings.Repeat(" ", room-full) + "]  " + text
 	}
-	return clip(percent+text, columns)
-}
-
-// clip shortens ASCII text so that a line of a terminal does not overflow.
-func clip(s string, columns int) string {
-	if columns > 1 && len(s) >= columns {
-		return s[:columns-1]
-	}
-	return s
+	return term.Clip(percent+text, columns)
 }
 
 // close removes the line, and says what was moved if that is all.

@@ -210,6 +210,14 @@ func TestEndpointWrite(t *testing.T) {
 	copy(data[100:], slices.Repeat([]byte{1}, 3*pieceSize))
 	s.holds(path, data)
 
+	s.endpoint("write", info, "r", "/proc/version").start().End(0) // whose size is said to be 0
+	version, err := os.ReadFile("/proc/version")
+	if err != nil {
+		t.Fatal(err)
+	}
+	copy(data, version)
+	s.holds(path, data)
+
 	// What does not fit is known before a file is written, and only at the end of a pipe.
 	j = s.endpoint("write", info, "r", source, "--offset", "2M").start()
 	j.End(1)
@@ -488,6 +496,7 @@ func TestEndpointUsage(t *testing.T) {
 	}
 	for _, c := range []struct{ args, says string }{
 		{"raed", `there is no command "endpoint raed"; did you mean endpoint read?`},
+		{"raed a b -o x", "did you mean endpoint read?"},
 		{"serve", "which files? tutti endpoint serve NAME=FILE..."},
 		{"serve f", `"f": expected NAME=FILE`},
 		{"serve =" + path, "expected NAME=FILE"},

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -125,14 +126,27 @@ func newRoot() *cobra.Command {
 		RunE:                       func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		SuggestionsMinimumDistance: 2,
 		CompletionOptions:          cobra.CompletionOptions{HiddenDefaultCmd: true},
+		Version:                    version(),
 	}
+	root.SetVersionTemplate("tutti {{.Version}}\n")
+	root.Flags().Bool("version", false, "print the version") // without -v, which is --verbose of commands
+	root.SetOut(stdout)
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		known := func(word string) bool {
+			return slices.ContainsFunc(cmd.Commands(), func(c *cobra.Command) bool { return c.Name() == word })
+		}
+		if words := cmd.Flags().Args(); cmd.HasSubCommands() && len(words) > 0 && !known(words[0]) {
+			return cmd.Args(cmd, words) // it is the unknown command's flag
+		}
 		var bad *pflag.InvalidValueError
 		if errors.As(err, &bad) {
 			flag := bad.GetFlag()
 			want := map[string]string{"int": "whole number", "duration": "duration, such as 90s",
 				"bool": "truth value"}[flag.Value.Type()]
-			if want != "" {
+			switch {
+			case flag.Name == "ranks" && bad.GetValue() == "p": // as mpirun has it
+				err = errors.New("unknown flag: -np: give -n N")
+			case want != "":
 				err = fmt.Errorf("--%s: %q is no %s", flag.Name, bad.GetValue(), want)
 			}
 		}
@@ -203,7 +217,7 @@ func newVersion() *cobra.Command {
 func version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
-		return "(unknown)"
+		return "(devel)"
 	}
 	v, extra := info.Main.Version, ""
 	for _, s := range info.Settings {

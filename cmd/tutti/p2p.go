@@ -15,6 +15,7 @@ import (
 
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/cmd/tutti/internal/pair"
+	"tutti/cmd/tutti/internal/term"
 	"tutti/endpoint"
 	"tutti/p2p/registry"
 	"tutti/rdma"
@@ -161,6 +162,6 @@ func (p *p2pPrinter) row(r pair.Row) {
 // next shows on a terminal what is being measured; "" shows nothing any more.
 func (p *p2pPrinter) next(what string) {
 	if p.terminal {
-		fmt.Fprint(os.Stderr, "\r\x1b[K"+what)
+		term.Progress(os.Stderr, what)
 	}
 }

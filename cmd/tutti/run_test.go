@@ -747,6 +747,9 @@ func TestUsage(t *testing.T) {
 	s := newStage(t)
 	for _, c := range []struct{ args, says string }{
 		{"run", "which program?"},
+		{"-v run -n 1 x", "unknown shorthand flag: 'v'"},
+		{"--help run -n 1 x", "unknown shorthand flag: 'n'"},
+		{"status --watch 0", "such as 2s"},
 		{"run x", "how many ranks? give -n N"},
 		{"run -n", "flag needs an argument: 'n' in -n"},
 		{"run -n two x", `"two" is no whole number`},
@@ -785,6 +788,10 @@ func TestUsage(t *testing.T) {
 		{"secret --secret-file f", "--secret-file is for --client"},
 		{"wat", `there is no command "wat"`},
 		{"benhc", "did you mean bench?"},
+		{"rn -n 4 x", `there is no command "rn"; did you mean env or run?`},
+		{"bnech --op all", "did you mean bench?"},
+		{"--bogus", "unknown flag: --bogus"},
+		{"run -np 2 x", "-np: give -n N"},
 	} {
 		j := s.run(strings.Fields(c.args)...)
 		j.End(2)
@@ -801,7 +808,7 @@ func TestUsage(t *testing.T) {
 func TestHelp(t *testing.T) {
 	s := newStage(t)
 	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "secret --help", "env",
-		"version", "help", "help run", "help endpoint ls"} {
+		"version", "--version", "help", "help run", "help endpoint ls"} {
 		j := s.run(strings.Fields(args)...)
 		j.End(0)
 		if out := j.Out.String(); len(out) < 10 || j.Err.String() != "" {

@@ -10,6 +10,8 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -61,6 +63,9 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the
   tutti status --flight logs/flight-rank*`,
 		DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if f.ops < 0 {
+				return usagef(cmd, "--ops %d: expected 0 or more", f.ops)
+			}
 			if f.flights {
 				return f.records(cmd, args)
 			}
@@ -125,16 +130,33 @@ func (f *statusFlags) interval(cmd *cobra.Command, args []string) (time.Duration
 		return 0, args, nil
 	}
 	text := f.watch
-	if text == defaultWatch.String() && len(args) > 0 {
-		if _, err := time.ParseDuration(args[0]); err == nil {
-			text, args = args[0], args[1:]
+	if text == defaultWatch.String() {
+		at := slices.IndexFunc(args, func(a string) bool { _, err := time.ParseDuration(a); return err == nil })
+		if at < 0 && len(args) > 1 {
+			at = slices.IndexFunc(args, isNumber) // for the error
+		}
+		if at >= 0 {
+			text, args = args[at], slices.Concat(args[:at], args[at+1:])
 		}
 	}
 	d, err := time.ParseDuration(text)
 	if err != nil || d < minWatch {
-		return 0, nil, usagef(cmd, "--watch %s: expected a duration of %v or more, such as 2s", text, minWatch)
+		return 0, nil, badInterval(cmd, text)
 	}
 	return d, args, nil
+}
+
+func badInterval(cmd *cobra.Command, text string) error {
+	example := "2s"
+	if d, err := time.ParseDuration(text + "s"); err == nil && d >= minWatch {
+		example = text + "s"
+	}
+	return usagef(cmd, "--watch %s: expected a duration of %v or more, such as %s", text, minWatch, example)
+}
+
+func isNumber(text string) bool {
+	_, err := strconv.ParseUint(text, 10, 64)
+	return err == nil
 }
 
 // find returns how to reach the job's store: that of a job that runs here, or as flags and
@@ -148,6 +170,10 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 		}
 		name = args[0]
 	}
+	told := f.store != "" || getenv("TUTTI_STORE") != ""
+	if name == "" && !told { // else FromEnv reads it
+		name = getenv("TUTTI_JOB")
+	}
 	if name != "" {
 		if err := bootstrap.CheckJob(name); err != nil {
 			return bootstrap.StoreConfig{}, usagef(cmd, "%v", err)
@@ -158,12 +184,13 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 			return bootstrap.StoreConfig{}, usagef(cmd, "--store: %v", err)
 		}
 	}
-	told := f.store != "" || getenv("TUTTI_STORE") != ""
 	if f.store == "" && (name != "" || !told) {
 		r, err := pick(name, launch.Jobs())
 		switch {
 		case err == nil:
 			return f.config(bootstrap.Launch{Store: r.Store, Job: r.Job}, r.Secret, getenv)
+		case !told && len(args) > 0 && f.watch == defaultWatch.String() && isNumber(name):
+			return bootstrap.StoreConfig{}, badInterval(cmd, name) // status --watch 5
 		case !told:
 			return bootstrap.StoreConfig{}, err
 		}
@@ -260,8 +287,8 @@ func list(jobs []launch.Running) string {
 		if i > 0 {
 			b.WriteByte('\n')
 		}
-		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %.60s", width, r.Job, r.Ranks,
-			r.Started.Local().Format("Jan _2 15:04:05"), r.Program)
+		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %s", width, r.Job, r.Ranks,
+			r.Started.Local().Format("Jan _2 15:04:05"), term.Shown(fmt.Sprintf("%.60s", r.Program)))
 	}
 	return b.String()
 }

@@ -206,6 +206,7 @@ func TestStatusFindsJobs(t *testing.T) {
 		{"status-test-three", 1, "no job status-test-three runs here, only\n"},
 		{"status-test-two", 1, "job status-test-two: no rank of it is registered in its store at tutti://127.0.0.1:"},
 		{"a b", 2, "takes one job or endpoint"},
+		{"a b --watch", 2, "takes one job or endpoint"},
 		{"--job a b", 2, "are different jobs"},
 		{"a/b", 2, "job name"},
 		{"--store redis://x a", 2, "--store: store \"redis://x\": expected tutti://"},
@@ -213,6 +214,11 @@ func TestStatusFindsJobs(t *testing.T) {
 		{"--store etcd://127.0.0.1:1 a", 1, "the secret of job a is needed"},
 		{"--watch=never", 2, "--watch never: expected a duration"},
 		{"--watch=1ms", 2, "--watch 1ms: expected a duration"},
+		{"a --watch 1ms", 2, "--watch 1ms: expected a duration of 100ms or more, such as 2s"},
+		{"a --watch 5", 2, "--watch 5: expected a duration of 100ms or more, such as 5s"},
+		{"--watch 5", 2, "--watch 5: expected a duration of 100ms or more, such as 5s"},
+		{"--ops -5", 2, "--ops -5: expected 0 or more"},
+		{"--flight --ops -5 f", 2, "--ops -5: expected 0 or more"},
 		{"--flight", 2, "which flight records?"},
 		{"--flight /no/such/file", 1, "/no/such/file: no such file"},
 		{"--flight /proc/self/exe", 1, "are no"},
@@ -233,6 +239,17 @@ func TestStatusFindsJobs(t *testing.T) {
 	e.End(0)
 	if out := e.Out.String(); !strings.HasPrefix(out, "job status-test-one: 2 ranks, ") {
 		t.Errorf("by the environment: %q", out)
+	}
+	for name, says := range map[string]string{"status-test-one": "job status-test-one: 2 ranks, ",
+		"status-test-three": "no job status-test-three runs here, only\n"} {
+		e := j.answered(func() *tutti {
+			e := j.command("status")
+			e.cmd.Env = append(e.cmd.Env, "TUTTI_JOB="+name)
+			return e
+		})
+		if all := e.Out.String() + e.Err.String(); !strings.Contains(all, says) {
+			t.Errorf("TUTTI_JOB=%s: %q; want %q in it", name, all, says)
+		}
 	}
 	wrong := j.command("status")
 	wrong.cmd.Env = append(wrong.cmd.Env, "TUTTI_STORE="+j.ranks[0].Env["TUTTI_STORE"], "TUTTI_JOB=status-test-one",
@@ -362,7 +379,7 @@ func TestStatusWatch(t *testing.T) {
 		t.Errorf("%q", out)
 	}
 
-	w := j.command("status", "--watch=100ms", "--json", j.name).start()
+	w := j.command("status", "--json", j.name, "--watch", "100ms").start()
 	w.Out.Await(t, "\n")
 	j.leave()
 	w.End(0)
@@ -547,12 +564,13 @@ func TestPick(t *testing.T) {
 	if r, err := pick("", one); err != nil || r.Job != "run-1" {
 		t.Error(r, err)
 	}
-	two := append(one, launch.Running{Job: "run-12", Ranks: 3, Program: "./train"})
+	two := append(one, launch.Running{Job: "run-12", Ranks: 3, Program: "python3 -c a\nb"})
 	if r, err := pick("run-1", two); err != nil || r.Job != "run-1" {
 		t.Error(r, err)
 	}
 	if _, err := pick("", two); err == nil || !strings.Contains(err.Error(), "which job?") ||
-		!strings.Contains(err.Error(), "\n  run-12      3 ranks  since ") {
+		!strings.Contains(err.Error(), "\n  run-12      3 ranks  since ") ||
+		!strings.HasSuffix(err.Error(), `  "python3 -c a\nb"`) {
 		t.Error(err)
 	}
 }

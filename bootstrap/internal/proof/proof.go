@@ -29,6 +29,7 @@ type Config struct {
 	Purpose string                            // see trust.Client
 	Admit   func(net.Conn, trust.Hello) error // see trust.Acceptor
 	Refused func(net.Conn, error)             // see trust.Acceptor; may be nil
+	Failing func(error)                       // see trust.Acceptor; may be nil
 	Timeout time.Duration                     // default Timeout
 	Max     int                               // see trust.Acceptor
 }
@@ -72,7 +73,7 @@ func Listen(l net.Listener, cfg Config) *Listener {
 	p := &Listener{ready: make(chan *Conn), done: make(chan struct{}), served: make(chan struct{}),
 		open: map[*Conn]struct{}{}}
 	p.a = trust.Acceptor{Listener: l, Secret: cfg.Secret, Purpose: cfg.Purpose, Timeout: cfg.Timeout, Max: cfg.Max,
-		Admit: cfg.Admit, Refused: cfg.Refused, Accepted: p.accepted}
+		Admit: cfg.Admit, Refused: cfg.Refused, Failing: cfg.Failing, Accepted: p.accepted}
 	go func() {
 		defer close(p.served)
 		p.a.Serve()

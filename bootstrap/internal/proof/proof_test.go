@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -49,6 +50,30 @@ func serve(t *testing.T, cfg Config) (*Listener, string) {
 		<-served
 	})
 	return l, raw.Addr().String()
+}
+
+// exhausted is the listener of a process that has no descriptors left.
+type exhausted struct{ net.Listener }
+
+func (exhausted) Accept() (net.Conn, error) { return nil, syscall.EMFILE }
+
+// Who listens is told that connections cannot be accepted.
+func TestFailing(t *testing.T) {
+	raw, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := make(chan error, 1)
+	l := Listen(exhausted{raw}, Config{Secret: secret, Purpose: "test", Failing: func(err error) {
+		select {
+		case told <- err:
+		default:
+		}
+	}})
+	defer l.Close()
+	if err := <-told; !errors.Is(err, syscall.EMFILE) {
+		t.Error(err)
+	}
 }
 
 // call makes one RPC over a connection that proves with key.

@@ -114,6 +114,10 @@ func TestCores(t *testing.T) {
 		!strings.Contains(o.detail, "2 NUMA nodes") {
 		t.Errorf("affinity: %+v", o)
 	}
+	many["sys/devices/system/node/online"], many["sys/devices/system/node/has_cpu"] = "0-2,8-15", "0-2"
+	if o := cores(t.Context(), machine(t, many)); !strings.Contains(o.detail, "on 3 NUMA nodes") {
+		t.Errorf("nodes of memory: %+v", o)
+	}
 }
 
 func TestBinding(t *testing.T) {

@@ -92,7 +92,11 @@ func cores(_ context.Context, h *Host) outcome {
 	if online := members("/sys/devices/system/cpu/online"); online > usable {
 		detail = fmt.Sprintf("%d of %d cores (affinity)", usable, online)
 	}
-	if nodes := members("/sys/devices/system/node/online"); nodes > 1 {
+	nodes := members("/sys/devices/system/node/has_cpu") // others have only memory
+	if nodes == 0 {
+		nodes = members("/sys/devices/system/node/online")
+	}
+	if nodes > 1 {
 		detail += fmt.Sprintf(" on %d NUMA nodes", nodes)
 	}
 	for line := range strings.Lines(h.read("/proc/cpuinfo")) {

@@ -6,7 +6,10 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
 
 	"tutti/internal/files"
 	"tutti/pg/flight"
@@ -39,7 +42,20 @@ func flightFiles(dir string, rank int, suffix string) []string {
 	return paths
 }
 
-// clearFlights removes an earlier job's flight records from the log directory, like its logs.
+// foreign reports whether a flight record is of another job that one of this user's launchers runs
+// here.
+func (l *launcher) foreign(s *flight.Snapshot) bool {
+	return s.Job != l.Job && slices.ContainsFunc(Jobs(), func(r Running) bool { return r.Job == s.Job })
+}
+
+// written reports whether a process that runs here may still write a flight record.
+func written(s *flight.Snapshot) bool {
+	host, _ := os.Hostname()
+	return s.Host == host && unix.Kill(s.PID, 0) != unix.ESRCH
+}
+
+// clearFlights removes an earlier job's flight records from the log directory, like its logs. It
+// leaves those that are foreign.
 func (l *launcher) clearFlights() {
 	if l.LogDir == "" {
 		return
@@ -47,7 +63,9 @@ func (l *launcher) clearFlights() {
 	for i := range l.N {
 		for _, suffix := range []string{".bin", ".json"} {
 			for _, path := range flightFiles(l.LogDir, l.base+i, suffix) {
-				os.Remove(path)
+				if s, err := flight.ReadFile(path); err != nil || !l.foreign(s) {
+					os.Remove(path)
+				}
 			}
 		}
 	}
@@ -55,7 +73,7 @@ func (l *launcher) clearFlights() {
 
 // landed turns the flight records of a rank that has failed into JSON. how describes its end.
 // incarnation is that of the process, 0 if unknown: another one may have taken its place already.
-func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
+func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how string) {
 	dir := l.flightDir()
 	if dir == "" {
 		return
@@ -65,23 +83,25 @@ func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
 		suffix = fmt.Sprintf("-%016x.bin", incarnation)
 	}
 	for _, path := range flightFiles(dir, rank, suffix) {
-		if code != 0 {
-			if err := translate(path, filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)), how); err != nil {
-				l.say(fmt.Sprintf("rank %d's flight record: %v", rank, err))
-				continue
-			}
+		s, err := flight.ReadFile(path)
+		// A program may name the job of its groups.
+		if err == nil && s.Job != l.Job && s.PID != pid && (l.foreign(s) || written(s)) {
+			continue
 		}
-		os.Remove(path)
+		if err == nil && code != 0 {
+			err = keep(s, filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)), how)
+		}
+		if err == nil {
+			os.Remove(path)
+		} else if code != 0 {
+			l.say(fmt.Sprintf("rank %d's flight record: %v", rank, err))
+		}
 	}
 }
 
-// translate reads a flight record and writes it as base.json, or base-INCARNATION.json if there is
-// such a file of an earlier incarnation.
-func translate(path, base, how string) error {
-	s, err := flight.ReadFile(path)
-	if err != nil {
-		return err
-	}
+// keep writes a flight record as base.json, or base-INCARNATION.json if there is such a file of an
+// earlier incarnation.
+func keep(s *flight.Snapshot, base, how string) error {
 	s.Reason = how
 	to := base + ".json"
 	if _, err := os.Lstat(to); !errors.Is(err, fs.ErrNotExist) {

@@ -298,6 +298,13 @@ func GuardMain() int {
 		fmt.Fprintln(os.Stderr, "tutti: guard: become a subreaper:", err)
 		return 1
 	}
+	// The ranks inherit that this process has no terminal: in its background, they would be stopped
+	// when they read it. They stay in its session, since the kernel divides processors between
+	// sessions: a rank in one of its own could not yield to the others.
+	if tty, err := unix.Open("/dev/tty", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0); err == nil {
+		unix.IoctlSetInt(tty, unix.TIOCNOTTY, 0)
+		unix.Close(tty)
+	}
 	// Caught and dropped instead of ignored, because the ranks would inherit that.
 	dropped := make(chan os.Signal, 1)
 	signal.Notify(dropped, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGPIPE,
@@ -465,7 +472,33 @@ func start(c *Command, files []int) (pid int, unbound, err error) {
 	pid, err = syscall.ForkExec(c.Path, append([]string{c.Path}, c.Args...), &syscall.ProcAttr{
 		Dir: c.Dir, Env: c.Env, Files: []uintptr{uintptr(files[0]), uintptr(files[1]), uintptr(files[2])},
 		Sys: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}})
+	if err != nil {
+		err = notStarted(c.Path, err)
+	}
 	return pid, unbound, err
+}
+
+// notStarted adds to the error of a start what is wrong with the program.
+func notStarted(path string, err error) error {
+	f, oerr := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // it may be a FIFO
+	if oerr != nil {
+		return fmt.Errorf("%w: %s", err, path)
+	}
+	defer f.Close()
+	head := make([]byte, 256)
+	n, _ := io.ReadFull(f, head)
+	first, _, _ := strings.Cut(string(head[:n]), "\n")
+	by, script := strings.CutPrefix(first, "#!")
+	switch {
+	case errors.Is(err, unix.ENOENT) && script:
+		return fmt.Errorf("%w: the interpreter of %s, after #! in its first line, is %q", err, path,
+			strings.Trim(by, " \t"))
+	case errors.Is(err, unix.ENOENT):
+		return fmt.Errorf("%w: the dynamic loader that %s names", err, path)
+	case errors.Is(err, unix.ENOEXEC) && !script:
+		return fmt.Errorf("%w: %s is no program for this machine, nor a script with #! in its first line", err, path)
+	}
+	return fmt.Errorf("%w: %s", err, path)
 }
 
 // reap waits for the children that have ended, in the order of first, and reports whether there are

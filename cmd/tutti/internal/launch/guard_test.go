@@ -3,8 +3,11 @@ package launch
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -18,6 +21,9 @@ import (
 func TestMain(m *testing.M) {
 	if IsGuard() {
 		os.Exit(GuardMain())
+	}
+	if os.Getenv(onTerminal) != "" {
+		os.Exit(openInRank())
 	}
 	os.Exit(m.Run())
 }
@@ -73,6 +79,86 @@ func TestGuardKeepsEvents(t *testing.T) {
 	}
 	if e := get(t, "the end of the events", g.Events()); e != (Event{}) {
 		t.Errorf("%+v after the guard's end", e)
+	}
+}
+
+// onTerminal is set for this binary when it has a terminal, and runs openInRank.
+const onTerminal = "LAUNCH_TEST_TERMINAL"
+
+// openInRank returns the exit code of a process of a guard that opens the terminal.
+func openInRank() int {
+	tty, err := os.OpenFile("/dev/tty", os.O_RDWR, 0)
+	if err != nil {
+		return 98
+	}
+	g, err := NewGuard()
+	if err != nil {
+		return 97
+	}
+	g.Start(0, Command{Path: "/bin/sh", Args: []string{"-c", "exec 3</dev/tty"}}, tty, tty, tty)
+	for e := range g.Events() {
+		if e.Exited {
+			return e.Status.ExitStatus()
+		}
+	}
+	return 96
+}
+
+// TestRanksHaveNoTerminal: in the background of one, a process that reads it would be stopped.
+func TestRanksHaveNoTerminal(t *testing.T) {
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Skip("no pseudo-terminals here: ", err)
+	}
+	defer master.Close()
+	n, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	if err != nil {
+		t.Skip("no pseudo-terminals here: ", err)
+	}
+	if err := unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0); err != nil {
+		t.Fatal(err)
+	}
+	slave, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", n), os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer slave.Close()
+	cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
+	cmd.Env, cmd.Stdin = append(os.Environ(), onTerminal+"=1"), slave
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
+	err = cmd.Run()
+	if code := cmd.ProcessState.ExitCode(); code < 1 || code > 2 {
+		t.Errorf("the process that opens the terminal ends with %d (%v), want an error of the shell", code, err)
+	}
+}
+
+// TestGuardSaysWhyNothingStarts: the error of exec is the same for a script and its interpreter.
+func TestGuardSaysWhyNothingStarts(t *testing.T) {
+	g := newTestGuard(t)
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	path := filepath.Join(t.TempDir(), "program")
+	for text, want := range map[string]string{
+		"":                      "no such file or directory: " + path,
+		"#! /no/such -x\necho":  `the interpreter of ` + path + `, after #! in its first line, is "/no/such -x"`,
+		"#!/bin/sh\r\necho\r\n": `first line, is "/bin/sh\r"`,
+		"echo\n":                path + " is no program for this machine, nor a script with #! in its first line",
+	} {
+		if text != "" {
+			if err := os.WriteFile(path, []byte(text), 0o700); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := g.Start(0, Command{Path: path}, null, null, null); err != nil {
+			t.Fatal(err)
+		}
+		if e := get(t, "the error", g.Events()); !strings.HasSuffix(e.Error, want) {
+			t.Errorf("%q is not started: %q, want %q", text, e.Error, want)
+		}
+		os.Remove(path)
 	}
 }
 

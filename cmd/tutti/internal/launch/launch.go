@@ -247,12 +247,10 @@ func (l *launcher) close() (gone bool, err error) {
 }
 
 func (l *launcher) run(ctx context.Context) error {
-	// Two pipes and a connection to the store for each rank, and another connection while it
-	// starts.
 	limit, known := files.Limit()
-	if need := uint64(40 + 4*len(l.ranks)); known && limit < need {
+	if need, what := l.descriptors(); known && limit < uint64(need) {
 		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: "+
-			"raise the limit (ulimit -n)", limit, count(len(l.ranks), "rank"), need)
+			"raise the limit (ulimit -n)", limit, what, need)
 	}
 	var err error
 	if l.temp, err = l.guard.Temp(); err != nil {
@@ -275,6 +273,22 @@ func (l *launcher) run(ctx context.Context) error {
 		}
 	}
 	return l.supervise(ctx)
+}
+
+// descriptors returns how many files this process may have to open, and for what.
+func (l *launcher) descriptors() (need int, what string) {
+	// Two pipes and a connection to the store for each rank, and another connection while it
+	// starts.
+	each := 4
+	if l.LogDir != "" {
+		each++
+	}
+	need, what = 40+each*len(l.ranks), count(len(l.ranks), "rank")
+	if l.Node == 0 && l.Store == "" && l.Nodes > 1 { // their connections to the store
+		need += 2 * (l.Nodes - 1) * (len(l.ranks) + 1)
+		what += fmt.Sprintf(" here and on %s", count(l.Nodes-1, "other node"))
+	}
+	return need, what
 }
 
 // name returns the number of a process in messages: its rank; for those on standby, numbers above
@@ -337,8 +351,8 @@ func (l *launcher) start(i int) error {
 	return nil
 }
 
-// stdin opens the standard input of local rank i. The launcher reads a terminal itself, since the
-// ranks are not in its foreground, and writes to feed.
+// stdin opens the standard input of local rank i. The launcher reads a terminal itself, since
+// nothing would keep the ranks from reading it in the background, and writes to feed.
 func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 	switch {
 	case i > 0 || l.ranks[i].restarts > 0 || l.Stdin == nil:
@@ -426,9 +440,9 @@ func (l *launcher) event(e Event) error {
 		r.ended = true
 		code, how := outcome(e.Status)
 		if in, ok := l.in[e.PID]; ok {
-			l.landed(in.slot, in.incarnation, code, how)
+			l.landed(in.slot, e.PID, in.incarnation, code, how)
 		} else {
-			l.landed(l.name(e.ID), 0, code, how)
+			l.landed(l.name(e.ID), e.PID, 0, code, how)
 		}
 		switch {
 		case l.Elastic && !l.stopping:
@@ -590,19 +604,20 @@ func count(n int, what string) string {
 func (l *launcher) program(ctx context.Context) (Command, error) {
 	c := Command{Path: l.Program, Args: l.Args}
 	info, err := os.Stat(l.Program)
+	dir := err == nil && info.IsDir()
 	switch {
-	case err == nil && info.IsDir():
-		files, _ := filepath.Glob(filepath.Join(l.Program, "*.go"))
-		if len(files) == 0 {
-			return c, &Error{CodeNotFound, fmt.Errorf("%s is a directory without Go files: give a program, a .go "+
-				"file or the directory of a Go program", l.Program)}
+	case dir:
+		if files, _ := filepath.Glob(filepath.Join(l.Program, "*.go")); len(files) > 0 {
+			return l.build(ctx, c)
 		}
-		return l.build(ctx, c)
 	case err == nil && strings.HasSuffix(l.Program, ".go") && info.Mode().IsRegular():
 		return l.build(ctx, c)
 	}
 	path, err := exec.LookPath(l.Program)
 	switch {
+	case err != nil && dir:
+		return c, &Error{CodeNotFound, fmt.Errorf("%s is a directory without Go files: give a program, a .go file or "+
+			"the directory of a Go program", l.Program)}
 	case errors.Is(err, exec.ErrDot):
 		return c, &Error{CodeNotFound, fmt.Errorf("program %q is only in the current directory: write ./%s", l.Program,
 			l.Program)}

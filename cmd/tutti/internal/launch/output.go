@@ -1,7 +1,6 @@
 package launch
 
 import (
-	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
@@ -19,8 +18,15 @@ import (
 	"tutti/internal/files"
 )
 
-// maxLine is the longest line that is shown as one; longer ones are cut into lines of this length.
+// maxLine is the longest line that is kept until it has ended. Longer ones are shown in parts of
+// this length.
 const maxLine = 64 << 10
+
+// showAfter is how long the end of an unfinished line is kept before it is shown.
+const showAfter = 100 * time.Millisecond
+
+// lineWait bounds how long, without prefixes, an unfinished line keeps others from being shown.
+const lineWait = time.Second
 
 // Terminal reports whether f is a terminal.
 func Terminal(f *os.File) bool {
@@ -46,13 +52,15 @@ func Tag(f *os.File) string {
 // versions; red is for errors.
 var rankColours = []int{36, 33, 32, 35, 34, 96, 93, 92, 95, 94}
 
-// Output shows the ranks' output: whole lines, each with its rank's number, never mixed within a
-// line. It can also write them to files.
+// Output shows the ranks' output: lines, each with its rank's number, never mixed within a line. An
+// unfinished line is shown, too, if it is long or pauses; another line that comes then ends it. It
+// can also write the output to files.
 type Output struct {
-	out, err *stream
+	out, err *stream // the same one if both are the same file
 	log      *ranksLog
 	report   func(string)
 	broken   chan struct{} // closed when the reader of the standard output has gone
+	wait     time.Duration // lineWait
 	wg       sync.WaitGroup
 	hurry    chan struct{} // closed by Hurry
 	once     sync.Once     // of Hurry
@@ -71,6 +79,18 @@ type stream struct {
 	width  int
 	failed bool
 	stuck  bool // a write was given up: it may still be in progress, and there is no other
+
+	open  *source       // its unfinished line is the last text; nil: the last text is a whole line
+	going chan struct{} // closed when that line cannot go on; nil: it cannot
+}
+
+// source is the standard output or error of one process of a rank.
+type source struct {
+	to    *stream
+	head  []byte // the prefix of each line
+	begun bool   // the last text was the beginning of a line
+	cr    bool   // the last text ended with a carriage return
+	text  []byte // room for the next text
 }
 
 // lastWait bounds every write after Hurry.
@@ -82,9 +102,11 @@ const lastWait = 500 * time.Millisecond
 func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int,
 	report func(string)) (*Output, error) {
 	width := len(strconv.Itoa(max(world-1, 0)))
-	o := &Output{report: report, broken: make(chan struct{}), hurry: make(chan struct{}),
-		out: &stream{w: out, colour: Colour(out), prefix: prefix, width: width},
-		err: &stream{w: errw, colour: Colour(errw), prefix: prefix, width: width}}
+	o := &Output{report: report, broken: make(chan struct{}), wait: lineWait, hurry: make(chan struct{}),
+		out: &stream{w: out, colour: Colour(out), prefix: prefix, width: width}}
+	if o.err = o.out; !sameFile(out, errw) {
+		o.err = &stream{w: errw, colour: Colour(errw), prefix: prefix, width: width}
+	}
 	if logDir != "" {
 		if err := files.Directory(logDir); err != nil {
 			return nil, fmt.Errorf("the log directory: %w", err)
@@ -100,6 +122,12 @@ func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks 
 		}
 	}
 	return o, nil
+}
+
+func sameFile(a, b *os.File) bool {
+	ai, aerr := a.Stat()
+	bi, berr := b.Stat()
+	return aerr == nil && berr == nil && os.SameFile(ai, bi)
 }
 
 // Broken is closed when the reader of the standard output has gone away, for example head.
@@ -164,6 +192,10 @@ func (o *Output) speak() {
 		o.saying.Unlock()
 		for _, line := range lines {
 			o.err.mu.Lock()
+			if o.err.open != nil {
+				line = "\n" + line
+			}
+			o.err.followLocked(nil)
 			o.writeLocked(o.err, []byte(line+"\n"))
 			o.err.mu.Unlock()
 		}
@@ -179,60 +211,178 @@ func (o *Output) Wait() {
 }
 
 func (o *Output) copy(s *stream, rank int, r io.Reader) {
-	var head []byte
+	p := &source{to: s}
 	if s.prefix {
-		head = fmt.Appendf(nil, "[%*d] ", s.width, rank)
+		p.head = fmt.Appendf(nil, "[%*d] ", s.width, rank)
 		if s.colour {
-			head = fmt.Appendf(nil, "\x1b[%dm[%*d]\x1b[0m ", rankColours[rank%len(rankColours)], s.width, rank)
+			p.head = fmt.Appendf(nil, "\x1b[%dm[%*d]\x1b[0m ", rankColours[rank%len(rankColours)], s.width, rank)
 		}
 	}
-	in := bufio.NewReaderSize(r, maxLine)
-	var buf []byte
+	timed, _ := r.(interface{ SetReadDeadline(time.Time) error })
+	buf := make([]byte, 0, maxLine) // an unfinished line
+	shown := 0                      // so much of it has been shown
+	var due time.Time               // when the rest has to be; zero: there is none
 	for {
-		line, err := in.ReadSlice('\n')
-		if len(line) > 0 {
+		if timed != nil {
+			timed.SetReadDeadline(due)
+		}
+		n, err := r.Read(buf[len(buf):cap(buf)])
+		whole := bytes.LastIndexByte(buf[len(buf):len(buf)+n], '\n') + 1
+		if whole > 0 {
+			whole += len(buf)
+		}
+		buf = buf[:len(buf)+n]
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			o.show(p, buf[shown:])
+			shown, due = len(buf), time.Time{}
+			continue
+		}
+		if err != nil || whole == 0 && len(buf) == cap(buf) {
+			whole = len(buf)
+		}
+		if whole > 0 { // lines that have arrived together are written together
 			if o.log != nil {
-				o.log.write(rank, line)
+				o.log.write(rank, buf[:whole])
 			}
-			buf = append(append(buf, head...), line...)
-			if line[len(line)-1] != '\n' {
-				buf = append(buf, '\n')
-			}
+			o.show(p, buf[shown:whole])
+			buf = buf[:copy(buf, buf[whole:])]
+			shown, due = 0, time.Time{}
 		}
-		// Lines that have arrived are written together.
-		if next, _ := in.Peek(in.Buffered()); err != nil && !errors.Is(err, bufio.ErrBufferFull) ||
-			len(buf) >= maxLine || !hasLine(next) {
-			if o.emit(s, buf) {
-				buf = buf[:0]
-			} else {
-				buf = nil
-			}
+		if due.IsZero() && len(buf) > shown {
+			due = time.Now().Add(showAfter)
 		}
-		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+		if err != nil {
+			o.finish(p)
 			return
 		}
 	}
 }
 
-func hasLine(b []byte) bool {
-	for _, c := range b {
-		if c == '\n' {
-			return true
-		}
+// show writes the next text of p: whole lines, and perhaps the beginning of another.
+func (o *Output) show(p *source, text []byte) {
+	if len(text) == 0 {
+		return
 	}
-	return false
+	s, first, last := p.to, text[0], text[len(text)-1]
+	b := p.format(text)
+	o.lock(p)
+	defer s.mu.Unlock()
+	from := len("\n")
+	switch {
+	case s.open == p && p.cr && first != '\n': // the prefix comes after a carriage return, too
+	case s.open == p:
+		from += len(p.head)
+	case p.begun && first == '\n': // another line has ended the one that ends here
+		if from += len(p.head); s.open == nil || len(text) == 1 {
+			from++
+		}
+	case s.open != nil:
+		from = 0
+	}
+	p.begun, p.cr = last != '\n', last == '\r'
+	if from == len(b) {
+		return
+	}
+	if !o.emitLocked(s, b[from:]) {
+		p.text = nil
+	}
+	if p.begun {
+		s.followLocked(p)
+	} else {
+		s.followLocked(nil)
+	}
 }
 
-// emit writes lines. It returns false if b may still be in use.
-func (o *Output) emit(s *stream, b []byte) bool {
+// format returns text with the prefix before each line but the first, and after each carriage
+// return within a line. A line break, for another's line, and the prefix come before.
+func (p *source) format(text []byte) []byte {
+	b := append(append(p.text[:0], '\n'), p.head...)
+	for len(text) > 0 {
+		line := text
+		if n := bytes.IndexByte(text, '\n'); n >= 0 {
+			line = text[:n+1]
+		}
+		text = text[len(line):]
+		for {
+			n := bytes.IndexByte(line, '\r') + 1
+			if n == 0 || n == len(line) || line[n] == '\n' {
+				break
+			}
+			b = append(append(b, line[:n]...), p.head...)
+			line = line[n:]
+		}
+		b = append(b, line...)
+		if len(text) > 0 {
+			b = append(b, p.head...)
+		}
+	}
+	p.text = b
+	return b
+}
+
+// finish ends the last line of p. Without a prefix it stays unfinished, but does not go on.
+func (o *Output) finish(p *source) {
+	s := p.to
+	if s.prefix && p.begun {
+		o.show(p, []byte{'\n'})
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(b) == 0 || s.failed && s == o.err {
+	if s.open == p {
+		s.stopLocked()
+	}
+}
+
+// lock locks the stream of p. Without prefixes it waits before until no other's line goes on, for
+// o.wait at most.
+func (o *Output) lock(p *source) {
+	s := p.to
+	s.mu.Lock()
+	var late <-chan time.Time
+	for enough := false; !enough && !s.prefix && s.open != p && s.going != nil; {
+		going := s.going
+		s.mu.Unlock()
+		if late == nil {
+			late = time.After(o.wait)
+		}
+		select {
+		case <-going:
+		case <-late:
+			enough = true
+		case <-o.hurry:
+			enough = true
+		}
+		s.mu.Lock()
+	}
+}
+
+// followLocked notes whose unfinished line is the last text of s, which is locked: nil for none.
+func (s *stream) followLocked(p *source) {
+	if s.open == p {
+		return
+	}
+	if s.stopLocked(); p != nil {
+		s.going = make(chan struct{})
+	}
+	s.open = p
+}
+
+// stopLocked notes that the unfinished line of s, which is locked, cannot go on.
+func (s *stream) stopLocked() {
+	if s.going != nil {
+		close(s.going)
+		s.going = nil
+	}
+}
+
+// emitLocked writes b to s, which is locked. It returns false if b may still be in use.
+func (o *Output) emitLocked(s *stream, b []byte) bool {
+	if s.failed && s != o.out {
 		return true
 	}
 	err := o.writeLocked(s, b)
 	if s.stuck {
-		o.dropped.Add(int64(bytes.Count(b, []byte{'\n'})))
+		o.dropped.Add(int64(max(1, bytes.Count(b, []byte{'\n'}))))
 		return false
 	}
 	if err == nil || s.failed {

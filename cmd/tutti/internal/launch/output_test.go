@@ -7,6 +7,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 )
@@ -28,7 +29,20 @@ func sink(t *testing.T) (w *os.File, contents func() string) {
 	}
 }
 
-// TestOutputLinesAreNotMixed has ranks write lines in random pieces at the same time.
+// slow is a file that takes single bytes.
+type slow struct{ *os.File }
+
+func (s slow) Write(b []byte) (int, error) {
+	for i := range b {
+		if _, err := s.File.Write(b[i : i+1]); err != nil {
+			return i, err
+		}
+	}
+	return len(b), nil
+}
+
+// TestOutputLinesAreNotMixed has ranks write lines in random pieces at the same time, to their
+// standard outputs and errors, which are one file.
 func TestOutputLinesAreNotMixed(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		n := rapid.IntRange(1, 12).Draw(rt, "ranks")
@@ -40,14 +54,14 @@ func TestOutputLinesAreNotMixed(t *testing.T) {
 			cuts[r] = rapid.SliceOfN(rapid.IntRange(1, 60), 1, 20).Draw(rt, "cuts")
 		}
 		out, contents := sink(t)
-		errw, _ := sink(t)
-		o, err := NewOutput(out, errw, prefix, n, "", nil, func(s string) { t.Error(s) })
+		o, err := NewOutput(out, out, prefix, n, "", nil, func(s string) { t.Error(s) })
 		if err != nil {
 			t.Fatal(err)
 		}
+		o.out.w, o.err.w = slow{out}, slow{out}
 		for r := range n {
 			pr, pw := io.Pipe()
-			o.Copy(r, false, pr)
+			o.Copy(r, r%2 == 1, pr)
 			go func() {
 				text := strings.Join(lines[r], "\n")
 				if len(lines[r]) > 0 {
@@ -102,7 +116,139 @@ func TestOutputLinesAreNotMixed(t *testing.T) {
 	})
 }
 
-func TestOutputCutsLongLines(t *testing.T) {
+// A pair is the two ends of a pipe.
+type pair struct {
+	t    *testing.T
+	r, w *os.File
+}
+
+func newPair(t *testing.T) pair {
+	t.Helper()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close(); w.Close() })
+	return pair{t, r, w}
+}
+
+func (p pair) write(text string) {
+	p.t.Helper()
+	if _, err := io.WriteString(p.w, text); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// reads waits until text comes.
+func (p pair) reads(text string) {
+	p.t.Helper()
+	p.r.SetReadDeadline(time.Now().Add(patience))
+	b := make([]byte, len(text))
+	if n, err := io.ReadFull(p.r, b); err != nil || string(b) != text {
+		p.t.Fatalf("%q comes (%v), want %q", b[:n], err, text)
+	}
+}
+
+// newTestOutput returns an output to a pipe, and two ranks that write to it.
+func newTestOutput(t *testing.T, prefix bool, wait time.Duration) (o *Output, out pair, ranks [2]pair) {
+	t.Helper()
+	out = newPair(t)
+	o, err := NewOutput(out.w, out.w, prefix, 2, "", nil, func(s string) { t.Error(s) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.wait = wait
+	for i := range ranks {
+		ranks[i] = newPair(t)
+		o.Copy(i, i == 1, ranks[i].r)
+	}
+	return o, out, ranks
+}
+
+// TestOutputShowsUnfinishedLines: a progress bar moves, and a prompt is there before the answer.
+func TestOutputShowsUnfinishedLines(t *testing.T) {
+	o, out, ranks := newTestOutput(t, true, time.Hour)
+	ranks[0].write("\r1%")
+	out.reads("[0] \r[0] 1%")
+	ranks[0].write("\r")
+	out.reads("\r")
+	ranks[0].write("2%")
+	out.reads("[0] 2%")
+	ranks[1].write("whole\r\nname? ")
+	out.reads("\n[1] whole\r\n[1] name? ")
+	ranks[1].write("x")
+	out.reads("x")
+	ranks[0].write("\nnext\n")
+	out.reads("\n[0] next\n")
+	ranks[1].write("y")
+	out.reads("[1] y")
+	o.Say("said")
+	out.reads("\nsaid\n")
+	ranks[1].write("\nz\n")
+	out.reads("[1] z\n")
+	ranks[1].write("end")
+	out.reads("[1] end")
+	for _, p := range ranks {
+		p.w.Close()
+	}
+	o.Wait()
+	out.reads("\n")
+	out.w.Close()
+	if rest, err := io.ReadAll(out.r); err != nil || len(rest) > 0 {
+		t.Errorf("%q, %v in the end", rest, err)
+	}
+}
+
+// TestOutputWithoutPrefixIsUnchanged: it has the bytes of the ranks, and no others.
+func TestOutputWithoutPrefixIsUnchanged(t *testing.T) {
+	long := strings.Repeat("x", maxLine)
+	for _, text := range []string{"a\nb", long + "\n", long[1:] + "\n", long + long + long + "y\n\nz", "\r1%\r2%\r\n"} {
+		out, contents := sink(t)
+		errw, _ := sink(t)
+		o, err := NewOutput(out, errw, false, 1, "", nil, func(s string) { t.Error(s) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Copy(0, false, io.NopCloser(strings.NewReader(text)))
+		o.Wait()
+		if got := contents(); got != text {
+			t.Errorf("%.20q… of %d bytes becomes %d bytes", text, len(text), len(got))
+		}
+	}
+}
+
+// TestOutputWithoutPrefixWaitsForUnfinishedLines, but not for ever.
+func TestOutputWithoutPrefixWaitsForUnfinishedLines(t *testing.T) {
+	_, out, ranks := newTestOutput(t, false, time.Hour)
+	ranks[0].write("un")
+	out.reads("un")
+	ranks[1].write("other\n")
+	ranks[0].write("finished\n")
+	out.reads("finished\nother\n")
+	ranks[0].write("last")
+	out.reads("last")
+	ranks[1].write("other\n")
+	ranks[0].w.Close()
+	out.reads("\nother\n")
+
+	_, out, ranks = newTestOutput(t, false, 0)
+	ranks[0].write("un")
+	out.reads("un")
+	ranks[1].write("other\n")
+	out.reads("\nother\n")
+	ranks[0].write("finished\n")
+	out.reads("finished\n")
+}
+
+// TestOutputHasNoReader: it is noticed by either stream if both are one pipe.
+func TestOutputHasNoReader(t *testing.T) {
+	o, out, ranks := newTestOutput(t, true, 0)
+	out.r.Close()
+	ranks[1].write("line\n") // to its standard error
+	get(t, "the loss of the reader", o.Broken())
+}
+
+func TestOutputKeepsLongLines(t *testing.T) {
 	out, contents := sink(t)
 	errw, _ := sink(t)
 	dir := t.TempDir()
@@ -110,14 +256,13 @@ func TestOutputCutsLongLines(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	long := strings.Repeat("x", 3*maxLine+10)
-	o.Copy(0, false, io.NopCloser(strings.NewReader(long+"\nshort\nno newline")))
+	text := strings.Repeat("x", 3*maxLine+10) + "\nshort\n" + strings.Repeat("y", maxLine) + "\nno newline"
+	o.Copy(0, false, io.NopCloser(strings.NewReader(text)))
 	o.Wait()
-	want := strings.Repeat("[0] "+long[:maxLine]+"\n", 3) + "[0] " + long[:10] + "\n[0] short\n[0] no newline\n"
-	if got := contents(); got != want {
+	if got, want := contents(), "[0] "+strings.ReplaceAll(text, "\n", "\n[0] ")+"\n"; got != want {
 		t.Errorf("got %d bytes, want %d; the end is %q", len(got), len(want), got[max(0, len(got)-60):])
 	}
-	if b, _ := os.ReadFile(dir + "/rank-0.log"); string(b) != long+"\nshort\nno newline" {
+	if b, _ := os.ReadFile(dir + "/rank-0.log"); string(b) != text {
 		t.Errorf("the log has %d bytes", len(b))
 	}
 }
@@ -126,9 +271,10 @@ func TestOutputCutsLongLines(t *testing.T) {
 func TestOutputThatNobodyReads(t *testing.T) {
 	r, w := io.Pipe()
 	defer r.Close()
+	out, _ := sink(t)
 	errw, said := sink(t)
 	dir := t.TempDir()
-	o, err := NewOutput(errw, errw, false, 2, dir, []int{0, 1}, func(s string) { t.Error(s) })
+	o, err := NewOutput(out, errw, false, 2, dir, []int{0, 1}, func(s string) { t.Error(s) })
 	if err != nil {
 		t.Fatal(err)
 	}

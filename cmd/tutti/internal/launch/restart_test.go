@@ -560,6 +560,16 @@ func TestNodesLoseLeases(t *testing.T) {
 		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte("{}")}
 		goesOn(t, s, other)
 	})
+	t.Run("the other is back before the event that says so", func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		other, nodes, asked := m.Open(), make(chan bootstrap.Event), make(chan struct{}, 1)
+		putNode(t, other, nil)
+		s := twoNodes(t, m, nodes, func(s *store) { s.handle = asking{s.handle, doneKeys + "1", asked} })
+		nodes <- bootstrap.Event{Key: nodeKeys + "1"}
+		get(t, "the check", asked)
+		goesOn(t, s, other)
+	})
 	t.Run("another launcher takes its place", func(t *testing.T) {
 		m := storetest.NewMemory()
 		defer m.Close()
@@ -612,6 +622,24 @@ func TestNodesLoseLeases(t *testing.T) {
 			t.Errorf("it ends this node: %s", f.why)
 		}
 	})
+}
+
+// asking is a store that says when it has been asked for a key.
+type asking struct {
+	bootstrap.Store
+	key   string
+	asked chan struct{} // has room for one
+}
+
+func (a asking) Get(ctx context.Context, key string) ([]byte, error) {
+	b, err := a.Store.Get(ctx, key)
+	if key == a.key {
+		select {
+		case a.asked <- struct{}{}:
+		default:
+		}
+	}
+	return b, err
 }
 
 // watching is a store that says when it is watched.

@@ -116,7 +116,7 @@ func TestForeignNotesAreIgnored(t *testing.T) {
 }
 
 func TestRecordOfEndedRank(t *testing.T) {
-	l := &launcher{Options: Options{LogDir: filepath.Join(t.TempDir(), "a[b"), N: 2}}
+	l := &launcher{Options: Options{Job: "x", LogDir: filepath.Join(t.TempDir(), "a[b"), N: 2}}
 	if err := os.Mkdir(l.LogDir, 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -145,20 +145,20 @@ func TestRecordOfEndedRank(t *testing.T) {
 	}
 	record(1, 1)
 	record(10, 2)
-	l.landed(1, 0, 137, "was killed by signal 9 (SIGKILL)")
+	l.landed(1, dead, 0, 137, "was killed by signal 9 (SIGKILL)")
 	expect("flight-rank1.json flight-rank10-0000000000000002.bin")
 	if s, err := flight.ReadFile(filepath.Join(l.LogDir, "flight-rank1.json")); err != nil ||
 		s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 1 {
 		t.Errorf("%+v, %v", s, err)
 	}
 	record(1, 3) // another incarnation
-	l.landed(1, 0, 1, "exited with code 1")
+	l.landed(1, dead, 0, 1, "exited with code 1")
 	record(1, 4)
-	l.landed(1, 0, 0, "")
+	l.landed(1, dead, 0, 0, "")
 	expect("flight-rank1-0000000000000003.json flight-rank1.json flight-rank10-0000000000000002.bin")
 	record(1, 5)
 	record(1, 6) // has taken its place already
-	l.landed(1, 5, 0, "")
+	l.landed(1, dead, 5, 0, "")
 	expect("flight-rank1-0000000000000003.json flight-rank1-0000000000000006.bin flight-rank1.json " +
 		"flight-rank10-0000000000000002.bin")
 	l.clearFlights()
@@ -167,7 +167,54 @@ func TestRecordOfEndedRank(t *testing.T) {
 	if err := os.Symlink(filepath.Join(l.LogDir, "flight-rank10-0000000000000002.bin"), link); err != nil {
 		t.Fatal(err)
 	}
-	l.landed(1, 0, 1, "exited with code 1") // ended by another process
+	l.landed(1, dead, 0, 1, "exited with code 1") // ended by another process
 	l.clearFlights()
 	expect("flight-rank1-0000000000000005.bin flight-rank10-0000000000000002.bin")
+}
+
+// TestRecordsOfAnotherJob: jobs may share a directory of records.
+func TestRecordsOfAnotherJob(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	other := &launcher{Options: Options{Job: "records-test", Secret: "0123456789abcdef"}, world: 1,
+		temp: filepath.Join(os.TempDir(), "tutti-0000000000000001")}
+	lock, err := makeTemp(other.temp)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := other.announce("tutti://127.0.0.1:1"); err != nil {
+		t.Fatal(err)
+	}
+	l := &launcher{Options: Options{Job: "x", LogDir: t.TempDir(), N: 1}}
+	record := func(job string, inc uint64) string {
+		host, _ := os.Hostname()
+		r, err := flight.Open(l.LogDir, flight.Identity{Job: job, Size: 1, Incarnation: inc, Host: host})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Close(true)
+		return filepath.Join(l.LogDir, flight.FileName(0, inc))
+	}
+	theirs := record(other.Job, 1)
+	there := func(path string, want bool) {
+		t.Helper()
+		if _, err := os.Stat(path); (err == nil) != want {
+			t.Errorf("%v, want it there: %v", err, want)
+		}
+	}
+	for code := range 2 {
+		l.landed(0, dead, 0, code, "ended")
+		there(theirs, true)
+	}
+	there(filepath.Join(l.LogDir, "flight-rank0.json"), false)
+	ours := record("named-by-the-program", 2)
+	l.landed(0, os.Getpid(), 2, 1, "ended")
+	there(ours, false)
+	there(filepath.Join(l.LogDir, "flight-rank0.json"), true)
+	l.clearFlights()
+	there(filepath.Join(l.LogDir, "flight-rank0.json"), false)
+	there(theirs, true)
+	lock.Close() // its launcher is dead
+	l.clearFlights()
+	there(theirs, false)
 }

@@ -206,6 +206,7 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	return func(i int) []string {
 		if i >= l.N { // it gets its rank when one is free
 			return append(base[:len(base):len(base)], "TUTTI_SIZE="+strconv.Itoa(l.world),
+				"TUTTI_LOCAL_SIZE="+strconv.Itoa(l.N),
 				"TUTTI_STANDBY="+strconv.Itoa(l.Node*l.Standby+i-l.N),
 				"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort, "TUTTI_STORE="+address, "TUTTI_JOB="+l.Job,
 				"TUTTI_SECRET="+l.Secret)
@@ -547,6 +548,19 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		}
 	}
 	gone, _ := json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
+	entered := func(n int, text []byte) {
+		var other nodeRecord
+		switch err := json.Unmarshal(text, &other); {
+		case err != nil:
+		case other.Incarnation == met[n]:
+			delete(missing, n)
+		case time.Now().Before(settled):
+			met[n] = other.Incarnation
+			delete(missing, n)
+		default:
+			finished(n, gone)
+		}
+	}
 	for {
 		var check <-chan time.Time
 		if len(missing) > 0 {
@@ -565,10 +579,16 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 					continue
 				}
 				switch text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n)); {
-				case errors.Is(err, bootstrap.ErrNoKey):
-					finished(n, gone)
 				case err == nil:
 					finished(n, text)
+				case errors.Is(err, bootstrap.ErrNoKey):
+					// If this launcher was stopped, the record may be back, its event not here.
+					switch text, err := s.handle.Get(ctx, nodeKeys+strconv.Itoa(n)); {
+					case errors.Is(err, bootstrap.ErrNoKey):
+						finished(n, gone)
+					case err == nil:
+						entered(n, text)
+					}
 				}
 			}
 			continue
@@ -598,17 +618,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		case e.Exists && path.Dir(e.Key)+"/" == doneKeys:
 			finished(n, e.Value)
 		case e.Exists:
-			var other nodeRecord
-			switch err := json.Unmarshal(e.Value, &other); {
-			case err != nil:
-			case other.Incarnation == met[n]:
-				delete(missing, n)
-			case time.Now().Before(settled):
-				met[n] = other.Incarnation
-				delete(missing, n)
-			default:
-				finished(n, gone)
-			}
+			entered(n, e.Value)
 		case path.Dir(e.Key)+"/" == nodeKeys:
 			// Its launcher has closed its handle, has lost its lease, or is dead.
 			missing[n] = time.Now().Add(s.back)

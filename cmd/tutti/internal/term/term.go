@@ -2,6 +2,7 @@
 package term
 
 import (
+	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -49,6 +50,21 @@ func Wrap(s string, indent, width int) string {
 		used += n
 	}
 	return b.String()
+}
+
+// Clip shortens ASCII text so that a line of a terminal with so many columns (0: any) does not
+// overflow.
+func Clip(s string, columns int) string {
+	if columns > 1 && len(s) >= columns {
+		return s[:columns-1]
+	}
+	return s
+}
+
+// Progress shows ASCII text in the place of the line of the terminal f. What is written next, by
+// whomever, begins at the start of that line.
+func Progress(f *os.File, text string) {
+	fmt.Fprintf(f, "\r\x1b[K%s\r", Clip(text, Width(f)))
 }
 
 // Shown returns a name as text for a terminal: in quotes, with escapes, if it has characters that
