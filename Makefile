@@ -56,10 +56,12 @@ build: ## bin/tutti and all packages
 # Without debugging information, which is a third of it. Only tutti_* is exported, and the library stays loaded once it is: the Go runtime cannot end.
 SHIM_LDFLAGS := -Wl,--version-script=$(CURDIR)/shim/tutti.map -Wl,-z,nodelete -Wl,-soname,libtutti.so
 PREFIX       ?= /usr/local
+# What tutti_version returns: the tag of this commit, "devel" without one. It is a flag of all C code, so that another one builds that anew.
+SHIM_VERSION = $(shell git describe --tags --exact-match --dirty 2>/dev/null)
 
 shim: ## the C library: bin/libtutti.so, its headers, tutti.pc (PREFIX is where they will be installed)
 	@mkdir -p $(BIN)
-	$(GO) build -buildmode=c-shared -ldflags '-w -extldflags "$(SHIM_LDFLAGS)"' -o $(BIN)/libtutti.so ./shim
+	$(if $(SHIM_VERSION),CGO_CFLAGS="$$($(GO) env CGO_CFLAGS) -DTUTTI_VERSION=\"$(SHIM_VERSION)\"") $(GO) build -buildmode=c-shared -ldflags '-w -extldflags "$(SHIM_LDFLAGS)"' -o $(BIN)/libtutti.so ./shim
 	rm -f $(BIN)/libtutti.h
 	cp shim/tutti.h shim/tutti_dl.h $(BIN)/
 	sed 's|@PREFIX@|$(PREFIX)|' shim/tutti.pc.in >$(BIN)/tutti.pc

@@ -16,6 +16,11 @@ import (
 	"tutti/pg"
 )
 
+// goEnter does nothing in Go: see enter in entry.c.
+//
+//export goEnter
+func goEnter() {}
+
 // goCall makes a call that may wait.
 //
 //export goCall

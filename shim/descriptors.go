@@ -2,12 +2,28 @@
 
 package main
 
+// #include "internal.h"
+import "C"
+
 import (
 	"fmt"
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 )
+
+// Package syscall raises the limit of open files. The host's children would inherit that, and
+// select cannot be used on files beyond the usual limit. This restores the limit, unless the host
+// has set another one since.
+func init() {
+	host := syscall.Rlimit{Cur: uint64(C.tutti_files.rlim_cur), Max: uint64(C.tutti_files.rlim_max)}
+	raised := syscall.Rlimit{Cur: host.Max - 1, Max: host.Max}
+	var now syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &now); err == nil && now == raised {
+		syscall.Setrlimit(syscall.RLIMIT_NOFILE, &host)
+	}
+}
 
 // watcher returns the epoll instance of this process that watches fd.
 func watcher(fd int) (int, bool) {

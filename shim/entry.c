@@ -147,9 +147,13 @@ __attribute__((constructor)) static void end_loading(void)
 		set_mode(loading);
 }
 
+static void enter(struct thread *t);
+
 // GO makes a call in Go and gives its result.
 #define GO(t, f) \
 	({ \
+		if (!(t)->entered) \
+			enter(t); \
 		uint64_t mode_ = get_mode(); \
 		int code_; \
 		if ((mode_ & MODE_BITS) != GO_MODE) \
@@ -162,25 +166,43 @@ __attribute__((constructor)) static void end_loading(void)
 		code_; \
 	})
 
-// adopt copies a structure of the caller, which begins with its size, to one of full size. It
-// refuses fields that the library does not know, unless they are 0.
+// enter makes a thread one that Go knows, and keeps the signals that it blocks blocked. Go unblocks
+// some in such a thread, SIGCHLD among them. It needs only the one that it sends and those of
+// faults.
+static void enter(struct thread *t)
+{
+	static const int needed[] = {SIGURG, SIGSEGV, SIGBUS, SIGFPE};
+	sigset_t mask;
+	size_t i;
+
+	t->entered = true;
+	pthread_sigmask(SIG_SETMASK, NULL, &mask);
+	(void)GO(t, (goEnter(), 0));
+	for (i = 0; i < sizeof needed / sizeof *needed; i++)
+		sigdelset(&mask, needed[i]);
+	pthread_sigmask(SIG_SETMASK, &mask, NULL);
+}
+
+// adopt copies a structure of the caller, which begins with its size, to one of full size, which is
+// zeroed. It refuses fields that the library does not know, unless they are 0, after it has copied
+// the others.
 static int adopt(void *to, size_t full, const void *from, size_t least, const char *what)
 {
 	uint32_t given;
 	size_t i;
 
+	memset(to, 0, full);
 	if (from == NULL)
 		return fail(TUTTI_EINVAL, "%s is NULL", what);
 	memcpy(&given, from, sizeof given);
 	if (given < least || given > 65536)
 		return fail(TUTTI_EINVAL, "%s.struct_size is %u, want sizeof(%s), at least %zu", what, given, what, least);
+	memcpy(to, from, given < full ? given : full);
 	for (i = full; i < given; i++) {
 		if (((const unsigned char *)from)[i] != 0)
 			return fail(TUTTI_EUNSUPPORTED, "%s has fields that this library (%s) does not know, and they are not 0",
 			            what, tutti_version());
 	}
-	memset(to, 0, full);
-	memcpy(to, from, given < full ? given : full);
 	return TUTTI_OK;
 }
 
@@ -374,22 +396,25 @@ static int run_settled(struct call *c)
 
 // ---- Joining ----
 
+// adopt_config copies a configuration of the caller and its store. After a failure *kv is what was
+// understood of the store.
 static int adopt_config(tutti_config *full, tutti_kv *kv, const tutti_config *config)
 {
-	int code;
+	int code, other;
 
 	memset(full, 0, sizeof *full);
+	memset(kv, 0, sizeof *kv);
 	if (config == NULL)
 		return TUTTI_OK;
 	code = adopt(full, sizeof *full, config, LEAST_CONFIG, "tutti_config");
-	if (code != TUTTI_OK || full->kv == NULL)
+	if (full->kv == NULL)
 		return code;
-	code = adopt(kv, sizeof *kv, full->kv, LEAST_KV, "tutti_kv");
-	if (code != TUTTI_OK)
-		return code;
+	other = adopt(kv, sizeof *kv, full->kv, LEAST_KV, "tutti_kv");
+	full->kv = kv;
+	if (code != TUTTI_OK || other != TUTTI_OK)
+		return other != TUTTI_OK ? other : code;
 	if (kv->set == NULL || kv->get == NULL || kv->compare_and_set == NULL)
 		return fail(TUTTI_EINVAL, "tutti_kv: set, get or compare_and_set is NULL");
-	full->kv = kv;
 	return TUTTI_OK;
 }
 
@@ -402,12 +427,18 @@ int tutti_join(const tutti_config *config, tutti_group *group)
 
 	if (tutti_forked())
 		return forked();
-	if (group == NULL)
-		return fail(TUTTI_EINVAL, "group is NULL");
-	*group = 0;
 	code = adopt_config(&full, &kv, config);
-	if (code != TUTTI_OK)
+	if (group != NULL)
+		*group = 0;
+	else if (code == TUTTI_OK)
+		code = fail(TUTTI_EINVAL, "group is NULL");
+	if (code == TUTTI_OK && tutti_thread() == NULL)
+		code = TUTTI_ENOMEM;
+	if (code != TUTTI_OK) { // else Go releases the store
+		if (kv.release != NULL)
+			kv.release(kv.ctx);
 		return code;
+	}
 	tutti_neighbours();
 	code = run_settled(&c);
 	*group = c.out;
@@ -665,8 +696,34 @@ int tutti_start(tutti_group group, const tutti_op *op, tutti_work *work)
 	return GO(t, goStart(group, (tutti_op *)op, work, &t->last));
 }
 
+static int64_t now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// wait_sliced is goWait for a thread that has a check. TUTTI_ECANCELED: the check ended the wait.
+static int wait_sliced(struct thread *t, tutti_work work, int64_t timeout_ns, struct failure *f)
+{
+	int64_t begin = now(), left = timeout_ns;
+	int code;
+
+	for (;;) {
+		code = GO(t, goWait(work, left < 0 || left > SLICE_NS ? SLICE_NS : left, f));
+		if (code != TUTTI_EBUSY)
+			return code;
+		if (timeout_ns >= 0 && (left = timeout_ns - (now() - begin)) <= 0)
+			return TUTTI_EBUSY;
+		if (t->check != NULL && t->check(t->ctx) != 0)
+			return fail(TUTTI_ECANCELED, "the wait was interrupted; the operation runs on");
+	}
+}
+
 int tutti_run(tutti_group group, const tutti_op *op, int64_t wait_ns, tutti_work *work)
 {
+	struct failure failure; // of the operation, which is not one of this call
 	tutti_op full;
 	int code;
 	ENTER(t)
@@ -680,8 +737,11 @@ int tutti_run(tutti_group group, const tutti_op *op, int64_t wait_ns, tutti_work
 	if (t->check == NULL || (wait_ns >= 0 && wait_ns <= SLICE_NS))
 		return GO(t, goRun(group, (tutti_op *)op, wait_ns, work, &t->last));
 	code = GO(t, goRun(group, (tutti_op *)op, SLICE_NS, work, &t->last));
-	if (code != TUTTI_EBUSY || tutti_work_wait(*work, wait_ns < 0 ? -1 : wait_ns - SLICE_NS) != TUTTI_OK)
+	if (code != TUTTI_EBUSY)
 		return code;
+	code = wait_sliced(t, *work, wait_ns < 0 ? -1 : wait_ns - SLICE_NS, &failure);
+	if (code != TUTTI_OK)
+		return code == TUTTI_ECANCELED ? code : TUTTI_EBUSY;
 	tutti_work_release(*work);
 	*work = 0;
 	return TUTTI_OK;
@@ -758,17 +818,8 @@ int tutti_work_test(tutti_work work)
 	return tutti_forked() ? forked() : state(work);
 }
 
-static int64_t now(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 int tutti_work_wait(tutti_work work, int64_t timeout_ns)
 {
-	int64_t begin, left = timeout_ns;
 	int code;
 	ENTER(t)
 
@@ -777,15 +828,7 @@ int tutti_work_wait(tutti_work work, int64_t timeout_ns)
 		return code;
 	if (t->check == NULL)
 		return GO(t, goWait(work, timeout_ns, &t->last));
-	for (begin = now();;) {
-		code = GO(t, goWait(work, left < 0 || left > SLICE_NS ? SLICE_NS : left, &t->last));
-		if (code != TUTTI_EBUSY)
-			return code;
-		if (timeout_ns >= 0 && (left = timeout_ns - (now() - begin)) <= 0)
-			return TUTTI_EBUSY;
-		if (t->check != NULL && t->check(t->ctx) != 0)
-			return fail(TUTTI_ECANCELED, "the wait was interrupted; the operation runs on");
-	}
+	return wait_sliced(t, work, timeout_ns, &t->last);
 }
 
 int tutti_work_error(tutti_work work, tutti_error_info *info)

@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"syscall"
 	"unsafe"
 
 	"tutti/bootstrap"
@@ -97,6 +98,8 @@ func code(err error) int {
 		return C.TUTTI_EINVAL
 	case errors.Is(err, context.DeadlineExceeded):
 		return C.TUTTI_ETIMEOUT
+	case errors.Is(err, syscall.ENOMEM): // of this rank: that of another one is in a RankError
+		return C.TUTTI_ENOMEM
 	}
 	return C.TUTTI_EINTERNAL
 }

@@ -103,7 +103,7 @@ func config(c *C.tutti_config) (cfg pg.Config, err error) {
 		LeaseTTL:  time.Duration(c.lease_ttl_ns),
 		OnFailure: pg.OnFailure(c.on_failure), OnTimeout: pg.OnTimeout(c.on_timeout),
 		Uniform: c.uniform != 0, AutoAdmit: c.auto_admit != 0, Progress: c.progress != 0,
-		Getenv: getenv, Devices: &gpus,
+		Getenv: getenv, Devices: &gpus, NoSignal: bool(C.tutti_handles_usr1()),
 	}
 	if c.secret_len > 0 {
 		cfg.Secret = C.GoBytes(c.secret, C.int(c.secret_len))
@@ -296,9 +296,6 @@ func goAlloc(h C.uint64_t, n C.uint64_t, out *C.uint64_t, f *C.struct_failure) C
 		return invalid(f, "%d bytes, want 1 or more that fit in memory", uint64(n))
 	}
 	b, err := pg.Alloc[byte](g.Group, int(n))
-	if errors.Is(err, syscall.ENOMEM) {
-		err = &coded{err.Error(), errNoMemory}
-	}
 	if err != nil {
 		return failed(err, f)
 	}

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,10 +26,10 @@
 // When the library is loaded, the Go runtime starts threads and installs handlers for SIGSEGV,
 // SIGBUS, SIGFPE, SIGPIPE and SIGURG.
 //
-// Its threads run with all signals blocked that can be (SIGCHLD cannot), because they inherit the
-// mask of the thread that loads the library: before the runtime's constructor another one blocks
-// all signals, and one after it restores the mask. So asynchronous signals reach threads of the
-// host only.
+// Its threads run with all signals blocked that can be (SIGCHLD, SIGPROF and SIGRTMIN cannot),
+// because they inherit the mask of the thread that loads the library: before the runtime's
+// constructor another one blocks all signals, and one after it restores the mask. So other
+// asynchronous signals reach threads of the host only.
 //
 // After the constructor, handle is put before Go's handlers. It gives Go the signals of threads
 // that are in Go, and all others to what the host had installed. Handlers that the host installs
@@ -40,6 +41,7 @@ static const int taken[] = {SIGSEGV, SIGBUS, SIGFPE, SIGPIPE, SIGURG};
 static sigset_t before;             // the mask of the thread that loads the library
 static struct sigaction host[NSIG]; // what the host had installed when the library was loaded
 static struct sigaction golang[NSIG];
+static _Atomic bool spent[NSIG];    // the host's handler had SA_RESETHAND, and has run
 
 static bool handles(const struct sigaction *a)
 {
@@ -52,6 +54,23 @@ static void invoke(const struct sigaction *a, int sig, siginfo_t *info, void *co
 		a->sa_sigaction(sig, info, context);
 	else
 		a->sa_handler(sig);
+}
+
+// invoke_host runs the host's handler for a signal, with the signals blocked that the host wants.
+// It returns false if there is none, or none any more.
+static bool invoke_host(int sig, siginfo_t *info, void *context)
+{
+	const struct sigaction *a = &host[sig];
+	sigset_t mask;
+
+	if (!handles(a) || ((a->sa_flags & SA_RESETHAND) != 0 && atomic_exchange(&spent[sig], true)))
+		return false;
+	sigorset(&mask, &((ucontext_t *)context)->uc_sigmask, &a->sa_mask);
+	if ((a->sa_flags & SA_NODEFER) == 0)
+		sigaddset(&mask, sig);
+	pthread_sigmask(SIG_SETMASK, &mask, NULL);
+	invoke(a, sig, info, context);
+	return true;
 }
 
 // runs_go reports whether the interrupted thread may be running code of Go: it is in a call of this
@@ -78,14 +97,13 @@ static void handle(int sig, siginfo_t *info, void *context)
 
 	if (sig == SIGURG) { // Go sends it to its threads, to interrupt loops
 		bool own = info->si_code == SI_TKILL && info->si_pid == getpid();
-		invoke(own || !handles(&host[sig]) ? &golang[sig] : &host[sig], sig, info, context);
+		if (own || !invoke_host(sig, info, context))
+			invoke(&golang[sig], sig, info, context);
 	} else if (sig == SIGPIPE && runs_go(context)) {
 		// The write fails with EPIPE.
 	} else if (sig != SIGPIPE && runs_go(context)) {
 		invoke(&golang[sig], sig, info, context);
-	} else if (handles(&host[sig])) {
-		invoke(&host[sig], sig, info, context);
-	} else if (host[sig].sa_handler == SIG_DFL || info->si_code > 0) {
+	} else if (!invoke_host(sig, info, context) && (host[sig].sa_handler != SIG_IGN || info->si_code > 0)) {
 		// The default ends the process. A fault occurs again after the return, and cannot be
 		// ignored.
 		signal(sig, SIG_DFL);
@@ -95,18 +113,28 @@ static void handle(int sig, siginfo_t *info, void *context)
 	errno = saved;
 }
 
-static bool handled(int sig)
+// give_back restores the host's disposition of a signal if handle or Go has it.
+static void give_back(int sig)
 {
+	static const struct sigaction standard; // SIG_DFL
 	struct sigaction a;
 
-	return sigaction(sig, NULL, &a) == 0 && (a.sa_flags & SA_SIGINFO) != 0 && a.sa_sigaction == handle;
+	if (sigaction(sig, NULL, &a) != 0 || (a.sa_flags & SA_SIGINFO) == 0)
+		return;
+	if (a.sa_sigaction == handle)
+		sigaction(sig, spent[sig] ? &standard : &host[sig], NULL);
+	else if (a.sa_sigaction == golang[SIGSEGV].sa_sigaction) // the host does not handle it
+		sigaction(sig, handles(&host[sig]) ? &standard : &host[sig], NULL);
 }
 
-__attribute__((constructor(101))) static void block_signals(void)
+struct rlimit tutti_files;
+
+__attribute__((constructor(101))) static void before_go(void)
 {
 	sigset_t all;
 	int sig;
 
+	getrlimit(RLIMIT_NOFILE, &tutti_files);
 	for (sig = 1; sig < NSIG; sig++)
 		sigaction(sig, NULL, &host[sig]);
 	sigfillset(&all);
@@ -130,24 +158,34 @@ static void take_over(void)
 			continue;
 		a = golang[sig];
 		a.sa_flags |= SA_SIGINFO | SA_ONSTACK;
-		if (handles(&host[sig]) && (host[sig].sa_flags & SA_NODEFER) != 0)
-			a.sa_flags |= SA_NODEFER;
 		a.sa_sigaction = handle;
 		sigaction(sig, &a, NULL);
 	}
 }
 
+static bool of_host(const struct sigaction *a)
+{
+	return handles(a) && a->sa_sigaction != golang[SIGSEGV].sa_sigaction;
+}
+
+bool tutti_handles_usr1(void)
+{
+	struct sigaction a;
+
+	return sigaction(SIGUSR1, NULL, &a) == 0 && of_host(&a);
+}
+
 // tutti_settle is called after calls in which the runtime may have installed or removed a handler
 // for SIGUSR1, which was usr1 before: while flight records are kept it makes the library write
-// them, unless the host handles it. Handlers of the host must run on the alternate stack, because a
-// thread that is in Go may have a small stack: they may have been installed after the runtime
-// looked.
+// them, unless the host handled it when the library was given its configuration. Handlers of the
+// host must run on the alternate stack, because a thread that is in Go may have a small stack: they
+// may have been installed after the runtime looked.
 void tutti_settle(const struct sigaction *usr1)
 {
 	struct sigaction a;
 	int sig;
 
-	if (handles(usr1) && usr1->sa_sigaction != golang[SIGSEGV].sa_sigaction)
+	if (of_host(usr1))
 		sigaction(SIGUSR1, usr1, NULL);
 	for (sig = 1; sig < NSIG; sig++) {
 		if (sigaction(sig, NULL, &a) == 0 && handles(&a) && (a.sa_flags & SA_ONSTACK) == 0) {
@@ -322,10 +360,9 @@ static void forked(void)
 	size_t i;
 
 	if (atomic_exchange(&child, 1) == 0) {
-		for (i = 0; i < TAKEN; i++) {
-			if (handled(taken[i]))
-				sigaction(taken[i], &host[taken[i]], NULL);
-		}
+		for (i = 0; i < TAKEN; i++)
+			give_back(taken[i]);
+		give_back(SIGUSR1);
 		if (epfd >= 0) {
 			close_watched(epfd, 2);
 			close_others();

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/resource.h>
 
 #include "tutti.h"
 
@@ -20,6 +21,7 @@ struct failure {
 // thread is what the library keeps for a thread of the host.
 struct thread {
 	int depth;                // of calls that are in Go
+	bool entered;             // it has been in Go
 	int (*check)(void *ctx);  // see tutti_set_interrupt
 	void *ctx;
 	struct failure last;
@@ -98,7 +100,13 @@ HIDDEN struct thread *tutti_peek(void);
 // tutti_wake wakes the thread that waits for *done.
 HIDDEN void tutti_wake(void *done);
 
+// tutti_files is the limit of open files before the Go runtime changed it.
+extern HIDDEN struct rlimit tutti_files;
+
 struct sigaction;
+
+// tutti_handles_usr1 reports whether the host handles SIGUSR1.
+HIDDEN bool tutti_handles_usr1(void);
 
 // tutti_settle restores the host's handler of SIGUSR1, and makes its handlers run on the alternate
 // stack, after a call that may have changed the former.

@@ -82,7 +82,7 @@ var buffers = [...]int{
 }
 
 // gpus are the GPUs of the host's buffers. They stay open: the host may use them until it ends.
-var gpus cuda.Finder
+var gpus = cuda.Finder{Getenv: getenv}
 
 // goHasDevice returns 1 if buffers may be in the memory of the device with a number, else 0.
 //

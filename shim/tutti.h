@@ -123,7 +123,7 @@ TUTTI_API int tutti_has(const char *feature);
  * NULL removes it. It runs on this thread without any lock, so that it may acquire an
  * interpreter's lock and run signal handlers. If it returns a value other than 0, the call ends
  * with TUTTI_ECANCELED, or with its outcome if that comes first. An operation that tutti_do ran
- * then counts as timed out at all ranks; a tutti_work_wait leaves its operation running.
+ * then counts as timed out at all ranks; tutti_run and tutti_work_wait leave theirs running.
  *
  * It applies to tutti_join, tutti_store_open, tutti_member_new, tutti_form, tutti_split,
  * tutti_recover, tutti_admit, tutti_evict, tutti_rejoin, tutti_agree, tutti_do, tutti_run,
@@ -172,7 +172,9 @@ typedef struct tutti_kv {
 	int (*compare_and_set)(void *ctx, tutti_kv_call *call);
 	/* Called once when no other callback runs or will be called any more: after the last group that
 	 * was made with this store was closed, or after tutti_join has failed. It may be called before
-	 * or soon after that call returns, on any thread. May be NULL. */
+	 * or soon after that call returns, on any thread. A tutti_join that returns TUTTI_EFORKED, or
+	 * refuses the size of a structure, does not call it; nor does another function that is given a
+	 * store. May be NULL. */
 	void (*release)(void *ctx);
 } tutti_kv;
 
@@ -231,7 +233,8 @@ TUTTI_API int tutti_join(const tutti_config *config, tutti_group *group);
  * the environment. The functions are written to *store, whose struct_size is to be set before. They
  * may be called from any thread, until release; release closes the store, and removes no key. The
  * keys are the program's: Tutti uses none of them. They go with the job. A value has at most
- * TUTTI_MAX_VALUE bytes. (Since 1.1.) */
+ * TUTTI_MAX_VALUE bytes. While the store cannot be reached, get, set and wait try again until their
+ * timeout_ns; compare_and_set fails, and may have happened. (Since 1.1.) */
 TUTTI_API int tutti_store_open(const tutti_config *config, tutti_kv *store);
 
 /* Makes n ranks inside this process, for tests and for programs that are parallel in threads:
@@ -426,8 +429,9 @@ TUTTI_API int tutti_start(tutti_group group, const tutti_op *op, tutti_work *wor
 
 /* tutti_start, and a tutti_work_wait of at most wait_ns, in one call. TUTTI_OK: the operation has
  * ended well, and *work is 0. TUTTI_EBUSY, which does not count as a failure: it runs on, or has
- * failed; *work is its handle, which must be released. Any other code: an error in the arguments,
- * and *work is 0. (Since 1.2.) */
+ * failed; *work is its handle, which must be released. TUTTI_ECANCELED: the check of
+ * tutti_set_interrupt ended the wait; *work is its handle as well. Any other code: an error in the
+ * arguments, and *work is 0. (Since 1.2.) */
 TUTTI_API int tutti_run(tutti_group group, const tutti_op *op, int64_t wait_ns, tutti_work *work);
 
 /* ---- Works ---- */

@@ -55,11 +55,12 @@ func (d *Driver) Open(ordinal int) (*Device, error) { return d.OpenIn("", ordina
 // for all GPUs of the clique, and for no other: nvlink.System.Clique returns it. Devices of the
 // same clique map each other's memory by handles of the fabric, if the driver has them.
 func (d *Driver) OpenIn(clique string, ordinal int) (*Device, error) {
-	return d.open(clique, ordinal, true)
+	return d.open(clique, ordinal, true, os.Getenv)
 }
 
-// open is OpenIn; without preload the driver loads kernels when they are launched first.
-func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error) {
+// open is OpenIn; without preload the driver loads kernels when they are launched first. getenv
+// reads the environment.
+func (d *Driver) open(clique string, ordinal int, preload bool, getenv func(string) string) (*Device, error) {
 	info, handle, err := d.info(ordinal)
 	if err != nil {
 		return nil, err
@@ -73,7 +74,7 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 		return nil, err
 	}
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
-		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap(), blocking: blocking()}
+		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap(), blocking: blocking(getenv)}
 	v.imports = newImports(v.loc, g.openImport, g.closeImport, v.rooms.held)
 	if err = v.prepareHandles(clique); err == nil {
 		err = v.load(ptx, preload)
@@ -87,8 +88,8 @@ func (d *Driver) open(clique string, ordinal int, preload bool) (*Device, error)
 // blocking reports whether the driver ends each kernel before the call that launches it returns, as
 // people have it do to find the one that fails. Kernels that wait for what comes later would never
 // end then.
-func blocking() bool {
-	set := os.Getenv("CUDA_LAUNCH_BLOCKING")
+func blocking(getenv func(string) string) bool {
+	set := getenv("CUDA_LAUNCH_BLOCKING")
 	return set != "" && set != "0"
 }
 

@@ -3,6 +3,7 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -22,6 +23,8 @@ type Finder struct {
 	// Clique names the clique of a fabric that a GPU has joined, "" for none: see Driver.OpenIn. A
 	// program has it from nvlink.System.Clique. nil: none has joined one.
 	Clique func(Info) string
+	// Getenv reads a variable of the environment, "" for one that is not set. nil: os.Getenv.
+	Getenv func(string) string
 
 	mu     sync.Mutex // held while a GPU is opened
 	open   map[int]*Device
@@ -67,7 +70,11 @@ func (f *Finder) Device(ordinal int) (*Device, error) {
 			clique = f.Clique(all[ordinal])
 		}
 	}
-	d, err := driver.OpenIn(clique, ordinal)
+	getenv := f.Getenv
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	d, err := driver.open(clique, ordinal, true, getenv)
 	if err != nil {
 		return nil, err
 	}

@@ -47,6 +47,8 @@ func (*Driver) Open(int) (*Device, error) { return nil, errBuild }
 // OpenIn fails as Load does.
 func (*Driver) OpenIn(string, int) (*Device, error) { return nil, errBuild }
 
+func (*Driver) open(string, int, bool, func(string) string) (*Device, error) { return nil, errBuild }
+
 // Info returns the zero Info.
 func (*Device) Info() Info { return Info{} }
 

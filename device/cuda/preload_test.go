@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"os"
 	"testing"
 
 	"tutti/device/cuda/fake"
@@ -32,7 +33,7 @@ func TestResidentKernelAndLoading(t *testing.T) {
 				t.Setenv("CUDA_MODULE_LOADING", "EAGER")
 			}
 			f, d := start(t, fake.Config{NoMemoryOps: !c.operations})
-			v, err := d.open("", 0, c.preload)
+			v, err := d.open("", 0, c.preload, os.Getenv)
 			must(t, err)
 			t.Cleanup(func() { must(t, v.Close()); f.Empty(t) })
 			gate := wordsOf(t, v, 1)[0]

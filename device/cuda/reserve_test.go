@@ -121,6 +121,21 @@ func TestBlockingLaunches(t *testing.T) {
 	}
 }
 
+// A Finder asks its own environment, not that of the process.
+func TestBlockingLaunchesOfAFinder(t *testing.T) {
+	f := fake.New(t, fake.Config{})
+	for _, set := range []string{"", "1"} {
+		gpus := Finder{Driver: func() (*Driver, error) { return LoadLibrary(f.Path) },
+			Getenv: func(string) string { return set }}
+		d, err := gpus.Device(0)
+		must(t, err)
+		if d.Reserves() != (set == "") {
+			t.Errorf("%q: places %v", set, d.Reserves())
+		}
+		must(t, gpus.Close())
+	}
+}
+
 // Places that a stream does not take leave their memory to others: when a borrowed stream has
 // passed what it was given, and when a stream is closed.
 func TestFailedReserveFreesItsRoom(t *testing.T) {

@@ -186,7 +186,8 @@ func TestStoreOfTheHost(t *testing.T) {
 	for name, more := range map[string]string{"with wait": "A=", "without wait": "WITHOUT_WAIT=1"} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "store")
-			pgtest.Exec(t, 3, program(t, "check-asan", "kv"), sanitizer, pgtest.Env("STORE_FILE="+file, more))
+			pgtest.Exec(t, 3, program(t, "check-asan", "kv"), sanitizer,
+				pgtest.Env("STORE_FILE="+file, "LOGS="+t.TempDir(), more))
 		})
 	}
 }
@@ -202,7 +203,7 @@ func TestStoreOfTheJob(t *testing.T) {
 func TestForkedChildren(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		t.Run(transport, func(t *testing.T) {
-			pgtest.Exec(t, 2, guest(t, "fork"), pgtest.Env("TUTTI_TRANSPORT="+transport))
+			pgtest.Exec(t, 2, guest(t, "fork"), pgtest.Env("TUTTI_TRANSPORT="+transport, "TUTTI_LOG_DIR="+t.TempDir()))
 		})
 	}
 }
@@ -223,6 +224,10 @@ func run(t *testing.T, part string, variables ...string) string {
 }
 
 func TestSignalsReachTheHost(t *testing.T) { run(t, "signals", "LOGS="+t.TempDir()) }
+
+func TestThreadsKeepTheirSignalMasks(t *testing.T) { run(t, "masks") }
+
+func TestLimitOfOpenFilesStays(t *testing.T) { run(t, "files") }
 
 func TestFaultsOfTheHostStayItsOwn(t *testing.T) { run(t, "faults") }
 

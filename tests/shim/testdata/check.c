@@ -315,11 +315,21 @@ static int always(void *ctx)
 	return 1;
 }
 
+/* once interrupts the first wait. */
+static int once(void *ctx)
+{
+	int first = *(int *)ctx == 77;
+
+	*(int *)ctx = 0;
+	return first;
+}
+
 static void interrupt(void)
 {
-	int ctx = 77, y;
+	int ctx = 77, y, z = 0;
 	int32_t peer = (rank + 1) % size;
-	tutti_work recv;
+	tutti_work recv, ran, failed;
+	tutti_error_info info = {.struct_size = sizeof info};
 	tutti_op op = tutti_op_recv(&y, 1, TUTTI_INT32, peer, 3);
 
 	caller = pthread_self();
@@ -339,11 +349,29 @@ static void interrupt(void)
 	op = tutti_op_recv(&y, 1, TUTTI_INT32, peer, 4);
 	CODE(TUTTI_ECANCELED, tutti_do(g, &op));
 	TRUE(checks == 2);
+
+	/* tutti_run gives the handle of an operation whose wait was interrupted. */
+	OK(tutti_set_interrupt(once, &ctx));
+	op = tutti_op_recv(&z, 1, TUTTI_INT32, peer, 5);
+	op.timeout_ns = 10000000000; /* for a library that loses it */
+	CODE(TUTTI_ECANCELED, tutti_run(g, &op, -1, &ran));
+	TRUE(ran != 0 && ctx == 0);
+	CODE(TUTTI_EBUSY, tutti_work_test(ran));
+	op = tutti_op_recv(&y, 1, TUTTI_INT32, peer, 6);
+	op.timeout_ns = 120000000; /* a failure of the operation is its own */
+	CODE(TUTTI_EBUSY, tutti_run(g, &op, -1, &failed));
+	OK(tutti_last_error_info(&info));
+	TRUE(info.code == TUTTI_ECANCELED);
+	CODE(TUTTI_ETIMEOUT, tutti_work_test(failed));
+	OK(tutti_work_release(failed));
 	OK(tutti_set_interrupt(NULL, NULL));
 	OK(tutti_barrier(g)); /* no message comes before its recv was interrupted */
 	OK(tutti_send(g, &y, 1, TUTTI_INT32, (rank + size - 1) % size, 3));
 	OK(tutti_work_wait(recv, -1));
 	OK(tutti_work_release(recv));
+	OK(tutti_send(g, &y, 1, TUTTI_INT32, (rank + size - 1) % size, 5));
+	OK(tutti_work_wait(ran, -1));
+	OK(tutti_work_release(ran));
 }
 
 static void ops(void)
@@ -580,6 +608,12 @@ static void bad(void)
 	OK(tutti_close(two[0]));
 	OK(tutti_close(two[1]));
 	CODE(TUTTI_EINVAL, tutti_local(0, NULL, two));
+
+	/* No machine has as much memory. */
+	OK(tutti_local(1, NULL, two));
+	CODE(TUTTI_ENOMEM, tutti_window_new(two[0], UINT64_C(1) << 46, 0, &w));
+	CODE(TUTTI_ENOMEM, tutti_alloc(two[0], UINT64_C(1) << 46, &p));
+	OK(tutti_close(two[0]));
 }
 
 /* lives reports whether a process has not ended. */
@@ -911,6 +945,28 @@ static void released(struct filestore *s)
 		nanosleep(&pause, NULL);
 }
 
+static void on_usr1(int sig)
+{
+	(void)sig;
+}
+
+/* keeps ends a wait in which the program's handler of SIGUSR1 is still installed. */
+static int keeps(void *ctx)
+{
+	struct sigaction a;
+
+	TRUE(sigaction(SIGUSR1, NULL, &a) == 0 && a.sa_handler == on_usr1);
+	return always(ctx);
+}
+
+/* refuses checks that tutti_join refuses a configuration and releases its store. */
+static void refuses(int code, struct filestore *s, const tutti_config *config, tutti_group *group)
+{
+	s->released = 0;
+	CODE(code, tutti_join(config, group));
+	TRUE(s->released == 1);
+}
+
 static void kv(void)
 {
 	static struct filestore s, broken;
@@ -944,8 +1000,11 @@ static void kv(void)
 	config.secret = "0123456789abcdef";
 	config.secret_len = 16;
 	if (rank == 0) {
-		OK(tutti_set_interrupt(always, &ctx));
+		signal(SIGUSR1, on_usr1);
+		config.log_dir = getenv("LOGS");
+		OK(tutti_set_interrupt(keeps, &ctx));
 		CODE(TUTTI_ECANCELED, tutti_join(&config, &g));
+		config.log_dir = NULL;
 		OK(tutti_set_interrupt(NULL, NULL));
 		released(&lonely);
 	}
@@ -955,8 +1014,33 @@ static void kv(void)
 	CODE(TUTTI_EINTERNAL, tutti_join(&config, &g));
 	SAYS("the disk is on fire");
 	released(&broken);
+
+	/* Each refusal releases the store, too. */
+	struct {
+		tutti_config c;
+		uint64_t more;
+	} later = {.c = config, .more = 1};
+
+	later.c.struct_size = sizeof later;
+	refuses(TUTTI_EUNSUPPORTED, &broken, &later.c, &g);
+	refuses(TUTTI_EINVAL, &broken, &config, NULL);
+	config.on_failure = 9;
+	refuses(TUTTI_EINVAL, &broken, &config, &g);
 	store.get = NULL;
+	refuses(TUTTI_EINVAL, &broken, &config, &g);
+	refuses(TUTTI_EUNSUPPORTED, &broken, &later.c, &g);
+
+	/* A store that is not understood is not touched, and another function leaves it to the program. */
+	broken.released = 0;
+	store.struct_size = 8;
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	store.struct_size = sizeof store;
+	CODE(TUTTI_EINVAL, tutti_member_new(&config, &g));
+	TRUE(broken.released == 0);
+	if (fork() == 0)
+		_exit(tutti_join(&config, &g) == TUTTI_EFORKED && broken.released == 0 ? 0 : 1);
+	int status = -1;
+	TRUE(wait(&status) > 0 && status == 0);
 }
 
 /* ask makes a request to a store that the library has opened, and compares the resulting value. */

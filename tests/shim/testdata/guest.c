@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
+#include <spawn.h>
 #include <stdatomic.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -99,6 +100,9 @@ static void forked(void)
 	tutti_op op = tutti_op_barrier();
 	tutti_error_info info = {.struct_size = sizeof info};
 	tutti_config config = {.struct_size = sizeof config, .size = 1};
+	static const int taken[] = {SIGSEGV, SIGPIPE, SIGURG, SIGUSR1};
+	struct sigaction a;
+	size_t i;
 	tutti_status status;
 	tutti_group out;
 	int32_t n;
@@ -106,6 +110,11 @@ static void forked(void)
 	void *p;
 	const void *q;
 
+	for (i = 0; i < sizeof taken / sizeof *taken; i++) {
+		TRUE(sigaction(taken[i], NULL, &a) == 0);
+		if (a.sa_handler != SIG_DFL)
+			FAIL("signal %d has a handler", taken[i]);
+	}
 #define NO(call) CODE(TUTTI_EFORKED, api.call)
 	NO(tutti_do(g, &op));
 	SAYS("child of a fork");
@@ -392,6 +401,61 @@ static void signals(void)
 	OK(api.tutti_close(two[1]));
 }
 
+/* blocks checks that this thread blocks the signals of a set after a call. */
+static void *blocks(void *want)
+{
+	sigset_t mask;
+	int sig;
+
+	OK(api.tutti_rank(g, &rank));
+	pthread_sigmask(SIG_SETMASK, NULL, &mask);
+	for (sig = 1; sig < NSIG; sig++)
+		if (sigismember(&mask, sig) != sigismember(want, sig))
+			FAIL("signal %d: blocked %d, want %d", sig, sigismember(&mask, sig), sigismember(want, sig));
+	return NULL;
+}
+
+/* masks checks that threads of the host keep their masks. */
+static void masks(void)
+{
+	sigset_t mask;
+	pthread_t thread;
+
+	sigemptyset(&mask);
+	sigaddset(&mask, SIGCHLD);
+	sigaddset(&mask, SIGPROF);
+	sigaddset(&mask, SIGRTMIN);
+	sigaddset(&mask, SIGUSR2);
+	pthread_sigmask(SIG_SETMASK, &mask, NULL);
+	load();
+	join(&(tutti_config){.struct_size = sizeof(tutti_config), .size = 1});
+	blocks(&mask);
+	TRUE(pthread_create(&thread, NULL, blocks, &mask) == 0);
+	pthread_join(thread, NULL);
+	OK(api.tutti_close(g));
+}
+
+/* files checks that the limit of open files stays, here and in children. */
+static void files(void)
+{
+	struct rlimit set = {1024, 4096}, now;
+	char *argv[] = {(char *)"sh", (char *)"-c", (char *)"test `ulimit -n` = 1024", NULL};
+	pid_t child;
+
+	TRUE(setrlimit(RLIMIT_NOFILE, &set) == 0);
+	load();
+	join(&(tutti_config){.struct_size = sizeof(tutti_config), .size = 1});
+	TRUE(getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur == set.rlim_cur && now.rlim_max == set.rlim_max);
+	TRUE(posix_spawn(&child, "/bin/sh", NULL, NULL, argv, environ) == 0);
+	reap(child);
+	set.rlim_cur = 20;
+	TRUE(setrlimit(RLIMIT_NOFILE, &set) == 0);
+	CODE(TUTTI_EINTERNAL, api.tutti_join(&(tutti_config){.struct_size = sizeof(tutti_config), .size = 64, .job = "j",
+	                                                     .secret = "0123456789abcdef", .secret_len = 16,
+	                                                     .store = "etcd://127.0.0.1:1"}, &g));
+	SAYS("may have 20 open files");
+}
+
 /* dies runs f in a new process image and returns the signal that ended it. */
 static int dies(const char *part)
 {
@@ -413,6 +477,23 @@ static void on_fault(int sig)
 	_exit(100 + sig);
 }
 
+static int again;
+
+/* on_fault_once is for a handler with SA_RESETHAND, which runs with the mask that it asks for. */
+static void on_fault_once(int sig)
+{
+	static int had;
+	sigset_t mask;
+
+	if (had++ > 0)
+		_exit(1);
+	pthread_sigmask(SIG_SETMASK, NULL, &mask);
+	if (!sigismember(&mask, sig) || !sigismember(&mask, SIGUSR1) || sigismember(&mask, SIGUSR2))
+		_exit(2);
+	if (again)
+		raise(sig);
+}
+
 static void fault(void)
 {
 	*(volatile int *)16 = 1;
@@ -425,6 +506,8 @@ static void faults(void)
 	TRUE(dies("fault") == SIGSEGV);
 	TRUE(dies("fault-handled-before") == -(100 + SIGSEGV));
 	TRUE(dies("fault-handled-after") == -(100 + SIGSEGV));
+	TRUE(dies("fault-once") == SIGSEGV);
+	TRUE(dies("fault-once-raise") == SIGSEGV);
 	TRUE(dies("sent") == SIGSEGV);
 	TRUE(dies("pipe") == SIGPIPE);
 	TRUE(dies("pipe-ignored") == -7);
@@ -439,6 +522,12 @@ static void faulting(const char *part)
 
 	if (strcmp(part, "fault-handled-before") == 0)
 		install(SIGSEGV, on_fault, 0);
+	if (strncmp(part, "fault-once", 10) == 0) {
+		again = strcmp(part, "fault-once-raise") == 0;
+		a = (struct sigaction){.sa_handler = on_fault_once, .sa_flags = SA_RESETHAND};
+		sigaddset(&a.sa_mask, SIGUSR1);
+		TRUE(sigaction(SIGSEGV, &a, NULL) == 0);
+	}
 	if (strcmp(part, "pipe-ignored") == 0)
 		signal(SIGPIPE, SIG_IGN);
 	if (strcmp(part, "pipe-handled") == 0)
@@ -768,7 +857,8 @@ int main(int argc, char **argv)
 	static const struct {
 		const char *name;
 		void (*f)(void);
-	} parts[] = {{"fork", fork_}, {"single", single}, {"signals", signals}, {"faults", faults}, {"cycles", cycles},
+	} parts[] = {{"fork", fork_}, {"single", single}, {"signals", signals}, {"masks", masks}, {"files", files},
+	             {"faults", faults}, {"cycles", cycles},
 	             {"second", second}, {"threads", threads}, {"hot", hot},
 	             {"subnormals", subnormals}, {"entries-keep", entries_keep},
 	             {"refused", refused}};
