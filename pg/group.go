@@ -230,7 +230,8 @@ func (g *Group) locate(places []join.Place) {
 			v.Table = t
 		}
 	})
-	if g.v.Table.Hash() != was && g.firstWithTable(places) == g.rank {
+	// A rank that comes in has had no table here.
+	if (g.v.Table.Hash() != was || g.joins && g.differ(places) < 0) && g.firstWithTable(places) == g.rank {
 		g.untuned(places)
 	}
 	g.run.Settle(g.v.Topology)

@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -8,6 +9,7 @@ import (
 	"strconv"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sync/semaphore"
 
@@ -40,10 +42,12 @@ const WindowCounters = 16
 // places puts and answers gets while it is in a call of this package; a target that computes for
 // long delays other ranks.
 //
-// Failures: an operation on the part of a lost rank fails with a *RankError that names it. All
-// other parts stay as they are, in every view of the group. A rank that came in has a part after it
-// has called NewWindow and the members Refresh. After an error, nothing touches this rank's memory
-// any more; data that was being put may have been placed in part or as a whole.
+// Failures: an operation on the part of a lost rank fails with a *RankError that names it; only
+// signals that had come from it can still be waited for, until Refresh. All other parts stay as
+// they are, in every view of the group. A rank that came in has a part after it has called
+// NewWindow and the members Refresh. After an error, nothing touches this rank's memory any more;
+// data that was being put may have been placed in part or as a whole. A put that fails ends all
+// signals to its rank, and Flush returns its error, until Refresh.
 type Window struct {
 	g      *Group
 	n      int
@@ -58,10 +62,11 @@ type Window struct {
 	turn *semaphore.Weighted // of Refresh and Close
 
 	// Under the proxy's lock.
-	parts  []part // by slot
-	waits  []*p2p.Wait
-	spare  []*p2p.Transfer
-	closed bool
+	parts    []part // by slot
+	waits    []*p2p.Wait
+	spare    []*p2p.Transfer
+	closed   bool
+	unpolled int // operations since the last poll: see pollEvery
 }
 
 // part is what this rank knows of a rank's part of the window.
@@ -71,32 +76,40 @@ type part struct {
 	tag           uint64
 	sent          [WindowCounters]uint64
 	signal        p2p.Signal   // of the put that is being begun
-	pending       []pendingPut // puts that were begun, the oldest first
+	begun         uint64       // puts that did not end at once
+	pending       []pendingPut // those that have not ended, the oldest first
 	flushes       int          // goroutines in Flush
-	failed        error        // the error of the first put that failed since Flush
+	failure       *failure     // of puts since Refresh: another one after it
 	mapping       *p2p.Mapping
 }
+
+// failure is whether puts have failed.
+type failure struct {
+	err  error // of the first one, nil: none has
+	told bool  // a Flush or a signal has returned an error since the last one
+}
+
+func (f *failure) add(err error) { f.err, f.told = cmp.Or(f.err, err), false }
 
 // pendingPut is a put that was begun, and the visit that has brought its data from a device, nil
 // for the host's.
 type pendingPut struct {
 	*p2p.Transfer
-	v *visit
+	v      *visit
+	number uint64 // part.begun before it
 }
 
-// unplaced returns why signals must not be sent: a put has failed, and Flush has not reported that.
-// A rank that sees a signal has to see the data of the puts before it.
-func (p *part) unplaced() error {
-	failed := p.failed
-	for i := 0; failed == nil && i < len(p.pending); i++ {
-		if t := p.pending[i]; t.Done() {
-			failed = t.Err()
-		}
+// unplaced returns why signals to p must not be sent: a put has failed. A rank that sees a signal
+// has to see the data of the puts before it. The caller tells the program. With the proxy's lock.
+func (w *Window) unplaced(p *part) error {
+	if len(p.pending) > 0 {
+		w.reap(p)
 	}
-	if failed == nil {
+	if p.failure.err == nil {
 		return nil
 	}
-	return fmt.Errorf("%w: %w", p2p.ErrUnplaced, failed)
+	p.failure.told = true
+	return fmt.Errorf("%w: %w", p2p.ErrUnplaced, p.failure.err)
 }
 
 func (t pendingPut) end() {
@@ -225,7 +238,7 @@ func (p *part) decode(said []int64) error {
 		return fmt.Errorf("%w: %d and %d bytes", mem.ErrRemote, first, second)
 	}
 	p.incarnation = uint64(said[saysIncarnation])
-	p.tag = p.incarnation >> countBits
+	p.tag, p.failure = p.incarnation>>countBits, new(failure)
 	return errors.Join(p.data.UnmarshalBinary(b[:first]), p.signals.UnmarshalBinary(b[first:first+second]))
 }
 
@@ -234,7 +247,13 @@ func (p *part) decode(said []int64) error {
 func (w *Window) adopt(parts []part) {
 	for slot := range w.parts {
 		old := &w.parts[slot]
+		if old.incarnation == 0 {
+			continue
+		}
 		if slot < len(parts) && old.incarnation == parts[slot].incarnation {
+			if w.reap(old); old.failure.told {
+				old.failure = new(failure) // a Flush under way has the other one
+			}
 			parts[slot] = *old
 			continue
 		}
@@ -260,6 +279,10 @@ func (w *Window) drop(p *part) {
 // Refresh, and drops those of lost ranks. It is a collective of all active ranks, in which the
 // ranks that came in call NewWindow instead. Parts of ranks that stayed do not change. The counters
 // between this rank and a new incarnation begin at 0.
+//
+// Refresh also ends what failed puts and signals to a rank cause, if a Flush or a signal to it has
+// returned an error since the last of them failed. If none has, the next one returns the error, and
+// only a later Refresh ends it: call Flush for each rank before Refresh.
 func (w *Window) Refresh(ctx context.Context) error {
 	if err := w.await(ctx, "refreshing"); err != nil {
 		return err
@@ -296,10 +319,21 @@ type call struct {
 	wait *p2p.Wait
 }
 
+// pollEvery is how many short operations are between two polls of the links; a longer one counts
+// for one more each 16 KiB. Operations that end at once poll none, and peers may wait for this rank
+// to place puts and answer gets.
+const pollEvery = 256
+
 // reach begins an operation on n bytes at offset of rank's part. If it succeeds, it holds the
 // proxy's lock.
 func (w *Window) reach(name string, rank, offset, n int) (*part, error) {
 	w.g.job.proxy.Lock()
+	if w.unpolled += 1 + n>>14; w.unpolled >= pollEvery {
+		w.unpolled = 0
+		w.g.job.proxy.Unlock()
+		w.g.job.proxy.Idle()
+		w.g.job.proxy.Lock()
+	}
 	p, err := w.part(name, rank)
 	if err == nil && (offset < 0 || n > w.n || offset > w.n-n) {
 		err = &ArgumentError{Call: name, Arg: "the range", Got: fmt.Sprintf("%d bytes at offset %d", n, offset),
@@ -391,6 +425,12 @@ func (c *call) explain(rank int, err error) error {
 			Err: fmt.Errorf("it has closed the window, or it is another incarnation of it: %w", err)}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
+	case errors.Is(err, p2p.ErrCancelled):
+		if _, lost := c.w.part(c.name, rank); lost != nil {
+			return lost
+		}
+		return fmt.Errorf("%s: a call that could not wait longer gave up a put to rank %d; refresh the window, or "+
+			"make it again (torch: register the tensor again), and repeat the put: %w", c.name, rank, err)
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		e := &TimeoutError{Call: c.name, After: c.wait.Waited(), Reporter: g.rank, Err: expiry(err),
 			Missing: []Seen{{Rank: rank, What: "nothing yet"}}}
@@ -412,21 +452,24 @@ func (w *Window) transfer() *p2p.Transfer {
 	return new(p2p.Transfer)
 }
 
-// reap removes the puts that are done from the front of p's list. With the proxy's lock.
+// reap removes the puts that are done from p's list. With the proxy's lock.
 func (w *Window) reap(p *part) {
-	k := 0
-	for k < len(p.pending) && p.pending[k].Done() {
-		t := p.pending[k]
-		if err := t.Err(); err != nil && p.failed == nil {
-			p.failed = err
+	open := p.pending[:0]
+	for _, t := range p.pending {
+		if !t.Done() {
+			open = append(open, t)
+			continue
+		}
+		if err := t.Err(); err != nil {
+			p.failure.add(err)
 		}
 		if p.flushes == 0 { // else a Flush may still read it
 			w.spare = append(w.spare, t.Transfer)
 		}
 		t.end()
-		k++
 	}
-	p.pending = p.pending[:copy(p.pending, p.pending[k:])]
+	clear(p.pending[len(open):])
+	p.pending = open
 }
 
 // Put begins to copy src to offset of rank's part. It returns when the transfer has begun, which
@@ -448,9 +491,9 @@ func (w *Window) PutSignal(ctx context.Context, rank, offset int, src []byte, co
 
 // Signal adds one to this rank's counter at rank (0 to WindowCounters-1), after the data of all
 // puts to rank that this rank began before: a target that sees the signal sees that data. It
-// returns when the signal has begun. Flush reports the outcome. If one of those puts fails, the
-// signal is not sent, and nor are later ones, which return an error, until Flush has reported that.
-// The next signal that is sent counts for those that were begun and not sent, too.
+// returns when the signal has begun. Flush reports the outcome. If one of those puts fails or is
+// given up, the signal is not sent, and nor are later ones of any goroutine, which return an error,
+// until Refresh. The next signal that is sent counts for those that were begun and not sent, too.
 func (w *Window) Signal(ctx context.Context, rank, counter int) error {
 	return w.put(ctx, "signal", rank, 0, nil, nil, counter, true)
 }
@@ -476,7 +519,7 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 	}
 	var signal *p2p.Signal
 	if counter >= 0 {
-		if err := p.unplaced(); err != nil {
+		if err := w.unplaced(p); err != nil {
 			c := w.begin(ctx, name)
 			return c.leave(rank, err)
 		}
@@ -492,9 +535,13 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 	placed := true
 	switch {
 	case rank == w.g.rank:
-		copy(w.Bytes()[offset:], src)
+		if p, err = w.copyOwn(w.Bytes()[offset:], src, p); err != nil {
+			c := w.begin(ctx, name)
+			return c.leave(rank, err)
+		}
 		if counter >= 0 {
-			w.region.Word(w.words + int(signal.Offset)).Store(signal.Value)
+			// p.signal may be that of another goroutine by now.
+			w.word(rank, counter).Store(w.tag<<countBits | p.sent[counter] + 1)
 			w.g.job.proxy.Wake() // another goroutine may be waiting for the word
 		}
 	case len(src) > 0 || counter >= 0:
@@ -530,7 +577,7 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 			if now == nil {
 				return 0, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone}
 			}
-			return w.tag<<countBits | now.sent[counter] + 1, now.unplaced()
+			return w.tag<<countBits | now.sent[counter] + 1, w.unplaced(now)
 		}
 		s.At = &signals
 	}
@@ -546,7 +593,8 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 	if counter >= 0 {
 		p.sent[counter]++
 	}
-	p.pending = append(p.pending, pendingPut{t, v})
+	p.pending = append(p.pending, pendingPut{t, v, p.begun})
+	p.begun++
 	w.reap(p)
 	return c.leave(rank, nil)
 }
@@ -556,43 +604,54 @@ func badCounter(name string, counter int) error {
 		Want: fmt.Sprintf("a counter, 0 to %d", WindowCounters-1)}
 }
 
-// Flush returns when all puts and signals to rank that were begun before have ended: their data is
-// placed, and their sources may change. It returns the error of the first one that failed since the
-// last Flush. If ctx ends, Flush gives up the remaining ones; their sources may change then, too.
+// Flush returns when all puts and signals to rank that were begun before it have ended: their data
+// is placed, and their sources may change. If ctx ends, Flush gives up those that have not ended;
+// their sources may change then, too.
+//
+// After a put or a signal to rank has failed or was given up, whichever goroutine had begun it,
+// every Flush to rank returns the error of the first one, until a Refresh after a Flush or a signal
+// has returned it: see Refresh. A Flush that had begun before that Refresh returns it, too.
 func (w *Window) Flush(ctx context.Context, rank int) error {
 	p, err := w.reach("flush", rank, 0, 0)
 	if err != nil {
 		w.giveUp(rank)
 		return err
 	}
-	if len(p.pending) == 0 && p.failed == nil {
+	if len(p.pending) == 0 && p.failure.err == nil {
 		w.g.job.proxy.Unlock()
 		return nil
 	}
 	c := w.begin(ctx, "flush")
-	incarnation := p.incarnation
+	incarnation, until, before := p.incarnation, p.begun, p.failure
 	p.flushes++
-	for len(p.pending) > 0 && err == nil {
+	for err == nil && len(p.pending) > 0 && p.pending[0].number < until {
 		t := p.pending[0].Transfer
-		if e := w.g.msgs.WaitTransfer(c.wait, t); errors.Is(t.Err(), p2p.ErrCancelled) {
-			err = e // of WaitTransfer
+		e := w.g.msgs.WaitTransfer(c.wait, t)
+		if errors.Is(t.Err(), p2p.ErrCancelled) && !errors.Is(e, p2p.ErrCancelled) {
+			err = e // the wait has ended, and not because another goroutine gave up t
 		}
 		if p = w.again(rank, incarnation); p == nil {
 			return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
 		}
 		if err != nil {
-			for _, t := range p.pending {
-				w.g.job.proxy.CancelTransfer(t.Transfer)
-			}
+			w.cancel(p, until)
 		}
 		w.reap(p)
 	}
 	p.flushes--
-	failed := p.failed
-	if p.failed = nil; err == nil {
-		err = failed
+	if err = cmp.Or(err, before.err, p.failure.err); err != nil {
+		p.failure.told = true
 	}
 	return c.leave(rank, err)
+}
+
+// cancel ends the puts to p with numbers below until. With the proxy's lock.
+func (w *Window) cancel(p *part, until uint64) {
+	for _, t := range p.pending {
+		if t.number < until {
+			w.g.job.proxy.CancelTransfer(t.Transfer)
+		}
+	}
 }
 
 // again returns rank's part after the lock was released, or nil if the slot has another incarnation
@@ -610,12 +669,31 @@ func (w *Window) giveUp(rank int) {
 	p.Lock()
 	defer p.Unlock()
 	if !w.closed && rank >= 0 && rank < len(w.parts) {
-		for _, t := range w.parts[rank].pending {
-			p.CancelTransfer(t.Transfer)
-		}
+		w.cancel(&w.parts[rank], w.parts[rank].begun)
 		w.reap(&w.parts[rank])
-		w.parts[rank].failed = nil
 	}
+}
+
+// copyOwn copies src to dst, one of which is in this rank's part p, and returns where p is then.
+// They may overlap. After each piece it may release the proxy's lock for a while. With that lock.
+func (w *Window) copyOwn(dst, src []byte, p *part) (*part, error) {
+	const piece = 256 << 10
+	n, incarnation := min(len(dst), len(src)), p.incarnation
+	to, from := uintptr(unsafe.Pointer(unsafe.SliceData(dst))), uintptr(unsafe.Pointer(unsafe.SliceData(src)))
+	backward := to > from && to-from < uintptr(n) // dst starts inside src
+	for done := 0; done < n; done += piece {
+		i, k := done, min(piece, n-done)
+		if backward {
+			i = n - done - k
+		}
+		if !w.g.job.proxy.Moved(copy(dst[i:i+k], src[i:])) {
+			continue
+		}
+		if p = w.again(w.g.rank, incarnation); p == nil {
+			return nil, &p2p.PeerError{Rank: w.g.jobRank(w.g.rank), Err: p2p.ErrPeerGone}
+		}
+	}
+	return p, nil
 }
 
 // Get copies from offset of rank's part to dst, and returns when the data is there. After an error
@@ -627,7 +705,7 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 	}
 	switch {
 	case rank == w.g.rank:
-		copy(dst, w.Bytes()[offset:])
+		_, err = w.copyOwn(dst, w.Bytes()[offset:], p)
 	case len(dst) > 0:
 		t := w.transfer()
 		from := p.data // p may be replaced meanwhile
@@ -641,7 +719,8 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 
 // WaitSignal returns when rank's counter at this rank (0 to WindowCounters-1) has reached n, that
 // is, when rank has signalled n times since both ranks have their parts. Data that rank put before,
-// as Signal and PutSignal say, is then in Bytes. n is at most 2^40-1, as often as a rank signals.
+// as Signal and PutSignal say, is then in Bytes. This holds until Refresh if rank has been lost
+// since. n is at most 2^40-1, as often as a rank signals.
 func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) error {
 	const name = "wait for a signal"
 	switch {
@@ -653,17 +732,17 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 	}
 	p, err := w.reach(name, rank, 0, 0)
 	if err != nil {
-		return err
+		return w.arrived(err, rank, counter, n)
 	}
-	word, tag := w.region.Word(w.words+rank*rowSize+counter*mem.WordSize), p.tag
+	word, tag := w.word(rank, counter), p.tag
 	w.g.job.proxy.Unlock()
-	reached := func(v uint64) bool { return n == 0 || v>>countBits == tag && v&maxCount >= n }
+	reached := func(v uint64) bool { return signalled(v, tag, n) }
 	if w.g.job.proxy.PollWord(word, reached) {
 		return nil
 	}
 	c, p, err := w.enter(ctx, name, rank, 0, 0)
 	if err != nil {
-		return err
+		return w.arrived(err, rank, counter, n)
 	}
 	tag = p.tag // of another incarnation, perhaps
 	if rank == w.g.rank {
@@ -676,6 +755,28 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 		_, err = w.g.msgs.WaitWord(c.wait, rank, word, reached)
 	}
 	return c.leave(rank, err)
+}
+
+// arrived returns err, with which reach has failed, or nil if rank is lost and had signalled n
+// times.
+func (w *Window) arrived(err error, rank, counter int, n uint64) error {
+	w.g.job.proxy.Lock()
+	defer w.g.job.proxy.Unlock()
+	if errors.As(err, new(*RankError)) && rank < len(w.parts) && w.parts[rank].incarnation != 0 &&
+		signalled(w.word(rank, counter).Load(), w.parts[rank].tag, n) {
+		return nil
+	}
+	return err
+}
+
+// word returns the word that rank signals to for counter.
+func (w *Window) word(rank, counter int) *atomic.Uint64 {
+	return w.region.Word(w.words + rank*rowSize + counter*mem.WordSize)
+}
+
+// signalled reports whether word says that the rank with tag has signalled n times.
+func signalled(word, tag, n uint64) bool {
+	return n == 0 || word>>countBits == tag && word&maxCount >= n
 }
 
 // Map returns the part of a rank on this machine as read-only memory of this process: a write

@@ -25,8 +25,8 @@ const (
 //
 // After a failure in the middle, a part of it may have been placed. A network card that can read
 // the device's memory does (GPUDirect RDMA), and PutBuffer waits until the data is placed, as Flush
-// does. Otherwise data goes through pieces of host memory, whose size does not grow with the
-// buffer's.
+// does; if that fails, signals and Flush return the error, too. Otherwise data goes through pieces
+// of host memory, whose size does not grow with the buffer's.
 func (w *Window) PutBuffer(ctx context.Context, rank, offset int, src Buffer) error {
 	return w.move(ctx, "put", rank, offset, src, true)
 }
@@ -125,7 +125,7 @@ func (c *carriage) direct(ctx context.Context) (done bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	t, remote := w.transfer(), p.data // p may be replaced meanwhile
+	t, remote, incarnation := w.transfer(), p.data, p.incarnation // p may be replaced meanwhile
 	local := mem.Device(uint64(c.x.addr), c.x.n, loc)
 	if c.reads {
 		err = g.msgs.Put(k.wait, t, c.rank, local, &remote, uint64(c.offset), p2p.Signal{}, nil)
@@ -134,6 +134,10 @@ func (c *carriage) direct(ctx context.Context) (done bool, err error) {
 	}
 	if err == nil {
 		err = g.msgs.WaitTransfer(k.wait, t)
+		p, failed := w.again(c.rank, incarnation), t.Err()
+		if c.reads && p != nil && failed != nil && !errors.Is(failed, errors.ErrUnsupported) {
+			p.failure.add(failed)
+		}
 	}
 	w.spare = append(w.spare, t)
 	if errors.Is(err, errors.ErrUnsupported) {

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tutti/p2p"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -207,12 +208,27 @@ func TestWindowSurvivesLostRank(t *testing.T) {
 		t.Run(tr, func(t *testing.T) {
 			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 				ctx := t.Context()
-				w := newWindow(t, g, 4<<20)
-				x := bytes.Repeat([]byte{7}, 4<<20)
+				const last = 4 << 20
+				w := newWindow(t, g, last+1)
+				x := bytes.Repeat([]byte{7}, last)
+				came := func() { // what the rank that died had signalled before
+					t.Helper()
+					if err := w.WaitSignal(ctx, 2, 7, 1); err != nil || w.Bytes()[last] != 9 {
+						t.Errorf("what a rank put and signalled before it died: %d, %v", w.Bytes()[last], err)
+					}
+					if err := w.WaitSignal(ctx, 2, 7, 2); lostRank(err) != 2 {
+						t.Errorf("waiting for a rank that died: %v", err)
+					}
+				}
 				if err := g.Barrier(ctx); err != nil {
 					t.Fatal(err)
 				}
 				if g.Rank() == 2 {
+					for _, to := range []int{0, 1, 3} {
+						if err := errors.Join(w.PutSignal(ctx, to, last, []byte{9}, 7), w.Flush(ctx, to)); err != nil {
+							t.Fatal(err)
+						}
+					}
 					if err := w.Put(ctx, 0, 0, x); err != nil {
 						t.Fatal(err)
 					}
@@ -231,9 +247,7 @@ func TestWindowSurvivesLostRank(t *testing.T) {
 					}
 					break
 				}
-				if err := w.WaitSignal(ctx, 2, 0, 1); lostRank(err) != 2 {
-					t.Errorf("waiting for a rank that died: %v", err)
-				}
+				came()
 				if err := w.Get(ctx, 2, 0, x[:8]); lostRank(err) != 2 {
 					t.Errorf("a get from a rank that died: %v", err)
 				}
@@ -266,6 +280,7 @@ func TestWindowSurvivesLostRank(t *testing.T) {
 						t.Fatalf("the view is %v", g.View())
 					}
 				}
+				came()
 				if err := w.Put(ctx, 2, 0, x[:1]); lostRank(err) != 2 {
 					t.Errorf("a put to a rank that is no member any more: %v", err)
 				}
@@ -405,11 +420,17 @@ func TestWindowCloses(t *testing.T) {
 			if second.Signal(ctx, 1, 0) != nil {
 				t.Error("the second window")
 			}
+			begun := err == nil
 			if e := <-done; err == nil {
 				err = e
 			}
 			if lostRank(err) != 1 {
 				t.Errorf("a put to a part that is closed: %v", err)
+			}
+			if begun {
+				if err := first.Flush(ctx, 1); lostRank(err) != 1 {
+					t.Errorf("another Flush of that put: %v", err)
+				}
 			}
 			if err := second.Signal(ctx, 1, 1); err != nil {
 				t.Fatal(err)
@@ -597,8 +618,8 @@ func pingPong(ctx context.Context, g *pg.Group, size, rounds int, reset func()) 
 	return g.Barrier(ctx)
 }
 
-// A rank that sees a signal sees the data of the put before it, also if that put was given up. The
-// next signal is sent when Flush has reported that.
+// A rank that sees a signal sees the data of the put before it, also if that put was given up: then
+// no signal is sent, and every Flush returns the error, until Refresh.
 func TestSignalsOfPutsThatFailAreNotSent(t *testing.T) {
 	const n, rounds = 32 << 20, 6
 	everywhere(t, 2, func(t *testing.T, g *pg.Group) {
@@ -622,6 +643,12 @@ func TestSignalsOfPutsThatFailAreNotSent(t *testing.T) {
 					t.Fatal(err)
 				case err != nil:
 					failed++
+					for what, err := range map[string]error{"Flush": w.Flush(ctx, 1), "Signal": w.Signal(ctx, 1, 2),
+						"PutSignal": w.PutSignal(ctx, 1, 0, nil, 2)} {
+						if !errors.Is(err, p2p.ErrCancelled) {
+							t.Errorf("%s after a put was given up: %v", what, err)
+						}
+					}
 				}
 			}
 			if err := g.Barrier(ctx); err != nil {
@@ -638,7 +665,7 @@ func TestSignalsOfPutsThatFailAreNotSent(t *testing.T) {
 					over = ctx
 				}
 			}
-			if err := g.Barrier(ctx); err != nil {
+			if err := w.Refresh(ctx); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -14,8 +14,8 @@ import (
 )
 
 // Package syscall raises the limit of open files. The host's children would inherit that, and
-// select cannot be used on files beyond the usual limit. This restores the limit, unless the host
-// has set another one since.
+// select cannot be used on files beyond the usual limit. This restores the limit that the host had
+// when it loaded the library. A join raises it as far as a job of its size needs.
 func init() {
 	host := syscall.Rlimit{Cur: uint64(C.tutti_files.rlim_cur), Max: uint64(C.tutti_files.rlim_max)}
 	raised := syscall.Rlimit{Cur: host.Max - 1, Max: host.Max}

@@ -185,6 +185,8 @@ void tutti_settle(const struct sigaction *usr1)
 	struct sigaction a;
 	int sig;
 
+	if (usr1->sa_sigaction != golang[SIGSEGV].sa_sigaction)
+		host[SIGUSR1] = *usr1;
 	if (of_host(usr1))
 		sigaction(SIGUSR1, usr1, NULL);
 	for (sig = 1; sig < NSIG; sig++) {

@@ -6,6 +6,7 @@ package main
 import "C"
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,11 +20,21 @@ import (
 // jobStore is a store that the host has opened: the part of the job's keys that belongs to the
 // program.
 type jobStore struct {
-	cfg bootstrap.StoreConfig
+	dial func(context.Context) (bootstrap.Store, error)
+	life context.Context // ends at the release
+	end  context.CancelFunc
+	work sync.WaitGroup
 
 	mu     sync.Mutex
-	handle bootstrap.Store // nil: closed
+	handle bootstrap.Store
+	err    error         // why the last attempt to replace handle failed; nil: it did not
+	tried  chan struct{} // closed after the next attempt
 }
+
+var errReleased = errors.New("the store was released")
+
+// retry is the pause before what has failed for want of the store is tried again.
+const retry = 100 * time.Millisecond
 
 var jobStores = table[jobStore]{kind: C.KIND_STORE}
 
@@ -50,52 +61,138 @@ func openStore(ctx context.Context, c *C.tutti_config) (uint64, error) {
 		}
 		return environment
 	}
-	s := &jobStore{cfg: bootstrap.StoreConfig{Address: either(cfg.StoreAddr, l.Store), Job: either(cfg.Job, l.Job),
+	place := bootstrap.StoreConfig{Address: either(cfg.StoreAddr, l.Store), Job: either(cfg.Job, l.Job),
 		Secret: cfg.Secret, Rank: l.Rank, User: either(cfg.StoreUser, l.StoreUser),
 		Password: either(cfg.StorePassword, l.StorePassword), CA: l.StoreCA, Cert: l.StoreCert, Key: l.StoreKey,
-		LeaseTTL: cfg.LeaseTTL, Logger: cfg.Logger}}
-	if s.cfg.Secret == nil {
-		s.cfg.Secret = l.Secret
+		LeaseTTL: cfg.LeaseTTL, Logger: cfg.Logger}
+	if place.Secret == nil {
+		place.Secret = l.Secret
 	}
 	switch {
-	case s.cfg.Address == "":
+	case place.Address == "":
 		return 0, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the program with tutti run")
-	case s.cfg.Job == "":
+	case place.Job == "":
 		return 0, l.JobMissing()
 	}
-	if s.handle, err = bootstrap.DialStore(ctx, s.cfg); err != nil {
+	s, err := newJobStore(ctx, func(ctx context.Context) (bootstrap.Store, error) {
+		return bootstrap.DialStore(ctx, place)
+	})
+	if err != nil {
 		return 0, err
 	}
 	return jobStores.add(s), nil
 }
 
-// get returns the store's handle, a new one if the lease of the last was lost, as that of a process
-// that was stopped is.
-func (s *jobStore) get(ctx context.Context) (bootstrap.Store, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.handle == nil {
-		return nil, errors.New("the store was released")
-	}
-	if s.handle.Err() != nil {
-		again, err := bootstrap.DialStore(ctx, s.cfg)
-		if err != nil {
-			return nil, err
-		}
-		s.handle.Close()
-		s.handle = again
-	}
-	return s.handle, nil
-}
-
-// ask makes a request, and returns the resulting value of its key.
-func (s *jobStore) ask(ctx context.Context, kind C.int, key string, value, expected []byte) ([]byte, error) {
-	h, err := s.get(ctx)
+// newJobStore returns a store whose handles are those of dial.
+func newJobStore(ctx context.Context, dial func(context.Context) (bootstrap.Store, error)) (*jobStore, error) {
+	h, err := dial(ctx)
 	if err != nil {
 		return nil, err
 	}
-	key = programKeys + key
-	var b []byte
+	s := &jobStore{dial: dial, handle: h, tried: make(chan struct{})}
+	s.life, s.end = context.WithCancel(context.Background())
+	s.work.Go(func() { s.keep(h) })
+	return s, nil
+}
+
+// release ends requests, and closes the handle.
+func (s *jobStore) release() {
+	s.end()
+	s.work.Wait()
+}
+
+// keep replaces the handle when its lease was lost, as that of a process that was stopped is.
+func (s *jobStore) keep(h bootstrap.Store) {
+	for {
+		select {
+		case <-h.Lost():
+		case <-s.life.Done():
+			h.Close()
+			return
+		}
+		h.Close()
+		for h = s.replace(); h == nil; h = s.replace() {
+			if !pause(s.life) {
+				return
+			}
+		}
+	}
+}
+
+// replace takes a new handle, and returns it, nil if the store gives none.
+func (s *jobStore) replace() bootstrap.Store {
+	h, err := s.dial(s.life)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.err = err; err == nil {
+		s.handle = h
+	}
+	close(s.tried)
+	s.tried = make(chan struct{})
+	return h
+}
+
+// get returns a handle that has its lease. It waits for one until ctx ends, unless the store
+// refuses to give one, or, once, the last attempt to take one has failed.
+func (s *jobStore) get(ctx context.Context, once bool) (bootstrap.Store, error) {
+	for {
+		s.mu.Lock()
+		h, err, tried := s.handle, s.err, s.tried
+		s.mu.Unlock()
+		switch {
+		case s.life.Err() != nil:
+			return nil, errReleased
+		case h.Err() == nil:
+			return h, nil
+		case err != nil && (once || !errors.Is(err, bootstrap.ErrStoreAway)):
+			return nil, err
+		}
+		select {
+		case <-tried:
+		case <-s.life.Done():
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w: %w", context.Cause(ctx), cmp.Or(err, h.Err()))
+		}
+	}
+}
+
+// pause waits for retry. It returns false if ctx ended first.
+func pause(ctx context.Context) bool {
+	select {
+	case <-time.After(retry):
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// ask makes a request, and returns the resulting value of its key. While the store is away it makes
+// the request again until ctx ends, except a compare and set, which may have happened.
+func (s *jobStore) ask(ctx context.Context, kind int, key string, value, expected []byte) ([]byte, error) {
+	once := kind == C.STORE_COMPARE_AND_SET
+	for {
+		h, err := s.get(ctx, once)
+		if err != nil {
+			return nil, err
+		}
+		b, err := request(ctx, h, kind, programKeys+key, value, expected)
+		closed := errors.Is(err, bootstrap.ErrStoreClosed)
+		switch {
+		case closed && s.life.Err() != nil:
+			return nil, errReleased
+		case closed:
+			err = fmt.Errorf("%w: its lease was lost", bootstrap.ErrStoreAway)
+		case !errors.Is(err, bootstrap.ErrStoreAway) && !errors.Is(err, bootstrap.ErrLeaseLost):
+			return b, err
+		}
+		if once || !pause(ctx) {
+			return nil, err
+		}
+	}
+}
+
+// request makes a request on a handle.
+func request(ctx context.Context, h bootstrap.Store, kind int, key string, value, expected []byte) ([]byte, error) {
 	switch kind {
 	case C.STORE_SET:
 		if len(value) == 0 {
@@ -112,7 +209,8 @@ func (s *jobStore) ask(ctx context.Context, kind C.int, key string, value, expec
 		}
 		return value, err
 	default:
-		if b, err = h.Get(ctx, key); errors.Is(err, bootstrap.ErrNoKey) {
+		b, err := h.Get(ctx, key)
+		if errors.Is(err, bootstrap.ErrNoKey) {
 			return nil, nil
 		}
 		return b, err
@@ -154,7 +252,7 @@ func goStore(h C.uint64_t, kind C.int, c *C.tutti_kv_call) C.int {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(c.timeout_ns))
 	defer cancel()
-	b, err := s.ask(ctx, kind, C.GoString(c.key), copied(c.value, c.value_len), copied(c.expected, c.expected_len))
+	b, err := s.ask(ctx, int(kind), C.GoString(c.key), copied(c.value, c.value_len), copied(c.expected, c.expected_len))
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return refuse(C.TUTTI_ETIMEOUT, err)
@@ -176,9 +274,6 @@ func goStore(h C.uint64_t, kind C.int, c *C.tutti_kv_call) C.int {
 //export goStoreRelease
 func goStoreRelease(h C.uint64_t) {
 	if s := jobStores.remove(uint64(h)); s != nil {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.handle.Close()
-		s.handle = nil
+		s.release()
 	}
 }

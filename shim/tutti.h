@@ -545,7 +545,9 @@ TUTTI_API int tutti_window_wait_signal(tutti_window window, int32_t rank, int32_
                                        int64_t timeout_ns);
 
 /* Waits until all puts and signals to rank have ended, and returns the error of the first one
- * that failed. */
+ * that failed. After a put has failed or was given up, every tutti_window_flush to its rank
+ * returns that error, and tutti_window_signal and tutti_window_put_signal to it fail.
+ * tutti_window_refresh ends this, if one of these calls has returned the error before. */
 TUTTI_API int tutti_window_flush(tutti_window window, int32_t rank, int64_t timeout_ns);
 
 /* Adds the parts of ranks that came in, while those call tutti_window_new. A collective. */

@@ -36,6 +36,14 @@ func Ceiling() (uint64, error) {
 	return hard, err
 }
 
+// Raise raises Limit to n, or to Ceiling if that is lower. It never lowers Limit, and leaves it if
+// the system refuses.
+func Raise(n uint64) {
+	if soft, hard, err := limits(); err == nil && soft < min(n, hard) {
+		syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: min(n, hard), Max: hard})
+	}
+}
+
 func limits() (soft, hard uint64, err error) {
 	var r syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &r); err != nil {

@@ -89,3 +89,21 @@ func TestFull(t *testing.T) {
 		t.Errorf("full before all descriptors were used: %v, then: %v, after: %v", before, then, Full())
 	}
 }
+
+func TestRaise(t *testing.T) {
+	var was syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &was); err != nil {
+		t.Fatal(err)
+	}
+	defer syscall.Setrlimit(syscall.RLIMIT_NOFILE, &was)
+	low := min(was.Max, 200)
+	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: low, Max: was.Max}); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ to, want uint64 }{{low - 1, low}, {low + 1, min(low+1, was.Max)}, {1 << 62, was.Max}} {
+		Raise(c.to)
+		if got, _ := Limit(); got != c.want {
+			t.Errorf("raised to %d: the limit is %d, want %d", c.to, got, c.want)
+		}
+	}
+}

@@ -415,9 +415,12 @@ func (b *bulk) post() {
 		switch {
 		case errors.Is(err, errPreparing):
 			passed++
-		case err != nil: // too much memory is registered, for example
+		case err != nil && v.reads == 0: // too much memory is registered, for example
 			b.abandon(v)
 			continue
+		case err != nil: // frames must not overtake what may not be visible yet
+			n.fail(err)
+			return
 		default:
 			passed = 0
 		}

@@ -85,7 +85,7 @@ func (l *link) Drop(m *rma.Move) {
 			continue
 		}
 		v := n.bulk.moves[i]
-		if v.under > 0 {
+		if v.under > 0 || v.reads != 0 {
 			if l.has(n) && l.state.Load() == live {
 				l.giveUpLocked(n, errors.New("a put or a get under way was cancelled"))
 			}
@@ -167,7 +167,7 @@ func (l *link) endedLocked(n *lane) {
 // the queue pairs of both ends are closed.
 func (l *link) strandLocked(n *lane) {
 	for _, v := range slices.Clone(n.bulk.moves) {
-		if v.under == 0 {
+		if v.under == 0 && v.reads == 0 {
 			n.bulk.end(v, false)
 		}
 	}

@@ -198,12 +198,15 @@ func (t *trial) takes(c trialCall) bool {
 // which may be another one than was proposed by the rank that counts.
 func (t *trials) begin(seq uint64, proposed, ran way) {
 	at := t.current
-	if at == nil || !at.admits(t.call) {
-		t.current, t.last = nil, timed{}
+	if at == nil {
+		t.last = timed{}
 		return
 	}
-	t.last = timed{trial: at, seq: uint32(seq), way: ran, size: t.call.size, begin: time.Now()}
-	at.tries[proposed]++
+	t.last = timed{seq: uint32(seq), way: ran, size: t.call.size, begin: time.Now()} // others may need it
+	if at.admits(t.call) {
+		t.last.trial = at
+		at.tries[proposed]++
+	}
 }
 
 // admits counts a call that begins, and reports whether it is one of the trial.

@@ -264,6 +264,33 @@ func TestTrialsCompareEqualCalls(t *testing.T) {
 	}
 }
 
+// TestTrialsOfRanksOutOfPhase: a rank that comes in has tried nothing. Its trial needs the times of
+// ranks that have ended theirs, or count other calls.
+func TestTrialsOfRanksOutOfPhase(t *testing.T) {
+	for name, sizes := range map[string][]int{"equal calls": {100 << 10}, "two sizes in turn": {70 << 10, 120 << 10}} {
+		for fresh := range 2 {
+			g := &trialled{ranks: make([]trials, 2), time: func(_ int, w way) uint32 {
+				return [ways]uint32{rings: 100, past: 110, single: 60}[w]
+			}}
+			calls := 0
+			run := func(n int) {
+				for range n {
+					g.call(sizes[calls%len(sizes)])
+					calls++
+				}
+			}
+			run(firstCalls + 3*eachCalls*len(sizes) + 5)
+			g.ranks[fresh] = trials{}
+			run(firstCalls + 3*eachCalls*len(sizes) + 5)
+			g.calls = [ways]int{}
+			run(10)
+			if g.calls[single] != 10 {
+				t.Errorf("%s, rank %d came in: %v calls went each way, want 10 as single copies", name, fresh, g.calls)
+			}
+		}
+	}
+}
+
 // TestTrialsIgnoreOtherCalls: times of another call than the last one, and calls that have not
 // ended, do not count.
 func TestTrialsIgnoreOtherCalls(t *testing.T) {

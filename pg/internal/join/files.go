@@ -7,19 +7,26 @@ import (
 )
 
 // Descriptors of a rank: a store connection, a listener and an epoll instance for each address, a
-// few more while links are made, and two for each peer that it links with: a connection and, on
-// this machine, the process. In large jobs a rank links with a part of the others.
+// few more while links are made, and up to three for each peer that it links with: a connection
+// and, on this machine, the process and what tells its end. In large jobs a rank links with a part
+// of the others, unless the program has all send to all.
 const (
 	joinFiles = 16
+	peerFiles = 3
 	linkPeers = 32
 )
 
 // roomForFiles returns an error if this process may not open the files that a rank of size ranks
-// needs, so that Join fails instead of later operations, perhaps on other ranks.
+// needs, so that Join fails instead of later operations, perhaps on other ranks. If links to all
+// ranks need a higher limit, it raises the limit as far as it may: in a C program the limit is
+// often 1024.
 func roomForFiles(size int) error {
-	limit, known := files.Limit()
 	open, counted := files.Open()
-	need := joinFiles + 2*min(size-1, linkPeers)
+	if counted {
+		files.Raise(uint64(open + joinFiles + peerFiles*(size-1)))
+	}
+	limit, known := files.Limit()
+	need := joinFiles + peerFiles*min(size-1, linkPeers)
 	if !known || !counted || uint64(open+need) <= limit {
 		return nil
 	}

@@ -100,7 +100,7 @@ type Roster struct {
 	joiners map[int]uint64              // waiting incarnations by slot, as in the store
 	ending  map[membership.Peer]bool    // whose processes are known to end
 
-	ran       time.Time // when proves was last called: see there
+	ran       time.Time // when ticked was last called
 	leaseless bool      // this rank has lost its lease, and has no other yet
 	unproven  time.Time // until when the lack of a record proves nothing
 

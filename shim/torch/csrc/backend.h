@@ -194,6 +194,7 @@ class Backend final : public c10d::Backend {
   void bound(Task& task, const Given& opts) const; // by the options of c10d
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
   void set_timeout(Task& task, std::chrono::milliseconds timeout) const;
+  int64_t bound_of(std::chrono::milliseconds timeout) const;
   tutti_config config() const;
   void extend(Task& task);
   void join();
@@ -214,12 +215,13 @@ class Backend final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_; // of this group's keys in store_
   bool outlives_ = false; // the group goes on without lost ranks
-  std::chrono::milliseconds joined_{0}; // the group's timeout
+  std::chrono::milliseconds joined_{0}; // what group_ was made with; setTimeout leaves it
   std::atomic<tutti_group> group_{0}; // 0: there is none yet
   std::atomic<bool> closed_{false};
 
   mutable std::mutex member_mutex_; // protects what follows
   mutable tutti_member member_ = 0;
+  mutable std::chrono::milliseconds member_timeout_{0}; // of member_, and of groups that it forms
 
   mutable std::mutex mutex_; // protects what follows
   std::vector<c10::intrusive_ptr<Work>> coalesced_;

@@ -11,10 +11,6 @@ using std::chrono::nanoseconds;
 
 namespace {
 
-int64_t bound_of(milliseconds timeout) {
-  return timeout.count() <= 0 ? 0 : nanoseconds(timeout).count();
-}
-
 // Memory allocates memory of a group. Tensors may outlive it.
 class Memory final : public c10::Allocator {
  public:
@@ -47,6 +43,12 @@ class Memory final : public c10::Allocator {
 };
 
 } // namespace
+
+// Returns what bounds a call besides the timeout that group_ was made with, in nanoseconds.
+int64_t Backend::bound_of(milliseconds timeout) const {
+  const milliseconds limit = timeout.count() > 0 ? timeout : options_->timeout;
+  return limit == joined_ || limit.count() <= 0 ? 0 : nanoseconds(limit).count();
+}
 
 void Backend::recover(milliseconds timeout) {
   WithoutGil released;

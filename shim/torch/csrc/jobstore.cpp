@@ -15,8 +15,9 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// How long a wait goes without a look at signals.
+// How long a wait, and another request that may be repeated, goes without a look at signals.
 constexpr milliseconds kSlice{100};
+constexpr milliseconds kRequest{1000};
 
 // A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
 // some random bytes then, so that ranks that write the same sum at the same time differ.
@@ -44,6 +45,11 @@ Bytes stored_sum(int64_t sum) {
 Bytes shown(const Bytes& value) {
   const size_t head = value.empty() ? 0 : value[0] == kSum ? 1 + kRandom : 1;
   return Bytes(value.begin() + static_cast<ptrdiff_t>(std::min(head, value.size())), value.end());
+}
+
+// Returns when a wait that begins now ends.
+Clock::time_point end_of(milliseconds timeout) {
+  return timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
 }
 
 } // namespace
@@ -97,30 +103,39 @@ bool JobStore::ask(Function f, const std::string& key, milliseconds time, Bytes&
   return false;
 }
 
-// The time for a request that does not wait for other ranks.
-static milliseconds request(milliseconds timeout) {
-  return timeout.count() > 0 ? timeout : milliseconds(c10d::Store::kDefaultTimeout);
+bool JobStore::repeat(Function f, const std::string& key, milliseconds pace, Clock::time_point end, Bytes& result,
+                      const Bytes& value) {
+  for (;;) {
+    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+    if (ask(f, key, std::clamp(left, milliseconds(1), pace), result, value)) {
+      return true;
+    }
+    check_signals();
+    if (Clock::now() >= end) {
+      return false;
+    }
+  }
 }
 
-[[noreturn]] static void silent(const std::string& key, milliseconds time) {
-  C10_THROW_ERROR(DistStoreError, c10::str("the job's store, key ", key, ": no answer in ", time.count(), " ms"));
+// Makes a request that does not wait for other ranks. It is repeated unless expected is given: a
+// compare and set may have happened.
+Bytes JobStore::request(Function f, const std::string& key, const Bytes& value, const Bytes* expected) {
+  Bytes result;
+  const milliseconds time = timeout_.count() > 0 ? timeout_ : milliseconds(c10d::Store::kDefaultTimeout);
+  const bool answered = expected == nullptr ? repeat(f, key, kRequest, end_of(time), result, value)
+                                            : ask(f, key, time, result, value, *expected);
+  if (!answered) {
+    C10_THROW_ERROR(DistStoreError, c10::str("the job's store, key ", key, ": no answer in ", time.count(), " ms"));
+  }
+  return result;
 }
 
 void JobStore::set(const std::string& key, const Bytes& value) {
-  Bytes none;
-  const milliseconds time = request(timeout_);
-  if (!ask(kv_->set, key, time, none, stored(value))) {
-    silent(key, time);
-  }
+  request(kv_->set, key, stored(value));
 }
 
 Bytes JobStore::exchange(const std::string& key, const Bytes& expected, const Bytes& desired) {
-  Bytes now;
-  const milliseconds time = request(timeout_);
-  if (!ask(kv_->compare_and_set, key, time, now, desired, expected)) {
-    silent(key, time);
-  }
-  return now;
+  return request(kv_->compare_and_set, key, desired, &expected);
 }
 
 // As TCPStore: an empty expected value stands for a missing key, and a missing key for which
@@ -142,17 +157,21 @@ Bytes JobStore::compareSet(const std::string& key, const Bytes& expected, const 
 
 // Returns the stored value of key, empty if there is none.
 Bytes JobStore::peek(const std::string& key) {
+  return request(kv_->get, key);
+}
+
+// Waits for a key, and returns its stored value.
+Bytes JobStore::await(const std::string& key, milliseconds timeout, Clock::time_point end) {
   Bytes value;
-  const milliseconds time = request(timeout_);
-  if (!ask(kv_->get, key, time, value)) {
-    silent(key, time);
+  if (!repeat(kv_->wait, key, kSlice, end, value)) {
+    C10_THROW_ERROR(DistStoreError, c10::str("wait timeout after ", timeout.count(), " ms for key ", key,
+                                             " in the job's store"));
   }
   return value;
 }
 
 Bytes JobStore::get(const std::string& key) {
-  wait({key}, timeout_);
-  return shown(peek(key));
+  return shown(await(key, timeout_, end_of(timeout_)));
 }
 
 int64_t JobStore::add(const std::string& key, int64_t value) {
@@ -188,24 +207,9 @@ void JobStore::wait(const std::vector<std::string>& keys) {
 }
 
 void JobStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-  const bool bounded = timeout != kNoTimeout;
-  const Clock::time_point end = Clock::now() + timeout;
+  const Clock::time_point end = end_of(timeout);
   for (const std::string& key : keys) {
-    for (;;) {
-      milliseconds left = kSlice;
-      if (bounded) {
-        left = std::clamp(std::chrono::duration_cast<milliseconds>(end - Clock::now()), milliseconds(1), kSlice);
-      }
-      Bytes value;
-      if (ask(kv_->wait, key, left, value)) {
-        break;
-      }
-      check_signals();
-      if (bounded && Clock::now() >= end) {
-        C10_THROW_ERROR(DistStoreError, c10::str("wait timeout after ", timeout.count(), " ms for key ", key,
-                                                 " in the job's store"));
-      }
-    }
+    await(key, timeout, end);
   }
 }
 

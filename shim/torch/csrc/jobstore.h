@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -36,11 +37,18 @@ class JobStore final : public c10d::Store {
 
  private:
   using Bytes = std::vector<uint8_t>;
+  using Clock = std::chrono::steady_clock;
   using Function = int (*)(void*, tutti_kv_call*);
 
   // Makes a request. It returns false when time is up, and throws after other failures.
   bool ask(Function f, const std::string& key, std::chrono::milliseconds time, Bytes& result,
            const Bytes& value = {}, const Bytes& expected = {});
+  // Makes a request again after each pace, and runs the handlers of signals in between. It returns
+  // false if there was no result until end.
+  bool repeat(Function f, const std::string& key, std::chrono::milliseconds pace, Clock::time_point end,
+              Bytes& result, const Bytes& value = {});
+  Bytes request(Function f, const std::string& key, const Bytes& value = {}, const Bytes* expected = nullptr);
+  Bytes await(const std::string& key, std::chrono::milliseconds timeout, Clock::time_point end);
   Bytes peek(const std::string& key);
   // Sets the stored value of key to desired if it is expected, and returns the resulting one.
   Bytes exchange(const std::string& key, const Bytes& expected, const Bytes& desired);

@@ -9,13 +9,14 @@
 
 namespace tutti_torch {
 
+using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
 namespace {
 
 // How long reconfigure waits for each operation of the old group: the library bounds their end
 // itself.
-constexpr std::chrono::milliseconds kClose{10000};
+constexpr milliseconds kClose{10000};
 
 // The key under which the processes that share a store agree on the secret of their members.
 const char* const kSecret = "tutti/members/secret";
@@ -50,6 +51,7 @@ tutti_member Backend::member() const {
   Interruptible interruptible(tutti);
   tutti_member made = 0;
   interruptible.check(tutti.tutti_member_new(&config, &made), [&] { tutti.tutti_member_close(made); });
+  member_timeout_ = std::chrono::duration_cast<milliseconds>(nanoseconds(config.timeout_ns));
   return member_ = made;
 }
 
@@ -106,6 +108,11 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       raise(code, "tutti reconfigure: " + why);
     }
   }
+  milliseconds formed_with{0};
+  {
+    std::lock_guard<std::mutex> guard(member_mutex_);
+    formed_with = member_timeout_;
+  }
   tutti_group old = 0;
   {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -113,7 +120,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       old = group_.exchange(fresh);
       rank_ = rank;
       size_ = size;
-      joined_ = options_->timeout;
+      joined_ = formed_with;
       prefix_ = "tutti/members/" + uuid + "/";
       seq_ = barriers_ = deleted_ = 0;
       formed_ = true;

@@ -2,10 +2,14 @@
 
 #ifdef C10D_BACKEND_HAS_WINDOW
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <iterator>
+#include <set>
+#include <system_error>
 #include <thread>
 
 #include "backend.h"
@@ -30,6 +34,47 @@ void check(int code) {
   }
 }
 
+// The waits for the signals of one rank. The first of them waits for the signal after those that
+// others have ended with, so that one that fails takes none from those behind it.
+class Waits {
+ public:
+  // Adds a wait behind the others.
+  uint64_t enter() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    open_.insert(++begun_);
+    return begun_;
+  }
+
+  // Returns the number of the signal that a wait is for, when it is the first; 0 at the end.
+  uint64_t number(uint64_t wait, Clock::time_point end) {
+    std::unique_lock<std::mutex> guard(mutex_);
+    while (!left_.wait_until(guard, std::min(end, Clock::now() + kSlice), [&] { return *open_.begin() == wait; })) {
+      guard.unlock();
+      check_signals();
+      if (Clock::now() >= end) {
+        return 0;
+      }
+      guard.lock();
+    }
+    return ended_ + 1;
+  }
+
+  // Removes a wait. signalled: it has ended with its signal.
+  void leave(uint64_t wait, bool signalled) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    open_.erase(wait);
+    ended_ += signalled ? 1 : 0;
+    left_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_; // protects what follows
+  std::condition_variable left_;
+  std::set<uint64_t> open_;
+  uint64_t begun_ = 0;
+  uint64_t ended_ = 0; // with a signal
+};
+
 } // namespace
 
 // The memory of a window, and the storage that was moved to it.
@@ -45,6 +90,7 @@ struct Window::Memory {
   void* data = nullptr;
   uint64_t bytes = 0;
   at::ScalarType type = at::kByte;
+  std::vector<Waits> waits; // by rank
   std::shared_ptr<std::atomic<uint64_t>> counter;
   c10::Storage storage;                // if the window owns it
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> weak;
@@ -173,6 +219,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   }
   auto memory = std::make_shared<Memory>();
   memory->type = tensor.scalar_type();
+  memory->waits = std::vector<Waits>(size_);
   memory->counter = bytes_;
   {
     Interruptible interruptible(api());
@@ -194,7 +241,6 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   {
     std::lock_guard<std::mutex> guard(mutex_);
     memory_ = std::move(memory);
-    waited_.clear();
   }
   try {
     barrier_(); // every rank's values are there before another one puts
@@ -292,12 +338,23 @@ c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, int64_t ran
   const int64_t limit = nanoseconds_of(opts.timeout);
   const auto target = static_cast<int32_t>(rank);
   if (source.numel() > 0) { // begun here: signals that follow come after it
-    check(api().tutti_window_put(window->handle, target, offset * item, source.const_data_ptr(), source.nbytes(),
-                                 limit));
+    Interruptible interruptible(api());
+    const int code = api().tutti_window_put(window->handle, target, offset * item, source.const_data_ptr(),
+                                            source.nbytes(), limit);
+    interruptible.check(code, [&] { // given up at once, before source goes
+      api().tutti_window_flush(window->handle, target, limit);
+    });
   }
-  return run("tutti:put", async, [window, source, target, limit] {
-    check(api().tutti_window_flush(window->handle, target, limit));
-  });
+  try {
+    return run("tutti:put", async, [window, source, target, limit] {
+      check(api().tutti_window_flush(window->handle, target, limit));
+    });
+  } catch (const std::system_error&) { // no thread: the put ends here, before source goes
+    Interruptible interruptible(api());
+    api().tutti_window_flush(window->handle, target, limit);
+    interruptible.rethrow();
+    throw;
+  }
 }
 
 at::Tensor Window::map_remote_tensor(int64_t rank) {
@@ -321,7 +378,10 @@ c10::intrusive_ptr<c10d::Work> Window::signal(int64_t rank, bool async, const c1
   auto window = memory("signal", rank);
   const int64_t limit = nanoseconds_of(opts.timeout);
   const auto target = static_cast<int32_t>(rank);
-  check(api().tutti_window_signal(window->handle, target, 0, limit));
+  {
+    Interruptible interruptible(api());
+    interruptible.check(api().tutti_window_signal(window->handle, target, 0, limit));
+  }
   return run("tutti:signal", async, [window, target, limit] {
     check(api().tutti_window_flush(window->handle, target, limit));
   });
@@ -329,21 +389,32 @@ c10::intrusive_ptr<c10d::Work> Window::signal(int64_t rank, bool async, const c1
 
 c10::intrusive_ptr<c10d::Work> Window::wait_signal(int64_t rank, bool async, const c10d::WaitSignalOptions& opts) {
   WithoutGil released;
+  refuse_if_forked("tutti:wait_signal"); // the waits before this one may be the parent's
   auto window = memory("wait_signal", rank);
   const int64_t limit = nanoseconds_of(opts.timeout);
-  uint64_t n = 0;
-  {
-    std::lock_guard<std::mutex> guard(mutex_);
-    n = ++waited_[rank];
-  }
+  const Clock::time_point end =
+      limit > 0 ? Clock::now() + std::chrono::nanoseconds(limit) : Clock::time_point::max();
   const auto source = static_cast<int32_t>(rank);
-  return run("tutti:wait_signal", async, [this, window, source, n, limit] { // ends before the window
-    if (const int code = api().tutti_window_wait_signal(window->handle, source, 0, n, limit); code != TUTTI_OK) {
-      std::lock_guard<std::mutex> guard(mutex_);
-      --waited_[source]; // the signal is still to come
-      raise(code, api().tutti_last_error());
-    }
-  });
+  const uint64_t wait = window->waits[rank].enter();
+  try {
+    return run("tutti:wait_signal", async, [window, source, wait, limit, end] {
+      Waits& waits = window->waits[source];
+      bool signalled = false;
+      const auto leave = c10::make_scope_exit([&] { waits.leave(wait, signalled); });
+      const uint64_t n = waits.number(wait, end);
+      if (n == 0) {
+        raise(TUTTI_ETIMEOUT, c10::str("tutti:wait_signal: the timeout of ", limit / 1'000'000,
+                                       " ms has passed: earlier waits for rank ", source, " have not ended"));
+      }
+      const int64_t left = std::max<int64_t>(1, std::chrono::nanoseconds(end - Clock::now()).count());
+      Interruptible interruptible(api());
+      interruptible.check(api().tutti_window_wait_signal(window->handle, source, 0, n, limit > 0 ? left : limit));
+      signalled = true;
+    });
+  } catch (const std::system_error&) { // there is no thread
+    window->waits[source].leave(wait, false);
+    throw;
+  }
 }
 
 c10d::WindowAttr Window::get_attr(int64_t rank) {

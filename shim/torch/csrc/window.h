@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -36,7 +35,7 @@ class Window final : public c10d::Window {
   at::Tensor map_remote_tensor(int64_t rank) override;
 
   // A signal comes after the data of all earlier puts to the same rank. The n-th wait for a rank
-  // ends with its n-th signal.
+  // ends with its n-th signal; one that fails does not count.
   c10::intrusive_ptr<c10d::Work> signal(int64_t rank, bool async, const c10d::SignalOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> wait_signal(int64_t rank, bool async, const c10d::WaitSignalOptions& opts) override;
   c10d::WindowAttr get_attr(int64_t rank) override;
@@ -59,7 +58,6 @@ class Window final : public c10d::Window {
 
   std::mutex mutex_; // protects what follows
   std::shared_ptr<Memory> memory_;
-  std::map<int64_t, uint64_t> waited_; // how often for the signal of a rank
   std::vector<c10::intrusive_ptr<Errand>> errands_; // that may be running
 };
 

@@ -75,8 +75,8 @@ def etcd():
             server.wait(harness.LIMIT)
 
 
-def alone(rank, size, code, environment):
+def alone(rank, size, code, environment, stdin=None):
     """Starts a program as a rank of a job without a launcher."""
     variables = dict(os.environ, PYTHONPATH=os.path.dirname(HERE), RANK=str(rank), WORLD_SIZE=str(size), **environment)
     program = [sys.executable, "-c", HEADER + textwrap.dedent(code)]
-    return subprocess.Popen(program, env=variables, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(program, env=variables, stdin=stdin, stdout=subprocess.PIPE, text=True)

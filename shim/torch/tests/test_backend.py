@@ -1,6 +1,7 @@
 """What c10d's Backend has besides operations, on the methods of the backend and of the group."""
 
 import os
+import signal
 import threading
 import time
 import unittest
@@ -109,6 +110,160 @@ def puts_views(rank, size, port):
     if rank == 1:
         assert tensor.tolist() == [1 - 2j, 3 + 4j, -1 - 2j, -3 + 4j], tensor
     dist.barrier()
+    dist.destroy_process_group()
+
+
+def waits_in_order(rank, size, port):
+    """A wait for a signal that fails takes none from the waits behind it, which end in their order."""
+    harness.init(rank, size, port, timeout=timedelta(seconds=20))
+    window = dist.group.WORLD.new_window(torch.zeros(1))
+    if rank == 0:
+        options = torch._C._distributed_c10d.WaitSignalOptions()
+        options.timeout = timedelta(milliseconds=200)
+        first, second = window.wait_signal(1, True, options), window.wait_signal(1, True)
+        third = window.wait_signal(1, True, options)
+        raises(dist.DistBackendError, "", first.wait)
+        raises(dist.DistBackendError, "earlier waits for rank 1", third.wait)
+        assert not second.is_completed()
+        harness.meet(port, "the first has failed", size)
+        second.wait()  # ends with the only signal
+        raises(dist.DistBackendError, "", window.wait_signal, 1, False, options)
+        harness.meet(port, "the second has ended", size)
+        window.wait_signal(1, False)
+    else:
+        harness.meet(port, "the first has failed", size)
+        window.signal(0, False)
+        harness.meet(port, "the second has ended", size)
+        window.signal(0, False)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def over_tcp(rank, size, port, elements):
+    """Returns a window of a group whose puts wait until their target calls the library."""
+    options = tutti_torch.Options(timedelta(seconds=20))
+    options.transport = "tcp"
+    harness.init(rank, size, port, pg_options=options, timeout=timedelta(seconds=20))
+    return dist.group.WORLD.new_window(torch.zeros(elements))
+
+
+def put_without_a_thread(rank, size, port):
+    """A put for which there can be no thread has ended when it raises: its source may change."""
+    n = 16 << 20
+    window = over_tcp(rank, size, port, n)
+    if rank == 0:
+        x, start = torch.ones(n), threading.Thread.start
+
+        def starts(thread):
+            if thread.name == "tutti:put":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with unittest.mock.patch("threading.Thread.start", starts):
+            raises(RuntimeError, "can't start", window.put, x, 1, 0, True)
+        x.zero_()
+        window.signal(1, False)
+    else:
+        window.wait_signal(0, False)
+        got = window.map_remote_tensor(1)
+        assert torch.all(got == 1), f"{int((got != 1).sum())} elements were put late"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def windows_are_interrupted(rank, size, port):
+    """A handler that raises ends a put whose target does not take earlier ones, and waits for a signal,
+    which then do not count."""
+    window = over_tcp(rank, size, port, 1 << 20)
+    if rank == 0:
+
+        def handler(*_):
+            raise KeyboardInterrupt
+
+        def puts():
+            for _ in range(1000):
+                window.put(x, 1, 0, True)
+
+        x, begin = torch.ones(1 << 20), time.monotonic()
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 2)
+        raises(KeyboardInterrupt, "", puts)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        raises(KeyboardInterrupt, "", window.wait_signal, 1, False)
+        first = window.wait_signal(1, True)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        raises(KeyboardInterrupt, "", window.wait_signal, 1, False)  # behind the first
+        assert time.monotonic() - begin < 10, "a call has waited for its target"
+        harness.meet(port, "over", size)
+        first.wait()
+    else:
+        harness.meet(port, "over", size)
+        window.signal(0, False)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def call_that_has_begun_is_interrupted(rank, size, port):
+    """A handler that raises while the thread of a call starts waits for the end of a call that has begun."""
+    from tutti_torch._ctypes import interrupt
+
+    harness.init(rank, size, port)
+    begun, ended, start = threading.Event(), threading.Event(), threading.Thread.start
+
+    def call():
+        begun.set()
+        while not interrupt._raised:
+            time.sleep(0.001)
+        ended.set()
+        return 0
+
+    def starts(thread):
+        start(thread)
+        begun.wait()
+        raise KeyboardInterrupt
+
+    with unittest.mock.patch("threading.Thread.start", starts):
+        raises(KeyboardInterrupt, "", interrupt.blocking, call)
+    assert ended.is_set(), "the call goes on"
+    dist.destroy_process_group()
+
+
+def windows_are_interrupted_between_calls(rank, size, port):
+    """A handler that raises before or after the thread of a call has begun ends the call: a put reads its
+    source no more, and a wait for a signal does not count."""
+    n = 16 << 20
+    window = over_tcp(rank, size, port, n)
+    start = threading.Thread.start
+
+    def interrupted(name, begins, function, *arguments):
+        def starts(thread):
+            if thread.name != name or begins:
+                start(thread)
+            if thread.name == name:
+                raise KeyboardInterrupt
+
+        with unittest.mock.patch("threading.Thread.start", starts):
+            raises(KeyboardInterrupt, "", function, *arguments)
+
+    if rank == 0:
+        for begins in (False, True):
+            interrupted("tutti:wait_signal", begins, window.wait_signal, 1, True)
+        for begins in (False, True):
+            interrupted("tutti call", begins, window.wait_signal, 1, False)
+        harness.meet(port, "waits", size)
+        window.wait_signal(1, False)
+        x = torch.ones(n)
+        interrupted("tutti:put", False, window.put, x, 1, 0, True)
+        x.fill_(2)
+        raises(dist.DistBackendError, "", window.signal, 1, False)  # it would come after the put
+    else:
+        harness.meet(port, "waits", size)
+        window.signal(0, False)
+    harness.meet(port, "puts", size)
+    dist.barrier()
+    if rank == 1:
+        got = window.map_remote_tensor(1)
+        assert not torch.any(got == 2), "the put was not over"
     dist.destroy_process_group()
 
 
@@ -558,6 +713,28 @@ class Backend(unittest.TestCase):
     @needs("new_window")
     def test_put_of_views(self):
         harness.run(puts_views, 2)
+
+    @needs("new_window")
+    def test_waits_for_signals_end_in_their_order(self):
+        harness.run(waits_in_order, 2)
+
+    @needs("new_window")
+    @unittest.skipUnless(harness.FALLBACK, "the C++ module starts threads of its own")
+    def test_put_without_a_thread(self):
+        harness.run(put_without_a_thread, 2)
+
+    @needs("new_window")
+    def test_windows_are_interrupted(self):
+        harness.run(windows_are_interrupted, 2)
+
+    @unittest.skipUnless(harness.FALLBACK, "the C++ module makes calls on the thread of its caller")
+    def test_call_that_has_begun_is_interrupted(self):
+        harness.run(call_that_has_begun_is_interrupted, 1)
+
+    @needs("new_window")
+    @unittest.skipUnless(harness.FALLBACK, "the C++ module starts threads of its own")
+    def test_windows_are_interrupted_between_calls(self):
+        harness.run(windows_are_interrupted_between_calls, 2)
 
     @needs("new_window")
     def test_callback_uses_its_window(self):

@@ -207,6 +207,30 @@ raises(dist.DistStoreError, "too long", store.set, "long", "x" * 70000)
 print("stored")
 """
 
+# The test ends the store after "opened".
+AWAY = """
+from datetime import timedelta
+store = tutti_torch._load().JobStore(timeout=timedelta(seconds=90))
+store.set("key", "value")
+assert store.get("key") == b"value"
+print("opened", flush=True)
+sys.stdin.readline()
+
+def handler(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, handler)
+begin = time.monotonic()
+for request in (lambda: store.set("key", "x"), lambda: store.get("key"), lambda: store.check(["key"]),
+                lambda: store.add("count", 1)):
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    raises(KeyboardInterrupt, "", request)
+assert time.monotonic() - begin < 60, "a request has waited for the store"
+store.set_timeout(timedelta(seconds=2))
+raises(dist.DistStoreError, "no answer in 2000 ms", store.set, "key", "x")
+raises(dist.DistStoreError, "wait timeout after 2000 ms", store.get, "key")
+"""
+
 
 # A job in a site's etcd, without a launcher: the test starts the replacement.
 SITE = (
@@ -286,6 +310,17 @@ class Elastic(unittest.TestCase):
     def test_store_of_the_job(self):
         out, _ = launched.run(3, [], STORE)
         self.assertEqual(out.count("stored"), 3)
+
+    def test_requests_to_a_store_that_is_away_are_interrupted(self):
+        with contextlib.ExitStack() as ended:
+            with launched.etcd() as address:
+                site = {"TUTTI_STORE": address, "TUTTI_JOB": "away", "TUTTI_SECRET": "x" * 64}
+                process = launched.alone(0, 1, AWAY, site, stdin=subprocess.PIPE)
+                ended.callback(process.communicate)
+                ended.callback(process.kill)
+                self.assertEqual(process.stdout.readline(), "opened\n")
+            process.communicate("\n", timeout=harness.LIMIT)
+            self.assertEqual(process.returncode, 0)
 
     @needs_init_sync
     def test_example(self):

@@ -23,18 +23,24 @@ HEADER = os.path.join(HERE, "..", "..", "tutti.h")
 PART = [
     "test_arguments.Arguments.test_wrong_arguments_raise",
     "test_backend.Backend.test_batch_with_a_wrong_argument",
+    "test_backend.Backend.test_call_that_has_begun_is_interrupted",
     "test_backend.Backend.test_callback_waits_for_another_future",
     "test_backend.Backend.test_group_with_details",
     "test_backend.Backend.test_groups_when_bound_to_a_device",
     "test_backend.Backend.test_hooks",
     "test_backend.Backend.test_options_of_the_default_group",
     "test_backend.Backend.test_put_of_views",
+    "test_backend.Backend.test_put_without_a_thread",
     "test_backend.Backend.test_shrink",
     "test_backend.Backend.test_shutdown_while_resuming",
     "test_backend.Backend.test_split_and_merge",
     "test_backend.Backend.test_suspend_and_resume",
     "test_backend.Backend.test_timeouts",
+    "test_backend.Backend.test_waits_for_signals_end_in_their_order",
     "test_backend.Backend.test_windows",
+    "test_backend.Backend.test_windows_are_interrupted",
+    "test_backend.Backend.test_windows_are_interrupted_between_calls",
+    "test_elastic.Elastic.test_requests_to_a_store_that_is_away_are_interrupted",
     "test_elastic.Elastic.test_store_of_the_job",
     "test_elastic.Elastic.test_subgroups_go_on",
     "test_failures.Failures.test_forked_child_leaves_the_works_of_its_parent_alone",
@@ -51,6 +57,7 @@ PART = [
     "test_programs.Programs.test_distributed_data_parallel",
     "test_programs.Programs.test_hooks_that_wait",
     "test_reconfigure.Reconfigure.test_after_an_interrupt",
+    "test_reconfigure.Reconfigure.test_timeout_that_was_set_before",
 ]
 
 

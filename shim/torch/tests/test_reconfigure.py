@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import unittest
 from datetime import timedelta
 
@@ -158,6 +159,21 @@ def after_timeout(rank, size, port):
     dist.destroy_process_group()
 
 
+def after_set_timeout(rank, size, port):
+    """The timeout that was set bounds a group that forms afterwards, and not that of its member."""
+    handles = start(rank, size, port)
+    dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
+    dist._reconfigure(1, handles, timeout=timedelta(seconds=20))
+    if rank == 0:
+        begin = time.monotonic()
+        raises(dist.DistBackendError, "the timeout of 300 ms has passed", dist.all_reduce, torch.ones(1))
+        raises(dist.DistBackendError, "timed out", tutti_torch.recover)
+        raises(dist.DistBackendError, "timed out", tutti_torch.agree, True)
+        assert time.monotonic() - begin < 10, "the timeout of the member was used"
+    harness.meet(port, "over", size)
+    dist.destroy_process_group()
+
+
 def different(rank, size, port):
     """Members with different lists get errors, and can form a group afterwards."""
     handles = start(rank, size, port)
@@ -258,6 +274,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_after_a_timeout(self):
         harness.run(after_timeout, 3)
+
+    def test_timeout_that_was_set_before(self):
+        harness.run(after_set_timeout, 2)
 
     def test_after_an_interrupt(self):
         harness.run(interrupted, 3)

@@ -611,8 +611,8 @@ static void bad(void)
 
 	/* No machine has as much memory. */
 	OK(tutti_local(1, NULL, two));
-	CODE(TUTTI_ENOMEM, tutti_window_new(two[0], UINT64_C(1) << 46, 0, &w));
-	CODE(TUTTI_ENOMEM, tutti_alloc(two[0], UINT64_C(1) << 46, &p));
+	CODE(TUTTI_ENOMEM, tutti_window_new(two[0], UINT64_C(1) << 48, 0, &w));
+	CODE(TUTTI_ENOMEM, tutti_alloc(two[0], UINT64_C(1) << 48, &p));
 	OK(tutti_close(two[0]));
 }
 

@@ -245,7 +245,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._rank, self._size, self._options, self._store = rank, size, options, another(store)
         self._prefix = ""  # of this group's keys in the store
         self._outlives = False  # the group goes on without lost ranks
-        self._joined = 0  # the group's timeout, in milliseconds
+        self._joined = 0  # what the group was made with, in milliseconds; set_timeout leaves it
+        self._member_timeout = 0  # that of the member, and of groups that it forms
         self._group = 0  # there is none yet
 
         self._lock = threading.RLock()

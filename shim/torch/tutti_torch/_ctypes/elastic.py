@@ -12,10 +12,6 @@ from .window import memory_of
 from .work import called, check, milliseconds
 
 
-def _bound_of(timeout):
-    return max(0, milliseconds(timeout)) * 1_000_000
-
-
 class Elastic:
     """A part of Backend. A timeout of 0 is the group's."""
 
@@ -25,20 +21,27 @@ class Elastic:
         called(api.api().tutti_view(self._group, ctypes.byref(epoch), ranks, self._size, ctypes.byref(n)))
         return epoch.value, list(ranks[: min(n.value, self._size)])
 
+    def _bound_of(self, timeout):
+        """Returns what bounds a call, in nanoseconds, besides the timeout that the group was made with."""
+        limit = milliseconds(timeout)
+        if limit <= 0:
+            limit = milliseconds(self._options._timeout)
+        return 0 if limit == self._joined else max(0, limit) * 1_000_000
+
     def recover(self, timeout=timedelta(0)):
         recovered = self._running.recovered
-        check(*blocking(api.api().tutti_recover, self._group, _bound_of(timeout), succeeded=recovered))
+        check(*blocking(api.api().tutti_recover, self._group, self._bound_of(timeout), succeeded=recovered))
 
     def admit(self, timeout=timedelta(0)):
         """Returns how many ranks came in."""
         admitted = ctypes.c_int32()
-        check(*blocking(api.api().tutti_admit, self._group, _bound_of(timeout), ctypes.byref(admitted)))
+        check(*blocking(api.api().tutti_admit, self._group, self._bound_of(timeout), ctypes.byref(admitted)))
         return admitted.value
 
     def agree(self, yes, timeout=timedelta(0)):
         every = ctypes.c_int32()
         agree = api.api().tutti_agree
-        check(*blocking(agree, self._group, int(yes), _bound_of(timeout), ctypes.byref(every)))
+        check(*blocking(agree, self._group, int(yes), self._bound_of(timeout), ctypes.byref(every)))
         return every.value != 0
 
     def supports_tensor_alloc(self, device):

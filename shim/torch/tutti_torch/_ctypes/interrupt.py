@@ -34,8 +34,11 @@ def blocking(function, *arguments, succeeded=None):
     if threading.current_thread() is not threading.main_thread():
         return make()
     number, outcome, over = next(_numbers), [], threading.Event()
+    begun = threading.Lock()  # taken by who comes first: the call, or a handler that raises before it
 
     def call():
+        if not begun.acquire(blocking=False):
+            return
         library = api.api()
         library.tutti_set_interrupt(_check, number)
         try:
@@ -46,12 +49,13 @@ def blocking(function, *arguments, succeeded=None):
             library.tutti_set_interrupt(api.Check(), None)
             over.set()
 
-    threading.Thread(target=call, name="tutti call", daemon=True).start()
     try:
+        threading.Thread(target=call, name="tutti call", daemon=True).start()
         over.wait()
     except BaseException:
         _raised.add(number)
-        over.wait()
+        if not begun.acquire(blocking=False):
+            over.wait()
         raise
     finally:
         _raised.discard(number)

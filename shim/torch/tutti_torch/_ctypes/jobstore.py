@@ -1,6 +1,7 @@
 """The job's own store as a store of c10d."""
 
 import ctypes
+import math
 import os
 import secrets
 import time
@@ -13,7 +14,8 @@ from . import api
 from .interrupt import blocking
 from .work import check, milliseconds
 
-_SLICE = 0.1  # seconds of a wait without a look at signals
+# Seconds of a wait, and of another request that may be repeated, without a look at signals.
+_SLICE, _REQUEST = 0.1, 1
 
 # A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
 # some random bytes then, so that ranks that write the same sum at the same time differ.
@@ -33,6 +35,11 @@ def _shown(value):
 
 def _bytes(value):
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _end(timeout):
+    """Returns when a wait that begins now ends. It never does if timeout is 0."""
+    return time.monotonic() + timeout.total_seconds() if timeout else math.inf
 
 
 def _connect(address, timeout):
@@ -97,12 +104,31 @@ class JobStore(torch._C._distributed_c10d.Store):
             raise dist.DistStoreError(f"the job's store, key {key}: {why.value.decode(errors='replace')}")
         return None
 
-    def _request(self, function, key, value=b"", expected=b""):
-        """Makes a request that does not wait for other ranks."""
+    def _repeat(self, function, key, pace, end, value=b""):
+        """Makes a request again every pace seconds until it has a result; None: it has none at the end."""
+        while True:  # Python runs the handlers of signals in between
+            result = self._ask(function, key, min(pace, end - time.monotonic()), value)
+            if result is not None or time.monotonic() >= end:
+                return result
+
+    def _request(self, function, key, value=b"", expected=None):
+        """Makes a request that does not wait for other ranks. It is repeated unless expected is given."""
         timeout = self.timeout if self.timeout > timedelta(0) else _DEFAULT
-        result = self._ask(function, key, timeout.total_seconds(), value, expected)
+        if expected is None:
+            result = self._repeat(function, key, _REQUEST, _end(timeout), value)
+        else:  # a compare and set, which may have happened
+            result = self._ask(function, key, timeout.total_seconds(), value, expected)
         if result is None:
             raise dist.DistStoreError(f"the job's store, key {key}: no answer in {milliseconds(timeout)} ms")
+        return result
+
+    def _await(self, key, timeout, end):
+        """Waits for a key, and returns its stored value."""
+        result = self._repeat(self._kv.wait, key, _SLICE, end)
+        if result is None:
+            raise dist.DistStoreError(
+                f"wait timeout after {milliseconds(timeout)} ms for key {key} in the job's store"
+            )
         return result
 
     def _peek(self, key):
@@ -130,8 +156,7 @@ class JobStore(torch._C._distributed_c10d.Store):
             now = then
 
     def get(self, key):
-        self.wait([key])
-        return _shown(self._peek(key))
+        return _shown(self._await(key, self.timeout, _end(self.timeout)))
 
     def add(self, key, value):
         now = self._peek(key)
@@ -159,11 +184,6 @@ class JobStore(torch._C._distributed_c10d.Store):
 
     def wait(self, keys, timeout=None):
         timeout = self.timeout if timeout is None else timeout
-        bounded = timeout != timedelta(0)
-        end = time.monotonic() + timeout.total_seconds()
+        end = _end(timeout)
         for key in keys:
-            while self._ask(self._kv.wait, key, min(_SLICE, end - time.monotonic()) if bounded else _SLICE) is None:
-                if bounded and time.monotonic() >= end:
-                    raise dist.DistStoreError(
-                        f"wait timeout after {milliseconds(timeout)} ms for key {key} in the job's store"
-                    )
+            self._await(key, timeout, end)

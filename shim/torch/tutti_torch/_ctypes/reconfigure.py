@@ -46,6 +46,7 @@ class Reconfigure:
         with self._lock:
             if not self._member:
                 self._member, member = member.value, ctypes.c_uint64()
+                self._member_timeout = config.timeout_ns // 1_000_000
         api.api().tutti_member_close(member)  # another thread was faster
         return self._member
 
@@ -91,7 +92,7 @@ class Reconfigure:
             old, closed = fresh.value, self._closed
             if not closed:
                 old, self._group = self._group, fresh.value
-                self._joined = milliseconds(self._options._timeout)
+                self._joined = self._member_timeout
                 self._prefix = f"tutti/members/{uuid}/"
                 self._seq = self._barriers = self._deleted = 0
                 self._formed, self._suspended = True, False

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import api
 from .interrupt import SLICE, blocking
 from .tensors import name_of, raw
-from .work import C10D, NO_TIMEOUT, again, called, check, milliseconds, refuse_if_forked
+from .work import C10D, NO_TIMEOUT, again, called, check, error_of, milliseconds, refuse_if_forked
 
 # How long the end of a window waits for peers that write to it, in milliseconds.
 _CLOSE = 10_000
@@ -44,10 +44,11 @@ class Counter:
 class _Memory:
     """The memory of a window, and the tensor that was moved to it."""
 
-    def __init__(self, handle, tensor, owning, counter):
+    def __init__(self, handle, tensor, owning, counter, ranks):
         data = ctypes.c_void_p()
         called(api.api().tutti_window_bytes(handle, ctypes.byref(data), None))
         self.handle, self.bytes, self.dtype, self.address = handle, tensor.nbytes, tensor.dtype, data.value
+        self.waits = [_Waits() for _ in range(ranks)]
         # The window lasts as long as a tensor over it does.
         self.flat, self.life = memory_of(data.value, tensor.nbytes, tensor.dtype, None)
         weakref.finalize(self.life, _close, handle, tensor.nbytes, counter).atexit = False
@@ -66,6 +67,38 @@ class _Memory:
             with raw():
                 self.old.view(-1).copy_(self.flat)
                 tensor.data = self.old
+
+
+class _Waits:
+    """The waits for the signals of one rank.
+
+    The first of them waits for the signal after those that others have ended with, so that one that
+    fails takes none from those behind it.
+    """
+
+    def __init__(self):
+        self._changed, self._open, self._ended = threading.Condition(), [], 0
+
+    def enter(self, wait):
+        """Adds a wait, any object, behind the others."""
+        with self._changed:
+            self._open.append(wait)
+
+    def number(self, wait, end):
+        """Returns the number of the signal that a wait is for, when it is the first; 0 at the end, or
+        if the wait was removed."""
+        left = None if end is None else max(0, end - time.monotonic())
+        with self._changed:
+            self._changed.wait_for(lambda: wait not in self._open or self._open[0] is wait, left)
+            return self._ended + 1 if wait in self._open[:1] else 0
+
+    def leave(self, wait, signalled):
+        """Removes a wait, if that was not done yet. signalled: it has ended with its signal."""
+        with self._changed:
+            if wait in self._open:
+                self._open.remove(wait)
+                self._ended += signalled
+                self._changed.notify_all()
 
 
 class _Errand(C10D.Work):
@@ -146,7 +179,7 @@ class Window:
         self._group, self._rank, self._size, self._timeout = group, rank, size, timeout
         self._barrier, self._counter = barrier, counter
         self._lock = threading.RLock()
-        self._memory, self._waited, self._errands = None, {}, []
+        self._memory, self._errands = None, []
 
     def __del__(self):
         if not api.forked() and hasattr(self, "_errands"):
@@ -184,9 +217,9 @@ class Window:
         except BaseException:
             api.api().tutti_window_close(handle, _CLOSE * 1_000_000)  # a signal handler has raised meanwhile
             raise
-        memory = _Memory(handle.value, tensor, owning, self._counter)
+        memory = _Memory(handle.value, tensor, owning, self._counter, self._size)
         with self._lock:
-            self._memory, self._waited = memory, {}
+            self._memory = memory
         try:
             self._barrier()  # every rank's values are there before another one puts
         except BaseException:
@@ -257,10 +290,18 @@ class Window:
             )
         source, limit = tensor.detach().resolve_conj().resolve_neg().contiguous(), self._nanoseconds(opts)
         offset = target_offset_nelems * tensor.element_size()
-        if source.numel() > 0:  # begun here: signals that follow come after it
-            put = api.api().tutti_window_put
-            check(*blocking(put, window.handle, dst_rank, offset, source.data_ptr(), source.nbytes, limit))
-        return self._run("tutti:put", async_op, self._flush(window, dst_rank, limit, source))
+        put, flush = api.api().tutti_window_put, api.api().tutti_window_flush
+        begun = threading.Event()
+        try:
+            if source.numel() > 0:  # begun here: signals that follow come after it
+                arguments = (window.handle, dst_rank, offset, source.data_ptr(), source.nbytes, limit)
+                check(*blocking(put, *arguments, succeeded=begun.set))
+            return self._run("tutti:put", async_op, self._flush(window, dst_rank, limit, source))
+        except BaseException as e:
+            if begun.is_set():  # it ends before source goes
+                no_thread = async_op and isinstance(e, RuntimeError)
+                flush(window.handle, dst_rank, limit if no_thread else 1)  # else it is given up at once
+            raise
 
     def _flush(self, window, rank, limit, source=None):
         """Returns a function that waits until what was begun has ended; source is memory of it."""
@@ -289,21 +330,33 @@ class Window:
 
     def wait_signal(self, peer_rank, async_op, opts=None):
         """Waits for a signal: the n-th wait for a rank ends with its n-th signal."""
+        refuse_if_forked()  # the waits before this one may be the parent's
         window, limit = self._memory_for("wait_signal", peer_rank), self._nanoseconds(opts)
-        with self._lock:
-            n = self._waited[peer_rank] = self._waited.get(peer_rank, 0) + 1
+        end = time.monotonic() + limit / 1e9 if limit > 0 else None
+        waits, wait = window.waits[peer_rank], object()
 
         def body():
-            code, text = api.ECANCELED, ""
+            code = api.ECANCELED
             try:
-                code, text = blocking(api.api().tutti_window_wait_signal, window.handle, peer_rank, 0, n, limit)
+                n = waits.number(wait, end)
+                if n == 0:
+                    raise error_of(
+                        api.ETIMEOUT,
+                        f"tutti:wait_signal: the timeout of {limit // 1_000_000} ms has passed: earlier waits for rank "
+                        f"{peer_rank} have not ended",
+                    )
+                left = limit if end is None else max(1, int((end - time.monotonic()) * 1e9))
+                code, text = blocking(api.api().tutti_window_wait_signal, window.handle, peer_rank, 0, n, left)
+                check(code, text)
             finally:
-                if code != api.OK:
-                    with self._lock:
-                        self._waited[peer_rank] -= 1  # the signal is still to come
-            check(code, text)
+                waits.leave(wait, code == api.OK)
 
-        return self._run("tutti:wait_signal", async_op, body)
+        try:
+            waits.enter(wait)
+            return self._run("tutti:wait_signal", async_op, body)
+        except BaseException:  # there may be no thread
+            waits.leave(wait, False)
+            raise
 
     def get_attr(self, peer_rank):
         self._memory_for("get_attr", peer_rank)

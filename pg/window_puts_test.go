@@ -1,0 +1,276 @@
+package pg
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"tutti/p2p"
+)
+
+// onWindows runs f on n local ranks, each with a window of size bytes.
+func onWindows(t *testing.T, n, size int, f func(ctx context.Context, g *Group, w *Window) error) {
+	t.Helper()
+	each(t, n, Config{}, func(ctx context.Context, g *Group) error {
+		w, err := NewWindow(ctx, g, size)
+		if err != nil {
+			return err
+		}
+		return errors.Join(f(ctx, g, w), g.Barrier(ctx), w.Close(ctx))
+	})
+}
+
+// Puts that have ended are forgotten while an earlier one is under way.
+func TestPutsEndBehindLongPut(t *testing.T) {
+	const long, short, puts = 64 << 20, 64, 32
+	onWindows(t, 2, long+short, func(ctx context.Context, g *Group, w *Window) error {
+		if g.Rank() == 1 {
+			return nil
+		}
+		err := w.Put(ctx, 1, 0, make([]byte, long))
+		for range puts {
+			err = errors.Join(err, w.Put(ctx, 1, long, make([]byte, short)))
+		}
+		g.job.proxy.Lock()
+		if pending := len(w.parts[1].pending); pending > puts/4 {
+			err = errors.Join(err, fmt.Errorf("%d puts have not ended: the long one, and how many of %d?",
+				pending, puts))
+		}
+		g.job.proxy.Unlock()
+		return errors.Join(err, w.Flush(ctx, 1))
+	})
+}
+
+// Flush waits for puts that were begun before it, and gives up those, and not for later ones.
+func TestFlushConcernsEarlierPuts(t *testing.T) {
+	const first, second = 32 << 20, 48 << 20
+	for name, givesUp := range map[string]bool{"waits": false, "gives up": true} {
+		t.Run(name, func(t *testing.T) {
+			onWindows(t, 2, first+second, func(ctx context.Context, g *Group, w *Window) error {
+				later := bytes.Repeat([]byte{7}, second)
+				if g.Rank() == 1 {
+					if err := g.Barrier(ctx); err != nil {
+						return err
+					}
+					if !bytes.Equal(w.Bytes()[first:], later) {
+						return errors.New("the later put was not placed")
+					}
+					return nil
+				}
+				err := w.Put(ctx, 1, 0, make([]byte, first))
+				over, cancel := context.WithCancel(ctx)
+				defer cancel()
+				ended := make(chan error, 1)
+				go func() { ended <- w.Flush(over, 1) }()
+				for begun := false; !begun && len(ended) == 0; runtime.Gosched() {
+					g.job.proxy.Lock()
+					begun = w.parts[1].flushes > 0
+					g.job.proxy.Unlock()
+				}
+				err = errors.Join(err, w.Put(ctx, 1, first, later))
+				if givesUp {
+					cancel()
+				}
+				flushed := <-ended
+				g.job.proxy.Lock()
+				if len(w.parts[1].pending) == 0 {
+					err = errors.Join(err, errors.New("the later put has ended with the Flush"))
+				}
+				g.job.proxy.Unlock()
+				if e := w.Flush(ctx, 1); (e == nil) != (flushed == nil) {
+					err = errors.Join(err, fmt.Errorf("the second Flush: %v, after %v of the first", e, flushed))
+				}
+				return errors.Join(err, g.Barrier(ctx))
+			})
+		})
+	}
+}
+
+// A long put to a rank's own part, and a long get from it, let other goroutines have the lock.
+func TestOwnPartSharesLock(t *testing.T) {
+	const n, rounds = 16 << 20, 200
+	onWindows(t, 1, n, func(ctx context.Context, g *Group, w *Window) error {
+		values := [2][]byte{make([]byte, n), bytes.Repeat([]byte{1}, n)}
+		x := make([]byte, n)
+		for name, copying := range map[string]struct {
+			dst []byte
+			do  func(round int) error
+		}{
+			"put": {w.Bytes(), func(round int) error { return w.Put(ctx, 0, 0, values[round%2]) }},
+			"get": {x, func(round int) error {
+				return errors.Join(w.Put(ctx, 0, 0, values[round%2]), w.Get(ctx, 0, 0, x))
+			}},
+		} {
+			var seen, over atomic.Bool
+			looks := make(chan struct{})
+			go func() {
+				defer close(looks)
+				for !seen.Load() && !over.Load() {
+					g.job.proxy.Lock()
+					seen.Store(copying.dst[0] != copying.dst[n-1])
+					g.job.proxy.Unlock()
+				}
+			}()
+			var err error
+			for round := 1; err == nil && round <= rounds && !seen.Load(); round++ {
+				err = copying.do(round)
+			}
+			over.Store(true)
+			<-looks
+			if err != nil || !seen.Load() {
+				return fmt.Errorf("%s: %v; another goroutine had the lock in the middle: %v", name, err, seen.Load())
+			}
+		}
+		return nil
+	})
+}
+
+// A rank whose operations on windows all end at once receives what others send to it.
+func TestBusyWindowReceives(t *testing.T) {
+	const messages = 200
+	var sent atomic.Bool
+	onWindows(t, 3, 8, func(ctx context.Context, g *Group, w *Window) error {
+		x := make([]int64, 1<<10)
+		switch g.Rank() {
+		case 0:
+			for end := time.Now().Add(20 * time.Second); !sent.Load(); {
+				if err := errors.Join(w.Put(ctx, 1, 0, make([]byte, 8)), w.Flush(ctx, 1)); err != nil {
+					return err
+				}
+				if time.Now().After(end) {
+					return errors.New("a rank could not send while this one put")
+				}
+			}
+			for range messages {
+				if _, err := Recv(ctx, g, x, 2, 0); err != nil {
+					return err
+				}
+			}
+		case 2:
+			for range messages {
+				if err := Send(ctx, g, x, 0, 0); err != nil {
+					return err
+				}
+			}
+			sent.Store(true)
+		}
+		return nil
+	})
+}
+
+// Puts and gets whose ranges overlap within a rank's own part copy what was there before.
+func TestOwnPartOverlaps(t *testing.T) {
+	const n, shift = 1<<20 + 5, 100_000
+	onWindows(t, 1, n+shift, func(ctx context.Context, g *Group, w *Window) error {
+		b := w.Bytes()
+		for name, copied := range map[string]struct {
+			from, to int
+			do       func() error
+		}{
+			"put up":   {0, shift, func() error { return w.Put(ctx, 0, shift, b[:n]) }},
+			"put down": {shift, 0, func() error { return w.Put(ctx, 0, 0, b[shift:]) }},
+			"get up":   {0, shift, func() error { return w.Get(ctx, 0, 0, b[shift:]) }},
+			"get down": {shift, 0, func() error { return w.Get(ctx, 0, shift, b[:n]) }},
+		} {
+			for i := range b {
+				b[i] = byte(i % 251)
+			}
+			want := bytes.Clone(b)
+			copy(want[copied.to:copied.to+n], want[copied.from:])
+			if err := copied.do(); err != nil || !bytes.Equal(b, want) {
+				return fmt.Errorf("%s: %v; the data is right: %v", name, err, bytes.Equal(b, want))
+			}
+		}
+		return nil
+	})
+}
+
+// loseNext begins a long put to rank 1 and has it fail.
+func loseNext(ctx context.Context, g *Group, w *Window) error {
+	err := w.Put(ctx, 1, 0, make([]byte, w.Size()))
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	p := &w.parts[1]
+	if len(p.pending) == 0 {
+		return errors.Join(err, errors.New("a long put has ended at once"))
+	}
+	g.job.proxy.CancelTransfer(p.pending[len(p.pending)-1].Transfer)
+	return err
+}
+
+// Refresh ends the effects of a failed put if a Flush or a signal has returned an error since, and
+// only then.
+func TestRefreshForgetsReportedFailures(t *testing.T) {
+	const n = 32 << 20
+	for name, fail := range map[string]func(ctx context.Context, g *Group, w *Window) (told bool, err error){
+		"nobody has noticed": func(ctx context.Context, g *Group, w *Window) (bool, error) {
+			return false, loseNext(ctx, g, w)
+		},
+		"nobody was told": func(ctx context.Context, g *Group, w *Window) (bool, error) {
+			return false, errors.Join(loseNext(ctx, g, w), w.Put(ctx, 1, 0, make([]byte, n)))
+		},
+		"Flush has told": func(ctx context.Context, g *Group, w *Window) (bool, error) {
+			return true, errors.Join(loseNext(ctx, g, w), wantCancelled("Flush", w.Flush(ctx, 1)))
+		},
+		"Signal has told": func(ctx context.Context, g *Group, w *Window) (bool, error) {
+			return true, errors.Join(loseNext(ctx, g, w), wantCancelled("Signal", w.Signal(ctx, 1, 0)))
+		},
+		"another one failed later": func(ctx context.Context, g *Group, w *Window) (bool, error) {
+			return false, errors.Join(loseNext(ctx, g, w), wantCancelled("Flush", w.Flush(ctx, 1)),
+				loseNext(ctx, g, w))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			onWindows(t, 2, n, func(ctx context.Context, g *Group, w *Window) error {
+				if g.Rank() == 1 {
+					return errors.Join(w.Refresh(ctx), w.Refresh(ctx))
+				}
+				told, err := fail(ctx, g, w)
+				if err = errors.Join(err, w.Refresh(ctx)); !told {
+					err = errors.Join(err, wantCancelled("Flush after Refresh", w.Flush(ctx, 1)))
+				}
+				if told {
+					err = errors.Join(err, w.Signal(ctx, 1, 0), w.Flush(ctx, 1))
+				}
+				return errors.Join(err, w.Refresh(ctx), w.Signal(ctx, 1, 0), w.Flush(ctx, 1))
+			})
+		})
+	}
+}
+
+// A Flush during which another goroutine's signal returns an error, and Refresh is called, returns
+// the error, too. It keeps no signal back.
+func TestRefreshDuringFlush(t *testing.T) {
+	const n = 64 << 20
+	onWindows(t, 2, n, func(ctx context.Context, g *Group, w *Window) error {
+		if g.Rank() == 1 {
+			return nil
+		}
+		err := errors.Join(w.Put(ctx, 1, 0, make([]byte, n)), loseNext(ctx, g, w))
+		ended := make(chan error, 1)
+		go func() { ended <- w.Flush(ctx, 1) }()
+		for begun := false; !begun && len(ended) == 0; runtime.Gosched() {
+			g.job.proxy.Lock()
+			begun = w.parts[1].flushes > 0
+			g.job.proxy.Unlock()
+		}
+		err = errors.Join(err, wantCancelled("Signal", w.Signal(ctx, 1, 0)))
+		g.job.proxy.Lock()
+		w.adopt(slices.Clone(w.parts)) // as Refresh does, but for the time that it takes
+		g.job.proxy.Unlock()
+		return errors.Join(err, w.Signal(ctx, 1, 0), wantCancelled("the Flush under way", <-ended), w.Flush(ctx, 1))
+	})
+}
+
+func wantCancelled(what string, err error) error {
+	if !errors.Is(err, p2p.ErrCancelled) {
+		return fmt.Errorf("%s after a put was given up: %v", what, err)
+	}
+	return nil
+}
