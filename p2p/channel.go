@@ -1034,7 +1034,8 @@ func (c *Channel) SendSome(slot int, tok Token, buf []byte) (sent bool, err erro
 
 // last reads the peer's last frames. If they say why the peer left, it returns that, else err.
 func (c *Channel) last(pr *peer, err error) error {
-	for c.p.poll(pr) {
+	for more := true; more; more = c.p.poll(pr) {
+		c.p.unlend(pr) // those behind it are read, too
 	}
 	if c.err != nil {
 		return c.err

@@ -142,6 +142,49 @@ func TestCallersStore(t *testing.T) {
 	}
 }
 
+// A rank that begins an operation late names the rank that was lost, though another one has left
+// because of that loss meanwhile.
+func TestLateRankNamesFirstLoss(t *testing.T) {
+	sum := func(g *pg.Group) error { return pg.AllReduce(t.Context(), g, make([]float32, 3), pg.Sum) }
+	kv := newShared()
+	groups, errs := make([]*pg.Group, 3), make([]error, 3)
+	var wg sync.WaitGroup
+	for r := range groups {
+		wg.Go(func() {
+			cfg := fixed(kv, r)
+			cfg.Transport = "shm"
+			if groups[r], errs[r] = pg.Join(t.Context(), cfg); errs[r] == nil {
+				all := make([]float32, 3) // afterwards all have links to all
+				errs[r] = errors.Join(pg.AllToAll(t.Context(), groups[r], all, make([]float32, 3)), sum(groups[r]))
+			}
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	groups[2].Close()
+	left := make(chan struct{})
+	wg.Go(func() {
+		defer close(left)
+		errs[1] = sum(groups[1])
+		groups[1].Close()
+	})
+	select {
+	case <-left:
+	case <-time.After(time.Second): // it has not noticed, and waits for rank 0
+	}
+	errs[0] = sum(groups[0])
+	groups[0].Close()
+	wg.Wait()
+	for r, err := range errs[:2] {
+		var lost *pg.RankError
+		if !errors.As(err, &lost) || lost.Rank != 2 {
+			t.Errorf("rank %d: %v, want a *RankError that names rank 2", r, err)
+		}
+	}
+}
+
 // A job whose ranks cannot be removed recovers from a timeout and from a mismatch.
 func TestRecoverOfAFixedJob(t *testing.T) {
 	for name, groups := range map[string]func(*testing.T) []*pg.Group{

@@ -7,12 +7,11 @@ import (
 )
 
 // Descriptors of a rank: a store connection, a listener and an epoll instance for each address, a
-// few more while links are made, and up to three for each peer that it links with: a connection
-// and, on this machine, the process and what tells its end. In large jobs a rank links with a part
-// of the others, unless the program has all send to all.
+// few more while links are made, and two for each peer that it links with: a connection and, on
+// this machine, the process. A C program's peers may have a third one, and do without. In large
+// jobs a rank links with a part of the others, unless the program has all send to all.
 const (
 	joinFiles = 16
-	peerFiles = 3
 	linkPeers = 32
 )
 
@@ -23,10 +22,10 @@ const (
 func roomForFiles(size int) error {
 	open, counted := files.Open()
 	if counted {
-		files.Raise(uint64(open + joinFiles + peerFiles*(size-1)))
+		files.Raise(uint64(open + joinFiles + 3*(size-1)))
 	}
 	limit, known := files.Limit()
-	need := joinFiles + peerFiles*min(size-1, linkPeers)
+	need := joinFiles + 2*min(size-1, linkPeers)
 	if !known || !counted || uint64(open+need) <= limit {
 		return nil
 	}
