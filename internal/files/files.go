@@ -1,4 +1,4 @@
-// Package files reports the limits on open files.
+// Package files reports and raises the limits on open files.
 package files
 
 import (

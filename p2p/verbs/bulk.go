@@ -58,6 +58,7 @@ type key struct {
 	region  uint64
 	given   bool
 	revoked bool       // nothing new is requested
+	useless bool       // nothing is requested, because this end has no memory for reads
 	rights  mem.Rights // none: it was refused
 	address uint64
 	n       uint64    // bytes
@@ -75,7 +76,7 @@ func (k *key) allows(m *rma.Move) bool {
 		want = mem.Read
 	}
 	n := uint64(m.Local.Len())
-	return !k.revoked && k.region == m.Region && k.rights.Has(want) && n <= k.n && m.Offset <= k.n-n
+	return !k.revoked && !k.useless && k.region == m.Region && k.rights.Has(want) && n <= k.n && m.Offset <= k.n-n
 }
 
 // move is a move under way.
@@ -276,6 +277,16 @@ func (b *bulk) give(gen uint64, rights mem.Rights, address, n uint64, keys []rai
 	if rights == 0 && n == askAgain {
 		delete(b.keys, gen)
 	}
+	for i, r := range b.rails {
+		if rights == 0 || keys[i].reads == 0 || r.state == unused {
+			continue
+		}
+		// Before data is under way, to which the reads belong.
+		if _, _, err := r.sink.register(b.lane.t, r.device, rdma.LocalWrite); err != nil {
+			b.lane.t.log.Warn("rdma: puts and gets go in frames: memory cannot be registered", "reason", err)
+			k.useless = true
+		}
+	}
 	k.given, k.rights, k.address, k.n, k.rails = true, rights, address, n, keys
 	for _, v := range slices.Clone(b.moves) {
 		switch {
@@ -314,9 +325,14 @@ func (b *bulk) forget(gen uint64, k *key) bool {
 	return true
 }
 
-// abandon requests nothing more for v. It ends with what is under way.
+// abandon requests no more data for v. It ends with what is under way, and the reads behind that,
+// which a key that was revoked does not need: the peer's device has made all visible.
 func (b *bulk) abandon(v *move) {
 	v.abandoned = true
+	if v.reads != 0 && !v.key.revoked {
+		return
+	}
+	v.reads = 0
 	b.queue = slices.DeleteFunc(b.queue, func(o *move) bool { return o == v })
 	if v.under == 0 {
 		b.end(v, false)
@@ -378,11 +394,14 @@ func (b *bulk) unheard() bool {
 	return slices.ContainsFunc(b.rails, func(r *rail) bool { return r.under > 0 && !r.armed })
 }
 
+// needsReads reports whether no more data of v is requested.
+func (b *bulk) needsReads(v *move) bool { return v.at == v.m.Local.Len() || b.leaving || v.abandoned }
+
 // choose returns the rail for the next request of v: for a piece the one with the fewest bytes
 // under way, and of these the one that has moved the fewest, for a read behind pieces the first
 // that needs one; nil: there is no room.
 func (b *bulk) choose(v *move) (best *rail) {
-	if v.at == v.m.Local.Len() || b.leaving {
+	if b.needsReads(v) {
 		if r := b.rails[bits.TrailingZeros16(uint16(v.reads))]; r.under < railDepth {
 			return r
 		}
@@ -409,23 +428,23 @@ func (b *bulk) post() {
 			// It is handed over to the other lane.
 		} else if r := b.choose(v); r != nil {
 			err = b.next(r, v)
-		} else if v.at < v.m.Local.Len() && !b.leaving {
+		} else if !b.needsReads(v) {
 			return
 		}
 		switch {
 		case errors.Is(err, errPreparing):
 			passed++
-		case err != nil && v.reads == 0: // too much memory is registered, for example
-			b.abandon(v)
-			continue
-		case err != nil: // frames must not overtake what may not be visible yet
+		case err != nil && v.abandoned: // a read cannot be made
 			n.fail(err)
 			return
+		case err != nil: // too much memory is registered, for example
+			b.abandon(v)
+			continue
 		default:
 			passed = 0
 		}
 		b.queue = b.queue[:copy(b.queue, b.queue[1:])]
-		if v.at < v.m.Local.Len() || v.reads != 0 {
+		if v.reads != 0 || !b.needsReads(v) || b.leaving {
 			b.queue = append(b.queue, v)
 		}
 	}
@@ -435,14 +454,16 @@ func (b *bulk) post() {
 // no requests fails the lane.
 func (b *bulk) next(r *rail, v *move) error {
 	rest, k := v.m.Local.Len()-v.at, &v.key.rails[r.number]
-	if rest == 0 || b.leaving {
+	if b.needsReads(v) {
 		to, mr, err := r.sink.register(b.lane.t, r.device, rdma.LocalWrite)
 		if err != nil {
 			return err
 		}
-		v.reads &^= 1 << r.number
 		b.segment[0] = rdma.Segment{Address: to, Key: mr.LocalKey(), Len: 1}
 		b.request(r, piece{move: v}, rdma.SendRequest{Op: rdma.Read, RemoteAddress: k.reads, RemoteKey: k.readKey})
+		if b.lane.err == nil {
+			v.reads &^= 1 << r.number
+		}
 		return nil
 	}
 	local := v.m.Local.Slice(v.at, min(pieceBytes, rest))
@@ -564,7 +585,7 @@ func (b *bulk) complete(r *rail, c *rdma.Completion, revoked func(gen uint64)) e
 	case v.under > 0:
 	case v.at == v.m.Local.Len() && v.reads == 0:
 		b.end(v, true)
-	case v.abandoned:
+	case v.abandoned && v.reads == 0:
 		b.end(v, false)
 	}
 	return nil

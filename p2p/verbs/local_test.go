@@ -2,6 +2,7 @@ package verbs
 
 import (
 	"bytes"
+	"fmt"
 	"runtime"
 	"strings"
 	"sync/atomic"
@@ -188,5 +189,36 @@ func TestRegionsStayForPiecesUnderWay(t *testing.T) {
 				t.Fatalf("cancelled %v: %d registrations, want %d", cancelled, n, before)
 			}
 		}
+	}
+}
+
+// A piece whose memory cannot be registered, after others that reads have to follow, costs no lane:
+// frames carry the put.
+func TestLaneOutlivesRefusedPiece(t *testing.T) {
+	var left atomic.Int64
+	left.Store(1 << 40)
+	f, _ := countCalls(t, soft.Config{Seed: 47, Devices: 4, Delayed: []string{"soft0", "soft1", "soft2", "soft3"}},
+		func(call string) bool { return call == fmt.Sprintf("register %d bytes", pieceBytes) },
+		func(string) syscall.Errno {
+			if left.Add(-1) < 0 {
+				return syscall.ENOMEM
+			}
+			return 0
+		})
+	x, y := sidesOf(t, f, twoEach)
+	const n = 4 * pieceBytes
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 0, n, mem.Read|mem.Write)
+	place(t, x, make([]byte, leastMove), to) // so that the keys are there
+	gen := inner(x.End).lane.gen
+	for round := range 4 {
+		left.Store(int64(round))
+		b := pattern(n, round)
+		if place(t, x, b, to); !bytes.Equal(r.Bytes(), b) {
+			t.Fatalf("after %d pieces: other bytes have arrived", round)
+		}
+	}
+	if now := inner(x.End).lane.gen; now != gen {
+		t.Errorf("lane %d is in use, want %d", now, gen)
 	}
 }
