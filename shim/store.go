@@ -33,8 +33,12 @@ type jobStore struct {
 
 var errReleased = errors.New("the store was released")
 
-// retry is the pause before what has failed for want of the store is tried again.
-const retry = 100 * time.Millisecond
+// retry is the pause before what has failed for want of the store is tried again. That before
+// another attempt to take a handle grows up to longestRetry.
+const (
+	retry        = 100 * time.Millisecond
+	longestRetry = 5 * time.Second
+)
 
 var jobStores = table[jobStore]{kind: C.KIND_STORE}
 
@@ -111,10 +115,12 @@ func (s *jobStore) keep(h bootstrap.Store) {
 			return
 		}
 		h.Close()
+		wait := retry
 		for h = s.replace(); h == nil; h = s.replace() {
-			if !pause(s.life) {
+			if !pause(s.life, wait) {
 				return
 			}
+			wait = min(2*wait, longestRetry)
 		}
 	}
 }
@@ -156,10 +162,10 @@ func (s *jobStore) get(ctx context.Context, once bool) (bootstrap.Store, error) 
 	}
 }
 
-// pause waits for retry. It returns false if ctx ended first.
-func pause(ctx context.Context) bool {
+// pause waits for d. It returns false if ctx ended first.
+func pause(ctx context.Context, d time.Duration) bool {
 	select {
-	case <-time.After(retry):
+	case <-time.After(d):
 		return true
 	case <-ctx.Done():
 		return false
@@ -185,7 +191,7 @@ func (s *jobStore) ask(ctx context.Context, kind int, key string, value, expecte
 		case !errors.Is(err, bootstrap.ErrStoreAway) && !errors.Is(err, bootstrap.ErrLeaseLost):
 			return b, err
 		}
-		if once || !pause(ctx) {
+		if once || !pause(ctx, retry) {
 			return nil, err
 		}
 	}

@@ -124,7 +124,7 @@ func TestRefusedHandleIsAnErrorAtOnce(t *testing.T) {
 		if _, err := l.within(t, time.Hour, storeGet, ""); err != refusal || time.Since(begin) > 0 {
 			t.Errorf("%v after %v, want the refusal at once", err, time.Since(begin))
 		}
-		time.Sleep(3 * retry) // the third attempt succeeds
+		time.Sleep(4 * retry) // the third attempt succeeds
 		if _, err := l.within(t, time.Hour, storeGet, ""); err != nil {
 			t.Error(err)
 		}

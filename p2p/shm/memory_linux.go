@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/files"
 	"tutti/internal/ident"
 	"tutti/mem"
 	"tutti/p2p"
@@ -257,13 +258,20 @@ func newExport(n int, writable bool) (e *export, b []byte, err error) {
 		return nil, nil, fmt.Errorf("shm: region of %d bytes, want at least 1", n)
 	}
 	e = &export{size: n, store: -1, granted: map[*link]struct{}{}}
-	if writable {
-		e.fd, e.store, b, err = newWritable(pages(n))
-	} else {
-		e.fd, b, err = newRegion(pages(n))
+	try := func() {
+		if writable {
+			e.fd, e.store, b, err = newWritable(pages(n))
+		} else {
+			e.fd, b, err = newRegion(pages(n))
+		}
+	}
+	if try(); errors.Is(err, unix.EMFILE) { // the limit of a C program is often 1024
+		limit, _ := files.Limit()
+		files.Raise(2 * limit)
+		try()
 	}
 	if err != nil {
-		return nil, nil, fmt.Errorf("shm: %w", err)
+		return nil, nil, fmt.Errorf("shm: %w", files.Explain(err))
 	}
 	inLargePages(b)
 	return e, b, nil

@@ -18,6 +18,7 @@ using std::chrono::nanoseconds;
 // How long a wait, and another request that may be repeated, goes without a look at signals.
 constexpr milliseconds kSlice{100};
 constexpr milliseconds kRequest{1000};
+constexpr milliseconds kLongest{8000}; // of requests whose answers take long
 
 // A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
 // some random bytes then, so that ranks that write the same sum at the same time differ.
@@ -113,6 +114,9 @@ bool JobStore::repeat(Function f, const std::string& key, milliseconds pace, Clo
     check_signals();
     if (Clock::now() >= end) {
       return false;
+    }
+    if (f != kv_->wait) {
+      pace = std::min(2 * pace, kLongest);
     }
   }
 }

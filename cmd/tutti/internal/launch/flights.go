@@ -91,9 +91,9 @@ func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how strin
 		if err == nil && code != 0 {
 			err = keep(s, filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)), how)
 		}
-		if err == nil {
+		if err == nil || code == 0 {
 			os.Remove(path)
-		} else if code != 0 {
+		} else {
 			l.say(fmt.Sprintf("rank %d's flight record: %v", rank, err))
 		}
 	}

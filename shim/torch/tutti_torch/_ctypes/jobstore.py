@@ -16,6 +16,7 @@ from .work import check, milliseconds
 
 # Seconds of a wait, and of another request that may be repeated, without a look at signals.
 _SLICE, _REQUEST = 0.1, 1
+_LONGEST = 8  # of requests whose answers take long
 
 # A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
 # some random bytes then, so that ranks that write the same sum at the same time differ.
@@ -104,18 +105,21 @@ class JobStore(torch._C._distributed_c10d.Store):
             raise dist.DistStoreError(f"the job's store, key {key}: {why.value.decode(errors='replace')}")
         return None
 
-    def _repeat(self, function, key, pace, end, value=b""):
-        """Makes a request again every pace seconds until it has a result; None: it has none at the end."""
+    def _repeat(self, function, key, pace, longest, end, value=b""):
+        """Makes a request again until it has a result; None: it has none at the end.
+
+        The first time it waits pace seconds for an answer, and then twice as long each time, at most longest."""
         while True:  # Python runs the handlers of signals in between
             result = self._ask(function, key, min(pace, end - time.monotonic()), value)
             if result is not None or time.monotonic() >= end:
                 return result
+            pace = min(2 * pace, longest)
 
     def _request(self, function, key, value=b"", expected=None):
         """Makes a request that does not wait for other ranks. It is repeated unless expected is given."""
         timeout = self.timeout if self.timeout > timedelta(0) else _DEFAULT
         if expected is None:
-            result = self._repeat(function, key, _REQUEST, _end(timeout), value)
+            result = self._repeat(function, key, _REQUEST, _LONGEST, _end(timeout), value)
         else:  # a compare and set, which may have happened
             result = self._ask(function, key, timeout.total_seconds(), value, expected)
         if result is None:
@@ -124,7 +128,7 @@ class JobStore(torch._C._distributed_c10d.Store):
 
     def _await(self, key, timeout, end):
         """Waits for a key, and returns its stored value."""
-        result = self._repeat(self._kv.wait, key, _SLICE, end)
+        result = self._repeat(self._kv.wait, key, _SLICE, _SLICE, end)
         if result is None:
             raise dist.DistStoreError(
                 f"wait timeout after {milliseconds(timeout)} ms for key {key} in the job's store"
