@@ -234,7 +234,8 @@ TUTTI_API int tutti_join(const tutti_config *config, tutti_group *group);
  * may be called from any thread, until release; release closes the store, and removes no key. The
  * keys are the program's: Tutti uses none of them. They go with the job. A value has at most
  * TUTTI_MAX_VALUE bytes. While the store cannot be reached, get, set and wait try again until their
- * timeout_ns; compare_and_set fails, and may have happened. (Since 1.1.) */
+ * timeout_ns, so that a set may happen twice; compare_and_set fails, and may have happened. (Since
+ * 1.1.) */
 TUTTI_API int tutti_store_open(const tutti_config *config, tutti_kv *store);
 
 /* Makes n ranks inside this process, for tests and for programs that are parallel in threads:
