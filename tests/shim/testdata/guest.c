@@ -435,9 +435,11 @@ static void masks(void)
 	OK(api.tutti_close(g));
 }
 
-/* files checks that the limit of open files stays, here and in children. */
+/* files checks that the limit of open files stays, here and in children, unless a job needs more. */
 static void files(void)
 {
+	tutti_config large = {.struct_size = sizeof(tutti_config), .size = 64, .job = "j", .secret = "0123456789abcdef",
+	                      .secret_len = 16, .store = "etcd://127.0.0.1:1", .timeout_ns = 1000000};
 	struct rlimit set = {1024, 4096}, now;
 	char *argv[] = {(char *)"sh", (char *)"-c", (char *)"test `ulimit -n` = 1024", NULL};
 	pid_t child;
@@ -450,9 +452,11 @@ static void files(void)
 	reap(child);
 	set.rlim_cur = 20;
 	TRUE(setrlimit(RLIMIT_NOFILE, &set) == 0);
-	CODE(TUTTI_EINTERNAL, api.tutti_join(&(tutti_config){.struct_size = sizeof(tutti_config), .size = 64, .job = "j",
-	                                                     .secret = "0123456789abcdef", .secret_len = 16,
-	                                                     .store = "etcd://127.0.0.1:1"}, &g));
+	TRUE(api.tutti_join(&large, &g) != TUTTI_OK);
+	TRUE(getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur > 64 && now.rlim_cur < 1024 && now.rlim_max == 4096);
+	set.rlim_max = 20;
+	TRUE(setrlimit(RLIMIT_NOFILE, &set) == 0);
+	CODE(TUTTI_EINTERNAL, api.tutti_join(&large, &g));
 	SAYS("may have 20 open files");
 }
 
