@@ -34,7 +34,7 @@ type device struct {
 type blank struct {
 	sync.Mutex
 	mr    rdma.MR // nil: not yet
-	bytes [8]byte
+	bytes []byte  // of its own, without pointers beside it: C code gets the address
 }
 
 // register registers the memory once.
@@ -42,9 +42,10 @@ func (b *blank) register(t *Transport, d *device, access rdma.Access) (address u
 	b.Lock()
 	defer b.Unlock()
 	if b.mr == nil {
-		b.mr, err = t.registerKey(d, mem.Host(b.bytes[:], mem.Anywhere), access)
+		b.bytes = make([]byte, 8)
+		b.mr, err = t.registerKey(d, mem.Host(b.bytes, mem.Anywhere), access)
 	}
-	return addressOf(b.bytes[:]), b.mr, err
+	return addressOf(b.bytes), b.mr, err
 }
 
 // refuses returns why memory at loc goes through host memory: it could not be registered once.
