@@ -234,7 +234,7 @@ func TestBindGroup(t *testing.T) {
 		t.Fatal(err)
 	}
 	last := allowed[len(allowed)-1:]
-	c := exec.Command("sh", "-c", "cat & echo there; exec cat")
+	c := exec.Command("sh", "-c", "sleep 600 & echo there; exec cat")
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	in, err := c.StdinPipe()
 	if err != nil {
@@ -252,7 +252,7 @@ func TestBindGroup(t *testing.T) {
 		in.Close()
 		c.Wait()
 	}()
-	if _, err := out.Read(make([]byte, 1)); err != nil { // the first cat has been forked
+	if _, err := out.Read(make([]byte, 1)); err != nil { // sleep has been forked; cat would end there, without input
 		t.Fatal(err)
 	}
 	if err := BindGroup(c.Process.Pid, last); err != nil {
