@@ -58,20 +58,27 @@ func TestOpen(t *testing.T) {
 	}
 }
 
+// lower lowers the limit of open files to n until the end of the test, and returns it.
+func lower(t *testing.T, n uint64) syscall.Rlimit {
+	t.Helper()
+	var was syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &was); err != nil {
+		t.Fatal(err)
+	}
+	few := was
+	few.Cur = min(few.Cur, n)
+	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &few); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { syscall.Setrlimit(syscall.RLIMIT_NOFILE, &was) })
+	return few
+}
+
 func TestFull(t *testing.T) {
 	if _, known := Open(); !known {
 		t.Skip("the number of open files is not known here")
 	}
-	var limit syscall.Rlimit
-	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
-	few := limit
-	few.Cur = min(few.Cur, 64)
-	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &few); err != nil {
-		t.Fatal(err)
-	}
-	defer syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit)
+	lower(t, 64)
 	before := Full()
 	var all []int
 	for {
@@ -91,16 +98,9 @@ func TestFull(t *testing.T) {
 }
 
 func TestRaise(t *testing.T) {
-	var was syscall.Rlimit
-	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &was); err != nil {
-		t.Fatal(err)
-	}
-	defer syscall.Setrlimit(syscall.RLIMIT_NOFILE, &was)
-	low := min(was.Max, 200)
-	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: low, Max: was.Max}); err != nil {
-		t.Fatal(err)
-	}
-	for _, c := range []struct{ to, want uint64 }{{low - 1, low}, {low + 1, min(low+1, was.Max)}, {1 << 62, was.Max}} {
+	now := lower(t, 200)
+	low, most := now.Cur, now.Max
+	for _, c := range []struct{ to, want uint64 }{{low - 1, low}, {low + 1, min(low+1, most)}, {1 << 62, most}} {
 		Raise(c.to)
 		if got, _ := Limit(); got != c.want {
 			t.Errorf("raised to %d: the limit is %d, want %d", c.to, got, c.want)

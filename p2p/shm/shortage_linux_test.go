@@ -194,17 +194,10 @@ func TestStrictAccounting(t *testing.T) {
 
 // Memory needs descriptors, for which the limit is raised.
 func TestMemoryRaisesLimit(t *testing.T) {
-	var was unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &was); err != nil {
-		t.Fatal(err)
-	}
-	defer unix.Setrlimit(unix.RLIMIT_NOFILE, &was)
-	open, _ := files.Open()
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(open), Max: was.Max}); err != nil {
-		t.Fatal(err)
-	}
+	defer fill(t, 0)()
+	limit, _ := files.Limit()
 	x := newExports()
-	for range 2 * open {
+	for range limit {
 		r, err := x.alloc(1, true)
 		if err != nil {
 			t.Fatal(err)
