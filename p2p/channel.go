@@ -50,6 +50,7 @@ type Channel struct {
 	p         *Proxy
 	ranks     []int    // rank of each slot, -1 for an empty one; nil until opened
 	places    []uint32 // see Open
+	members   []uint64 // see Restrict
 	place     uint32   // until opened: that of this rank, as peers say
 	slots     map[int]int
 	streams   map[int]*stream // by rank
@@ -327,7 +328,7 @@ func (p *Proxy) name(pr *peer, k *chanKey, place uint32, flags uint8) (n uint32)
 // peer on which the channel or its epoch has ended, perhaps before there was a link, answers with
 // farewell.
 func (st *stream) introduce() {
-	if st.pr.link != nil && st.slot >= 0 && !st.c.retired {
+	if st.pr.link != nil && st.slot >= 0 && !st.c.retired && !st.replaced() {
 		st.c.p.number(st)
 	}
 }
@@ -482,7 +483,28 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 			o.retire()
 		}
 	}
-	return p.open(chanKey{c.name, epoch}, ranks, c.places, false)
+	next, err := p.open(chanKey{c.name, epoch}, ranks, c.places, false)
+	if err == nil {
+		next.Restrict(c.members)
+	}
+	return next, err
+}
+
+// Restrict says which incarnation of each rank is a member, by slot: one that comes in its place
+// later is none. Sends to it and receives from it fail with an error that wraps ErrPeerGone, and it
+// does not hear of the channel. nil, as after Open: every incarnation is a member. With the lock.
+func (c *Channel) Restrict(incarnations []uint64) { c.members = incarnations }
+
+// errReplaced says that a member's rank has another incarnation now.
+var errReplaced = fmt.Errorf("another process has its rank now, which is no member: %w", ErrPeerGone)
+
+// replaced reports whether the peer is not the incarnation that is a member.
+func (st *stream) replaced() bool {
+	if st.c.members == nil || st.slot < 0 {
+		return false
+	}
+	now := st.pr.id.Incarnation
+	return now != 0 && now != st.c.members[st.slot]
 }
 
 func (p *Proxy) newChannel(key chanKey) *Channel {

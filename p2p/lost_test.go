@@ -197,6 +197,84 @@ func TestNextIncarnationMissesNothing(t *testing.T) {
 	}
 }
 
+// A restricted channel has no messages with an incarnation that comes in a member's place, and that
+// one does not hear of the channel. Another channel uses the same link.
+func TestRestrictedChannelEndsWithIncarnation(t *testing.T) {
+	for _, used := range []bool{true, false} {
+		t.Run(fmt.Sprint("used before: ", used), func(t *testing.T) {
+			x := broken(t, 0)
+			a := x.m[0]
+			c, err := a.Open(known(3), p2p.Epoch{}, ranks(2), []uint64{0, 1}, true)
+			if err != nil {
+				t.Fatal(err)
+			}
+			short, long := []byte("short"), make([]byte, 100<<10)
+			send := func(msg []byte) error {
+				a.Lock()
+				defer a.Unlock()
+				var s p2p.SendReq
+				c.PostSend(&s, 1, 5, 0, msg)
+				return c.WaitSend(patient(t.Context()), &s)
+			}
+			a.Lock()
+			c.Restrict([]uint64{1, 2})
+			a.Unlock()
+			if used {
+				if err := send(short); err != nil {
+					t.Fatal(err)
+				}
+			}
+			x.m[1].Close()
+			a.MarkDead(1, 2, p2p.ErrPeerGone)
+
+			x.m[1] = x.w.settle(t, 1, 2, 3)
+			first := x.m[1].Reserve(1) // the name may be of a channel that it is about to open
+			defer x.m[1].Settle(first)
+			x.open(1)
+			x.renew()
+			x.send(5, "next")
+			x.want(t, 5, "next")
+			gone := func(what string, err error) {
+				t.Helper()
+				var of *p2p.PeerError
+				if !errors.As(err, &of) || of.Rank != 1 || !errors.Is(err, p2p.ErrPeerGone) {
+					t.Errorf("%s: %v, want an error that says that rank 1 is gone", what, err)
+				}
+			}
+			gone("a short send", send(short))
+			gone("a long send", send(long))
+			for _, from := range []int{1, p2p.AnySlot} {
+				a.Lock()
+				var r p2p.RecvReq
+				c.PostMsg(&r, from, 5, 0, short)
+				gone(fmt.Sprint("a receive from ", from), c.WaitMsg(patient(t.Context()), &r))
+				a.Unlock()
+			}
+			f := follows(t, a.Proxy, c)
+			var s [2]p2p.SendReq
+			var r [2]p2p.RecvReq
+			f.send(&s[0], 1, 5, short)
+			f.send(&s[1], 1, 5, long)
+			f.recv(&r[0], 1, 5, 1, 0)
+			f.recv(&r[1], p2p.AnySlot, 5, 1, 0)
+			over := f.attend(t.Context())
+			for range 4 {
+				gone("a followed message", f.end())
+			}
+			<-over
+			a.Lock()
+			c.Notice([]int{1}, 0, []byte("value"))
+			c.Abort(errors.New("over"), []byte("why"))
+			a.Unlock()
+			x.send(5, "last")
+			x.want(t, 5, "last")
+			if n, _ := x.m[1].Remembered(); n != 1 {
+				t.Errorf("the other incarnation knows %d channels, 1 is its own", n)
+			}
+		})
+	}
+}
+
 // Every receive that might have got a lost message fails, and is not in the way of later ones.
 func TestPostedReceivesMissLostMessages(t *testing.T) {
 	x := broken(t, 0)

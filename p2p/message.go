@@ -173,7 +173,7 @@ func (c *Channel) begin(st *stream, s *SendReq) bool {
 	if s.there < len(s.buf) || len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
 		h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
 	}
-	if st.pr.sendErr != nil || !c.push(st, &h, payload, false) {
+	if st.pr.sendErr != nil || st.replaced() || !c.push(st, &h, payload, false) {
 		return false
 	}
 	if h.Kind == frameRTS {
@@ -533,6 +533,8 @@ func (st *stream) gone() error {
 		return &PeerError{st.pr.rank, st.pr.err}
 	case st.left:
 		return &PeerError{st.pr.rank, errLeft}
+	case st.replaced():
+		return &PeerError{st.pr.rank, errReplaced}
 	}
 	return nil
 }

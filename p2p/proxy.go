@@ -498,7 +498,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 	pr.counts.transport = transport
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
-		if st := c.streams[pr.rank]; st != nil && st.lost != nil {
+		if st := c.streams[pr.rank]; st != nil && st.lost != nil && !st.replaced() {
 			c.renew(st, same)
 		}
 		if st := c.streams[pr.rank]; st != nil {
@@ -784,6 +784,9 @@ func (c *Channel) control(pr *peer, h Header, payload []byte) {
 		return
 	}
 	st := c.streamOf(pr)
+	if st.replaced() {
+		return
+	}
 	h.Chan, h.Ack, st.told = c.p.number(st), st.taken, st.taken
 	c.p.queue(pr, h, payload)
 }

@@ -158,6 +158,8 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	g.plan()
 	g.wait.OnLong(g.long)
 	j.proxy.Lock()
+	g.coll.Restrict(incarnations)
+	g.msgs.Restrict(incarnations)
 	if j.leaving {
 		j.proxy.Unlock()
 		return fail(ErrClosed)

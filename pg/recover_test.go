@@ -609,6 +609,21 @@ func TestSubgroupsFollowViews(t *testing.T) {
 		if odd.Size() != 2 || len(odd.View().Active) != 2 {
 			t.Errorf("the new half is %v", odd.View())
 		}
+		if g.Rank() == 2 { // messages to the replacement are for groups of which it is a member
+			ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+			defer cancel()
+			x := []float32{1}
+			send, recv := pg.SendOp{X: pg.BufferOf(x), To: 1}, pg.RecvOp{X: pg.BufferOf(x), From: 1}
+			any := pg.RecvOp{X: pg.BufferOf(x), From: pg.AnyRank}
+			for _, op := range []pg.Operation{send, recv, any} {
+				if err := halves.Do(ctx, op); lostRank(err) != 1 {
+					t.Errorf("%T to or from the replacement in the old half: %v", op, err)
+				}
+				if err := halves.Start(op).Wait(ctx); lostRank(err) != 1 {
+					t.Errorf("%T to or from the replacement in the old half, started: %v", op, err)
+				}
+			}
+		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(3, syscall.SIGKILL),
 		pgtest.Replace(3))
 }
