@@ -771,6 +771,9 @@ func (c *Channel) sever(st *stream, err error) {
 	}
 	st.early = slices.DeleteFunc(st.early, func(e *early) bool { return e.h.Kind == frameRTS })
 	gone := &PeerError{st.pr.rank, err}
+	if st.posted.size > 0 { // the operation cannot succeed, whichever peer it waits for now
+		c.fail(gone)
+	}
 	for _, r := range c.recvs {
 		if r.st == st {
 			c.failRecv(r, gone)

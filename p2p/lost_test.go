@@ -275,6 +275,52 @@ func TestRestrictedChannelEndsWithIncarnation(t *testing.T) {
 	}
 }
 
+// A rank that waits for a late peer learns that another one is gone, or has closed the channel, whose
+// message it needs as well.
+func TestWaitEndsWithAnotherPeer(t *testing.T) {
+	for _, closes := range []bool{false, true} {
+		t.Run(fmt.Sprint("only the channel: ", closes), func(t *testing.T) {
+			all := cluster(t, 3, 64<<10, nil)
+			defer closeAll(all)
+			var cs []*p2p.Channel
+			for _, p := range all {
+				cs = append(cs, open(t, p, 1, 3))
+			}
+			for r := 1; r < 3; r++ {
+				all[r].Lock()
+				if err := cs[r].Send(patient(t.Context()), 0, p2p.Token{Seq: 1}, []byte("first")); err != nil {
+					t.Error(err)
+				}
+				all[r].Unlock()
+			}
+			all[0].Lock()
+			defer all[0].Unlock()
+			var first, second [3]p2p.Recv
+			post := func(recvs *[3]p2p.Recv, seq uint64) {
+				for slot := 1; slot < 3; slot++ {
+					cs[0].PostRecv(&recvs[slot], slot, p2p.Token{Seq: seq}, make([]byte, 5), false)
+				}
+			}
+			post(&first, 1)
+			for slot := 1; slot < 3; slot++ {
+				if err := cs[0].WaitRecv(patient(t.Context()), &first[slot]); err != nil {
+					t.Fatal(err)
+				}
+			}
+			post(&second, 2)
+			if closes {
+				cs[2].Close()
+			} else {
+				go all[2].Close()
+			}
+			var gone *p2p.PeerError
+			if err := cs[0].WaitRecv(patient(t.Context()), &second[1]); !errors.As(err, &gone) || gone.Rank != 2 {
+				t.Errorf("waiting for rank 1 while rank 2 ends: %v, want an error that names rank 2", err)
+			}
+		})
+	}
+}
+
 // Every receive that might have got a lost message fails, and is not in the way of later ones.
 func TestPostedReceivesMissLostMessages(t *testing.T) {
 	x := broken(t, 0)

@@ -278,6 +278,9 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		st.until = h.Seq + 1
 	case frameBye:
 		pr.bye, st.left = true, true
+		if st.posted.size > 0 { // as in sever
+			c.fail(st.gone())
+		}
 		c.miss(st)
 	case frameNotice:
 		if err := p.checkNotice(pr, h); err != nil {
