@@ -17,6 +17,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/keepalive"
 
@@ -34,6 +35,7 @@ import (
 type Meeting struct {
 	Store  string // address of the store
 	Secret []byte // the job's secret
+	Visit  uint64 // see StoreConfig; 0: this process serves the store, or cannot meet again
 
 	stop   func() // stops inviting the others; nil: not inviting
 	leave  func() // tells rank 0 that this rank has left; nil: rank 0 need not know
@@ -44,35 +46,50 @@ type Meeting struct {
 }
 
 // Close leaves the meeting. The process that serves the store waits until the others have closed
-// their handles on it, or have ended, or ctx ends; then the store ends. A nil Meeting may be
-// closed.
+// their handles on it, or have ended, or ctx ends; then the store ends. It logs a warning if that
+// takes long. A nil Meeting may be closed.
 func (m *Meeting) Close(ctx context.Context) {
 	if m == nil {
 		return
 	}
 	if m.served != nil {
-		m.served.l.Wait(ctx) // handles that are still open lose the store, and get an error
+		m.served.wait(ctx) // handles that are still open lose the store, and get an error
 	}
 	m.end()
 }
 
-// CloseLater closes the meeting as Close does, in the background and whenever the others have left
-// the store. Until then processes that know of the store can use it.
+// CloseLater closes the meeting in the background and whenever the others have left the store.
+// Until then processes that know of the store can use it.
 func (m *Meeting) CloseLater() {
-	if m != nil {
-		m.later.Do(func() { go m.Close(context.Background()) })
+	if m == nil {
+		return
 	}
+	m.later.Do(func() {
+		go func() {
+			if m.served != nil {
+				m.served.l.Wait(context.Background())
+			}
+			m.end()
+		}()
+	})
 }
 
-// Refuse ends the invitations to this meeting, at rank 0 to all and elsewhere to this rank: it has
-// left a job that takes nobody in, and another rank may leave later. The next Meet of this rank on
-// the host, also in another process, waits for the next meeting. It takes a moment.
+// Refuse ends the invitations to this meeting. Rank 0 calls it before it leaves its job for good:
+// the store takes in no process any more that has not been there, and StoreEnds holds at the
+// others. Another rank calls it if its job takes nobody in, and rank 0 may leave later: the next
+// Meet of that rank on the host, also in another process, waits for the next meeting. It takes a
+// moment.
 func (m *Meeting) Refuse() {
-	switch {
-	case m == nil:
-	case m.stop != nil:
+	if m == nil {
+		return
+	}
+	if m.stop != nil {
 		m.stop()
-	case m.leave != nil:
+	}
+	if m.served != nil {
+		m.served.refuse()
+	}
+	if m.leave != nil {
 		m.leave()
 	}
 }
@@ -143,9 +160,9 @@ func (l *Launch) HowToMeet() string {
 // only processes of the same user receive it, and through PMI on a descriptor that this process has
 // inherited from its launcher.
 //
-// A launch can meet once through PMI, which serves one program for each rank; on a host it can
-// while rank 0 is there. There a rank gets the invitation of rank 0's present meeting, unless it
-// has refused that (Meeting.Refuse). Meet blocks until ctx ends.
+// A launch can meet once through PMI, which serves one program for each rank, and otherwise again
+// and again. On one host a rank gets the invitation of rank 0's present meeting, unless one of the
+// two has refused that (Meeting.Refuse). Meet blocks until ctx ends.
 func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
 	how := l.way()
 	if how == noWay {
@@ -163,6 +180,9 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 		m, err := text.meeting(secret)
 		if err != nil {
 			return nil, fmt.Errorf("meeting rank 0: %w", err)
+		}
+		if how != byPMI {
+			m.Visit = ident.New()
 		}
 		if how == byHost {
 			m.leave = func() {
@@ -499,8 +519,19 @@ type servedStore struct {
 	l       *proof.Listener
 	g       *grpc.Server
 	kv      *memkv.Server
+	log     *slog.Logger
 	done    chan struct{}
+
+	mu     sync.Mutex
+	visits map[uint64]struct{} // that have been here; see StoreConfig
+	ends   bool                // no others are admitted
 }
+
+// endsKey is a key outside of all jobs. It exists when a served store is about to end.
+const endsKey = "/tutti-ends"
+
+// codeEnds is the code of the Refusal of a store that is about to end: see ErrStoreEnds.
+const codeEnds = 2
 
 // ListenHost returns the address on which to listen so that others reach host. On the machine that
 // it names, a name often resolves to a loopback address; the result is then all addresses.
@@ -553,7 +584,8 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 		return nil, err
 	}
 	at := net.JoinHostPort(host, strconv.Itoa(l.Addr().(*net.TCPAddr).Port))
-	s := &servedStore{address: "tutti://" + at, kv: memkv.New(), done: make(chan struct{}),
+	s := &servedStore{address: "tutti://" + at, kv: memkv.New(), log: log, done: make(chan struct{}),
+		visits: map[uint64]struct{}{},
 		g: grpc.NewServer(grpc.Creds(proof.Credentials{}), grpc.ConnectionTimeout(proof.Timeout),
 			grpc.MaxRecvMsgSize(4*MaxValue),
 			grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
@@ -565,7 +597,7 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 			if !StoreMeant(h, at, conn.LocalAddr()) {
 				return &trust.Refusal{Code: 1, Text: "the connection was meant for another store than " + at}
 			}
-			return nil
+			return s.admit(h.FromIncarnation)
 		}})
 	s.kv.Register(s.g)
 	go func() {
@@ -573,6 +605,41 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 		s.g.Serve(s.l)
 	}()
 	return s, nil
+}
+
+// admit takes in a visit, unless the store is about to end and has not seen it. Visit 0 is that of
+// any process.
+func (s *servedStore) admit(visit uint64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, seen := s.visits[visit]; s.ends && visit != 0 && !seen {
+		return &trust.Refusal{Code: codeEnds, Text: ErrStoreEnds.Error()}
+	}
+	s.visits[visit] = struct{}{}
+	return nil
+}
+
+// refuse is Meeting.Refuse.
+func (s *servedStore) refuse() {
+	s.mu.Lock()
+	s.ends = true
+	s.mu.Unlock()
+	s.kv.Put(context.Background(), &pb.PutRequest{Key: []byte(endsKey)}) // fails if the store is full
+}
+
+// waitWarning is the time after which the process that serves the store says that it waits.
+const waitWarning = time.Second
+
+// wait returns when no handle is open, or ctx ends.
+func (s *servedStore) wait(ctx context.Context) {
+	defer time.AfterFunc(waitWarning, func() {
+		args := []any{"handles", s.l.Open()}
+		if t, ok := ctx.Deadline(); ok {
+			args = append(args, "for at most", time.Until(t).Round(time.Second))
+		}
+		s.log.Warn("this process serves the job's store, and waits for other ranks that have not left it", args...)
+	}).Stop()
+	s.l.Wait(ctx)
 }
 
 func (s *servedStore) close() {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"reflect"
@@ -329,6 +330,92 @@ func TestRanksMeetAtHostNamedByLauncher(t *testing.T) {
 			}
 		}
 	}
+}
+
+// When rank 0 has left its job, its store takes in the processes that have been there, and no
+// others: those meet rank 0 again. Handles that are open can find out.
+func TestStoreThatEndsTakesInNoStrangers(t *testing.T) {
+	secret, ctx := []byte("a secret for the tests of this package"), meetContext(t)
+	env := func(i int) string {
+		return fmt.Sprintf("SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%d "+
+			"SLURM_STEP_ID=1", i, os.Getpid())
+	}
+	all, errs := together(t, env, 2, [][]byte{secret, secret})
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	enter := func(job string, visit uint64) (Store, error) {
+		return DialStore(ctx, StoreConfig{Address: all[1].Store, Job: job, Secret: secret, Rank: 1, Visit: visit})
+	}
+	s, err := enter("j", all[1].Visit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if StoreEnds(ctx, s) {
+		t.Error("the store ends before rank 0 leaves")
+	}
+	all[0].Refuse()
+	if !StoreEnds(ctx, s) {
+		t.Error("the store does not end though rank 0 has left")
+	}
+	if _, err := enter("k", all[1].Visit+1); !errors.Is(err, ErrStoreEnds) || !errors.Is(err, ErrStoreAway) {
+		t.Errorf("another visit: %v, want ErrStoreEnds, which is an ErrStoreAway", err)
+	}
+	for _, visit := range []uint64{all[1].Visit, 0} {
+		again, err := enter("j", visit)
+		if err != nil {
+			t.Fatalf("visit %x: %v", visit, err)
+		}
+		again.Close()
+	}
+	s.Close()
+	all[0].Close(ctx)
+}
+
+// lines sends what is logged.
+type lines chan string
+
+func (l lines) Write(b []byte) (int, error) {
+	l <- string(b)
+	return len(b), nil
+}
+
+// The process that serves the store says for whom it waits.
+func TestRankZeroSaysThatItWaits(t *testing.T) {
+	logged, name := make(lines, 10), fresh(t)
+	env := func(i int) string {
+		return fmt.Sprintf("RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d LOCAL_WORLD_SIZE=2 TUTTI_JOB=%s", i, i, name)
+	}
+	l, err := FromEnv(vars(env(0)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := meetContext(t)
+	m, err := l.Meet(ctx, nil, slog.New(slog.NewTextHandler(logged, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := DialStore(ctx, StoreConfig{Address: m.Store, Job: "j", Secret: m.Secret, Rank: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		m.Close(ctx)
+	}()
+	select {
+	case line := <-logged:
+		if !strings.Contains(line, "handles=1") || !strings.Contains(line, "at most") {
+			t.Errorf("logged %q, want one handle and a limit", line)
+		}
+	case <-closed:
+		t.Error("rank 0 does not wait")
+	case <-ctx.Done():
+		t.Error("nothing is logged")
+	}
+	s.Close()
+	<-closed
 }
 
 func TestMeetingPortsStayClearOfOthers(t *testing.T) {

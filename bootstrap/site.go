@@ -57,6 +57,7 @@ type dialer struct {
 	secret  []byte
 	prove   bool
 	rank    int
+	visit   uint64       // of StoreConfig
 	alone   bool         // the store has only one endpoint
 	refused func(error)  // called with a refusal that further attempts cannot change
 	last    atomic.Error // the error of the latest attempt; nil: connected
@@ -68,9 +69,15 @@ type refusal struct{ error }
 func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 	conn, err := d.via.Dial(ctx, &net.Dialer{}, dial.Store, addr)
 	if err == nil && d.prove {
-		if err = prove(ctx, conn, d.secret, StorePurpose, StoreHello(d.rank, addr, conn.RemoteAddr())); err != nil {
+		h := StoreHello(d.rank, addr, conn.RemoteAddr())
+		h.FromIncarnation = d.visit
+		if err = prove(ctx, conn, d.secret, StorePurpose, h); err != nil {
 			conn.Close()
-			if errors.Is(err, trust.ErrAuth) || errors.As(err, new(*trust.Refusal)) {
+			var no *trust.Refusal
+			switch {
+			case errors.As(err, &no) && no.Code == codeEnds:
+				d.refused(ErrStoreEnds)
+			case no != nil || errors.Is(err, trust.ErrAuth):
 				d.refused(err)
 			}
 		}

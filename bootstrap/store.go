@@ -100,6 +100,10 @@ var (
 	ErrLeaseLost   = errors.New("lease lost")
 )
 
+// ErrStoreEnds says that rank 0 has left the job whose store it serves from its memory, and that
+// the store ends when the others have left as well: a process that joins has to meet rank 0 again.
+var ErrStoreEnds = fmt.Errorf("rank 0 has left an earlier job of the launch, and ends its store: %w", ErrStoreAway)
+
 // ConflictError says that a key did not have the expected value. It wraps ErrConflict.
 type ConflictError struct {
 	Key     string

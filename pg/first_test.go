@@ -37,7 +37,7 @@ func (j *job) begin(ctx context.Context) (*Group, error) {
 	if j.settings.MaxSize == 1 {
 		return j.enterJob(ctx)
 	}
-	start, err := join.First(j.session)
+	start, err := join.First(ctx, j.session)
 	if err != nil {
 		return nil, err
 	}

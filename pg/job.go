@@ -204,7 +204,7 @@ func (j *job) release() error {
 		return nil
 	}
 	defer close(j.ended)
-	if j.settings.OnFailure == Report { // the others do not go on without this rank
+	if s := j.settings; s.OnFailure == Report || s.Rank == 0 { // else the others may let this rank in again
 		meeting.Refuse()
 	}
 	defer j.settings.part(context.Background(), meeting)

@@ -41,22 +41,19 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 func (s *settings) enter(ctx context.Context) (*Group, error) {
 	s.preload()
 	if !s.launch.Standby {
-		if err := s.meet(ctx); err != nil {
-			return nil, err
+		ctx, cancel := join.Within(ctx, s.Timeout)
+		defer cancel()
+		for given := s.Config; ; s.Config = given {
+			g, err := s.meetAndJoin(ctx)
+			if !errors.Is(err, bootstrap.ErrStoreEnds) || ctx.Err() != nil {
+				return g, err
+			}
+			s.Logger.Info("rank 0 leaves an earlier job: this process waits for its next meeting", "err", err)
+			select {
+			case <-ctx.Done():
+			case <-time.After(joinPause):
+			}
 		}
-		g, err := s.join(ctx)
-		if err != nil {
-			// The deadline of ctx bounds what has failed, and not part.
-			pctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), partSoon)
-			defer cancel()
-			defer context.AfterFunc(ctx, func() {
-				if errors.Is(ctx.Err(), context.Canceled) {
-					cancel()
-				}
-			})()
-			s.part(pctx, s.meeting)
-		}
-		return g, err
 	}
 	for {
 		js, err := s.session()
@@ -78,6 +75,26 @@ func (s *settings) enter(ctx context.Context) (*Group, error) {
 		case <-time.After(joinPause):
 		}
 	}
+}
+
+// meetAndJoin joins once, and first meets the other ranks if they were given no store.
+func (s *settings) meetAndJoin(ctx context.Context) (*Group, error) {
+	if err := s.meet(ctx); err != nil {
+		return nil, err
+	}
+	g, err := s.join(ctx)
+	if err != nil {
+		// The deadline of ctx bounds what has failed, and not part.
+		pctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), partSoon)
+		defer cancel()
+		defer context.AfterFunc(ctx, func() {
+			if errors.Is(ctx.Err(), context.Canceled) {
+				cancel()
+			}
+		})()
+		s.part(pctx, s.meeting)
+	}
+	return g, err
 }
 
 // displaced reports whether a process on standby should try again after err.
@@ -181,7 +198,7 @@ func (j *job) enterJob(ctx context.Context) (*Group, error) {
 			return nil, err
 		}
 	}
-	start, err := join.First(j.session)
+	start, err := join.First(ctx, j.session)
 	if err != nil {
 		return nil, err
 	}

@@ -36,6 +36,7 @@ type settings struct {
 
 	meeting   *bootstrap.Meeting   // where ranks without a store meet; nil: the job has a store
 	listened  bool                 // see join.Settings
+	visit     uint64               // meeting's
 	formation *bootstrap.Formation // nil: the job is not one of Member.Form
 }
 
@@ -181,6 +182,9 @@ func (s *settings) session() (*join.Settings, error) {
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
 		Survives: s.OnFailure != Report, Exchanges: s.exchanges, Dial: s.Dialer, Logger: s.Logger,
 		OpenStore: s.openStore, Listened: s.listened}
+	if s.visit != 0 {
+		js.Ends = bootstrap.StoreEnds
+	}
 	if s.MaxSize == 1 {
 		return js, nil
 	}
@@ -207,13 +211,11 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	if s.Store != nil || s.StoreAddr != "" || s.MaxSize < 2 || !l.Meets() || s.Rank != l.Rank || s.Size != l.Size {
 		return nil
 	}
-	ctx, cancel := join.Within(ctx, s.Timeout)
-	defer cancel()
 	if s.meeting, err = l.Meet(ctx, s.Secret, s.Logger); err != nil {
 		return s.failed(err)
 	}
 	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
-	s.listened = l.Invites()
+	s.listened, s.visit = l.Invites(), s.meeting.Visit
 	return nil
 }
 
@@ -247,9 +249,9 @@ func (s *settings) openStore(ctx context.Context) (bootstrap.Store, error) {
 		return bootstrap.OpenStore(ctx, s.Store, s.Job)
 	}
 	store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.StoreAddr, Job: s.Job, Secret: s.Secret,
-		Rank: s.Rank, User: s.StoreUser, Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA,
-		Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, DialTimeout: s.dialTimeout,
-		Dial: s.Dialer, Logger: s.Logger})
+		Rank: s.Rank, Visit: s.visit, User: s.StoreUser, Password: s.StorePassword, TLS: s.StoreTLS,
+		CA: s.launch.StoreCA, Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL,
+		DialTimeout: s.dialTimeout, Dial: s.Dialer, Logger: s.Logger})
 	switch {
 	case err != nil && s.atMaster:
 		err = fmt.Errorf("%w (it is looked for at MASTER_ADDR and MASTER_PORT: set TUTTI_STORE if it is elsewhere)",

@@ -8,9 +8,34 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/ident"
 )
 
 const lockName = "lock"
+
+// lockForm is the form of a lock file: process, host name and boot id.
+const lockForm = "pid %d\nhost %s\nboot %s\n"
+
+// here returns host name and boot id, "" if they are unknown.
+func here() (host, boot string) {
+	host, _ = os.Hostname()
+	place, _ := ident.Here()
+	return host, place.Boot
+}
+
+// elsewhere reports whether a lock file was written on another machine. The name of a machine
+// outlasts its boot id, and containers of one machine share its boot id. A file that does not tell
+// counts as one of this machine.
+func elsewhere(lock *os.File) bool {
+	var pid int
+	var host, boot string
+	if _, err := fmt.Fscanf(lock, lockForm, &pid, &host, &boot); err != nil {
+		return false
+	}
+	ownHost, ownBoot := here()
+	return host != ownHost && boot != ownBoot
+}
 
 // Lock marks dir, a new directory of this process, as in use until the returned file is closed.
 func Lock(dir string) (*os.File, error) {
@@ -19,7 +44,8 @@ func Lock(dir string) (*os.File, error) {
 		return nil, err
 	}
 	if err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
-		_, err = fmt.Fprintf(lock, "pid %d\n", os.Getpid())
+		host, boot := here()
+		_, err = fmt.Fprintf(lock, lockForm, os.Getpid(), host, boot)
 	}
 	if err != nil {
 		lock.Close()
@@ -30,7 +56,8 @@ func Lock(dir string) (*os.File, error) {
 
 // RemoveStale removes this user's directories below parent whose names ours accepts and whose lock
 // is free. Directories without a lock file, or with an empty one, are left alone, because their
-// owner may be about to lock them.
+// owner may be about to lock them. So are those of other machines, which may share parent by a file
+// system whose locks do not reach here.
 func RemoveStale(parent string, ours func(name string) bool) {
 	entries, err := os.ReadDir(parent)
 	if err != nil {
@@ -49,7 +76,7 @@ func RemoveStale(parent string, ours func(name string) bool) {
 		if err != nil {
 			continue
 		}
-		if info, err := lock.Stat(); err == nil && info.Size() > 0 &&
+		if info, err := lock.Stat(); err == nil && info.Size() > 0 && !elsewhere(lock) &&
 			unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
 			os.RemoveAll(path)
 		}

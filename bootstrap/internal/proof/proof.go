@@ -131,6 +131,13 @@ func (p *Listener) CloseAll() {
 	}
 }
 
+// Open returns the number of connections that were accepted and are open.
+func (p *Listener) Open() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.open)
+}
+
 // Wait returns nil when no connection that was accepted is open, or an error when ctx ends.
 func (p *Listener) Wait(ctx context.Context) error {
 	p.mu.Lock()

@@ -5,19 +5,47 @@ import (
 	"fmt"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/pg/membership"
 )
 
 // A Start is the first start of a rank: the job begins when all its ranks have met.
 type Start struct{ ss *Session }
 
-// First begins a first start of a connected session.
-func First(ss *Session) (*Start, error) {
+// First begins a first start of a connected session. If rank 0 serves the store it waits until that
+// is registered, and returns bootstrap.ErrStoreEnds if it has left an earlier job of the launch
+// instead.
+func First(ctx context.Context, ss *Session) (*Start, error) {
 	if s := ss.settings; s.Rank >= s.Size {
 		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and the store has a job that is over",
 			s.Rank, s.Size)
 	}
+	if ss.settings.Ends != nil {
+		if err := ss.awaitHost(ctx); err != nil {
+			return nil, fmt.Errorf("waiting for rank 0, which serves the store: %w", err)
+		}
+	}
 	return &Start{ss}, nil
+}
+
+// awaitHost is First's wait for rank 0.
+func (ss *Session) awaitHost(ctx context.Context) error {
+	wctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	changes, again := ss.Store().Watch(wctx, bootstrap.RankKey(0)), time.NewTicker(lookPause)
+	defer again.Stop()
+	for {
+		select {
+		case e, open := <-changes:
+			if err := ended(ctx, e, open); err != nil || e.Exists {
+				return err
+			}
+		case <-again.C:
+		}
+		if ss.settings.Ends(ctx, ss.Store()) {
+			return bootstrap.ErrStoreEnds
+		}
+	}
 }
 
 // Watch calls cancel with ErrStarted when the job has begun without this rank: others had met

@@ -46,6 +46,9 @@ type Settings struct {
 	// Listened says that the store did, before this process knew of it: if it is away, it has
 	// ended.
 	Listened bool
+	// Ends reports whether rank 0, which serves the store, has left its job. It is nil at rank 0,
+	// for other stores, and where ranks cannot meet again.
+	Ends func(context.Context, bootstrap.Store) bool
 }
 
 // Within bounds ctx by d, unless that is 0.
@@ -160,11 +163,14 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 }
 
 // open opens a handle on the store. It waits for a store that is away until ctx ends, unless
-// s.Listened.
+// s.Listened. In that case it returns bootstrap.ErrStoreEnds if the ranks can meet again.
 func (s *Settings) open(ctx context.Context) (bootstrap.Store, error) {
 	for warned := (time.Time{}); ; {
 		store, err := s.OpenStore(ctx)
-		if !errors.Is(err, bootstrap.ErrStoreAway) || s.Listened || ctx.Err() != nil {
+		switch away := errors.Is(err, bootstrap.ErrStoreAway); {
+		case away && s.Listened && s.Ends != nil:
+			return nil, fmt.Errorf("%w (%w)", bootstrap.ErrStoreEnds, err)
+		case !away || s.Listened || ctx.Err() != nil:
 			return store, err
 		}
 		if time.Since(warned) >= storeWarning {

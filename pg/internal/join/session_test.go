@@ -129,6 +129,10 @@ func TestWaitForStoreEnds(t *testing.T) {
 			t.Errorf("Listened %v: %v after %d attempts, want ErrStoreAway after %d", s.Listened, err, attempts, want)
 		}
 	}
+	s.Listened, s.Ends = true, bootstrap.StoreEnds
+	if _, err := s.open(t.Context()); !errors.Is(err, bootstrap.ErrStoreEnds) {
+		t.Errorf("%v where ranks can meet again, want ErrStoreEnds", err)
+	}
 	s.OpenStore = func(context.Context) (bootstrap.Store, error) { return nil, trust.ErrAuth }
 	if _, err := s.open(t.Context()); !errors.Is(err, trust.ErrAuth) {
 		t.Errorf("%v, want ErrAuth", err)

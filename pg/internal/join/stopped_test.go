@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -36,9 +38,10 @@ func (s *listing) List(ctx context.Context, prefix string) (map[string][]byte, e
 }
 
 // A rank that waits for admission does not take the job for over because it was stopped, with all
-// others, for longer than their leases.
+// others, for longer than their leases; but it does at once if rank 0 has left.
 func TestAdmissionOutlastsStop(t *testing.T) {
-	for what, back := range map[string]bool{"the others are back": true, "the others are gone": false} {
+	for what, back := range map[string]bool{"the others are back": true, "the others are gone": false,
+		"the others are gone, and rank 0 has left": false} {
 		t.Run(what, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				mem := storetest.NewMemory()
@@ -61,6 +64,8 @@ func TestAdmissionOutlastsStop(t *testing.T) {
 					}}
 				})
 				defer ss.Close()
+				left := strings.Contains(what, "left")
+				ss.settings.Ends = func(context.Context, bootstrap.Store) bool { return left }
 				ss.Proxy = p2p.New(p2p.Config{Self: ss.Self, Size: 3, Secret: []byte("the secret of this test"),
 					Oversubscribed: true, Logger: slog.New(slog.DiscardHandler),
 					Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("no way") }})
@@ -75,8 +80,47 @@ func TestAdmissionOutlastsStop(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 				defer cancel()
 				err = Rejoin(ss, &Job{View: view, First: 9}).Await(ctx, ro)
-				if errors.Is(err, ErrOver) == back || errors.Is(err, context.DeadlineExceeded) != back {
+				if errors.Is(err, ErrOver) == back || errors.Is(err, context.DeadlineExceeded) != back ||
+					left != (looks == 2) {
 					t.Errorf("after %d looks: %v", looks, err)
+				}
+			})
+		})
+	}
+}
+
+// A rank does not begin a job without rank 0 where that serves the store: it waits until rank 0 is
+// registered, or has left the job before.
+func TestStartWaitsForRankZero(t *testing.T) {
+	for what, ends := range map[string]bool{"rank 0 comes": false, "rank 0 is there": true, "rank 0 has left": true} {
+		t.Run(what, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				mem := storetest.NewMemory()
+				host := mem.Open()
+				defer host.Close()
+				register := func() {
+					if err := host.Put(t.Context(), bootstrap.RankKey(0), nil, true); err != nil {
+						t.Error(err)
+					}
+				}
+				ss := session(1, mem.Open)
+				defer ss.Close()
+				var left atomic.Bool
+				ss.settings.Ends = func(context.Context, bootstrap.Store) bool { return left.Load() }
+				if what == "rank 0 is there" {
+					register()
+				}
+				began := time.Now()
+				time.AfterFunc(time.Minute, func() {
+					if left.Store(ends); !ends {
+						register()
+					}
+				})
+				_, err := First(t.Context(), ss)
+				took := time.Since(began)
+				if gone := what == "rank 0 has left"; errors.Is(err, bootstrap.ErrStoreEnds) != gone ||
+					!gone && err != nil || (took < time.Minute) != (what == "rank 0 is there") {
+					t.Errorf("after %v: %v", took, err)
 				}
 			})
 		})
@@ -94,7 +138,7 @@ func TestStartLearnsOfRunningJob(t *testing.T) {
 		put(t, other, view, false)
 		ss := session(1, mem.Open)
 		defer ss.Close()
-		st, err := First(ss)
+		st, err := First(t.Context(), ss)
 		if err != nil {
 			t.Fatal(err)
 		}

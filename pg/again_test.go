@@ -1,0 +1,104 @@
+//go:build linux
+
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"tutti/pg"
+)
+
+// Ranks leave a job and join the next one, of the same or another name, while rank 0 is in the
+// first: they find the first one's store. Both jobs run, whatever their ranks do after failures.
+func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
+	const n = 3
+	const step = "SLURM_PROCID=%[1]d SLURM_NTASKS=3 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%[2]d " +
+		"SLURM_STEP_ID=%[3]d TUTTI_IFNAME=lo"
+	const host = "RANK=%[1]d WORLD_SIZE=3 LOCAL_RANK=%[1]d LOCAL_WORLD_SIZE=3 TUTTI_JOB=again-%[2]d-%[3]d"
+	for i, c := range []struct {
+		name, env string
+		onFailure pg.OnFailure
+		next      string // name of the second job; "": the launch's
+	}{
+		{"by name", step, pg.Report, ""},
+		{"by name, other job", step, pg.Report, "next"},
+		{"by name, shrink", step, pg.Shrink, ""},
+		{"by name, shrink, other job", step, pg.Shrink, "next"},
+		{"by host, shrink", host, pg.Shrink, ""}, // with Report rank 0 does not invite them again
+		{"by host, shrink, other job", host, pg.Shrink, "next"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			there := make(chan struct{}, n) // has the ranks that are at the first store again
+			eg, ctx := errgroup.WithContext(t.Context())
+			for rank := range n {
+				vars := map[string]string{}
+				for kv := range strings.FieldsSeq(fmt.Sprintf(c.env, rank, os.Getpid(), i)) {
+					name, value, _ := strings.Cut(kv, "=")
+					vars[name] = value
+				}
+				cfg := pg.Config{OnFailure: c.onFailure, Timeout: 20 * time.Second, NoSignal: true,
+					Secret: []byte("a secret of this test alone"),
+					Getenv: func(name string) string { return vars[name] }}
+				eg.Go(func() error {
+					err := work(ctx, cfg, func() {
+						for came := 0; rank == 0 && came < n-1 && ctx.Err() == nil; came++ {
+							select {
+							case <-there:
+							case <-ctx.Done():
+							}
+						}
+					})
+					if err != nil {
+						return fmt.Errorf("rank %d: %w", rank, err)
+					}
+					cfg.Job, cfg.Dialer = c.next, signals(there)
+					if err := work(ctx, cfg, func() {}); err != nil {
+						return fmt.Errorf("rank %d in the next job: %w", rank, err)
+					}
+					return nil
+				})
+			}
+			if err := eg.Wait(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// work joins a job, adds up, and leaves the job after wait.
+func work(ctx context.Context, cfg pg.Config, wait func()) error {
+	g, err := pg.Join(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	x := []int64{1}
+	err = pg.AllReduce(ctx, g, x, pg.Sum)
+	if err == nil && x[0] != int64(g.Size()) {
+		err = fmt.Errorf("the sum is %d, want %d", x[0], g.Size())
+	}
+	wait()
+	return errors.Join(err, g.Close())
+}
+
+// signals returns a dialer that sends after its first connection to a store.
+func signals(there chan<- struct{}) pg.Dialer {
+	var once sync.Once
+	return func(ctx context.Context, d *net.Dialer, rank int, addr string) (net.Conn, error) {
+		c, err := d.DialContext(ctx, "tcp", addr)
+		if err == nil && rank == pg.ToStore {
+			once.Do(func() { there <- struct{}{} })
+		}
+		return c, err
+	}
+}
