@@ -201,6 +201,14 @@ type Preparer interface {
 // Distant is a link whose frames are delayed. The peer may have ended before they arrive.
 type Distant interface{ Distant() }
 
+// Deliverer is a link that delivers what it has taken as fast as the peer reads. Its Close does not
+// wait for that as long as it may take.
+type Deliverer interface {
+	// Delivers reports whether the peer's host has not acknowledged all that Send took, but
+	// answers. It follows the rules of Send.
+	Delivers() bool
+}
+
 // Host is the process that a transport serves.
 type Host interface {
 	Self() Identity

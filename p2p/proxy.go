@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"tutti/internal/yield"
 )
 
@@ -391,18 +393,16 @@ func (p *Proxy) Return() {
 func (p *Proxy) Unlock() { p.mu.Unlock() }
 
 // Close sends goodbyes, closes links, transports and control regions, and ends every goroutine
-// before it returns. Pending waits fail with ErrClosed. Links still deliver what was sent, within
-// their own bounds.
+// before it returns. Pending waits fail with ErrClosed. Peers that read slowly still get what was
+// sent: Close waits for them for 10 seconds at most, and not for a peer whose host does not answer,
+// nor after an abort.
 func (p *Proxy) Close() error {
 	p.Lock()
+	p.sendRest()
 	if p.closed {
 		p.Unlock()
 		p.wg.Wait()
 		return nil
-	}
-	deadline := time.Now().Add(200 * time.Millisecond)
-	for time.Now().Before(deadline) && p.pending() { // e.g. the last frame of a broadcast, when the socket was full
-		p.pollAll()
 	}
 	p.closed = true
 	p.cancel()
@@ -432,10 +432,12 @@ func (p *Proxy) Close() error {
 			first = err
 		}
 	}
+	var closing errgroup.Group // each may linger
 	for _, l := range links {
-		if err := l.Close(); err != nil && first == nil {
-			first = err
-		}
+		closing.Go(l.Close)
+	}
+	if err := closing.Wait(); err != nil && first == nil {
+		first = err
 	}
 	finish(paths)
 	p.wg.Wait()
@@ -450,6 +452,66 @@ func (p *Proxy) Close() error {
 	p.boards = nil
 	p.Unlock()
 	return first
+}
+
+// Bounds of sendRest: for what peers may need, and for the rest.
+const (
+	restFor   = 10 * time.Second
+	notifyFor = 200 * time.Millisecond
+)
+
+// sendRest gives the links time to deliver what they have taken, e.g. the end of a broadcast to a
+// rank that reads slowly. It does not wait long for frames that the links have not taken, which say
+// that this rank ends, nor after an abort. With the lock, which it releases meanwhile.
+func (p *Proxy) sendRest() {
+	limit := restFor
+	if p.aborted() {
+		limit = notifyFor
+	}
+	began := time.Now()
+	for pause := 20 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
+		late, waited := p.delivering(), time.Since(began)
+		switch {
+		case len(late) == 0 && (waited >= notifyFor || !p.pending()):
+			return
+		case waited >= limit:
+			p.log.Warn("a rank ends before its peers have read all that it has sent to them", "peers", late,
+				"waited", waited)
+			return
+		}
+		p.pollAll()
+		p.Unlock()
+		time.Sleep(pause)
+		p.Lock()
+	}
+}
+
+// delivering returns the ranks to which links still deliver what they have taken.
+func (p *Proxy) delivering() (ranks []int) {
+	for _, pr := range p.links {
+		d, ok := pr.link.(Deliverer)
+		if ok && d.Delivers() || !ok && pr.unsent {
+			ranks = append(ranks, pr.rank)
+		}
+	}
+	return ranks
+}
+
+// aborted reports whether a channel was aborted, and has run no operation since.
+func (p *Proxy) aborted() bool {
+	for _, c := range p.chans {
+		if c.aborted != nil {
+			return true
+		}
+	}
+	for _, f := range p.floors {
+		for _, e := range f.ended {
+			if e.why != nil {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // pending reports whether a link or the proxy still has frames to send.

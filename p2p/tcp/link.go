@@ -22,6 +22,9 @@ type framed struct {
 // Distant implements p2p.Distant.
 func (framed) Distant() {}
 
+// Delivers implements p2p.Deliverer.
+func (f framed) Delivers() bool { return f.link.Delivers() }
+
 // link implements p2p.Link over a connection. Each direction is an independent state machine.
 //
 // The polling goroutine owns all fields except mu, closed, failure and armed.
@@ -358,8 +361,19 @@ func (l *link) Arm() bool {
 // the next Arm until then.
 func (l *link) Disarm() { l.armed.Store(false) }
 
-// lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
-const lingerTime = 500 * time.Millisecond
+// Delivers implements p2p.Deliverer.
+func (l *link) Delivers() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.failure.Load() == nil && !l.closed.Load() && l.stream.owes() && l.stream.silence() < lostTime
+}
+
+const (
+	// lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
+	lingerTime = 500 * time.Millisecond
+	// lostTime is the silence of a host after which it is not expected to acknowledge anything.
+	lostTime = 2 * time.Second
+)
 
 // Close implements p2p.Link.
 func (l *link) Close() error {

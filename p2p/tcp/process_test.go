@@ -26,7 +26,8 @@ import (
 // children are what a test starts this binary again for; they read their orders from standard input
 // and end with it.
 var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain,
-	"rawdrain": childRawDrain, "last words": childLastWords, "few files": childFewFiles, "vanish": childVanish}
+	"rawdrain": childRawDrain, "last words": childLastWords, "few files": childFewFiles, "vanish": childVanish,
+	"lost peers": childLostPeers}
 
 // childVariable makes this binary a child; its value is the kind.
 const childVariable = "TCP_TEST_CHILD"
@@ -202,25 +203,36 @@ func TestFewFiles(t *testing.T) {
 	}
 }
 
-// childVanish has a network of its own, whose only interface it switches off under three links: one
-// idle, one with data under way, and one with a closed window. To TCP that is a host which
-// vanished: nothing says so, only nothing answers.
-func childVanish() {
-	up := func(on bool) {
-		s := must(unix.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0))
-		r := must(unix.NewIfreq("lo"))
-		if err := unix.IoctlIfreq(s, unix.SIOCGIFFLAGS, r); err != nil {
-			panic(err)
-		}
-		r.SetUint16(r.Uint16() &^ unix.IFF_UP)
-		if on {
-			r.SetUint16(r.Uint16() | unix.IFF_UP)
-		}
-		if err := unix.IoctlIfreq(s, unix.SIOCSIFFLAGS, r); err != nil {
-			panic(err)
-		}
+// loopback switches the only interface of a child with a network of its own on or off. Off, the
+// network is one whose hosts vanished to TCP: nothing says so, only nothing answers.
+func loopback(on bool) {
+	s := must(unix.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0))
+	r := must(unix.NewIfreq("lo"))
+	if err := unix.IoctlIfreq(s, unix.SIOCGIFFLAGS, r); err != nil {
+		panic(err)
 	}
-	up(true)
+	r.SetUint16(r.Uint16() &^ unix.IFF_UP)
+	if on {
+		r.SetUint16(r.Uint16() | unix.IFF_UP)
+	}
+	if err := unix.IoctlIfreq(s, unix.SIOCSIFFLAGS, r); err != nil {
+		panic(err)
+	}
+}
+
+// apart gives a child a network of its own.
+func apart(c *exec.Cmd) {
+	c.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	if uid := os.Getuid(); uid != 0 {
+		c.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
+		c.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{HostID: uid, Size: 1}}
+	}
+}
+
+// childVanish has hosts vanish under three links: one idle, one with data under way, and one with a
+// closed window.
+func childVanish() {
+	loopback(true)
 	ctx := context.Background()
 	a, b := newHost(0), newHost(1)
 	ta, tb := New(local(Config{PeerTimeout: time.Second})), tight(64<<10, Config{})
@@ -235,7 +247,7 @@ func childVanish() {
 		ok = must(full.Send(header(0, 10000), make([]byte, 10000)))
 	}
 	fmt.Println("ready")
-	up(false)
+	loopback(false)
 	if ok, err := links[1].Send(header(1, 1), []byte{1}); !ok || err != nil {
 		panic(err)
 	}
@@ -256,13 +268,7 @@ func childVanish() {
 
 // A host that vanishes is noticed although it sends nothing more.
 func TestSilentHostIsLost(t *testing.T) {
-	p := child(t, "vanish", func(c *exec.Cmd) {
-		c.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
-		if uid := os.Getuid(); uid != 0 {
-			c.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
-			c.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{HostID: uid, Size: 1}}
-		}
-	})
+	p := child(t, "vanish", apart)
 	if line := p.Hear(); line != "ready" {
 		t.Fatal(line)
 	}

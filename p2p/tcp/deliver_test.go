@@ -1,0 +1,150 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"tutti/p2p"
+)
+
+// rank is a rank of a job whose sockets are small.
+type rank struct {
+	*p2p.Proxy
+	channel *p2p.Channel
+}
+
+// job returns n ranks, each linked with rank 0.
+func job(n int) []*rank {
+	all := make([]*rank, n)
+	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
+	var members []int
+	for r := range all {
+		members = append(members, r)
+		all[r] = &rank{Proxy: p2p.New(p2p.Config{Self: id(r), Size: n, Secret: secret,
+			Transports: []p2p.Transport{tight(64<<10, Config{})},
+			Resolve: func(_ context.Context, r int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: id(r), Endpoints: all[r].Endpoints()}, nil
+			}})}
+		must(all[r].Listen(context.Background()))
+	}
+	for _, r := range all {
+		r.channel = must(r.Open(p2p.Name{Number: 1}, p2p.Epoch{}, members, nil, false))
+	}
+	for r := 1; r < n; r++ {
+		all[0].send(r, 0)
+		must(all[r].receive(0, 0))
+	}
+	return all
+}
+
+// text is message seq. Each is sent in an operation of its own.
+func text(seq int) []byte { return pattern(50_000, byte(seq)) }
+
+func token(seq int) p2p.Token { return p2p.Token{Seq: uint64(seq + 1)} }
+
+func (r *rank) send(to, seq int) {
+	var w p2p.Wait
+	w.Reset(context.Background(), patience, true)
+	r.Lock()
+	defer r.Unlock()
+	if err := r.channel.Send(&w, to, token(seq), text(seq)); err != nil {
+		panic(err)
+	}
+}
+
+// fill sends messages to a rank from number 1 on, at most most, until the link takes nothing more.
+// It returns how many the link has taken.
+func (r *rank) fill(to, most int) (taken int) {
+	r.Lock()
+	defer r.Unlock()
+	for taken < most && must(r.channel.SendSome(to, token(taken+1), text(taken+1))) {
+		taken++
+	}
+	return taken
+}
+
+func (r *rank) receive(from, seq int) ([]byte, error) {
+	var w p2p.Wait
+	w.Reset(context.Background(), patience, true)
+	r.Lock()
+	defer r.Unlock()
+	var in p2p.Recv
+	r.channel.PostRecv(&in, from, token(seq), make([]byte, len(text(seq))), false)
+	err := r.channel.WaitRecv(&w, &in)
+	return in.View(), err
+}
+
+// What a rank has sent arrives although the receiver reads nothing until long after the rank has
+// called Close, and sends something itself before it reads.
+func TestCloseDeliversToASlowReader(t *testing.T) {
+	full := job(2)
+	all := full[0].fill(1, 1000)
+	full[1].Close() // first, or the other one waits for it
+	full[0].Close()
+	for taken := all - 2; taken <= all; taken++ { // of the last one the link keeps a part
+		t.Run(fmt.Sprintf("%d messages", taken), func(t *testing.T) {
+			ranks := job(2)
+			defer ranks[1].Close()
+			ranks[0].fill(1, taken)
+			closed := make(chan struct{})
+			go func() { defer close(closed); ranks[0].Close() }()
+			select {
+			case <-closed:
+			case <-time.After(4 * lingerTime):
+			}
+			ranks[1].send(0, 1)
+			for seq := 1; seq <= taken; seq++ {
+				if got, err := ranks[1].receive(0, seq); err != nil || !bytes.Equal(got, text(seq)) {
+					t.Fatalf("message %d: %d bytes, %v", seq, len(got), err)
+				}
+			}
+			<-closed
+		})
+	}
+}
+
+// After an abort Close waits only briefly for a peer that reads nothing.
+func TestCloseAfterAbort(t *testing.T) {
+	ranks := job(2)
+	defer ranks[1].Close()
+	ranks[0].fill(1, 1000)
+	ranks[0].Lock()
+	ranks[0].channel.Abort(errors.New("enough"), []byte("enough"))
+	ranks[0].Unlock()
+	ranks[0].channel.Close()
+	start := time.Now()
+	if err := ranks[0].Close(); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(start); took > 5*time.Second {
+		t.Errorf("it took %v", took)
+	}
+}
+
+const lostPeers = 16
+
+func childLostPeers() {
+	loopback(true)
+	ranks := job(lostPeers + 1)
+	loopback(false)
+	for r := 1; r <= lostPeers; r++ {
+		ranks[0].fill(r, 1000)
+	}
+	start := time.Now()
+	err := ranks[0].Close()
+	fmt.Println(time.Since(start).Milliseconds(), err)
+}
+
+// Close does not wait long for peers whose hosts have vanished, nor for one after the other.
+func TestCloseLeavesLostPeers(t *testing.T) {
+	const bound = lostPeers * lingerTime
+	var ms int64
+	line := child(t, "lost peers", apart).Hear()
+	if _, err := fmt.Sscanf(line, "%d <nil>", &ms); err != nil || ms >= bound.Milliseconds() {
+		t.Errorf("%q, want less than %v", line, bound)
+	}
+}
