@@ -687,7 +687,7 @@ func (g *Group) doOnDevice(ctx context.Context, q request) error {
 
 // across runs the current call, between enter and leave, after its data has arrived, and returns
 // when the stream has the result, or, after a failure, does not use its memory any more.
-// v may be nil. here is as in collective.
+// v may be nil. here reports whether the destination has the result, even if there is an error.
 func (g *Group) across(v *visit) (here bool, err error) {
 	if v == nil {
 		return g.collective()
@@ -715,7 +715,7 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	if v.direct != nil {
 		g.say()
 	}
-	if err == nil {
+	if err == nil || here { // also a result that was not confirmed: see Work.LocalSuccess
 		v.release(v.to.Len())
 	}
 	v.end()
@@ -728,7 +728,7 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	g.job.proxy.Leave()
 	defer g.job.proxy.Return()
 	g.settle(v)
-	return here, err
+	return here && (v.apart() || v.passed()), err
 }
 
 // deliver waits until the stream of the operation that runs has the result, as long as for a peer.

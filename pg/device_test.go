@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -308,6 +309,64 @@ func testFailedOperationsLeaveTheMemoryAlone(t *testing.T, d *devicetest.Late, n
 			}
 			return nil
 		})
+}
+
+// An operation of which only the confirmation fails has its result on the device if LocalSuccess
+// says so, also where the stream gets the result when it is there.
+func TestUnconfirmedResultIsOnTheDevice(t *testing.T) {
+	const n, absent = 4000, 2
+	for name, c := range map[string]struct{ stream, heldUp bool }{
+		"a stream":         {stream: true},
+		"no stream":        {},
+		"a stream held up": {heldUp: true}, // that of the group
+	} {
+		t.Run(name, func(t *testing.T) {
+			late := devicetest.NewLate("cuda:0", 7, 0)
+			var d device.Device = late
+			words, _, err := device.Words(late, 1)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.heldUp {
+				d = &gated{late, 0, words[0]}
+			}
+			each(t, 3, Config{Devices: device.List{d}, Uniform: true}, func(ctx context.Context, g *Group) error {
+				if g.Rank() == absent {
+					return nil
+				}
+				s, m, release, err := streamWith(late, n)
+				if err != nil {
+					return err
+				}
+				defer release()
+				if err := errors.Join(s.Copy(m, hostMemory(bytes.Repeat([]byte{byte(g.Rank())}, n))),
+					reach(ctx, s)); err != nil {
+					return err
+				}
+				b := DeviceBuffer(m, Uint8, nil)
+				if c.stream || g.Rank() == 1 {
+					b.Stream = s
+				}
+				w := g.Start(BroadcastOp{X: b, Root: 1})
+				for confirms := g.Rank() == 1; !confirms; runtime.Gosched() {
+					g.job.proxy.Lock()
+					confirms = slices.Contains(g.run.Awaits(), absent) || w.at.Load() == nil || w.at.Load().over
+					g.job.proxy.Unlock()
+				}
+				if g.Rank() == 0 {
+					g.Abort(errors.New("not confirmed"))
+				}
+				err, here := w.Wait(ctx), w.LocalSuccess()
+				if !errors.Is(err, ErrAborted) || g.Rank() == 0 && here == c.heldUp {
+					return fmt.Errorf("%v, want the abort; the result is here: %t", err, here)
+				}
+				if got := late.Bytes(m); here && bytes.Count(got, []byte{1}) != n {
+					return fmt.Errorf("%d of %d bytes are not the result", n-bytes.Count(got, []byte{1}), n)
+				}
+				return nil
+			})
+		})
+	}
 }
 
 // A stream that does not come bounds its operation by its time, and Close by nothing.

@@ -23,10 +23,10 @@ const (
 // device's memory is read in the order of the buffer's stream, and PutBuffer waits for that:
 // afterwards, with any outcome, it may change. Flush reports whether it was placed.
 //
-// After a failure in the middle, a part of it may have been placed. A network card that can read
-// the device's memory does (GPUDirect RDMA), and PutBuffer waits until the data is placed, as Flush
-// does; if that fails, signals and Flush return the error, too. Otherwise data goes through pieces
-// of host memory, whose size does not grow with the buffer's.
+// After a failure in the middle, a part of it may have been placed; signals and Flush return an
+// error, too. A network card that can read the device's memory does (GPUDirect RDMA), and PutBuffer
+// waits until the data is placed, as Flush does. Otherwise data goes through pieces of host memory,
+// whose size does not grow with the buffer's.
 func (w *Window) PutBuffer(ctx context.Context, rank, offset int, src Buffer) error {
 	return w.move(ctx, "put", rank, offset, src, true)
 }
@@ -50,6 +50,7 @@ type carriage struct {
 	piece        int
 	visits       []*visit // that have begun, by piece
 	given        int      // pieces that a transfer has, which ends the visit
+	begun        bool     // a transfer was: a part of the data may be placed
 }
 
 // move implements PutBuffer, which reads x, and GetBuffer.
@@ -67,11 +68,12 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	}
 	c := &carriage{w: w, name: name, rank: rank, offset: offset, x: span{uintptr(x.Ptr), x.size()},
 		reads: reads, piece: g.devices.piece}
-	if _, err := w.reach(name, rank, offset, c.x.n); err != nil {
+	p, err := w.reach(name, rank, offset, c.x.n)
+	if err != nil {
 		return err
 	}
+	incarnation := p.incarnation
 	g.job.proxy.Unlock()
-	var err error
 	if c.device, c.stream, err = g.site(name, x.place()); err != nil {
 		return err
 	}
@@ -83,12 +85,45 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	if done, err := c.direct(ctx); done || err != nil {
 		return err
 	}
-	err = pieces(ctx, c)
+	switch err = pieces(ctx, c); {
+	case err == nil:
+		err = w.same(name, rank, incarnation)
+	case reads && c.begun:
+		w.tear(rank, incarnation, err)
+	}
 	for _, v := range c.visits[c.given:] {
 		v.end()
 		g.settle(v)
 	}
 	return err
+}
+
+// same returns an error if another incarnation has rank's part now: it may have got, or given, some
+// of the data.
+func (w *Window) same(name string, rank int, incarnation uint64) error {
+	w.g.job.proxy.Lock()
+	defer w.g.job.proxy.Unlock()
+	switch {
+	case w.closed:
+		return ErrClosed
+	case w.again(rank, incarnation) == nil:
+		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank,
+			Err: errors.New("a new process of this rank came in, and the call is not only about its part: call again")}
+	}
+	return nil
+}
+
+// tear is called when a put to rank's part has failed with err after a transfer had some of its
+// data.
+func (w *Window) tear(rank int, incarnation uint64, err error) {
+	if errors.As(err, new(*TimeoutError)) { // else a signal or Flush would seem to be the one that was late
+		err = p2p.ErrCancelled
+	}
+	w.g.job.proxy.Lock()
+	defer w.g.job.proxy.Unlock()
+	if p := w.again(rank, incarnation); p != nil {
+		p.failure.add(err)
+	}
 }
 
 // direct has a network card move the data from or to the memory of the device, when the stream has
@@ -133,6 +168,7 @@ func (c *carriage) direct(ctx context.Context) (done bool, err error) {
 		err = g.msgs.Get(k.wait, t, c.rank, local, &remote, uint64(c.offset))
 	}
 	if err == nil {
+		c.begun = true
 		err = g.msgs.WaitTransfer(k.wait, t)
 		p, failed := w.again(c.rank, incarnation), t.Err()
 		if c.reads && p != nil && failed != nil && !errors.Is(failed, errors.ErrUnsupported) {
@@ -244,6 +280,7 @@ func (w *Window) putPieces(ctx context.Context, c *carriage) error {
 		if err := w.put(ctx, c.name, c.rank, c.offset+at, v.from.Bytes(), v, -1, false); err != nil {
 			return err
 		}
+		c.begun = true
 		c.given++
 	}
 	return nil

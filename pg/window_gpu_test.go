@@ -24,6 +24,7 @@ import (
 	"tutti/p2p/tcp"
 	"tutti/p2p/verbs"
 	"tutti/pg"
+	"tutti/rdma"
 	"tutti/rdma/soft"
 )
 
@@ -105,9 +106,57 @@ func TestWindowBuffersOverRDMA(t *testing.T) {
 	}
 }
 
+// A put that a card has begun and not finished, and whose copy fails, keeps signals back: the target
+// has a part of its data.
+func TestPutOverRDMAFailsInTheMiddle(t *testing.T) {
+	const requestBytes = 256 << 10
+	var left atomic.Int32 // requests until one fails
+	newFabric(t, soft.Config{Seed: 1, Faults: soft.Faults{
+		Request: func(_ string, _ uint32, r *rdma.SendRequest) rdma.Status {
+			if r.Op == rdma.Write && len(r.Segments) == 1 && r.Segments[0].Len == requestBytes && left.Add(-1) == 0 {
+				return rdma.RemoteAccess
+			}
+			return rdma.Success
+		}}})
+	d, driver := fakegpu.Open(t, 0, fake.Config{DMABuf: true})
+	onBoth(t, d, func(g *pg.Group, w *pg.Window) {
+		ctx := t.Context()
+		stream, err := d.Stream()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer stream.Close()
+		(&putter{t, d, driver, g, w, stream}).until(true, true)
+		m, err := d.Alloc(windowBytes)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer d.Free(m)
+		copy(driver.Bytes(m), bytes.Repeat([]byte{77}, windowBytes))
+		left.Store(2)
+		driver.Fail("cuMemcpyAsync", 1, fake.OutOfMemory)
+		err = w.PutBuffer(ctx, 1, 0, pg.DeviceBuffer(m, pg.Uint8, stream))
+		got := make([]byte, windowBytes)
+		if e := w.Get(ctx, 1, 0, got); e != nil {
+			t.Error(e)
+		}
+		if n := bytes.Count(got, []byte{77}); err == nil || n == 0 || n == windowBytes {
+			t.Errorf("%v, and %d of %d bytes were put; want an error in the middle", err, n, windowBytes)
+		}
+		for what, err := range map[string]error{"Signal": w.Signal(ctx, 1, 0), "Flush": w.Flush(ctx, 1)} {
+			if err == nil || !strings.Contains(err.Error(), "cuMemcpyAsync") {
+				t.Errorf("%s: %v, want the error of the put", what, err)
+			}
+		}
+	})
+}
+
 const windowBytes = 3<<20 + 5
 
-// onBoth runs fn in one of two ranks with a window, over the transport "soft".
+// onBoth runs fn in one of two ranks with a window, over the transport "soft". After a Refresh that
+// rank can signal, whatever fn did.
 func onBoth(t *testing.T, d device.Device, fn func(g *pg.Group, w *pg.Window)) {
 	groups := formed(t, t.Name(), members(t, 2, pg.Config{Transport: "soft", Devices: device.List{d}})...)
 	var wg sync.WaitGroup
@@ -122,9 +171,9 @@ func onBoth(t *testing.T, d device.Device, fn func(g *pg.Group, w *pg.Window)) {
 			}
 			if g.Rank() == 0 {
 				fn(g, w)
-				err = w.Signal(ctx, 1, 0)
+				err = errors.Join(w.Refresh(ctx), w.Signal(ctx, 1, 0))
 			} else {
-				err = w.WaitSignal(ctx, 0, 0, 1)
+				err = errors.Join(w.Refresh(ctx), w.WaitSignal(ctx, 0, 0, 1))
 			}
 			if err = errors.Join(err, g.Barrier(ctx), w.Close(ctx)); err != nil {
 				t.Error(err)

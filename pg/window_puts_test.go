@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"tutti/device"
+	"tutti/device/devicetest"
 	"tutti/p2p"
 )
 
@@ -265,6 +267,110 @@ func TestRefreshDuringFlush(t *testing.T) {
 		w.adopt(slices.Clone(w.parts)) // as Refresh does, but for the time that it takes
 		g.job.proxy.Unlock()
 		return errors.Join(err, w.Signal(ctx, 1, 0), wantCancelled("the Flush under way", <-ended), w.Flush(ctx, 1))
+	})
+}
+
+// A put of a device's memory whose pieces have gone to two incarnations of a rank is an error.
+func TestPutToTwoIncarnations(t *testing.T) {
+	const pieces, n = 3, 3 * smallPiece
+	late := devicetest.NewLate("cuda:0", 7, 0)
+	words, _, err := device.Words(late, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	each(t, 2, Config{Devices: device.List{late}}, func(ctx context.Context, g *Group) error {
+		g.SetPiece(smallPiece)
+		w, err := NewWindow(ctx, g, n)
+		if err != nil || g.Rank() == 1 {
+			return errors.Join(err, g.Barrier(ctx), w.Close(ctx))
+		}
+		s, m, release, err := streamWith(&gated{late, pieces, words[0]}, n)
+		if err != nil {
+			return err
+		}
+		defer release()
+		if err := s.Copy(m, hostMemory(bytes.Repeat([]byte{5}, n))); err != nil {
+			return err
+		}
+		ended := make(chan error, 1)
+		go func() { ended <- w.PutBuffer(ctx, 1, 0, DeviceBuffer(m, Uint8, s)) }()
+		for got := make([]byte, 1); got[0] == 0 && len(ended) == 0; runtime.Gosched() {
+			if err := w.Get(ctx, 1, 0, got); err != nil {
+				return err
+			}
+		}
+		become := func(n uint64) { // as if Refresh had found it
+			g.job.proxy.Lock()
+			w.parts[1].incarnation += n
+			g.job.proxy.Unlock()
+		}
+		become(1)
+		words[0].Word(0).Store(1)
+		var lost *RankError
+		if e := <-ended; !errors.As(e, &lost) || lost.Rank != 1 {
+			err = fmt.Errorf("a put to two incarnations of rank 1: %v", e)
+		}
+		become(^uint64(0))
+		return errors.Join(err, g.Barrier(ctx), w.Close(ctx))
+	})
+}
+
+// A put of a device's memory that is given up in the middle keeps signals back until Refresh: the
+// target has a part of its data.
+func TestTornPutHoldsSignalsBack(t *testing.T) {
+	const pieces, n = 3, 3 * smallPiece
+	late := devicetest.NewLate("cuda:0", 7, 0)
+	words, _, err := device.Words(late, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	each(t, 2, Config{Devices: device.List{late}}, func(ctx context.Context, g *Group) error {
+		g.SetPiece(smallPiece)
+		w, err := NewWindow(ctx, g, n)
+		if err != nil {
+			return err
+		}
+		over, cancel := context.WithCancel(ctx)
+		defer cancel()
+		data := bytes.Repeat([]byte{5}, n)
+		if g.Rank() == 1 {
+			cancel()
+			err := g.Barrier(ctx)
+			if e := w.WaitSignal(over, 0, 0, 1); !errors.As(e, new(*TimeoutError)) {
+				err = errors.Join(err, fmt.Errorf("the signal after a torn put: %v, and %d of %d bytes are there", e,
+					bytes.Count(w.Bytes(), data[:1]), n))
+			}
+			if err = errors.Join(err, w.Refresh(ctx), w.WaitSignal(ctx, 0, 0, 1)); err == nil &&
+				!bytes.Equal(w.Bytes(), data) {
+				err = errors.New("the put after Refresh was not placed before its signal")
+			}
+			return errors.Join(err, g.Barrier(ctx), w.Close(ctx))
+		}
+		s, m, release, err := streamWith(&gated{late, pieces, words[0]}, n) // one copy brings the data to the device
+		if err != nil {
+			return err
+		}
+		defer release()
+		if err := s.Copy(m, hostMemory(data)); err != nil {
+			return err
+		}
+		b := DeviceBuffer(m, Uint8, s)
+		ended := make(chan error, 1)
+		go func() { ended <- w.PutBuffer(over, 1, 0, b) }()
+		for got := make([]byte, 1); got[0] != data[0] && len(ended) == 0; runtime.Gosched() {
+			if err := w.Get(ctx, 1, 0, got); err != nil {
+				return err
+			}
+		}
+		cancel()
+		if e := <-ended; !errors.As(e, new(*TimeoutError)) {
+			err = fmt.Errorf("a put whose stream does not come to its last piece: %v", e)
+		}
+		err = errors.Join(err, wantCancelled("Signal", w.Signal(ctx, 1, 0)), wantCancelled("Flush", w.Flush(ctx, 1)),
+			g.Barrier(ctx), w.Refresh(ctx))
+		words[0].Word(0).Store(1)
+		return errors.Join(err, w.PutBuffer(ctx, 1, 0, b), w.Signal(ctx, 1, 0), w.Flush(ctx, 1),
+			g.Barrier(ctx), w.Close(ctx))
 	})
 }
 
