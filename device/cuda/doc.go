@@ -72,7 +72,8 @@
 // the machine, for which it is memory of that process's device. A device maps an allocation once,
 // until its last use is released: work on memory that is not mapped would end the context. Every
 // import names its owner, the incarnation of a peer: after [Device.Forget], nothing of it is used
-// again.
+// again. An IPC handle fails with device.ErrLater while memory that was at its place is mapped,
+// because the driver may return the old mapping.
 //
 // Keys are of three kinds. Memory that [Device.Alloc] has given has a descriptor, if the driver can
 // do that (in terms of CUDA, virtual memory management: cuMemCreate and cuMemMap) and it is not

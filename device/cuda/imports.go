@@ -51,7 +51,8 @@ func (h *IPCHandle) UnmarshalBinary(b []byte) error {
 // has: an IPC handle, or a descriptor that a server has, and for kindFabric a handle of the fabric
 // in Driver, which is tried first.
 type region struct {
-	kind byte
+	kind    byte
+	process uint64 // that has it
 	IPCHandle
 	server uint64
 	token  handoff.Token
@@ -111,8 +112,11 @@ func newImports(loc mem.Location, open func(region) (uint64, error),
 	return &imports{loc: loc, open: open, close: unmap, held: held, mapped: map[importKey]*mapping{}}
 }
 
-// unmapTime is how long take waits for the driver to unmap memory.
-const unmapTime = time.Second
+// How long take waits for the driver to unmap memory, and once for the uses of a mapping to end.
+const (
+	unmapTime   = time.Second
+	releaseTime = 10 * time.Millisecond
+)
 
 type importKey struct {
 	owner  uint64
@@ -123,14 +127,14 @@ type mapping struct {
 	key      importKey
 	at       uint64
 	uses     int
+	awaited  bool          // take has waited for the uses to end
 	unmapped chan struct{} // closed after closing had it
 }
 
-// stale reports whether the mapping of k is one of memory that its owner has freed if the owner now
-// has another allocation, r.
-func (k importKey) stale(owner uint64, r region) bool {
-	return k.owner == owner && (k.region != r || r.kind == kindIPC && r.Number == 0) && k.region.Base < r.Base+r.Size &&
-		r.Base < k.region.Base+k.region.Size
+// stale reports whether its process has freed old if it now has another allocation, r.
+func (old region) stale(r region) bool {
+	return old.process == r.process && (old != r || r.kind == kindIPC && r.Number == 0) &&
+		old.Base < r.Base+r.Size && r.Base < old.Base+old.Size
 }
 
 func (in *imports) take(owner uint64, r region) (*Import, error) {
@@ -140,21 +144,14 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
 	key := importKey{owner, r}
-	// For an IPC handle the driver may return the old mapping before it is unmapped. That waits for
-	// the work on the device, which may wait for the operation that maps this.
-	stale := func(m *mapping) bool { return r.kind == kindIPC && m.key.stale(owner, r) }
 	for in.mapped[key] == nil {
-		i := slices.IndexFunc(in.closing, stale)
-		if i < 0 {
+		in.drop(func(k importKey) bool { return k.region.stale(r) })
+		m := in.inTheWayLocked(r)
+		if m == nil {
 			break
 		}
-		limit := unmapTime
-		if in.held() {
-			limit = 0
-		}
-		if !in.waitLocked(in.closing[i], time.After(limit)) {
-			return nil, fmt.Errorf("cuda: memory that %s had mapped at the place of other memory is not unmapped yet, "+
-				"because the GPU has work: %w", in.loc, device.ErrLater)
+		if err := in.awaitUnmappedLocked(m); err != nil {
+			return nil, err
 		}
 	}
 	if in.ended {
@@ -162,7 +159,6 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 	}
 	m := in.mapped[key]
 	if m == nil {
-		in.drop(func(k importKey) bool { return k.stale(owner, r) })
 		at, err := in.open(r)
 		m = &mapping{key: key, at: at, unmapped: make(chan struct{})}
 		if err != nil {
@@ -175,6 +171,40 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 	}
 	m.uses++
 	return &Import{in: in, m: m}, nil
+}
+
+// inTheWayLocked returns a mapping, dropped before, that the driver may return for r, an IPC handle,
+// until it is unmapped. It returns nil if there is none.
+func (in *imports) inTheWayLocked(r region) *mapping {
+	if r.kind != kindIPC {
+		return nil
+	}
+	stale := func(m *mapping) bool { return m.key.region.kind == kindIPC && m.key.region.stale(r) }
+	for _, all := range [][]*mapping{in.dying, in.closing} {
+		if i := slices.IndexFunc(all, stale); i >= 0 {
+			return all[i]
+		}
+	}
+	return nil
+}
+
+// awaitUnmappedLocked waits for a while until m, of memory that was freed, is unmapped. A group that
+// has not been told so uses m for any time. The driver waits for the work on the device, which may
+// wait for the operation that maps other memory.
+func (in *imports) awaitUnmappedLocked(m *mapping) error {
+	limit, why := unmapTime, "the GPU has work"
+	if m.uses > 0 {
+		limit, why = releaseTime, "a group has not been told that it was freed"
+	}
+	if in.held() || m.uses > 0 && m.awaited {
+		limit = 0
+	}
+	m.awaited = m.awaited || limit > 0
+	if in.waitLocked(m, time.After(limit)) {
+		return nil
+	}
+	return fmt.Errorf("cuda: memory that %s had mapped at the place of other memory is not unmapped yet, "+
+		"because %s: %w", in.loc, why, device.ErrLater)
 }
 
 func (in *imports) release(m *mapping) error {

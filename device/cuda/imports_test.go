@@ -105,9 +105,13 @@ func TestImports(t *testing.T) {
 	must(one.Release())
 	mapped("not used any more", 1)
 	b := handle(2, 4090, 7)
-	third := take(8, b) // the first one must have been freed, to have memory at the same place
-	mapped("the first one is still used", 2)
+	// The first one must have been freed, to have memory at the same place.
+	if _, err := in.take(8, b); !errors.Is(err, device.ErrLater) {
+		t.Errorf("the first one is still used: %v, want %v", err, device.ErrLater)
+	}
+	mapped("the first one is still used", 1)
 	must(other.Release())
+	third := take(8, b)
 	mapped("and now it is not", 1)
 	in.forget(func(k importKey) bool { return k.owner == 8 && k.region == b })
 	mapped("withdrawn, but used", 1)
@@ -121,7 +125,7 @@ func TestImports(t *testing.T) {
 	}
 	d.fails = false
 	third = take(8, b)
-	take(9, a)
+	take(9, handle(3, 8192, 100))
 	d.fails = true
 	in.forget(func(k importKey) bool { return k.owner == 9 || k.owner == 8 })
 	if err := third.Release(); !errors.Is(err, errTable) || !errors.Is(third.Release(), errTable) {
@@ -140,11 +144,13 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// TestAnyImports: in any order of calls, what is used is mapped, and nothing else.
+// TestAnyImports: in any order of calls, what is used is mapped, and nothing else. Memory at the
+// place of what is used waits.
 func TestAnyImports(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var d table
 		in := d.imports()
+		in.held = func() bool { return true } // take waits for nothing
 		type use struct {
 			*Import
 			h region
@@ -157,6 +163,12 @@ func TestAnyImports(t *testing.T) {
 			switch rapid.IntRange(0, 5).Draw(t, "what") {
 			case 0, 1:
 				i, err := in.take(owner, h)
+				if slices.ContainsFunc(uses, func(u use) bool { return u.h != h && u.h.Base == h.Base }) {
+					if !errors.Is(err, device.ErrLater) {
+						t.Fatalf("memory at the place of other: %v, want %v", err, device.ErrLater)
+					}
+					continue
+				}
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -226,7 +238,10 @@ func TestImportsWhileUnmapping(t *testing.T) {
 	released := make(chan error)
 	go func() { released <- one.Release() }()
 	<-began
-	all := []*Import{take(handle(1, 4096, 100)), take(handle(2, 8192, 100))}
+	if err := take(handle(1, 4096, 100)).Release(); err != nil {
+		t.Error(err)
+	}
+	all := []*Import{take(handle(2, 8192, 100))}
 	other := handle(0, 4100, 100) // a descriptor, which is mapped elsewhere
 	other.kind = kindDescriptor
 	all = append(all, take(other))
@@ -280,6 +295,62 @@ func TestImportGivesUp(t *testing.T) {
 			if err := errors.Join(two.Release(), in.end()); err != nil {
 				t.Error(err)
 			}
+		})
+	}
+}
+
+// TestImportWaitsForUses: memory at the place of what its process has freed is not opened while a
+// use of that remains, whichever rank of the process and whichever group it is of. The driver would
+// return the mapping of what was freed.
+func TestImportWaitsForUses(t *testing.T) {
+	x, y := handle(1, 4096, 100), handle(2, 4096, 50)
+	far := y
+	far.process++
+	for name, owners := range map[string][2]uint64{"one rank": {7, 7}, "two ranks of a process": {7, 8}} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var d table
+				in := d.imports()
+				take := func(owner uint64, r region) *Import {
+					t.Helper()
+					i, err := in.take(owner, r)
+					if err != nil {
+						t.Fatal(err)
+					}
+					return i
+				}
+				must := func(errs ...error) {
+					t.Helper()
+					if err := errors.Join(errs...); err != nil {
+						t.Fatal(err)
+					}
+				}
+				refused := func(limit time.Duration) {
+					t.Helper()
+					began, n := time.Now(), len(d.live)
+					if _, err := in.take(owners[1], y); !errors.Is(err, device.ErrLater) {
+						t.Fatalf("%v, want %v", err, device.ErrLater)
+					}
+					if took := time.Since(began); took != limit {
+						t.Errorf("it took %v, want %v", took, limit)
+					}
+					if len(d.live) != n {
+						t.Error("it was opened")
+					}
+				}
+				one, two := take(owners[0], x), take(owners[0], x)
+				must(one.Release())
+				refused(releaseTime)
+				refused(0)
+				must(take(9, far).Release()) // another process has something else at its addresses
+				must(two.Release())
+				must(take(owners[1], y).Release())
+
+				// The last use ends meanwhile.
+				one = take(owners[0], x)
+				time.AfterFunc(releaseTime/2, func() { one.Release() })
+				must(take(owners[1], y).Release(), in.end())
+			})
 		})
 	}
 }

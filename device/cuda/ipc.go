@@ -63,12 +63,17 @@ func (v *Device) ImportIPC(owner uint64, h IPCHandle) (*Import, error) {
 	if !v.gpu.d.IPC() {
 		return nil, fmt.Errorf("cuda: this driver has no handles of other processes: %w", errors.ErrUnsupported)
 	}
-	return v.imports.take(owner, region{kind: kindIPC, IPCHandle: h})
+	return v.imports.take(owner, ownersRegion(owner, h))
 }
 
 // WithdrawIPC says that an owner frees an allocation: a later import is another mapping.
 func (v *Device) WithdrawIPC(owner uint64, h IPCHandle) {
-	v.withdraw(owner, region{kind: kindIPC, IPCHandle: h})
+	v.withdraw(owner, ownersRegion(owner, h))
+}
+
+// ownersRegion returns the region of a handle without its process: an owner stands for one.
+func ownersRegion(owner uint64, h IPCHandle) region {
+	return region{kind: kindIPC, process: owner, IPCHandle: h}
 }
 
 func (v *Device) withdraw(owner uint64, r region) {

@@ -535,8 +535,9 @@ func TestKeyEncoding(t *testing.T) {
 		fill := func(b []byte, name string) {
 			copy(b, rapid.SliceOfN(rapid.Byte(), len(b), len(b)).Draw(t, name))
 		}
-		k := key{process: rapid.Uint64().Draw(t, "process"), name: rapid.StringN(0, 36, 36).Draw(t, "name")}
+		k := key{name: rapid.StringN(0, 36, 36).Draw(t, "name")}
 		k.kind = byte(rapid.IntRange(kindIPC, kindFabric).Draw(t, "kind"))
+		k.process = rapid.Uint64().Draw(t, "process")
 		k.Base, k.Size = rapid.Uint64().Draw(t, "base"), rapid.Uint64().Draw(t, "size")
 		if k.kind != kindDescriptor {
 			fill(k.Driver[:], "driver")

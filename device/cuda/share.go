@@ -30,9 +30,8 @@ var keyBytes = map[byte]int{kindIPC: ipcBytes, kindDescriptor: descriptorBytes, 
 // A key as it is in a message.
 type key struct {
 	region
-	process uint64
-	clique  [16]byte
-	name    string
+	clique [16]byte
+	name   string
 }
 
 func (k *key) encode() ([]byte, error) {
@@ -95,7 +94,7 @@ func (i Info) name() string {
 // Share implements device.Sharer. Memory of Alloc is shared as Alloc says, that of the program by
 // ExportIPC.
 func (v *Device) Share(m mem.Memory) ([]byte, uint64, error) {
-	k := key{process: process, name: v.info.name()}
+	k := key{region: region{process: process}, name: v.info.name()}
 	if k.name == "" {
 		return nil, 0, fmt.Errorf("cuda: the driver tells neither the UUID nor the address of %s: %w", v.loc,
 			errors.ErrUnsupported)
