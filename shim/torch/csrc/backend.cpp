@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
-#include <set>
 #include <stdexcept>
 #include <thread>
 
@@ -65,8 +64,9 @@ const char* const kHere = "here";
 const char* const kOverlaps = "overlaps";
 
 std::mutex backends_mutex;
-std::set<Backend*>& backends() {
-  static auto* all = new std::set<Backend*>(); // lives as long as the process
+// Those of this process, in the order in which they were made.
+std::vector<Backend*>& backends() {
+  static auto* all = new std::vector<Backend*>(); // lives as long as the process
   return *all;
 }
 
@@ -194,7 +194,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   join();
 #endif
   std::lock_guard<std::mutex> guard(backends_mutex);
-  backends().insert(this);
+  backends().push_back(this);
 }
 
 Backend::~Backend() {
@@ -207,7 +207,7 @@ Backend::~Backend() {
   WithoutGil released;
   {
     std::lock_guard<std::mutex> guard(backends_mutex);
-    backends().erase(this);
+    backends().erase(std::find(backends().begin(), backends().end(), this));
   }
   close();
 }
@@ -340,9 +340,9 @@ Staged::Use Backend::gathered() const {
   return outlives_ ? Staged::kReadWrite : Staged::kWrite;
 }
 
-void Backend::close() {
+std::function<void()> Backend::leave() {
   if (closed_.exchange(true)) {
-    return;
+    return [] {};
   }
   tutti_group group = group_;
   api().tutti_close(group); // ends all operations, also one that a thread is starting, with mutex_ held
@@ -355,23 +355,53 @@ void Backend::close() {
     std::lock_guard<std::mutex> guard(member_mutex_);
     api().tutti_member_close(member_);
   }
-  for (const auto& work : running_->all()) {
-    work->await(kClose);
-  }
-  ordered_->stop();
-  unordered_->stop();
-  running_->hooks.clear();
+  return [running = running_, ordered = ordered_, unordered = unordered_] {
+    for (const auto& work : running->all()) {
+      work->await(kClose);
+    }
+    ordered->stop();
+    unordered->stop();
+    running->hooks.clear();
+  };
 }
 
-void close_all() {
+void Backend::close() {
+  leave()();
+}
+
+void Backend::close_all() {
   if (forked()) {
     return;
   }
   interpreter_ends();
-  std::lock_guard<std::mutex> guard(backends_mutex);
-  for (Backend* backend : backends()) {
-    backend->shutdown();
+  std::vector<std::function<void()>> ends;
+  {
+    std::lock_guard<std::mutex> guard(backends_mutex);
+    for (Backend* backend : backends()) { // in the same order at all ranks, for which it may wait
+      ends.push_back(backend->leave());
+    }
   }
+  for (const auto& end : ends) {
+    end();
+  }
+}
+
+bool Backend::uses(const c10::StorageImpl* storage) {
+  std::vector<std::shared_ptr<Running>> runnings;
+  {
+    std::lock_guard<std::mutex> guard(backends_mutex);
+    for (Backend* backend : backends()) {
+      runnings.push_back(backend->running_);
+    }
+  }
+  for (const auto& running : runnings) {
+    for (const auto& work : running->all()) {
+      if (!work->poll() && work->uses(storage)) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 void Backend::shutdown() {
@@ -501,8 +531,8 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   return at::from_blob(memory, {size}, [](void* memory) { api().tutti_free(memory); }, options);
 }
 
-bool Backend::supportsTensorAlloc(c10::DeviceIndex) {
-  return true;
+bool Backend::supportsTensorAlloc(c10::DeviceIndex device) {
+  return device < 0; // the CPU has no number
 }
 
 // ---- Starting operations ----
@@ -1389,7 +1419,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   gather_into(meta, what, all, mine, rank_, size_, gathered());
   bound(meta, opts);
   begin(std::move(meta))->wait();
-  std::vector<int64_t> index_counts, value_counts;
+  std::vector<int64_t> elements, index_counts, value_counts; // by rank
   int64_t width = 1;
   for (int64_t d = own.sparse_dim(); d < own.dim(); d++) {
     width *= own.size(d);
@@ -1397,6 +1427,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   int64_t nnz = 0;
   for (int r = 0; r < size_; r++) {
     const int64_t* theirs = all.data_ptr<int64_t>() + r * static_cast<int64_t>(shape.size());
+    elements.push_back(theirs[0] == kEmptySlot ? 0 : theirs[2]);
     if (theirs[0] == kEmptySlot) {
       index_counts.push_back(0);
       value_counts.push_back(0);
@@ -1433,15 +1464,14 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   gather(all_values, values, wire, value_wires);
   task.outputs = {tensors};
   bound(task, opts);
-  task.after = [tensor, own, all_indices, all_values, index_counts, value_counts] {
+  task.after = [tensor, own, all_indices, all_values, elements, index_counts, value_counts] {
     at::Tensor sum;
     int64_t index = 0, value = 0;
-    for (size_t r = 0; r < index_counts.size(); r++) {
-      const int64_t n = index_counts[r] / std::max<int64_t>(1, own.sparse_dim());
-      std::vector<int64_t> sizes = {n};
+    for (size_t r = 0; r < elements.size(); r++) {
+      std::vector<int64_t> sizes = {elements[r]};
       sizes.insert(sizes.end(), own.sizes().begin() + own.sparse_dim(), own.sizes().end());
       const at::Tensor part = at::sparse_coo_tensor(
-          all_indices.narrow(0, index, index_counts[r]).view({own.sparse_dim(), n}),
+          all_indices.narrow(0, index, index_counts[r]).view({own.sparse_dim(), elements[r]}),
           all_values.narrow(0, value, value_counts[r]).view(sizes), own.sizes());
       sum = sum.defined() ? sum + part : part;
       index += index_counts[r];

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -182,6 +183,12 @@ class Backend final : public c10d::Backend {
   int admit(std::chrono::milliseconds timeout); // returns how many ranks came in
   bool agree(bool yes, std::chrono::milliseconds timeout);
 
+  // Closes the groups of this process. It is called when the interpreter ends.
+  static void close_all();
+
+  // Reports whether an operation under way of a group of this process uses a storage.
+  static bool uses(const c10::StorageImpl* storage);
+
  private:
   c10::intrusive_ptr<c10d::Work> launch(Task task);
   c10::intrusive_ptr<Work> begin(Task task);
@@ -203,7 +210,10 @@ class Backend final : public c10d::Backend {
   Staged::Use gathered() const;
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
   void delete_barriers(const std::string& barriers, uint64_t before);
-  void close(); // once
+  // Leaves the group, once. It runs no hooks and no callbacks of futures. What it returns waits for
+  // the operations and those, and does not need the Backend.
+  std::function<void()> leave();
+  void close(); // does both
 
   // Time that is added to the timeouts of operations until the first of them has ended.
   struct Extension {
@@ -243,8 +253,5 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Completer> ordered_ = std::make_shared<Completer>(true);
   std::shared_ptr<Completer> unordered_ = std::make_shared<Completer>(false);
 };
-
-// Closes the groups of this process. It is called when the interpreter ends.
-void close_all();
 
 } // namespace tutti_torch

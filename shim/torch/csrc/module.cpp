@@ -35,7 +35,7 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
 
   m.def("set_library", &set_library, py::arg("path"));
   m.def("_take_for_cuda", &take_for_cuda, py::arg("type")); // for tests
-  m.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
+  m.def("close_all", &Backend::close_all, py::call_guard<py::gil_scoped_release>());
   m.def(
       "failed_ranks",
       [](const c10::intrusive_ptr<c10d::Work>& work) {

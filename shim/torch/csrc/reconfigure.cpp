@@ -29,15 +29,12 @@ bool set(const char* variable) {
 } // namespace
 
 tutti_member Backend::member() const {
+  refuse_if_closed("tutti reconfigure");
   {
-    std::lock_guard<std::mutex> guard(mutex_);
-    if (closed_) {
-      raise(TUTTI_ECLOSED, "tutti reconfigure: the process group was shut down");
+    std::lock_guard<std::mutex> guard(member_mutex_);
+    if (member_ != 0) {
+      return member_;
     }
-  }
-  std::lock_guard<std::mutex> guard(member_mutex_);
-  if (member_ != 0) {
-    return member_;
   }
   const Api& tutti = open_library();
   tutti_config config = this->config();
@@ -48,9 +45,17 @@ tutti_member Backend::member() const {
     config.secret = secret.data();
     config.secret_len = secret.size();
   }
-  Interruptible interruptible(tutti);
   tutti_member made = 0;
-  interruptible.check(tutti.tutti_member_new(&config, &made), [&] { tutti.tutti_member_close(made); });
+  { // without a lock: a signal handler may end the group
+    Interruptible interruptible(tutti);
+    interruptible.check(tutti.tutti_member_new(&config, &made), [&] { tutti.tutti_member_close(made); });
+  }
+  std::lock_guard<std::mutex> guard(member_mutex_);
+  if (closed_ || member_ != 0) { // close has come, or another thread was faster
+    tutti.tutti_member_close(made);
+    refuse_if_closed("tutti reconfigure");
+    return member_;
+  }
   member_timeout_ = std::chrono::duration_cast<milliseconds>(nanoseconds(config.timeout_ns));
   return member_ = made;
 }

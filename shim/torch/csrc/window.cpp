@@ -77,10 +77,14 @@ class Waits {
 
 } // namespace
 
+// The deleter of a storage whose memory is that of a window, which frees it.
+static void of_window(void*) {}
+
 // The memory of a window, and the storage that was moved to it.
 struct Window::Memory {
   ~Memory() {
     if (!forked()) {
+      WithoutGil released;
       api().tutti_window_close(handle, std::chrono::nanoseconds(kClose).count()); // else it stays, unused
       *counter -= bytes;
     }
@@ -212,6 +216,8 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), what,
                     "the tensor must not be a conjugated or negated view, whose memory has other values: clone it");
   TORCH_CHECK_VALUE(tensor.const_data_ptr() != nullptr, what, "the tensor has no memory, as in FakeTensorMode");
+  TORCH_CHECK_VALUE(tensor.storage().data_ptr().get_deleter() != &of_window, what,
+                    "the memory of the tensor is registered already: call tensor_deregister first, or clone it");
   WithoutGil released;
   {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -233,7 +239,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   std::memcpy(memory->data, storage->data(), memory->bytes);
   // The memory ends with the window, which gives the storage its own again before.
-  memory->old = storage->set_data_ptr(c10::DataPtr(memory->data, tensor.device()));
+  memory->old = storage->set_data_ptr(c10::DataPtr(memory->data, memory->data, &of_window, tensor.device()));
   if (owning) {
     memory->storage = tensor.storage();
   }
@@ -258,7 +264,8 @@ void Window::tensor_deregister() {
   restore();
 }
 
-// Gives the storage its own memory, with what the window has.
+// Gives the storage its own memory, with what the window has. If an operation under way uses the
+// window's, the storage stays there, and owns it from then on.
 void Window::restore() noexcept {
   std::shared_ptr<Memory> memory;
   {
@@ -268,12 +275,19 @@ void Window::restore() noexcept {
   if (!memory) {
     return;
   }
-  if (auto storage = memory->weak->lock()) {
-    if (storage->data() == memory->data) {
-      std::memcpy(memory->old.get(), memory->data, memory->bytes);
-      storage->set_data_ptr_noswap(std::move(memory->old));
-    }
+  const auto storage = memory->weak->lock();
+  if (!storage || storage->data() != memory->data) {
+    return;
   }
+  if (Backend::uses(storage.get())) {
+    memory->storage = {};
+    memory->old.clear();
+    const auto release = [](void* owner) { delete static_cast<std::shared_ptr<Memory>*>(owner); };
+    storage->set_data_ptr_noswap({memory->data, new std::shared_ptr<Memory>(memory), release, at::kCPU});
+    return;
+  }
+  std::memcpy(memory->old.get(), memory->data, memory->bytes);
+  storage->set_data_ptr_noswap(std::move(memory->old));
 }
 
 std::shared_ptr<Window::Memory> Window::memory(const char* what, int64_t rank) {

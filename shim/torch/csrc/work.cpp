@@ -71,7 +71,7 @@ Work::Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> complet
     : c10d::Work(rank, task.type, at::hasCallbacks() ? task.title : nullptr,
                  at::hasCallbacks() ? std::optional<std::vector<at::Tensor>>(task.inputs) : std::nullopt),
       seq_(seq), key_(next_key()), task_(std::move(task)), completer_(std::move(completer)),
-      running_(std::move(running)) {
+      running_(std::move(running)), era_(running_->era()) {
   task_.inputs.clear();
 }
 
@@ -231,8 +231,8 @@ bool Work::await(nanoseconds time) noexcept {
   const Clock::time_point end = Clock::now() + time;
   for (tutti_work handle : handles_) {
     int64_t left = std::max<int64_t>(0, nanoseconds(end - Clock::now()).count());
-    if (api().tutti_work_wait(handle, left) == TUTTI_EBUSY) {
-      return false;
+    if (int code = api().tutti_work_wait(handle, left); code == TUTTI_EBUSY || code == TUTTI_ECANCELED) {
+      return false; // TUTTI_ECANCELED: a signal handler has raised; the operation runs on
     }
   }
   if (!await_stream(end)) {
@@ -294,7 +294,7 @@ void Work::conclude() noexcept {
     if (tutti.tutti_work_error(handle, &info) == TUTTI_OK) {
       failed_.assign(info.ranks, info.ranks + std::min<uint32_t>(info.ranks_listed, TUTTI_MAX_LISTED));
     }
-    running_->failed(code_);
+    running_->failed(era_, code_);
     std::string text = std::string(task_.title) + ": ";
     if (code_ == TUTTI_ETIMEOUT) {
       text += c10::str("the timeout of ", task_.limit.count(), " ms has passed: ");
@@ -318,7 +318,7 @@ void Work::conclude() noexcept {
     }
   }
   if (error_ && relied_) {
-    running_->missed(error_);
+    running_->missed(era_, error_);
   }
 }
 
@@ -441,6 +441,13 @@ uint64_t Work::held() const {
   return bytes;
 }
 
+bool Work::uses(const c10::StorageImpl* storage) const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return std::any_of(task_.keep.begin(), task_.keep.end(), [storage](const at::Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl() == storage;
+  });
+}
+
 bool Work::isCompleted() {
   refuse_if_parents();
   return poll();
@@ -533,14 +540,20 @@ bool Running::await_removal(const Work* work, std::chrono::milliseconds limit) {
 }
 
 void Running::recovered() noexcept {
-  error_.store(TUTTI_OK);
   std::lock_guard<std::mutex> guard(mutex_);
+  era_++;
+  error_ = TUTTI_OK;
   missed_ = nullptr;
 }
 
-void Running::missed(std::exception_ptr error) noexcept {
+uint64_t Running::era() const {
   std::lock_guard<std::mutex> guard(mutex_);
-  if (!missed_) {
+  return era_;
+}
+
+void Running::missed(uint64_t era, std::exception_ptr error) noexcept {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (era == era_ && !missed_) {
     missed_ = std::move(error);
   }
 }
@@ -556,11 +569,16 @@ void Running::rethrow_missed() {
   }
 }
 
-void Running::failed(int code) noexcept {
-  int none = TUTTI_OK;
-  if (code != TUTTI_EINVAL) {
-    error_.compare_exchange_strong(none, code);
+void Running::failed(uint64_t era, int code) noexcept {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (era == era_ && code != TUTTI_EINVAL && error_ == TUTTI_OK) {
+    error_ = code;
   }
+}
+
+int Running::error() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return error_;
 }
 
 void Running::reap() noexcept {

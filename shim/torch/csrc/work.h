@@ -112,6 +112,9 @@ class Work final : public c10d::Work {
   // The bytes of the operation's memory, 0 when it is over.
   uint64_t held() const;
 
+  // Reports whether the operation uses a storage, false when it is over.
+  bool uses(const c10::StorageImpl* storage) const;
+
  private:
   void refuse_if_parents() const; // in a forked child, unless the end was noticed before
   void finish() noexcept;
@@ -130,6 +133,7 @@ class Work final : public c10d::Work {
   Task task_;
   const std::shared_ptr<Completer> completer_;
   const std::shared_ptr<Running> running_;
+  const uint64_t era_; // of running_
   std::vector<tutti_work> handles_; // released by the destructor, so that waiting needs no lock
   std::atomic<bool> over_{false};
   std::atomic<bool> starting_{false}; // the operations, or what follows on the stream
@@ -169,24 +173,26 @@ class Running {
   std::vector<c10::intrusive_ptr<Work>> all();
 
   // The code of the first operation that failed, other than for its arguments.
-  int error() const {
-    return error_.load();
-  }
-  void failed(int code) noexcept;
-  // Forgets the failures: the group is usable again.
+  int error() const;
+  // An operation that was begun in this era has failed.
+  void failed(uint64_t era, int code) noexcept;
+  // Forgets the failures, those that are not known yet too: the group is usable again. A new era
+  // begins.
   void recovered() noexcept;
+  uint64_t era() const;
 
-  // Keeps the error of an operation with which the program did not wait on the host.
-  void missed(std::exception_ptr error) noexcept;
+  // Keeps the error of an operation of an era with which the program did not wait on the host.
+  void missed(uint64_t era, std::exception_ptr error) noexcept;
   // Throws the first of those, once.
   void rethrow_missed();
 
   Hooks hooks;
 
  private:
-  std::atomic<int> error_{TUTTI_OK};
-  std::mutex mutex_;
+  mutable std::mutex mutex_; // protects what follows
   std::condition_variable removed_;
+  int error_ = TUTTI_OK;
+  uint64_t era_ = 0;
   std::deque<c10::intrusive_ptr<Work>> works_; // in the order of their start
   size_t full_ = 64;                           // the length at which reap looks at all of them
   std::exception_ptr missed_;

@@ -267,7 +267,7 @@ def together(rank, size, port, seed, calls):
 EXIT = """
 import sys, threading
 sys.path.insert(0, {tests!r})
-import harness, torch, torch.distributed as dist
+import harness, torch, torch.distributed as dist, tutti_torch
 rank = int(sys.argv[1])
 harness.init(rank, 2, {port})
 x = torch.ones(1000)
@@ -282,12 +282,35 @@ else:
         sys.exit(3)
 """
 
+# Operations that do not synchronize, in several groups, are the last ones.
+GROUPS = """
+import sys
+sys.path.insert(0, {tests!r})
+import harness, torch, torch.distributed as dist, tutti_torch
+rank = int(sys.argv[1])
+harness.init(rank, 2, {port})
+def alone():
+    return tutti_torch.ProcessGroupTutti(dist.HashStore(), 0, 1, tutti_torch.Options())
+groups, others = [], []
+for i in range(6):
+    others += [alone() for _ in range(3 * rank)]
+    del others[:2]  # addresses in another order
+    groups.append(dist.new_group([0, 1]))
+for i, group in enumerate(groups):
+    dist.broadcast(torch.ones(10), i % 2, group=group)
+"""
+
 # How an interpreter may end with operations under way, and its exit code.
 WAYS = {
     "returns": ("works = [dist.irecv(x, 1), dist.isend(x, 1)]", 0),
     "drops its works": ("dist.irecv(torch.ones(5), 1); dist.isend(torch.ones(5), 1)", 0),
     "raises": ("work = dist.irecv(x, 1); raise KeyError('the program fails')", 1),
     "has callbacks": ("work = dist.irecv(x, 1); f = work.get_future().then(lambda f: print('called'))", 0),
+    "drops a group in a callback": (
+        "others = [tutti_torch.ProcessGroupTutti(dist.HashStore(), 0, 1, tutti_torch.Options())]; "
+        "work = dist.irecv(x, 1); f = work.get_future().then(lambda f: others.clear())",
+        0,
+    ),
     "exits": ("work = dist.irecv(x, 1); sys.exit(5)", 5),
     "has a thread that waits": ("threading.Thread(target=lambda: dist.recv(x, 1), daemon=True).start()", 0),
     "has hooks": ("dist.group.WORLD._register_on_completion_hook(print); work = dist.irecv(x, 1)", 0),
@@ -313,28 +336,36 @@ class Arguments(unittest.TestCase):
     def test_wrong_arguments_leave_the_ranks_in_step(self):
         harness.run(together, 3, SEED, 120)
 
+    def run_ranks(self, program, **names):
+        """Runs a program as two ranks, and returns their exit codes and outputs."""
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        program = program.format(tests=os.path.dirname(os.path.abspath(__file__)), port=server.port, **names)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            texts = [rank.communicate(timeout=harness.LIMIT)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        del server
+        return [rank.returncode for rank in ranks], texts
+
     def test_interpreter_ends_with_operations_under_way(self):
         for name, (way, code) in WAYS.items():
             with self.subTest(name):
-                server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                program = EXIT.format(tests=os.path.dirname(os.path.abspath(__file__)), port=server.port, way=way)
-                ranks = [
-                    subprocess.Popen(
-                        [sys.executable, "-c", program, str(rank)],
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                    for rank in range(2)
-                ]
-                try:
-                    texts = [rank.communicate(timeout=harness.LIMIT)[0] for rank in ranks]
-                finally:
-                    for rank in ranks:
-                        rank.kill()
-                        rank.wait()
-                self.assertEqual([rank.returncode for rank in ranks], [code, 3], texts)
-                del server
+                codes, texts = self.run_ranks(EXIT, way=way)
+                self.assertEqual(codes, [code, 3], texts)
+
+    def test_interpreter_ends_with_several_groups(self):
+        codes, texts = self.run_ranks(GROUPS)
+        self.assertEqual(codes, [0, 0], texts)
+        for text in texts:
+            self.assertNotIn("was closed before all ranks had come", text)
 
 
 if __name__ == "__main__":

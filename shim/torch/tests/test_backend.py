@@ -64,6 +64,7 @@ def windows(rank, size, port):
     raises(ValueError, "do not fit", window.put, row, right, -1, False)
     raises(ValueError, "type", window.put, row.int(), right, 0, False)
     raises(ValueError, "already", window.tensor_register, tensor)
+    raises(ValueError, "clone it", backend().new_window, tensor)
     raises(ValueError, "clone it", backend().new_window, tensor[:, :10])
     raises(ValueError, "conjugated", backend().new_window, torch.ones(2, dtype=torch.complex64).conj())
     raises(ValueError, "negated", backend().new_window, torch._neg_view(torch.ones(2)))
@@ -95,6 +96,27 @@ def windows(rank, size, port):
     dist.destroy_process_group()
     tensor += 1
     raises(dist.DistBackendError, "", kept.put, torch.ones(1), right, 0, False)
+
+
+def window_ends_in_use(rank, size, port):
+    """Operations under way of any group use the memory of a window that ends."""
+    harness.init(rank, size, port)
+    common = harness.store(port)
+    for i, group in enumerate((None, dist.new_group(range(size)))):
+        tensor = torch.zeros(1 << 20)
+        window = dist.group.WORLD.new_window(tensor)
+        if rank == 0:
+            work = dist.irecv(tensor, 1, group=group)
+            del window
+            common.set(f"ended {i}", "")
+            work.wait()
+            assert torch.all(tensor == 1), tensor
+            del tensor, work
+            assert backend().memory_stats()["window_bytes"] == 0, backend().memory_stats()
+        else:
+            common.wait([f"ended {i}"])
+            dist.send(torch.ones(1 << 20), 0, group=group)
+    dist.destroy_process_group()
 
 
 def puts_views(rank, size, port):
@@ -204,11 +226,13 @@ def windows_are_interrupted(rank, size, port):
 
 
 def call_that_has_begun_is_interrupted(rank, size, port):
-    """A handler that raises while the thread of a call starts waits for the end of a call that has begun."""
+    """A handler that raises while the thread of a call starts waits for the end of a call that has begun, also if
+    a handler raises again."""
     from tutti_torch._ctypes import interrupt
 
     harness.init(rank, size, port)
-    begun, ended, start = threading.Event(), threading.Event(), threading.Thread.start
+    begun, ended, again = threading.Event(), threading.Event(), []
+    start, wait = threading.Thread.start, threading.Event.wait
 
     def call():
         begun.set()
@@ -220,9 +244,16 @@ def call_that_has_begun_is_interrupted(rank, size, port):
     def starts(thread):
         start(thread)
         begun.wait()
+        again.append(KeyError())
         raise KeyboardInterrupt
 
-    with unittest.mock.patch("threading.Thread.start", starts):
+    def waits(event, timeout=None):
+        if again:
+            raise again.pop()
+        return wait(event, timeout)
+
+    patch = unittest.mock.patch
+    with patch("threading.Thread.start", starts), patch("threading.Event.wait", waits):
         raises(KeyboardInterrupt, "", interrupt.blocking, call)
     assert ended.is_set(), "the call goes on"
     dist.destroy_process_group()
@@ -575,6 +606,33 @@ def futures_of_one_callback(rank, size, port):
     dist.destroy_process_group()
 
 
+def polled_while_starting(rank, size, port):
+    """An operation is not over when another thread asks before it has started."""
+    from tutti_torch._ctypes import api
+
+    harness.init(rank, size, port)
+    dist.barrier()
+    start = api.api().tutti_start
+
+    def starts(*arguments):
+        asks = threading.Thread(target=backend().memory_stats)
+        asks.start()
+        asks.join()
+        return start(*arguments)
+
+    x = torch.ones(5)
+    with unittest.mock.patch.object(api.api(), "tutti_start", starts):
+        if rank == 0:
+            work = dist.all_reduce(x, async_op=True)
+            harness.meet(port, "rank 0 has started", size)
+        else:
+            harness.meet(port, "rank 0 has started", size)
+            work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    assert x[0] == size, x
+    dist.destroy_process_group()
+
+
 def threads_that_cannot_start(rank, size, port):
     """A future for which there can be no thread is an error, and can be asked for again."""
     harness.init(rank, size, port)
@@ -711,6 +769,10 @@ class Backend(unittest.TestCase):
         harness.run(windows, 3)
 
     @needs("new_window")
+    def test_window_that_ends_while_an_operation_uses_it(self):
+        harness.run(window_ends_in_use, 2)
+
+    @needs("new_window")
     def test_put_of_views(self):
         harness.run(puts_views, 2)
 
@@ -748,6 +810,10 @@ class Backend(unittest.TestCase):
 
     def test_one_callback_starts_many_operations(self):
         harness.run(futures_of_one_callback, 2)
+
+    @unittest.skipUnless(harness.FALLBACK, "the C++ module gives works to others when they have started")
+    def test_operation_that_starts_is_not_over(self):
+        harness.run(polled_while_starting, 2)
 
     @unittest.skipUnless(harness.FALLBACK, "the C++ module starts threads of its own")
     def test_threads_that_cannot_start(self):

@@ -558,6 +558,17 @@ def missed(rank, size, port):
     x.fill_(1)
     dist.all_reduce(x)
     assert x.cpu()[0] == size
+    # After a recovery the next operation tells no failure before it, also one not noticed yet.
+    if rank == 0:
+        dist.all_reduce(x, async_op=True).wait()
+    harness.meet(port, "rank 0 has gone on again", size)
+    if rank == 1:
+        dist.all_reduce(x[:4500], async_op=True).wait()
+    x.cpu()  # waits for the stream
+    tutti_torch.recover()
+    x.fill_(1)
+    dist.all_reduce(x)
+    assert x.cpu()[0] == size
     dist.destroy_process_group()
 
 

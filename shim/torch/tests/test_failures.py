@@ -181,6 +181,27 @@ def recovers_late(rank, size, port):
     dist.destroy_process_group()
 
 
+def recovers_unnoticed(rank, size, port):
+    """The error of an operation before a recovery, which the program learns after it, is none of the group."""
+    harness.init(rank, size, port)
+    if rank == 0:
+        first, second = (dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2))
+        harness.meet(port, "rank 0 has started", size)
+        while not second.is_completed():  # then the first is over too
+            time.sleep(0.001)
+    else:
+        harness.meet(port, "rank 0 has started", size)
+        raises(dist.DistBackendError, "3 elements", dist.all_reduce, torch.ones(4))
+    tutti_torch.recover()
+    if rank == 0:
+        raises(dist.DistBackendError, "4 elements", first.wait)
+    error = dist.group.WORLD._get_backend(torch.device("cpu")).get_error()
+    assert error == torch._C._distributed_c10d.ErrorType.SUCCESS, error
+    dist.all_reduce(x := torch.ones(4))
+    assert x[0] == size
+    dist.destroy_process_group()
+
+
 def handler_calls(rank, size, port):
     """A signal handler makes a call that waits, in another one. That one still ends when a handler raises."""
     harness.init(rank, size, port)
@@ -443,6 +464,10 @@ class Failures(unittest.TestCase):
 
     def test_handler_raises_after_a_recovery(self):
         harness.run(recovers_late, 2)
+
+    @unittest.skipUnless(harness.has("get_error"), "this torch has no get_error")
+    def test_recovery_before_an_error_is_noticed(self):
+        harness.run(recovers_unnoticed, 2)
 
     def test_handler_makes_a_call_that_waits(self):
         harness.run(handler_calls, 2)

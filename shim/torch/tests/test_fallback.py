@@ -22,12 +22,14 @@ HEADER = os.path.join(HERE, "..", "..", "tutti.h")
 
 PART = [
     "test_arguments.Arguments.test_wrong_arguments_raise",
+    "test_arguments.Arguments.test_interpreter_ends_with_several_groups",
     "test_backend.Backend.test_batch_with_a_wrong_argument",
     "test_backend.Backend.test_call_that_has_begun_is_interrupted",
     "test_backend.Backend.test_callback_waits_for_another_future",
     "test_backend.Backend.test_group_with_details",
     "test_backend.Backend.test_groups_when_bound_to_a_device",
     "test_backend.Backend.test_hooks",
+    "test_backend.Backend.test_operation_that_starts_is_not_over",
     "test_backend.Backend.test_options_of_the_default_group",
     "test_backend.Backend.test_put_of_views",
     "test_backend.Backend.test_put_without_a_thread",
@@ -37,6 +39,7 @@ PART = [
     "test_backend.Backend.test_suspend_and_resume",
     "test_backend.Backend.test_timeouts",
     "test_backend.Backend.test_waits_for_signals_end_in_their_order",
+    "test_backend.Backend.test_window_that_ends_while_an_operation_uses_it",
     "test_backend.Backend.test_windows",
     "test_backend.Backend.test_windows_are_interrupted",
     "test_backend.Backend.test_windows_are_interrupted_between_calls",
@@ -50,6 +53,7 @@ PART = [
     "test_failures.Failures.test_late_ranks_are_named",
     "test_failures.Failures.test_monitored_barriers_over_a_store_that_cannot_delete",
     "test_failures.Failures.test_monitored_barriers_overlap",
+    "test_failures.Failures.test_recovery_before_an_error_is_noticed",
     "test_fallback.Alone",
     "test_operations.Operations.test_lists_coalesced_messages_objects_and_sparse",
     "test_operations.Operations.test_reductions_of_all_types",
@@ -57,6 +61,7 @@ PART = [
     "test_programs.Programs.test_distributed_data_parallel",
     "test_programs.Programs.test_hooks_that_wait",
     "test_reconfigure.Reconfigure.test_after_an_interrupt",
+    "test_reconfigure.Reconfigure.test_group_that_ends_while_its_member_is_made",
     "test_reconfigure.Reconfigure.test_timeout_that_was_set_before",
 ]
 

@@ -113,6 +113,7 @@ assert direct < 4096, f"{direct} bytes of {4 * n} went through the links"
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 if hasattr(backend, "supports_tensor_alloc"):  # not in all versions of torch
     assert backend.supports_tensor_alloc(torch.device("cpu"))
+    assert not backend.supports_tensor_alloc(torch.device("cuda", 0))
 other = backend.allocate_tensor(n, dtype=torch.float32, device=torch.device("cpu"))
 assert through_links(other) < 4096
 print("no copies")

@@ -321,6 +321,9 @@ def lists(rank, size, port):
         want[r] += r + 1
     want[3] += size
     same(x.to_dense(), want, "all_reduce of a sparse tensor")
+    x = torch.ones(()).to_sparse()
+    dist.all_reduce(x)
+    same(x.to_dense(), torch.tensor(float(size)), "all_reduce of a sparse tensor without dimensions")
     # A sum that is rounded before the next 1 is added loses it.
     for dtype, most in [(torch.bfloat16, 256), (torch.float16, 2048), *((t, 16) for t in FLOAT8)]:
         mine = torch.tensor([most if rank == 0 else 1.0, 1.0]).to(dtype)

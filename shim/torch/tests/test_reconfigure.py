@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import tutti_torch
 from test_failures import raise_late, raises
+from test_guest import PythonStore
 
 
 def start(rank, size, port):
@@ -220,6 +221,21 @@ def interrupted(rank, size, port):
     dist.destroy_process_group()
 
 
+class Ends(PythonStore):
+    """A store that destroys the group when members agree on a secret, as a signal handler may then."""
+
+    def compare_set(self, key, expected, desired):
+        dist.destroy_process_group()
+        return super().compare_set(key, expected, desired)
+
+
+def ended_meanwhile(rank, size, port):
+    """A group is destroyed while its member is made."""
+    store = Ends(port)
+    dist.init_process_group("tutti", store=store, rank=rank, world_size=size)
+    raises(dist.DistBackendError, "shut down", dist._get_reconfigure_handle)
+
+
 def forms_late(rank, size, port):
     """A signal handler raises when the new group has been made. It is closed, and the old one remains."""
     handles = start(rank, size, port)
@@ -283,6 +299,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_handler_raises_after_the_group_is_made(self):
         harness.run(forms_late, 2)
+
+    def test_group_that_ends_while_its_member_is_made(self):
+        harness.run(ended_meanwhile, 1)
 
     @keeps_place
     def test_different_lists(self):

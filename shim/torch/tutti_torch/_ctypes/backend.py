@@ -64,7 +64,7 @@ _HERE, _OVERLAPS = b"here", b"overlaps"
 
 _MESSAGES = (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)
 
-_backends = weakref.WeakSet()
+_backends = []  # weak references, in the order in which they were made
 
 # Backends of which torch may hold only the part in C++, as its wrapper for
 # TORCH_DISTRIBUTED_DEBUG=DETAIL does. They stay until they are closed.
@@ -266,7 +266,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             self._own_member()
         else:
             self._join()
-        _backends.add(self)
+        _backends.append(weakref.ref(self, _backends.remove))
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             _held.add(self)
 
@@ -974,6 +974,9 @@ def groups_completed():
 
 def close_all():
     """Closes the groups of this process. It is called when the interpreter ends."""
-    if not api.forked():
-        for backend in list(_backends):
+    if api.forked():
+        return
+    # All ranks make their groups in the same order. A close may wait for the other ranks.
+    for reference in list(_backends):
+        if (backend := reference()) is not None:
             backend.shutdown()

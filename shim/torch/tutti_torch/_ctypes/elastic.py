@@ -45,7 +45,9 @@ class Elastic:
         return every.value != 0
 
     def supports_tensor_alloc(self, device):
-        return True
+        """device is its number where torch forwards the call, as to a backend in C++."""
+        number = device if isinstance(device, int) else torch.device(device).index
+        return number is None or number < 0  # the CPU has none
 
     def allocate_tensor(self, size, *, dtype, device):
         """Returns memory on which collectives copy nothing, as a tensor of one dimension."""

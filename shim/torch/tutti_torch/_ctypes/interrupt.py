@@ -16,6 +16,15 @@ def _check(number):
     return 1 if number in _raised else 0
 
 
+def _end(over):
+    """Waits until a call that was interrupted has ended. A handler that raises meanwhile changes nothing."""
+    while not over.is_set():
+        try:
+            over.wait()
+        except BaseException:  # noqa: BLE001
+            pass
+
+
 def blocking(function, *arguments, succeeded=None):
     """Calls a function of the library that may wait, and returns its code and the text of a failure.
 
@@ -55,7 +64,7 @@ def blocking(function, *arguments, succeeded=None):
     except BaseException:
         _raised.add(number)
         if not begun.acquire(blocking=False):
-            over.wait()
+            _end(over)
         raise
     finally:
         _raised.discard(number)

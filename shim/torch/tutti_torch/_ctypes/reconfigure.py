@@ -44,10 +44,13 @@ class Reconfigure:
             api.api().tutti_member_close(member)  # a signal handler has raised meanwhile
             raise
         with self._lock:
-            if not self._member:
+            closed = self._closed
+            if not closed and not self._member:
                 self._member, member = member.value, ctypes.c_uint64()
                 self._member_timeout = config.timeout_ns // 1_000_000
-        api.api().tutti_member_close(member)  # another thread was faster
+        api.api().tutti_member_close(member)  # _close has come, or another thread was faster
+        if closed:
+            raise error_of(api.ECLOSED, "tutti reconfigure: the process group was shut down")
         return self._member
 
     def get_reconfigure_handle(self):

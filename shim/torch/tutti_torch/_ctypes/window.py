@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import api
 from .interrupt import SLICE, blocking
 from .tensors import name_of, raw
-from .work import C10D, NO_TIMEOUT, again, called, check, error_of, milliseconds, refuse_if_forked
+from .work import C10D, NO_TIMEOUT, again, called, check, error_of, milliseconds, refuse_if_forked, uses
 
 # How long the end of a window waits for peers that write to it, in milliseconds.
 _CLOSE = 10_000
@@ -61,9 +61,10 @@ class _Memory:
             tensor.data = self.flat.view(tensor.shape)
 
     def restore(self):
-        """Gives the tensor its own memory, with what the window has."""
+        """Gives the tensor its own memory, with what the window has. If an operation under way uses the
+        window's, the tensor stays there."""
         tensor = self.weak()
-        if tensor is not None and tensor.data_ptr() == self.address:
+        if tensor is not None and tensor.data_ptr() == self.address and not uses(tensor):
             with raw():
                 self.old.view(-1).copy_(self.flat)
                 tensor.data = self.old

@@ -7,6 +7,7 @@ import ctypes
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -92,6 +93,8 @@ class Work(C10D.Work):
         self._begun, self._ended = time.monotonic(), None
         self._lock = threading.RLock()
         self._concluding = self._over = self._refused = False
+        self._starting = bool(task.ops)  # there are operations that the library does not know yet
+        self._era = running.era()
         self._code, self._source, self._failed, self._error, self._future = api.OK, -1, [], None, None
 
     def start(self, group):
@@ -99,15 +102,16 @@ class Work(C10D.Work):
         library, task = api.api(), self._task
         if not task.ops:
             return
-        # A signal handler may raise anywhere. The memory of what has begun by then is kept.
-        self._running.add(self)
         try:
+            # A signal handler may raise anywhere. The memory of what has begun by then is kept.
+            self._running.add(self)
             for i, op in enumerate(task.ops):
                 op.struct_size = ctypes.sizeof(op)
                 op.timeout_ns = max(0, task.timeout) * 1_000_000
                 called(library.tutti_start(group, ctypes.byref(op), api.address(self._handles, i)))
+            self._starting = False
         except BaseException:
-            self._refused = True
+            self._refused, self._starting = True, False
             self.poll()
             raise
         task.ops = []
@@ -121,8 +125,8 @@ class Work(C10D.Work):
 
     def poll(self):
         """Reports whether the operation is over. It does not wait."""
-        if self._over:
-            return True
+        if self._over or self._starting:
+            return self._over
         if any(handle and api.api().tutti_work_test(handle) == api.EBUSY for handle in self._handles):
             return False
         self._finish()
@@ -132,8 +136,8 @@ class Work(C10D.Work):
         """Waits at most this long, and reports whether the operation is over."""
         end = time.monotonic() + seconds
         for handle in self._handles:
-            if self._over:
-                return True
+            if self._over or self._starting:
+                return self._over
             left = max(0, int((end - time.monotonic()) * 1e9))
             if handle and api.api().tutti_work_wait(handle, left) == api.EBUSY:
                 return False
@@ -147,6 +151,11 @@ class Work(C10D.Work):
         """Returns the bytes of the operation's memory, 0 when it is over."""
         with self._lock:
             return sum(tensor.nbytes for tensor in self._task.keep)
+
+    def uses(self, storage):
+        """Reports whether the operation uses a storage, which is an address of C++; False when it is over."""
+        with self._lock:
+            return any(tensor.untyped_storage()._cdata == storage for tensor in self._task.keep)
 
     def wait(self, timeout=NO_TIMEOUT):
         self._refuse_if_parents()
@@ -176,7 +185,7 @@ class Work(C10D.Work):
             info = api.ErrorInfo(struct_size=ctypes.sizeof(api.ErrorInfo))
             if library.tutti_work_error(handle, ctypes.byref(info)) == api.OK:
                 self._failed = list(info.ranks[: min(info.ranks_listed, api.MAX_LISTED)])
-            self._running.failed(self._code)
+            self._running.failed(self._era, self._code)
             text = ctypes.create_string_buffer(4096)
             library.tutti_work_error_text(handle, text, len(text), None)
             late = f"the timeout of {task.limit} ms has passed: " if self._code == api.ETIMEOUT else ""
@@ -382,6 +391,16 @@ class Together(C10D.Work):
         return futures.then(value)
 
 
+_runnings = []  # weak references to those of this process
+
+
+def uses(tensor):
+    """Reports whether an operation under way of a group of this process uses the storage of tensor."""
+    storage, runnings = tensor.untyped_storage()._cdata, [running() for running in list(_runnings)]
+    works = [work for running in runnings if running is not None for work in running.all()]
+    return any(not work.poll() and work.uses(storage) for work in works)
+
+
 class Running:
     """Holds works, and so the memory of their operations, until they have ended: the program may have
     dropped them."""
@@ -391,9 +410,10 @@ class Running:
         self._lock = threading.RLock()
         self._removed = threading.Condition(self._lock)
         self._works = {}  # in the order of their start
-        self._error = api.OK
+        self._errors, self._era = {}, 0  # the first by era
         self._full = 64  # the length at which reap looks at all of them
         self._local = threading.local()
+        _runnings.append(weakref.ref(self, _runnings.remove))
 
     def add(self, work):
         with self._lock:
@@ -441,16 +461,19 @@ class Running:
 
     def error(self):
         """Returns the code of the first operation that failed, other than for its arguments."""
-        return self._error
+        return self._errors.get(self._era, api.OK)
 
-    def failed(self, code):
-        with self._lock:
-            if code != api.EINVAL and self._error == api.OK:
-                self._error = code
+    def failed(self, era, code):
+        """An operation that was begun in this era has failed."""
+        if code != api.EINVAL:
+            self._errors.setdefault(era, code)
 
     def recovered(self):
-        """Forgets the failure: the group is usable again."""
-        self._error = api.OK
+        """Forgets the failures, those that are not known yet too: the group is usable again. A new era begins."""
+        self._era += 1  # takes no lock: a signal handler may wait for it in a call that holds one
+
+    def era(self):
+        return self._era
 
 
 class _Thread(threading.local):
