@@ -105,7 +105,8 @@ func Variables() []Variable {
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
 		{"TUTTI_PORT", "ports to listen on: 29500 (and the next two, for the transports tcp and rdma: ranks of one " +
-			"machine need ports that are three apart), a range 29500-29600, or 0 for the kernel's choice", "0"},
+			"machine need ports that are three apart), a range 29500-29600 (several groups of a process need " +
+			"one), or 0 for the kernel's choice", "0"},
 		{"TUTTI_RDMA_DEVICES", "RDMA devices to use, each perhaps with a port: mlx5_0,mlx5_1:1; a name stands for " +
 			"all that begin so; = before the list: exactly these; ^: all others", "all"},
 		{"TUTTI_RDMA_GID", "address of an RDMA port that peers are given: an index of its table, an address, or a " +
@@ -134,7 +135,7 @@ func Variables() []Variable {
 		{"TUTTI_LOG_DIR", "directory for flight records: the last operations of a rank, in files that outlive it; " +
 			"also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
 		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range " +
-			"127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
+			"127.0.0.1:9400-9407 (port and local rank), or :0; groups of a process share it", "none"},
 		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
 		{"TUTTI_STORE_PASSWORD", "that user's password", "none"},
 		{"TUTTI_STORE_CA", "PEM file of the certificate authorities of an etcds:// store", "the system's"},

@@ -82,7 +82,7 @@ type StoreConfig struct {
 	Job      string      // the job; the handle sees only its keys
 	Secret   []byte      // the job's secret, needed for tutti:// addresses
 	Rank     int         // of this process; for the store's log only
-	Visit    uint64      // a Meeting's; 0: a store that is about to end takes the process in, too
+	Guest    uint64      // a Meeting's; 0: a store that is about to end takes the process in, too
 	User     string      // of a site's etcd; "": no user
 	Password string      // that user's
 	TLS      *tls.Config // for etcds://; nil: built from the three files, or the system's authorities
@@ -126,8 +126,8 @@ type etcdStore struct {
 // DialStore connects to an etcd store and takes a lease, which it keeps alive until Close. It
 // blocks until the store has granted the lease, or ctx or DialTimeout ends; until then it retries a
 // store that cannot be reached. The error names the endpoints. It wraps ErrStoreAway if the store
-// could not be reached or is about to end (ErrStoreEnds), and trust.ErrAuth if the secret is not the
-// store's.
+// could not be reached or is about to end (ErrStoreEnds), and trust.ErrAuth if the secret is not
+// the store's.
 func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	addr, err := ParseStore(cfg.Address)
 	if err != nil {
@@ -172,7 +172,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	for i, ep := range addr.Endpoints {
 		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
 	}
-	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, visit: cfg.Visit,
+	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, guest: cfg.Guest,
 		alone:   len(addr.Endpoints) == 1,
 		refused: func(err error) { abort(&refusal{err}) }}
 	conf := clientv3.Config{
@@ -852,8 +852,8 @@ func (s *etcdStore) Close() error {
 	return err
 }
 
-// StoreEnds reports whether rank 0, which serves the store of a launch from its memory, has left its
-// job: see Meeting.Refuse. It asks the store.
+// StoreEnds reports whether rank 0, which serves the store of a launch from its memory, has left
+// its job: see Meeting.Refuse. It asks the store.
 func StoreEnds(ctx context.Context, store Store) bool {
 	s, ok := store.(*etcdStore)
 	if !ok {

@@ -35,7 +35,7 @@ import (
 type Meeting struct {
 	Store  string // address of the store
 	Secret []byte // the job's secret
-	Visit  uint64 // see StoreConfig; 0: this process serves the store, or cannot meet again
+	Guest  uint64 // see StoreConfig; 0: this process serves the store, or cannot meet again
 
 	stop   func() // stops inviting the others; nil: not inviting
 	leave  func() // tells rank 0 that this rank has left; nil: rank 0 need not know
@@ -182,7 +182,7 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 			return nil, fmt.Errorf("meeting rank 0: %w", err)
 		}
 		if how != byPMI {
-			m.Visit = ident.New()
+			m.Guest = ident.New()
 		}
 		if how == byHost {
 			m.leave = func() {
@@ -523,7 +523,7 @@ type servedStore struct {
 	done    chan struct{}
 
 	mu     sync.Mutex
-	visits map[uint64]struct{} // that have been here; see StoreConfig
+	guests map[uint64]struct{} // that have been here; see StoreConfig
 	ends   bool                // no others are admitted
 }
 
@@ -585,7 +585,7 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 	}
 	at := net.JoinHostPort(host, strconv.Itoa(l.Addr().(*net.TCPAddr).Port))
 	s := &servedStore{address: "tutti://" + at, kv: memkv.New(), log: log, done: make(chan struct{}),
-		visits: map[uint64]struct{}{},
+		guests: map[uint64]struct{}{},
 		g: grpc.NewServer(grpc.Creds(proof.Credentials{}), grpc.ConnectionTimeout(proof.Timeout),
 			grpc.MaxRecvMsgSize(4*MaxValue),
 			grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
@@ -607,15 +607,15 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 	return s, nil
 }
 
-// admit takes in a visit, unless the store is about to end and has not seen it. Visit 0 is that of
+// admit takes in a guest, unless the store is about to end and has not seen it. Guest 0 is
 // any process.
-func (s *servedStore) admit(visit uint64) error {
+func (s *servedStore) admit(guest uint64) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if _, seen := s.visits[visit]; s.ends && visit != 0 && !seen {
+	if _, seen := s.guests[guest]; s.ends && guest != 0 && !seen {
 		return &trust.Refusal{Code: codeEnds, Text: ErrStoreEnds.Error()}
 	}
-	s.visits[visit] = struct{}{}
+	s.guests[guest] = struct{}{}
 	return nil
 }
 

@@ -344,10 +344,10 @@ func TestStoreThatEndsTakesInNoStrangers(t *testing.T) {
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
-	enter := func(job string, visit uint64) (Store, error) {
-		return DialStore(ctx, StoreConfig{Address: all[1].Store, Job: job, Secret: secret, Rank: 1, Visit: visit})
+	enter := func(job string, guest uint64) (Store, error) {
+		return DialStore(ctx, StoreConfig{Address: all[1].Store, Job: job, Secret: secret, Rank: 1, Guest: guest})
 	}
-	s, err := enter("j", all[1].Visit)
+	s, err := enter("j", all[1].Guest)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -358,13 +358,13 @@ func TestStoreThatEndsTakesInNoStrangers(t *testing.T) {
 	if !StoreEnds(ctx, s) {
 		t.Error("the store does not end though rank 0 has left")
 	}
-	if _, err := enter("k", all[1].Visit+1); !errors.Is(err, ErrStoreEnds) || !errors.Is(err, ErrStoreAway) {
-		t.Errorf("another visit: %v, want ErrStoreEnds, which is an ErrStoreAway", err)
+	if _, err := enter("k", all[1].Guest+1); !errors.Is(err, ErrStoreEnds) || !errors.Is(err, ErrStoreAway) {
+		t.Errorf("another guest: %v, want ErrStoreEnds, which is an ErrStoreAway", err)
 	}
-	for _, visit := range []uint64{all[1].Visit, 0} {
-		again, err := enter("j", visit)
+	for _, guest := range []uint64{all[1].Guest, 0} {
+		again, err := enter("j", guest)
 		if err != nil {
-			t.Fatalf("visit %x: %v", visit, err)
+			t.Fatalf("guest %x: %v", guest, err)
 		}
 		again.Close()
 	}

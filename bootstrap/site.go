@@ -57,7 +57,7 @@ type dialer struct {
 	secret  []byte
 	prove   bool
 	rank    int
-	visit   uint64       // of StoreConfig
+	guest   uint64       // of StoreConfig
 	alone   bool         // the store has only one endpoint
 	refused func(error)  // called with a refusal that further attempts cannot change
 	last    atomic.Error // the error of the latest attempt; nil: connected
@@ -70,7 +70,7 @@ func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 	conn, err := d.via.Dial(ctx, &net.Dialer{}, dial.Store, addr)
 	if err == nil && d.prove {
 		h := StoreHello(d.rank, addr, conn.RemoteAddr())
-		h.FromIncarnation = d.visit
+		h.FromIncarnation = d.guest
 		if err = prove(ctx, conn, d.secret, StorePurpose, h); err != nil {
 			conn.Close()
 			var no *trust.Refusal

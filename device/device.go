@@ -79,8 +79,8 @@ type Sharer interface {
 	// incarnation of its rank, which keeps the allocation until Import has returned. An allocation
 	// is mapped once. The caller calls Release. The error says why the device does not reach it; it
 	// wraps errors.ErrUnsupported if there is no path between the two devices, and ErrLater if the
-	// same call may succeed when the device has done some work, or when other uses of memory that was
-	// freed have ended.
+	// same call may succeed when the device has done some work, or when other uses of memory that
+	// was freed have ended.
 	Import(owner uint64, key []byte) (Shared, error)
 	// Forget says that an owner is gone: nothing of it is imported afterwards.
 	Forget(owner uint64)

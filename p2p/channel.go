@@ -548,6 +548,7 @@ func (c *Channel) Err() error { return c.err }
 // has ended: message headers pass the hint on with the data.
 func (c *Channel) Begin(t Token, hint bool) error {
 	c.now, c.hint, c.bypass = t, hint, false
+	c.p.failed = false
 	if c.err == nil {
 		for _, st := range c.fast { // what arrived before the operation began
 			if st != nil && len(st.early) > 0 {
@@ -662,6 +663,7 @@ func (c *Channel) Abort(cause error, payload []byte) {
 		if c.aborted == nil {
 			c.aborted = []byte{}
 		}
+		c.p.failed = true
 		for pr := range c.linked() {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(payload))}, payload)
 		}
@@ -868,6 +870,9 @@ func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) 
 	st.posted.push(r)
 	for len(st.early) > 0 && st.early[0].filled && st.posted.size > 0 && c.err == nil {
 		c.p.takeEarly(st)
+	}
+	if st.posted.size > 0 && (st.lost != nil || st.left || st.pr.err != nil) { // as in sever
+		c.fail(st.gone())
 	}
 }
 

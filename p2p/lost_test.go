@@ -275,11 +275,11 @@ func TestRestrictedChannelEndsWithIncarnation(t *testing.T) {
 	}
 }
 
-// A rank that waits for a late peer learns that another one is gone, or has closed the channel, whose
-// message it needs as well.
+// A rank that waits for a late peer learns that another one is gone, or has closed the channel,
+// whose message it needs as well.
 func TestWaitEndsWithAnotherPeer(t *testing.T) {
-	for _, closes := range []bool{false, true} {
-		t.Run(fmt.Sprint("only the channel: ", closes), func(t *testing.T) {
+	for _, when := range []struct{ closes, before bool }{{}, {closes: true}, {before: true}, {true, true}} {
+		t.Run(fmt.Sprintf("closes only the channel %v, before %v", when.closes, when.before), func(t *testing.T) {
 			all := cluster(t, 3, 64<<10, nil)
 			defer closeAll(all)
 			var cs []*p2p.Channel
@@ -307,11 +307,22 @@ func TestWaitEndsWithAnotherPeer(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			post(&second, 2)
-			if closes {
-				cs[2].Close()
+			end := func() {
+				if when.closes {
+					cs[2].Close()
+				} else {
+					all[2].Close()
+				}
+			}
+			if when.before {
+				end()
+				for all[0].Down(2) == nil && !cs[0].Closed(2) {
+					all[0].Look()
+				}
+				post(&second, 2)
 			} else {
-				go all[2].Close()
+				post(&second, 2)
+				go end()
 			}
 			var gone *p2p.PeerError
 			if err := cs[0].WaitRecv(patient(t.Context()), &second[1]); !errors.As(err, &gone) || gone.Rank != 2 {

@@ -174,6 +174,7 @@ type Proxy struct {
 
 	oversubscribed atomic.Bool // now; Config has the value at the beginning
 
+	failed bool         // an operation was aborted, and none has begun since
 	moved  int          // bytes since the lock was last offered
 	poller yield.Poller // of waiters
 
@@ -394,8 +395,8 @@ func (p *Proxy) Unlock() { p.mu.Unlock() }
 
 // Close sends goodbyes, closes links, transports and control regions, and ends every goroutine
 // before it returns. Pending waits fail with ErrClosed. Peers that read slowly still get what was
-// sent: Close waits for them for 10 seconds at most, and not for a peer whose host does not answer,
-// nor after an abort.
+// sent: Close waits for them for 3 seconds at most, not for a peer whose host does not answer, and
+// not if an operation was aborted and none has begun since.
 func (p *Proxy) Close() error {
 	p.Lock()
 	p.sendRest()
@@ -456,7 +457,7 @@ func (p *Proxy) Close() error {
 
 // Bounds of sendRest: for what peers may need, and for the rest.
 const (
-	restFor   = 10 * time.Second
+	restFor   = 3 * time.Second
 	notifyFor = 200 * time.Millisecond
 )
 
@@ -465,7 +466,7 @@ const (
 // that this rank ends, nor after an abort. With the lock, which it releases meanwhile.
 func (p *Proxy) sendRest() {
 	limit := restFor
-	if p.aborted() {
+	if p.failed {
 		limit = notifyFor
 	}
 	began := time.Now()
@@ -495,23 +496,6 @@ func (p *Proxy) delivering() (ranks []int) {
 		}
 	}
 	return ranks
-}
-
-// aborted reports whether a channel was aborted, and has run no operation since.
-func (p *Proxy) aborted() bool {
-	for _, c := range p.chans {
-		if c.aborted != nil {
-			return true
-		}
-	}
-	for _, f := range p.floors {
-		for _, e := range f.ended {
-			if e.why != nil {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // pending reports whether a link or the proxy still has frames to send.

@@ -54,7 +54,8 @@ type Config struct {
 	Interfaces string
 	// Ports says on which ports this rank listens: "0" (default: the kernel chooses), "29500-29600"
 	// (the first free ones), or "29500": that port and, for the transports tcp and rdma, the two
-	// after it, or an error. Default TUTTI_PORT.
+	// after it, or an error. Each group that a process joins listens on ports of its own. Default
+	// TUTTI_PORT.
 	Ports string
 	// Dialer makes the connections of this rank to its peers and to the store, through a proxy for
 	// example. Default: net.Dialer.
@@ -170,7 +171,8 @@ type Config struct {
 	NoSignal bool
 	// Metrics is an address, HOST:PORT, at which this rank serves Prometheus metrics as /metrics,
 	// to any client. The port may be 0, or a range, of which each rank of a machine tries a
-	// different port first. Default TUTTI_METRICS, else none.
+	// different port first. Groups of one process with the same address are served at one port; of
+	// those with the same job and rank, the first. Default TUTTI_METRICS, else none.
 	Metrics string
 	// Logger gets messages that are no errors. Default: warnings and above to standard error;
 	// TUTTI_LOG=debug|info|warn|error sets the level.

@@ -497,8 +497,9 @@ func (g *Group) reach(missing []int, waited time.Duration) []int {
 	return missing
 }
 
-// departure bounds the time from a leaving rank's close of a group until it is out of the view.
-const departure = time.Second
+// departure bounds the time from a leaving rank's close of a group until it is out of the view: see
+// p2p.Proxy.Close.
+const departure = 5 * time.Second
 
 var errDeserted = errors.New("it closed its group, which cannot go on without it while it stays in the job")
 

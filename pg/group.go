@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"math"
 	"slices"
 	"strconv"
@@ -793,9 +794,9 @@ func (g *Group) slotOf(rank int) int {
 // needs no Barrier before Close. It does not wait behind an operation under way, after a failure or
 // Abort, or when a rank is lost, closes the group or joins meanwhile, and no longer than
 // Config.Timeout and 10 seconds: a rank that begins the operation after that gets a *RankError. A
-// rank that computes answers within some tens of milliseconds; in a job over a store without
-// leases, it answers in its next call. After operations in which every rank needs data of all
-// others, as AllReduce or Barrier, Close does not wait. Close returns in bounded time.
+// rank that computes answers within some tens of milliseconds. After operations in which every rank
+// needs data of all others, as AllReduce or Barrier, Close does not wait. Close returns in bounded
+// time.
 func (g *Group) Close() (err error) {
 	g.closed.Store(true)
 	g.ending.Do(func() { err = g.close() })
@@ -829,13 +830,15 @@ func (g *Group) close() error {
 // worldName is the name of the group of all ranks.
 var worldName = p2p.Name{Number: 1}
 
-// id returns a number of the group for display: 1 for the group of all ranks, and the same at all
-// members.
+// id returns a number of the group for display, the same at all members: 1 for the group of all
+// ranks, else a hash of the name.
 func (g *Group) id() uint32 {
 	if g.name == worldName {
 		return 1
 	}
-	return uint32(g.name.Number) + 2
+	h := fnv.New32a()
+	fmt.Fprint(h, g.name)
+	return max(h.Sum32(), 2)
 }
 
 // Split divides the group: ranks with the same color (>= 0) form a subgroup, ordered by key and

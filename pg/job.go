@@ -34,12 +34,13 @@ type job struct {
 	obs      atomic.Pointer[observe.Observer]
 
 	// Under the proxy's lock.
-	roster  *roster.Roster  // nil: lost ranks are not replaced
-	initial membership.View // the job's view if there is no roster
-	places  []join.Place    // by rank
-	groups  map[*Group]struct{}
-	leaving bool                    // Rejoin closes the groups: none is made any more
-	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
+	roster   *roster.Roster  // nil: lost ranks are not replaced
+	initial  membership.View // the job's view if there is no roster
+	places   []join.Place    // by rank
+	groups   map[*Group]struct{}
+	leaving  bool                    // Rejoin closes the groups: none is made any more
+	meeting  context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
+	unattend func()                  // ends attend; nil: it was not called
 
 	staging   staging
 	unmapping sync.WaitGroup  // goroutines that free and unmap memory
@@ -156,6 +157,9 @@ func (a audience) Awaited(d time.Duration) (ranks []int) {
 
 // link is the proxy's callback for links that come up (err is nil) or fail. With the proxy's lock.
 func (j *job) link(peer p2p.Identity, err error) {
+	if s := j.settings; err == nil && (s.fixed() || s.MaxSize > membership.MaxSlots) { // else a roster will poll
+		j.attend()
+	}
 	if j.meeting != nil && j.settings.OnFailure != Report && errors.Is(err, p2p.ErrPeerGone) {
 		j.meeting(fmt.Errorf("rank %d was lost before all ranks had joined: %w", peer.Rank, err))
 	}
@@ -165,6 +169,34 @@ func (j *job) link(peer p2p.Identity, err error) {
 		for g := range j.groups {
 			g.orphan(slices.Index(g.v.ranks, peer.Rank))
 		}
+	}
+}
+
+// attend has a goroutine poll from time to time until shut: other ranks may wait for an answer, or
+// a graph for them, while the program computes, or is in a call of another job. With the proxy's
+// lock.
+func (j *job) attend() {
+	if j.unattend != nil || j.settings.Progress {
+		return
+	}
+	proxy := j.session.Proxy // j.proxy may not be set yet
+	over, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		ticker := time.NewTicker(50 * time.Millisecond)
+		defer ticker.Stop()
+		for {
+			select {
+			case <-ticker.C:
+				proxy.Idle()
+			case <-over:
+				return
+			}
+		}
+	}()
+	j.unattend = func() {
+		close(over)
+		<-done
 	}
 }
 
@@ -204,11 +236,18 @@ func (j *job) release() error {
 		return nil
 	}
 	defer close(j.ended)
-	if s := j.settings; s.OnFailure == Report || s.Rank == 0 { // else the others may let this rank in again
+	if j.settings.OnFailure == Report || j.settings.Rank == 0 && !j.evicted() { // else a job goes on that lets ranks in
 		meeting.Refuse()
 	}
 	defer j.settings.part(context.Background(), meeting)
 	return j.shut()
+}
+
+// evicted reports whether the others go on without this rank.
+func (j *job) evicted() bool {
+	j.proxy.Lock()
+	defer j.proxy.Unlock()
+	return j.roster != nil && j.roster.EvictedLocked()
 }
 
 func (j *job) shut() error {
@@ -220,6 +259,9 @@ func (j *job) shut() error {
 	}
 	if err := j.session.Close(); err != nil {
 		errs = multierror.Append(errs, err)
+	}
+	if j.unattend != nil { // no link comes up any more
+		j.unattend()
 	}
 	if o := j.obs.Load(); o != nil {
 		o.Stop()

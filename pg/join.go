@@ -45,7 +45,7 @@ func (s *settings) enter(ctx context.Context) (*Group, error) {
 		defer cancel()
 		for given := s.Config; ; s.Config = given {
 			g, err := s.meetAndJoin(ctx)
-			if !errors.Is(err, bootstrap.ErrStoreEnds) || ctx.Err() != nil {
+			if s.meeting == nil || !errors.Is(err, bootstrap.ErrStoreEnds) || ctx.Err() != nil {
 				return g, err
 			}
 			s.Logger.Info("rank 0 leaves an earlier job: this process waits for its next meeting", "err", err)
@@ -490,6 +490,6 @@ func (j *job) rejoin(ctx context.Context, met bool) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.listened = met || j.settings.listened
+	s.listened, s.guest = met || j.settings.listened, j.settings.guest
 	return s.enter(ctx)
 }

@@ -58,7 +58,6 @@ type packets struct {
 	now     *exchange   // of the view; nil: not made, or refused
 	refused error       // why operations go through the host, in this view and all later ones
 	former  []*exchange // of views before, that graphs may repeat: see exchange.kept
-	polled  bool        // a goroutine polls for graphs: see Group.attendGraphs
 }
 
 // An exchange is a device.Exchange of a group's view.
@@ -266,28 +265,12 @@ func (g *Group) endRecording(x *exchange, has bool) {
 	defer g.job.proxy.Unlock()
 	x.recording--
 	x.recorded = x.recorded || has
-	if has && !g.packets.polled && g.job.roster == nil && !g.job.settings.Progress && !g.closed.Load() {
-		g.packets.polled = true
-		g.wg.Go(g.attendGraphs)
+	if has && g.job.roster == nil && !g.closed.Load() {
+		g.job.attend()
 	}
 	if i := slices.Index(g.packets.former, x); i >= 0 && !x.kept() {
 		g.packets.former = slices.Delete(g.packets.former, i, i+1)
 		g.job.retire(x.Exchange, x.inboxes)
-	}
-}
-
-// attendGraphs polls until the group is closed: the program may wait for a graph in no call of this
-// package. In a job with a roster, that polls.
-func (g *Group) attendGraphs() {
-	ticker := time.NewTicker(50 * time.Millisecond)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ticker.C:
-			g.job.proxy.Idle()
-		case <-g.ctx.Done():
-			return
-		}
 	}
 }
 

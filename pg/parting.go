@@ -19,7 +19,7 @@ import (
 //
 // Package resync decides; the ranks are the tree along which they pass on standings. If every rank
 // closes the group, they send the messages of a barrier. A rank whose program does something else
-// answers when it polls: in any call of this package, and at each tick of the roster.
+// answers when it polls: in any call of this package, at each tick of the roster, or in job.attend.
 
 // maxParting bounds the wait of Close, which Config.Timeout bounds as well.
 const maxParting = 10 * time.Second

@@ -36,7 +36,7 @@ type settings struct {
 
 	meeting   *bootstrap.Meeting   // where ranks without a store meet; nil: the job has a store
 	listened  bool                 // see join.Settings
-	visit     uint64               // meeting's
+	guest     uint64               // meeting's
 	formation *bootstrap.Formation // nil: the job is not one of Member.Form
 }
 
@@ -182,7 +182,7 @@ func (s *settings) session() (*join.Settings, error) {
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
 		Survives: s.OnFailure != Report, Exchanges: s.exchanges, Dial: s.Dialer, Logger: s.Logger,
 		OpenStore: s.openStore, Listened: s.listened}
-	if s.visit != 0 {
+	if s.guest != 0 {
 		js.Ends = bootstrap.StoreEnds
 	}
 	if s.MaxSize == 1 {
@@ -215,7 +215,7 @@ func (s *settings) meet(ctx context.Context) (err error) {
 		return s.failed(err)
 	}
 	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
-	s.listened, s.visit = l.Invites(), s.meeting.Visit
+	s.listened, s.guest = l.Invites(), s.meeting.Guest
 	return nil
 }
 
@@ -249,7 +249,7 @@ func (s *settings) openStore(ctx context.Context) (bootstrap.Store, error) {
 		return bootstrap.OpenStore(ctx, s.Store, s.Job)
 	}
 	store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.StoreAddr, Job: s.Job, Secret: s.Secret,
-		Rank: s.Rank, Visit: s.visit, User: s.StoreUser, Password: s.StorePassword, TLS: s.StoreTLS,
+		Rank: s.Rank, Guest: s.guest, User: s.StoreUser, Password: s.StorePassword, TLS: s.StoreTLS,
 		CA: s.launch.StoreCA, Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL,
 		DialTimeout: s.dialTimeout, Dial: s.Dialer, Logger: s.Logger})
 	switch {

@@ -538,6 +538,19 @@ func TestUnusableLogDir(t *testing.T) {
 	}
 }
 
+// get asks the metrics' server at addr for path.
+func get(t *testing.T, addr, path string) (code int, text string) {
+	t.Helper()
+	c := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	r, err := c.Get("http://" + addr + path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	b, _ := io.ReadAll(r.Body)
+	return r.StatusCode, string(b)
+}
+
 func TestMetrics(t *testing.T) {
 	g, err := alone(t, Config{Metrics: "127.0.0.1:0"})
 	if err != nil {
@@ -550,17 +563,7 @@ func TestMetrics(t *testing.T) {
 		}
 	}
 	addr := look(t, g, 0).Metrics
-	get := func(path string) (int, string) {
-		c := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
-		r, err := c.Get("http://" + addr + path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.Body.Close()
-		b, _ := io.ReadAll(r.Body)
-		return r.StatusCode, string(b)
-	}
-	code, text := get("/metrics")
+	code, text := get(t, addr, "/metrics")
 	if code != 200 {
 		t.Errorf("%d %s", code, text)
 	}
@@ -572,13 +575,47 @@ func TestMetrics(t *testing.T) {
 			t.Errorf("%s is not in\n%s", want, text)
 		}
 	}
-	if code, _ := get("/"); code != 404 {
+	if code, _ := get(t, addr, "/"); code != 404 {
 		t.Errorf("/ answers %d", code)
 	}
 	g.Close()
 	if c, err := net.Dial("tcp", addr); err == nil {
 		c.Close()
 		t.Error("it is served after Close")
+	}
+}
+
+// The groups of a process have one address in common, as that in its environment, and are all
+// served there. The name of a job may be any bytes.
+func TestMetricsOfSeveralGroups(t *testing.T) {
+	m, err := NewMember(t.Context(), Config{Metrics: "127.0.0.1:0", Secret: []byte("the secret of this test"),
+		Timeout: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	var groups []*Group
+	for _, name := range []string{"a", "b\xff"} {
+		g, err := m.Form(t.Context(), name, []string{m.Handle()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		groups = append(groups, g)
+	}
+	addr := look(t, groups[0], 0).Metrics
+	if other := look(t, groups[1], 0).Metrics; other != addr {
+		t.Fatalf("the groups are served at %s and %s", addr, other)
+	}
+	first, second := `tutti_view_epoch{job="a",rank="0"} 1`, "tutti_view_epoch{job=\"b\ufffd\",rank=\"0\"} 1"
+	for _, closed := range []bool{false, true} {
+		if closed {
+			groups[0].Close()
+		}
+		code, text := get(t, addr, "/metrics")
+		if code != 200 || strings.Contains(text, first) == closed || !strings.Contains(text, second) {
+			t.Errorf("%d %s", code, text)
+		}
 	}
 }
 

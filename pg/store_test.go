@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -376,4 +378,52 @@ func TestReplacementWithOtherSettings(t *testing.T) {
 	})
 	both(func(g *pg.Group) error { return g.Barrier(t.Context()) })
 	both(func(g *pg.Group) error { return g.Close() })
+}
+
+// A rank closes a group while another one, which has ended the group's last operation, is in a call
+// of another group: Close needs no call of that rank in the group.
+func TestCloseWhileOthersAreInAnotherGroup(t *testing.T) {
+	var log strings.Builder // of rank 0
+	var groups [2][2]*pg.Group
+	var wg sync.WaitGroup
+	each := func(f func(r int) error) {
+		t.Helper()
+		for r := range 2 {
+			wg.Go(func() {
+				if err := f(r); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			})
+		}
+		if wg.Wait(); t.Failed() {
+			t.FailNow()
+		}
+	}
+	for i := range groups {
+		kv := newShared()
+		each(func(r int) (err error) {
+			cfg := fixed(kv, r)
+			if cfg.Size = 2; i == 0 && r == 0 {
+				cfg.Logger = slog.New(slog.NewTextHandler(&log, nil))
+			}
+			groups[i][r], err = pg.Join(t.Context(), cfg)
+			return err
+		})
+	}
+	ended := make(chan struct{}) // the broadcast, on rank 1
+	each(func(r int) error {
+		x, y := groups[0][r], groups[1][r]
+		if err := pg.Broadcast(t.Context(), x, []int64{1}, 0); err != nil {
+			return err
+		}
+		if r == 1 {
+			close(ended)
+			return errors.Join(y.Barrier(t.Context()), x.Close(), y.Close())
+		}
+		<-ended
+		return errors.Join(x.Close(), y.Barrier(t.Context()), y.Close())
+	})
+	if log.Len() > 0 {
+		t.Error(log.String())
+	}
 }

@@ -106,8 +106,8 @@ func TestWindowBuffersOverRDMA(t *testing.T) {
 	}
 }
 
-// A put that a card has begun and not finished, and whose copy fails, keeps signals back: the target
-// has a part of its data.
+// A put that a card has begun and not finished, and whose copy fails, keeps signals back: the
+// target has a part of its data.
 func TestPutOverRDMAFailsInTheMiddle(t *testing.T) {
 	const requestBytes = 256 << 10
 	var left atomic.Int32 // requests until one fails

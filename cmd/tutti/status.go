@@ -49,7 +49,8 @@ stopped or dead, ranks with different calls; then the operation of each rank, an
 
 JOB is the name, or a prefix of the name, of a job that this user's tutti run has started on this
 machine; it may be left out if there is only one. Other jobs are found by TUTTI_STORE, TUTTI_JOB and
-TUTTI_SECRET, or the flags. With --flight, the arguments are flight records from the log directory.
+TUTTI_SECRET, or the flags. With --flight, the arguments are flight records from the log directory,
+of one job or of several.
 
 ENDPOINT is an argument with a colon, or with @ first, which no job's name has: the text that tutti
 endpoint serve prints, HOST:PORT, or @NAME for one that has a name in the store. It is asked over a
@@ -91,7 +92,7 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the
 	fl := c.Flags()
 	fl.StringVar(&f.watch, "watch", "", "show it again every `interval`, until Ctrl-C or the job ends (default 2s)")
 	fl.Lookup("watch").NoOptDefVal = defaultWatch.String()
-	fl.BoolVar(&f.asJSON, "json", false, "one JSON object for each time")
+	fl.BoolVar(&f.asJSON, "json", false, "one JSON object for each time, or with --flight for each job")
 	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with "+
 		"--flight: this many (default 10)")
 	fl.BoolVar(&f.flights, "flight", false, "the arguments are flight records, JSON or the files of killed ranks")
@@ -485,7 +486,8 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 	if cmd.Flags().Changed("watch") {
 		return usagef(cmd, "--watch is for running jobs, --flight for records of ended ones")
 	}
-	var snaps []*flight.Snapshot
+	var jobs []string // in the order of their first records
+	snaps := map[string][]*flight.Snapshot{}
 	for _, path := range paths {
 		if real, err := filepath.EvalSymlinks(path); err == nil {
 			path = real // the user may name a symbolic link
@@ -494,22 +496,25 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 		if err != nil {
 			return err
 		}
-		if len(snaps) > 0 && s.Job != snaps[0].Job {
-			return fmt.Errorf("%s is of job %s, and %s of job %s: give those of one job", filepath.Base(path), s.Job,
-				filepath.Base(paths[0]), snaps[0].Job)
+		if snaps[s.Job] == nil {
+			jobs = append(jobs, s.Job)
 		}
-		snaps = append(snaps, s)
-	}
-	r := status.FromFiles(snaps)
-	if f.asJSON {
-		return f.show(&screen{}, r, r.Time, 0)
+		snaps[s.Job] = append(snaps[s.Job], s)
 	}
 	st := status.Style{Colour: launch.Colour(os.Stdout), Width: term.Width(os.Stdout)}
-	r.Text(stdout, st)
-	n := f.ops
-	if n == 0 {
-		n = 10
+	for i, job := range jobs {
+		r := status.FromFiles(snaps[job])
+		if f.asJSON {
+			if err := f.show(&screen{}, r, r.Time, 0); err != nil {
+				return err
+			}
+			continue
+		}
+		if i > 0 {
+			fmt.Fprintln(stdout)
+		}
+		r.Text(stdout, st)
+		r.Operations(stdout, cmp.Or(f.ops, 10), st)
 	}
-	r.Operations(stdout, n, st)
 	return nil
 }

@@ -437,6 +437,40 @@ func TestStatusInterrupted(t *testing.T) {
 	c.says("tutti: interrupted by SIGINT\n")
 }
 
+// TestFlightRecordsOfSeveralJobs: a rank in several groups leaves records of each in one directory.
+func TestFlightRecordsOfSeveralJobs(t *testing.T) {
+	s, dir := newStage(t), t.TempDir()
+	args := []string{"status", "--flight"}
+	for i, job := range []string{"train", "torch-1", "train"} {
+		snap := &flight.Snapshot{Version: flight.Version, Job: job, Rank: i, Size: 3, PID: 40 + i, Host: "node"}
+		path, err := snap.Write(filepath.Join(dir, "flight-rank0-signal"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		args = append(args, path)
+	}
+	c := s.run(args...)
+	c.End(0)
+	train, torch, both := strings.Cut(c.Out.String(), "\njob torch-1: 3 ranks\n")
+	if !both || !strings.HasPrefix(train, "job train: 3 ranks\n") ||
+		!strings.Contains(train, "rank 0 (pid 40 on node)") || !strings.Contains(train, "rank 2 (pid 42 on node)") ||
+		!strings.Contains(torch, "rank 1 (pid 41 on node)") {
+		t.Errorf("%s", c.Out.String())
+	}
+	c = s.run(append(args, "--json")...)
+	c.End(0)
+	d := json.NewDecoder(strings.NewReader(c.Out.String()))
+	for _, want := range []string{"train", "torch-1"} {
+		var r status.Report
+		if err := d.Decode(&r); err != nil || r.Job != want || len(r.Ranks) != 3 {
+			t.Errorf("%+v, %v; want job %s", r, err, want)
+		}
+	}
+	if d.More() {
+		t.Errorf("%s", c.Out.String())
+	}
+}
+
 // TestFlightRecords: a signal to the launcher has all ranks write down what they know, and so does
 // a timeout.
 func TestFlightRecords(t *testing.T) {

@@ -173,8 +173,8 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 	return &Import{in: in, m: m}, nil
 }
 
-// inTheWayLocked returns a mapping, dropped before, that the driver may return for r, an IPC handle,
-// until it is unmapped. It returns nil if there is none.
+// inTheWayLocked returns a mapping, dropped before, that the driver may return for r, an IPC
+// handle, until it is unmapped. It returns nil if there is none.
 func (in *imports) inTheWayLocked(r region) *mapping {
 	if r.kind != kindIPC {
 		return nil
@@ -188,9 +188,9 @@ func (in *imports) inTheWayLocked(r region) *mapping {
 	return nil
 }
 
-// awaitUnmappedLocked waits for a while until m, of memory that was freed, is unmapped. A group that
-// has not been told so uses m for any time. The driver waits for the work on the device, which may
-// wait for the operation that maps other memory.
+// awaitUnmappedLocked waits for a while until m, of memory that was freed, is unmapped. A group
+// that has not been told so uses m for any time. The driver waits for the work on the device, which
+// may wait for the operation that maps other memory.
 func (in *imports) awaitUnmappedLocked(m *mapping) error {
 	limit, why := unmapTime, "the GPU has work"
 	if m.uses > 0 {

@@ -8,6 +8,7 @@ import (
 	"log"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -18,17 +19,49 @@ import (
 	"tutti/internal/ports"
 )
 
-// An Exporter serves metrics over HTTP. They are computed for each request.
+// An Exporter has its collectors served over HTTP. They are asked at each request.
 type Exporter struct {
-	addr string
-	srv  *http.Server
-	done chan struct{}
+	server *server
+	all    []prometheus.Collector
 }
+
+// A server serves the metrics of all Exporters of this process that were given the same address.
+type server struct {
+	given, addr string // as Serve was given it, and as it is
+	exporters   []*Exporter
+	srv         *http.Server
+	done        chan struct{}
+}
+
+// servers are those of this process, by the address that Serve was given. mu protects their
+// exporters, too.
+var (
+	mu      sync.Mutex
+	servers = map[string]*server{}
+)
 
 // Serve serves what the collectors have at addr, HOST:PORTS, until Close. In a range of ports it
 // first tries the one with this number, so that a process that is started again is usually found at
-// the same port.
+// the same port. While another Exporter of this process has the same addr, both are served at its
+// port. Of collectors with the same metrics and the same constant labels, the first is served.
 func Serve(addr string, number int, all ...prometheus.Collector) (*Exporter, error) {
+	mu.Lock()
+	defer mu.Unlock()
+	s := servers[addr]
+	if s == nil {
+		var err error
+		if s, err = serve(addr, number); err != nil {
+			return nil, err
+		}
+		servers[addr] = s
+	}
+	e := &Exporter{server: s, all: all}
+	s.exporters = append(s.exporters, e)
+	return e, nil
+}
+
+// serve starts a server.
+func serve(addr string, number int) (*server, error) {
 	host, spec, err := ports.ParseAddr(addr)
 	if err != nil {
 		return nil, err
@@ -37,34 +70,54 @@ func Serve(addr string, number int, all ...prometheus.Collector) (*Exporter, err
 	if err != nil {
 		return nil, err
 	}
+	s := &server{given: addr, addr: l.Addr().String(), done: make(chan struct{})}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) {
+		promhttp.HandlerFor(s.registry(), promhttp.HandlerOpts{Timeout: 10 * time.Second}).ServeHTTP(w, r)
+	})
+	few := &fewConns{Listener: l, room: MaxConns, in: map[net.Conn]*visit{}, turns: make(chan struct{}, maxAnswers)}
+	s.srv = &http.Server{Handler: few.handler(mux), ConnState: few.note, ConnContext: few.context,
+		ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second,
+		IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10, ErrorLog: log.New(io.Discard, "", 0)}
+	go func() {
+		defer close(s.done)
+		s.srv.Serve(few) // ends with Close
+	}()
+	return s, nil
+}
+
+// registry returns a registry of the collectors that are served now.
+func (s *server) registry() *prometheus.Registry {
+	mu.Lock()
+	defer mu.Unlock()
 	reg := prometheus.NewRegistry()
-	for _, c := range all {
-		if err := reg.Register(c); err != nil {
-			l.Close()
-			return nil, err
+	for _, e := range s.exporters {
+		for _, c := range e.all {
+			reg.Register(c) // fails if one with its metrics is there
 		}
 	}
-	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{Timeout: 10 * time.Second}))
-	few := &fewConns{Listener: l, room: MaxConns, in: map[net.Conn]*visit{}, turns: make(chan struct{}, maxAnswers)}
-	e := &Exporter{addr: l.Addr().String(), done: make(chan struct{}),
-		srv: &http.Server{Handler: few.handler(mux), ConnState: few.note, ConnContext: few.context,
-			ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second,
-			IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10, ErrorLog: log.New(io.Discard, "", 0)}}
-	go func() {
-		defer close(e.done)
-		e.srv.Serve(few) // ends with Close
-	}()
-	return e, nil
+	return reg
 }
 
 // Addr returns the address, HOST:PORT.
-func (e *Exporter) Addr() string { return e.addr }
+func (e *Exporter) Addr() string { return e.server.addr }
 
-// Close ends the connections and releases the port.
+// Close ends the serving of the collectors. The last Exporter of a server ends the connections and
+// releases the port. Idempotent.
 func (e *Exporter) Close() {
-	e.srv.Close()
-	<-e.done
+	mu.Lock()
+	defer mu.Unlock()
+	s := e.server
+	i := slices.Index(s.exporters, e)
+	if i < 0 {
+		return
+	}
+	if s.exporters = slices.Delete(s.exporters, i, i+1); len(s.exporters) > 0 {
+		return
+	}
+	delete(servers, s.given)
+	s.srv.Close()
+	<-s.done
 }
 
 // MaxConns bounds the connections of an Exporter: any client may connect, and connections use the

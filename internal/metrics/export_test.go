@@ -2,9 +2,13 @@ package metrics
 
 import (
 	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -112,6 +116,72 @@ func TestRequestsWaitForTheirTurn(t *testing.T) {
 	}
 	if most := s.most.Load(); most > maxAnswers {
 		t.Errorf("%d requests were answered at the same time, want at most %d", most, maxAnswers)
+	}
+}
+
+// gauge is a collector of one metric with a constant label.
+func gauge(label string, value float64) prometheus.Collector {
+	g := prometheus.NewGauge(prometheus.GaugeOpts{Name: "x", ConstLabels: prometheus.Labels{"of": label}})
+	g.Set(value)
+	return g
+}
+
+// The collectors that this process has served at one address share its port, until each is closed.
+func TestExportersOfOneAddress(t *testing.T) {
+	var at string
+	var first *Exporter
+	for range 100 { // below the ports that the kernel chooses
+		at = fmt.Sprintf("127.0.0.1:%d", 20_000+rand.IntN(10_000))
+		if e, err := Serve(at, 0, gauge("a", 1), gauge("all", 9)); err == nil {
+			first = e
+			break
+		}
+	}
+	if first == nil {
+		t.Fatal("no port is free")
+	}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 30 * time.Second}
+	expect := func(want string) {
+		t.Helper()
+		r, err := client.Get("http://" + at + "/metrics")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		text, err := io.ReadAll(r.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var lines []string
+		for line := range strings.Lines(string(text)) {
+			if !strings.HasPrefix(line, "#") {
+				lines = append(lines, strings.TrimSpace(line))
+			}
+		}
+		if got := strings.Join(lines, " "); got != want {
+			t.Errorf("got %s, want %s", got, want)
+		}
+	}
+	expect(`x{of="a"} 1 x{of="all"} 9`)
+	second, err := Serve(at, 0, gauge("b", 2), gauge("all", 9))
+	if err != nil {
+		t.Fatal(err)
+	}
+	third, err := Serve(at, 0, gauge("a", 3)) // as the first
+	if err != nil {
+		t.Fatal(err)
+	}
+	expect(`x{of="a"} 1 x{of="all"} 9 x{of="b"} 2`)
+	first.Close()
+	first.Close()
+	expect(`x{of="a"} 3 x{of="all"} 9 x{of="b"} 2`)
+	third.Close()
+	expect(`x{of="all"} 9 x{of="b"} 2`)
+	second.Close()
+	if l, err := net.Listen("tcp", at); err != nil {
+		t.Error(err)
+	} else {
+		l.Close()
 	}
 }
 

@@ -82,19 +82,20 @@ func (r *rank) receive(from, seq int) ([]byte, error) {
 // called Close, and sends something itself before it reads.
 func TestCloseDeliversToASlowReader(t *testing.T) {
 	full := job(2)
-	all := full[0].fill(1, 1000)
-	full[1].Close() // first, or the other one waits for it
+	all := full[0].fill(1, 1000) // about as many as fit below
+	full[1].Close()              // first, or the other one waits for it
 	full[0].Close()
 	for taken := all - 2; taken <= all; taken++ { // of the last one the link keeps a part
 		t.Run(fmt.Sprintf("%d messages", taken), func(t *testing.T) {
+			t.Parallel()
 			ranks := job(2)
 			defer ranks[1].Close()
-			ranks[0].fill(1, taken)
+			taken := ranks[0].fill(1, taken)
 			closed := make(chan struct{})
 			go func() { defer close(closed); ranks[0].Close() }()
 			select {
 			case <-closed:
-			case <-time.After(4 * lingerTime):
+			case <-time.After(3 * lingerTime):
 			}
 			ranks[1].send(0, 1)
 			for seq := 1; seq <= taken; seq++ {

@@ -100,8 +100,8 @@ type diagnosis struct {
 	found      []Finding
 }
 
-// same reports whether g and o are the same group: disjoint subgroups share an ID, and the group of
-// all ranks does not grow at all of them at once.
+// same reports whether g and o are the same group: the IDs of subgroups are hashes, and the group
+// of all ranks does not grow at all of them at once.
 func (g *Group) same(o *Group) bool {
 	return g.ID == o.ID && (g.ID == 1 || g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks))
 }

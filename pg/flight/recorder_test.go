@@ -15,6 +15,7 @@ import (
 	"unsafe"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sync/errgroup"
 	"pgregory.net/rapid"
 
 	"tutti/collectives"
@@ -554,11 +555,12 @@ func TestFilesAreReadableByOwnerOnly(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	json := filepath.Join(dir, "flight-rank3-timeout.json")
-	if err := os.Symlink(victim, json); err != nil {
+	base := filepath.Join(dir, "flight-rank3-timeout")
+	if err := os.Symlink(victim, base+".json"); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Write(json); err != nil {
+	json, err := s.Write(base)
+	if err != nil {
 		t.Fatal(err)
 	}
 	for _, path := range []string{r.Path(), json} {
@@ -581,6 +583,38 @@ func TestFilesAreReadableByOwnerOnly(t *testing.T) {
 	}
 }
 
+// Ranks of several groups that write at the same time, as after the loss of a rank of all, have the
+// same name in mind. Each gets a file of its own.
+func TestWriteReplacesNoFile(t *testing.T) {
+	const writers = 20
+	base := filepath.Join(t.TempDir(), "flight-rank0-failure")
+	var all errgroup.Group
+	for i := range writers {
+		all.Go(func() error {
+			_, err := (&Snapshot{Version: Version, Size: 1, PID: i}).Write(base)
+			return err
+		})
+	}
+	if err := all.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	there := map[int]bool{}
+	for n := range writers {
+		path := base + ".json"
+		if n > 0 {
+			path = fmt.Sprintf("%s-%d.json", base, n+1)
+		}
+		s, err := ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		there[s.PID] = true
+	}
+	if len(there) != writers {
+		t.Errorf("of %d snapshots, %d are there", writers, len(there))
+	}
+}
+
 func TestJSONRoundTrip(t *testing.T) {
 	r := open(t, t.TempDir())
 	r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})
@@ -595,8 +629,8 @@ func TestJSONRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	path := filepath.Join(t.TempDir(), "x.json")
-	if err := s.Write(path); err != nil {
+	path, err := s.Write(filepath.Join(t.TempDir(), "x"))
+	if err != nil {
 		t.Fatal(err)
 	}
 	back, err := ReadFile(path)

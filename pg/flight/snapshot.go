@@ -3,8 +3,10 @@ package flight
 import (
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -60,7 +62,7 @@ type View struct {
 
 // Group is one group of the rank.
 type Group struct {
-	ID        uint32     `json:"id"` // 1: the group of all ranks
+	ID        uint32     `json:"id"` // 1: the group of all ranks; else a hash
 	Slot      int        `json:"slot"`
 	Size      int        `json:"size"`
 	Ranks     []int      `json:"ranks,omitempty"`  // in the job, by slot; omitted if they are 0..Size-1
@@ -421,24 +423,34 @@ func (s *Snapshot) JSON(indent bool) ([]byte, error) {
 	return json.Marshal(s)
 }
 
-// Write writes the snapshot to path atomically, readable by its owner only. A symbolic link of that
-// name is replaced.
-func (s *Snapshot) Write(path string) error {
+// Write writes the snapshot to base.json, or if that exists to the first of base-2.json,
+// base-3.json and so on that does not, and returns the path. It does so atomically; the file is
+// readable by its owner only.
+func (s *Snapshot) Write(base string) (path string, err error) {
 	b, err := s.JSON(true)
 	if err != nil {
-		return err
+		return "", err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-*")
+	f, err := os.CreateTemp(filepath.Dir(base), "."+filepath.Base(base)+"-*")
 	if err != nil {
-		return err
+		return "", err
 	}
-	defer os.Remove(f.Name())         // fails after a success
+	defer os.Remove(f.Name())         // fails after a renaming
 	_, err = f.Write(append(b, '\n')) // the file's mode is 0600
 	if cerr := f.Close(); err == nil {
 		err = cerr
 	}
-	if err == nil {
-		err = os.Rename(f.Name(), path)
+	if err != nil {
+		return "", err
 	}
-	return err
+	path = base + ".json"
+	for n := 2; ; n++ {
+		switch err = os.Link(f.Name(), path); {
+		case err == nil:
+			return path, nil
+		case !errors.Is(err, fs.ErrExist): // the file system may have no links; nothing has this name
+			return path, os.Rename(f.Name(), path)
+		}
+		path = fmt.Sprintf("%s-%d.json", base, n)
+	}
 }

@@ -49,6 +49,8 @@ type call struct {
 	device   *deviceMemory
 	stream   *deviceStream // of buffers there, or nil
 	held     bool          // it comes to the call later
+	ends     bool          // the call's context ends, or its limit
+	limit    time.Duration // of a started operation, 0: the group's
 	copied   []byte        // the result, by later work of the stream
 	bufs     []*buffer
 	inPlace  bool
@@ -444,7 +446,11 @@ func conduct(ctx context.Context, c *call, how How) (err error) {
 	if how == Blocking { // there is no such function
 		return c.h.g.Do(ctx, c.operation())
 	}
-	c.work = c.h.g.Start(c.operation())
+	if c.limit > 0 {
+		c.work = c.h.g.StartWithin(c.limit, c.operation())
+	} else {
+		c.work = c.h.g.Start(c.operation())
+	}
 	if how == Started {
 		return nil
 	}

@@ -582,6 +582,9 @@ func (s *stage) mend() {
 	}
 }
 
+// anything is the value of a fact on which the ranks need not agree.
+const anything = "?"
+
 // judge compares the facts on which ranks have to agree, and their resources.
 func judge(res *Result, reports map[int]*Report, x *session) {
 	facts := map[string]int{}
@@ -590,6 +593,12 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 		numbers = append(numbers, number)
 	}
 	slices.Sort(numbers)
+	free := map[string]bool{}
+	for _, rep := range reports {
+		for k, v := range rep.Facts {
+			free[k] = free[k] || v == anything
+		}
+	}
 	for _, number := range numbers {
 		rep := reports[number]
 		res.Ops += rep.Ops
@@ -607,7 +616,7 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 			first, ok := facts[k]
 			if !ok {
 				facts[k] = number
-			} else if w := reports[first].Facts[k]; w != v {
+			} else if w := reports[first].Facts[k]; w != v && !free[k] {
 				step := 0
 				fmt.Sscanf(strings.TrimPrefix(k, "step "), "%d", &step)
 				res.Findings = append(res.Findings,

@@ -66,6 +66,15 @@ func (g *generator) job() Job {
 			j.GPUs = GPUsEach
 		}
 	}
+	if g.chance(0.3) && !g.avoids("progress") {
+		j.Progress = true
+	}
+	if g.chance(0.5) && !g.avoids("copy") {
+		j.Copy = pick(g, "on", "off")
+	}
+	if g.chance(0.3) && !g.avoids("staging") {
+		j.Staging = pick(g, 32<<10, 256<<10, 2<<20)
+	}
 	if g.transport == "inproc" || g.faults == 0 {
 		return j
 	}
@@ -87,6 +96,8 @@ type making struct {
 	p     *Program
 	order []int // numbers of the existing subgroups
 	next  int
+	lives []Step // WindowMake of the existing windows
+	wins  int
 	heavy bool   // they are long, on registered memory
 	cause Causes // disturbances that new steps may feel
 }
@@ -350,6 +361,26 @@ func (m *making) graph(group int) Step {
 	return s
 }
 
+// chain makes started operations of which each reads what another has written.
+func (m *making) chain(group int) Step {
+	s := Step{Op: Chain, Group: group, DType: pick(m.generator, chainTypes...)}
+	bytes := pick(m.generator, 2<<10, 64<<10, 256<<10)
+	bytes = min(bytes+(m.rnd.IntN(3)-1)*64*m.job.Ranks, m.job.Pool/4)
+	if m.job.GPUs != NoGPUs { // whose kernels are slow
+		bytes = min(bytes, 64<<10)
+	}
+	s.Count = max(bytes/s.DType.Size()/m.job.Ranks, 1)
+	for range 2 + m.rnd.IntN(5) {
+		o := Step{Op: pick(m.generator, chainOps...), Root: m.rnd.IntN(8), New: m.rnd.IntN(2)}
+		if o.Op.reduces() {
+			o.Red = pick(m.generator, chainReductions...)
+		}
+		s.Par = append(s.Par, o)
+	}
+	m.parts(&s, false)
+	return s
+}
+
 // has reports whether a group exists.
 func (m *making) has(group int) bool { return group == 0 || slices.Contains(m.order, group) }
 
@@ -378,18 +409,84 @@ func (m *making) forget(group int) {
 			m.order = append(m.order[:i:i], m.order[i+1:]...)
 		}
 	}
+	m.lives = slices.DeleteFunc(m.lives, func(s Step) bool { return s.Group == group })
 }
 
-func (m *making) forgetAll() { m.order = nil }
+func (m *making) forgetAll() {
+	m.order = nil
+	m.lives = slices.DeleteFunc(m.lives, func(s Step) bool { return s.Group != 0 })
+}
+
+// onWindow makes a step on a window, nil if there is none.
+func (m *making) onWindow(op Op) *Step {
+	if len(m.lives) == 0 {
+		return nil
+	}
+	made := pick(m.generator, m.lives...)
+	s := Step{Op: op, Group: made.Group, Win: made.Win, Count: made.Count, Root: m.rnd.IntN(m.job.Ranks)}
+	m.parts(&s, false)
+	return &s
+}
+
+// windows adds steps on a window, which it may make before.
+func (m *making) windows() {
+	if m.avoids("windowops") {
+		return
+	}
+	if n := len(m.lives); n == 0 || n < 3 && m.chance(0.2) {
+		m.wins++
+		s := Step{Op: WindowMake, Group: m.group(), Win: m.wins, Count: 2 + m.count(pg.Uint8, m.job.Ranks)&^1,
+			Ranks: make([]Part, m.job.Ranks)}
+		if m.cause != 0 { // it ends with the disturbance
+			m.add(s)
+			return
+		}
+		m.add(s)
+		m.lives = append(m.lives, s)
+	}
+	ops := pick(m.generator, []Op{WindowPut, WindowSignal, WindowWait, WindowGet}, []Op{WindowSignal, WindowWait},
+		[]Op{WindowSignal, WindowWait}, []Op{WindowPut, WindowGet}, []Op{WindowSignal, WindowSignal, WindowWait},
+		[]Op{WindowRefresh}, []Op{WindowClose})
+	if ops[0] == WindowClose && m.cause != 0 {
+		ops = []Op{WindowSignal}
+	}
+	first := m.onWindow(ops[0])
+	for _, op := range ops {
+		s := m.onWindow(op)
+		if s.Win, s.Group, s.Count = first.Win, first.Group, first.Count; m.chance(0.9) {
+			s.Root = first.Root
+		}
+		if op == WindowClose {
+			no := m.chance(0.5)
+			for r := range s.Ranks {
+				s.Ranks[r] = Part{No: no}
+			}
+			m.lives = slices.DeleteFunc(m.lives, func(l Step) bool { return l.Win == s.Win })
+		}
+		m.add(*s)
+	}
+}
+
+// refresh adds a Refresh of each window, after a disturbance.
+func (m *making) refresh() {
+	for _, l := range m.lives {
+		l.Op, l.Ranks = WindowRefresh, nil
+		m.add(l)
+	}
+}
 
 // clean adds an undisturbed step.
 func (m *making) clean() {
 	switch n := m.rnd.IntN(100); {
 	case n < 3 && m.job.GPUs != NoGPUs && !m.avoids("graphs"):
 		m.add(m.graph(m.group()))
-	case n < 52:
+	case n < 50:
 		m.add(m.collective(m.group(), true, false))
-	case n < 56:
+	case n < 52:
+		if !m.avoids("chains") {
+			m.add(m.chain(m.group()))
+		}
+	case n < 55:
 		switch {
 		case m.avoids("started"):
 		case m.job.GPUs != NoGPUs && m.chance(0.5):
@@ -397,13 +494,15 @@ func (m *making) clean() {
 		default:
 			m.flood()
 		}
-	case n < 62:
+	case n < 60:
 		m.again()
-	case n < 66:
+	case n < 64:
 		m.add(m.message(m.group(), 64<<10))
-	case n < 68:
+	case n < 65:
 		m.add(m.message(m.group(), 1<<20).with(Window))
-	case n < 73:
+	case n < 70:
+		m.windows()
+	case n < 74:
 		m.add(Step{Op: Wait, Ranks: m.lasts()})
 	case n < 79 && len(m.order) < 4:
 		s := m.split(m.group())
@@ -474,6 +573,10 @@ func (m *making) together() Step {
 	for i := range made {
 		m.note(&made[i])
 	}
+	if s := m.onWindow(pick(m.generator, WindowPut, WindowSignal, WindowSignal, WindowWait, WindowGet)); s != nil &&
+		m.chance(0.4) {
+		t.Par = append(t.Par, *s)
+	}
 	return t
 }
 
@@ -503,15 +606,42 @@ func (m *making) window() {
 	switch n := m.rnd.IntN(100); {
 	case n < 12 && !m.avoids("differ"), m.avoids("cancel"):
 		m.differ()
-	case n < 18 && len(m.order) > 0:
-		s := Step{Op: Abort, Group: pick(m.generator, m.order...), Root: m.rnd.IntN(8)}
-		m.forget(s.Group)
-		m.add(Step{Op: Brace})
-		m.add(s)
+	case n < 19 && len(m.order) > 0:
+		m.end(pick(m.generator, m.order...))
 	default:
 		m.cancel()
 	}
 	m.add(Step{Op: Heal})
+	if m.transport != "inproc" { // whose groups do not recover
+		m.refresh()
+	}
+}
+
+// end adds the end of a subgroup by Abort or Close, some of whose operations may be under way.
+func (m *making) end(group int) {
+	m.add(Step{Op: Brace})
+	s := Step{Op: pick(m.generator, Abort, Close), Group: group, Root: m.rnd.IntN(8)}
+	busy := s.Op == Close || m.chance(0.5)
+	if busy && !m.avoids("busy") {
+		m.cause = Aborted
+		calls := 1 + m.rnd.IntN(3)
+		if s.Op == Close && m.job.OnFailure != pg.Report { // each call on it waits for Config.Window
+			calls = 1
+		}
+		for range calls {
+			c := m.collective(group, true, false)
+			for r := range c.Ranks {
+				c.Ranks[r].How = Started
+			}
+			m.add(c)
+		}
+		m.cause = 0
+		for range m.job.Ranks {
+			s.Ranks = append(s.Ranks, Part{No: m.chance(0.6), Late: pick(m.generator, 0, 0, m.moment())})
+		}
+	}
+	m.forget(group)
+	m.add(s)
 }
 
 // cancel adds steps whose contexts end.
@@ -560,6 +690,13 @@ func (m *making) cancel() {
 					s.Ranks[i].Src = MemPlain
 				}
 			}
+		case 3, 4:
+			from := len(m.p.Steps)
+			m.windows()
+			for j := range m.p.Steps[from:] {
+				m.spoil(&m.p.Steps[from+j], i+j == 0)
+			}
+			continue
 		default:
 			s = m.collective(m.group(), true, false)
 		}
@@ -681,6 +818,12 @@ func (m *making) outside() {
 			m.add(Step{Op: Agree, Ranks: make([]Part, m.job.Ranks)})
 		} else if m.chance(0.2) {
 			m.add(m.message(m.group(), 1<<20).with(Window))
+		} else if m.chance(0.15) {
+			m.windows()
+		} else if m.chance(0.1) && !m.avoids("chains") {
+			m.add(m.chain(m.group()))
+		} else if m.chance(0.2) && !m.avoids("messages") {
+			m.add(m.message(m.group(), pick(m.generator, 8<<10, 64<<10, 1<<20)))
 		} else if m.chance(0.3) && m.job.GPUs != NoGPUs && !m.avoids("graphs") {
 			m.add(m.graph(m.group()))
 		} else if m.chance(0.2) {
@@ -738,6 +881,7 @@ func (m *making) outside() {
 		m.p.Faults = append(m.p.Faults, m.joining(len(m.p.Steps)))
 	}
 	m.add(Step{Op: Heal})
+	m.refresh()
 }
 
 // joining returns a fault during the joining of the ranks that were lost before the Heal at a step:

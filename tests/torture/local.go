@@ -54,7 +54,8 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 	grain.Set(grain.Sizes{Block: job.Block, Piece: job.Piece})
 	groups, err := pg.Local(job.Ranks,
 		pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
-			Logger: slog.New(slog.DiscardHandler), Devices: seats[0].all})
+			Logger: slog.New(slog.DiscardHandler), Devices: seats[0].all, Progress: job.Progress,
+			StagingLimit: job.Staging})
 	if err != nil {
 		return fail(err)
 	}

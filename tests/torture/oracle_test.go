@@ -227,6 +227,70 @@ func TestDisagreementIsFound(t *testing.T) {
 	}
 }
 
+// A rank that may differ in a fact excuses the others.
+func TestRankMayDiffer(t *testing.T) {
+	res := &Result{Errors: map[string]int{}}
+	judge(res, map[int]*Report{
+		0: {Rank: 0, Facts: map[string]string{"step 4: outcome": "true"}},
+		1: {Rank: 1, Facts: map[string]string{"step 4: outcome": "false"}},
+		2: {Rank: 2, Facts: map[string]string{"step 4: outcome": anything}},
+	}, nil)
+	if len(res.Findings) > 0 {
+		t.Errorf("%v", res.Findings)
+	}
+}
+
+// TestWindowsAreChecked has a window that is wrong in one way.
+func TestWindowsAreChecked(t *testing.T) {
+	for _, test := range []struct {
+		text  string
+		wrong func(ctx context.Context, l *live) error
+		op    Op
+	}{
+		{"after signal 2, 50 bytes of the area are older", func(ctx context.Context, l *live) error {
+			l.due[0].n++
+			return l.w.Signal(ctx, 0, stampCounter)
+		}, WindowWait},
+		{"half 1, put to with stamp 1", func(ctx context.Context, l *live) error {
+			return l.w.Put(ctx, 0, 60, []byte{7})
+		}, WindowGet},
+		{"a signal succeeds, though a put was not placed", func(_ context.Context, l *live) error {
+			l.to[0].refused = errors.New("planted")
+			return nil
+		}, WindowSignal},
+	} {
+		t.Run(test.text, func(t *testing.T) {
+			ctx, job := t.Context(), smallJob
+			job.Ranks = 1
+			groups, err := pg.Local(1, pg.Config{Timeout: job.Timeout})
+			if err != nil {
+				t.Fatal(err)
+			}
+			r, err := newRank(job, 0, localGuide{make(chan Finding, 1)}, nil, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer r.close()
+			r.p = &Program{}
+			r.enter(groups[0])
+			defer r.leave()
+			for _, op := range []Op{WindowMake, WindowPut, WindowSignal, WindowWait, WindowGet} {
+				r.do(ctx, &Step{Op: op, Win: 1, Count: 100}, 0)
+			}
+			if len(r.rep.Findings) > 0 {
+				t.Fatal(r.rep.Findings)
+			}
+			if err := test.wrong(ctx, r.windows[1]); err != nil {
+				t.Fatal(err)
+			}
+			r.do(ctx, &Step{Op: test.op, Win: 1}, 0)
+			if len(r.rep.Findings) == 0 || !strings.Contains(r.rep.Findings[0].Text, test.text) {
+				t.Errorf("findings %v, want one with %q", r.rep.Findings, test.text)
+			}
+		})
+	}
+}
+
 func TestGrowthIsFound(t *testing.T) {
 	x := &session{first: map[int]*rig.Usage{0: {Files: 10, Maps: 10, Goroutines: 10, Heap: 1 << 20}}, progs: 50}
 	res := &Result{Errors: map[string]int{}}
@@ -351,16 +415,47 @@ func TestMembershipFaultsHappen(t *testing.T) {
 	}
 }
 
-// TestReplay runs a program as it is printed.
+// TestReplay runs programs as they are printed. In the first one a rank is replaced while a window
+// and a subgroup exist.
 func TestReplay(t *testing.T) {
-	Replay(t, Job{Transport: "shm", Ranks: 2, OnFailure: pg.Shrink, Timeout: 10 * time.Second, Pool: 1 << 20},
+	busy := []Part{{How: Started}, {How: Started}, {How: Started}}
+	Replay(t, Job{Transport: "shm", Ranks: 3, OnFailure: pg.Shrink, Timeout: 10 * time.Second, Pool: 1 << 20},
 		&Program{Seed: 1, Touch: -1, Steps: []Step{
+			{Op: Split, New: 1, Ranks: make([]Part, 3)},
+			{Op: Barrier, Group: 1, DType: pg.Uint8},
+			{Op: WindowMake, Win: 1, Count: 5000},
+			{Op: WindowSignal, Win: 1, Root: 1},
+			{Op: WindowWait, Win: 1, Root: 1},
+			{Op: Brace},
 			{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 5000, Ranks: []Part{
 				{How: AtOnce, Dst: MemAlloc, Src: MemAlloc},
 				{Dst: MemAlloc, Src: MemAlloc, InPlace: true},
+				{Dst: MemAlloc, Src: MemAlloc, InPlace: true},
 			}},
-			{Op: Barrier, DType: pg.Uint8},
+			{Op: Message, DType: pg.Uint8, Count: 100},
 			{Op: Heal},
-			{Op: AllGather, DType: pg.Int64, Red: pg.Sum, Count: 10},
-		}, Faults: []Fault{{Step: 1, At: 0, Kind: "kill", Victim: 1}}})
+			{Op: WindowRefresh, Win: 1, Count: 5000},
+			{Op: WindowSignal, Win: 1, Root: 1},
+			{Op: WindowWait, Win: 1, Root: 1},
+			{Op: WindowGet, Win: 1, Root: 1},
+			{Op: WindowClose, Win: 1, Ranks: []Part{{No: true}, {No: true}, {No: true}}},
+		}, Faults: []Fault{{Step: 6, At: 0, Kind: "kill", Victim: 1}}},
+		&Program{Seed: 2, Touch: -1, Steps: []Step{
+			{Op: Split, New: 1, Ranks: make([]Part, 3)},
+			{Op: Chain, DType: pg.Uint16, Count: 700, Par: []Step{
+				{Op: AllReduce, Red: pg.Sum, Root: 1},
+				{Op: AllToAll, New: 1},
+				{Op: ReduceScatter, Red: pg.Max},
+				{Op: AllGather, New: 1},
+				{Op: Scatter, Root: 2},
+				{Op: Reduce, Red: pg.BitXor, Root: 1},
+				{Op: Gather},
+				{Op: Broadcast},
+			}},
+			{Op: Brace},
+			{Op: AllReduce, Group: 1, DType: pg.Int32, Red: pg.Sum, Count: 50_000, Ranks: busy},
+			{Op: AllGather, Group: 1, DType: pg.Int32, Red: pg.Sum, Count: 20_000, Ranks: busy},
+			{Op: Close, Group: 1, Ranks: []Part{{No: true}, {}, {}}},
+			{Op: Heal},
+		}})
 }

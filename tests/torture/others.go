@@ -41,9 +41,15 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 	send := h.g.Start(pg.SendOp{X: c.buffer(c.src), To: to, Tag: tag})
 	cctx, cancel := part.within(ctx)
 	defer cancel()
-	who := from
+	who, may, within := from, s.May, r.job.Timeout
 	if part.Any {
 		who = pg.AnyRank
+	}
+	if part.Any && s.May&(Lost|Unheard) != 0 { // the sender may be lost, and any other rank could still send
+		may, within = may|Cancelled, time.Second
+		var end context.CancelFunc
+		cctx, end = context.WithTimeout(cctx, within)
+		defer end()
 	}
 	var got pg.Status
 	there, typed := part.How == Blocking && r.device.has(c.dst), part.How == Blocking && s.DType == pg.Float32
@@ -58,7 +64,7 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 		case typed:
 			got, err = pg.Recv(cctx, h.g, as[float32](c.dst), who, tag)
 		default:
-			w := h.g.Start(pg.RecvOp{X: c.buffer(c.dst), From: who, Tag: tag})
+			w := h.g.StartWithin(within, pg.RecvOp{X: c.buffer(c.dst), From: who, Tag: tag})
 			<-w.Done()
 			if err = w.Err(); err == nil {
 				got = w.Status()
@@ -66,7 +72,7 @@ func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
 		}
 		return err
 	})
-	r.judge(name+": recv", s.May, err)
+	r.judge(name+": recv", may, err)
 	if err == nil {
 		want := slices.Clone(c.dst)
 		d.put(want, s.Count, func(i int) int64 { return d.value(h.ranks[from], i) })
@@ -245,8 +251,10 @@ func (r *rank) split(ctx context.Context, s *Step, part *Part, h *handle) {
 	r.groups[s.New] = n
 }
 
-func (r *rank) abort(ctx context.Context, s *Step, h *handle) {
-	r.landOn(ctx, h)
+func (r *rank) abort(ctx context.Context, s *Step, part *Part, h *handle) {
+	if !part.No {
+		r.landOn(ctx, h)
+	}
 	if h.slot() == s.Root%h.g.Size() {
 		h.g.Abort(errors.New("on purpose"))
 	}
@@ -254,6 +262,7 @@ func (r *rank) abort(ctx context.Context, s *Step, h *handle) {
 	if r.judge("barrier of an aborted group", s.May|Aborted, err); err == nil {
 		r.find("wrong", "a barrier of an aborted group succeeds")
 	}
+	r.landOn(ctx, h)
 	r.drop(s.Group)
 }
 
@@ -324,12 +333,12 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
 		return
 	}
-	for _, id := range r.ids() {
-		if id != 0 && (faulty || r.groups[id].loose) {
-			r.drop(id)
-		}
-	}
 	if !faulty {
+		for _, id := range r.ids() {
+			if id != 0 && r.groups[id].loose {
+				r.drop(id)
+			}
+		}
 		rctx, cancel := context.WithTimeout(ctx, recovery)
 		defer cancel()
 		for _, id := range r.ids() {
@@ -339,6 +348,7 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 				r.find("error", "recover of group %d: %v", id, err)
 			}
 		}
+		r.healWindows(false, nil)
 	}
 	h := r.groups[0]
 	if h == nil { // it could not join again, and has reported that
@@ -357,6 +367,72 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		r.find("disagreement", "after recovering the view is %s, and ranks %v have recovered", view(v), to.Stay)
 	}
 	r.gather(ctx, h.g, to, false)
+	for _, id := range r.ids() {
+		if id != 0 && !r.groups[id].loose {
+			r.probe(s, id, to)
+		}
+	}
+	r.endOld(ctx)
+	r.healWindows(true, to.Back)
+}
+
+// probe exchanges messages on a subgroup that is older than a disturbance: those that stayed reach
+// each other, and none of the ranks that were lost, in whose place there are others now.
+func (r *rank) probe(s *Step, id int, to Go) {
+	h := r.groups[id]
+	seed := r.p.Seed + uint64(r.now)*64 + uint64(id)
+	d := newDatum(pg.Int32, pg.Sum, seed)
+	count := []int{1, 1000, 50_000}[seed%3]
+	var works []*pg.Work // of each slot a send and a receive
+	c := &call{h: h, step: s, d: d, device: r.device}
+	var got [][]byte
+	for slot := range h.ranks {
+		name := fmt.Sprintf("step %d: probe of group %d, slot %d", r.now, id, slot)
+		src, dst := r.take(MemPlain, count*d.size, d.size, name), r.take(MemPlain, count*d.size, d.size, name)
+		c.bufs, got = append(c.bufs, src, dst), append(got, dst.bytes())
+		d.put(src.bytes(), count, func(i int) int64 { return d.value(r.me, i) })
+		if slot == h.slot() {
+			works = append(works, nil, nil)
+			continue
+		}
+		works = append(works, h.g.StartWithin(slack, pg.SendOp{X: c.buffer(src.bytes()), To: slot}),
+			h.g.StartWithin(slack, pg.RecvOp{X: c.buffer(dst.bytes()), From: slot}))
+	}
+	for i, w := range works {
+		if w == nil {
+			continue
+		}
+		slot, kind := i/2, []string{"send", "recv"}[i%2]
+		what := fmt.Sprintf("group %d, from before the disturbance: %s, slot %d", id, kind, slot)
+		err := r.timed(what, slack, func() error { <-w.Done(); return w.Err() })
+		var lost *pg.RankError
+		switch stays := slices.Contains(to.Stay, h.ranks[slot]); {
+		case !stays && (!errors.As(err, &lost) || lost.Rank != slot):
+			r.find("wrong", "%s, whose rank was lost: %v, want a RankError that names it", what, err)
+		case stays && err != nil && s.May&Unheard == 0: // else the link may have broken, and another be made
+			r.find("spurious", "%s, whose rank has stayed: %v", what, err)
+		case stays && err == nil && i%2 != 0:
+			want := slices.Clone(got[slot])
+			d.put(want, count, func(i int) int64 { return d.value(h.ranks[slot], i) })
+			if text := d.compare(got[slot], want); text != "" {
+				r.find("wrong", "%s: %s", what, text)
+			}
+		}
+	}
+	r.giveBack(c)
+}
+
+// endOld drops all subgroups after no rank uses them any more.
+func (r *rank) endOld(ctx context.Context) {
+	if h := r.groups[0]; h != nil {
+		err := r.timed("barrier before closing old groups", r.job.Timeout, func() error { return h.g.Barrier(ctx) })
+		r.judge("barrier before closing old groups", 0, err)
+	}
+	for _, id := range r.ids() {
+		if id != 0 {
+			r.drop(id)
+		}
+	}
 }
 
 // outlast runs operations of all ranks, like a program, until all faults from outside have ended
@@ -423,6 +499,7 @@ func (r *rank) goesOn(err error) bool {
 // comeBack makes a rank that is no longer a member join again, at the step of the others.
 func (r *rank) comeBack(ctx context.Context, to Go) {
 	old := r.groups[0]
+	r.endWindows(nil)
 	for _, id := range r.ids() {
 		if id != 0 {
 			r.drop(id)
@@ -453,6 +530,7 @@ func (r *rank) comeBack(ctx context.Context, to Go) {
 	}
 	r.enter(g)
 	r.gather(ctx, g, to, true)
+	r.endOld(ctx)
 }
 
 // gather admits waiting ranks until all are there.

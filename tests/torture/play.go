@@ -63,7 +63,8 @@ func (s *setup) config(me int) pg.Config {
 	return pg.Config{Size: s.Job.Ranks - s.Job.Later, MaxSize: s.Job.Ranks, Rank: me,
 		Job: s.Name, StoreAddr: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
 		Timeout: s.Job.Timeout, OnTimeout: s.Job.OnTimeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
-		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Window: window, Tuning: "off"}
+		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Window: window, Tuning: "off", Progress: s.Job.Progress,
+		SingleCopy: s.Job.Copy, StagingLimit: s.Job.Staging}
 }
 
 func (j *Job) transport() string {

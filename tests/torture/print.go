@@ -101,9 +101,10 @@ var names = func() (all []struct {
 	op   Op
 	name string
 }) {
-	for _, op := range []Op{AllReduce, ReduceScatter, AllGather, AllGatherV, AllToAll, AllToAllV} {
+	for _, op := range append([]Op{AllReduce, ReduceScatter, AllGather, AllGatherV, AllToAll, AllToAllV}, windows...) {
 		name := string(op)
-		for _, part := range []string{"all", "reduce", "scatter", "gather", "to"} {
+		for _, part := range []string{"all", "reduce", "scatter", "gather", "to", "window", "make", "put", "signal",
+			"wait", "get", "refresh", "close"} {
 			name = strings.ReplaceAll(name, part, strings.ToUpper(part[:1])+part[1:])
 		}
 		if strings.HasSuffix(name, "v") {
@@ -115,7 +116,7 @@ var names = func() (all []struct {
 		}{op, name})
 	}
 	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Window, Agree,
-		Split, Close, Abort, Admit, Alloc, Free, Renew, Graph, Argument, Wait, Together, Brace, Heal} {
+		Split, Close, Abort, Admit, Alloc, Free, Renew, Graph, Chain, Argument, Wait, Together, Brace, Heal} {
 		all = append(all, struct {
 			op   Op
 			name string

@@ -23,8 +23,11 @@ type Job struct {
 	Block     int // see grain.Sizes
 	Piece     int
 	GPUs      GPUs
-	Kernels   bool // the streams of GPUs wait for words by kernels
-	IPC       bool // memory of GPUs has IPC handles only
+	Kernels   bool   // the streams of GPUs wait for words by kernels
+	IPC       bool   // memory of GPUs has IPC handles only
+	Progress  bool   // Config.Progress
+	Copy      string // Config.SingleCopy
+	Staging   int    // Config.StagingLimit
 }
 
 // GPUs says which GPUs of the fake CUDA driver (device/cuda/fake) the ranks of a job have.
@@ -79,8 +82,15 @@ const (
 	Gather        Op = "gather"
 	Scatter       Op = "scatter"
 	Barrier       Op = "barrier"
-	Message       Op = "message" // each rank sends to one and receives from another
-	Window        Op = "window"  // each rank puts to a window of another, and gets it back
+	Message       Op = "message"    // each rank sends to one and receives from another
+	Window        Op = "window"     // each rank puts to a window of another, and gets it back
+	WindowMake    Op = "windowmake" // of window Win, which outlives the step
+	WindowPut     Op = "windowput"
+	WindowSignal  Op = "windowsignal"
+	WindowWait    Op = "windowwait"
+	WindowGet     Op = "windowget"
+	WindowRefresh Op = "windowrefresh"
+	WindowClose   Op = "windowclose" // by Root before the others end their use, if a part says No
 	Agree         Op = "agree"
 	Split         Op = "split"
 	Close         Op = "close" // of a subgroup
@@ -90,6 +100,7 @@ const (
 	Free          Op = "free"
 	Renew         Op = "renew"    // the memory of a device, after waiting for all started operations
 	Graph         Op = "graph"    // Par, captured, and launched Count times
+	Chain         Op = "chain"    // Par, started one after the other on the same buffers: see chain
 	Argument      Op = "argument" // an invalid call; Root selects the error
 	Wait          Op = "wait"     // for all started operations
 	Together      Op = "together" // Par concurrently, on different groups
@@ -101,6 +112,11 @@ var collectiveOps = []Op{AllReduce, ReduceScatter, AllGather, AllGatherV, AllToA
 	Gather, Scatter, Barrier}
 
 func (o Op) collective() bool { return slices.Contains(collectiveOps, o) }
+
+// windows are the operations on a window that outlives them.
+var windows = []Op{WindowMake, WindowPut, WindowSignal, WindowWait, WindowGet, WindowRefresh, WindowClose}
+
+func (o Op) window() bool { return slices.Contains(windows, o) }
 
 func (o Op) reduces() bool { return o == AllReduce || o == ReduceScatter || o == Reduce }
 
@@ -140,7 +156,8 @@ type Step struct {
 	Root  int          `json:",omitempty"` // a slot of the group, modulo its size
 	Count int          `json:",omitempty"`
 	New   int          `json:",omitempty"` // Split: the number of the group that it makes
-	Par   []Step       `json:",omitempty"` // Together, Graph
+	Win   int          `json:",omitempty"` // the number of a window
+	Par   []Step       `json:",omitempty"` // Together, Graph, Chain
 	Alt   *Alt         `json:",omitempty"`
 	Ranks []Part       `json:",omitempty"` // the part of each rank of the job
 
@@ -165,10 +182,10 @@ type Part struct {
 	Hold    time.Duration `json:",omitempty"` // the stream of its buffers comes to it so much later
 	Other   bool          `json:",omitempty"` // the other of its group's two streams
 	Cancel  time.Duration `json:",omitempty"` // ctx is cancelled so long after the beginning; <0: before
-	Limit   time.Duration `json:",omitempty"` // ctx's deadline
+	Limit   time.Duration `json:",omitempty"` // ctx's deadline; of a started operation its own
 	Color   int           `json:",omitempty"` // Split
 	Key     int           `json:",omitempty"` // Split
-	No      bool          `json:",omitempty"` // Agree
+	No      bool          `json:",omitempty"` // Agree, WindowClose; Close, Abort: not after the group's calls
 	Any     bool          `json:",omitempty"` // Message: from AnyRank
 	Last    bool          `json:",omitempty"` // Wait: the latest first
 }
@@ -220,6 +237,7 @@ const (
 	Aborted
 	Unheard // an unreachable network or store
 	Opaque  // results of this step are not checked: ranks made different calls
+	Shut    // a subgroup that a rank closes before its operations have ended
 )
 
 // Labels of faults in the coverage.
@@ -236,7 +254,7 @@ func (s *Step) label() string {
 		return "lost"
 	case s.May&Differing != 0:
 		return "mismatch"
-	case s.May&Aborted != 0:
+	case s.May&(Aborted|Shut) != 0:
 		return "abort"
 	}
 	for _, p := range s.Ranks {
@@ -320,6 +338,9 @@ func (s *Step) disturbs(evicts bool) (c Causes) {
 	}
 	if s.Op == Abort {
 		c |= Aborted
+	}
+	if s.Op == Close && slices.ContainsFunc(s.Ranks, func(p Part) bool { return p.No }) {
+		c |= Shut
 	}
 	for i := range s.Par {
 		c |= s.Par[i].disturbs(evicts)

@@ -77,6 +77,7 @@ type rank struct {
 	conduct func(ctx context.Context, c *call, how How) error
 
 	groups   map[int]*handle
+	windows  map[int]*live
 	plain    *pool
 	device   *deviceMemory
 	guards   []*pool
@@ -113,7 +114,7 @@ type region struct {
 func newRank(job Job, me int, g guide, d memoryDevice,
 	join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
 	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{},
-		recorded: map[viewKey]bool{}, rep: &Report{Rank: me}}
+		windows: map[int]*live{}, recorded: map[viewKey]bool{}, rep: &Report{Rank: me}}
 	mem, err := guarded(job.Pool)
 	if err != nil {
 		return nil, err
@@ -154,6 +155,7 @@ func (r *rank) enter(g *pg.Group) {
 
 // leave leaves the job.
 func (r *rank) leave() {
+	r.endWindows(nil)
 	for _, id := range r.ids() {
 		r.groups[id].g.Close()
 	}
@@ -328,6 +330,12 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 		r.do(ctx, &p.Steps[i], 0)
 	}
 	r.land(ctx, false)
+	if h := r.groups[0]; h != nil && r.job.Transport != "inproc" { // whose groups may have failed
+		if slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Op.window() }) {
+			r.meet(ctx, &Step{}, h)
+		}
+		r.endWindows(nil)
+	}
 	for _, id := range r.ids() {
 		if id != 0 {
 			r.drop(id)
@@ -367,6 +375,7 @@ func (r *rank) announce(i int) {
 	for _, f := range r.p.Faults {
 		if f.Step == i && f.Kind == "leave" && f.Victim == r.me && len(r.groups) > 0 {
 			r.land(context.Background(), false)
+			r.endWindows(nil)
 			for _, id := range r.ids() {
 				r.drop(id)
 			}
@@ -464,7 +473,7 @@ func (r *rank) judge(what string, may Causes, err error) {
 		r.told = true
 		r.mu.Unlock()
 	case errors.As(err, &lost):
-		kind, ok = "RankError", may&(Lost|Unheard) != 0
+		kind, ok = "RankError", may&(Lost|Unheard|Shut) != 0
 	case errors.As(err, &late):
 		kind, ok = "TimeoutError", may&(Cancelled|Unheard) != 0
 	case errors.As(err, &bad):
@@ -476,7 +485,7 @@ func (r *rank) judge(what string, may Causes, err error) {
 	case errors.Is(err, pg.ErrAborted):
 		kind, ok = "ErrAborted", may&Aborted != 0
 	case errors.Is(err, pg.ErrClosed):
-		kind = "ErrClosed"
+		kind, ok = "ErrClosed", may&Shut != 0
 	}
 	r.mu.Lock()
 	if r.rep.Errors == nil {
@@ -495,7 +504,7 @@ func (r *rank) judge(what string, may Causes, err error) {
 
 func (c Causes) String() string {
 	var all []string
-	for i, name := range []string{"cancelled", "lost", "differing", "aborted", "unheard", "opaque"} {
+	for i, name := range []string{"cancelled", "lost", "differing", "aborted", "unheard", "opaque", "shut"} {
 		if c>>i&1 != 0 {
 			all = append(all, name)
 		}
@@ -555,6 +564,10 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 		wg.Wait()
 		return
 	}
+	if s.Op.window() {
+		r.windowStep(ctx, s, part)
+		return
+	}
 	h := r.group(s.Group)
 	if h == nil {
 		return
@@ -570,12 +583,20 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 		r.split(ctx, s, part, h)
 	case Close:
 		if s.Group != 0 {
+			if part.No && len(r.windowsOf(h)) == 0 {
+				if err := r.timed("close", r.job.Timeout, h.g.Close); err != nil {
+					r.find("error", "close with operations under way: %v", err)
+				}
+			}
 			r.landOn(ctx, h)
+			if len(r.windowsOf(h)) > 0 {
+				r.meet(ctx, s, h)
+			}
 			r.drop(s.Group)
 		}
 	case Abort:
 		if s.Group != 0 {
-			r.abort(ctx, s, h)
+			r.abort(ctx, s, part, h)
 		}
 	case Admit:
 		if s.May == 0 {
@@ -587,6 +608,8 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 		}
 	case Graph:
 		r.graph(ctx, s, h)
+	case Chain:
+		r.chain(ctx, s, part, h)
 	case Argument:
 		r.argument(ctx, s, h)
 	default:
@@ -608,6 +631,7 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 
 func (r *rank) drop(id int) {
 	h := r.groups[id]
+	r.endWindows(h)
 	delete(r.groups, id)
 	if err := r.timed("close", r.job.Timeout, h.g.Close); err != nil {
 		r.find("error", "close: %v", err)
@@ -655,6 +679,9 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 	if dst, src := c.lengths(); r.device.has(c.dst) != r.device.has(c.src) && dst > 0 && src > 0 { // no room for one
 		r.giveBack(c)
 		r.lay(c, part, MemPlain, MemPlain)
+	}
+	if c.ends = part.Cancel != 0 || part.Limit != 0; how != Blocking {
+		c.limit = part.Limit
 	}
 	c.device, c.stream = r.device, r.stream(h, part, c.count, c.dst, c.src)
 	input := c.src
@@ -762,17 +789,24 @@ func (r *rank) landOn(ctx context.Context, h *handle) {
 
 // check checks the result of a call.
 func (r *rank) check(name string, c *call, err error) {
-	r.judge(name, c.step.May, err)
+	may := c.step.May
+	if c.h == r.group(0) { // which is neither aborted nor closed
+		may &^= Aborted | Shut
+	}
+	r.judge(name, may, err)
 	if err != nil || c.held {
 		if err := c.settle(r.limit(&Part{})); err != nil {
 			r.find("error", "%v", err)
 		}
 	}
 	var lost *pg.RankError
+	local := c.work != nil && c.work.LocalSuccess() // the result is there, even if it does not count
 	switch {
 	case c.opaque:
-	case err == nil:
-		r.followed(c)
+	case err == nil || local:
+		if err == nil {
+			r.followed(c)
+		}
 		after := c.h.g.View()
 		// Unused memory, and parts of ranks that contributed nothing, may have any contents.
 		was := slices.Clone(c.dst)
@@ -781,11 +815,12 @@ func (r *rank) check(name string, c *call, err error) {
 		}
 		wrong, by := c.result(c.dst, was, after)
 		if wrong != "" {
-			r.find("wrong", "%s in place %v on %s: %s (views %v, %v)", name, c.inPlace, c.where(), wrong, c.before,
-				after)
-		} else if by != nil && c.exchanged() && c.step.May != 0 && c.h == r.group(0) {
+			r.find("wrong", "%s in place %v on %s: %s (views %v, %v; error %v)", name, c.inPlace, c.where(), wrong,
+				c.before, after, err)
+		} else if err == nil && by != nil && c.exchanged() && c.step.May != 0 && c.h == r.group(0) {
 			r.ifStays(name+" by", fmt.Sprint(by))
 		}
+	case r.job.Transport == "inproc" || may&Shut != 0: // such errors do not say what is overwritten
 	case c.inPlace && c.op.reduces() && errors.As(err, &lost) && !lost.Overwritten:
 		want := slices.Clone(c.dst)
 		c.input(r.me, want, want)
@@ -799,6 +834,15 @@ func (r *rank) check(name string, c *call, err error) {
 	if r.job.Uniform && r.job.OnFailure != pg.Report && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 &&
 		c.h == r.group(0) {
 		r.ifStays(name+" outcome", fmt.Sprint(err == nil))
+	}
+	if r.job.Uniform && c.step.May == Cancelled {
+		value := fmt.Sprint(err == nil)
+		// A rank that gives up while the result is confirmed, or taken to a device, fails, and
+		// others may not. The error of a call that is not a Work does not tell when.
+		if err != nil && c.ends && (c.work == nil || local || c.device.has(c.dst)) {
+			value = anything
+		}
+		r.ifStays(fmt.Sprintf("%s outcome in %v", name, c.h.ranks), value)
 	}
 	r.giveBack(c)
 }

@@ -107,6 +107,9 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 		func(j *Job) { j.Uniform = false },
 		func(j *Job) { j.AutoAdmit = false },
 		func(j *Job) { j.Algorithm = "" },
+		func(j *Job) { j.Progress = false },
+		func(j *Job) { j.Copy = "" },
+		func(j *Job) { j.Staging = 0 },
 		func(j *Job) { j.Later = 0 },
 		func(j *Job) { j.Standby = 0 },
 		func(j *Job) { j.GPUs, j.Kernels, j.IPC = NoGPUs, false, false },
@@ -154,6 +157,11 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 			func(s *Step) {
 				for r := range s.Ranks {
 					s.Ranks[r].InPlace = false
+				}
+			},
+			func(s *Step) {
+				for r := range s.Ranks {
+					s.Ranks[r].No = false
 				}
 			},
 			func(s *Step) {

@@ -2,6 +2,7 @@ package observe
 
 import (
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -10,9 +11,15 @@ import (
 // collector computes metrics from a snapshot.
 type collector struct{ o *Observer }
 
-// The metrics. Labels are job and rank; counters begin at zero when a rank joins.
+// collector returns the collector of the rank's metrics, with the labels job and rank.
+func (o *Observer) collector() prometheus.Collector {
+	self := o.cfg.Self
+	return prometheus.WrapCollectorWith(prometheus.Labels{"job": strings.ToValidUTF8(self.Job, "\ufffd"),
+		"rank": strconv.Itoa(self.Rank)}, &collector{o})
+}
+
+// The metrics, besides the labels job and rank. Counters begin at zero when a rank joins.
 var (
-	labels         = []string{"job", "rank"}
 	descOperations = desc("operations_total", "Collectives and messages that ended well, by kind.", "kind")
 	descBytes      = desc("operation_bytes_total", "Bytes of these: the vector, or all ranks' parts.", "kind")
 	descFailures   = desc("failures_total", "Operations that failed, by outcome.", "outcome")
@@ -34,8 +41,8 @@ var (
 	descGetBytes = desc("window_get_bytes_total", "Bytes of these, which are not in link_received_bytes_total.", "peer")
 )
 
-func desc(name, help string, more ...string) *prometheus.Desc {
-	return prometheus.NewDesc("tutti_"+name, help, append(labels[:len(labels):len(labels)], more...), nil)
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc("tutti_"+name, help, labels, nil)
 }
 
 // Describe implements prometheus.Collector.
@@ -49,8 +56,8 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	s := c.o.snapshot(0, "")
-	put := func(d *prometheus.Desc, t prometheus.ValueType, v float64, more ...string) {
-		ch <- prometheus.MustNewConstMetric(d, t, v, append([]string{s.Job, strconv.Itoa(s.Rank)}, more...)...)
+	put := func(d *prometheus.Desc, t prometheus.ValueType, v float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, t, v, labels...)
 	}
 	for kind, t := range s.Totals {
 		put(descOperations, prometheus.CounterValue, float64(t.Operations), kind)

@@ -84,7 +84,7 @@ func Start(cfg Config) (*Observer, error) {
 		}
 	}
 	if cfg.Metrics != "" {
-		o.metrics, err = metrics.Serve(cfg.Metrics, cfg.LocalRank, &collector{o}, prom.Endpoints())
+		o.metrics, err = metrics.Serve(cfg.Metrics, cfg.LocalRank, o.collector(), prom.Endpoints())
 		if err != nil {
 			o.rec.Close(false)
 			return nil, fmt.Errorf("metrics at %s: %w", cfg.Metrics, err)
@@ -181,15 +181,8 @@ func (o *Observer) dump(reason string) {
 		return
 	}
 	o.dumps++
-	base := filepath.Join(o.dir, fmt.Sprintf("flight-rank%d-%s", o.cfg.Self.Rank, reason))
-	path := base + ".json"
-	for n := 2; n < 1000; n++ {
-		if _, err := os.Lstat(path); errors.Is(err, os.ErrNotExist) {
-			break
-		}
-		path = fmt.Sprintf("%s-%d.json", base, n)
-	}
-	if err := s.Write(path); err != nil {
+	path, err := s.Write(filepath.Join(o.dir, fmt.Sprintf("flight-rank%d-%s", o.cfg.Self.Rank, reason)))
+	if err != nil {
 		o.cfg.Logger.Warn("a flight record could not be written", "err", err)
 		return
 	}

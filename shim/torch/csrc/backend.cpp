@@ -55,6 +55,9 @@ bool asynchronous(const Given& opts) {
 // How long close waits for each operation: the library bounds their end itself.
 constexpr milliseconds kClose{10000};
 
+// The key under which rank 0 publishes the turn in which it meets the others, 0 after a failure.
+const char* const kTurn = "tutti/turn";
+
 // How long rank 0 of a monitored barrier may take to publish its outcome.
 constexpr milliseconds kAnswer{5000};
 
@@ -212,9 +215,9 @@ Backend::~Backend() {
   close();
 }
 
-void Backend::wait_for(const std::string& key, Clock::time_point end) {
+void Backend::wait_for(const std::string& key, Clock::time_point end, const std::function<bool()>& ready) {
   milliseconds pause{1};
-  while (!store_->check({key})) {
+  while (!store_->check({key}) || (ready && !ready())) {
     if (Clock::now() >= end) {
       C10_THROW_ERROR(DistBackendError, c10::str("no value of ", key, " in the store"));
     }
@@ -241,23 +244,45 @@ tutti_config Backend::config() const {
   return config;
 }
 
+static std::vector<uint8_t> bytes_of(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+
 std::string Backend::meet(milliseconds timeout) {
-  // A store may hold the keys of earlier groups of these ranks.
-  const int64_t turn = store_->add("tutti/turns/" + std::to_string(rank_), 1);
-  prefix_ = "tutti/" + std::to_string(turn) + "/";
+  // Each attempt of rank 0 is a turn. The others take one after the last that they have seen. A
+  // store may hold the keys of earlier groups of these ranks.
+  const std::string own = "tutti/turns/" + std::to_string(rank_);
+  const auto value = [this](const std::string& key) {
+    const std::vector<uint8_t> bytes = store_->get(key);
+    return std::string(bytes.begin(), bytes.end());
+  };
   if (rank_ == 0) {
-    std::string secret = hex_of_random_bytes(48);
-    store_->set(prefix_ + "secret", std::vector<uint8_t>(secret.begin(), secret.end()));
-  } else {
+    const std::string turn = std::to_string(store_->add(own, 1));
+    prefix_ = "tutti/" + turn + "/";
+    store_->set(prefix_ + "secret", bytes_of(hex_of_random_bytes(48)));
+    store_->set(kTurn, bytes_of(turn));
+    return value(prefix_ + "secret");
+  }
+  const int64_t last = store_->add(own, 0);
+  int64_t turn = 0;
+  try {
+    wait_for(kTurn, Clock::now() + timeout, [&] { return (turn = std::stoll(value(kTurn))) > last; });
+  } catch (const c10::DistBackendError&) {
+    C10_THROW_ERROR(DistBackendError, c10::str("rank ", rank_, ": rank 0 has not come to the store in ",
+                                               timeout.count(), " ms"));
+  }
+  store_->add(own, turn - last);
+  prefix_ = "tutti/" + std::to_string(turn) + "/";
+  return value(prefix_ + "secret");
+}
+
+void Backend::withdraw() noexcept {
+  if (rank_ == 0 && !prefix_.empty()) {
     try {
-      wait_for(prefix_ + "secret", Clock::now() + timeout);
-    } catch (const c10::DistBackendError&) {
-      C10_THROW_ERROR(DistBackendError, c10::str("rank ", rank_, ": rank 0 has not come to the store in ",
-                                                 timeout.count(), " ms"));
+      store_->set(kTurn, bytes_of("0"));
+    } catch (const std::exception&) { // the program gets the error of the join
     }
   }
-  const std::vector<uint8_t> agreed = store_->get(prefix_ + "secret");
-  return std::string(agreed.begin(), agreed.end());
 }
 
 // Returns an environment variable, "" if it is not set.
@@ -312,6 +337,7 @@ void Backend::join() {
   if (!options_->environment || !outlives_) {
     secret = meet(timeout);
   }
+  auto failed = c10::make_scope_exit([this] { withdraw(); });
   if (!options_->environment) {
     job = "torch-" + secret.substr(0, 24);
     config.job = job.c_str();
@@ -331,6 +357,7 @@ void Backend::join() {
   Interruptible interruptible(tutti);
   tutti_group group = 0;
   interruptible.check(tutti.tutti_join(&config, &group), [&] { tutti.tutti_close(group); });
+  failed.release();
   group_ = group;
 }
 
@@ -1302,7 +1329,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   const std::string here = prefix + std::to_string(rank_);
   const std::string outcome = prefix + "outcome";
   const auto set = [this](const std::string& key, const std::string& value) {
-    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+    store_->set(key, bytes_of(value));
   };
   Clock::time_point end = Clock::now() + timeout;
   set(here, overlaps ? kOverlaps : kHere);

@@ -207,8 +207,11 @@ class Backend final : public c10d::Backend {
   void join();
   tutti_member member() const; // makes it when it is first called
   std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
+  void withdraw() noexcept; // the join after meet has failed: late ranks do not join that turn
   Staged::Use gathered() const;
-  void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
+  // Waits until store_ has the key, and ready, which may be empty, holds.
+  void wait_for(const std::string& key, std::chrono::steady_clock::time_point end,
+                const std::function<bool()>& ready = {});
   void delete_barriers(const std::string& barriers, uint64_t before);
   // Leaves the group, once. It runs no hooks and no callbacks of futures. What it returns waits for
   // the operations and those, and does not need the Backend.

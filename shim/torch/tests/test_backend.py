@@ -427,6 +427,22 @@ def closed_while_resuming(rank, size, port):
     dist.destroy_process_group()
 
 
+def resumes_again(rank, size, port):
+    """Ranks whose resume has failed meet when they call it again, also one that was late."""
+    harness.init(rank, size, port, timeout=timedelta(seconds=20))
+    dist.barrier()
+    for failing in ((0,), (0, 1), (1, 2)):
+        backend().suspend()
+        if rank in failing:
+            backend().set_timeout(timedelta(seconds=1))
+            raises(dist.DistBackendError, "rank ", backend().resume)
+            backend().set_timeout(timedelta(seconds=20))
+        harness.meet(port, f"failed {failing}", size)
+        backend().resume()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
 def hooks(rank, size, port):
     harness.init(rank, size, port, timeout=timedelta(seconds=20))
     group = dist.group.WORLD
@@ -842,6 +858,10 @@ class Backend(unittest.TestCase):
     @needs("suspend")
     def test_suspend_and_resume(self):
         harness.run(suspends, 2)
+
+    @needs("suspend")
+    def test_resume_after_a_failed_one(self):
+        harness.run(resumes_again, 3)
 
     @needs("suspend")
     def test_shutdown_while_resuming(self):

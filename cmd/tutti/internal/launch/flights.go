@@ -1,9 +1,7 @@
 package launch
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -89,7 +87,8 @@ func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how strin
 			continue
 		}
 		if err == nil && code != 0 {
-			err = keep(s, filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)), how)
+			s.Reason = how
+			_, err = s.Write(filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)))
 		}
 		if err == nil || code == 0 {
 			os.Remove(path)
@@ -97,15 +96,4 @@ func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how strin
 			l.say(fmt.Sprintf("rank %d's flight record: %v", rank, err))
 		}
 	}
-}
-
-// keep writes a flight record as base.json, or base-INCARNATION.json if there is such a file of an
-// earlier incarnation.
-func keep(s *flight.Snapshot, base, how string) error {
-	s.Reason = how
-	to := base + ".json"
-	if _, err := os.Lstat(to); !errors.Is(err, fs.ErrNotExist) {
-		to = base + "-" + s.Incarnation + ".json"
-	}
-	return s.Write(to)
 }

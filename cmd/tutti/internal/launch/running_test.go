@@ -155,11 +155,11 @@ func TestRecordOfEndedRank(t *testing.T) {
 	l.landed(1, dead, 0, 1, "exited with code 1")
 	record(1, 4)
 	l.landed(1, dead, 0, 0, "")
-	expect("flight-rank1-0000000000000003.json flight-rank1.json flight-rank10-0000000000000002.bin")
+	expect("flight-rank1-2.json flight-rank1.json flight-rank10-0000000000000002.bin")
 	record(1, 5)
 	record(1, 6) // has taken its place already
 	l.landed(1, dead, 5, 0, "")
-	expect("flight-rank1-0000000000000003.json flight-rank1-0000000000000006.bin flight-rank1.json " +
+	expect("flight-rank1-0000000000000006.bin flight-rank1-2.json flight-rank1.json " +
 		"flight-rank10-0000000000000002.bin")
 	l.clearFlights()
 	expect("flight-rank10-0000000000000002.bin")

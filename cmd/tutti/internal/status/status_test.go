@@ -477,11 +477,11 @@ func TestFromFiles(t *testing.T) {
 			t.Errorf("%q is not in\n%s", want, b.String())
 		}
 	}
-	dir := t.TempDir()
-	if err := now.Ranks[0].Snapshot.Write(filepath.Join(dir, "a.json")); err != nil {
+	path, err := now.Ranks[0].Snapshot.Write(filepath.Join(t.TempDir(), "a"))
+	if err != nil {
 		t.Fatal(err)
 	}
-	if s, err := flight.ReadFile(filepath.Join(dir, "a.json")); err != nil || s.Reason != "timeout" {
+	if s, err := flight.ReadFile(path); err != nil || s.Reason != "timeout" {
 		t.Errorf("%+v, %v", s, err)
 	}
 }

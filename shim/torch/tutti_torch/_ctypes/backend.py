@@ -1,5 +1,6 @@
 """The backend "tutti" of c10d: joining and leaving, and operations."""
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -54,6 +55,9 @@ _EMPTY_SLOT = -1
 
 # How long close waits for each operation, in seconds: the library bounds their end itself.
 CLOSE = 10
+
+# The key under which rank 0 publishes the turn in which it meets the others, 0 after a failure.
+_TURN = "tutti/turn"
 
 # How long rank 0 of a monitored barrier may take to publish its outcome, in seconds.
 _ANSWER = 5
@@ -283,9 +287,10 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     # -- Joining and leaving --
 
-    def _wait_for(self, key, end):
+    def _wait_for(self, key, end, ready=lambda: True):
+        """Waits until the store has the key, and ready holds."""
         pause = 0.001
-        while not self._store.check([key]):
+        while not (self._store.check([key]) and ready()):
             if time.monotonic() >= end:
                 raise dist.DistBackendError(f"no value of {key} in the store")
             time.sleep(pause)  # a store has no wait that signals end
@@ -310,19 +315,37 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     def _meet(self, timeout):
         """Meets the other ranks in the store, and returns what they agree on."""
-        # A store may hold the keys of earlier groups of these ranks.
-        turn = self._store.add(f"tutti/turns/{self._rank}", 1)
-        self._prefix = f"tutti/{turn}/"
+        # Each attempt of rank 0 is a turn. The others take one after the last that they have seen. A
+        # store may hold the keys of earlier groups of these ranks.
+        store, own = self._store, f"tutti/turns/{self._rank}"
         if self._rank == 0:
-            self._store.set(self._prefix + "secret", secrets.token_hex(48))
-        else:
-            try:
-                self._wait_for(self._prefix + "secret", time.monotonic() + timeout / 1000)
-            except dist.DistBackendError:
-                raise dist.DistBackendError(
-                    f"rank {self._rank}: rank 0 has not come to the store in {timeout} ms"
-                ) from None
-        return self._store.get(self._prefix + "secret")
+            turn = store.add(own, 1)
+            self._prefix = f"tutti/{turn}/"
+            store.set(self._prefix + "secret", secrets.token_hex(48))
+            store.set(_TURN, str(turn))
+            return store.get(self._prefix + "secret")
+        turn = last = store.add(own, 0)
+
+        def newer():
+            nonlocal turn
+            turn = int(store.get(_TURN))
+            return turn > last
+
+        try:
+            self._wait_for(_TURN, time.monotonic() + timeout / 1000, newer)
+        except dist.DistBackendError:
+            raise dist.DistBackendError(
+                f"rank {self._rank}: rank 0 has not come to the store in {timeout} ms"
+            ) from None
+        store.add(own, turn - last)
+        self._prefix = f"tutti/{turn}/"
+        return store.get(self._prefix + "secret")
+
+    def _withdraw(self):
+        """The join after _meet has failed: late ranks do not join that turn."""
+        if self._rank == 0 and self._prefix:
+            with contextlib.suppress(Exception):  # the program gets the error of the join
+                self._store.set(_TURN, "0")
 
     def _join(self):
         api.open_library()
@@ -355,6 +378,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             check(*blocking(api.api().tutti_join, ctypes.byref(config), ctypes.byref(group)))
         except BaseException:
             api.api().tutti_close(group)  # a signal handler has raised meanwhile
+            self._withdraw()
             raise
         self._group = group.value
 
