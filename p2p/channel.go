@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"iter"
 	"slices"
+	"time"
 )
 
 // Token identifies the operation of a message on the ordered lane. Every header carries it. If the
@@ -98,10 +99,11 @@ type stream struct {
 	// or began to come for a receive, over all links.
 	begun, came uint64
 
-	left    bool   // the peer closed the channel
-	until   uint64 // the peer runs neither this operation nor any later one in this epoch; 0: not known
-	lost    error  // why the link of this traffic went down
-	seen    Token  // of the last message that came
+	left    bool      // the peer closed the channel
+	heard   time.Time // when this rank learnt that
+	until   uint64    // the peer runs neither this operation nor any later one in this epoch; 0: not known
+	lost    error     // why the link of this traffic went down
+	seen    Token     // of the last message that came
 	hasSeen bool
 	waits   Token  // the operation in which the peer announced that it waits
 	waitFor uint64 // the slots that it waits for, packed
@@ -464,6 +466,15 @@ func (st *stream) leaves(seq uint64) error {
 func (c *Channel) Closed(slot int) bool {
 	st := c.fast[slot]
 	return st != nil && st.left
+}
+
+// ClosedFor returns for how long this rank has known that the rank in slot has closed the channel, 0
+// if it has not. With the lock.
+func (c *Channel) ClosedFor(slot int) time.Duration {
+	if !c.Closed(slot) {
+		return 0
+	}
+	return time.Since(c.fast[slot].heard)
 }
 
 // Next ends this epoch of an ordered channel and opens a later one among ranks, with -1 for empty

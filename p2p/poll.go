@@ -1,6 +1,9 @@
 package p2p
 
-import "fmt"
+import (
+	"fmt"
+	"time"
+)
 
 // pollAll makes progress on every link and reports whether there was any.
 func (p *Proxy) pollAll() bool {
@@ -277,7 +280,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	case frameLeave:
 		st.until = h.Seq + 1
 	case frameBye:
-		pr.bye, st.left = true, true
+		pr.bye, st.left, st.heard = true, true, time.Now()
 		if st.posted.size > 0 { // as in sever
 			c.fail(st.gone())
 		}

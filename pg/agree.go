@@ -127,7 +127,6 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		return false, err
 	}
 	g.cast(yes)
-	began := time.Now()
 	g.answer()
 	for {
 		all, missing := yes, []int(nil)
@@ -149,7 +148,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		if err := g.irreplaceable(missing, "agree"); err != nil {
 			return false, err
 		}
-		if err := g.deserted(missing, began, "agree"); err != nil {
+		if err := g.deserted(missing, "agree"); err != nil {
 			return false, err
 		}
 		if err := g.pause(missing); err != nil {

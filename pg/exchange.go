@@ -442,7 +442,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			return nil
 		}
 		missing := g.sync.Missing()
-		if err := g.deserted(missing, began, "entering a view"); err != nil {
+		if err := g.deserted(missing, "entering a view"); err != nil {
 			var lost *RankError
 			errors.As(err, &lost)
 			a := wireAbort{Kind: abortDeserted, A: g.rank, B: lost.Rank, Call: exec.EnterToken}
@@ -503,12 +503,11 @@ const departure = 5 * time.Second
 
 var errDeserted = errors.New("it closed its group, which cannot go on without it while it stays in the job")
 
-// deserted returns an error if one of missing, which a call has waited for since began, has closed
-// the group and stays in the job: such a rank sends nothing more in this group, and the view keeps
-// it.
-func (g *Group) deserted(missing []int, began time.Time, call string) error {
+// deserted returns an error if one of missing, which a call waits for, has closed the group and
+// stays in the job: such a rank sends nothing more in this group, and the view keeps it.
+func (g *Group) deserted(missing []int, call string) error {
 	for _, slot := range missing {
-		if g.msgs.Closed(slot) && time.Since(began) > departure {
+		if g.msgs.ClosedFor(slot) > departure {
 			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, Err: errDeserted}
 		}
 	}

@@ -495,7 +495,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 				return here, nil
 			}
 		}
-		typed := g.fail(err)
+		typed := g.marked(g.fail(err), has)
 		if g.fails(typed) {
 			g.sync.GiveUp(g.seq, uniform)
 			return here, typed
@@ -503,11 +503,8 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		g.rough = true
 		var lost *RankError
 		if errors.As(typed, &lost) {
-			own := *lost // other ranks read the original
-			lost, typed = &own, &own
 			g.verdict(lost)
 			lost.Also = g.besides(lost.Rank)
-			lost.Overwritten = g.overwritten(has)
 			g.lost = lost
 		}
 		if s.OnFailure == Report {
@@ -524,19 +521,14 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 				g.of = g.seq
 				g.sync.GiveUp(g.seq, uniform)
 				g.fails(err)
-				return here, err
+				return here, g.marked(err, has)
 			}
 			o, _ := g.sync.Outcome()
 			if has && g.seq <= o.Confirmed {
 				return here, nil
 			}
 			if g.seq < o.Start || g.err != nil {
-				if lost != nil {
-					own := *lost
-					own.Overwritten = g.overwritten(has)
-					return here, &own
-				}
-				return here, typed
+				return here, g.marked(typed, has)
 			}
 			if !g.sync.Due(false) { // else others have left the channel; mine is intact, and holds there too
 				break
@@ -575,6 +567,18 @@ func (g *Group) past(err error, joining bool) bool {
 	g.run.Stop()
 	g.rough = true
 	return true
+}
+
+// marked returns a copy of err, if it is a *RankError, that says whether the current call's input is
+// lost; has is as in overwritten. Others read the original.
+func (g *Group) marked(err error, has bool) error {
+	var lost *RankError
+	if !errors.As(err, &lost) {
+		return err
+	}
+	own := *lost
+	own.Overwritten = g.overwritten(has)
+	return &own
 }
 
 // overwritten reports whether the current call's input is lost on this rank, which has the result
@@ -732,7 +736,7 @@ func (m mishap) Error() string { return string(m) }
 
 // left handles the error of a peer that has moved to another view, which this rank will know soon.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
-	g.await(departure, g.moved)
+	g.await(time.Second, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
 			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}

@@ -62,7 +62,8 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 	guide := localGuide{make(chan Finding, 1)}
 	reports := map[int]*Report{}
 	var mu sync.Mutex
-	var wg, ran sync.WaitGroup
+	var wg, stepped, ran sync.WaitGroup
+	stepped.Add(len(groups))
 	ran.Add(len(groups))
 	for me, g := range groups {
 		r, err := newRank(job, me, guide, seats[me].memory, nil)
@@ -70,6 +71,10 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 			return fail(err)
 		}
 		r.shared = true
+		r.others = func() {
+			stepped.Done()
+			stepped.Wait()
+		}
 		if conduct != nil {
 			r.conduct = conduct
 		}

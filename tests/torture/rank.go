@@ -72,6 +72,7 @@ type rank struct {
 
 	entered func(g *pg.Group) // called with every group of all ranks; may be nil
 	shared  bool              // other ranks share the process
+	others  func()            // waits until they have made the steps; nil: the group of all ranks has not failed
 
 	// Tests of this package replace it.
 	conduct func(ctx context.Context, c *call, how How) error
@@ -330,7 +331,9 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 		r.do(ctx, &p.Steps[i], 0)
 	}
 	r.land(ctx, false)
-	if h := r.groups[0]; h != nil && r.job.Transport != "inproc" { // whose groups may have failed
+	if r.others != nil {
+		r.others()
+	} else if h := r.groups[0]; h != nil {
 		if slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Op.window() }) {
 			r.meet(ctx, &Step{}, h)
 		}
@@ -820,7 +823,6 @@ func (r *rank) check(name string, c *call, err error) {
 		} else if err == nil && by != nil && c.exchanged() && c.step.May != 0 && c.h == r.group(0) {
 			r.ifStays(name+" by", fmt.Sprint(by))
 		}
-	case r.job.Transport == "inproc" || may&Shut != 0: // such errors do not say what is overwritten
 	case c.inPlace && c.op.reduces() && errors.As(err, &lost) && !lost.Overwritten:
 		want := slices.Clone(c.dst)
 		c.input(r.me, want, want)
