@@ -468,8 +468,8 @@ func (c *Channel) Closed(slot int) bool {
 	return st != nil && st.left
 }
 
-// ClosedFor returns for how long this rank has known that the rank in slot has closed the channel, 0
-// if it has not. With the lock.
+// ClosedFor returns for how long this rank has known that the rank in slot has closed the channel,
+// 0 if it has not. With the lock.
 func (c *Channel) ClosedFor(slot int) time.Duration {
 	if !c.Closed(slot) {
 		return 0

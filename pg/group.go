@@ -569,8 +569,8 @@ func (g *Group) past(err error, joining bool) bool {
 	return true
 }
 
-// marked returns a copy of err, if it is a *RankError, that says whether the current call's input is
-// lost; has is as in overwritten. Others read the original.
+// marked returns a copy of err, if it is a *RankError, that says whether the current call's input
+// is lost; has is as in overwritten. Others read the original.
 func (g *Group) marked(err error, has bool) error {
 	var lost *RankError
 	if !errors.As(err, &lost) {
