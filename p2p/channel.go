@@ -559,7 +559,6 @@ func (c *Channel) Err() error { return c.err }
 // has ended: message headers pass the hint on with the data.
 func (c *Channel) Begin(t Token, hint bool) error {
 	c.now, c.hint, c.bypass = t, hint, false
-	c.p.failed = false
 	if c.err == nil {
 		for _, st := range c.fast { // what arrived before the operation began
 			if st != nil && len(st.early) > 0 {
@@ -674,7 +673,6 @@ func (c *Channel) Abort(cause error, payload []byte) {
 		if c.aborted == nil {
 			c.aborted = []byte{}
 		}
-		c.p.failed = true
 		for pr := range c.linked() {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(payload))}, payload)
 		}
@@ -705,6 +703,7 @@ func (c *Channel) Close() {
 	for pr := range c.linked() {
 		c.control(pr, Header{Kind: frameBye}, nil)
 	}
+	c.p.owes = c.p.owes || c.owes()
 	c.fail(ErrClosed)
 	c.retire()
 	if f := c.ended(); f.ended == nil && c.places != nil {
@@ -742,6 +741,20 @@ func (c *Channel) linked() iter.Seq[*peer] {
 			}
 		}
 	}
+}
+
+// owes reports whether peers may have to receive something that was sent to them: the channel was
+// not aborted.
+func (c *Channel) owes() bool {
+	if c.aborted != nil {
+		return false
+	}
+	for _, st := range c.streams {
+		if st.sent != 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // retire removes c from the proxy's tables.

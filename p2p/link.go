@@ -204,8 +204,8 @@ type Distant interface{ Distant() }
 // Deliverer is a link that delivers what it has taken as fast as the peer reads. Its Close does not
 // wait for that as long as it may take.
 type Deliverer interface {
-	// Delivers reports whether the peer's host has not acknowledged all that Send took, but
-	// answers. It follows the rules of Send.
+	// Delivers reports whether the peer's host has not acknowledged all that Send took. It follows
+	// the rules of Send.
 	Delivers() bool
 }
 

@@ -174,7 +174,7 @@ type Proxy struct {
 
 	oversubscribed atomic.Bool // now; Config has the value at the beginning
 
-	failed bool         // an operation was aborted, and none has begun since
+	owes   bool         // of a channel that was closed: see Channel.owes
 	moved  int          // bytes since the lock was last offered
 	poller yield.Poller // of waiters
 
@@ -395,8 +395,8 @@ func (p *Proxy) Unlock() { p.mu.Unlock() }
 
 // Close sends goodbyes, closes links, transports and control regions, and ends every goroutine
 // before it returns. Pending waits fail with ErrClosed. Peers that read slowly still get what was
-// sent: Close waits for them for 3 seconds at most, not for a peer whose host does not answer, and
-// not if an operation was aborted and none has begun since.
+// sent: Close waits for them for 3 seconds at most, but not for what was sent on channels that were
+// aborted.
 func (p *Proxy) Close() error {
 	p.Lock()
 	p.sendRest()
@@ -463,11 +463,16 @@ const (
 
 // sendRest gives the links time to deliver what they have taken, e.g. the end of a broadcast to a
 // rank that reads slowly. It does not wait long for frames that the links have not taken, which say
-// that this rank ends, nor after an abort. With the lock, which it releases meanwhile.
+// that this rank ends, nor for channels that were aborted. With the lock, which it releases
+// meanwhile.
 func (p *Proxy) sendRest() {
-	limit := restFor
-	if p.failed {
-		limit = notifyFor
+	limit := notifyFor
+	owes := p.owes
+	for _, c := range p.chans {
+		owes = owes || c.owes()
+	}
+	if owes {
+		limit = restFor
 	}
 	began := time.Now()
 	for pause := 20 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
@@ -490,8 +495,7 @@ func (p *Proxy) sendRest() {
 // delivering returns the ranks to which links still deliver what they have taken.
 func (p *Proxy) delivering() (ranks []int) {
 	for _, pr := range p.links {
-		d, ok := pr.link.(Deliverer)
-		if ok && d.Delivers() || !ok && pr.unsent {
+		if d, ok := pr.link.(Deliverer); pr.unsent || ok && d.Delivers() {
 			ranks = append(ranks, pr.rank)
 		}
 	}

@@ -85,11 +85,11 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	if done, err := c.direct(ctx); done || err != nil {
 		return err
 	}
-	switch err = pieces(ctx, c); {
-	case err == nil:
+	if err = pieces(ctx, c); err == nil {
 		err = w.same(name, rank, incarnation)
-	case reads && c.begun:
-		w.tear(rank, incarnation, err)
+	}
+	if err != nil && reads && c.begun {
+		w.tear(rank, err)
 	}
 	for _, v := range c.visits[c.given:] {
 		v.end()
@@ -114,15 +114,15 @@ func (w *Window) same(name string, rank int, incarnation uint64) error {
 }
 
 // tear is called when a put to rank's part has failed with err after a transfer had some of its
-// data.
-func (w *Window) tear(rank int, incarnation uint64, err error) {
+// data, perhaps one to another incarnation's part.
+func (w *Window) tear(rank int, err error) {
 	if errors.As(err, new(*TimeoutError)) { // else a signal or Flush would seem to be the one that was late
 		err = p2p.ErrCancelled
 	}
 	w.g.job.proxy.Lock()
 	defer w.g.job.proxy.Unlock()
-	if p := w.again(rank, incarnation); p != nil {
-		p.failure.add(err)
+	if !w.closed && rank < len(w.parts) && w.parts[rank].failure != nil {
+		w.parts[rank].failure.add(err)
 	}
 }
 

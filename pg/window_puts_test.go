@@ -310,6 +310,9 @@ func TestPutToTwoIncarnations(t *testing.T) {
 		if e := <-ended; !errors.As(e, &lost) || lost.Rank != 1 {
 			err = fmt.Errorf("a put to two incarnations of rank 1: %v", e)
 		}
+		if e := w.Signal(ctx, 1, 0); !errors.As(e, &lost) {
+			err = errors.Join(err, fmt.Errorf("the signal after it: %v", e))
+		}
 		become(^uint64(0))
 		return errors.Join(err, g.Barrier(ctx), w.Close(ctx))
 	})

@@ -365,15 +365,11 @@ func (l *link) Disarm() { l.armed.Store(false) }
 func (l *link) Delivers() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.failure.Load() == nil && !l.closed.Load() && l.stream.owes() && l.stream.silence() < lostTime
+	return l.failure.Load() == nil && !l.closed.Load() && l.stream.owes()
 }
 
-const (
-	// lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
-	lingerTime = 500 * time.Millisecond
-	// lostTime is the silence of a host after which it is not expected to acknowledge anything.
-	lostTime = 2 * time.Second
-)
+// lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
+const lingerTime = 500 * time.Millisecond
 
 // Close implements p2p.Link.
 func (l *link) Close() error {

@@ -47,6 +47,12 @@ func (f framed) Paths() []p2p.Path {
 // Distant implements p2p.Distant.
 func (framed) Distant() {}
 
+// Delivers implements p2p.Deliverer, for the TCP connection.
+func (f framed) Delivers() bool {
+	d, ok := f.link.base.(p2p.Deliverer)
+	return ok && d.Delivers()
+}
+
 // link implements p2p.Link and rma.Mover over a TCP connection and, most of the time, a lane beside
 // it.
 type link struct {

@@ -65,8 +65,8 @@ func (a *Admission) Await(ctx context.Context, ro *roster.Roster) error {
 			if job, err := ss.running(ctx); err != nil || job != nil {
 				vain = 0
 			} else if vain++; time.Duration(vain)*lookPause > ss.Store().TTL()+2*time.Second ||
-				ss.settings.Ends != nil && ss.settings.Ends(ctx, ss.Store()) {
-				return ErrOver // more than a loss of their leases, or rank 0 is gone for good
+				vain > 2 && ss.settings.Ends != nil && ss.settings.Ends(ctx, ss.Store()) {
+				return ErrOver // more than a loss of their leases, or rank 0 has left for good
 			}
 		}
 	}
