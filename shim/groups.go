@@ -148,6 +148,12 @@ func joinGroup(ctx context.Context, c *C.tutti_config) (uint64, error) {
 	if s != nil {
 		cfg.Store = s
 	}
+	if cfg.Job != "" { // a process may have several groups
+		cfg.Logger = cfg.Logger.With("job", cfg.Job)
+	}
+	if cfg.Size > 0 { // else the environment has the rank
+		cfg.Logger = cfg.Logger.With("rank", cfg.Rank)
+	}
 	g, err := pg.Join(ctx, cfg)
 	if err != nil {
 		return 0, err

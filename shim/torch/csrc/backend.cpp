@@ -1,7 +1,6 @@
 #include "backend.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -104,6 +103,17 @@ const char* or_null(const std::string& text) {
   return text.empty() ? nullptr : text.c_str();
 }
 
+// Returns an environment variable, "" if it is not set.
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// Reports whether ports name a port of which a process has but one.
+bool single(const std::string& ports) {
+  return !ports.empty() && ports != "0" && ports.find('-') == std::string::npos;
+}
+
 int32_t on_failure_of(const std::string& name) {
   if (name == "shrink") {
     return TUTTI_SHRINK;
@@ -185,9 +195,12 @@ class Together final : public c10d::Work {
 // ---- Joining and leaving ----
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
-    : c10d::Backend(rank, size), options_(std::move(options)), store_(another(store)) {
+    : c10d::Backend(rank, size), options_(std::move(options)), store_(another(store)), further_(exist()) {
   WithoutGil released;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+  if (options_->global_ranks_in_group.size() == static_cast<size_t>(size)) {
+    running_->name(options_->group_name, options_->global_ranks_in_group);
+  }
   if (options_->enable_reconfigure) {
     member();
   } else {
@@ -208,11 +221,9 @@ Backend::~Backend() {
     return;
   }
   WithoutGil released;
-  {
-    std::lock_guard<std::mutex> guard(backends_mutex);
-    backends().erase(std::find(backends().begin(), backends().end(), this));
-  }
-  close();
+  close(); // until then uses sees its operations
+  std::lock_guard<std::mutex> guard(backends_mutex);
+  backends().erase(std::find(backends().begin(), backends().end(), this));
 }
 
 void Backend::wait_for(const std::string& key, Clock::time_point end, const std::function<bool()>& ready) {
@@ -227,13 +238,22 @@ void Backend::wait_for(const std::string& key, Clock::time_point end, const std:
   }
 }
 
-// Returns what a group and a member have in common. The texts are options_'.
-tutti_config Backend::config() const {
+bool Backend::exist() {
+  std::lock_guard<std::mutex> guard(backends_mutex);
+  return std::any_of(backends().begin(), backends().end(), [](const Backend* backend) { return !backend->closed_; });
+}
+
+// Returns what a group and a member have in common. further says that the process listens
+// elsewhere too: a single port of the environment is not for it. The texts are options_'.
+tutti_config Backend::config(bool further) const {
   tutti_config config{};
   config.struct_size = sizeof config;
   config.transport = or_null(options_->transport);
   config.interfaces = or_null(options_->interfaces);
   config.ports = or_null(options_->ports);
+  if (further && options_->ports.empty() && single(variable("TUTTI_PORT"))) {
+    config.ports = "0";
+  }
   config.algorithm = or_null(options_->algorithm);
   config.log_dir = or_null(options_->log_dir);
   config.metrics = or_null(options_->metrics);
@@ -285,12 +305,6 @@ void Backend::withdraw() noexcept {
   }
 }
 
-// Returns an environment variable, "" if it is not set.
-static std::string variable(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
 // Returns what a group with these options does when a rank is lost.
 static std::string mode_of(const Options& options) {
   return options.on_failure.empty() ? variable("TUTTI_ON_FAILURE") : options.on_failure;
@@ -302,8 +316,7 @@ static bool outlives(const std::string& mode) {
 }
 
 void Options::part_from(const Options& other, bool closed) {
-  const bool single = ports.find('-') == std::string::npos && ports != "0";
-  if (!closed && single && ports == other.ports) {
+  if (!closed && single(ports) && ports == other.ports) {
     ports.clear();
   }
   if (!closed && metrics == other.metrics) {
@@ -327,7 +340,7 @@ void Backend::join() {
         ", or set TUTTI_STORE or Options.store to that of an etcd");
   }
 
-  tutti_config config = this->config();
+  tutti_config config = this->config(further_);
   config.size = size_;
   config.rank = rank_;
 
@@ -372,19 +385,24 @@ std::function<void()> Backend::leave() {
     return [] {};
   }
   tutti_group group = group_;
+  decltype(streams_) streams;
   api().tutti_close(group); // ends all operations, also one that a thread is starting, with mutex_ held
   {
     std::lock_guard<std::mutex> guard(mutex_);
     group = group_ == group ? 0 : group_.load();
+    streams.swap(streams_);
   }
   api().tutti_close(group); // reconfigure had made another one
   {
     std::lock_guard<std::mutex> guard(member_mutex_);
     api().tutti_member_close(member_);
   }
-  return [running = running_, ordered = ordered_, unordered = unordered_] {
+  return [running = running_, ordered = ordered_, unordered = unordered_, streams = std::move(streams)] {
     for (const auto& work : running->all()) {
       work->await(kClose);
+    }
+    for (const auto& [use, stream] : streams) {
+      give_back(stream);
     }
     ordered->stop();
     unordered->stop();
@@ -423,12 +441,13 @@ bool Backend::uses(const c10::StorageImpl* storage) {
   }
   for (const auto& running : runnings) {
     for (const auto& work : running->all()) {
-      if (!work->poll() && work->uses(storage)) {
-        return true;
-      }
+      work->poll(); // callbacks may start operations, which are looked at below
     }
   }
-  return false;
+  return std::any_of(runnings.begin(), runnings.end(), [storage](const auto& running) {
+    const auto works = running->all();
+    return std::any_of(works.begin(), works.end(), [storage](const auto& work) { return work->uses(storage); });
+  });
 }
 
 void Backend::shutdown() {
@@ -503,16 +522,36 @@ bool Backend::supportsSplitting() const {
 c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                  const std::vector<int>& ranks,
                                                  const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  const auto here = std::find(ranks.begin(), ranks.end(), rank_);
-  if (here == ranks.end()) {
+  if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) {
     return nullptr;
   }
-  return merge(store, opts, static_cast<int>(here - ranks.begin()), static_cast<int>(ranks.size()));
+  return part(store, ranks, opts);
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::part(const c10::intrusive_ptr<c10d::Store>& store,
+                                                const std::vector<int>& ranks,
+                                                const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  auto options = options_beside(opts);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  if (const auto& places = options_->global_ranks_in_group; !places.empty()) {
+    for (int rank : ranks) {
+      options->global_ranks_in_group.push_back(places.at(rank));
+    }
+  }
+#endif
+  const auto here = std::find(ranks.begin(), ranks.end(), rank_);
+  return c10::make_intrusive<Backend>(store, static_cast<int>(here - ranks.begin()), static_cast<int>(ranks.size()),
+                                      options);
 }
 
 c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                  const c10::intrusive_ptr<c10d::Backend::Options>& opts,
                                                  const int& rank, const int& size) {
+  return c10::make_intrusive<Backend>(store, rank, size, options_beside(opts));
+}
+
+// Returns the options of another group of the process, for which c10d gives these.
+c10::intrusive_ptr<Options> Backend::options_beside(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
   const auto own = c10::dynamic_intrusive_pointer_cast<Options>(opts);
   auto options = c10::make_intrusive<Options>(own ? *own : *options_);
   if (opts) {
@@ -522,8 +561,10 @@ c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::
   options->environment = false; // the new group is not the job of the environment
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   options->enable_reconfigure = false; // it has its members
+  options->group_name = opts ? opts->group_name : "";
+  options->global_ranks_in_group.clear();
 #endif
-  return c10::make_intrusive<Backend>(store, rank, size, options);
+  return options;
 }
 
 uint64_t Backend::getSequenceNumberForGroup() {
@@ -631,8 +672,7 @@ c10::Stream Backend::stream_for(const Task& task, c10::Device device) {
   const auto key = std::make_pair(device.index(), use);
   auto found = streams_.find(key);
   if (found == streams_.end()) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    found = streams_.emplace(key, guard.getStreamFromGlobalPool(device)).first;
+    found = streams_.emplace(key, take_stream(device, use == kSends)).first;
   }
   return found->second;
 }
@@ -677,7 +717,7 @@ WorkPtr Backend::launch(Task task) {
       const int code = api().tutti_run(group_, task.ops.data(), kAtOnce.count(), &handle);
       if (code != TUTTI_OK && code != TUTTI_EBUSY) {
         refuse_if_closed(task.title);
-        raise(code, api().tutti_last_error());
+        raise(code, running_->of_group(code, api().tutti_last_error(), {rank_}));
       }
     }
     if (coalescing_ || !extensions_.empty() || handle != 0) {

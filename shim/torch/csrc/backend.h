@@ -202,7 +202,12 @@ class Backend final : public c10d::Backend {
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
   void set_timeout(Task& task, std::chrono::milliseconds timeout) const;
   int64_t bound_of(std::chrono::milliseconds timeout) const;
-  tutti_config config() const;
+  static bool exist(); // reports whether this process has a group that is not closed
+  tutti_config config(bool further) const;
+  c10::intrusive_ptr<Options> options_beside(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
+  // Makes the group of some ranks of this one, of which this rank is one.
+  c10::intrusive_ptr<c10d::Backend> part(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                         const c10::intrusive_ptr<c10d::Backend::Options>& opts);
   void extend(Task& task);
   void join();
   tutti_member member() const; // makes it when it is first called
@@ -226,6 +231,7 @@ class Backend final : public c10d::Backend {
 
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
+  const bool further_; // the process had a group when it made this one
   std::string prefix_; // of this group's keys in store_
   bool outlives_ = false; // the group goes on without lost ranks
   std::chrono::milliseconds joined_{0}; // what group_ was made with; setTimeout leaves it

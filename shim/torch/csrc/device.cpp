@@ -5,7 +5,9 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <mutex>
 #include <type_traits>
+#include <unordered_map>
 
 #include "api.h"
 
@@ -21,6 +23,16 @@ std::atomic<c10::DeviceType> also{c10::DeviceType::CUDA};
 // Whether the library uses the memory of a device, by its number: it was asked for these.
 enum Known : int8_t { kUnknown, kHost, kDirect };
 std::array<std::atomic<Known>, 64> known{};
+
+// How many streams a pool of CUDA has. It gives one after the other, also those that are in use.
+constexpr int kPool = 32;
+
+std::mutex taken_mutex;
+// How often each stream was taken.
+std::unordered_map<c10::Stream, int>& taken() {
+  static auto* all = new std::unordered_map<c10::Stream, int>(); // lives as long as the process
+  return *all;
+}
 
 // Older versions of torch do not give the CUDA stream of a stream, nor tell whether it is captured.
 template <class Guard>
@@ -98,6 +110,24 @@ bool capturing(const c10::Stream& stream) {
 
 c10::Stream current_stream(c10::Device device) {
   return VirtualGuardImpl(device.type()).getStream(device);
+}
+
+c10::Stream take_stream(c10::Device device, bool high) {
+  const VirtualGuardImpl guard(device.type());
+  std::lock_guard<std::mutex> lock(taken_mutex);
+  c10::Stream stream = guard.getStreamFromGlobalPool(device, high);
+  for (int drawn = 1; drawn < kPool && taken().count(stream) != 0; drawn++) {
+    stream = guard.getStreamFromGlobalPool(device, high);
+  }
+  taken()[stream]++;
+  return stream;
+}
+
+void give_back(const c10::Stream& stream) {
+  std::lock_guard<std::mutex> lock(taken_mutex);
+  if (const auto found = taken().find(stream); --found->second == 0) {
+    taken().erase(found);
+  }
 }
 
 void record_use(const at::Tensor& tensor, const c10::Stream& stream) {

@@ -30,6 +30,13 @@ bool capturing(const c10::Stream& stream);
 // Returns the stream of this thread on a device.
 c10::Stream current_stream(c10::Device device);
 
+// Returns a stream of the device's pool, of high priority if so asked, for the work of a group. No
+// other one that was taken is the same, unless all of the pool were.
+c10::Stream take_stream(c10::Device device, bool high);
+
+// Says that a stream that was taken is not used any more.
+void give_back(const c10::Stream& stream);
+
 // Has the memory of tensor not used again, when it is freed, before stream has done what it was
 // given.
 void record_use(const at::Tensor& tensor, const c10::Stream& stream);

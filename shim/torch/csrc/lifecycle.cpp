@@ -47,15 +47,15 @@ c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ra
     std::lock_guard<std::mutex> guard(mutex_);
     place += std::to_string(++shrinks_);
   }
-  int rank = 0;
+  std::vector<int> remaining;
   for (int r = 0; r < size_; r++) {
     if (excluded.count(r) == 0) {
       place += "-" + std::to_string(r);
-      rank += r < rank_ ? 1 : 0;
+      remaining.push_back(r);
     }
   }
   auto store = c10::make_intrusive<c10d::PrefixStore>(place, another(store_));
-  return merge(store, opts_override, rank, size_ - static_cast<int>(excluded.size()));
+  return part(store, remaining, opts_override);
 }
 
 void Backend::suspend() {

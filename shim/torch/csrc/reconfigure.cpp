@@ -37,7 +37,7 @@ tutti_member Backend::member() const {
     }
   }
   const Api& tutti = open_library();
-  tutti_config config = this->config();
+  tutti_config config = this->config(true); // the groups that it forms listen too
   std::string secret;
   if (!set("TUTTI_SECRET") && !set("TUTTI_SECRET_FILE")) { // the first one to come makes it
     const std::string mine = hex_of_random_bytes(32);
@@ -123,12 +123,15 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
     std::lock_guard<std::mutex> guard(mutex_);
     if (!closed_) {
       old = group_.exchange(fresh);
+      running_->recovered();
       rank_ = rank;
       size_ = size;
       joined_ = formed_with;
       prefix_ = "tutti/members/" + uuid + "/";
       seq_ = barriers_ = deleted_ = 0;
       formed_ = true;
+      options_->global_ranks_in_group.clear(); // they are not known
+      running_->name("", {});
       suspended_ = false;
     } else {
       old = fresh;
@@ -142,7 +145,6 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
   for (const auto& work : running_->all()) {
     work->await(kClose);
   }
-  running_->recovered();
   auto work = c10::make_intrusive<Work>(rank, 0, Task(c10d::OpType::UNKNOWN, "tutti:reconfigure"), ordered_, running_);
   work->poll(); // it is over
   return work;

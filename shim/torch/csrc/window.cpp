@@ -238,8 +238,8 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   check(api().tutti_window_bytes(memory->handle, &memory->data, nullptr));
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   std::memcpy(memory->data, storage->data(), memory->bytes);
-  // The memory ends with the window, which gives the storage its own again before.
-  memory->old = storage->set_data_ptr(c10::DataPtr(memory->data, memory->data, &of_window, tensor.device()));
+  // The window owns the memory until restore. Without a context torch makes no lazy copies of it.
+  memory->old = storage->set_data_ptr(c10::DataPtr(memory->data, nullptr, &of_window, tensor.device()));
   if (owning) {
     memory->storage = tensor.storage();
   }
@@ -348,7 +348,10 @@ c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, int64_t ran
                         static_cast<uint64_t>(tensor.numel()) <= elements - static_cast<uint64_t>(offset),
                     "tutti window put: ", tensor.numel(), " elements at offset ", offset, " do not fit into the ",
                     elements, " elements of the window");
-  const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
+  at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
+  if (source.storage().data_ptr().get_deleter() == &of_window && source.storage().data() != window->data) {
+    source = source.clone(); // that window may end before the put
+  }
   const int64_t limit = nanoseconds_of(opts.timeout);
   const auto target = static_cast<int32_t>(rank);
   if (source.numel() > 0) { // begun here: signals that follow come after it

@@ -16,8 +16,9 @@
 namespace tutti_torch {
 
 // A Window makes the memory of a tensor accessible to the other ranks: tensor_register moves the
-// tensor's storage to memory of Tutti, and tensor_deregister moves it back. Views of the storage
-// move with it; numpy arrays and raw pointers stay with the old memory.
+// tensor's storage to memory of Tutti, and tensor_deregister moves it back, unless an operation
+// uses it. Views of the storage move with it; numpy arrays and raw pointers stay with the old
+// memory.
 class Window final : public c10d::Window {
  public:
   // barrier is one of the group. bytes counts the memory of the group's windows.

@@ -28,6 +28,9 @@ constexpr size_t kBrief = 64 << 10;
 constexpr nanoseconds kOrdered = milliseconds(100);
 constexpr nanoseconds kUnordered = milliseconds(1);
 
+// The most ranks that an error lists to say which group it is of.
+constexpr size_t kListed = 8;
+
 // How long a wait for a stream, which has passed the operations, sleeps before it asks again.
 constexpr nanoseconds kStream = std::chrono::microseconds(20);
 
@@ -39,6 +42,16 @@ uint64_t next_key() {
 std::string text_of(const Api& api, tutti_work work) {
   char text[4096] = "";
   api.tutti_work_error_text(work, text, sizeof text, nullptr);
+  return text;
+}
+
+// Returns numbers as "4, 5 and 6".
+template <class Numbers>
+std::string listed(const Numbers& numbers) {
+  std::string text;
+  for (size_t i = 0; i < numbers.size(); i++) {
+    text += c10::str(i == 0 ? "" : i + 1 == numbers.size() ? " and " : ", ", numbers[i]);
+  }
   return text;
 }
 
@@ -121,7 +134,7 @@ void Work::start(tutti_group group, tutti_work handle) {
       starting_.store(false, std::memory_order_release);
       while (!await(kOrdered)) { // those that were started use the memory
       }
-      raise(code, text);
+      raise(code, running_->of_group(code, text, {rank_}));
     }
     handles_.push_back(handle);
   }
@@ -299,7 +312,9 @@ void Work::conclude() noexcept {
     if (code_ == TUTTI_ETIMEOUT) {
       text += c10::str("the timeout of ", task_.limit.count(), " ms has passed: ");
     }
-    error_ = error_of(code_, text + text_of(tutti, handle));
+    std::vector<int64_t> ranks = failed_;
+    ranks.push_back(rank_);
+    error_ = error_of(code_, running_->of_group(code_, text + text_of(tutti, handle), std::move(ranks)));
     break;
   }
   if (code_ == TUTTI_OK && (opType_ == c10d::OpType::RECV || opType_ == c10d::OpType::RECVANYSOURCE) &&
@@ -549,6 +564,38 @@ void Running::recovered() noexcept {
 uint64_t Running::era() const {
   std::lock_guard<std::mutex> guard(mutex_);
   return era_;
+}
+
+void Running::name(std::string group, std::vector<uint64_t> ranks) {
+  uint64_t next = 0;
+  const bool same = std::all_of(ranks.begin(), ranks.end(), [&next](uint64_t rank) { return rank == next++; });
+  std::lock_guard<std::mutex> guard(mutex_);
+  group_ = std::move(group);
+  ranks_ = std::move(ranks);
+  if (same && group_.empty()) {
+    ranks_.clear();
+  }
+}
+
+std::string Running::of_group(int code, std::string text, std::vector<int64_t> ranks) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (ranks_.empty() || code == TUTTI_EINVAL) {
+    return text;
+  }
+  text += group_.empty() ? " (" : " (group " + group_ + ": ";
+  if (ranks_.size() <= kListed) {
+    return text + "its ranks are " + listed(ranks_) + " of the job)";
+  }
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  ranks.resize(std::min(ranks.size(), kListed));
+  std::vector<uint64_t> places;
+  for (int64_t rank : ranks) {
+    places.push_back(ranks_.at(rank));
+  }
+  const bool one = ranks.size() == 1;
+  return text + (one ? "its rank " : "its ranks ") + listed(ranks) + (one ? " is " : " are ") + listed(places) +
+         " of the job)";
 }
 
 void Running::missed(uint64_t era, std::exception_ptr error) noexcept {

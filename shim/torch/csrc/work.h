@@ -181,6 +181,13 @@ class Running {
   void recovered() noexcept;
   uint64_t era() const;
 
+  // Says what the program calls the group, and what its ranks are in the job; empty: not known. The
+  // default group has no name, and the ranks of the job.
+  void name(std::string group, std::vector<uint64_t> ranks);
+  // Returns the text of an error, and after it which ranks of the job the group has, unless that is
+  // the default group, or the error one of an argument. Of a large group it tells those of ranks.
+  std::string of_group(int code, std::string text, std::vector<int64_t> ranks) const;
+
   // Keeps the error of an operation of an era with which the program did not wait on the host.
   void missed(uint64_t era, std::exception_ptr error) noexcept;
   // Throws the first of those, once.
@@ -196,6 +203,8 @@ class Running {
   std::deque<c10::intrusive_ptr<Work>> works_; // in the order of their start
   size_t full_ = 64;                           // the length at which reap looks at all of them
   std::exception_ptr missed_;
+  std::string group_;
+  std::vector<uint64_t> ranks_; // of the job, by rank of the group
 };
 
 // A Completer marks futures of works that have ended. It has a thread once it has a work. That

@@ -26,7 +26,7 @@ namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
-constexpr int kDevices = 4, kNotReady = 600;
+constexpr int kDevices = 4, kPool = 4, kNotReady = 600;
 
 // What is used of the driver.
 #define DRIVER(X)                                                       \
@@ -98,6 +98,19 @@ c10::StreamId new_stream(int number) {
   std::lock_guard<std::mutex> guard(mutex);
   gpus[number].streams.push_back(stream);
   return static_cast<c10::StreamId>(gpus[number].streams.size()) - 1;
+}
+
+// Gives the streams of a pool one after the other, as torch does of CUDA's, which has more.
+c10::StreamId pooled_stream(int number, bool high) {
+  static std::mutex drawing; // protects what follows
+  static std::vector<c10::StreamId> pools[kDevices][2];
+  static size_t drawn[kDevices][2] = {};
+  std::lock_guard<std::mutex> guard(drawing);
+  std::vector<c10::StreamId>& pool = pools[number][high];
+  if (pool.size() < kPool) {
+    pool.push_back(new_stream(number));
+  }
+  return pool[drawn[number][high]++ % kPool];
 }
 
 bool idle(int number, c10::StreamId id) {
@@ -285,8 +298,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device d) const override {
     return c10::Stream(c10::Stream::DEFAULT, d);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override {
-    return getNewStream(d, 0);
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool high) const override {
+    return c10::Stream(c10::Stream::UNSAFE, d, pooled_stream(d.index(), high));
   }
   c10::Stream getNewStream(c10::Device d, int) const override {
     return c10::Stream(c10::Stream::UNSAFE, d, new_stream(d.index()));

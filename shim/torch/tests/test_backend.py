@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 import unittest
@@ -116,6 +117,14 @@ def window_ends_in_use(rank, size, port):
         else:
             common.wait([f"ended {i}"])
             dist.send(torch.ones(1 << 20), 0, group=group)
+    source, target = torch.ones(1 << 20), torch.zeros(1 << 20)
+    of_source, of_target = (dist.group.WORLD.new_window(tensor) for tensor in (source, target))
+    if rank == 0:
+        work = of_target.put(source, 1, 0, True)
+        del of_source
+        work.wait()
+    dist.barrier()
+    assert torch.all(target == rank), target
     dist.destroy_process_group()
 
 
@@ -754,6 +763,26 @@ def inherited_options(rank, size, port):
         dist.destroy_process_group()
 
 
+def one_port(rank, size, port):
+    """A single port of the environment is that of the first group of a process."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        os.environ.update(TUTTI_PORT=str(free.getsockname()[1]), TUTTI_TRANSPORT="shm")
+    for _ in range(2):
+        harness.init(rank, size, port, timeout=timedelta(seconds=20))
+        for group in (None, dist.new_group(), dist.new_group(pg_options=tutti_torch.Options())):
+            if harness.has("suspend"):
+                backend(group).suspend()
+                backend(group).resume()
+            dist.all_reduce(x := torch.ones(1), group=group)
+            assert x.item() == size
+        dist.destroy_process_group()
+    if harness.has("reconfigure"):
+        harness.init(rank, size, port, enable_reconfigure=True)
+        assert dist._get_reconfigure_handle()
+        dist.destroy_process_group()
+
+
 def details(rank, size, port):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is within one of torch."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -844,6 +873,9 @@ class Backend(unittest.TestCase):
 
     def test_options_of_the_default_group(self):
         harness.run(inherited_options, 2)
+
+    def test_single_port_of_the_environment(self):
+        harness.run(one_port, 2)
 
     def test_group_with_details(self):
         harness.run(details, 1)

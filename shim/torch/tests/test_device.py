@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import unittest
+from datetime import timedelta
 
 import device
 import harness
@@ -327,6 +328,34 @@ def beside(rank, size, port):
     dist.destroy_process_group()
 
 
+def groups(rank, size, port):
+    """Receives hold up neither sends nor receives of other groups, although groups draw from one pool of streams."""
+    init(rank, size, port, timeout=timedelta(seconds=20))
+    several, peer = [dist.new_group() for _ in range(4)], 1 - rank
+    works = [dist.irecv(on(torch.zeros(5000)), peer, group=group) for group in several]
+    works += [dist.isend(on(torch.ones(5000)), peer, group=group) for group in several]
+    for work in works:
+        until(work.is_completed)
+        work.wait()
+    # The next stream of the pool is that of the first group, the others are free.
+    for group in several[1:]:
+        dist.destroy_process_group(group)
+    first, second = several[0], dist.new_group()
+    if rank == 0:
+        works = [dist.irecv(on(torch.zeros(5000)), 1, group=group) for group in (first, second)]
+        until(works[1].is_completed)
+        works[1].wait()
+    else:
+        dist.send(on(torch.ones(5000)), 0, group=second)
+    dist.barrier()
+    if rank == 0:
+        works[0].wait()
+    else:
+        dist.send(on(torch.ones(5000)), 0, group=first)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def freed(rank, size, port):
     """The memory of a tensor that the program has dropped is not used again before the end."""
     init(rank, size, port)
@@ -637,6 +666,9 @@ class Device(unittest.TestCase):
 
     def test_streams_go_on_beside_operations(self):
         harness.run(beside, 3)
+
+    def test_groups_do_not_hold_up_each_other(self):
+        harness.run(groups, 2)
 
     def test_memory_that_was_dropped(self):
         harness.run(freed, 3)

@@ -2,10 +2,12 @@
 
 import ctypes
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -448,6 +450,53 @@ os._exit(0)
 """
 
 
+def dies_in_a_part(rank, size, port):
+    """The error of a group that has not all ranks says which ones of the job it has."""
+    harness.init(rank, size, port)
+    parts = [dist.new_group([1, 2]), dist.split_group(split_ranks=[[1, 2]])]
+    if rank == 2:
+        harness.meet(port, "ready", size)
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [dist.all_reduce(torch.ones(10), group=part, async_op=True) for part in parts if rank == 1]
+    harness.meet(port, "ready", size)
+    for part, work in zip(parts, works):  # noqa: B905  rank 0 has none
+        text = raises(dist.DistBackendError, "rank 1 ", work.wait)
+        assert text.endswith(f" (group {part.group_name}: its ranks are 1 and 2 of the job)"), text
+        text = raises(dist.DistBackendError, "rank 1 ", dist.barrier, part)
+        assert text.endswith(f" (group {part.group_name}: its ranks are 1 and 2 of the job)"), text
+    text = raises(dist.DistBackendError, "rank 2 ", dist.barrier)
+    assert "of the job" not in text, text
+    dist.destroy_process_group()
+
+
+def large_part(rank, size, port):
+    """The error of a large group tells the places of the ranks that it names."""
+    options = tutti_torch.Options()
+    options.group_name, options.global_ranks_in_group = "7", list(range(100, 100 + size))
+    group = tutti_torch.ProcessGroupTutti(harness.store(port), rank, size, options)
+    if rank == size - 1:
+        group.shutdown()
+    else:
+        text = raises(dist.DistBackendError, "rank 8 ", lambda: group.barrier(dist.BarrierOptions()).wait())
+        assert text.endswith(f" (group 7: its ranks {rank} and 8 are 10{rank} and 108 of the job)"), text
+    harness.meet(port, "over", size)
+    group.shutdown()
+
+
+def logs(rank, size, port):
+    """The library's messages tell the job and the rank."""
+    os.environ["TUTTI_LOG"] = "debug"
+    with tempfile.TemporaryFile("w+") as messages:
+        before = os.dup(2)
+        os.dup2(messages.fileno(), 2)
+        harness.init(rank, size, port)
+        dist.destroy_process_group()
+        os.dup2(before, 2)
+        messages.seek(0)
+        text = messages.read()
+    assert re.search(rf'msg="link up" job=torch-\w+ rank={rank} ', text), text
+
+
 class Failures(unittest.TestCase):
     def test_wrong_arguments_raise_and_leave_the_group_usable(self):
         harness.run(arguments, 3)
@@ -498,6 +547,17 @@ class Failures(unittest.TestCase):
 
     def test_lost_rank_of_a_fixed_group_is_named_by_recover(self):
         self.kill(irreplaceable)
+
+    @unittest.skipUnless(harness.has("reconfigure"), "this version of torch does not tell backends about their group")
+    def test_error_says_which_group_it_is_of(self):
+        self.kill(dies_in_a_part)
+
+    @unittest.skipUnless(harness.has("reconfigure"), "this version of torch does not tell backends about their group")
+    def test_error_of_a_large_group(self):
+        harness.run(large_part, 9)
+
+    def test_messages_tell_the_rank(self):
+        harness.run(logs, 2)
 
     def kill(self, function):
         server, processes, results = harness.start(function, 3)

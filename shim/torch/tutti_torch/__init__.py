@@ -96,6 +96,10 @@ def _create(backend_options, options=None):
     options = options.copy() if isinstance(options, glue.Options) else _default_options(glue)
     options._timeout = backend_options.timeout
     options.environment = _environments(options, backend_options)
+    if hasattr(options, "global_ranks_in_group"):  # for errors: the default group has no name
+        ranks = backend_options.global_ranks_in_group
+        options.group_name = backend_options.group_id if ranks else ""
+        options.global_ranks_in_group = ranks or list(range(backend_options.group_size))
     if getattr(backend_options, "enable_reconfigure", False):
         options.enable_reconfigure = True
     backend = glue.ProcessGroupTutti(

@@ -116,8 +116,7 @@ class Options(C10D.Backend.Options):
         """Takes out what these options have from those of another group of the process and cannot share with
         it: its port and the address of its metrics, unless it is closed, and the store, in which only the
         job of the environment and groups that go on without lost ranks meet."""
-        single = "-" not in self.ports and self.ports != "0"
-        if not closed and single and self.ports == other.ports:
+        if not closed and _single(self.ports) and self.ports == other.ports:
             self.ports = ""
         if not closed and self.metrics == other.metrics:
             self.metrics = ""
@@ -143,6 +142,11 @@ def _mode_of(options):
 def _outlives(mode):
     """Reports whether a group goes on without lost ranks."""
     return mode != "end" and _on_failure_of(mode) != api.REPORT
+
+
+def _single(ports):
+    """Reports whether ports name a port of which a process has but one."""
+    return ports not in ("", "0") and "-" not in ports
 
 
 def _or_null(text):
@@ -247,6 +251,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         super().__init__(rank, size)
         groups_completed()
         self._rank, self._size, self._options, self._store = rank, size, options, another(store)
+        others = [reference() for reference in _backends]
+        self._further = any(other and not other._closed for other in others)  # the process had a group before
         self._prefix = ""  # of this group's keys in the store
         self._outlives = False  # the group goes on without lost ranks
         self._joined = 0  # what the group was made with, in milliseconds; set_timeout leaves it
@@ -264,6 +270,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self.hook_in_python = None
 
         self._window_bytes, self._running = Counter(), Running()
+        if len(options.global_ranks_in_group) == size:
+            self._running.name(options.group_name, options.global_ranks_in_group, rank)
         # Futures of collectives, which end in their order, and of messages.
         self._ordered, self._unordered = Completer(True), Completer(False)
         if options.enable_reconfigure:
@@ -296,14 +304,20 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             time.sleep(pause)  # a store has no wait that signals end
             pause = min(2 * pause, 0.02)
 
-    def _config(self):
-        """Returns what a group and a member have in common."""
+    def _config(self, further):
+        """Returns what a group and a member have in common.
+
+        further says that the process listens elsewhere too: a single port of the environment is not for it.
+        """
         options = self._options
+        ports = options.ports
+        if further and not ports and _single(os.environ.get("TUTTI_PORT", "")):
+            ports = "0"
         return api.Config(
             struct_size=ctypes.sizeof(api.Config),
             transport=_or_null(options.transport),
             interfaces=_or_null(options.interfaces),
-            ports=_or_null(options.ports),
+            ports=_or_null(ports),
             algorithm=_or_null(options.algorithm),
             log_dir=_or_null(options.log_dir),
             metrics=_or_null(options.metrics),
@@ -315,8 +329,8 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     def _meet(self, timeout):
         """Meets the other ranks in the store, and returns what they agree on."""
-        # Each attempt of rank 0 is a turn. The others take one after the last that they have seen. A
-        # store may hold the keys of earlier groups of these ranks.
+        # Each attempt of rank 0 is a turn. The others take one after the last that they have seen.
+        # A store may hold the keys of earlier groups of these ranks.
         store, own = self._store, f"tutti/turns/{self._rank}"
         if self._rank == 0:
             turn = store.add(own, 1)
@@ -359,7 +373,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
                 f"start the program with tutti run --on-failure {mode}, or set TUTTI_STORE or Options.store to that "
                 "of an etcd"
             )
-        config = self._config()
+        config = self._config(self._further)
         config.size, config.rank = self._size, self._rank
         # A rank that comes into a running job cannot agree on anything with the others in the c10d
         # store.

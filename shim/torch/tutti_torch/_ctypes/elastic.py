@@ -46,8 +46,9 @@ class Elastic:
 
     def supports_tensor_alloc(self, device):
         """device is its number where torch forwards the call, as to a backend in C++."""
-        number = device if isinstance(device, int) else torch.device(device).index
-        return number is None or number < 0  # the CPU has none
+        if isinstance(device, int):
+            return device < 0  # the CPU has none
+        return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size, *, dtype, device):
         """Returns memory on which collectives copy nothing, as a tensor of one dimension."""

@@ -17,10 +17,11 @@ def _check(number):
 
 
 def _end(over):
-    """Waits until a call that was interrupted has ended. A handler that raises meanwhile changes nothing."""
-    while not over.is_set():
+    """Waits until a call that was interrupted has ended, although a handler may raise meanwhile."""
+    ended = False
+    while not ended:
         try:
-            over.wait()
+            ended = over.wait()
         except BaseException:  # noqa: BLE001
             pass
 

@@ -49,18 +49,31 @@ class Lifecycle:
             raise TypeError(f"tutti split: the ranks are {ranks}, expected numbers")
         if self._rank not in ranks:
             return groups.not_member()
-        return self.merge(store, opts, ranks.index(self._rank), len(ranks))
+        return self._part(store, ranks, opts)
+
+    def _part(self, store, ranks, opts):
+        """Makes the group of some ranks of this one, of which this rank is one."""
+        options, places = self._options_beside(opts), self._options.global_ranks_in_group
+        if places:
+            options.global_ranks_in_group = [places[rank] for rank in ranks]
+        return type(self)(store, ranks.index(self._rank), len(ranks), options)
 
     def merge(self, store, opts, rank, size):
         if not isinstance(store, C10D.Store):
             raise TypeError(f"tutti merge: expected a store, got {type(store).__name__}")
+        return type(self)(store, rank, size, self._options_beside(opts))
+
+    def _options_beside(self, opts):
+        """Returns the options of another group of the process, for which c10d gives these."""
         options = (opts if isinstance(opts, type(self._options)) else self._options).copy()
         if opts is not None:
             options._timeout = opts._timeout
         options.part_from(self._options, self._closed)  # c10d gives a copy of these if the program gives none
         options.environment = False  # the new group is not the job of the environment
         options.enable_reconfigure = False  # it has its members
-        return type(self)(store, rank, size, options)
+        options.group_name = "" if opts is None else opts.group_name
+        options.global_ranks_in_group = []
+        return options
 
     @entry
     def shrink(self, ranks_to_exclude, shrink_flags, opts_override):
@@ -87,7 +100,7 @@ class Lifecycle:
         remaining = [rank for rank in range(self._size) if rank not in excluded]
         place += "".join(f"-{rank}" for rank in remaining)
         store = C10D.PrefixStore(place, another(self._store))
-        return self.merge(store, opts_override, remaining.index(self._rank), len(remaining))
+        return self._part(store, remaining, opts_override)
 
     def suspend(self):
         """All ranks call suspend, and later resume.

@@ -32,7 +32,7 @@ class Reconfigure:
             if self._member:
                 return self._member
         api.open_library()
-        config = self._config()
+        config = self._config(True)  # the groups that it forms listen too
         if not os.environ.get("TUTTI_SECRET") and not os.environ.get("TUTTI_SECRET_FILE"):
             # The first one to come makes it.
             secret = self._store.compare_set(_SECRET, "", secrets.token_hex(32))
@@ -99,6 +99,8 @@ class Reconfigure:
                 self._prefix = f"tutti/members/{uuid}/"
                 self._seq = self._barriers = self._deleted = 0
                 self._formed, self._suspended = True, False
+                self._options.global_ranks_in_group = []  # they are not known
+                self._running.name("", [], self._rank)
         api.api().tutti_close(old)  # ends its operations
         if closed:
             raise error_of(api.ECLOSED, "tutti reconfigure: the process group was shut down")

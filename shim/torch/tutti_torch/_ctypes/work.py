@@ -27,6 +27,16 @@ NO_TIMEOUT = timedelta(0)
 _ORDERED, _UNORDERED = 0.1, 0.001
 
 
+# The most ranks that an error lists to say which group it is of.
+_LISTED = 8
+
+
+def _listed(numbers):
+    """Returns numbers as "4, 5 and 6"."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def error_of(code, text):
     """Returns the exception that c10d uses for a code: ValueError for an argument, else DistBackendError."""
     return (ValueError if code == api.EINVAL else dist.DistBackendError)(text)
@@ -108,7 +118,9 @@ class Work(C10D.Work):
             for i, op in enumerate(task.ops):
                 op.struct_size = ctypes.sizeof(op)
                 op.timeout_ns = max(0, task.timeout) * 1_000_000
-                called(library.tutti_start(group, ctypes.byref(op), api.address(self._handles, i)))
+                code = library.tutti_start(group, ctypes.byref(op), api.address(self._handles, i))
+                if code != api.OK:
+                    raise error_of(code, self._running.of_group(code, api.last_error(), []))
             self._starting = False
         except BaseException:
             self._refused, self._starting = True, False
@@ -189,7 +201,8 @@ class Work(C10D.Work):
             text = ctypes.create_string_buffer(4096)
             library.tutti_work_error_text(handle, text, len(text), None)
             late = f"the timeout of {task.limit} ms has passed: " if self._code == api.ETIMEOUT else ""
-            self._error = error_of(self._code, f"{task.title}: {late}{text.value.decode(errors='replace')}")
+            text = f"{task.title}: {late}{text.value.decode(errors='replace')}"
+            self._error = error_of(self._code, self._running.of_group(self._code, text, self._failed))
             break
         if self._code == api.OK and task.type in (OpType.RECV, OpType.RECVANYSOURCE) and len(self._handles):
             status = api.Status()
@@ -396,9 +409,12 @@ _runnings = []  # weak references to those of this process
 
 def uses(tensor):
     """Reports whether an operation under way of a group of this process uses the storage of tensor."""
-    storage, runnings = tensor.untyped_storage()._cdata, [running() for running in list(_runnings)]
-    works = [work for running in runnings if running is not None for work in running.all()]
-    return any(not work.poll() and work.uses(storage) for work in works)
+    storage = tensor.untyped_storage()._cdata
+    runnings = [running for running in [one() for one in list(_runnings)] if running is not None]
+    for running in runnings:
+        for work in running.all():
+            work.poll()  # callbacks may start operations, which are looked at below
+    return any(work.uses(storage) for running in runnings for work in running.all())
 
 
 class Running:
@@ -413,7 +429,27 @@ class Running:
         self._errors, self._era = {}, 0  # the first by era
         self._full = 64  # the length at which reap looks at all of them
         self._local = threading.local()
+        self._group, self._ranks, self._rank = "", [], 0
         _runnings.append(weakref.ref(self, _runnings.remove))
+
+    def name(self, group, ranks, rank):
+        """Says what the program calls the group, what its ranks are in the job, [] if that is not known, and
+        which one this process is. The default group has no name, and the ranks of the job."""
+        known = group or ranks != list(range(len(ranks)))
+        self._group, self._ranks, self._rank = group, ranks if known else [], rank
+
+    def of_group(self, code, text, ranks):
+        """Returns the text of an error, and after it which ranks of the job the group has, unless that is the
+        default group, or the error one of an argument. Of a large group it tells those of ranks."""
+        places = self._ranks
+        if not places or code == api.EINVAL:
+            return text
+        text += f" (group {self._group}: " if self._group else " ("
+        if len(places) <= _LISTED:
+            return f"{text}its ranks are {_listed(places)} of the job)"
+        ranks = sorted({*ranks, self._rank})[:_LISTED]
+        which, are = ("rank", "is") if len(ranks) == 1 else ("ranks", "are")
+        return f"{text}its {which} {_listed(ranks)} {are} {_listed([places[r] for r in ranks])} of the job)"
 
     def add(self, work):
         with self._lock:
