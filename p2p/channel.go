@@ -703,7 +703,7 @@ func (c *Channel) Close() {
 	for pr := range c.linked() {
 		c.control(pr, Header{Kind: frameBye}, nil)
 	}
-	c.p.owes = c.p.owes || c.owes()
+	c.p.owes = c.owes() || c.p.owes && len(c.p.delivering()) > 0
 	c.fail(ErrClosed)
 	c.retire()
 	if f := c.ended(); f.ended == nil && c.places != nil {

@@ -395,8 +395,8 @@ func (p *Proxy) Unlock() { p.mu.Unlock() }
 
 // Close sends goodbyes, closes links, transports and control regions, and ends every goroutine
 // before it returns. Pending waits fail with ErrClosed. Peers that read slowly still get what was
-// sent: Close waits for them for 3 seconds at most, but not for what was sent on channels that were
-// aborted.
+// sent: Close waits for them for 3 seconds at most, but not if all that was sent is of channels
+// that were aborted.
 func (p *Proxy) Close() error {
 	p.Lock()
 	p.sendRest()
@@ -462,9 +462,9 @@ const (
 )
 
 // sendRest gives the links time to deliver what they have taken, e.g. the end of a broadcast to a
-// rank that reads slowly. It does not wait long for frames that the links have not taken, which say
-// that this rank ends, nor for channels that were aborted. With the lock, which it releases
-// meanwhile.
+// rank that reads slowly. It does not wait long for control frames that the links have not taken,
+// which say that this rank ends, nor if channels were aborted and no other one has sent anything.
+// With the lock, which it releases meanwhile.
 func (p *Proxy) sendRest() {
 	limit := notifyFor
 	owes := p.owes

@@ -69,7 +69,7 @@ func (r *rank) chain(ctx context.Context, s *Step, part *Part, h *handle) {
 	before := h.g.View()
 	var works []*pg.Work
 	for i := range s.Par {
-		r.timed(c.name+": start", r.limit(part), func() error {
+		r.timed(c.name+": start", r.limit(&Part{}), func() error {
 			works = append(works, h.g.Start(x.operation(&s.Par[i])))
 			return nil
 		})

@@ -575,6 +575,9 @@ func (m *making) together() Step {
 	}
 	if s := m.onWindow(pick(m.generator, WindowPut, WindowSignal, WindowSignal, WindowWait, WindowGet)); s != nil &&
 		m.chance(0.4) {
+		for i := range s.Ranks { // a collective beside it may hold the stream
+			s.Ranks[i].Hold = 0
+		}
 		t.Par = append(t.Par, *s)
 	}
 	return t
@@ -586,6 +589,17 @@ func (m *making) message(group, most int) Step {
 	m.parts(&s, true)
 	for i := range s.Ranks {
 		s.Ranks[i].Any = m.chance(0.2)
+	}
+	return s
+}
+
+// eager returns a message whose sends wait for no receiver.
+func (m *making) eager(group int) Step {
+	s := m.message(group, 8<<10)
+	for i := range s.Ranks {
+		if s.Ranks[i].Src == MemDevice { // it may wait
+			s.Ranks[i].Src = MemPlain
+		}
 	}
 	return s
 }
@@ -684,12 +698,7 @@ func (m *making) cancel() {
 				m.add(Step{Op: Wait})
 			}
 		case 2:
-			s = m.message(m.group(), 8<<10)
-			for i := range s.Ranks { // a send from a device may wait for its receiver, which may give up
-				if s.Ranks[i].Src == MemDevice {
-					s.Ranks[i].Src = MemPlain
-				}
-			}
+			s = m.eager(m.group())
 		case 3, 4:
 			from := len(m.p.Steps)
 			m.windows()
@@ -823,7 +832,14 @@ func (m *making) outside() {
 		} else if m.chance(0.1) && !m.avoids("chains") {
 			m.add(m.chain(m.group()))
 		} else if m.chance(0.2) && !m.avoids("messages") {
-			m.add(m.message(m.group(), pick(m.generator, 8<<10, 64<<10, 1<<20)))
+			s := m.eager(m.group())
+			if m.chance(0.6) {
+				s = m.message(m.group(), pick(m.generator, 64<<10, 1<<20))
+				for i := range s.Ranks { // a receive from any rank gives up sooner than such a send
+					s.Ranks[i].Any = false
+				}
+			}
+			m.add(s)
 		} else if m.chance(0.3) && m.job.GPUs != NoGPUs && !m.avoids("graphs") {
 			m.add(m.graph(m.group()))
 		} else if m.chance(0.2) {

@@ -126,7 +126,11 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 	// Simpler ways to do each step.
 	for i := range p.Steps {
 		for _, simpler := range []func(s *Step){
-			func(s *Step) { s.Group = 0 },
+			func(s *Step) {
+				if !s.Op.window() { // the steps of a window agree on its group and size
+					s.Group = 0
+				}
+			},
 			func(s *Step) { s.DType, s.Red = pg.Float32, pg.Sum },
 			func(s *Step) { s.Root = 0 },
 			func(s *Step) {
@@ -174,7 +178,11 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 					s.Par = s.Par[:len(s.Par)-1]
 				}
 			},
-			func(s *Step) { s.Count = min(s.Count, 8) },
+			func(s *Step) {
+				if !s.Op.window() {
+					s.Count = min(s.Count, 8)
+				}
+			},
 		} {
 			c := p.clone()
 			simpler(&c.Steps[i])

@@ -239,6 +239,9 @@ void Backend::wait_for(const std::string& key, Clock::time_point end, const std:
 }
 
 bool Backend::exist() {
+  if (forked()) { // the groups are the parent's
+    return false;
+  }
   std::lock_guard<std::mutex> guard(backends_mutex);
   return std::any_of(backends().begin(), backends().end(), [](const Backend* backend) { return !backend->closed_; });
 }
@@ -300,7 +303,7 @@ void Backend::withdraw() noexcept {
   if (rank_ == 0 && !prefix_.empty()) {
     try {
       store_->set(kTurn, bytes_of("0"));
-    } catch (const std::exception&) { // the program gets the error of the join
+    } catch (const std::exception&) { // the program gets the outcome of the join
     }
   }
 }
@@ -350,7 +353,7 @@ void Backend::join() {
   if (!options_->environment || !outlives_) {
     secret = meet(timeout);
   }
-  auto failed = c10::make_scope_exit([this] { withdraw(); });
+  const auto over = c10::make_scope_exit([this] { withdraw(); }); // all have taken the turn, or none is to
   if (!options_->environment) {
     job = "torch-" + secret.substr(0, 24);
     config.job = job.c_str();
@@ -370,7 +373,6 @@ void Backend::join() {
   Interruptible interruptible(tutti);
   tutti_group group = 0;
   interruptible.check(tutti.tutti_join(&config, &group), [&] { tutti.tutti_close(group); });
-  failed.release();
   group_ = group;
 }
 

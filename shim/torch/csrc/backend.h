@@ -212,7 +212,7 @@ class Backend final : public c10d::Backend {
   void join();
   tutti_member member() const; // makes it when it is first called
   std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
-  void withdraw() noexcept; // the join after meet has failed: late ranks do not join that turn
+  void withdraw() noexcept; // the join after meet is over: no rank that comes later takes that turn
   Staged::Use gathered() const;
   // Waits until store_ has the key, and ready, which may be empty, holds.
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end,

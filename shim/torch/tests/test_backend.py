@@ -783,6 +783,22 @@ def one_port(rank, size, port):
         dist.destroy_process_group()
 
 
+def grows(rank, size, port):
+    """A later group over the same store has a rank that had no part in the first, and that comes first."""
+    common = dist.PrefixStore("grows", harness.store(port))
+    options = tutti_torch.Options()
+    options._timeout = timedelta(seconds=20)
+    if rank < 2:
+        tutti_torch.ProcessGroupTutti(common, rank, 2, options).shutdown()
+        common.set(f"first {rank}", "")
+    common.wait(["first 0", "first 1"])
+    if rank == 0:
+        common.wait(["tutti/turns/2"])
+    group = tutti_torch.ProcessGroupTutti(common, rank, size, options)
+    group.barrier().wait()
+    group.shutdown()
+
+
 def details(rank, size, port):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is within one of torch."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -890,6 +906,9 @@ class Backend(unittest.TestCase):
     @needs("suspend")
     def test_suspend_and_resume(self):
         harness.run(suspends, 2)
+
+    def test_larger_group_over_the_store_of_an_earlier_one(self):
+        harness.run(grows, 3)
 
     @needs("suspend")
     def test_resume_after_a_failed_one(self):

@@ -240,6 +240,11 @@ def _message(kind, title, op, tensors, use, what, peer, tag):
     return task
 
 
+def _exist():
+    """Reports whether this process has a group."""
+    return any(one is not None and not one._closed for one in [reference() for reference in list(_backends)])
+
+
 class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
     """The backend of a group, over Tutti's library. It may be used by several threads."""
 
@@ -251,8 +256,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         super().__init__(rank, size)
         groups_completed()
         self._rank, self._size, self._options, self._store = rank, size, options, another(store)
-        others = [reference() for reference in _backends]
-        self._further = any(other and not other._closed for other in others)  # the process had a group before
+        self._further = _exist()
         self._prefix = ""  # of this group's keys in the store
         self._outlives = False  # the group goes on without lost ranks
         self._joined = 0  # what the group was made with, in milliseconds; set_timeout leaves it
@@ -356,9 +360,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         return store.get(self._prefix + "secret")
 
     def _withdraw(self):
-        """The join after _meet has failed: late ranks do not join that turn."""
+        """The join after _meet is over: no rank that comes later takes that turn."""
         if self._rank == 0 and self._prefix:
-            with contextlib.suppress(Exception):  # the program gets the error of the join
+            with contextlib.suppress(Exception):  # the program gets the outcome of the join
                 self._store.set(_TURN, "0")
 
     def _join(self):
@@ -392,8 +396,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             check(*blocking(api.api().tutti_join, ctypes.byref(config), ctypes.byref(group)))
         except BaseException:
             api.api().tutti_close(group)  # a signal handler has raised meanwhile
-            self._withdraw()
             raise
+        finally:
+            self._withdraw()
         self._group = group.value
 
     def _gathered(self):

@@ -95,6 +95,7 @@ class Reconfigure:
             old, closed = fresh.value, self._closed
             if not closed:
                 old, self._group = self._group, fresh.value
+                self._running.recovered()
                 self._joined = self._member_timeout
                 self._prefix = f"tutti/members/{uuid}/"
                 self._seq = self._barriers = self._deleted = 0
@@ -106,7 +107,6 @@ class Reconfigure:
             raise error_of(api.ECLOSED, "tutti reconfigure: the process group was shut down")
         for work in self._running.all():
             work.await_(_CLOSE)
-        self._running.recovered()
         work = Work(0, Task(OpType.UNKNOWN, "tutti:reconfigure"), self._ordered, self._running)
         work.poll()  # it is over
         return groups.made(work)
