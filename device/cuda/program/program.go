@@ -207,5 +207,10 @@ func (g *Graph) Launch(stream uintptr) error {
 	return failed(C.launch(g.p.p, g.exec, C.uintptr_t(stream)), "launch a graph")
 }
 
-// Close frees the graph.
-func (g *Graph) Close() error { return failed(C.drop(g.p.p, g.exec), "free a graph") }
+// Close frees the graph. It does nothing if Capture has made none.
+func (g *Graph) Close() error {
+	if g.exec == nil {
+		return nil
+	}
+	return failed(C.drop(g.p.p, g.exec), "free a graph")
+}
