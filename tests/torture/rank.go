@@ -839,8 +839,8 @@ func (r *rank) check(name string, c *call, err error) {
 	}
 	if r.job.Uniform && c.step.May == Cancelled {
 		value := fmt.Sprint(err == nil)
-		// A rank that gives up while the result is confirmed, or its stream comes to the end, fails,
-		// and others may not. The error of a call that is not a Work does not tell when.
+		// A rank that gives up while the result is confirmed, or its stream comes to the end,
+		// fails, and others may not. The error of a call that is not a Work does not tell when.
 		if err != nil && c.ends && (c.work == nil || local || c.device.has(c.dst) || c.device.has(c.src)) {
 			value = anything
 		}
