@@ -163,7 +163,8 @@ class Guest(unittest.TestCase):
         for rank, seen in enumerate(footprints):
             memory, threads, descriptors = zip(*seen, strict=True)
             with self.subTest(rank=rank, memory=memory, threads=threads, descriptors=descriptors):
-                self.assertLessEqual(threads[-1], threads[0] + 2)  # Go starts one when all its threads block
+                # Go keeps the threads that it starts while others block. A group that leaves one makes CYCLES.
+                self.assertLess(threads[-1], threads[0] + CYCLES // 10)
                 self.assertLessEqual(descriptors[-1], descriptors[0])
                 self.assertLess(memory[-1], memory[0] + (8 << 20))
 
