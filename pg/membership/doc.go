@@ -35,6 +35,11 @@
 // knowledge differs for a moment may propose different views; the store takes one of them, and the
 // others compute again. A rank that finds itself outside of the set proposes its own removal, too.
 //
+// When the store comes back ([StoreBack]), all windows begin anew, and missing links are probed at
+// once: an outage of the network takes away both, and the store is often back before the links.
+// Verdicts do not wait. While the store never stays for a window, no rank is removed because of a
+// missing link: such a decision needs the reports of the others.
+//
 // Events apply to one incarnation only. Evidence about an incarnation that has left the view is
 // dropped, and so are its reports. A report stays valid over a change of the view, because a link
 // that was missing in one epoch is missing in the next. The next report of that incarnation

@@ -110,7 +110,7 @@ type Rejoin struct{ Incarnation uint64 }
 // StoreAway says that the store cannot be reached; nothing is proposed until StoreBack.
 type StoreAway struct{ Cause string }
 
-// StoreBack ends StoreAway.
+// StoreBack ends StoreAway. The windows of missing links begin anew.
 type StoreBack struct{}
 
 // Tick is the passing of one unit of time.
@@ -178,7 +178,7 @@ type Report struct {
 }
 
 // Warm asks for a link with this incarnation. LinkUp or LinkDown answers it; after LinkDown it is
-// repeated after growing pauses.
+// repeated, after pauses that grow to 512 ticks.
 type Warm struct{ Peer }
 
 // AskJoin asks to publish that this incarnation is linked with all active ones of Epoch and waits

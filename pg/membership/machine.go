@@ -227,6 +227,7 @@ func (m *Machine) Step(ev Event) []Action {
 		}
 	case StoreBack:
 		m.away, m.blind, m.fails, m.retryAt = "", false, 0, 0
+		m.renew()
 	case Rejoin:
 		m.rejoin(e.Incarnation)
 	case Close:
@@ -333,6 +334,17 @@ func (m *Machine) retract(p, q Peer) {
 	}
 }
 
+// renew begins the windows of all missing links anew, and has the links tried at once.
+func (m *Machine) renew() {
+	clear(m.broken)
+	m.evidence(true)
+	for _, l := range m.peers {
+		if l.tries = 0; !l.busy {
+			l.next = m.now
+		}
+	}
+}
+
 // linkDown records that a link broke, or could not be made.
 func (m *Machine) linkDown(l *peerState, cause string) {
 	switch {
@@ -350,9 +362,14 @@ func (m *Machine) linkDown(l *peerState, cause string) {
 	}
 }
 
-// later schedules the next probe or warm-up of l, after a pause that doubles each time.
+// maxDoublings bounds the pauses between tries of a link. One that was down for long is made soon
+// after the network has healed.
+const maxDoublings = 9
+
+// later schedules the next probe or warm-up of l, after a pause that doubles up to maxDoublings
+// times.
 func (m *Machine) later(l *peerState) {
-	l.busy, l.next = false, m.now+1<<min(max(l.tries-1, 0), 30)
+	l.busy, l.next = false, m.now+1<<min(max(l.tries-1, 0), maxDoublings)
 }
 
 func (m *Machine) probed(e Probed) {

@@ -135,8 +135,8 @@ func TestMachineSharesNoMemoryWithCaller(t *testing.T) {
 	}
 }
 
-// Tries to reach what stays away become rarer, so that a job at rest is at rest: 2**k ticks bring k
-// of them.
+// Tries to reach what stays away become rarer, so that a job at rest is at rest: the first 2**10
+// ticks bring ten of them, and 2**9 more ticks one more.
 func TestRetriesBecomeRare(t *testing.T) {
 	v := First([]uint64{1, 2})
 	joiner := newMachine(t, Config{Slot: 2, MaxSize: 3, Incarnation: 3, View: v})
@@ -171,6 +171,55 @@ func TestRetriesBecomeRare(t *testing.T) {
 	if proposals < 12 || proposals > 17 {
 		t.Errorf("%d proposals in %d ticks: expected 7 in the first 64*3, and one in 64*3 from then on", proposals,
 			10*3*64)
+	}
+}
+
+// However long a link was down, a rank that waits for admission tries it every 2**9 ticks at least.
+func TestPausesAreBounded(t *testing.T) {
+	v := First([]uint64{1})
+	m := newMachine(t, Config{Slot: 1, MaxSize: 2, Incarnation: 2, View: v})
+	last := 0
+	for tick := range 1 << 14 {
+		m.Step(LinkDown{Peer{0, 1}, "refused"})
+		if slices.Contains(m.Step(Tick{}), Action(Warm{Peer{0, 1}})) {
+			last = tick
+		} else if tick-last >= 1<<9 {
+			t.Fatalf("tick %d: it has tried in tick %d last", tick, last)
+		}
+	}
+}
+
+// After an outage of the store, links that are missing have a window to come back. They are probed
+// at once.
+func TestWindowsBeginAnewWithStore(t *testing.T) {
+	const window = 4
+	peer := Peer{1, 2}
+	for _, heal := range []int{0, 1, window, 4 * window} { // the tick in which the link comes back
+		m := newMachine(t, Config{Incarnation: 1, View: First([]uint64{1, 2, 3}), Window: window})
+		step := func(ev Event) (probed, proposed bool) {
+			acts := m.Step(ev)
+			if probed = slices.Contains(acts, Action(Probe{peer})); probed {
+				acts = append(acts, m.Step(Probed{peer, VerdictUnknown})...)
+			}
+			return probed, slices.ContainsFunc(acts, func(a Action) bool { _, ok := a.(Propose); return ok })
+		}
+		step(LinkDown{peer, "no answer"})
+		step(StoreAway{"no route to the store"})
+		for range 10 * window {
+			step(Tick{})
+		}
+		probed, proposed := step(StoreBack{})
+		if !probed || proposed {
+			t.Errorf("at once: it probes: %t, it proposes: %t", probed, proposed)
+		}
+		for tick := range 2 * window {
+			if tick == heal {
+				step(LinkUp{peer})
+			}
+			if _, proposed := step(Tick{}); proposed != (tick == window && heal > window) {
+				t.Errorf("the link comes back in tick %d: in tick %d it proposes: %t", heal, tick, proposed)
+			}
+		}
 	}
 }
 

@@ -183,6 +183,7 @@ func TestModel(t *testing.T) {
 		{"two, a lease runs out", 2, Config{}, mayLease, 2, 2},
 		{"two, one is evicted", 2, Config{}, mayEvict | mayDuplicate, 2, 2},
 		{"two, the store goes away", 2, Config{}, mayKill | mayAway, 2, 4},
+		{"two, cut, the store goes away", 2, Config{}, mayCut | mayAway, 2, 1},
 		{"two, one dies and comes back", 2, Config{AutoAdmit: true}, mayKill | mayStart, 2, 0},
 		{"three, one dies", 3, Config{}, mayKill, 1, 0},
 		{"three, cut", 3, Config{}, mayCut, 1, 1},

@@ -496,7 +496,16 @@ func (w *sim) storeBack(p *proc) {
 	} else {
 		w.broadcast(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 	}
-	w.step(p, StoreBack{})
+	before := p.cas
+	if w.step(p, StoreBack{}); p.cas == nil || p.cas == before {
+		return
+	}
+	for i, s := range p.cas.Old.Slots {
+		if q := w.process(Peer{i, s.Incarnation}); q != nil && q.alive && !q.condemned &&
+			!p.cas.New.Has(i, s.Incarnation) { // a missing link may have come back with the store
+			w.fail("%v proposes to remove %v, which is alive, as soon as it finds the store", p.me, q.me)
+		}
+	}
 }
 
 // settle delivers everything, in the order in which it was sent, and lets time pass until no
