@@ -54,8 +54,7 @@ type Server struct {
 	etcd    *etcd.Server
 	l       *proof.Listener
 	dir     string
-	open    *os.File // dir
-	lock    *os.File
+	held    *lockdir.Held // dir
 	address string
 	once    sync.Once
 	err     error
@@ -105,10 +104,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 			s.Close()
 		}
 	}()
-	if s.dir, s.lock, err = makeDir(cfg.Dir); err != nil {
-		return nil, fmt.Errorf("embedded store: %w", err)
-	}
-	if s.open, err = os.Open(s.dir); err != nil {
+	if s.dir, s.held, err = makeDir(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
 	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Admit: s.admit,
@@ -175,7 +171,7 @@ func (s *Server) config() *embed.Config {
 	c.GRPCKeepAliveMinTime = time.Second
 	c.GRPCKeepAliveInterval, c.GRPCKeepAliveTimeout = 10*time.Second, 5*time.Second
 	// The address of a Unix socket has no room for a long path.
-	etcd.Listen(c, url.URL{Scheme: "unix", Path: fmt.Sprintf("/proc/self/fd/%d/etcd", s.open.Fd())})
+	etcd.Listen(c, url.URL{Scheme: "unix", Path: fmt.Sprintf("/proc/self/fd/%d/etcd", s.held.Dir.Fd())})
 	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}),
 		grpc.ConnectionTimeout(proof.Timeout)}
 	return c
@@ -195,15 +191,14 @@ func (s *Server) Close() error {
 		}
 		if s.dir != "" {
 			s.err = os.RemoveAll(s.dir)
-			s.lock.Close()
-			s.open.Close()
+			s.held.Close()
 		}
 	})
 	return s.err
 }
 
 // makeDir makes a locked data directory below dir and removes those of killed launchers.
-func makeDir(dir string) (string, *os.File, error) {
+func makeDir(dir string) (string, *lockdir.Held, error) {
 	if dir == "" {
 		dir = os.TempDir()
 	}
@@ -216,10 +211,10 @@ func makeDir(dir string) (string, *os.File, error) {
 	if err != nil {
 		return "", nil, err
 	}
-	lock, err := lockdir.Lock(own)
+	held, err := lockdir.Lock(own)
 	if err != nil {
 		os.RemoveAll(own)
 		return "", nil, err
 	}
-	return own, lock, nil
+	return own, held, nil
 }

@@ -67,15 +67,16 @@ func Create(path string) (*os.File, error) {
 }
 
 // Replace makes a new file in the place of any old one. A symbolic link is followed if it belongs
-// to this user or root, else replaced.
+// to this user or root, else replaced. Each write appends, also after others have truncated the
+// file.
 func Replace(path string, mode fs.FileMode) (*os.File, error) {
 	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 && trusted(info) {
-		return os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, mode)
+		return os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY|os.O_APPEND, mode)
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
-	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|syscall.O_NOFOLLOW, mode)
+	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|os.O_APPEND|syscall.O_NOFOLLOW, mode)
 }
 
 // Read opens a regular file for reading. It neither follows symbolic links nor blocks on pipes.

@@ -63,6 +63,29 @@ func TestLinksAreNotFollowed(t *testing.T) {
 	}
 }
 
+// A log may be rotated by copying and truncating it.
+func TestReplacedFileMayBeTruncated(t *testing.T) {
+	dir := t.TempDir()
+	path, link := filepath.Join(dir, "log"), filepath.Join(dir, "link")
+	if err := os.Symlink(filepath.Join(dir, "elsewhere"), link); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{path, link} {
+		f, err := Replace(name, 0o644)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		_, err1 := f.WriteString("first line\n")
+		err2 := os.Truncate(name, 0)
+		_, err3 := f.WriteString("second\n")
+		b, err4 := os.ReadFile(name)
+		if err := errors.Join(err1, err2, err3, err4); err != nil || string(b) != "second\n" {
+			t.Errorf("%s has %q, %v", filepath.Base(name), b, err)
+		}
+	}
+}
+
 func TestCreateIsReadableByOwnerOnly(t *testing.T) {
 	defer syscall.Umask(syscall.Umask(0))
 	path := filepath.Join(t.TempDir(), "f")

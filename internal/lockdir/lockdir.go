@@ -3,6 +3,7 @@
 package lockdir
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -37,22 +38,39 @@ func elsewhere(lock *os.File) bool {
 	return host != ownHost && boot != ownBoot
 }
 
-// Lock marks dir, a new directory of this process, as in use until the returned file is closed.
-func Lock(dir string) (*os.File, error) {
+// A Held is a directory that is in use until Close.
+type Held struct {
+	Dir  *os.File // the directory
+	lock *os.File
+}
+
+// Lock marks dir, a new directory of this process, as in use, and keeps systemd-tmpfiles from
+// removing what gets old in it: it leaves alone a directory that it cannot lock itself.
+func Lock(dir string) (*Held, error) {
+	d, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	unix.Flock(int(d.Fd()), unix.LOCK_SH) // not every file system locks directories
 	lock, err := os.OpenFile(filepath.Join(dir, lockName), os.O_CREATE|os.O_EXCL|os.O_RDWR|unix.O_CLOEXEC, 0o600)
 	if err != nil {
+		d.Close()
 		return nil, err
 	}
 	if err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
 		host, boot := here()
 		_, err = fmt.Fprintf(lock, lockForm, os.Getpid(), host, boot)
 	}
+	h := &Held{d, lock}
 	if err != nil {
-		lock.Close()
+		h.Close()
 		return nil, err
 	}
-	return lock, nil
+	return h, nil
 }
+
+// Close ends the use of the directory. It leaves the directory in place.
+func (h *Held) Close() error { return errors.Join(h.lock.Close(), h.Dir.Close()) }
 
 // RemoveStale removes this user's directories below parent whose names ours accepts and whose lock
 // is free. Directories without a lock file, or with an empty one, are left alone, because their

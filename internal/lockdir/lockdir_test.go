@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/internal/ident"
 )
 
@@ -39,7 +41,7 @@ func TestRemoveStale(t *testing.T) {
 	of := func(host, boot string) func(string) error {
 		return written(fmt.Sprintf("pid 1\nhost %s\nboot %s\n", host, boot))
 	}
-	var held *os.File
+	var held *Held
 	add("held", true, func(path string) (err error) {
 		held, err = Lock(path)
 		return err
@@ -64,5 +66,29 @@ func TestRemoveStale(t *testing.T) {
 		if _, err := os.Stat(filepath.Join(parent, name)); (err == nil) != stay {
 			t.Errorf("%s: %v, want that it stays: %v", name, err, stay)
 		}
+	}
+}
+
+// systemd-tmpfiles locks each directory like this before it removes what is old there, and leaves it
+// if that fails.
+func TestCleanersLeaveALockedDirectory(t *testing.T) {
+	dir := t.TempDir()
+	held, err := Lock(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cleaner, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cleaner.Close()
+	if err := unix.Flock(int(cleaner.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != unix.EWOULDBLOCK {
+		t.Errorf("a cleaner locks a directory in use: %v", err)
+	}
+	if err := held.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Flock(int(cleaner.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		t.Errorf("a cleaner cannot lock a directory that is not in use: %v", err)
 	}
 }

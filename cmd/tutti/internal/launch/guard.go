@@ -21,6 +21,7 @@ import (
 	"tutti/internal/cpus"
 	"tutti/internal/epoll"
 	"tutti/internal/ident"
+	"tutti/internal/lockdir"
 )
 
 // guardName is argv[0] of the guard, by which it recognizes itself and is shown in ps.
@@ -72,8 +73,8 @@ type Guard struct {
 	conn   *net.UnixConn
 	proc   *os.Process
 	events chan Event
-	mu     sync.Mutex // one message at a time
-	lock   *os.File   // of the temporary directory, until this process ends
+	mu     sync.Mutex    // one message at a time
+	temp   *lockdir.Held // the temporary directory, in use until this process ends
 }
 
 // IsGuard reports whether this process was started as a guard; main must then call GuardMain before
@@ -168,7 +169,7 @@ func (g *Guard) Temp() (string, error) {
 			return "", err
 		}
 		var err error
-		if g.lock, err = makeTemp(dir); err != nil {
+		if g.temp, err = makeTemp(dir); err != nil {
 			return "", fmt.Errorf("make a temporary directory (TMPDIR says where): %w", err)
 		}
 		return dir, nil

@@ -77,11 +77,32 @@ type stream struct {
 	colour bool
 	prefix bool
 	width  int
-	failed bool
+	end    end
+	failed bool // a write has failed; the next may succeed
+	gone   bool // it has no reader
 	stuck  bool // a write was given up: it may still be in progress, and there is no other
 
 	open  *source       // its unfinished line is the last text; nil: the last text is a whole line
 	going chan struct{} // closed when that line cannot go on; nil: it cannot
+}
+
+// end is what is known of the end of a file to which lines are written.
+type end struct {
+	within bool // it is within a line
+	lost   bool // text that was to follow is lost
+}
+
+// write writes b to w. If text was lost within a line, it ends that line first.
+func (e *end) write(w io.Writer, b []byte) error {
+	if e.within && e.lost {
+		b = append([]byte{'\n'}, b...)
+	}
+	n, err := w.Write(b)
+	if n > 0 {
+		e.within = b[n-1] != '\n'
+	}
+	e.lost = err != nil
+	return err
 }
 
 // source is the standard output or error of one process of a rank.
@@ -111,14 +132,14 @@ func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks 
 		if err := files.Directory(logDir); err != nil {
 			return nil, fmt.Errorf("the log directory: %w", err)
 		}
-		o.log = &ranksLog{files: map[int]*os.File{}, report: report}
+		o.log = &ranksLog{files: map[int]*rankLog{}, report: report}
 		for _, r := range ranks {
 			f, err := files.Replace(filepath.Join(logDir, fmt.Sprintf("rank-%d.log", r)), 0o644)
 			if err != nil {
 				o.log.close()
 				return nil, fmt.Errorf("make rank %d's log: %w", r, err)
 			}
-			o.log.files[r] = f
+			o.log.files[r] = &rankLog{WriteCloser: f}
 		}
 	}
 	return o, nil
@@ -283,10 +304,11 @@ func (o *Output) show(p *source, text []byte) {
 	if from == len(b) {
 		return
 	}
-	if !o.emitLocked(s, b[from:]) {
-		p.text = nil
+	err := o.emitLocked(s, b[from:])
+	if s.stuck {
+		p.text = nil // it may still be in use
 	}
-	if p.begun {
+	if p.begun && err == nil {
 		s.followLocked(p)
 	} else {
 		s.followLocked(nil)
@@ -375,30 +397,25 @@ func (s *stream) stopLocked() {
 	}
 }
 
-// emitLocked writes b to s, which is locked. It returns false if b may still be in use.
-func (o *Output) emitLocked(s *stream, b []byte) bool {
-	if s.failed && s != o.out {
-		return true
+// emitLocked writes b to s, which is locked, unless s has no reader. It reports the first failure.
+func (o *Output) emitLocked(s *stream, b []byte) error {
+	if s.gone {
+		return nil
 	}
 	err := o.writeLocked(s, b)
-	if s.stuck {
+	switch {
+	case s.stuck:
 		o.dropped.Add(int64(max(1, bytes.Count(b, []byte{'\n'}))))
-		return false
-	}
-	if err == nil || s.failed {
-		return true
-	}
-	s.failed = true
-	if errors.Is(err, syscall.EPIPE) {
+	case errors.Is(err, syscall.EPIPE):
+		s.gone = true
 		if s == o.out {
 			close(o.broken)
 		}
-		return true
-	}
-	if s == o.out {
+	case err != nil && !s.failed:
+		s.failed = true
 		o.report(fmt.Sprintf("cannot write the ranks' output: %v; the job goes on", err))
 	}
-	return true
+	return err
 }
 
 // writeLocked writes to s, which is locked, unless s is stuck.
@@ -408,8 +425,7 @@ func (o *Output) writeLocked(s *stream, b []byte) error {
 	}
 	done := make(chan error, 1)
 	go func() {
-		_, err := s.w.Write(b)
-		done <- err
+		done <- s.end.write(s.w, b)
 	}()
 	select {
 	case err := <-done:
@@ -427,12 +443,18 @@ func (o *Output) writeLocked(s *stream, b []byte) error {
 	}
 }
 
-// ranksLog is one file for each rank. A failure to write is reported once, and the job goes on.
+// ranksLog is one file for each rank. The first failure to write is reported, and the job goes on:
+// later lines are written if there is room again.
 type ranksLog struct {
 	mu     sync.Mutex // a rank's two streams share its file
-	files  map[int]*os.File
+	files  map[int]*rankLog
 	report func(string)
 	failed bool
+}
+
+type rankLog struct {
+	io.WriteCloser
+	end end
 }
 
 func (l *ranksLog) write(rank int, b []byte) {
@@ -442,13 +464,9 @@ func (l *ranksLog) write(rank int, b []byte) {
 	if f == nil {
 		return
 	}
-	if _, err := f.Write(b); err != nil {
-		if !l.failed {
-			l.report(fmt.Sprintf("cannot write rank %d's log: %v; the job goes on, the log is incomplete", rank, err))
-		}
+	if err := f.end.write(f, b); err != nil && !l.failed {
 		l.failed = true
-		f.Close()
-		delete(l.files, rank)
+		l.report(fmt.Sprintf("cannot write rank %d's log: %v; the job goes on, the log is incomplete", rank, err))
 	}
 }
 

@@ -301,6 +301,65 @@ func TestOutputThatNobodyReads(t *testing.T) {
 	}
 }
 
+// full is a file on a disk that is full at times: its next writes have room for so many bytes, and
+// later ones for all.
+type full struct {
+	*os.File
+	room []int
+}
+
+func (f *full) Write(b []byte) (int, error) {
+	if len(f.room) == 0 {
+		return f.File.Write(b)
+	}
+	n := min(f.room[0], len(b))
+	f.room = f.room[1:]
+	if _, err := f.File.Write(b[:n]); err != nil || n == len(b) {
+		return n, err
+	}
+	return n, syscall.ENOSPC
+}
+
+// TestOutputOfAFullDisk: what is lost is reported once, and later lines are lines of their own.
+func TestOutputOfAFullDisk(t *testing.T) {
+	const all = 1000
+	for _, isErr := range []bool{false, true} {
+		out, outText := sink(t)
+		errw, errText := sink(t)
+		var reports []string
+		o, err := NewOutput(out, errw, true, 1, "", nil, func(s string) { reports = append(reports, s) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, file, contents := o.out, out, outText
+		if isErr {
+			s, file, contents = o.err, errw, errText
+		}
+		s.w = &full{file, []int{all, len("[0] tw"), 0, all, all, all, 0, all, len("[0]")}}
+		p := &source{to: s, head: []byte("[0] ")}
+		for _, text := range []string{"one\n", "two\n", "three\n", "fo", "ur\n", "fi", "ve\n", "six\n", "se", "ven\n"} {
+			o.show(p, []byte(text))
+		}
+		if got, want := contents(), "[0] one\n[0] tw\n[0] four\n[0] fi\n[0] six\n[0]\n[0] ven\n"; got != want {
+			t.Errorf("standard error: %t: %q, want %q", isErr, got, want)
+		}
+		if len(reports) != 1 || !strings.Contains(reports[0], syscall.ENOSPC.Error()) {
+			t.Errorf("standard error: %t: reports %q", isErr, reports)
+		}
+	}
+
+	file, contents := sink(t)
+	reports := 0
+	l := &ranksLog{report: func(string) { reports++ },
+		files: map[int]*rankLog{0: {WriteCloser: &full{file, []int{all, len("tw"), 0}}}}}
+	for _, text := range []string{"one\n", "two\n", "three\n", "four\n"} {
+		l.write(0, []byte(text))
+	}
+	if got, want := contents(), "one\ntw\nfour\n"; got != want || reports != 1 {
+		t.Errorf("the log has %q, want %q; %d reports", got, want, reports)
+	}
+}
+
 func TestOutcome(t *testing.T) {
 	for status, want := range map[uint32]string{
 		0x0000: "0 exited with code 0", 0x0300: "3 exited with code 3", 0xff00: "255 exited with code 255",

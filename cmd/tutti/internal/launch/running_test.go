@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/lockdir"
 	"tutti/pg/flight"
 )
 
@@ -23,7 +24,7 @@ func TestJobs(t *testing.T) {
 		}
 		return mine
 	}
-	var locks []*os.File
+	var locks []*lockdir.Held
 	start := func(dir, job string) *launcher {
 		l := &launcher{Options: Options{Program: "./train", Args: []string{"-x"}, Job: "jobs-test-" + job,
 			Secret: "0123456789abcdef"}, world: 4, temp: filepath.Join(os.TempDir(), "tutti-"+dir)}
