@@ -3,6 +3,8 @@ BIN     := bin
 # Debian packages: the compiler for cgo, the header of RDMA devices and Python, network namespaces and traffic control, and what the peer programs are built and run with.
 DEPS       := gcc g++ libc6-dev libibverbs-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
 PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev iperf3 ucx-utils
+# What a target ends with that has skipped all of its tests: in CI that is an error.
+UNLESS_CI   := [ "$$CI" != true ]
 # What starts examples/launch.
 LAUNCH_DEPS := slurm-wlm munge openmpi-bin mpich systemd
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
@@ -111,7 +113,8 @@ test-purego: ## build and test without cgo and without assembly
 
 test-pytorch: ## test-torch beside test-c10d, if make deps-torch has been run
 	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory -j2 -O test-torch test-c10d; else \
-		echo "skipped: the PyTorch backend and PyTorch's own tests of it: there is no torch $(TORCH) in $(TORCH_ENV) (make deps-torch)"; fi
+		echo "skipped: the PyTorch backend and PyTorch's own tests of it: there is no torch $(TORCH) in $(TORCH_ENV) (make deps-torch)"; \
+		$(UNLESS_CI); fi
 
 test-rdma: ## the tests that need an RDMA device, in a virtual machine with Soft-RoCE
 	@tests/softroce/setup.sh >/dev/null
@@ -119,7 +122,7 @@ test-rdma: ## the tests that need an RDMA device, in a virtual machine with Soft
 
 test-softroce: ## test-rdma, if make deps-rdma has been run
 	@if why=$$(tests/softroce/setup.sh --check 2>&1 >/dev/null); then $(MAKE) --no-print-directory test-rdma; else \
-		echo "skipped: the tests of RDMA devices: $$why"; fi
+		echo "skipped: the tests of RDMA devices: $$why"; $(UNLESS_CI); fi
 
 test-gpu: ## the tests of a GPU, on this machine's, with a table of bandwidths
 	@tests/gpu/run.sh

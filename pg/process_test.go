@@ -145,21 +145,30 @@ func TestSurvivorsNameKilledRank(t *testing.T) {
 
 // A rank that is stopped, not dead, is named by the timeout.
 func TestErrorNamesStoppedRank(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
-		ctx := context.Background()
+		ctx := t.Context()
 		if err := g.Barrier(ctx); err != nil {
 			t.Fatal(err)
 		}
+		if through(t, g, 0); g.Rank() == 0 {
+			pgtest.InjectFaults(t).Stop(1, time.Minute)
+		}
 		if g.Rank() == 1 {
-			return // never comes; but closes, when the test function ends
+			through(t, g, 1)
+			return
 		}
+		ctx, cancel := context.WithTimeout(ctx, time.Second)
+		defer cancel()
 		err := g.Barrier(ctx)
-		var re *pg.RankError
 		var to *pg.TimeoutError
-		if !(errors.As(err, &re) && re.Rank == 1) && !(errors.As(err, &to) && to.Missing[0].Rank == 1) {
-			t.Errorf("got %v, want an error that names rank 1", err)
+		if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
+			t.Errorf("got %v, want a *TimeoutError that names rank 1", err)
 		}
-	}, pgtest.Config(pg.Config{Timeout: 5 * time.Second}))
+		if g.Rank() == 0 {
+			pgtest.InjectFaults(t).Kill(1)
+		}
+	}, pgtest.Faults(nil), pgtest.Expect(1, syscall.SIGKILL))
 }
 
 // A cancelled operation on shared memory leaves memory that no peer touches any more.
@@ -181,11 +190,12 @@ func TestCancelFencesRegisteredMemory(t *testing.T) {
 				if x[0] != 2 || x[len(x)-1] != 2 {
 					t.Fatalf("a wrong result: %v, %v", x[0], x[len(x)-1])
 				}
-				if g.Rank() == 0 && round > 3 { // leave rank 1 alone in the next one
-					ctx, cancel := context.WithCancel(context.Background())
-					cancel()
+				if g.Rank() == 0 && round > 3 { // leave rank 1 alone in the middle of the next one
+					ctx, cancel := context.WithTimeout(context.Background(), 300*time.Microsecond)
 					err = pg.AllReduce(ctx, g, x, pg.Sum)
-				} else {
+					cancel()
+				}
+				if err == nil {
 					continue
 				}
 			}
@@ -205,12 +215,16 @@ func TestCancelFencesRegisteredMemory(t *testing.T) {
 	})
 }
 
-func TestSecretsMustAgree(t *testing.T) {
+// A rank needs a secret, and a store that is away ends a Join in time.
+func TestJoinNeedsSecretAndStore(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 1, func(t *testing.T, g *pg.Group) {
+		for _, name := range []string{"TUTTI_SECRET", "TUTTI_SECRET_FILE"} {
+			os.Unsetenv(name) // of this process, which is a rank
+		}
 		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, StoreAddr: "etcd://127.0.0.1:1",
-			Timeout: 10 * time.Second}); err == nil {
-			t.Error("joined without a secret")
+			Timeout: 10 * time.Second}); err == nil || !strings.Contains(err.Error(), "no job secret") {
+			t.Errorf("without a secret: %v", err)
 		}
 		start := time.Now()
 		_, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, StoreAddr: "etcd://127.0.0.1:1",

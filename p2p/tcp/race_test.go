@@ -22,7 +22,7 @@ func swallowing(t *testing.T) string {
 	}
 	at := &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: must(unix.Getsockname(fd)).(*unix.SockaddrInet4).Port}
 	for range 16 {
-		c, err := net.DialTimeout("tcp", at.String(), 200*time.Millisecond)
+		c, err := net.DialTimeout("tcp", at.String(), 2*time.Second)
 		if err != nil {
 			return at.String()
 		}

@@ -115,7 +115,7 @@ func TestNoFilesLeft(t *testing.T) {
 			t.Parallel()
 			const n = 16
 			s := rig.New(t)
-			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "5s",
+			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "20s",
 				"--",
 				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", proctest.Self())
 			ranks := s.Arrive(n)

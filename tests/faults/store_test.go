@@ -48,7 +48,7 @@ func TestStoreLost(t *testing.T) {
 			})
 			t.Run("new links fail in time", func(t *testing.T) {
 				t.Parallel()
-				const n, timeout = 16, 10 * time.Second
+				const n, timeout = 16, 20 * time.Second
 				s := rig.New(t)
 				store, address := startStore(t, s, rig.Embedded)
 				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--timeout",

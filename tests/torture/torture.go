@@ -90,7 +90,7 @@ func Run(t *testing.T, o Options) *Summary {
 		}
 		failed = 0
 		var history []*Program
-		for n, most := 0, pick(g, 5, 15, 60); n < most && !over(); n++ {
+		for n, most := 0, pick(g, 5, 15, 60); n < most && (sum.Programs == 0 || !over()); n++ {
 			p := g.program(made)
 			history = append(history, p)
 			res := j.run(p)

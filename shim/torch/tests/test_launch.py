@@ -44,19 +44,23 @@ class Hosts:
     """Two network namespaces with a link between them."""
 
     def __enter__(self):
-        self.names = [f"tutti-torch-{os.getpid()}-{i}" for i in range(2)]
+        self.names = [f"tutti-torch-{secrets.token_hex(4)}-{i}" for i in range(2)]
         try:
+            self.ip("netns", "add", self.names[0])
+        except subprocess.CalledProcessError as e:
+            raise unittest.SkipTest(f"needs network namespaces: {e.stderr.strip()}") from None
+        try:
+            self.ip("netns", "add", self.names[1])
             for name in self.names:
-                self.ip("netns", "add", name)
                 self.ip("-n", name, "link", "set", "lo", "up")
             a, b = self.names
             self.ip("-n", a, "link", "add", "data", "type", "veth", "peer", "name", "data", "netns", b)
             for i, name in enumerate(self.names):
                 self.ip("-n", name, "address", "add", f"10.77.9.{i + 1}/24", "dev", "data")
                 self.ip("-n", name, "link", "set", "data", "up")
-        except subprocess.CalledProcessError as e:
+        except BaseException:
             self.__exit__()
-            raise unittest.SkipTest(f"needs network namespaces: {e.stderr.strip()}") from None
+            raise
         return self.names
 
     def __exit__(self, *_):

@@ -334,7 +334,7 @@ static void interrupt(void)
 
 	caller = pthread_self();
 	OK(tutti_set_interrupt(never, NULL));
-	op.timeout_ns = 120000000;
+	op.timeout_ns = 1000000000;
 	CODE(TUTTI_ETIMEOUT, tutti_do(g, &op));
 	TRUE(checks > 0);
 	op.timeout_ns = 0;

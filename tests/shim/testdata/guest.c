@@ -740,7 +740,8 @@ static void threads(void)
 		pthread_join(thread, NULL);
 	}
 	end = use();
-	TRUE(end.threads <= warm.threads + 2 && end.memory < warm.memory + 8192);
+	TRUE(end.threads <= warm.threads + 20); /* as in cycles; one that stays for each thread makes 700 */
+	TRUE(end.memory < warm.memory + 8192);
 	TRUE(tutti_last_error()[0] == 0); /* that of this thread */
 	OK(api.tutti_close(g));
 }
