@@ -69,8 +69,8 @@ func TestRemoveStale(t *testing.T) {
 	}
 }
 
-// systemd-tmpfiles locks each directory like this before it removes what is old there, and leaves it
-// if that fails.
+// systemd-tmpfiles locks each directory like this before it removes what is old there, and leaves
+// it if that fails.
 func TestCleanersLeaveALockedDirectory(t *testing.T) {
 	dir := t.TempDir()
 	held, err := Lock(dir)

@@ -115,9 +115,8 @@ func TestNoFilesLeft(t *testing.T) {
 			t.Parallel()
 			const n = 16
 			s := rig.New(t)
-			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "20s",
-				"--",
-				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", proctest.Self())
+			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport,
+				"--timeout", "20s", "--", "sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", proctest.Self())
 			ranks := s.Arrive(n)
 			rig.Well(ranks, rig.Command{Verb: "join"})
 			from := ranks[1] // rank 0 is linked with all others since the join

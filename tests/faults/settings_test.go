@@ -155,7 +155,8 @@ func TestJobsTakeFreePortsOfRange(t *testing.T) {
 			of[r.PID] = true
 		}
 		for _, k := range s.Sockets() {
-			if p := int(k.Local.Port()); of[k.PID] && k.Listening && k.Network == "tcp" && (p < lo || p > lo+200 || p == port) {
+			p := int(k.Local.Port())
+			if of[k.PID] && k.Listening && k.Network == "tcp" && (p < lo || p > lo+200 || p == port) {
 				t.Errorf("process %d listens at %v, outside of %d-%d", k.PID, k.Local, lo, lo+200)
 			}
 		}
