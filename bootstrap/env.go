@@ -100,8 +100,8 @@ func Variables() []Variable {
 			"permits it: auto, off, or on, without measuring whether it is faster", "auto"},
 		{"TUTTI_PEER_DEVICES", "loading from the memory of other ranks' GPUs in place, where they reach each other: " +
 			"auto or off", "auto"},
-		{"TUTTI_STAGING_LIMIT", "host memory that started collectives on the memory of one GPU copy through at a " +
-			"time, in MiB: more of them wait", "1024"},
+		{"TUTTI_STAGING_LIMIT", "host memory that started collectives of one job on the memory of one GPU copy " +
+			"through at a time, in MiB: more of them wait", "1024"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
 		{"TUTTI_PORT", "ports to listen on: 29500 (and the next two, for the transports tcp and rdma: ranks of one " +

@@ -20,7 +20,8 @@ type Config struct {
 	Size, Rank int
 	// Job names the job. Ranks meet in the store under this name. Default TUTTI_JOB, else a name
 	// that is made of the launcher's variables. If there are none, a job of several ranks must be
-	// given a name.
+	// given a name. The state of a rank (tutti status, flight records) has what its process does in
+	// jobs of other names that it has joined, if it is one rank of each.
 	Job string
 	// StoreAddr is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default
 	// TUTTI_STORE. If that is not set either, ranks meet through their launcher, where it has a
@@ -79,12 +80,14 @@ type Config struct {
 	// process uses. nil: there are none.
 	Devices device.Finder
 	// StagingLimit bounds the host memory (pinned, at a GPU) that started collectives on the memory
-	// of one of Devices copy through at a time, in bytes for all groups of the rank. Start of one
-	// for which there is no room waits until earlier operations of its group are over and their
-	// streams have passed them, for Timeout at most; then the operation fails at all ranks. The
-	// only one of its group, blocking calls, and messages do not wait: they take what they need.
-	// Ranks that start operations of several groups in different orders need room for all of them.
-	// Memory that is not used is kept for some seconds. Default TUTTI_STAGING_LIMIT, else 1 GiB.
+	// of one of Devices copy through at a time, in bytes for all groups that come from one Join: a
+	// process that joins several jobs, as PyTorch does for each group, has as much for each. Start
+	// of one for which there is no room waits until earlier operations of its group are over and
+	// their streams have passed them, for Timeout at most; then the operation fails at all ranks.
+	// The only one of its group, blocking calls, and messages do not wait: they take what they
+	// need. Ranks that start operations of several groups in different orders need room for all of
+	// them. Memory that is not used is kept for some seconds. Default TUTTI_STAGING_LIMIT, else 1
+	// GiB.
 	StagingLimit int
 	// PeerDevices says whether collectives on large buffers in the memory of Devices load from the
 	// memory of the other ranks' devices in place, where all ranks are on one machine and the
@@ -163,7 +166,8 @@ type Config struct {
 	// which outlives a killed process and is removed by Close. (On file systems that copy pages
 	// which are written, such as Btrfs, there is none.) When an operation fails, and on Unix on
 	// SIGUSR1, the rank also writes its full state to flight-rankN-….json; the program may handle
-	// SIGUSR1 too. Default TUTTI_LOG_DIR, else the last operations are kept only in memory, for
+	// SIGUSR1 too. Of failures it keeps 64 such files: each later one replaces the oldest, at most
+	// one in 10 s. Default TUTTI_LOG_DIR, else the last operations are kept only in memory, for
 	// tutti status.
 	LogDir string
 	// NoSignal leaves SIGUSR1 to the program: the rank writes no record on it. It is for programs

@@ -77,7 +77,9 @@ type Seen struct {
 
 // TimeoutError says that an operation did not end in time, and which ranks it waited for. It wraps
 // context.DeadlineExceeded or context.Canceled. The group is unusable afterwards, until Recover,
-// unless only a stream of this rank was late to take the result to its device.
+// unless only a stream of this rank was late to take the result to its device. A rank that was
+// waited for may be in an operation of another job that its process has joined: tutti status and
+// flight records say so.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // the operation's time until then

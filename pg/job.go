@@ -283,7 +283,7 @@ func (j *job) observe() (*observe.Observer, error) {
 	}
 	s := j.settings
 	cfg := observe.Config{Self: j.identity(), Dir: s.LogDir, NoSignal: s.NoSignal, Metrics: s.Metrics,
-		LocalRank: max(s.launch.LocalRank, 0), Proxy: j.proxy, Groups: j.glances, Logger: j.log,
+		LocalRank: max(s.launch.LocalRank, 0), Proxy: j.proxy, Groups: j.glances, Alone: j.local, Logger: j.log,
 		Joined: func() bool { return s.MaxSize == 1 || j.session.Met() }}
 	if j.local {
 		cfg.Dir, cfg.Metrics = "", ""

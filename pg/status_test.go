@@ -348,6 +348,41 @@ func TestErrorsInJob(t *testing.T) {
 	}
 }
 
+// The state of a rank has the other jobs that its process has joined, but not those of Local.
+func TestStatusOfSeveralJobs(t *testing.T) {
+	m, err := NewMember(t.Context(), Config{Secret: []byte("the secret of this test"), Timeout: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	local, err := Local(1, Config{Job: "local"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer local[0].Close()
+	var groups []*Group
+	for _, name := range []string{"first", "second"} {
+		g, err := m.Form(t.Context(), name, []string{m.Handle()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		groups = append(groups, g)
+	}
+	of := func(job string) func(o flight.Other) bool {
+		return func(o flight.Other) bool { return o.Job == job && o.Joined && len(o.Groups) == 1 }
+	}
+	s := until(t, groups[0], "tells of the other job", func(s *flight.Snapshot) bool {
+		return slices.ContainsFunc(s.Others, of("second"))
+	})
+	if slices.ContainsFunc(s.Others, of("local")) || slices.ContainsFunc(s.Others, of("first")) {
+		t.Errorf("%+v", s.Others)
+	}
+	if s := look(t, local[0], 0); s.Others != nil {
+		t.Errorf("%+v", s.Others)
+	}
+}
+
 // TestStatusOfFailures: a failed group reports its error, and counts it.
 func TestStatusOfFailures(t *testing.T) {
 	gs, err := Local(2, Config{Timeout: 30 * time.Second})

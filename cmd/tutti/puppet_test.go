@@ -80,7 +80,7 @@ func puppetMain(path string) int {
 	fmt.Fprintf(c, "%s\n", text)
 	in := bufio.NewScanner(c)
 	in.Buffer(nil, 1<<20)
-	var g *pg.Group
+	var g, first *pg.Group
 	for in.Scan() {
 		verb, arg, _ := strings.Cut(in.Text(), " ")
 		n, _ := strconv.Atoi(arg)
@@ -124,7 +124,7 @@ func puppetMain(path string) int {
 			}
 			fmt.Fprintln(c, err)
 			continue
-		case "join", "allreduce", "barrier", "replace", "close": // as a rank
+		case "join", "allreduce", "barrier", "replace", "close", "beside", "back": // as a rank
 			err := error(nil)
 			switch ctx := context.Background(); verb {
 			case "join":
@@ -145,6 +145,12 @@ func puppetMain(path string) int {
 				}
 			case "close":
 				err = g.Close()
+			case "beside": // until back, in a job of all ranks but the first
+				first = g
+				g, err = pg.Join(ctx, pg.Config{Job: "pair", Size: g.Size() - 1, Rank: g.Rank() - 1})
+			case "back":
+				err = g.Close()
+				g = first
 			}
 			if err != nil {
 				fmt.Fprintf(c, "%q\n", err)

@@ -45,7 +45,8 @@ func newStatus() *cobra.Command {
 		Use:   "status [flags] [JOB | ENDPOINT]",
 		Short: "Show what the ranks of a running job do, and which rank the others wait for; or what an endpoint does",
 		Long: `Ask all ranks of a job for their states. Problems are shown first: a rank that has not come, is
-stopped or dead, ranks with different calls; then the operation of each rank, and the rates.
+stopped or dead, ranks with different calls; then the operation of each rank, in this job or in
+another one that its process has joined, such as a group of PyTorch's, and the rates.
 
 JOB is the name, or a prefix of the name, of a job that this user's tutti run has started on this
 machine; it may be left out if there is only one. Other jobs are found by TUTTI_STORE, TUTTI_JOB and
@@ -487,6 +488,7 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 		return usagef(cmd, "--watch is for running jobs, --flight for records of ended ones")
 	}
 	var jobs []string // in the order of their first records
+	var all []*flight.Snapshot
 	snaps := map[string][]*flight.Snapshot{}
 	for _, path := range paths {
 		if real, err := filepath.EvalSymlinks(path); err == nil {
@@ -499,8 +501,9 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 		if snaps[s.Job] == nil {
 			jobs = append(jobs, s.Job)
 		}
-		snaps[s.Job] = append(snaps[s.Job], s)
+		all, snaps[s.Job] = append(all, s), append(snaps[s.Job], s)
 	}
+	flight.Gather(all)
 	st := status.Style{Colour: launch.Colour(os.Stdout), Width: term.Width(os.Stdout)}
 	for i, job := range jobs {
 		r := status.FromFiles(snaps[job])

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -437,6 +438,41 @@ func TestStatusInterrupted(t *testing.T) {
 	c.says("tutti: interrupted by SIGINT\n")
 }
 
+// A rank that others wait for waits itself in a job that its process has joined besides, for one
+// that has not come there.
+func TestStatusOfSeveralJobs(t *testing.T) {
+	j := startJob(t, 3)
+	both := func(order string) {
+		t.Helper()
+		for _, p := range j.ranks[1:] {
+			p.tell("%s", order)
+		}
+		for _, p := range j.ranks[1:] {
+			j.heard(p)
+		}
+	}
+	both("beside")
+	both("barrier")
+	j.ranks[0].tell("barrier")
+	j.ranks[1].tell("barrier") // in the other job
+	r := j.until("names rank 2", func(r *status.Report) bool {
+		return !slices.ContainsFunc(r.Findings, func(f flight.Finding) bool { return f.Rank != 2 }) &&
+			slices.ContainsFunc(r.Findings, func(f flight.Finding) bool {
+				return strings.HasPrefix(f.Text, "rank 2 has not entered barrier #3 of job pair (last finished #2, ")
+			})
+	})
+	if got := r.Ranks[1].State; !strings.HasPrefix(got, "in barrier #3 of job pair for ") ||
+		!strings.HasSuffix(got, ", waits for rank 2") {
+		t.Errorf("rank 1 is %q", got)
+	}
+	j.ranks[2].do("barrier")
+	j.heard(j.ranks[1])
+	both("back")
+	both("barrier")
+	j.heard(j.ranks[0])
+	j.leave()
+}
+
 // TestFlightRecordsOfSeveralJobs: a rank in several groups leaves records of each in one directory.
 func TestFlightRecordsOfSeveralJobs(t *testing.T) {
 	s, dir := newStage(t), t.TempDir()
@@ -468,6 +504,36 @@ func TestFlightRecordsOfSeveralJobs(t *testing.T) {
 	}
 	if d.More() {
 		t.Errorf("%s", c.Out.String())
+	}
+}
+
+// The records of killed processes, which are one for each job, show together what a rank waited
+// for.
+func TestFlightRecordsOfKilledProcesses(t *testing.T) {
+	s, dir := newStage(t), t.TempDir()
+	args := []string{"status", "--flight"}
+	for rank := range 2 {
+		for _, job := range []string{"train", "torch-1"} {
+			snap := &flight.Snapshot{Version: flight.Version, Job: job, Rank: rank, Size: 2, PID: 40 + rank,
+				Host: "node", Time: time.Unix(1000, 0),
+				Groups: []flight.Group{{ID: 1, Slot: rank, Size: 2, Finished: 16}}}
+			if job == "torch-1" && rank == 0 {
+				snap.Groups[0].Running = &flight.Operation{Group: 1, Number: 17, Kind: "allreduce",
+					Started: time.Unix(960, 0), WaitsFor: []int{1}}
+			}
+			path, err := snap.Write(filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			args = append(args, path)
+		}
+	}
+	c := s.run(args...)
+	c.End(0)
+	want := "job train: 2 ranks\n! rank 1 has not entered allreduce #17 of job torch-1 (last finished #16); " +
+		"rank 0 waits for it, 40 s so far\n"
+	if got := c.Out.String(); !strings.HasPrefix(got, want) {
+		t.Errorf("%s", got)
 	}
 }
 

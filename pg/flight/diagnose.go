@@ -50,6 +50,7 @@ type Finding struct {
 	Rank    int     `json:"rank"` // the rank at fault, -1: no single one
 	Waiters []int   `json:"waiters,omitempty"`
 	Group   uint32  `json:"group,omitempty"`
+	Job     string  `json:"job,omitempty"`     // that the group is of, if it is another one
 	Number  uint64  `json:"number,omitempty"`  // of the operation
 	Seconds float64 `json:"seconds,omitempty"` // how long the fault has lasted
 	Text    string  `json:"text"`
@@ -64,8 +65,10 @@ const maxText = 8
 
 // Diagnose returns the faults of a job that the snapshots show: first the rank that others wait
 // for, then missing ranks, then the rest. If ranks wait for each other in a chain, it names the one
-// at the end.
+// at the end. It follows a rank into the other jobs of its process: see Beside. It cannot name the
+// rank there if that does not answer.
 func Diagnose(ranks []Rank) []Finding {
+	ranks = Beside(ranks)
 	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{},
 		blamed: map[int]bool{}, sights: map[sight]string{}}
 	for i := range ranks {
@@ -84,9 +87,9 @@ func Diagnose(ranks []Rank) []Finding {
 
 // culprit is the key by which findings about different waiters are merged.
 type culprit struct {
-	rank  int
-	kind  string
-	group string
+	rank       int
+	kind       string
+	group, job string
 }
 
 type diagnosis struct {
@@ -103,7 +106,7 @@ type diagnosis struct {
 // same reports whether g and o are the same group: the IDs of subgroups are hashes, and the group
 // of all ranks does not grow at all of them at once.
 func (g *Group) same(o *Group) bool {
-	return g.ID == o.ID && (g.ID == 1 || g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks))
+	return g.Job == o.Job && g.ID == o.ID && (g.ID == 1 || g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks))
 }
 
 // Failure returns why the latest operation of the group failed, if no other has begun since; else
@@ -145,17 +148,37 @@ func same(a, b *Operation) bool {
 		a.Elements == b.Elements && a.CountsHash == b.CountsHash && a.Packets == b.Packets
 }
 
-// short names an operation by kind and number, and by its group if that is not the group of all
-// ranks.
-func short(o *Operation) string {
-	if o.message() || o.Kind == Entering {
-		return o.Call
+// Short names an operation by kind and number, by its group if that is not the group of all ranks,
+// and by its job if that is another one.
+func (o *Operation) Short() string {
+	s := o.Call
+	if !o.message() && o.Kind != Entering {
+		s = fmt.Sprintf("%s #%d", o.Kind, o.Number)
+		if o.Group != 1 {
+			s += fmt.Sprintf(" of group %d", o.Group)
+		}
 	}
-	s := fmt.Sprintf("%s #%d", o.Kind, o.Number)
-	if o.Group != 1 {
-		s += fmt.Sprintf(" of group %d", o.Group)
+	return s + of(o.Job)
+}
+
+// of names a job if it is another one than that of the ranks.
+func of(job string) string {
+	if job == "" {
+		return ""
 	}
-	return s
+	return " of job " + job
+}
+
+// Awaits lists the ranks that the operation waits for: "rank 3", "rank 1 of that job"; "": none.
+func (o *Operation) Awaits() string {
+	var parts []string
+	if len(o.WaitsFor) > 0 {
+		parts = append(parts, RankList(o.WaitsFor))
+	}
+	if len(o.Strangers) > 0 {
+		parts = append(parts, RankList(o.Strangers)+" of that job")
+	}
+	return strings.Join(parts, ", and ")
 }
 
 // Seconds formats a duration: "41 s", "3.2 s", "4m10s".
@@ -212,6 +235,7 @@ func verb(n int, one, many string) string {
 func (d *diagnosis) mismatches() {
 	type at struct {
 		id, size uint32
+		job      string
 		ranks    string
 		number   uint64
 	}
@@ -221,10 +245,10 @@ func (d *diagnosis) mismatches() {
 	}
 	seen := map[at]first{}
 	for r, g := range d.groups() {
-		if g.Running == nil || g.Running.between() {
+		if g.Running == nil || g.Running.between() || g.ambiguous {
 			continue
 		}
-		k := at{id: g.ID, number: g.Running.Number}
+		k := at{id: g.ID, job: g.Job, number: g.Running.Number}
 		if g.ID != 1 { // see same
 			k.size, k.ranks = uint32(g.Size), fmt.Sprint(g.Ranks)
 		}
@@ -234,9 +258,13 @@ func (d *diagnosis) mismatches() {
 			seen[k] = first{r, g.Running}
 		case !same(f.op, g.Running) && !d.mismatch(g):
 			d.mismatched = append(d.mismatched, g)
+			in := ""
+			if g.Job != "" {
+				in = " in job " + g.Job
+			}
 			d.found = append(d.found, Finding{Kind: FindingMismatch, Rank: -1, Waiters: []int{f.rank, r}, Group: g.ID,
-				Number: k.number,
-				Text: fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", f.rank, f.op.Call, r,
+				Job: g.Job, Number: k.number,
+				Text: fmt.Sprintf("ranks disagree%s: rank %d called %s, rank %d called %s", in, f.rank, f.op.Call, r,
 					g.Running.Call)})
 		}
 	}
@@ -258,6 +286,31 @@ func (d *diagnosis) groups() iter.Seq2[int, *Group] {
 			}
 		}
 	}
+}
+
+// silent lists the ranks that have no snapshot.
+func (d *diagnosis) silent() (all []int) {
+	for _, r := range d.order {
+		if d.ranks[r].Snapshot == nil {
+			all = append(all, r)
+		}
+	}
+	return all
+}
+
+// open reports whether the rank has groups of its own job.
+func (s *Snapshot) open() bool {
+	return slices.ContainsFunc(s.Groups, func(g Group) bool { return g.Job == "" })
+}
+
+// silent lists the other jobs of the rank's process that did not tell their states.
+func (s *Snapshot) silent() (jobs []string) {
+	for i := range s.Others {
+		if s.Others[i].Silent {
+			jobs = append(jobs, s.Others[i].Job)
+		}
+	}
+	return jobs
 }
 
 // running lists the operations that a rank has been in for long, and that its program waits for.
@@ -291,7 +344,7 @@ func (d *diagnosis) stuck() {
 	}
 	keys := slices.SortedFunc(maps.Keys(d.culprits), func(a, b culprit) int {
 		return cmp.Or(len(d.culprits[b].Waiters)-len(d.culprits[a].Waiters), a.rank-b.rank, cmp.Compare(a.kind, b.kind),
-			cmp.Compare(a.group, b.group))
+			cmp.Compare(a.group, b.group), cmp.Compare(a.job, b.job))
 	})
 	for _, k := range keys {
 		f := d.culprits[k]
@@ -320,13 +373,16 @@ type walk struct {
 
 // blame ends a walk with a finding.
 func (w *walk) blame(rank int, kind string, o *Operation, text string) bool {
-	k := culprit{rank, kind, fmt.Sprint(o.Group)}
-	if o.message() {
+	k := culprit{rank, kind, fmt.Sprint(o.Group), o.Job}
+	switch {
+	case rank < 0: // strangers, whom the text names
+		k.group = text
+	case o.message():
 		k.group = o.Call
 	}
 	f := w.d.culprits[k]
 	if f == nil {
-		f = &Finding{Kind: kind, Rank: rank, Group: o.Group, Number: o.Number, Text: text}
+		f = &Finding{Kind: kind, Rank: rank, Group: o.Group, Job: o.Job, Number: o.Number, Text: text}
 		w.d.culprits[k] = f
 	} else if o.Number < f.Number { // the earliest operation that the rank has not begun
 		f.Number, f.Text = o.Number, text
@@ -363,7 +419,7 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 	w.path = append(w.path, rank)
 	defer func() { w.path = w.path[:len(w.path)-1] }()
 	s := w.d.ranks[rank].Snapshot
-	if len(o.WaitsFor) == 0 {
+	if len(o.WaitsFor)+len(o.Strangers) == 0 {
 		if o.Kind == "recv" { // a receive from any rank blames no rank
 			return false
 		}
@@ -372,7 +428,7 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 			why = "it has all votes, and asks the store"
 		}
 		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for no rank: %s",
-			rank, short(o), Seconds(s.Time.Sub(o.Started)), why))
+			rank, o.Short(), Seconds(s.Time.Sub(o.Started)), why))
 	}
 	for _, to := range o.WaitsFor {
 		if i := slices.Index(w.path, to); i < 0 {
@@ -380,6 +436,15 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 		} else if w.inside(rank, o, to) {
 			explained = w.cycle(w.path[i:], o) || explained
 		}
+	}
+	if n := len(o.Strangers); n > 0 && !explained {
+		here := ""
+		if silent := w.d.silent(); len(silent) > 0 {
+			here = fmt.Sprintf(" (%s %s not)", RankList(silent), verb(len(silent), "does", "do"))
+		}
+		return w.blame(-1, FindingStuck, o, fmt.Sprintf("%s of job %s, %s none of the ranks here that answer%s, %s "+
+			"waited for in %s", RankList(o.Strangers), o.Job, verb(n, "which is", "which are"), here,
+			verb(n, "is", "are"), o.Short()))
 	}
 	return explained
 }
@@ -420,12 +485,12 @@ func (w *walk) cycle(path []int, o *Operation) bool {
 	if g := groupOf(w.d.ranks[path[len(path)-1]].Snapshot, o); g != nil && w.d.mismatch(g) {
 		return true // explained
 	}
-	k := culprit{ring[0], FindingCycle, fmt.Sprint(ring)}
+	k := culprit{ring[0], FindingCycle, fmt.Sprint(ring), ""}
 	if w.d.culprits[k] == nil {
-		f := &Finding{Kind: FindingCycle, Rank: -1, Group: o.Group, Number: o.Number, Waiters: ring,
+		f := &Finding{Kind: FindingCycle, Rank: -1, Group: o.Group, Job: o.Job, Number: o.Number, Waiters: ring,
 			Seconds: w.age.Seconds(),
 			Text: fmt.Sprintf("%s wait for each other in %s, %s so far: each is there, and what was sent has "+
-				"not arrived", RankList(ring), short(o), Seconds(w.age))}
+				"not arrived", RankList(ring), o.Short(), Seconds(w.age))}
 		w.d.culprits[k], w.ends = f, append(w.ends, f)
 	}
 	return true
@@ -443,21 +508,24 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 		if mine != nil {
 			text += w.d.seen(mine, to)
 		}
-		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d %s; it is waited for in %s", to, text, short(o)))
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d %s; it is waited for in %s", to, text, o.Short()))
 	}
 	s := t.Snapshot
 	if mine == nil {
-		text := fmt.Sprintf("rank %d has not sent what rank %d waits for: %s", to, from, o.Call)
+		text := fmt.Sprintf("rank %d has not sent what rank %d waits for: %s", to, from, o.Short())
 		if o.Kind == "send" {
-			text = fmt.Sprintf("rank %d has not taken what rank %d sends: %s", to, from, o.Call)
+			text = fmt.Sprintf("rank %d has not taken what rank %d sends: %s", to, from, o.Short())
 		}
 		return w.elsewhere(o, to, text)
 	}
 	g := s.group(mine)
 	switch {
+	case g == nil && slices.Contains(s.silent(), mine.Job):
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d's state in job %s is not to be had; it is waited for "+
+			"in %s", to, mine.Job, o.Short()))
 	case g == nil:
 		return w.elsewhere(o, to, fmt.Sprintf("rank %d has closed the group of %s, or has not made it yet", to,
-			short(o)))
+			o.Short()))
 	case g.Running != nil && g.Running.Kind == Entering:
 		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
 	case o.Kind == Entering && g.Epoch >= o.Number:
@@ -473,9 +541,9 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	case o.Kind == Agreeing && g.Agreed >= o.Number:
 		return false // it has just voted
 	case o.Kind == Agreeing:
-		return w.elsewhere(o, to, fmt.Sprintf("rank %d has not called %s", to, short(o)))
+		return w.elsewhere(o, to, fmt.Sprintf("rank %d has not called %s", to, o.Short()))
 	case g.Error != "":
-		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, short(o),
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, o.Short(),
 			g.Error))
 	case g.operating() && g.Running.Number <= o.Number:
 		if g.Running.Number == o.Number && !same(g.Running, o) {
@@ -483,7 +551,7 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 		}
 		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
 	case !g.operating() && g.Last.failed() && g.Last.Number == o.Number:
-		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up %s: %s", to, short(o), g.Failure()))
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up %s: %s", to, o.Short(), g.Failure()))
 	case g.operating() || g.Finished >= o.Number: // it has just left, or a message is lost
 		since := s.Time
 		if g.operating() {
@@ -493,7 +561,7 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 		}
 		return s.Time.Sub(since) >= 2*stuckAfter &&
 			w.blame(to, FindingLink, o, fmt.Sprintf("rank %d waits in %s for rank %d, which has finished it: "+
-				"what that sent has not arrived", from, short(o), to))
+				"what that sent has not arrived", from, o.Short(), to))
 	}
 	done := "has finished nothing yet"
 	if g.Finished > 0 {
@@ -505,12 +573,12 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 			done += fmt.Sprintf(", %s ago", Seconds(s.Time.Sub(*g.Last.Ended)))
 		}
 	}
-	return w.elsewhere(o, to, fmt.Sprintf("rank %d has not entered %s (%s)", to, short(o), done))
+	return w.elsewhere(o, to, fmt.Sprintf("rank %d has not entered %s (%s)", to, o.Short(), done))
 }
 
 // seen describes what the other ranks have last seen of a rank in a group.
 func (d *diagnosis) seen(group *Group, rank int) string {
-	k := sight{rank, group.ID}
+	k := sight{rank, group.ID, group.Job}
 	if text, ok := d.sights[k]; ok {
 		return text
 	}
@@ -536,6 +604,7 @@ func (d *diagnosis) seen(group *Group, rank int) string {
 type sight struct {
 	rank  int
 	group uint32
+	job   string
 }
 
 // elsewhere follows other operations that the rank is stuck in, and blames it with text if that
@@ -544,12 +613,17 @@ func (w *walk) elsewhere(o *Operation, to int, text string) bool {
 	s := w.d.ranks[to].Snapshot
 	others := running(s)
 	for _, other := range others {
-		if !w.seen[other] && len(other.WaitsFor) > 0 && w.follow(to, other) {
+		if !w.seen[other] && other.Awaits() != "" && w.follow(to, other) {
 			return true
 		}
 	}
 	if len(others) > 0 {
-		text += fmt.Sprintf("; it has been in %s for %s", short(others[0]), Seconds(s.Time.Sub(others[0].Started)))
+		text += fmt.Sprintf("; it has been in %s for %s", others[0].Short(), Seconds(s.Time.Sub(others[0].Started)))
+		if waits := others[0].Awaits(); waits != "" {
+			text += ", and waits for " + waits
+		}
+	} else if jobs := s.silent(); jobs != nil {
+		text += "; it may be in job " + strings.Join(jobs, " or ") + ", whose state is not to be had"
 	}
 	return w.blame(to, FindingStuck, o, text)
 }
@@ -609,13 +683,14 @@ func (d *diagnosis) gone() {
 func (d *diagnosis) failed() {
 	type fault struct {
 		id   uint32
+		job  string
 		all  bool // the group has failed
 		text string
 	}
 	at := map[fault][]int{}
 	var faults []fault
 	for n, g := range d.groups() {
-		f := fault{g.ID, true, g.Error}
+		f := fault{g.ID, g.Job, true, g.Error}
 		if g.Error == "" && d.ranks[n].Snapshot.Reason != "" {
 			f.all, f.text = false, g.Failure()
 		}
@@ -632,10 +707,11 @@ func (d *diagnosis) failed() {
 		if f.id != 1 {
 			which = fmt.Sprint("group ", f.id)
 		}
+		which += of(f.job)
 		if !f.all {
 			which = "the latest operation of " + which
 		}
-		d.found = append(d.found, Finding{Kind: FindingFailed, Rank: -1, Waiters: at[f], Group: f.id,
+		d.found = append(d.found, Finding{Kind: FindingFailed, Rank: -1, Waiters: at[f], Group: f.id, Job: f.job,
 			Text: fmt.Sprintf("%s has failed at %s: %s", which, RankList(at[f]), f.text)})
 	}
 }
@@ -650,7 +726,7 @@ func (d *diagnosis) links() {
 		for i := range s.Links {
 			l := &s.Links[i]
 			if to := d.ranks[l.Rank]; l.Error != "" && !l.Up && to != nil && to.Snapshot != nil &&
-				len(to.Snapshot.Groups) > 0 {
+				to.Snapshot.open() {
 				d.found = append(d.found, Finding{Kind: FindingLink, Rank: l.Rank, Waiters: []int{n},
 					Text: fmt.Sprintf("rank %d has no link to rank %d any more: %s", n, l.Rank, l.Error)})
 			}

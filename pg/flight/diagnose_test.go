@@ -2,6 +2,7 @@ package flight
 
 import (
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -88,6 +89,15 @@ func (j job) without(r int, p Presence, detail string) job {
 }
 
 func (j job) with(r int, f func(*Snapshot)) job { f(j[r].Snapshot); return j }
+
+// beside has a rank's process be a rank of the job "pair", in an operation there (nil: in none),
+// whose awaited ranks are those of that job, or past #16.
+func (j job) beside(r, rank int, running *Operation) job {
+	g := Group{ID: 1, Slot: rank, Size: 2, Epoch: 1, Number: 16, Finished: 16, Running: running}
+	return j.with(r, func(s *Snapshot) {
+		s.Others = append(s.Others, Other{Job: "pair", Rank: rank, Joined: true, Groups: []Group{g}})
+	})
+}
 
 func TestDiagnose(t *testing.T) {
 	s := time.Second
@@ -192,7 +202,8 @@ func TestDiagnose(t *testing.T) {
 				"ranks 0 and 1 wait for it, 5.0 s so far"}},
 		{"a deadlock of both", ranks(2).in(0, 9, 5*s, 1).message(1, 0, 4*s).finished(1, 8, 6*s),
 			[]string{"rank 1 has not entered allreduce #9 (last finished #8, 6.0 s ago); it has been in recv " +
-				"from rank 0 (float32, 4 elements, tag 7) for 4.0 s; rank 0 waits for it, 5.0 s so far"}},
+				"from rank 0 (float32, 4 elements, tag 7) for 4.0 s, and waits for rank 0; rank 0 waits for it, " +
+				"5.0 s so far"}},
 		{"a subgroup behind", sub(sub(ranks(4).in(0, 9, 5*s, 2).in(1, 9, 5*s, 2).finished(2, 8, 6*s), 2,
 			op(3, "allgather", 5*s, 3), 2), 3, nil, 2),
 			[]string{"rank 3 has not entered allgather #3 of group 5 (last finished #2); ranks 0-2 wait for it, " +
@@ -241,7 +252,8 @@ func TestDiagnose(t *testing.T) {
 		{"entering a view behind a message", ranks(3).entering(0, 2, 5*s, 1).entering(1, 2, 5*s, 2).message(2, 0,
 			9*s).finished(2, 4, 9*s),
 			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1; it has been in recv from rank 0 " +
-				"(float32, 4 elements, tag 7) for 9.0 s; ranks 0 and 1 wait for it, 9.0 s so far"}},
+				"(float32, 4 elements, tag 7) for 9.0 s, and waits for rank 0; ranks 0 and 1 wait for it, " +
+				"9.0 s so far"}},
 		{"an operation waits for one that enters a view", ranks(3).in(0, 9, 5*s, 1).entering(1, 2, 4*s, 2).without(2,
 			Silent, ""),
 			[]string{"rank 2 does not answer (pid 102 on node); it is waited for in entering epoch 2; ranks 0 " +
@@ -253,8 +265,8 @@ func TestDiagnose(t *testing.T) {
 		{"all have voted", ranks(2).agreeing(0, 3, 5*s), []string{"rank 0 has been in agree #3 for 5.0 s and waits " +
 			"for no rank: it has all votes, and asks the store"}},
 		{"one agrees, and the other does not", ranks(2).agreeing(0, 3, 5*s, 1).in(1, 5, 4*s, 0),
-			[]string{"rank 1 has not called agree #3; it has been in allreduce #5 for 4.0 s; rank 0 waits for it, " +
-				"5.0 s so far"}},
+			[]string{"rank 1 has not called agree #3; it has been in allreduce #5 for 4.0 s, and waits for rank 0; " +
+				"rank 0 waits for it, 5.0 s so far"}},
 		{"an operation waits for one that agrees", ranks(3).in(0, 5, 5*s, 1).agreeing(1, 3, 4*s, 2),
 			[]string{"rank 2 has not called agree #3; ranks 0 and 1 wait for it, 5.0 s so far"}},
 		{"they enter a view", ranks(3).entering(0, 2, s/2, 1).in(1, 9, s/2, 0), nil},
@@ -262,6 +274,62 @@ func TestDiagnose(t *testing.T) {
 			[]string{"the ranks have different views: rank 1 is in epoch 2, ranks 0, 2 and 3 are in epoch 1"}},
 		{"no link", ranks(2).with(0, func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }),
 			[]string{"rank 0 has no link to rank 1 any more: reset"}},
+		{"a hang in another job only", ranks(6).beside(3, 0, op(17, "allreduce", 5*s, 1)).beside(5, 1, nil),
+			[]string{"rank 5 has not entered allreduce #17 of job pair (last finished #16); rank 3 waits for it, " +
+				"5.0 s so far"}},
+		{"a hang in another job, behind which others wait", ranks(6).in(0, 9, 5*s, 3).in(1, 9, 5*s, 0).finished(3, 8,
+			6*s).beside(3, 0, op(17, "allreduce", 4*s, 1)).beside(5, 1, nil),
+			[]string{"rank 5 has not entered allreduce #17 of job pair (last finished #16); ranks 0, 1 and 3 wait " +
+				"for it, 5.0 s so far"}},
+		{"a deadlock of two jobs", ranks(6).in(0, 9, 5*s, 3).in(5, 9, 4*s, 3).finished(3, 8, 6*s).beside(3, 0,
+			op(17, "allreduce", 4*s, 1)).beside(5, 1, nil),
+			[]string{"rank 5 has not entered allreduce #17 of job pair (last finished #16); it has been in allreduce " +
+				"#9 for 4.0 s, and waits for rank 3; ranks 0 and 3 wait for it, 5.0 s so far"}},
+		{"a message of another job", ranks(6).beside(3, 0, nil).beside(5, 1, nil).with(3, func(s *Snapshot) {
+			o := op(7, "recv", 5*time.Second, 1)
+			o.Call = "recv from rank 1 (int8)"
+			s.Others[0].Messages = []Operation{*o}
+		}), []string{"rank 5 has not sent what rank 3 waits for: recv from rank 1 (int8) of job pair; rank 3 waits " +
+			"for it, 5.0 s so far"}},
+		{"a rank of another job that is none of this one", ranks(4).in(0, 9, 5*s, 3).finished(3, 8, 6*s).beside(3, 0,
+			op(17, "allreduce", 4*s, 1)),
+			[]string{"rank 1 of job pair, which is none of the ranks here that answer, is waited for in allreduce " +
+				"#17 of job pair; ranks 0 and 3 wait for it, 5.0 s so far"}},
+		{"two are the same rank of another job", ranks(4).beside(0, 0, op(17, "allreduce", 4*s, 1)).beside(1, 1,
+			nil).beside(2, 1, nil),
+			[]string{"rank 1 of job pair, which is none of the ranks here that answer, is waited for in allreduce " +
+				"#17 of job pair; rank 0 waits for it, 4.0 s so far"}},
+		{"a rank of another job that does not answer", ranks(6).beside(3, 0, op(17, "allreduce", 4*s, 1)).without(5,
+			Silent, ""),
+			[]string{"rank 1 of job pair, which is none of the ranks here that answer (rank 5 does not), is waited " +
+				"for in allreduce #17 of job pair; rank 3 waits for it, 4.0 s so far",
+				"rank 5 does not answer (pid 105 on node)"}},
+		{"two jobs of one name in different calls", ranks(4).beside(0, 0, op(17, "allreduce", s/10, 1)).beside(1, 1,
+			op(17, "allreduce", s/10, 0)).beside(2, 0, op(17, "broadcast", s/10, 1)).beside(3, 1, nil), nil},
+		{"a rank of two jobs of one name does not answer", ranks(4).beside(0, 0, nil).beside(1, 1, nil).beside(2, 0,
+			op(17, "allreduce", 4*s, 1)).without(3, Silent, ""),
+			[]string{"rank 1 of job pair, which is none of the ranks here that answer (rank 3 does not), is waited " +
+				"for in allreduce #17 of job pair; rank 2 waits for it, 4.0 s so far",
+				"rank 3 does not answer (pid 103 on node)"}},
+		{"a rank does not tell its state in another job", ranks(4).in(0, 9, 5*s, 2).finished(2, 8, 6*s).beside(1, 0,
+			op(17, "allreduce", 4*s, 1)).beside(2, 1, nil).with(2, func(s *Snapshot) {
+			s.Others[0] = Other{Job: "pair", Rank: 1, Silent: true}
+		}), []string{
+			"rank 2 has not entered allreduce #9 (last finished #8, 6.0 s ago); it may be in job pair, whose state " +
+				"is not to be had; rank 0 waits for it, 5.0 s so far",
+			"rank 2's state in job pair is not to be had; it is waited for in allreduce #17 of job pair; rank 1 " +
+				"waits for it, 4.0 s so far"}},
+		{"different calls in different jobs", ranks(2).in(0, 17, s/10, 1).beside(1, 0, op(17, "broadcast", s/10, 1)),
+			nil},
+		{"mismatch in another job", ranks(4).beside(1, 0, op(17, "allreduce", 5*s, 1)).beside(2, 1,
+			op(17, "broadcast", 5*s, 0)),
+			[]string{"ranks disagree in job pair: rank 1 called allreduce #17 (float32), rank 2 called broadcast #17 " +
+				"(float32)"}},
+		{"a group of another job has failed", ranks(2).beside(1, 0, nil).with(1,
+			func(s *Snapshot) { s.Others[0].Groups[0].Error = "rank 1 failed" }),
+			[]string{"the group of job pair has failed at rank 1: rank 1 failed"}},
+		{"it has only groups of another job", ranks(2).beside(1, 0, nil).with(1, func(s *Snapshot) { s.Groups = nil }).
+			with(0, func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }), nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var got []string
@@ -281,6 +349,54 @@ func TestDiagnose(t *testing.T) {
 				t.Errorf("in the other order\n  %s", strings.Join(again, "\n  "))
 			}
 		})
+	}
+}
+
+// Beside leaves what it is given as it was, and changes nothing the second time.
+func TestBesideAgain(t *testing.T) {
+	j := ranks(3).beside(0, 1, op(17, "allreduce", time.Second, 0, 5)).beside(2, 0, nil)
+	once := Beside(j)
+	if len(j[0].Snapshot.Groups) != 1 || len(j[0].Snapshot.Others[0].Groups) != 1 {
+		t.Errorf("%+v", j[0].Snapshot)
+	}
+	if g := once[0].Snapshot.Groups; len(g) != 2 || g[1].Job != "pair" || g[1].Running.Job != "pair" ||
+		!slices.Equal(g[1].Running.WaitsFor, []int{2}) || !slices.Equal(g[1].Running.Strangers, []int{5}) {
+		t.Errorf("%+v", g)
+	}
+	if twice := Beside(once); !reflect.DeepEqual(once, twice) {
+		t.Errorf("%+v", twice)
+	}
+}
+
+// The flight records of a process complete each other, if they are of one moment.
+func TestGather(t *testing.T) {
+	of := func(job string, pid int, ago time.Duration) *Snapshot {
+		return &Snapshot{Job: job, Rank: pid, Host: "node", PID: pid, Time: noon.Add(-ago),
+			Groups: []Group{{ID: 1, Number: uint64(ago), Peers: []Peer{{}}}}}
+	}
+	told := of("all", 2, 0)
+	told.Others = []Other{{Job: "told"}}
+	snaps := []*Snapshot{of("all", 1, 0), of("pair", 1, 2), of("all", 3, 0), of("pair", 1, 1), of("late", 1,
+		time.Second), told, of("pair", 2, 0)}
+	Gather(snaps)
+	if got := snaps[0].Others; len(got) != 1 || got[0].Job != "pair" || got[0].Rank != 1 ||
+		got[0].Groups[0].Number != 1 || got[0].Groups[0].Peers != nil || snaps[3].Groups[0].Peers == nil {
+		t.Errorf("%+v", got)
+	}
+	if got := snaps[1].Others; len(got) != 2 || got[0].Job != "all" || got[1].Job != "late" {
+		t.Errorf("%+v", got)
+	}
+	if snaps[2].Others != nil || len(told.Others) != 1 || told.Others[0].Job != "told" {
+		t.Errorf("%+v, %+v", snaps[2].Others, told.Others)
+	}
+
+	// A process that is several ranks of a job.
+	two := of("all", 1, 0)
+	two.Rank = 2
+	snaps = []*Snapshot{of("all", 1, 0), of("pair", 1, 0), two, of("third", 1, 0)}
+	Gather(snaps)
+	if snaps[0].Others != nil || two.Others != nil || len(snaps[1].Others) != 1 || snaps[1].Others[0].Job != "third" {
+		t.Errorf("%+v, %+v, %+v", snaps[0].Others, two.Others, snaps[1].Others)
 	}
 }
 

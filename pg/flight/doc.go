@@ -9,14 +9,16 @@
 // its contents when the process is killed, and [ReadFile] reads it.
 //
 // A [Snapshot] is the state of one rank at one moment, as JSON: in the answer to a status request,
-// in the dump after a timeout, and made from the file of a dead process. [Diagnose] combines the
-// snapshots of all ranks and describes the faults in words. It is a pure function.
+// in the dump after a timeout, and made from the file of a dead process. It has what the rank's
+// process does in the other jobs that it has joined, too. [Diagnose] combines the snapshots of all
+// ranks and describes the faults in words. It is a pure function.
 //
 // # Snapshots as JSON
 //
 // The field names are those of the tags in this package; they are stable within a version, and
 // readers must ignore unknown fields. Ranks are numbers in the job, even if a subgroup has other
-// numbers for its members. Times are RFC 3339 by the rank's own clock; durations are seconds.
+// numbers for its members; within "others" they are numbers in the job that is named there. Times
+// are RFC 3339 by the rank's own clock; durations are seconds.
 //
 // # The file
 //

@@ -14,6 +14,14 @@ import (
 // a mark instead of an algorithm.
 type Call uint64
 
+// These kinds are operations of a group that have no data of the program. They are collectives of
+// small records, whose messages and records have these kinds instead.
+const (
+	Admit  collectives.Kind = 27
+	Window collectives.Kind = 28 // NewWindow or Window.Refresh
+	Split  collectives.Kind = 29
+)
+
 // Sends and receives are recorded as these kinds; their number is the tag.
 const (
 	Send collectives.Kind = 30
@@ -66,12 +74,23 @@ func (c Call) Packets() bool { return c.Algorithm() > packetsPrepared-prepareSte
 // Name returns the name of the kind.
 func (c Call) Name() string {
 	switch c.Kind() {
+	case Admit:
+		return "admit"
+	case Window:
+		return "window"
+	case Split:
+		return "split"
 	case Send:
 		return "send"
 	case Recv:
 		return "recv"
 	}
 	return c.Kind().String()
+}
+
+// bare reports whether the operation has no data of the program.
+func (c Call) bare() bool {
+	return c.Kind() == collectives.Barrier || c.Kind() >= Admit && c.Kind() <= Split
 }
 
 // Spell describes an operation by its number, its call, and its count: elements or, of an
@@ -100,7 +119,7 @@ func Describe(c Call, count uint64) string { return c.Name() + details(c, count)
 
 func details(c Call, count uint64) string {
 	kind := c.Kind()
-	if kind == collectives.Barrier {
+	if c.bare() {
 		return ""
 	}
 	s := " (" + c.DType().String()

@@ -660,7 +660,8 @@ func TestFieldNames(t *testing.T) {
 		Failures: map[string]int{"x": 1},
 		View:     View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op,
 			Agreed: 1, Queued: 1, Error: "x", LastError: "x", Devices: "x",
-			Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}}}
+			Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}},
+		Others: []Other{{Silent: true, Groups: []Group{{}}, Messages: []Operation{op}}}}
 	b, err := s.JSON(false)
 	if err != nil {
 		t.Fatal(err)
@@ -694,8 +695,8 @@ func TestFieldNames(t *testing.T) {
 	want := "active agreed algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call " +
 		"counts_hash devices dtype elements ended epoch error failures finished frames_received frames_sent " +
 		"gets group groups host id incarnation job joined kind last last_error links messages metrics number " +
-		"operations outcome packets peers pid puts queued queued_seconds rank ranks reason recorded reduction " +
-		"root running seen since size slot started time totals transport up version view waited_seconds waits " +
+		"operations others outcome packets peers pid puts queued queued_seconds rank ranks reason recorded reduction " +
+		"root running seen silent since size slot started time totals transport up version view waited_seconds waits " +
 		"waits_for x"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
@@ -776,9 +777,26 @@ func FuzzDecode(f *testing.F) {
 	})
 }
 
+// Ranks and jobs that there cannot be are left out of what a process is in other jobs, and the
+// texts are printable.
+func TestParseOthers(t *testing.T) {
+	s, err := Parse([]byte(`{"version":1,"size":4,"others":[{"job":"","rank":1},{"job":"a","rank":-1},` +
+		`{"job":"b\n","rank":7,"groups":[{"error":"x\ty","last":{"call":"\u001b"}}],"messages":[{"call":"\r"}]}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(s.Others) != 1 || s.Others[0].Job != "b " || s.Others[0].Rank != 7 || s.Others[0].Groups[0].Error != "x y" ||
+		s.Others[0].Groups[0].Last.Call != " " || s.Others[0].Messages[0].Call != " " {
+		t.Errorf("%+v", s.Others)
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"version":1,"rank":1,"size":4,"groups":[{"id":1,"running":{"number":3,"waits_for":[0,1,7,-1]}}],` +
 		`"messages":[{"kind":"recv","waits_for":[0]}],"links":[{"rank":9}]}`))
+	f.Add([]byte(`{"version":1,"size":4,"others":[{"job":"a\n","groups":[{"id":1,"running":{"number":3,` +
+		`"waits_for":[0,-1]}},{"id":1}],"messages":[{"kind":"send\n","call":"\n","waits_for":[0]}]},` +
+		`{"job":"b","silent":true}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s, err := Parse(b)
 		if err != nil {

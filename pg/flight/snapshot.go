@@ -49,6 +49,19 @@ type Snapshot struct {
 	Operations []Operation      `json:"operations,omitempty"`
 
 	Endpoints []stats.Endpoint `json:"endpoints,omitempty"` // of the rank's process
+
+	Others []Other `json:"others,omitempty"` // what the rank's process is in other jobs
+}
+
+// Other is what the process of a rank is in another job that it has joined. All ranks in it are
+// numbers in that job.
+type Other struct {
+	Job      string      `json:"job"`
+	Rank     int         `json:"rank"`
+	Joined   bool        `json:"joined"`           // all ranks of that job have met
+	Silent   bool        `json:"silent,omitempty"` // its state was not to be had in time
+	Groups   []Group     `json:"groups,omitempty"` // without Peers
+	Messages []Operation `json:"messages,omitempty"`
 }
 
 // FromFile is the Reason of a snapshot of a recorder's file.
@@ -78,6 +91,9 @@ type Group struct {
 	Peers     []Peer     `json:"peers,omitempty"`
 	Finished  uint64     `json:"finished"`         // number of the last operation that ended
 	Agreed    uint64     `json:"agreed,omitempty"` // number of the last agreement that the rank has voted in
+
+	Job       string `json:"-"` // set by Beside: the other job that the group is of
+	ambiguous bool   // there are several jobs of that name
 }
 
 // Peer is a rank's knowledge of another one's progress in a group.
@@ -111,6 +127,9 @@ type Operation struct {
 	Async      bool       `json:"async,omitempty"`     // started by Start: the program may not be waiting for it
 	Awaited    *int       `json:"awaited,omitempty"`   // the rank that the operation last waited for
 	WaitsFor   []int      `json:"waits_for,omitempty"` // ranks, while it runs
+
+	Job       string `json:"-"` // set by Beside: the other job that the operation is of
+	Strangers []int  `json:"-"` // set by Beside: ranks of Job, as WaitsFor, that no answer is from
 }
 
 // Entering is the kind of an exchange between two views. Its number is the epoch.
@@ -170,7 +189,7 @@ func (s *Record) Operation() Operation {
 		Async: s.Flags&(Async|Waited) == Async, Packets: s.Call.Packets()}
 	c := s.Call
 	o.Call = Spell(s.Number, c, s.Count)
-	if c.Kind() != collectives.Barrier {
+	if !c.bare() {
 		o.DType = c.DType().String()
 	}
 	if c.Reduction() != 0 {
@@ -367,7 +386,17 @@ func Parse(b []byte) (*Snapshot, error) {
 		return nil, fmt.Errorf("snapshot of rank %d of %d", s.Rank, s.Size)
 	}
 	s.tidy()
+	s.Others = slices.DeleteFunc(s.Others, func(o Other) bool { return o.Rank < 0 || o.Job == "" })
 	return &s, nil
+}
+
+// Other describes the rank in the snapshots of the other jobs of its process.
+func (s *Snapshot) Other() Other {
+	o := Other{Job: s.Job, Rank: s.Rank, Joined: s.Joined, Groups: slices.Clone(s.Groups), Messages: s.Messages}
+	for i := range o.Groups {
+		o.Groups[i].Peers = nil
+	}
+	return o
 }
 
 // tidy removes unprintable characters from the texts.
@@ -388,23 +417,30 @@ func (s *Snapshot) tidy() {
 			}
 		}
 	}
+	all := func(groups []Group, messages []Operation) {
+		for i := range groups {
+			g := &groups[i]
+			clean(&g.Error)
+			clean(&g.LastError)
+			clean(&g.Devices)
+			op(g.Running)
+			op(g.Last)
+			for j := range g.Peers {
+				clean(&g.Peers[j].Seen)
+				clean(&g.Peers[j].Waits)
+			}
+		}
+		for i := range messages {
+			op(&messages[i])
+		}
+	}
 	for _, t := range []*string{&s.Job, &s.Host, &s.Reason, &s.Incarnation, &s.Metrics} {
 		clean(t)
 	}
-	for i := range s.Groups {
-		g := &s.Groups[i]
-		clean(&g.Error)
-		clean(&g.LastError)
-		clean(&g.Devices)
-		op(g.Running)
-		op(g.Last)
-		for j := range g.Peers {
-			clean(&g.Peers[j].Seen)
-			clean(&g.Peers[j].Waits)
-		}
-	}
-	for i := range s.Messages {
-		op(&s.Messages[i])
+	all(s.Groups, s.Messages)
+	for i := range s.Others {
+		clean(&s.Others[i].Job)
+		all(s.Others[i].Groups, s.Others[i].Messages)
 	}
 	for i := range s.Operations {
 		op(&s.Operations[i])

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/endpoint/prom"
 	"tutti/endpoint/stats"
 	"tutti/internal/files"
@@ -32,6 +33,7 @@ type Config struct {
 	Groups func() []Glance
 	// Joined reports whether the rank has met the others.
 	Joined func() bool
+	Alone  bool // the Observers of the process's other jobs are not told of this one, nor it of them
 	Logger *slog.Logger
 }
 
@@ -43,18 +45,35 @@ type Observer struct {
 	dir     string // of dumps; "": none are made
 	metrics *metrics.Exporter
 
-	dumping sync.Mutex
-	dumps   int
-	signals chan os.Signal
-	done    chan struct{} // closed by Stop
-	mu      sync.Mutex    // of ended
-	ended   bool
-	wg      sync.WaitGroup
+	dumping  sync.Mutex
+	failures int           // for which a dump was made
+	last     time.Time     // when the last one was
+	files    []dumped      // of the last ones, the oldest first
+	pause    time.Duration // failurePause
+	signals  chan os.Signal
+	done     chan struct{} // closed by Stop
+	mu       sync.Mutex    // of ended
+	ended    bool
+	wg       sync.WaitGroup
+}
+
+// dumped is a file that dump has made.
+type dumped struct {
+	path string
+	info os.FileInfo
 }
 
 const (
-	maxDumps  = 64                     // of one incarnation of a rank
-	dumpAwait = 200 * time.Millisecond // how long a failing operation waits for its dump
+	maxFailures  = 64                     // of which an incarnation of a rank keeps files
+	failurePause = 10 * time.Second       // between two dumps of later failures
+	dumpAwait    = 200 * time.Millisecond // how long a failing operation waits for its dump
+)
+
+// Reasons of a dump.
+const (
+	onFailure = "failure"
+	onTimeout = "timeout"
+	onSignal  = "signal"
 )
 
 // ErrStopped says that an Observer has been stopped.
@@ -63,7 +82,7 @@ var ErrStopped = errors.New("the observer has been stopped")
 // Start starts the flight recorder, and reports until Stop. A directory that cannot be used is a
 // warning; metrics that cannot be served are an error.
 func Start(cfg Config) (*Observer, error) {
-	o := &Observer{cfg: cfg, dir: cfg.Dir, done: make(chan struct{})}
+	o := &Observer{cfg: cfg, dir: cfg.Dir, pause: failurePause, done: make(chan struct{})}
 	var err error
 	if o.dir != "" {
 		if err = files.Directory(o.dir); err == nil {
@@ -98,13 +117,14 @@ func Start(cfg Config) (*Observer, error) {
 			for {
 				select {
 				case <-o.signals:
-					o.dump("signal")
+					o.dump(onSignal)
 				case <-o.done:
 					return
 				}
 			}
 		})
 	}
+	o.enlist()
 	return o, nil
 }
 
@@ -120,6 +140,7 @@ func (o *Observer) Stop() {
 	if o.signals != nil {
 		signal.Stop(o.signals)
 	}
+	o.leave()
 	close(o.done)
 	if o.metrics != nil {
 		o.metrics.Close()
@@ -151,9 +172,9 @@ func (o *Observer) FailureLocked(why flight.Outcome, wait bool) {
 	if o.dir == "" || why == flight.Cancelled || why == flight.Closed {
 		return
 	}
-	reason := "failure"
+	reason := onFailure
 	if why == flight.TimedOut {
-		reason = "timeout"
+		reason = onTimeout
 	}
 	written := make(chan struct{})
 	if !o.aside(func() {
@@ -172,21 +193,47 @@ func (o *Observer) FailureLocked(why flight.Outcome, wait bool) {
 	o.cfg.Proxy.Lock()
 }
 
-// dump writes a snapshot with all records into the directory, under an unused name.
+// dump writes a snapshot with all records into the directory, under an unused name. After
+// maxFailures, a failure replaces the oldest one's file, at most once in failurePause: a program
+// may poll with deadlines.
 func (o *Observer) dump(reason string) {
-	s := o.snapshot(flight.Records, reason)
 	o.dumping.Lock()
 	defer o.dumping.Unlock()
-	if o.dumps == maxDumps {
-		return
+	if reason != onSignal {
+		if o.failures >= maxFailures && time.Since(o.last) < o.pause {
+			return
+		}
+		o.failures++
+		o.last = time.Now()
 	}
-	o.dumps++
+	s := o.snapshot(flight.Records, reason)
+	s.Others = o.others()
 	path, err := s.Write(filepath.Join(o.dir, fmt.Sprintf("flight-rank%d-%s", o.cfg.Self.Rank, reason)))
 	if err != nil {
 		o.cfg.Logger.Warn("a flight record could not be written", "err", err)
 		return
 	}
 	o.cfg.Logger.Info("flight record", "file", path)
+	if reason != onSignal {
+		o.keepLocked(path)
+	}
+}
+
+// keepLocked notes a failure's file, and removes the oldest one if there are too many. That one may
+// have been moved, and its name be that of another rank's or job's file by now.
+func (o *Observer) keepLocked(path string) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return
+	}
+	o.files = append(o.files, dumped{path, info})
+	if len(o.files) > maxFailures {
+		old := o.files[0]
+		o.files = slices.Delete(o.files, 0, 1)
+		if now, err := os.Stat(old.path); err == nil && os.SameFile(now, old.info) {
+			os.Remove(old.path)
+		}
+	}
 }
 
 // Blank returns the snapshot of a rank without groups.
@@ -207,7 +254,15 @@ func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
 	}
 	got := make(chan answer, 1)
 	if !o.aside(func() { // it returns after it had the lock, which Close needs too
-		text, err := o.snapshot(ops, "").JSON(false)
+		s := o.snapshot(ops, "")
+		s.Others = o.others()
+		text, err := s.JSON(false)
+		if err == nil && len(text) > bootstrap.MaxStatusText/4 { // the rank's own state must fit
+			for i, other := range s.Others {
+				s.Others[i] = flight.Other{Job: other.Job, Rank: other.Rank, Silent: true}
+			}
+			text, err = s.JSON(false)
+		}
 		got <- answer{text, err}
 	}) {
 		return nil, ErrStopped
@@ -220,8 +275,8 @@ func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
 	}
 }
 
-// snapshot describes the rank, with at most ops of the operations that have ended. It briefly takes
-// the proxy's lock.
+// snapshot describes the rank in its own job, with at most ops of the operations that have ended.
+// It briefly takes the proxy's lock.
 func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
 	p := o.cfg.Proxy
 	p.Lock()

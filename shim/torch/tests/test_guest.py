@@ -163,7 +163,7 @@ class Guest(unittest.TestCase):
         for rank, seen in enumerate(footprints):
             memory, threads, descriptors = zip(*seen, strict=True)
             with self.subTest(rank=rank, memory=memory, threads=threads, descriptors=descriptors):
-                # Go keeps the threads that it starts while others block. A leak would be one a cycle.
+                # Go keeps the threads that it starts while others block.
                 self.assertLess(threads[-1], threads[0] + CYCLES // 10)
                 self.assertLessEqual(descriptors[-1], descriptors[0])
                 self.assertLess(memory[-1], memory[0] + (8 << 20))

@@ -58,6 +58,26 @@ dist.destroy_process_group()
 """
 )
 
+# Rank 1 waits in a further group for rank 2, which is late, and rank 0 for both.
+ELSEWHERE = (
+    STATUS
+    + """
+dist.init_process_group("tutti")
+rank = dist.get_rank()
+pair = dist.new_group([1, 2])
+if rank == 2:
+    end, text = time.monotonic() + 60, ""
+    while text.count("! rank 2 has not entered allreduce") != text.count("! ") or " of job torch-" not in text:
+        assert time.monotonic() < end, text
+        text = status()
+if rank != 0:
+    dist.all_reduce(torch.ones(3), group=pair)
+dist.all_reduce(torch.ones(3))
+print("seen")
+dist.destroy_process_group()
+"""
+)
+
 LATE = """
 from datetime import timedelta
 dist.init_process_group("tutti")
@@ -132,6 +152,10 @@ class Launcher(unittest.TestCase):
     def test_status_names_the_rank_that_others_wait_for(self):
         out, _ = launched.run(2, [], STUCK, environment={"TUTTI": launched.TUTTI})
         self.assertEqual(out.count("seen"), 2)
+
+    def test_status_names_the_rank_that_is_waited_for_in_a_further_group(self):
+        out, _ = launched.run(3, [], ELSEWHERE, environment={"TUTTI": launched.TUTTI})
+        self.assertEqual(out.count("seen"), 3, out)
 
     def test_flight_records_and_recovery_after_a_timeout(self):
         with tempfile.TemporaryDirectory() as logs:

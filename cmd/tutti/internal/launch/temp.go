@@ -10,7 +10,7 @@ import (
 // tempName matches launchers' temporary directories.
 var tempName = regexp.MustCompile(`^tutti-[0-9a-f]{16}$`)
 
-// makeTemp makes a launcher's temporary directory. The lock must be kept open.
+// makeTemp makes a launcher's temporary directory. The result must be kept open.
 func makeTemp(dir string) (*lockdir.Held, error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return nil, err

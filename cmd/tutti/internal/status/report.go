@@ -63,9 +63,10 @@ func Make(now, before *Sample, watching bool) *Report {
 			since = before.Ranks
 		}
 	}
-	for _, x := range now.Ranks {
+	beside := flight.Beside(now.Ranks)
+	for i, x := range now.Ranks {
 		out := Rank{Rank: x}
-		out.State, out.Plain = state(&x)
+		out.State, out.Plain = state(&beside[i])
 		if s, o := x.Snapshot, old[x.Rank]; s != nil {
 			if e := s.View.Epoch; e > r.Epoch || e == r.Epoch && r.Active == nil {
 				r.Epoch, r.Active = s.View.Epoch, s.View.Active
@@ -129,7 +130,7 @@ func moved(e *stats.Endpoint) (sum stats.Count) {
 	return sum
 }
 
-// state describes in a few words what a rank does.
+// state describes in a few words what a rank of Beside does.
 func state(r *flight.Rank) (text string, plain bool) {
 	s := r.Snapshot
 	if s == nil {
@@ -156,53 +157,62 @@ func state(r *flight.Rank) (text string, plain bool) {
 			running = o
 		}
 	}
-	last, failure := s.Since, ""
+	last, failure, open := s.Since, "", false
 	for i := range s.Groups {
 		g := &s.Groups[i]
-		if g.Error != "" {
+		if open = open || g.Job == ""; g.Job == "" && g.Error != "" {
 			return "failed: " + g.Error, false
 		}
 		older(g.Running)
 		if g.Last != nil && g.Last.Ended != nil && g.Last.Ended.After(last) {
 			last, failure = *g.Last.Ended, g.Failure()
+			if failure != "" && g.Job != "" {
+				failure += " (in job " + g.Job + ")"
+			}
 		}
 	}
 	for i := range s.Messages {
 		older(&s.Messages[i])
 	}
+	joined, silent := s.Joined, ""
+	for i := range s.Others {
+		o := &s.Others[i]
+		if running != nil && running.Job == o.Job {
+			joined = o.Joined
+		}
+		if o.Silent {
+			silent += ", or is in job " + o.Job + ", whose state is not to be had"
+		}
+	}
 	prefix := ""
-	if !s.Joined {
+	if !joined {
 		prefix = "joining: "
 	}
 	if running == nil {
-		if len(s.Groups) == 0 {
-			return prefix + "has closed its groups", true
+		if !open {
+			return prefix + "has closed its groups" + silent, silent == ""
 		}
 		text = prefix + "computing"
 		if d := s.Time.Sub(last); d >= time.Second {
 			text += " for " + flight.Seconds(d)
 		}
+		text += silent
 		if failure != "" {
 			return text + "; its latest operation failed: " + failure, false
 		}
-		return text, true
+		return text, silent == ""
 	}
-	text = fmt.Sprintf("%sin %s #%d", prefix, running.Kind, running.Number)
-	switch {
-	case running.Kind == flight.Entering:
-		text = prefix + running.Call
-	case running.Kind == "send" || running.Kind == "recv":
-		text = prefix + "in " + running.Call
-	case running.Group != 1:
-		text += fmt.Sprintf(" of group %d", running.Group)
+	text = prefix + running.Short()
+	if running.Kind != flight.Entering {
+		text = prefix + "in " + running.Short()
 	}
 	d := s.Time.Sub(running.Started)
 	if d < time.Second {
 		return text, true
 	}
 	text += " for " + flight.Seconds(d)
-	if len(running.WaitsFor) > 0 {
-		text += ", waits for " + flight.RankList(running.WaitsFor)
+	if waits := running.Awaits(); waits != "" {
+		text += ", waits for " + waits
 	}
 	return text, false
 }

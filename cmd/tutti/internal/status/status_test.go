@@ -207,6 +207,13 @@ func in(s *flight.Snapshot, number uint64, ago time.Duration, waits ...int) {
 	s.Groups[0].Number = number
 }
 
+// elsewhere puts the process of a rank into an operation of another job, in which it is rank 0.
+func elsewhere(s *flight.Snapshot, ago time.Duration, waits ...int) {
+	o := flight.Operation{Group: 1, Number: 17, Kind: "allreduce", Call: "allreduce #17", Started: s.Time.Add(-ago),
+		Outcome: "running", WaitsFor: waits}
+	s.Others = []flight.Other{{Job: "pair", Joined: true, Groups: []flight.Group{{ID: 1, Size: 2, Running: &o}}}}
+}
+
 func TestMake(t *testing.T) {
 	now, before := pair(3)
 	r := Make(now, before, false)
@@ -278,6 +285,31 @@ func TestStates(t *testing.T) {
 			r.Snapshot.Groups = append([]flight.Group{g}, r.Snapshot.Groups...)
 		}, "computing", true},
 		{func(r *flight.Rank) { r.Snapshot.Groups = nil }, "has closed its groups", true},
+		{func(r *flight.Rank) { elsewhere(r.Snapshot, 3*time.Second, 0, 1) },
+			"in allreduce #17 of job pair for 3.0 s, waits for rank 0, and rank 1 of that job", false},
+		{func(r *flight.Rank) { elsewhere(r.Snapshot, time.Millisecond, 1); r.Snapshot.Joined = false },
+			"in allreduce #17 of job pair", true},
+		{func(r *flight.Rank) {
+			elsewhere(r.Snapshot, 3*time.Second, 1)
+			in(r.Snapshot, 9, 4*time.Second, 1)
+		}, "in allreduce #9 for 4.0 s, waits for rank 1", false},
+		{func(r *flight.Rank) {
+			elsewhere(r.Snapshot, 3*time.Second, 1)
+			g := &r.Snapshot.Others[0].Groups[0]
+			g.Running, g.Error = nil, "rank 1 failed"
+		}, "computing", true},
+		{func(r *flight.Rank) {
+			elsewhere(r.Snapshot, 3*time.Second, 1)
+			g := &r.Snapshot.Others[0].Groups[0]
+			g.Last, g.Running, g.LastError = g.Running, nil, "it timed out"
+			g.Last.Ended, g.Last.Outcome = &r.Snapshot.Time, "timed out"
+		}, "computing; its latest operation failed: it timed out (in job pair)", false},
+		{func(r *flight.Rank) {
+			elsewhere(r.Snapshot, 3*time.Second, 1)
+			r.Snapshot.Groups, r.Snapshot.Others[0].Groups[0].Running = nil, nil
+		}, "has closed its groups", true},
+		{func(r *flight.Rank) { r.Snapshot.Others = []flight.Other{{Job: "pair", Silent: true}} },
+			"computing, or is in job pair, whose state is not to be had", false},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} },
 			"does not answer: no answer within 1s", false},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Dead} }, "dead", false},
@@ -286,7 +318,7 @@ func TestStates(t *testing.T) {
 	} {
 		now, _ := pair(1)
 		c.change(&now.Ranks[0])
-		if got, plain := state(&now.Ranks[0]); got != c.want || plain != c.plain {
+		if got, plain := state(&flight.Beside(now.Ranks)[0]); got != c.want || plain != c.plain {
 			t.Errorf("%q, %v; want %q, %v", got, plain, c.want, c.plain)
 		}
 	}
@@ -429,6 +461,7 @@ func TestEndpointByItself(t *testing.T) {
 func TestJSON(t *testing.T) {
 	now, before := pair(2)
 	now.Ranks[1] = flight.Rank{Rank: 1, Presence: flight.Dead}
+	elsewhere(now.Ranks[0].Snapshot, time.Millisecond, 1)
 	b, err := json.Marshal(Make(now, before, false))
 	if err != nil {
 		t.Fatal(err)
@@ -446,6 +479,9 @@ func TestJSON(t *testing.T) {
 	}
 	if err := json.Unmarshal(b, &got); err != nil {
 		t.Fatal(err)
+	}
+	if len(got.Ranks[0].Snapshot.Others) != 1 || len(got.Ranks[0].Snapshot.Others[0].Groups) != 1 {
+		t.Errorf("what a rank says of other jobs is not shown as it is: %s", b)
 	}
 	if got.Job != "train" || len(got.Findings) != 1 || got.Findings[0].Kind != "gone" || len(got.Ranks) != 2 ||
 		got.Ranks[0].Operations != 100 || got.Ranks[0].Snapshot == nil ||

@@ -1,0 +1,76 @@
+package observe
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"tutti/p2p"
+	"tutti/pg/flight"
+)
+
+// Of many failures the last ones have records, if they are not too frequent. A signal always leaves
+// one.
+func TestRecordsOfManyFailures(t *testing.T) {
+	proxy := p2p.New(p2p.Config{Size: 1})
+	defer proxy.Close()
+	dir := t.TempDir()
+	o, err := Start(Config{Self: flight.Identity{Job: "job", Size: 1}, Dir: dir, NoSignal: true, Proxy: proxy,
+		Groups: func() []Glance { return nil }, Logger: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Stop()
+	o.pause = time.Hour
+	has := func(reason string) int {
+		t.Helper()
+		found, err := filepath.Glob(filepath.Join(dir, "flight-rank0-"+reason+"*.json"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(found)
+	}
+	for range maxFailures {
+		o.dump(onFailure)
+	}
+	if n := has(onFailure); n != maxFailures {
+		t.Fatalf("%d records of %d failures", n, maxFailures)
+	}
+	o.dump(onTimeout)
+	if n := has(onTimeout); n != 0 {
+		t.Errorf("%d records of a timeout that followed %d failures at once", n, maxFailures)
+	}
+	for range 2 {
+		o.dump(onSignal)
+	}
+	if n := has(onSignal); n != 2 {
+		t.Errorf("%d records of 2 signals", n)
+	}
+	o.pause = 0
+	o.dump(onTimeout)
+	first := filepath.Join(dir, "flight-rank0-failure.json")
+	if _, err := os.Stat(first); has(onTimeout) != 1 || has(onFailure) != maxFailures-1 || !os.IsNotExist(err) {
+		t.Errorf("a later timeout has %d records, the earlier failures have %d; the first one's: %v", has(onTimeout),
+			has(onFailure), err)
+	}
+
+	// The user moves all of them: their names are used again, and only for new ones.
+	old := t.TempDir()
+	found, err := filepath.Glob(filepath.Join(dir, "*.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range found {
+		if err := os.Rename(path, filepath.Join(old, filepath.Base(path))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range maxFailures {
+		o.dump(onFailure)
+	}
+	if n := has(onFailure); n != maxFailures {
+		t.Errorf("%d records of %d failures after the earlier ones were moved", n, maxFailures)
+	}
+}
