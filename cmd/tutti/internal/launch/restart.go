@@ -47,6 +47,7 @@ func (l *launcher) idle() bool {
 // no rank is left to admit them.
 func (l *launcher) settle() {
 	if l.stopping || l.ending() {
+		l.views.hurry()
 		for i := range l.ranks {
 			if r := &l.ranks[i]; r.due != nil {
 				r.due.Stop() // or its token is in l.again, and void

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -336,11 +337,48 @@ func TestViews(t *testing.T) {
 	if !v.known() {
 		t.Error("there have been views")
 	}
+	v.hurry()
 	for range 2 { // the store may be asked again
 		v.ask()
 		lives.Close()
 		get(t, "the end of the group", v.gone)
 	}
+}
+
+// TestGroupOutlivesItsLeases: a store that was away has ended all leases, and the ranks register
+// again a little later. Processes on standby are not dismissed meanwhile.
+func TestGroupOutlivesItsLeases(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := storetest.NewMemory()
+		defer m.Close()
+		s, rank := m.Open(), m.Open()
+		enter := func() {
+			register(t, rank, 0, 10, func(r *bootstrap.Record) { r.Machine = "another" })
+		}
+		enter()
+		setView(t, rank, membership.First([]uint64{10}))
+		v := watchViews(t, s)
+		v.ask()
+		over := func(after time.Duration) bool {
+			time.Sleep(after)
+			synctest.Wait()
+			return len(v.gone) > 0
+		}
+		for range 2 { // what was seen in the first outage does not count in the second
+			m.Expire(rank)
+			if over(s.TTL()) {
+				t.Fatal("the group counts as over before its rank can be back")
+			}
+			rank = m.Open()
+			if enter(); over(time.Minute) {
+				t.Fatal("the group counts as over although its rank is back")
+			}
+		}
+		m.Expire(rank)
+		if !over(s.TTL() + 3*time.Second) {
+			t.Error("the group does not count as over")
+		}
+	})
 }
 
 // TestViewOfAnEarlierJob: a view that an earlier job of the same name has left does not show which
@@ -352,6 +390,7 @@ func TestViewOfAnEarlierJob(t *testing.T) {
 	setView(t, other, membership.First([]uint64{10, 11}))
 	register(t, other, 0, 20, nil) // waits for rank 1
 	v := watchViews(t, s)
+	v.hurry()
 	v.ask()
 	get(t, "an answer, and so the view", v.gone)
 	v.markDead(1)
@@ -569,6 +608,41 @@ func TestNodesLoseLeases(t *testing.T) {
 		nodes <- bootstrap.Event{Key: nodeKeys + "1"}
 		get(t, "the check", asked)
 		goesOn(t, s, other)
+	})
+	t.Run("the other comes back late", func(t *testing.T) {
+		for _, end := range []failure{{}, {Code: 9, Why: "x", End: true}} {
+			synctest.Test(t, func(t *testing.T) {
+				m := storetest.NewMemory()
+				defer m.Close()
+				other, nodes, said := m.Open(), make(chan bootstrap.Event), make(chan string, 1)
+				s := twoNodes(t, m, nodes, func(s *store) {
+					s.elastic, s.say = true, func(text string) { said <- text }
+				})
+				nodes <- bootstrap.Event{Key: nodeKeys + "1"}
+				if text := get(t, "its loss", said); text != "node 1: its launcher is gone; the others go on" {
+					t.Errorf("said %q", text)
+				}
+				get(t, "that it is gone", s.alone)
+				nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte("{}")}
+				if text := get(t, "its return", said); text != "node 1: its launcher is back" {
+					t.Errorf("said %q", text)
+				}
+				synctest.Wait()
+				select {
+				case <-s.alone:
+					t.Error("the store ends although the other is back")
+				default:
+				}
+				if end.End {
+					putNode(t, other, &end)
+					if f := get(t, "the failure", s.failed()); f.why != "node 1: x" {
+						t.Errorf("it ends this node: %s", f.why)
+					}
+					return
+				}
+				goesOn(t, s, other)
+			})
+		}
 	})
 	t.Run("another launcher takes its place", func(t *testing.T) {
 		m := storetest.NewMemory()

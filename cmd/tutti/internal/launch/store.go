@@ -88,7 +88,7 @@ type store struct {
 	handle bootstrap.Store // not nil: there are other nodes; watch replaces it, and reads it without the lock
 
 	failc   chan broken   // receives the first failure elsewhere that ends this node too
-	alone   chan struct{} // closed once every other node has ended
+	alone   chan struct{} // watch sends while every other node has ended or is gone
 	elastic bool
 	say     func(string)
 	well    atomic.Bool   // another node has succeeded
@@ -516,12 +516,14 @@ func pause(ctx context.Context, d time.Duration) {
 
 // watch follows the other nodes, whose launchers' incarnations have been met, until ctx ends or the
 // store is gone. A node may have been met by the record of a launcher that was dead, and whose
-// place another has taken; later, another one cannot stand for one that has died.
+// place another has taken; later, another one cannot stand for one that has died. A node whose
+// launcher is gone counts as ended until that one is back.
 func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map[int]uint64) {
 	defer close(s.watched)
 	settled := time.Now().Add(s.back)
 	ended := map[int]bool{}
-	missing := map[int]time.Time{} // nodes without a record, and when they count as dead
+	missing := map[int]time.Time{} // nodes without a record, and when they count as gone
+	gone := map[int]bool{}         // until their records are back, or say how they ended
 	fail := func(code int, why string) {
 		select {
 		case s.failc <- broken{code, why}:
@@ -543,25 +545,43 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 			s.wake <- struct{}{}
 		}
 		delete(missing, n)
-		if ended[n] = true; len(ended) == s.nodes-1 {
-			close(s.alone)
-		}
+		delete(gone, n)
+		ended[n] = true
 	}
-	gone, _ := json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
+	lost := func(n int) {
+		const why = "its launcher is gone"
+		switch {
+		case gone[n]:
+		case s.elastic:
+			s.say(fmt.Sprintf("node %d: %s; the others go on", n, why))
+		default:
+			fail(CodeLaunch, fmt.Sprintf("node %d: %s", n, why))
+		}
+		delete(missing, n)
+		gone[n] = true
+	}
 	entered := func(n int, text []byte) {
 		var other nodeRecord
 		switch err := json.Unmarshal(text, &other); {
 		case err != nil:
 		case other.Incarnation == met[n]:
 			delete(missing, n)
+			if gone[n] {
+				delete(gone, n)
+				s.say(fmt.Sprintf("node %d: its launcher is back", n))
+			}
 		case time.Now().Before(settled):
 			met[n] = other.Incarnation
 			delete(missing, n)
 		default:
-			finished(n, gone)
+			lost(n)
 		}
 	}
 	for {
+		var alone chan<- struct{}
+		if len(ended)+len(gone) == s.nodes-1 {
+			alone = s.alone
+		}
 		var check <-chan time.Time
 		if len(missing) > 0 {
 			check = time.After(viewPoll)
@@ -569,6 +589,8 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		var e bootstrap.Event
 		var ok bool
 		select {
+		case alone <- struct{}{}:
+			continue
 		case e, ok = <-nodes:
 		case e, ok = <-done:
 		case <-s.handle.Lost():
@@ -585,7 +607,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 					// If this launcher was stopped, the record may be back, its event not here.
 					switch text, err := s.handle.Get(ctx, nodeKeys+strconv.Itoa(n)); {
 					case errors.Is(err, bootstrap.ErrNoKey):
-						finished(n, gone)
+						lost(n)
 					case err == nil:
 						entered(n, text)
 					}
@@ -610,7 +632,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 			}
 			nodes, done = s.handle.Watch(ctx, nodeKeys), s.handle.Watch(ctx, doneKeys)
 			for n := range s.nodes { // the others may have lost their leases too
-				if n != s.node && !ended[n] {
+				if n != s.node && !ended[n] && !gone[n] {
 					missing[n] = time.Now().Add(s.back)
 				}
 			}
@@ -619,7 +641,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 			finished(n, e.Value)
 		case e.Exists:
 			entered(n, e.Value)
-		case path.Dir(e.Key)+"/" == nodeKeys:
+		case path.Dir(e.Key)+"/" == nodeKeys && !gone[n]:
 			// Its launcher has closed its handle, has lost its lease, or is dead.
 			missing[n] = time.Now().Add(s.back)
 		}

@@ -37,6 +37,7 @@ type views struct {
 	reading chan struct{} // of read
 	in      chan entry
 	asked   atomic.Bool
+	hasty   atomic.Bool        // see hurry
 	gone    chan struct{}      // receives the answer to ask
 	seen    atomic.Bool        // a view has been seen, and a process of it: it is of this job
 	kick    chan struct{}      // holds a token when vacant has got more
@@ -107,8 +108,16 @@ func (v *views) markDead(rank int) {
 }
 
 // ask makes over answer when the group is over: no incarnation of the present view is registered
-// any more, or there is no view. The last ask must have been answered.
+// for longer than a loss of all leases, or there is no view for that long. The last ask must have
+// been answered.
 func (v *views) ask() { v.asked.Store(true) }
+
+// hurry makes one look suffice for ask: the job is ending, and needs no replacements any more.
+func (v *views) hurry() {
+	if v != nil {
+		v.hasty.Store(true)
+	}
+}
 
 // over receives a token for each ask.
 func (v *views) over() <-chan struct{} {
@@ -149,6 +158,9 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 	defer again.Stop()
 	var now bootstrap.Event
 	var view membership.View
+	// Looks, in a row, that found no member. Their number is the time for which this process has
+	// looked: it does not look while it is stopped.
+	vain := 0
 	told := 0 // entries of vacant that were written; a new handle writes all again, because they are under its lease
 	for {
 		v.mu.Lock()
@@ -190,8 +202,13 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 			switch over, err := isOver(ctx, store, now, view); {
 			case err != nil:
 				return
-			case over:
-				v.answer()
+			case !over:
+				vain = 0
+			default:
+				if vain++; v.hasty.Load() || time.Duration(vain)*viewPoll > store.TTL()+2*time.Second {
+					v.answer()
+					vain = 0
+				}
 			}
 		}
 	}
