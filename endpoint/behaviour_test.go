@@ -265,6 +265,31 @@ func TestClientsHaveRightsOfTheirOwn(t *testing.T) {
 	}
 }
 
+// A program may use the map of one region for the next one, with other rights.
+func TestRightsOfClientsAreThoseOfTheRegistration(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	rights := map[string]mem.Rights{"cache": Read}
+	if _, err := e.Register("r", mem.Host(make([]byte, 1), mem.Anywhere), RegionConfig{Clients: rights}); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.CreateTemp(t.TempDir(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := e.RegisterFile("f", f, 0, 0, RegionConfig{Clients: rights}); err != nil {
+		t.Fatal(err)
+	}
+	rights["cache"] = Write
+	p := connect(t, newEndpoint(t, newContext(t), Config{Secret: clientSecret(t, "cache")}), e.Info())
+	for _, region := range []string{"r", "f"} {
+		wait(t, p.Read(nil, region, 0))
+		if err := p.Write(nil, region, 0).Wait(t.Context()); !errors.Is(err, ErrRights) {
+			t.Errorf("a write to region %s: %v, want %v", region, err, ErrRights)
+		}
+	}
+}
+
 func TestFilesAreReadAndWritten(t *testing.T) { eachGuard(t, []int{2}, filesMove) }
 
 func filesMove(t *testing.T, cfg Config) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -121,6 +122,7 @@ const (
 	purpose      = "endpoint"
 	protocol     = 1 // see extra
 	greetTimeout = 10 * time.Second
+	hostTimeout  = 3 * time.Second        // see checkHostLocked
 	minUnsaid    = 16                     // see crowdedLocked
 	crossedPause = 100 * time.Millisecond // for connections of the peer, before it is dialled again
 )
@@ -355,6 +357,7 @@ func (e *Endpoint) register(r *Region) (*Region, error) {
 	if e.life.Err() != nil {
 		return nil, fmt.Errorf("endpoint: region %s: %w", r.name, ErrClosed)
 	}
+	r.cfg.Clients = maps.Clone(r.cfg.Clients) // the program may change its own
 	if err := e.regions.add(r); err != nil {
 		return nil, fmt.Errorf("endpoint: %w", err)
 	}

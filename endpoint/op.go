@@ -363,10 +363,15 @@ func (f *Future) Cancel() { f.cancel(ErrCancelled) }
 func (f *Future) cancel(err error) {
 	p := f.peer
 	p.mu.Lock()
+	gave := false
 	for i := range f.results {
 		if t := f.results[i].task; t != nil {
 			p.giveUpLocked(t, fmt.Errorf("%s: %w", t.what(), err))
+			gave = true
 		}
+	}
+	if gave {
+		p.checkHostLocked()
 	}
 	p.unlock()
 	<-f.Done() // another goroutine may be about to end them

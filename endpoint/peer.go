@@ -328,13 +328,35 @@ func (p *Peer) alarmLocked(now time.Time) {
 func (p *Peer) expire() {
 	p.mu.Lock()
 	now := time.Now()
+	late := false
 	for len(p.due) > 0 && !now.Before(p.due[0].deadline) {
 		t := p.due[0]
 		p.giveUpLocked(t, &TimeoutError{t.what(), string(t.stage)})
+		late = true
+	}
+	if late {
+		p.checkHostLocked()
 	}
 	p.alarm = time.Time{}
 	p.alarmLocked(now)
 	p.unlock()
+}
+
+// checkHostLocked breaks the session if the peer's host has answered nothing for hostTimeout. It is
+// for what is given up: until then an outage of the network may be short enough. The kernel alone
+// would send again for minutes, although a new connection may find the peer at once.
+func (p *Peer) checkHostLocked() {
+	s := p.session
+	if s == nil || !s.up {
+		return
+	}
+	for _, c := range s.conns {
+		if silent := c.Silence(); silent >= hostTimeout {
+			s.breakLocked(fmt.Errorf("%w: the peer's host has answered nothing for %v", ErrBroken, silent))
+			p.resumeLocked()
+			return
+		}
+	}
 }
 
 // polled returns the connections that bring a future on.
@@ -571,7 +593,8 @@ func (p *Peer) ask(ctx context.Context, q *query) error {
 		if s := p.session; s != nil {
 			s.unaskLocked()
 		}
-		p.mu.Unlock()
+		p.checkHostLocked()
+		p.unlock()
 		return cancelledBy(ctx)
 	}
 }

@@ -52,6 +52,7 @@ const retry = 100 * time.Millisecond
 // bootstrap.DialStore. Close ends the Directory.
 func Open(ctx context.Context, cfg Config) (*Directory, error) {
 	d := &Directory{cfg: cfg.Store, log: cfg.Logger, held: map[string]*Publication{}}
+	d.cfg.Secret = slices.Clone(cfg.Store.Secret) // the program may overwrite its own
 	d.cfg.Job = cmp.Or(d.cfg.Job, DefaultName)
 	if d.cfg.OpTimeout <= 0 {
 		d.cfg.OpTimeout = bootstrap.DefaultOpTimeout

@@ -369,6 +369,36 @@ func TestConnectKeepsTheReason(t *testing.T) {
 	}
 }
 
+// A program may overwrite its copy of the secret, which each connection to the store proves.
+func TestSecretIsKept(t *testing.T) {
+	s, err := embed.Start(within(t), embed.Config{Secret: []byte(secret), Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	conns := make(chan net.Conn, 16)
+	cfg := storeAt(s.Address())
+	cfg.Dial = func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+		c, err := d.DialContext(ctx, "tcp", address)
+		if err == nil {
+			select {
+			case conns <- c:
+			default:
+			}
+		}
+		return c, err
+	}
+	d := openWith(t, cfg)
+	clear(cfg.Secret)
+	for len(conns) > 0 {
+		(<-conns).Close()
+	}
+	noName(t, d, "a")
+	if len(conns) == 0 {
+		t.Error("there was no other connection")
+	}
+}
+
 // follower takes the events of a watch.
 type follower struct {
 	t      *testing.T

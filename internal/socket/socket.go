@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -124,6 +125,19 @@ func (v *Vector) Send(fd int, a, b []byte) (int, syscall.Errno) {
 func (v *Vector) Recv(fd int, a, b []byte) (int, syscall.Errno) {
 	defer v.clear()
 	return call(unix.SYS_RECVMSG, fd, v.set(a, b), recvFlags, 0, len(a)+len(b))
+}
+
+// Silence returns for how long the peer's host has answered nothing, or 0 if the kernel has not
+// probed it several times. TCP_USER_TIMEOUT is no substitute: it also ends a connection whose peer
+// is alive and does not read for a while (a stopped or busy process: its window is closed). One or
+// two unanswered probes prove nothing: packets get lost, and a host answers probes of a closed
+// window only twice a second.
+func Silence(fd int) time.Duration {
+	i, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
+	if err != nil || i.Retransmits < 2 && i.Probes < 3 {
+		return 0
+	}
+	return time.Duration(i.Last_ack_recv) * time.Millisecond
 }
 
 // Ready reports whether there is something to read, or the end of the stream, or an error. Unlike

@@ -109,11 +109,7 @@ func (s *stream) room() bool {
 	return !s.full
 }
 
-// checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel
-// probed it several times. TCP_USER_TIMEOUT is no substitute: it also ends a connection whose peer
-// is alive and does not read for a while (a stopped or busy process: its window is closed). One or
-// two unanswered probes prove nothing: packets get lost, and a host answers probes of a closed
-// window only twice a second.
+// checkHost fails the link if the peer's host has answered nothing for timeout: see socket.Silence.
 func (s *stream) checkHost(timeout time.Duration) {
 	l := s.link
 	l.mu.Lock()
@@ -121,11 +117,7 @@ func (s *stream) checkHost(timeout time.Duration) {
 	if l.closed.Load() || l.failure.Load() != nil {
 		return
 	}
-	i, err := unix.GetsockoptTCPInfo(s.fd, unix.SOL_TCP, unix.TCP_INFO)
-	if err != nil || i.Retransmits < 2 && i.Probes < 3 {
-		return
-	}
-	if silent := time.Duration(i.Last_ack_recv) * time.Millisecond; silent >= timeout {
+	if silent := socket.Silence(s.fd); silent >= timeout {
 		l.fail(gone(fmt.Sprintf("its host has answered nothing for %v", silent)))
 		unix.Shutdown(s.fd, unix.SHUT_RDWR) // wakes goroutines that sleep on it
 	}

@@ -215,6 +215,16 @@ func (c *Conn) Mode() wire.Mode { return c.mode }
 // Traffic returns the bytes that were received and sent.
 func (c *Conn) Traffic() (in, out uint64) { return c.received.Load(), c.wrote.Load() }
 
+// Silence is socket.Silence of the connection, 0 if it does not work any more.
+func (c *Conn) Silence() time.Duration {
+	c.mu.Lock() // which release takes before it closes the descriptor
+	defer c.mu.Unlock()
+	if c.Err() != nil {
+		return 0
+	}
+	return socket.Silence(c.fd)
+}
+
 // Close ends the connection for the reason err: nothing more is sent, but for what a system call is
 // sending. The loop closes the descriptor and calls Broken.
 func (c *Conn) Close(err error) {
