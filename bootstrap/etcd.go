@@ -119,15 +119,15 @@ type etcdStore struct {
 	err    error // why the lease was lost
 	closed bool
 
-	sharing sync.Mutex
-	shared  clientv3.LeaseID // the job's, if it is known; under sharing
+	sharing chan struct{}    // holds a token while shared is in use
+	shared  clientv3.LeaseID // the job's, if it is known
 }
 
-// DialStore connects to an etcd store and takes a lease, which it keeps alive until Close. It
-// blocks until the store has granted the lease, or ctx or DialTimeout ends; until then it retries a
-// store that cannot be reached. The error names the endpoints. It wraps ErrStoreAway if the store
-// could not be reached or is about to end (ErrStoreEnds), and trust.ErrAuth if the secret is not
-// the store's.
+// DialStore connects to an etcd store and takes a lease, which it keeps alive until Close, as it
+// does with the job's. It blocks until the store has granted the lease, or ctx or DialTimeout ends;
+// until then it retries a store that cannot be reached. The error names the endpoints. It wraps
+// ErrStoreAway if the store could not be reached or is about to end (ErrStoreEnds), and
+// trust.ErrAuth if the secret is not the store's.
 func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	addr, err := ParseStore(cfg.Address)
 	if err != nil {
@@ -200,7 +200,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		conf.DialTimeout = max(time.Until(left), time.Millisecond)
 	}
 	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}),
-		ended: make(chan struct{})}
+		ended: make(chan struct{}), sharing: make(chan struct{}, 1)}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	// New checks the password before it returns, and only the client's own ctx ends it. So this ctx
 	// ends when dialling is given up.
@@ -287,42 +287,47 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	}
 }
 
-// enlist registers this handle, so that the job's keys stay. A user without write access holds
-// nothing, and may still read.
+// enlist registers this handle, so that the job's keys stay, and begins to keep the job's lease
+// alive. A user without write access holds nothing, and may still read.
 func (s *etcdStore) enlist(ctx context.Context) error {
 	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "",
 		clientv3.WithLease(s.lease))
 	if errors.Is(err, rpctypes.ErrPermissionDenied) {
 		return nil
 	}
+	if err == nil {
+		s.wg.Go(func() { s.hold(0) })
+	}
 	return err
 }
 
 // share runs f under the job's lease, which all handles keep alive. If there is none it takes one.
 func (s *etcdStore) share(ctx context.Context, f func(clientv3.LeaseID) error) error {
-	for again := false; ; again = true {
-		id, err := s.sharedLease(ctx)
+	for ended := clientv3.LeaseID(0); ; {
+		id, err := s.sharedLease(ctx, ended)
 		if err != nil {
 			return err
 		}
-		if err = f(id); !errors.Is(err, rpctypes.ErrLeaseNotFound) || again {
+		if err = f(id); !errors.Is(err, rpctypes.ErrLeaseNotFound) || ended != 0 {
 			return err
 		}
-		s.sharing.Lock()
-		if s.shared == id { // it has ended: the last handle was closed, or all were away for long
-			s.shared = 0
-		}
-		s.sharing.Unlock()
+		ended = id // the last handle was closed, or all were away for long
 	}
 }
 
-// sharedLease returns the job's lease, or takes one.
-func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
-	s.sharing.Lock()
-	defer s.sharing.Unlock()
-	if s.shared != 0 {
+// sharedLease returns the job's lease, or takes one, and keeps it alive from then on. It asks the
+// store if it knows none but ended, which has ended or is not kept alive any more.
+func (s *etcdStore) sharedLease(ctx context.Context, ended clientv3.LeaseID) (clientv3.LeaseID, error) {
+	select {
+	case s.sharing <- struct{}{}:
+		defer func() { <-s.sharing }()
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	}
+	if s.shared != 0 && s.shared != ended {
 		return s.shared, nil
 	}
+	s.shared = 0
 	key := s.prefix + leaseKey
 	r, err := s.c.Get(ctx, key)
 	if err != nil {
@@ -332,7 +337,11 @@ func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 	if len(r.Kvs) > 0 {
 		id = clientv3.LeaseID(r.Kvs[0].Lease)
 	} else {
-		g, err := s.c.Grant(ctx, int64(JobTTL/time.Second))
+		ttl := JobTTL
+		if s.addr.Scheme == "tutti" {
+			ttl = embeddedTTL
+		}
+		g, err := s.c.Grant(ctx, int64(ttl/time.Second))
 		if err != nil {
 			return 0, err
 		}
@@ -344,11 +353,7 @@ func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 		}
 		if !t.Succeeded { // another handle was faster
 			s.c.Revoke(ctx, id)
-			kvs := t.Responses[0].GetResponseRange().GetKvs()
-			if len(kvs) == 0 {
-				return 0, fmt.Errorf("key %s: %w", leaseKey, ErrConflict)
-			}
-			id = clientv3.LeaseID(kvs[0].Lease)
+			id = clientv3.LeaseID(t.Responses[0].GetResponseRange().GetKvs()[0].Lease)
 		}
 	}
 	answers, err := s.c.KeepAlive(s.ctx, id)
@@ -359,13 +364,33 @@ func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 	s.wg.Go(func() {
 		for range answers {
 		}
-		s.sharing.Lock()
-		defer s.sharing.Unlock()
-		if s.shared == id {
-			s.shared = 0
-		}
+		s.hold(id) // id has ended, or the client has given it up because the first answer was late
 	})
 	return id, nil
+}
+
+// sharePause is the pause before each attempt of hold. Ranks come together, and find after it the
+// lease that one of them has taken.
+const sharePause = time.Second
+
+// hold is sharedLease for a handle that may not write: it tries until that succeeds, this handle's
+// own lease has ended, or the handle is closed.
+func (s *etcdStore) hold(ended clientv3.LeaseID) {
+	for {
+		select {
+		case <-s.ended:
+			return
+		case <-s.ctx.Done():
+			return
+		case <-time.After(sharePause):
+		}
+		ctx, cancel := context.WithTimeout(s.ctx, s.op)
+		_, err := s.sharedLease(ctx, ended)
+		cancel()
+		if err == nil {
+			return
+		}
+	}
 }
 
 // dissolve removes the job's keys in one step if no handle is open any more. Every open handle has

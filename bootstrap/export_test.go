@@ -2,7 +2,9 @@ package bootstrap
 
 import (
 	"context"
+	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/connectivity"
 )
 
@@ -15,6 +17,16 @@ func Lose(s Store, why error) { s.(*etcdStore).lose(why) }
 func EndLease(ctx context.Context, s Store) error {
 	e := s.(*etcdStore)
 	_, err := e.c.Revoke(ctx, e.lease)
+	return err
+}
+
+// LeaseJob gives the job of s a lease of ttl. Handles that know its former one keep that.
+func LeaseJob(ctx context.Context, s Store, ttl time.Duration) error {
+	e := s.(*etcdStore)
+	l, err := e.c.Grant(ctx, int64(ttl/time.Second))
+	if err == nil {
+		_, err = e.c.Put(ctx, e.prefix+leaseKey, "", clientv3.WithLease(l.ID))
+	}
 	return err
 }
 

@@ -79,9 +79,16 @@ type Event struct {
 // MaxValue is the largest value of a key in bytes.
 const MaxValue = 64 << 10
 
-// JobTTL is how long a job's keys outlive its last process with a handle that was not closed. A
-// store that is away should come back earlier.
-const JobTTL = time.Hour
+// JobTTL is how long a job's keys outlive its last process with a handle that was not closed, or
+// two thirds of that: handles renew the lease three times in it. A store that is away should come
+// back, and a job that is stopped as a whole should continue, earlier. Another job of the same
+// name must not find the keys of a program (JobStore in PyTorch) that was killed long ago.
+// What tutti run and rank 0 serve ends with the job, and is stopped with it: the keys there outlive
+// a longer pause, embeddedTTL.
+const (
+	JobTTL      = time.Hour
+	embeddedTTL = 7 * 24 * time.Hour
+)
 
 // Keys of the store itself, which List and Watch do not show: leaseKey holds the job's lease, and
 // each handle has a key below handleKeys under its own lease.

@@ -504,6 +504,42 @@ func TestStoreForgetsJobWithLastHandle(t *testing.T) {
 	})
 }
 
+// A handle that only moves its record keeps the job's keys, also after the handle that wrote them.
+func TestHandleThatWritesNoJobKeyKeepsJob(t *testing.T) {
+	const ttl = 6 * time.Second
+	e, ctx := startEtcd(t), context30(t)
+	first := dial(t, e, bootstrap.StoreConfig{})
+	if err := bootstrap.LeaseJob(ctx, first, ttl); err != nil {
+		t.Fatal(err)
+	}
+	writer, former := dial(t, e, bootstrap.StoreConfig{}), dial(t, e, bootstrap.StoreConfig{})
+	if err := writer.Create(ctx, "view", nil, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := former.Create(ctx, "mine", []byte("v"), true); err != nil {
+		t.Fatal(err)
+	}
+	fresh := dial(t, e, bootstrap.StoreConfig{})
+	if err := fresh.Adopt(ctx, "mine", []byte("v")); err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range []bootstrap.Store{first, writer, former} {
+		bootstrap.Lose(h, bootstrap.ErrLeaseLost)
+		if err := h.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	changes := fresh.Watch(ctx, "view")
+	if ev := next(t, changes); !ev.Exists {
+		t.Fatalf("%+v", ev)
+	}
+	select {
+	case ev := <-changes:
+		t.Errorf("the job's key, with an open handle: %+v", ev)
+	case <-time.After(ttl + 2*time.Second):
+	}
+}
+
 // holdBehind returns a handle on a store behind p, which has put k under its lease, and one that
 // reaches the store itself.
 func holdBehind(t *testing.T) (ctx context.Context, p *proxy, s, far bootstrap.Store) {

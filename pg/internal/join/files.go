@@ -19,13 +19,18 @@ const (
 // needs, so that Join fails instead of later operations, perhaps on other ranks. If links to all
 // ranks need a higher limit, it raises the limit as far as it may: in a C program the limit is
 // often 1024.
-func roomForFiles(size int) error {
+// serves says that all ranks' store connections end here.
+func roomForFiles(size int, serves bool) error {
+	served := 0
+	if serves {
+		served = size - 1
+	}
 	open, counted := files.Open()
 	if counted {
-		files.Raise(uint64(open + joinFiles + 3*(size-1)))
+		files.Raise(uint64(open + joinFiles + served + 3*(size-1)))
 	}
 	limit, known := files.Limit()
-	need := joinFiles + 2*min(size-1, linkPeers)
+	need := joinFiles + served + 2*min(size-1, linkPeers)
 	if !known || !counted || uint64(open+need) <= limit {
 		return nil
 	}

@@ -49,6 +49,8 @@ type Settings struct {
 	// Ends reports whether rank 0, which serves the store, has left its job. It is nil at rank 0,
 	// for other stores, and where ranks cannot meet again.
 	Ends func(context.Context, bootstrap.Store) bool
+	// Serves says that this rank serves the store to all others.
+	Serves bool
 }
 
 // Within bounds ctx by d, unless that is 0.
@@ -112,7 +114,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		ss.Proxy = p2p.New(pc)
 		return nil
 	}
-	if err := roomForFiles(s.MaxSize); err != nil {
+	if err := roomForFiles(s.MaxSize, s.Serves); err != nil {
 		return err
 	}
 	var err error

@@ -15,8 +15,12 @@ import (
 	"testing/synctest"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
+	"tutti/internal/sitetest"
 	"tutti/internal/trust"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
@@ -246,6 +250,50 @@ func (s *checked) CompareAndSwap(ctx context.Context, key string, old, new []byt
 func (s *checked) Close() error {
 	defer s.check()
 	return s.Store.Close()
+}
+
+// A rank that takes another lease, and has its record still, keeps the job's lease alive: here one
+// of a few seconds, which the test makes.
+func TestReconnectKeepsJob(t *testing.T) {
+	const ttl = 3 // s
+	ctx, site := t.Context(), sitetest.Start(t, sitetest.Config{})
+	raw, err := clientv3.New(clientv3.Config{Endpoints: []string{strings.TrimPrefix(site.Address, "etcd://")},
+		Logger: zap.NewNop()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer raw.Close()
+	lease, err := raw.Grant(ctx, ttl)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := raw.Put(ctx, bootstrap.Prefix("test")+".store/lease", "", clientv3.WithLease(lease.ID)); err != nil {
+		t.Fatal(err)
+	}
+	ss := session(0, func() bootstrap.Store {
+		store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: site.Address, Job: "test"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return store
+	})
+	defer ss.Close()
+	lost := ss.Store()
+	if err := bootstrap.Register(ctx, lost, ss.record, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := ss.Reconnect(ctx, lost); err != nil {
+		t.Fatal(err)
+	}
+	changes := ss.Store().Watch(ctx, bootstrap.SizeKey)
+	if e := <-changes; !e.Exists {
+		t.Fatalf("%+v", e)
+	}
+	select {
+	case e := <-changes:
+		t.Errorf("the job's key, after Reconnect: %+v", e)
+	case <-time.After(2 * ttl * time.Second):
+	}
 }
 
 // A rank that takes another lease is registered all the time.

@@ -74,8 +74,10 @@ func (ro *Roster) expire() {
 
 // doubt asks the store about ranks that this one has waited for in a collective for longer than a
 // lease, because the links to a host that fell silent do not break for a while. It asks about few
-// ranks, and rarely, since all ranks may be waiting. A program that continues without lost ranks
-// also continues without ranks that stand still for that long; for others the timeout decides.
+// ranks, and rarely, since all ranks may be waiting. If one of them has no record, it asks about
+// all that it waits for: many may have been on such hosts, and each view costs all ranks time. A
+// program that continues without lost ranks also continues without ranks that stand still for that
+// long; for others the timeout decides.
 func (ro *Roster) doubt() {
 	now := time.Now()
 	ro.ticked(now)
@@ -97,22 +99,23 @@ func (ro *Roster) doubt() {
 	}
 	ro.doubts = now.Add(ttl + rand.N(ttl))
 	rand.Shuffle(len(awaited), func(i, k int) { awaited[i], awaited[k] = awaited[k], awaited[i] })
-	for _, p := range awaited[:min(2, len(awaited))] {
-		ro.aside(func() {
-			if ro.registered(p) {
-				return
-			}
-			select {
-			case <-time.After(time.Second): // the store may have been unreachable, and the rank may be coming back
-			case <-ro.ctx.Done():
-				return
-			}
-			if !ro.registered(p) && ro.proves() {
-				ro.Tell(membership.Dead{Peer: p,
-					Cause: "its lease has ended: it has been silent for longer than that"})
-			}
-		})
-	}
+	ro.aside(func() {
+		if !slices.ContainsFunc(awaited[:min(2, len(awaited))], ro.unregistered) {
+			return
+		}
+		gone := ro.allUnregistered(awaited)
+		select {
+		case <-time.After(time.Second): // the store may have been unreachable, and the ranks may be coming back
+		case <-ro.ctx.Done():
+			return
+		}
+		if gone = ro.allUnregistered(gone); !ro.proves() {
+			return
+		}
+		for _, p := range gone {
+			ro.Tell(membership.Dead{Peer: p, Cause: "its lease has ended: it has been silent for longer than that"})
+		}
+	})
 }
 
 // ticked says that this process runs. After a pause that may have ended leases it counts as one

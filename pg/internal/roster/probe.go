@@ -3,6 +3,7 @@ package roster
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"tutti/bootstrap"
@@ -62,14 +63,36 @@ func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 	}
 }
 
-// registered reports whether the store has an incarnation's record, or cannot be asked.
-func (ro *Roster) registered(p membership.Peer) bool {
+// unregistered reports whether the store has no record of an incarnation.
+func (ro *Roster) unregistered(p membership.Peer) bool {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()
 	b, err := ro.dir.Store().Get(ctx, bootstrap.RankKey(p.Slot))
-	if err != nil {
-		return !errors.Is(err, bootstrap.ErrNoKey)
+	return errors.Is(err, bootstrap.ErrNoKey) || err == nil && another(b, p)
+}
+
+// allUnregistered returns those of peers that are in the view and have no record, none if the store
+// cannot be asked. peers belongs to it.
+func (ro *Roster) allUnregistered(peers []membership.Peer) []membership.Peer {
+	v := ro.View()
+	peers = slices.DeleteFunc(peers, func(p membership.Peer) bool { return !v.Has(p.Slot, p.Incarnation) })
+	if len(peers) == 0 {
+		return nil
 	}
+	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	defer cancel()
+	records, err := ro.dir.Store().List(ctx, bootstrap.RankKeys)
+	if err != nil {
+		return nil
+	}
+	return slices.DeleteFunc(peers, func(p membership.Peer) bool {
+		b, ok := records[bootstrap.RankKey(p.Slot)]
+		return ok && !another(b, p)
+	})
+}
+
+// another reports whether b is the record of another incarnation than p.
+func another(b []byte, p membership.Peer) bool {
 	rec, err := bootstrap.DecodeRecord(b)
-	return err != nil || rec.Incarnation == p.Incarnation
+	return err == nil && rec.Incarnation != p.Incarnation
 }

@@ -1,6 +1,7 @@
 package roster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -106,7 +107,7 @@ type Roster struct {
 
 	// Under the proxy's lock.
 	view     membership.View
-	why      map[int]string // why ranks were last removed
+	why      map[int]string // what WhyLocked returns
 	isolated Isolation
 	evicted  bool
 	accused  map[membership.Peer]*accusation // accusations without a verdict
@@ -179,7 +180,8 @@ func (ro *Roster) View() membership.View {
 	return ro.view
 }
 
-// WhyLocked returns why a rank was last removed; "" if it never was.
+// WhyLocked returns why a rank was last removed; "" if it never was. For this rank it returns why
+// it takes itself for evicted; "" if the others have removed it.
 func (ro *Roster) WhyLocked(rank int) string { return ro.why[rank] }
 
 // EvictedLocked reports whether this rank has been removed.
@@ -321,8 +323,10 @@ func (ro *Roster) do(a membership.Action) {
 	case membership.UnaskJoin:
 		ro.publish(joinKey, nil)
 	case membership.Evicted:
-		ro.log.Warn("this rank was evicted", "view", a.View.String())
-		ro.state(func() { ro.evicted = true; ro.groups.Evicted() })
+		var why string
+		ro.state(func() { why, ro.evicted = ro.why[ro.self.Slot], true; ro.groups.Evicted() })
+		ro.log.Warn("this rank was evicted", "view", a.View.String(),
+			"why", cmp.Or(why, "the other ranks have removed it"))
 		ro.aside(func() { ro.clear(ro.self.Slot, ro.self.Incarnation) }) // a replacement can take the slot
 	case membership.Isolated:
 		ro.log.Warn("this rank cannot take part in decisions on the membership", "why", a.Why)

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -141,7 +142,7 @@ func (f *fixture) record(rank int, incarnation uint64) bootstrap.Record {
 // recordIn publishes a rank's record through a handle.
 func (f *fixture) recordIn(s bootstrap.Store, rank int, incarnation uint64) bootstrap.Record {
 	f.t.Helper()
-	rec := bootstrap.NewRecord(rank, 3, incarnation, []string{"127.0.0.1:1"})
+	rec := bootstrap.NewRecord(rank, max(3, rank+1), incarnation, []string{"127.0.0.1:1"})
 	b, err := rec.Encode()
 	if err == nil {
 		err = s.Put(f.t.Context(), bootstrap.RankKey(rank), b, true)
@@ -308,19 +309,63 @@ func TestFirstViewIsPublishedAgain(t *testing.T) {
 	})
 }
 
-// A rank learns that it is out when the job has ended without it: the view is gone, or another
-// job's is there.
+// A rank learns that it is out, and why it thinks so, when the job has ended without it: the view
+// is gone, or another job's is there.
 func TestEndOfJobEvicts(t *testing.T) {
-	for what, view := range map[string][]byte{"no view": nil,
-		"another job's view": membership.EncodeStored(9, membership.First([]uint64{9, 8}))} {
-		t.Run(what, func(t *testing.T) {
+	theirs := membership.EncodeStored(9, membership.First([]uint64{9, 8}))
+	for _, c := range []struct {
+		what, why string
+		view      []byte
+		away      bool // it happens while the rank has no lease
+	}{
+		{"no view", "has no view of the job any more", nil, false},
+		{"no view after a pause", "no rank has reached the store for longer", nil, true},
+		{"another job's view", "the view of another job", theirs, false},
+	} {
+		t.Run(c.what, func(t *testing.T) {
 			t.Parallel()
 			f := newFixture(t, 3)
 			f.Start()
 			f.until("the job has begun", f.begun.Load)
-			f.change(f.open(), view)
+			if c.away {
+				f.opened = func(s bootstrap.Store) bootstrap.Store {
+					f.change(s, c.view)
+					f.recordIn(s, 0, self)
+					return s
+				}
+				f.open() // the job outlasts rank 0's lease
+				f.mem.Expire(f.Store())
+			} else {
+				f.change(f.open(), c.view)
+			}
 			f.until("the rank is out", func() bool { return f.told("evicted") })
+			f.proxy.Lock()
+			defer f.proxy.Unlock()
+			if why := f.WhyLocked(0); !strings.Contains(why, c.why) {
+				t.Errorf("because %q, want %q", why, c.why)
+			}
 		})
+	}
+}
+
+// A store that was restored from a backup has a view that the job has left. No change of the view
+// is possible then, and the ranks say why.
+func TestRestoredStoreIsolates(t *testing.T) {
+	f := newFixture(t, 3)
+	f.Start()
+	f.Tell(membership.Dead{Peer: membership.Peer{Slot: 2, Incarnation: self + 2}})
+	f.until("rank 2 is not in the view", func() bool { return !f.View().Has(2, self+2) })
+	f.change(f.open(), membership.EncodeStored(self, f.cfg.View))
+	f.Tell(membership.Dead{Peer: membership.Peer{Slot: 1, Incarnation: self + 1}})
+	var why string
+	f.until("the rank is isolated", func() bool {
+		f.proxy.Lock()
+		defer f.proxy.Unlock()
+		why = f.IsolatedLocked().Why
+		return why != ""
+	})
+	if !strings.Contains(why, "a view of epoch 1 that does not follow the view of epoch 2") {
+		t.Error(why)
 	}
 }
 
@@ -556,6 +601,31 @@ func TestAwaitedRankWithoutLeaseIsDead(t *testing.T) {
 	if !f.View().Has(1, self+1) {
 		t.Errorf("the view is %v", f.View())
 	}
+}
+
+// The ranks of hosts that fell silent together leave the view together, not two at each time that
+// the store is asked about awaited ranks. Awaited ranks with leases are left alone.
+func TestAwaitedRanksWithoutLeasesAreRemovedTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const ranks, most = 64, 3
+		f := newFixture(t, ranks)
+		rack := f.open()
+		for r := range ranks {
+			s := rack
+			if r < ranks/2 {
+				s = f.store
+			}
+			f.recordIn(s, r, self+uint64(r))
+			f.awaited = append(f.awaited, r)
+		}
+		f.awaited = f.awaited[ranks/4:]
+		f.Start()
+		f.mem.Expire(rack)
+		f.until("half of the ranks are in the view", func() bool { return len(f.View().Active()) <= ranks/2 })
+		if v := f.View(); v.Epoch > 1+most || len(v.Active()) != ranks/2 || !v.Has(ranks/2-1, self+ranks/2-1) {
+			t.Errorf("%v: %d views, want %d at most", v, v.Epoch-1, most)
+		}
+	})
 }
 
 // An accusation that no other rank shares is taken back within the window, and the groups are

@@ -345,7 +345,14 @@ func (ro *Roster) propose(a membership.Propose) {
 	case errors.As(err, &c):
 		if first, v, bad := membership.DecodeStored(c.Current); bad == nil && first == ro.cfg.First {
 			ro.begun.Store(true)
-			answer.Outcome, answer.Current = membership.OutcomeLost, v
+			if v.Epoch > a.Old.Epoch {
+				answer.Outcome, answer.Current = membership.OutcomeLost, v
+			} else {
+				answer.Cause = fmt.Sprintf("the store has a view of epoch %d that does not follow the view of epoch "+
+					"%d, in which this rank is: it was restored from a backup; start the job again", v.Epoch,
+					a.Old.Epoch)
+				ro.log.Warn("a view was proposed in vain", "why", answer.Cause)
+			}
 		} else if ro.begun.Load() {
 			ro.over()
 		}
@@ -357,16 +364,21 @@ func (ro *Roster) propose(a membership.Propose) {
 }
 
 // over handles the end of the job without this rank: the job's view has been in the store, and now
-// it is gone, or another job's is there. That happens only when all others have left and this rank
-// has lost its lease: it was evicted, or may have been. The store is asked, because the events of a
-// watch may be older than what this rank has written. It reports whether the store has answered.
+// it is gone, or another job's is there. That happens when all others have left and this rank has
+// lost its lease: it was evicted, or may have been. It also happens when the store was emptied, or
+// no rank reached it for JobTTL, which this rank cannot tell from the former. The store is asked,
+// because the events of a watch may be older than what this rank has written. It reports whether
+// the store has answered.
 func (ro *Roster) over() bool {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()
 	b, err := ro.dir.Store().Get(ctx, membership.ViewKey)
 	first, _, bad := membership.DecodeStored(b)
-	switch gone := errors.Is(err, bootstrap.ErrNoKey); {
-	case gone:
+	why := "the store has the view of another job of this name"
+	switch {
+	case errors.Is(err, bootstrap.ErrNoKey):
+		why = "the store has no view of the job any more: the other ranks have left, no rank has reached the store " +
+			"for longer than it keeps a job, or it was emptied"
 	case err != nil:
 		return false
 	case bad != nil || first == ro.cfg.First:
@@ -374,6 +386,7 @@ func (ro *Roster) over() bool {
 	}
 	ro.inspect(func(m *membership.Machine) {
 		if m.Member() { // otherwise the rank waits for admission, or knows
+			ro.state(func() { ro.why[ro.self.Slot] = why })
 			ro.Tell(membership.ViewSeen{View: m.View().Remove(ro.self.Slot)})
 		}
 	})

@@ -217,18 +217,13 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 // isOver reports whether no incarnation of the view had is registered, and it is still the present
 // view: only a member can have made another.
 func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, view membership.View) (bool, error) {
-	for slot, s := range view.Slots {
-		if s.Incarnation == 0 {
-			continue
-		}
-		b, err := store.Get(ctx, bootstrap.RankKey(slot))
-		if errors.Is(err, bootstrap.ErrNoKey) {
-			continue
-		}
-		if err != nil {
-			return false, err
-		}
-		if r, err := bootstrap.DecodeRecord(b); err == nil && view.Has(slot, r.Incarnation) {
+	records, err := store.List(ctx, bootstrap.RankKeys)
+	if err != nil {
+		return false, err
+	}
+	for slot := range view.Slots {
+		if r, err := bootstrap.DecodeRecord(records[bootstrap.RankKey(slot)]); err == nil &&
+			view.Has(slot, r.Incarnation) {
 			return false, nil
 		}
 	}
