@@ -1,6 +1,7 @@
 package p2p
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"iter"
@@ -65,7 +66,7 @@ type Channel struct {
 	hears     func(slot, key int, value []byte) // see OnNotice
 	misses    func(slot int)                    // see OnLeft
 	relays    relays
-	window    int
+	window    int    // until opened: the most that it may be
 	came      uint64 // see Came
 
 	// Tagged lane.
@@ -413,6 +414,11 @@ func (p *Proxy) open(key chanKey, ranks []int, places []uint32, tagged bool) (*C
 		p.unopened--
 	}
 	c.tagged = tagged
+	most := p.cfg.Size // members
+	if places != nil {
+		most = len(places)
+	}
+	c.window = cmp.Or(p.cfg.Window, DefaultWindow(most))
 	f.epoch = key.epoch
 	p.floors[key.name] = f
 	c.ranks, c.places = ranks, places
@@ -519,8 +525,9 @@ func (st *stream) replaced() bool {
 }
 
 func (p *Proxy) newChannel(key chanKey) *Channel {
-	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{},
-		recvs: map[uint64]*RecvReq{}, nextMsg: 1, posted: postings{lists: map[posting]*postingList{}}}
+	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: cmp.Or(p.cfg.Window, DefaultWindow(1)),
+		sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1,
+		posted: postings{lists: map[posting]*postingList{}}}
 	p.chans[key] = c
 	return c
 }
@@ -1115,9 +1122,11 @@ func (c *Channel) push(st *stream, h *Header, payload []byte, past bool) bool {
 	return true
 }
 
-// repay returns credit to the peer before it runs low.
+// repay returns credit to the peer before it runs low: at once until the channel is opened and it
+// is known how much the peer has.
 func (p *Proxy) repay(st *stream) {
-	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
+	due := st.taken - st.told
+	if (due >= uint32(st.c.window)/2 || due > 0 && st.c.ranks == nil) && st.pr.link != nil {
 		st.c.control(st.pr, Header{Kind: frameCredit}, nil)
 	}
 }

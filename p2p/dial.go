@@ -35,7 +35,8 @@ func (h *host) Region(id uint64) (*Region, error) {
 	return nil, ErrNoRegion
 }
 
-// Admit decides on an incoming connection. If two connections cross, the lower rank's survives.
+// Admit decides on an incoming connection. If two connections cross, the lower rank's survives. A
+// half-open link ends.
 func (h *host) Admit(from Identity) error {
 	p := h.p
 	if from.Role == RoleClient {
@@ -54,6 +55,14 @@ func (h *host) Admit(from Identity) error {
 	}
 	pr := &p.peers[from.Rank]
 	p.succeed(pr, from.Incarnation)
+	if pr.halfOpen(from.Incarnation) {
+		if pr.doubted {
+			p.readRest(pr, true)
+			p.down(pr, errAnew)
+			pr.forgive()
+		}
+		pr.doubted = true
+	}
 	switch {
 	case pr.err != nil && !pr.vacant:
 		return fmt.Errorf("%w: %v has failed for rank %d: %v", ErrFailed, from, p.cfg.Self.Rank, pr.err)
@@ -66,6 +75,18 @@ func (h *host) Admit(from Identity) error {
 	}
 	pr.admitted = admission{from.Incarnation, time.Now()}
 	return nil
+}
+
+// errAnew says why a half-open link went down.
+var errAnew = fmt.Errorf("its end of the link has failed, it connects anew: %w", ErrPeerGone)
+
+// halfOpen reports whether the link seems to have failed at the peer, whose incarnation connects
+// now: a process dials only without a link, or while its dial crosses that of the link. The latter
+// may come late if a process was stopped meanwhile, but only once: a link ends the dial of its
+// rank. False for the link of a peer that was marked dead.
+func (pr *peer) halfOpen(incarnation uint64) bool {
+	return pr.link != nil && pr.leaving == nil && pr.id.Incarnation == incarnation &&
+		time.Since(pr.made) > HandshakeTimeout
 }
 
 // An admission is an incoming connection of an incarnation that was admitted and has not become a

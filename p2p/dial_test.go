@@ -262,6 +262,49 @@ func TestLostAdmissionMakesRoom(t *testing.T) {
 	}
 }
 
+// A peer that connects although there is a link has lost its end of it, unless its dial may have
+// crossed that of the link.
+func TestHalfOpenLinkIsReplaced(t *testing.T) {
+	const old = p2p.HandshakeTimeout + time.Minute
+	peer, other := p2p.Identity{Rank: 1, Incarnation: 2}, p2p.Identity{Rank: 1, Incarnation: 3}
+	tr := &hostile{}
+	var told []error // of rank 1's links
+	p, _ := dialler(t, p2p.Config{Transports: []p2p.Transport{tr},
+		Notify: func(_ p2p.Identity, err error) { told = append(told, err) }})
+	link := &muted{fails: new(atomic.Bool), asked: make(chan struct{}, 1)}
+	accept(t, tr.host, peer, link)
+	for range 2 {
+		if err := tr.host.Admit(peer); !errors.Is(err, p2p.ErrSuperseded) {
+			t.Errorf("while the link is young: %v", err)
+		}
+	}
+	p.Age(1, old)
+	// A dial that crossed that of the link may end now, if a process was stopped.
+	if err := tr.host.Admit(peer); !errors.Is(err, p2p.ErrSuperseded) || p.Linked(1) == 0 {
+		t.Errorf("the first time that it connects: %v, linked with incarnation %d", err, p.Linked(1))
+	}
+	if err := tr.host.Admit(other); !errors.Is(err, p2p.ErrStale) || p.Linked(1) == 0 {
+		t.Errorf("another incarnation connects: %v, linked with incarnation %d", err, p.Linked(1))
+	}
+	for range 2 { // the first one is lost
+		if err := tr.host.Admit(peer); err != nil {
+			t.Fatal(err)
+		}
+		if life := p.Linked(1); life != 0 {
+			t.Errorf("linked with incarnation %d while the peer connects", life)
+		}
+		tr.host.Lost(peer)
+	}
+	accept(t, tr.host, peer, &muted{fails: new(atomic.Bool), asked: make(chan struct{}, 1)})
+	if p.Linked(1) != peer.Incarnation || p.Down(1) != nil {
+		t.Errorf("linked with incarnation %d, down: %v", p.Linked(1), p.Down(1))
+	}
+	if len(told) != 3 || told[0] != nil || !errors.Is(told[1], p2p.ErrPeerGone) ||
+		!strings.Contains(told[1].Error(), "it connects anew") || told[2] != nil {
+		t.Errorf("told %q", told)
+	}
+}
+
 // A connection that was admitted becomes no link when its incarnation is marked dead meanwhile,
 // also if the next one is expected.
 func TestAdmissionEndsWithItsIncarnation(t *testing.T) {

@@ -87,13 +87,15 @@
 //
 // A link is made when an operation first waits for the peer: Config.Resolve returns its endpoints,
 // and the first transport that reaches it is dialled. If connections cross, the lower rank's
-// survives. A peer has failed if its link broke, the directory says that it is gone, it could not
-// be reached for ConnectTimeout, or this process lacks what a link to it needs ([ErrShortage]). It
-// stays failed until Reconnect or MarkDead, and its connections are refused until then
-// ([ErrFailed]). Operations that wait for it get a [PeerError]; others continue. A channel fails as
-// a whole, by Abort, by a Disagreement or by an [Aborted] from a peer, and tells every linked
-// member once; messages that it sent before are still delivered. The handshake refuses connections
-// of another incarnation ([ErrStale]).
+// survives. A peer that connects when no crossing can explain it has lost its end of the link: this
+// end reads what has come, gives up its own, and takes the new link, as after Reconnect. A peer has
+// failed if its link broke, the directory says that it is gone, it could not be reached for
+// ConnectTimeout, or this process lacks what a link to it needs ([ErrShortage]). It stays failed
+// until Reconnect or MarkDead, and its connections are refused until then ([ErrFailed]). Operations
+// that wait for it get a [PeerError]; others continue. A channel fails as a whole, by Abort, by a
+// Disagreement or by an [Aborted] from a peer, and tells every linked member once; messages that it
+// sent before are still delivered. The handshake refuses connections of another incarnation
+// ([ErrStale]).
 //
 // # Epochs
 //

@@ -18,6 +18,7 @@ type member struct {
 	mu     sync.Mutex
 	events []error // of links, nil: up
 	cut    atomic.Bool
+	deaf   atomic.Bool   // it does not notice that links fail
 	asked  chan struct{} // gets a value for every dial that arrives, unless it is full
 }
 
@@ -89,7 +90,7 @@ func (h *askedHost) Admit(from p2p.Identity) error {
 	return h.Host.Admit(from)
 }
 
-// cutLink fails when its member says so.
+// cutLink fails, or hides that it has failed, when its member says so.
 type cutLink struct {
 	p2p.Link
 	m *member
@@ -99,7 +100,11 @@ func (l *cutLink) Recv() (*p2p.Header, []byte, error) {
 	if l.m.cut.Load() {
 		return nil, nil, p2p.ErrPeerGone
 	}
-	return l.Link.Recv()
+	h, payload, err := l.Link.Recv()
+	if err != nil && l.m.deaf.Load() {
+		return nil, nil, nil
+	}
+	return h, payload, err
 }
 
 func channel(t *testing.T, m *member, number, view uint64, n int, tagged bool) *p2p.Channel {

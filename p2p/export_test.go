@@ -1,5 +1,7 @@
 package p2p
 
+import "time"
+
 // ReadFor is how long MarkDead reads from a peer that continues to send.
 const ReadFor = readFor
 
@@ -32,4 +34,11 @@ func (p *Proxy) Queued(rank int) int {
 	p.Lock()
 	defer p.Unlock()
 	return len(p.peers[rank].queued)
+}
+
+// Age makes the link with rank older by d.
+func (p *Proxy) Age(rank int, d time.Duration) {
+	p.Lock()
+	defer p.Unlock()
+	p.peers[rank].made = p.peers[rank].made.Add(-d)
 }

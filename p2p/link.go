@@ -215,8 +215,10 @@ type Host interface {
 	Secret() []byte // the job's secret, which every connection proves before other data is read
 	// Admit decides, after authentication and before the peer is told, whether an incoming
 	// connection becomes a link: nil, or an error that wraps ErrSuperseded (this side is dialling
-	// and its own connection wins), ErrFailed or ErrStale (unknown incarnation). The error's text
-	// is sent to the peer.
+	// and its own connection wins, or there is a link), ErrFailed or ErrStale (unknown
+	// incarnation). The error's text is sent to the peer. If a peer connects repeatedly although
+	// there is a link that is not new, its end of that has failed: the link is closed, and the
+	// connection admitted.
 	Admit(from Identity) error
 	// Accepted hands over the link of an admitted connection. The host owns it from then on.
 	Accepted(from Identity, l Link)

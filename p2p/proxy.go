@@ -89,7 +89,7 @@ type Config struct {
 	// Transports in order of preference. The proxy owns them.
 	Transports []Transport
 	// Window is the credit per channel, peer and direction, in bytes; the same at all ranks.
-	// Default: 64 MiB over Size, from 32 KiB to 2 MiB.
+	// Default: DefaultWindow of the channel's places or, if it has none, of Size.
 	Window int
 	// Oversubscribed says that there are more local ranks than cores: waiters then yield at once.
 	Oversubscribed bool
@@ -135,7 +135,8 @@ type Clients interface {
 	Accepted(from Identity, l Link, transport string)
 }
 
-// DefaultWindow is Config.Window's default for a job of size ranks.
+// DefaultWindow is the default of Config.Window for a channel that may have size members: 64 MiB in
+// all, and 32 KiB to 8 MiB for each.
 func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 8<<20) }
 
 // Proxy is a rank's engine for all traffic with its peers. It owns the links, matches messages with
@@ -202,10 +203,12 @@ type peer struct {
 type connection struct {
 	id       Identity // Incarnation 0: not known yet
 	link     Link
-	linkNo   uint64 // counts the peer's links
-	latest   uint64 // incarnation of the latest link
-	err      error  // the peer has failed, until Reconnect or MarkDead
-	vacant   bool   // any incarnation may link
+	linkNo   uint64    // counts the peer's links
+	made     time.Time // when the link was attached
+	doubted  bool      // the peer has connected since, and no young link explains that
+	latest   uint64    // incarnation of the latest link
+	err      error     // the peer has failed, until Reconnect or MarkDead
+	vacant   bool      // any incarnation may link
 	leaving  *leaving
 	was      error     // err before Reconnect, until there is a link
 	bye      bool      // it closed its channels first
@@ -265,9 +268,6 @@ const patience = 30 * time.Second
 
 // New makes a proxy. It is idle until Listen.
 func New(cfg Config) *Proxy {
-	if cfg.Window == 0 {
-		cfg.Window = DefaultWindow(cfg.Size)
-	}
 	if cfg.ConnectTimeout == 0 {
 		cfg.ConnectTimeout = patience
 	}
@@ -539,6 +539,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 	same := pr.latest == id.Incarnation
 	pr.latest = id.Incarnation
 	pr.linkNo++
+	pr.made, pr.doubted = time.Now(), false
 	pr.gatherer, _ = l.(Gatherer)
 	pr.preparer, _ = l.(Preparer)
 	pr.bypasser, _ = l.(Bypasser)
@@ -651,13 +652,9 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || pr.another(incarnation) {
 		return
 	}
-	p.unlend(pr)
 	_, distant := pr.link.(Distant)
 	stays := distant && p.cfg.Linger > 0
-	until, frames, bytes := time.Now().Add(readFor), readFrames, p.moved+readBytes
-	for p.poll(pr) && (time.Now().Before(until) || !stays && frames > 0 && p.moved < bytes) {
-		frames-- // a live peer may continue to send
-	}
+	p.readRest(pr, !stays)
 	if !stays || pr.link == nil {
 		p.remove(pr, why)
 		return
@@ -702,13 +699,23 @@ func (p *Proxy) MarkDeadUnlinked(rank int, incarnation uint64, why error) {
 	}
 }
 
-// MarkDead reads from a peer that continues to send for this long. If this process is slow, it
+// readRest reads from a peer that continues to send for this long. If this process is slow, it
 // reads at least as many frames, or bytes, as the ring of a link within a host holds.
 const (
 	readFor    = 50 * time.Millisecond
 	readFrames = 1 << 13
 	readBytes  = 1 << 20
 )
+
+// readRest handles what the peer has sent before its link ends. ends: the link ends right after
+// that.
+func (p *Proxy) readRest(pr *peer, ends bool) {
+	p.unlend(pr)
+	until, frames, bytes := time.Now().Add(readFor), readFrames, p.moved+readBytes
+	for p.poll(pr) && (time.Now().Before(until) || ends && frames > 0 && p.moved < bytes) {
+		frames-- // a live peer may continue to send
+	}
+}
 
 // remove ends the remaining state of a peer's incarnation.
 func (p *Proxy) remove(pr *peer, why error) {
@@ -736,8 +743,10 @@ func (p *Proxy) succeed(pr *peer, incarnation uint64) {
 }
 
 // Reconnect forgets why the link to rank failed, and makes a link unless there is one. If the link
-// has failed for the rank as well, it is asked until its Reconnect, for ConnectTimeout at most.
-// Reconnect does not block; Config.Notify reports the outcome. Takes the lock itself.
+// has failed for the rank as well, it is asked until its Reconnect, for ConnectTimeout at most. If
+// the rank has not noticed that, its end goes down, and it takes the new link, when the old one is
+// older than HandshakeTimeout. Reconnect does not block; Config.Notify reports the outcome. Takes
+// the lock itself.
 func (p *Proxy) Reconnect(rank int) {
 	p.Lock()
 	defer p.Unlock()
@@ -745,9 +754,14 @@ func (p *Proxy) Reconnect(rank int) {
 	if pr.link != nil || pr.dial != nil {
 		return
 	}
+	pr.forgive()
+	p.connect(pr)
+}
+
+// forgive forgets why the peer has no link, so that it may get one.
+func (pr *peer) forgive() {
 	pr.was = pr.err
 	pr.err, pr.vacant, pr.since = nil, false, time.Now().Add(-dialTieBreak)
-	p.connect(pr)
 }
 
 // Expect sets the incarnation of rank that may link, until MarkDead. It does nothing while there is
@@ -798,12 +812,16 @@ func (p *Proxy) Linked(rank int) uint64 {
 	return 0
 }
 
-// Idle polls every link once, unless the lock is held: for a rank that computes and would otherwise
-// not notice failures of its peers.
+// idleFor bounds a call of Idle: peers may send without an end.
+const idleFor = time.Millisecond
+
+// Idle handles the frames that have arrived, unless another goroutine holds the lock, or wants it:
+// for a rank that computes and would otherwise not notice failures of its peers.
 func (p *Proxy) Idle() {
 	if p.mu.TryLock() {
 		if !p.closed && p.asleep.Load() == 0 {
-			p.pollAll()
+			for began := time.Now(); p.pollAll() && p.wanted.Load() == 0 && time.Since(began) < idleFor; {
+			}
 		}
 		p.mu.Unlock()
 	}

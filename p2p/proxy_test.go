@@ -346,6 +346,7 @@ const maxScripted = 4096
 // See proxy.go.
 const (
 	frameEager = 5
+	frameBeat  = 12
 	frameOpen  = 13
 	frameBegun = 15
 )
