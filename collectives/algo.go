@@ -85,7 +85,7 @@ var algos = [numAlgos]struct {
 	Halving: {
 		name: "halving",
 		makers: plans{
-			AllReduce: halvingAllReduce,
+			AllReduce: halvingAllReduce, ReduceScatter: halvingReduceScatter,
 		},
 	},
 	Ring: {

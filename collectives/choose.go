@@ -35,6 +35,9 @@ func LoadStoreMin(k Kind) int {
 //     that a rank waits for costs a switch to another process, which takes longer than the center
 //     needs for a short vector. Many ranks need a second level, because a center combines one
 //     vector after the other.
+//   - hierarchical moves a part of an allgather to each other host once, in a message of its own.
+//     In a large job bruck's log2(n) messages, which move it there several times, are faster for
+//     short parts. They also need fewer links, as halving does for short reduce-scatters.
 //   - onesided moves as many bytes as oneshot, without the receiver's help and without a copy; but
 //     all have to enter first.
 //   - chain is the best broadcast of long vectors on links that carry both directions at once, tree
@@ -65,10 +68,13 @@ var defaults = [numKinds][]Rule{
 		{IfMapped, 0, 0, 0, LoadStore},
 		{Always, 0, 32, 0, Pairwise},
 		{IfMemory, 0, 0, 0, Pairwise},
-		{Always, 0, 0, 1 << 20, Pairwise},
+		{Always, 0, 64, 1 << 20, Pairwise},
+		{Always, 0, 0, 1 << 20, Halving},
 		{Always, 0, 0, 0, Ring},
 	},
 	AllGather: {
+		{IfLevels, 65, 0, 64 << 10, Bruck},
+		{IfLevels, 513, 0, 1 << 20, Bruck},
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 8, 16 << 10, OneShot},
 		{IfOversubscribed, 0, starRanks, 64 << 10, Star},
@@ -76,6 +82,7 @@ var defaults = [numKinds][]Rule{
 		{IfMapped, 0, 0, 0, LoadStore},
 		{IfPuts, 0, 0, 0, OneSided},
 		{Always, 0, 8, 0, OneShot},
+		{IfOversubscribed, starRanks + 1, 0, 256 << 10, Stars},
 		{Always, 0, 0, 64 << 10, Bruck},
 		{Always, 0, 64, 0, Pairwise},
 		{Always, 0, 0, 0, Ring},

@@ -75,9 +75,10 @@
 //   - pairwise: one part from and to each peer, in n-1 rotated rounds, few at a time.
 //   - doubling, halving: log2(n) a; n's that are no powers of two fold their excess first. Halving
 //     splits what remains in each round, nearest neighbours first, so that blocks stay in slot
-//     order: 2S(n-1)/n B. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
-//     communication operations in MPICH", IJHPCA 19 (2005); R. Rabenseifner, "Optimization of
-//     collective reduction operations", ICCS 2004.
+//     order: 2S(n-1)/n B, or S(n-1) B for a reduce-scatter, its first half. R. Thakur,
+//     R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
+//     IJHPCA 19 (2005); R. Rabenseifner, "Optimization of collective reduction operations", ICCS
+//     2004.
 //   - ring: 2(n-1) a to one neighbour only, 2S(n-1)/n B. P. Patarasuk, X. Yuan, "Bandwidth optimal
 //     all-reduce algorithms for clusters of workstations", JPDC 69 (2009); known to many from NCCL.
 //   - tree: binomial, log2(n) deep, chunks in a pipeline. Gather and scatter pack a subtree's parts

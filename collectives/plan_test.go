@@ -367,13 +367,15 @@ func TestCost(t *testing.T) {
 		near("dissemination", cost(Dissemination, Barrier, n, 0, 0, Net{Latency: 1}), log)
 		near("doubling", cost(Doubling, AllReduce, n, 256, 0, Net{Latency: 1}), log)
 		near("halving", cost(Halving, AllReduce, n, 256, 0, Net{Latency: 1}), 2*log)
+		near("half of halving", cost(Halving, ReduceScatter, n, 256, 0, Net{Latency: 1}), log)
 		near("ring", cost(Ring, AllReduce, n, 256, 0, Net{Latency: 1}), 2*float64(n-1))
 		near("twoshot", cost(TwoShot, AllReduce, n, 256, 0, Net{Latency: 1}), 2)
 		near("oneshot", cost(OneShot, AllReduce, n, 256, 0, Net{Latency: 1}), 1)
 		near("tree", cost(Tree, Broadcast, n, 256, 0, Net{Latency: 1}), log)
 		// A part is loaded from n ranks and stored, then the others' parts are loaded and stored.
 		near("loadstore", cost(LoadStore, AllReduce, n, 1<<13*n, 0, Net{Memory: 1}), 4*(1<<13)*float64(n+1+2*(n-1)))
-		// A byte out and in again, for all but the own part, twice.
+		// A byte out and in again, for all but the own part; in an allreduce twice.
+		near("half of halving bytes", cost(Halving, ReduceScatter, n, 64, 0, Net{Byte: 1}), 2*256*float64(n-1))
 		near("ring bytes", cost(Ring, AllReduce, n, 64*n, 0, Net{Byte: 1}), 4*256*float64(n-1))
 		near("twoshot bytes", cost(TwoShot, AllReduce, n, 64*n, 0, Net{Byte: 1}), 4*256*float64(n-1))
 	}

@@ -1,5 +1,7 @@
 package collectives
 
+import "math/bits"
+
 // The plans with reduction: AllReduce, ReduceScatter, Reduce. If In and Out may be the same memory,
 // a range of Out is written (or its Recv posted) only after the last step that reads that range of
 // In.
@@ -379,6 +381,67 @@ func halvingAllReduce(b *builder) {
 	if b.me < 2*rem {
 		for c := range k {
 			b.send(b.Active[b.me+1], cut(out, c))
+		}
+	}
+}
+
+// halvingReduceScatter: in round k neighbours 2^k apart split the parts that they hold, and each
+// reduces one half. Nearest neighbours exchange most, and the blocks stay in slot order.
+func halvingReduceScatter(b *builder) {
+	count, id, index := b.all.actors()
+	rem, shift := b.n-count, bits.LeadingZeros(uint(count-1))
+	// The parts lie in the order of their actors' reversed numbers: those of actors with the same
+	// low bits are together.
+	var order []int // parts, by ranks' indices
+	first := []int{0}
+	for place := range count {
+		a := int(bits.Reverse(uint(place)) >> shift)
+		if order = append(order, index(a)); a < rem {
+			order = append(order, index(a)+1)
+		}
+		first = append(first, len(order))
+	}
+	part := b.Count * b.Elem
+	grain := min(b.chunk, part)
+	acc, got := b.tmp(b.n*grain), b.tmp(b.n*grain)
+	for c := range b.chunks(part, 2*b.n) {
+		off, n := b.cut(part, c)
+		held := func(r Ref, from, to int) Ref { return r.sub(first[from]*n, (first[to]-first[from])*n) }
+		for i, p := range order {
+			b.copy(acc.sub(i*n, n), b.inPart(p).sub(off, n))
+		}
+		out := b.outWhole(b.me).sub(off, n)
+		lo, hi := 0, count // the places whose parts this rank holds
+		if id < 0 {
+			b.recv(b.Active[b.me-1], out)
+			b.send(b.Active[b.me-1], held(acc, lo, hi))
+			continue
+		}
+		if b.me < 2*rem {
+			b.borrow(b.Active[b.me+1], held(got, lo, hi))
+			b.reduce(false, held(acc, lo, hi), []Ref{held(acc, lo, hi), held(got, lo, hi)})
+		}
+		for k := 0; 1<<k < count; k++ {
+			mid, peer := (lo+hi)/2, b.Active[index(id^1<<k)]
+			upper := id>>k&1 == 1
+			give := held(acc, mid, hi)
+			if upper {
+				give = held(acc, lo, mid)
+				lo = mid
+			} else {
+				hi = mid
+			}
+			b.borrow(peer, held(got, lo, hi))
+			b.send(peer, give)
+			srcs := []Ref{held(acc, lo, hi), held(got, lo, hi)}
+			if upper {
+				srcs[0], srcs[1] = srcs[1], srcs[0]
+			}
+			b.reduce(2<<k >= count, held(acc, lo, hi), srcs)
+		}
+		b.copy(out, acc.sub(first[lo]*n, n))
+		if b.me < 2*rem {
+			b.send(b.Active[b.me+1], acc.sub((first[lo]+1)*n, n))
 		}
 	}
 }

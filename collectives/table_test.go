@@ -291,3 +291,69 @@ func FuzzTable(f *testing.F) {
 		}
 	})
 }
+
+// In a large job a rank exchanges parts with few others, each of which is a link, unless long ones
+// would cross between hosts more than once. Jobs of up to 64 ranks are not large.
+func TestLargeJobsHaveFewNeighbours(t *testing.T) {
+	const n, perHost, most = 4096, 8, 32
+	hosts := make([]int, n)
+	for i := range hosts {
+		hosts[i] = i / perHost
+	}
+	neighbours := func(s Shape, c Caps) (a Algo, peers int) {
+		a = Choose(s, c)
+		p, err := Build(a, s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		met := map[int32]bool{}
+		for _, step := range p.Steps {
+			if step.Verb == Send || step.Verb == Recv {
+				met[step.Peer] = true
+			}
+		}
+		return a, len(met)
+	}
+	for _, c := range []struct {
+		kind  Kind
+		bytes int // of a part
+	}{
+		{AllGather, 1}, {AllGather, 8}, {AllGather, 32}, {AllGather, 256},
+		{ReduceScatter, 4}, {ReduceScatter, 256}, {ReduceScatter, 4096},
+	} {
+		for _, rank := range []int{0, 9, n - 1} {
+			s := Shape{Kind: c.kind, Size: n, Active: upTo(n), Rank: rank, Elem: 1, Count: c.bytes, Hosts: hosts}
+			if a, peers := neighbours(s, Caps{}); peers > most {
+				t.Errorf("%v of %d bytes a rank: rank %d of %d has %d neighbours with %v, want at most %d", c.kind,
+					c.bytes, rank, n, peers, a, most)
+			}
+		}
+	}
+	long := Shape{Kind: AllGather, Size: n, Active: upTo(n), Elem: 1, Count: 64 << 10, Hosts: hosts}
+	if a := Choose(long, Caps{}); a != Hierarchical {
+		t.Errorf("long parts cross between hosts several times: %v", a)
+	}
+	for _, bytes := range []int{8, 1024, 64 << 10} {
+		small := Shape{Kind: AllGather, Size: 64, Active: upTo(64), Elem: 1, Count: bytes, Hosts: hosts[:64]}
+		if a := Choose(small, Caps{}); a != Hierarchical {
+			t.Errorf("allgather of %d bytes a rank among 64 ranks: %v", bytes, a)
+		}
+		if small.Kind = ReduceScatter; small.Count <= 1024 {
+			if a := Choose(small, Caps{}); a != Pairwise {
+				t.Errorf("reducescatter of %d bytes a rank among 64 ranks: %v", bytes, a)
+			}
+		}
+	}
+}
+
+// A job's ranks meet before they know of each other's hosts, and share processors as far as they
+// know: stars need few rounds, and most ranks one link.
+func TestLargeJobsMeetInStars(t *testing.T) {
+	const place = 48 // bytes of a rank
+	for _, n := range []int{65, 1024, 1366, 4096} {
+		s := Shape{Kind: AllGather, Size: n, Active: upTo(n), Elem: 1, Count: place}
+		if a := Choose(s, Caps{Cores: 1}); a != Stars {
+			t.Errorf("%d ranks meet by %v, want %v", n, a, Stars)
+		}
+	}
+}

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"tutti/collectives"
+	"tutti/kernels"
 )
 
 // A rank maps only the memory that its plan loads: of a gather or a reduce only the root maps any,
@@ -101,6 +102,54 @@ func TestOnePass(t *testing.T) {
 					}
 				}
 			}
+		}
+	}
+}
+
+// A call is cut into few plans where one for long pieces has no more steps than one for short ones,
+// and little scratch memory: each of them costs a round for every rank.
+func TestBlocksOfManyRanks(t *testing.T) {
+	const n, perHost, part = 512, 8, 1 << 20
+	topology := Topology{Size: n}
+	for i := range n {
+		topology.Active, topology.Hosts = append(topology.Active, i), append(topology.Hosts, i/perHost)
+	}
+	for _, c := range []struct {
+		kind  collectives.Kind
+		algo  collectives.Algo
+		dtype kernels.DType
+		want  int // plans
+	}{
+		{collectives.ReduceScatter, collectives.Ring, kernels.Float32, part / wireChunk},
+		{collectives.AllGather, collectives.Hierarchical, kernels.Float32, part / wireChunk},
+		{collectives.AllGather, collectives.Ring, kernels.BFloat16, part / wireChunk},
+		{collectives.AllToAll, collectives.Pairwise, kernels.Float32, part / wireChunk},
+		{collectives.Gather, collectives.OneShot, kernels.Float32, part / wireChunk},
+		// Their scratch memory, or what holds float32 copies of small floats, grows with the parts.
+		{collectives.ReduceScatter, collectives.Ring, kernels.BFloat16, n * part / vectorBlock},
+		{collectives.ReduceScatter, collectives.Pairwise, kernels.Float32, n * part / vectorBlock},
+		{collectives.ReduceScatter, collectives.Halving, kernels.Float32, n * part / vectorBlock},
+		{collectives.AllGather, collectives.Bruck, kernels.Float32, n * part / vectorBlock},
+		{collectives.Gather, collectives.Tree, kernels.Float32, n * part / vectorBlock},
+	} {
+		r := New(Config{})
+		r.Settle(topology)
+		elem := c.dtype.Size()
+		r.Adopt(Call{Kind: c.kind, DType: c.dtype, Count: part / elem, Slots: n})
+		block := r.blockOf(c.algo, elem)
+		if plans := (part/elem + block - 1) / block; plans != c.want {
+			t.Errorf("%v %v of %v is cut into %d plans, want %d", c.algo, c.kind, c.dtype, plans, c.want)
+		}
+		build := func(count int) *collectives.Plan {
+			p, err := collectives.Build(c.algo, r.shape(c.kind, elem, count))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return p
+		}
+		if p, short := build(block), build(1024); len(p.Steps) != len(short.Steps) || p.Tmp > 2*vectorBlock+n*64 {
+			t.Errorf("%v %v of %v: a plan has %d steps, one of 1024 elements %d; its scratch memory has %d bytes",
+				c.algo, c.kind, c.dtype, len(p.Steps), len(short.Steps), p.Tmp)
 		}
 	}
 }

@@ -683,7 +683,23 @@ func (r *Runner) blockOf(algo collectives.Algo, elem int) int {
 	case l.In == collectives.One && l.Out == collectives.One:
 		return max(1, r.cfg.Block/elem)
 	}
-	return max(1, max(r.cfg.Block/r.set.Size, 4<<10)/elem)
+	part := max(r.cfg.Block/r.set.Size, 4<<10)
+	if r.lean(algo) {
+		part = max(part, min(r.shape(r.cur.Kind, elem, r.cur.Count).Chunk, r.cfg.Block))
+	}
+	return max(1, part/elem)
+}
+
+// lean reports whether a plan of the current call, which has parts, has as many steps for a chunk
+// of each part as for less of it, and runs with a few chunks of memory.
+func (r *Runner) lean(algo collectives.Algo) bool {
+	switch algo {
+	case collectives.Ring:
+		return !r.widens(algo)
+	case collectives.OneShot, collectives.Pairwise, collectives.Hierarchical:
+		return !r.cur.Kind.Reduces()
+	}
+	return false
 }
 
 func offsets(counts []int, elem int) []int {
@@ -697,16 +713,16 @@ func offsets(counts []int, elem int) []int {
 
 // block runs one plan over count elements (of the vector, or of each part).
 func (r *Runner) block(prog *program, elem, count int) error {
-	if r.widens(prog) {
+	if r.widens(prog.Algo) {
 		return r.widened(prog.Algo, count)
 	}
 	return r.steps(prog, r.cur.DType)
 }
 
 // widens reports whether the current call sends partial results as float32.
-func (r *Runner) widens(prog *program) bool {
+func (r *Runner) widens(algo collectives.Algo) bool {
 	c := r.cur
-	return c.DType.SmallFloat() && c.Kind.Reduces() && !prog.Algo.OnePass() && len(r.set.Active) > 1
+	return c.DType.SmallFloat() && c.Kind.Reduces() && !algo.OnePass() && len(r.set.Active) > 1
 }
 
 // widened runs a reduction of 16-bit or 8-bit floats with partial sums: these are sent and combined

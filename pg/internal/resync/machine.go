@@ -23,13 +23,16 @@ type View struct {
 }
 
 // Has reports whether slot is a member.
-func (v View) Has(slot int) bool { return slices.Contains(v.Members, slot) }
+func (v View) Has(slot int) bool {
+	_, is := slices.BinarySearch(v.Members, slot)
+	return is
+}
 
 // lost reports whether an incarnation of v is not in next.
 func (v View) lost(next View) bool {
 	for i, slot := range v.Members {
-		at := slices.Index(next.Members, slot)
-		if at < 0 || i < len(v.Incarnations) && at < len(next.Incarnations) &&
+		at, is := slices.BinarySearch(next.Members, slot)
+		if !is || i < len(v.Incarnations) && at < len(next.Incarnations) &&
 			v.Incarnations[i] != next.Incarnations[at] {
 			return true
 		}
@@ -44,11 +47,13 @@ type Machine struct {
 
 	at      Point // the exchange that this rank entered last
 	in      View  // the members of that exchange
+	lost    bool  // one of them is not in the latest view
 	mine    Standing
 	pending bool             // the exchange is not complete on this rank
 	aim     uint64           // the next operation needs a view of this epoch or later; 0: any
 	got     map[int]Standing // the standings of that exchange
 	heard   map[int]Told     // the latest standing of each slot
+	newest  Point            // the latest exchange of those
 
 	last   Outcome
 	failed bool
@@ -71,7 +76,7 @@ func New(self int, view View) *Machine {
 // See handles a view of the job. Views older than the latest are ignored.
 func (m *Machine) See(v View) {
 	if v.Epoch >= m.now.Epoch {
-		m.now = v
+		m.now, m.lost = v, m.in.lost(v)
 	}
 }
 
@@ -113,6 +118,9 @@ func (m *Machine) Hear(slot int, t Told) bool {
 	}
 	if old, ok := m.heard[slot]; !ok || old.At.Before(t.At) {
 		m.heard[slot] = t
+		if m.newest.Before(t.At) {
+			m.newest = t.At
+		}
 	}
 	if m.pending && t.At == m.at && m.in.Has(slot) {
 		if _, told := m.got[slot]; !told {
@@ -132,7 +140,7 @@ func (m *Machine) Target() uint64 { return max(m.now.Epoch, m.aim) }
 
 // Lost reports whether an incarnation that takes part in this rank's exchange is no longer in the
 // latest view.
-func (m *Machine) Lost() bool { return m.in.lost(m.now) }
+func (m *Machine) Lost() bool { return m.lost }
 
 // Member reports whether this rank is in the latest view.
 func (m *Machine) Member() bool { return m.now.Has(m.self) }
@@ -150,12 +158,14 @@ func (m *Machine) target(renew, passive bool) Point {
 	if leaves && next.View < m.now.Epoch {
 		next = Point{View: m.now.Epoch}
 	}
-	for slot, t := range m.heard {
-		if !m.now.Has(slot) || t.At.View != m.now.Epoch || !next.Before(t.At) {
-			continue
-		}
-		if t.Joins && stuck || !t.Joins && (leaves || renew && !passive || !t.Calls) {
-			next = t.At
+	if next.Before(m.newest) {
+		for slot, t := range m.heard {
+			if t.At.View != m.now.Epoch || !next.Before(t.At) || !m.now.Has(slot) {
+				continue
+			}
+			if t.Joins && stuck || !t.Joins && (leaves || renew && !passive || !t.Calls) {
+				next = t.At
+			}
 		}
 	}
 	if next == m.at && renew && !passive {
@@ -168,6 +178,9 @@ func (m *Machine) target(renew, passive bool) Point {
 // entered another one without having told its standing in this one. A member that had told it may
 // have completed it.
 func (m *Machine) stuck() bool {
+	if !m.at.Before(m.newest) {
+		return false
+	}
 	for _, slot := range m.Missing() {
 		if t, ok := m.heard[slot]; ok && m.at.Before(t.At) {
 			return true
@@ -181,6 +194,9 @@ func (m *Machine) stuck() bool {
 func (m *Machine) Behind() bool {
 	if m.aim > m.now.Epoch {
 		return true
+	}
+	if m.newest.View <= m.now.Epoch {
+		return false
 	}
 	for slot, t := range m.heard {
 		if t.At.View > m.now.Epoch && !t.Joins && m.now.Has(slot) {
@@ -236,7 +252,7 @@ func (m *Machine) Between(seq uint64) Standing {
 // Enter enters the exchange of Due or Asked, with standing mine, and returns what to tell the other
 // members. complete reports whether all have told theirs.
 func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete bool) {
-	if m.at, m.in = m.target(renew, passive), m.now; m.at.View >= m.aim {
+	if m.at, m.in, m.lost = m.target(renew, passive), m.now, false; m.at.View >= m.aim {
 		m.aim = 0
 	}
 	mine.Last = m.last

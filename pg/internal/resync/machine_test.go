@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // The model: three ranks run operations, each of which succeeds at a rank when all members of its
@@ -749,5 +750,42 @@ func TestJoinerSkipsAView(t *testing.T) {
 	}
 	if told, _ := a.Enter(false, false, Standing{Over: 5, Intact: true}); told.At != (Point{View: 14}) {
 		t.Fatalf("went to %v, want view 14", told.At)
+	}
+}
+
+// The time that a rank takes to enter a view is about proportional to the number of members: what
+// it does for each standing does not depend on that.
+func TestStandingsOfManyMembers(t *testing.T) {
+	const few, many = 1 << 10, 1 << 12
+	enter := func(members int, passive bool) time.Duration {
+		all := View{Epoch: 1}
+		for slot := range members {
+			all.Members = append(all.Members, slot)
+			all.Incarnations = append(all.Incarnations, uint64(slot)+1)
+		}
+		next := View{Epoch: 2, Members: all.Members[:members-1], Incarnations: all.Incarnations[:members-1]}
+		m, began := New(0, all), time.Now()
+		m.See(next)
+		for _, slot := range next.Members {
+			m.Hear(slot, Told{At: Point{View: 2}, Standing: Standing{Intact: true}})
+			if passive && m.Asked(false) || !passive && !m.Behind() && m.Due(false) {
+				m.Enter(false, passive, m.Between(0))
+			}
+		}
+		took := time.Since(began)
+		if o, _ := m.Outcome(); o.At != (Point{View: 2}) || m.Due(false) || m.Asked(false) {
+			t.Fatalf("the exchange of view 2 has not ended: %+v", o)
+		}
+		return took
+	}
+	for _, passive := range []bool{false, true} {
+		least, most := enter(few, passive), enter(many, passive)
+		for end := time.Now().Add(20 * time.Second); most > 2*many/few*least; {
+			if time.Now().After(end) {
+				t.Fatalf("passive %v: %v with %d members, %v with %d", passive, least, few, most, many)
+			}
+			least, most = min(least, enter(few, passive)), min(most, enter(many, passive))
+		}
+		t.Logf("passive %v: %v with %d members, %v with %d", passive, least, few, most, many)
 	}
 }
