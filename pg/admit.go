@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	"tutti/collectives"
+	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
 	"tutti/pg/membership"
 )
@@ -41,7 +42,8 @@ const (
 )
 
 // admitCall is the exchange in Admit without its memory.
-var admitCall = exec.Call{Kind: collectives.AllReduce, Op: Max, DType: Uint64, Count: admitFields, Uniform: true}
+var admitCall = exec.Call{Kind: collectives.AllReduce, Op: Max, DType: Uint64, Count: admitFields, Uniform: true,
+	For: flight.Call(flight.Admit)}
 
 // readyToAdmit brings the group into a state in which the next operation of Admit can run. Those
 // that other ranks have repeated, and this one has not begun, are passed over.
@@ -91,7 +93,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		b := bufferOf(said)
 		c, err := g.check(&exec.Request{Kind: collectives.AllReduce, Op: Max, Dst: b, Src: b})
 		if err == nil {
-			c.Uniform = true
+			c.Uniform, c.For = true, admitCall.For
 			g.run.Adopt(c)
 			_, err = g.collective()
 		}

@@ -10,19 +10,22 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/p2p"
 	"tutti/pg/internal/roster"
 )
 
 // ballot holds a rank's latest votes.
 type ballot struct {
-	n   uint64  // number of agreements that the rank has voted in; 0: none
-	yes [2]bool // its votes in the latest and in the one before
+	n     uint64  // number of agreements that the rank has voted in; 0: none
+	yes   [2]bool // its votes in the latest and in the one before
+	knows bool    // it has the latest's outcome; told by members of subgroups to their first rank
 }
 
 // agreement is a group's state of agreements.
 type agreement struct {
 	ballot  ballot         // this rank's votes
 	ballots map[int]ballot // those of the others, by slot
+	outcome bool           // of the latest agreement, if ballot.knows
 	between bool           // a call is in Agree, between two operations
 	began   time.Time      // that call
 	unvoted []int          // slots whose votes it waits for
@@ -43,7 +46,7 @@ func (b ballot) count() uint64 {
 // join lets the ranks that were coming in, possibly this one, vote from agreement n+1 on. All ranks
 // know of them before any of them begins that agreement. Agreements under way do not wait for them.
 func (g *Group) join(n uint64) {
-	first := ballot{n, [2]bool{true, true}}
+	first := ballot{n: n, yes: [2]bool{true, true}}
 	if g.ballot == abstains {
 		g.ballot = first
 	}
@@ -54,7 +57,7 @@ func (g *Group) join(n uint64) {
 	}
 }
 
-// A notice of key noticeBallot is a ballot: 0 n | 8 latest vote | 9 vote before it.
+// A notice of key noticeBallot is a ballot: 0 n | 8 latest vote | 9 vote before it, and 2 if knows.
 const ballotSize = 10
 
 func (b ballot) encode() []byte {
@@ -66,6 +69,9 @@ func (b ballot) encode() []byte {
 		}
 		out = append(out, v)
 	}
+	if b.knows {
+		out[9] |= 2
+	}
 	return out
 }
 
@@ -73,7 +79,7 @@ func decodeBallot(b []byte) (ballot, error) {
 	if len(b) != ballotSize {
 		return ballot{}, fmt.Errorf("a ballot of %d bytes, want %d", len(b), ballotSize)
 	}
-	return ballot{binary.LittleEndian.Uint64(b), [2]bool{b[8] == 1, b[9] == 1}}, nil
+	return ballot{binary.LittleEndian.Uint64(b), [2]bool{b[8]&1 != 0, b[9]&1 != 0}, b[9]&2 != 0}, nil
 }
 
 // vote returns the vote in agreement n, and whether it is known. A rank that came in after n counts
@@ -109,15 +115,72 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	}
 	n := g.ballot.n
 	g.job.proxy.Unlock()
-	defer g.job.proxy.Lock()
 	within, end := g.within(ctx, "agree", began)
-	defer end()
-	return g.decide(within, n, all)
+	outcome, err := g.decide(within, n, all)
+	end()
+	g.job.proxy.Lock()
+	if err == nil && g.name != worldName && g.halted() == nil {
+		g.ballot.knows, g.outcome = true, outcome
+		g.msgs.Notice(g.v.Active[:1], noticeBallot, g.ballot.encode())
+	}
+	return outcome, err
+}
+
+// maxForgetting bounds the wait of Close for ranks that have voted and have no outcome yet.
+const maxForgetting = time.Second
+
+// storePause is how long closed groups ask a store no more that has not removed an outcome.
+const storePause = time.Minute
+
+// forget is for the first rank of a subgroup that closes it. It removes the outcome of the last
+// agreement from the store when all members have it. If one may be without it, the store keeps it.
+func (g *Group) forget() {
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	if !g.ballot.knows || g.rank != g.v.Active[0] || g.line.calls > 0 || time.Since(g.job.unforgotten) < storePause {
+		return
+	}
+	var w p2p.Wait
+	w.Reset(context.Background(), maxForgetting, false)
+	for slot := range g.v.Size {
+		for slot != g.rank && !g.ballots[slot].knew(g.ballot.n) {
+			if g.err != nil || g.msgs.Err() != nil || g.msgs.Closed(slot) || g.out(slot) || p.Progress(&w) != nil {
+				return
+			}
+		}
+	}
+	last := encodeOutcome(g.ballot.n, g.outcome)
+	p.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), roster.StoreWait)
+	err := g.job.session.Store().CompareAndSwap(ctx, g.outcomeKey(), last, nil)
+	cancel()
+	p.Lock()
+	if err != nil {
+		g.job.log.Debug("an outcome of a closed group stays in the store", "group", g.id(), "err", err)
+		if !errors.Is(err, bootstrap.ErrConflict) {
+			g.job.unforgotten = time.Now()
+		}
+	}
+}
+
+// knew reports whether the rank has ended agreement n.
+func (b ballot) knew(n uint64) bool { return b.n > n || b.n == n && b.knows }
+
+// outcomeKey is the key of the group's outcomes. The world's name is the same for every run of a
+// job, and a previous run may have left its key in the store.
+func (g *Group) outcomeKey() string {
+	return fmt.Sprintf("agree/%016x/%x-%d", g.job.roster.First(), g.name.Maker, g.name.Number)
+}
+
+// encodeOutcome returns the stored form of agreement k's outcome.
+func encodeOutcome(k uint64, yes bool) []byte {
+	return append(binary.BigEndian.AppendUint64(nil, k), map[bool]byte{true: 1}[yes])
 }
 
 // cast sends this rank's vote in the next agreement.
 func (g *Group) cast(yes bool) {
-	g.ballot = ballot{g.ballot.n + 1, [2]bool{yes, g.ballot.yes[0]}}
+	g.ballot = ballot{n: g.ballot.n + 1, yes: [2]bool{yes, g.ballot.yes[0]}}
 	g.msgs.Notice(g.v.Active, noticeBallot, g.ballot.encode())
 }
 
@@ -181,11 +244,7 @@ func (g *Group) out(slot int) bool {
 // lost meanwhile, ranks may have counted votes of different ranks, and propose different outcomes.
 // Without the lock. Abort of any rank ends it.
 func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
-	// The world's name is the same for every run of a job. A previous run may have left its key in
-	// the store.
-	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.roster.First(), g.name.Maker, g.name.Number)
-	mine := binary.BigEndian.AppendUint64(nil, k)
-	mine = append(mine, map[bool]byte{true: 1}[yes])
+	key, mine := g.outcomeKey(), encodeOutcome(k, yes)
 	var old []byte
 	ended := func() error {
 		g.job.proxy.Lock()

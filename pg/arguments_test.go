@@ -240,3 +240,58 @@ func TestMemoryOutlivesClose(t *testing.T) {
 		}, pgtest.Transport("shm"))
 	})
 }
+
+// A call with a nil ctx is refused, and holds no lock afterwards: the group can be used and closed.
+func TestNilContextIsRefused(t *testing.T) {
+	gs, err := pg.Local(1, pg.Config{Timeout: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, ctx := gs[0], t.Context()
+	w, err := pg.NewWindow(ctx, g, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, err := pg.Local(2, pg.Config{Timeout: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer two[1].Close()
+	defer two[0].Close()
+	waits := two[0].Start(pg.BarrierOp{})
+	x, none := []int64{1}, context.Context(nil)
+	only := func(_ any, err error) error { return err }
+	for name, call := range map[string]func() error{
+		"AllReduce":  func() error { return pg.AllReduce(none, g, x, pg.Sum) },
+		"Do":         func() error { return g.Do(none, pg.BarrierOp{}) },
+		"Send":       func() error { return pg.Send(none, g, x, 0, 1) },
+		"Recv":       func() error { return only(pg.Recv(none, g, x, 0, 1)) },
+		"Wait":       func() error { return waits.Wait(none) },
+		"Split":      func() error { return only(g.Split(none, 0, 0)) },
+		"Agree":      func() error { return only(g.Agree(none, true)) },
+		"Recover":    func() error { return g.Recover(none) },
+		"Evict":      func() error { return g.Evict(none, 0) },
+		"Rejoin":     func() error { return only(g.Rejoin(none)) },
+		"Join":       func() error { return only(pg.Join(none, pg.Config{Size: 1})) },
+		"NewMember":  func() error { return only(pg.NewMember(none, pg.Config{})) },
+		"NewWindow":  func() error { return only(pg.NewWindow(none, g, 64)) },
+		"Put":        func() error { return w.Put(none, 0, 0, []byte{1}) },
+		"PutSignal":  func() error { return w.PutSignal(none, 0, 0, []byte{1}, 0) },
+		"Signal":     func() error { return w.Signal(none, 0, 0) },
+		"Flush":      func() error { return w.Flush(none, 0) },
+		"Get":        func() error { return w.Get(none, 0, 0, []byte{1}) },
+		"PutBuffer":  func() error { return w.PutBuffer(none, 0, 0, pg.BufferOf(x)) },
+		"WaitSignal": func() error { return w.WaitSignal(none, 0, 0, 1) },
+		"Map":        func() error { return only(w.Map(none, 0)) },
+		"Refresh":    func() error { return w.Refresh(none) },
+		"Close":      func() error { return w.Close(none) },
+	} {
+		var bad *pg.ArgumentError
+		if err := call(); !errors.As(err, &bad) || bad.Arg != "ctx" {
+			t.Errorf("%s: got %v, want an *ArgumentError about ctx", name, err)
+		}
+	}
+	if err := errors.Join(g.Barrier(ctx), w.Close(ctx), g.Close()); err != nil {
+		t.Error(err)
+	}
+}

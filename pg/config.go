@@ -43,7 +43,7 @@ type Config struct {
 	// Secret is the key that every connection of the job proves to know, at least 16 bytes. Default
 	// TUTTI_SECRET or the contents of TUTTI_SECRET_FILE. Without a secret Join fails, except for a
 	// group of one process and for ranks that meet in a place that only they can reach (see
-	// StoreAddr).
+	// StoreAddr). It is copied.
 	Secret []byte
 	// Transport selects the transports: "auto" (the default: the best one that reaches the peer),
 	// or names separated by commas, the preferred one first: "shm", "rdma", "tcp". Default
@@ -178,8 +178,9 @@ type Config struct {
 	// different port first. Groups of one process with the same address are served at one port; of
 	// those with the same job and rank, the first. Default TUTTI_METRICS, else none.
 	Metrics string
-	// Logger gets messages that are no errors. Default: warnings and above to standard error;
-	// TUTTI_LOG=debug|info|warn|error sets the level.
+	// Logger gets messages that are no errors. Its handler may run with a lock of the job held: it
+	// must return soon, must not panic, and must not call anything of this package. Default:
+	// warnings and above to standard error; TUTTI_LOG=debug|info|warn|error sets the level.
 	Logger *slog.Logger
 	// Getenv reads an environment variable, "" for one that is not set. Default: os.Getenv.
 	Getenv func(string) string

@@ -673,6 +673,9 @@ func (g *Group) startVisit(v *visit, err error, q *exec.Request, limit time.Dura
 
 // doOnDevice is Do for buffers of which one may be in a device's memory.
 func (g *Group) doOnDevice(ctx context.Context, q request) error {
+	if ctx == nil {
+		return noContext(q.Kind.String())
+	}
 	v, _, err := g.visit(ctx, &q, g.job.timeout, true)
 	if err != nil {
 		return err

@@ -14,7 +14,8 @@ import (
 var (
 	ErrClosed = errors.New("process group is closed")
 	// ErrEvicted: the other ranks have removed this one from the group although it is alive,
-	// because they could not reach it or a program called Evict. See Group.Rejoin.
+	// because they could not reach it or a program called Evict; or the job's view is no longer in
+	// the store, and the text says so. See Group.Rejoin.
 	ErrEvicted = errors.New("this rank was evicted from the process group")
 	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding which ranks remain.
 	// The store that decides it cannot be reached (this rank may be on the minority side of a
@@ -139,6 +140,12 @@ type ArgumentError struct {
 
 func (e *ArgumentError) Error() string {
 	return fmt.Sprintf("%s: %s is %s, want %s", e.Call, e.Arg, e.Got, e.Want)
+}
+
+// noContext is the error of a call with a nil ctx. Calls look for that before they take a lock,
+// which a panic would leave held.
+func noContext(call string) error {
+	return &ArgumentError{Call: call, Arg: "ctx", Got: "nil", Want: "a context, such as context.Background()"}
 }
 
 // inJob returns the error of a group with the job's ranks instead of slots. ranks has the rank of

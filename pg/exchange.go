@@ -421,7 +421,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			return err
 		}
 		if !g.sync.Member() {
-			return ErrEvicted
+			return g.job.eviction()
 		}
 		switch due := g.sync.Due(renew); {
 		case entered && !g.sync.Pending():
@@ -469,8 +469,8 @@ const relayed = 250 * time.Millisecond
 // members; parent is -1 at its root.
 func (g *Group) neighbours() (parent int, children []int) {
 	members := g.sync.Now().Members
-	at := slices.Index(members, g.rank)
-	if at < 0 {
+	at, is := slices.BinarySearch(members, g.rank)
+	if !is {
 		return -1, nil
 	}
 	return collectives.StarNeighbours(members, at)

@@ -316,6 +316,9 @@ func (g *Group) blocking(ctx context.Context, q *exec.Request) error { return g.
 
 // operate is blocking for data that arrives by a visit; v may be nil.
 func (g *Group) operate(ctx context.Context, q *exec.Request, v *visit) error {
+	if ctx == nil {
+		return noContext(q.Kind.String())
+	}
 	g.job.proxy.Lock()
 	if g.line.take() {
 		g.begun(ctx, g.job.timeout, false)
@@ -754,7 +757,8 @@ func (g *Group) gone() (int, error) {
 	active, _ := g.members(g.job.view())
 	first, epoch := g.rank, uint64(math.MaxUint64)
 	for _, slot := range g.v.Active {
-		if left := g.job.view().Slots[g.v.ranks[slot]].Left; !slices.Contains(active, slot) && left < epoch {
+		left := g.job.view().Slots[g.v.ranks[slot]].Left
+		if _, is := slices.BinarySearch(active, slot); !is && left < epoch {
 			first, epoch = slot, left
 		}
 	}
@@ -799,8 +803,9 @@ func (g *Group) slotOf(rank int) int {
 // Abort, or when a rank is lost, closes the group or joins meanwhile, and no longer than
 // Config.Timeout and 10 seconds: a rank that begins the operation after that gets a *RankError. A
 // rank that computes answers within some tens of milliseconds. After operations in which every rank
-// needs data of all others, as AllReduce or Barrier, Close does not wait. Close returns in bounded
-// time.
+// needs data of all others, as AllReduce or Barrier, Close does not wait. At the first rank of a
+// subgroup, Close also removes the outcome of its last Agree from the store, if all members have
+// it: it waits a second for them, and two for the store. Close returns in bounded time.
 func (g *Group) Close() (err error) {
 	g.closed.Store(true)
 	g.ending.Do(func() { err = g.close() })
@@ -809,6 +814,7 @@ func (g *Group) Close() (err error) {
 
 func (g *Group) close() error {
 	g.awaitAll()
+	g.forget()
 	g.coll.Close()
 	g.msgs.Close()
 	g.cancel()
@@ -859,7 +865,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	name := g.job.proxy.Reserve(2)
 	defer g.job.proxy.Settle(name)
 	mine := []int64{int64(color), int64(key), int64(g.job.session.Self.Incarnation), int64(name.Number)}
-	all, err := g.exchange(ctx, mine)
+	all, err := g.exchange(ctx, mine, flight.Call(flight.Split), 0)
 	if err != nil || color < 0 {
 		return nil, err
 	}
@@ -904,24 +910,15 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 }
 
 // exchange returns what all members have sent, by slot; zeros for inactive slots. Its outcome is
-// uniform.
-func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
-	return g.exchangeFor(ctx, mine, 0, 0)
-}
-
-// exchangeFor is exchange for a call of the program: see exec.Call.
-func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.Call, count uint64) ([]int64, error) {
-	what := "split"
-	if prepares != 0 {
-		what = flight.Describe(prepares, count)
-	}
-	if err := g.enter(ctx, what, func() {
-		g.expired(g.exchangeCall(len(mine), prepares, count), g.ready)
+// uniform. is and count say what the program has called: see exec.Call.
+func (g *Group) exchange(ctx context.Context, mine []int64, is flight.Call, count uint64) ([]int64, error) {
+	if err := g.enter(ctx, flight.Describe(is, count), func() {
+		g.expired(g.exchangeCall(len(mine), is, count), g.ready)
 	}); err != nil {
 		return nil, err
 	}
 	defer g.leave()
-	g.run.Adopt(g.exchangeCall(len(mine), prepares, count))
+	g.run.Adopt(g.exchangeCall(len(mine), is, count))
 	if err := g.ready(); err != nil {
 		return nil, err
 	}
@@ -930,7 +927,7 @@ func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.C
 	if err != nil {
 		return nil, err
 	}
-	c.Uniform, c.For, c.ForCount = true, prepares, count
+	c.Uniform, c.For, c.ForCount = true, is, count
 	g.run.Adopt(c)
 	if _, err := g.collective(); err != nil {
 		return nil, err
@@ -938,8 +935,8 @@ func (g *Group) exchangeFor(ctx context.Context, mine []int64, prepares flight.C
 	return all, nil
 }
 
-// exchangeCall returns the call of exchangeFor without its memory. With the proxy's lock.
-func (g *Group) exchangeCall(n int, prepares flight.Call, count uint64) exec.Call {
+// exchangeCall returns the call of exchange without its memory. With the proxy's lock.
+func (g *Group) exchangeCall(n int, is flight.Call, count uint64) exec.Call {
 	return exec.Call{Kind: collectives.AllGather, DType: Int64, Count: n, Slots: g.v.Size, Uniform: true,
-		For: prepares, ForCount: count}
+		For: is, ForCount: count}
 }

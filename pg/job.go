@@ -34,13 +34,15 @@ type job struct {
 	obs      atomic.Pointer[observe.Observer]
 
 	// Under the proxy's lock.
-	roster   *roster.Roster  // nil: lost ranks are not replaced
-	initial  membership.View // the job's view if there is no roster
-	places   []join.Place    // by rank
-	groups   map[*Group]struct{}
-	leaving  bool                    // Rejoin closes the groups: none is made any more
-	meeting  context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
-	unattend func()                  // ends attend; nil: it was not called
+	roster  *roster.Roster  // nil: lost ranks are not replaced
+	initial membership.View // the job's view if there is no roster
+	places  []join.Place    // by rank
+	groups  map[*Group]struct{}
+	leaving bool // Rejoin closes the groups: none is made any more
+	// When the store last failed to remove the outcome of a closed group.
+	unforgotten time.Time
+	meeting     context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
+	unattend    func()                  // ends attend; nil: it was not called
 
 	staging   staging
 	unmapping sync.WaitGroup  // goroutines that free and unmap memory
@@ -78,6 +80,15 @@ func (j *job) why(rank int) string {
 		return ""
 	}
 	return j.roster.WhyLocked(rank)
+}
+
+// eviction returns ErrEvicted, with why this rank takes itself for evicted if the others have not
+// removed it. With the proxy's lock.
+func (j *job) eviction() error {
+	if why := j.why(j.session.Self.Rank); why != "" {
+		return fmt.Errorf("%w: %s", ErrEvicted, why)
+	}
+	return ErrEvicted
 }
 
 // isolated says whether this rank can take part in decisions on the membership. With the proxy's
@@ -127,8 +138,9 @@ func (a audience) ViewChanged() {
 // Evicted ends the operations in flight in all groups.
 func (a audience) Evicted() {
 	for g := range a.groups {
-		g.coll.Fail(ErrEvicted)
-		g.msgs.Fail(ErrEvicted)
+		err := g.job.eviction()
+		g.coll.Fail(err)
+		g.msgs.Fail(err)
 	}
 }
 

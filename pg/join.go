@@ -30,6 +30,9 @@ import (
 // process takes the slot first, or the ranks do not admit this one within Config.Timeout, it waits
 // again.
 func Join(ctx context.Context, cfg Config) (*Group, error) {
+	if ctx == nil {
+		return nil, noContext("join")
+	}
 	s, err := cfg.fromEnv()
 	if err != nil {
 		return nil, err
@@ -435,6 +438,9 @@ func Local(n int, cfg Config) ([]*Group, error) {
 // job's store from its memory, the store stays: while Rejoin runs, and after an error until all
 // others have left the job.
 func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
+	if ctx == nil {
+		return nil, noContext("rejoin")
+	}
 	j := g.job
 	if j.roster == nil {
 		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store",

@@ -136,6 +136,9 @@ func (l *line) serve() {
 // other ranks count an operation there: when the place is first, stead runs with a clock that has
 // run out (see expired and lapse). A nil stead is for a call without a number that others count.
 func (g *Group) enter(ctx context.Context, what string, stead func()) error {
+	if ctx == nil {
+		return noContext(what)
+	}
 	g.job.proxy.Lock()
 	if g.line.take() {
 		g.begun(ctx, g.job.timeout, false)

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -46,6 +45,8 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 		return &ArgumentError{Call: "member", Arg: arg, Got: got, Want: want}
 	}
 	switch {
+	case ctx == nil:
+		return nil, noContext("member")
 	case cfg.Size != 0 || cfg.Rank != 0 || cfg.MaxSize != 0:
 		return nil, bad("Size, Rank or MaxSize", fmt.Sprintf("%d, %d or %d", cfg.Size, cfg.Rank, cfg.MaxSize),
 			"0: the handles say it")
@@ -60,7 +61,7 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 	if err != nil {
 		return nil, err
 	}
-	if m.secret = slices.Clone(s.Secret); len(m.secret) < trust.MinSecret {
+	if m.secret = s.Secret; len(m.secret) < trust.MinSecret {
 		return nil, bad("Secret", fmt.Sprintf("%d bytes", len(m.secret)), fmt.Sprintf("at least %d bytes, the same "+
 			"for all members (or TUTTI_SECRET)", trust.MinSecret))
 	}
@@ -113,6 +114,9 @@ func (m *Member) Handle() string { return m.handle }
 // A Form may fail at some members and succeed at others, if a member is lost or gives up when the
 // others have all met: their first operation then fails with a *RankError.
 func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Group, error) {
+	if ctx == nil {
+		return nil, noContext("form")
+	}
 	peers, err := m.peers(uuid, handles)
 	if err != nil {
 		return nil, err

@@ -154,6 +154,9 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 
 func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv bool) (Status, error) {
 	m := newMessage(x, peer, tag, recv)
+	if ctx == nil {
+		return Status{}, noContext(m.what())
+	}
 	if x.onDevice() {
 		return g.doDeviceMessage(ctx, m)
 	}

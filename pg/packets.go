@@ -589,7 +589,7 @@ func (g *Group) exchangeBytes(ctx context.Context, mine []byte, c *exec.Call, st
 		words[i] = int64(binary.LittleEndian.Uint64(mine[8*i:]))
 	}
 	prepares, count := preparing(c, step)
-	got, err := g.exchangeFor(ctx, words, prepares, count)
+	got, err := g.exchange(ctx, words, prepares, count)
 	if err != nil {
 		return nil, err
 	}

@@ -55,7 +55,7 @@ func (g *Group) halted() error {
 	case g.aborted != nil:
 		return g.aborted
 	case g.job.roster != nil && g.job.roster.EvictedLocked():
-		return ErrEvicted
+		return g.job.eviction()
 	}
 	for _, err := range [...]error{g.coll.Err(), g.msgs.Err()} { // an earlier failure may hide the abort in one
 		var ended *p2p.Aborted
@@ -264,6 +264,9 @@ func (j *job) judging() bool {
 // may come back by Rejoin. Any single rank may call Evict. It returns when the view has changed;
 // the others go on as after a failure. After a *TimeoutError the view may still change later.
 func (g *Group) Evict(ctx context.Context, rank int) error {
+	if ctx == nil {
+		return noContext("evict")
+	}
 	ranks := g.shown.Load().ranks
 	if rank < 0 || rank >= len(ranks) {
 		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank),

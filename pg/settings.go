@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"time"
 
@@ -98,7 +99,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	def(&s.PeerDevices, l.PeerDevices, "auto")
 	def(&s.LogDir, l.LogDir, "")
 	def(&s.Metrics, l.Metrics, "")
-	if s.Secret == nil {
+	if s.Secret = slices.Clone(s.Secret); s.Secret == nil { // the program may wipe its own
 		s.Secret = l.Secret
 	}
 	if s.Timeout == 0 {
@@ -185,6 +186,7 @@ func (s *settings) session() (*join.Settings, error) {
 	if s.guest != 0 {
 		js.Ends = bootstrap.StoreEnds
 	}
+	js.Serves = s.meeting != nil && s.Rank == 0
 	if s.MaxSize == 1 {
 		return js, nil
 	}

@@ -143,3 +143,15 @@ func TestTransportThatIsAskedFor(t *testing.T) {
 		}
 	}
 }
+
+// A program may wipe its key after Join: later links prove the job's.
+func TestSecretIsCopied(t *testing.T) {
+	key := []byte("a secret of this test alone")
+	s, err := Config{Size: 2, Secret: key}.resolve(func(string) string { return "" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if clear(key); string(s.Secret) != "a secret of this test alone" {
+		t.Errorf("the job's secret is %q now", s.Secret)
+	}
+}

@@ -172,3 +172,53 @@ func TestCallsLikeInternalOnes(t *testing.T) {
 		return nil
 	})
 }
+
+// Calls that exchange small records of their own do not match a program's collective of the same
+// shape: at both ranks the error names them.
+func TestSplitMatchesNoCollective(t *testing.T) {
+	gather := func(n int) func(context.Context, *Group) error {
+		return func(ctx context.Context, g *Group) error {
+			return AllGather(ctx, g, make([]int64, n*g.Size()), make([]int64, n))
+		}
+	}
+	for name, calls := range map[string][2]func(context.Context, *Group) error{
+		"split": {gather(4), func(ctx context.Context, g *Group) error {
+			_, err := g.Split(ctx, 0, 0)
+			return err
+		}},
+		"window": {gather(saysWords), func(ctx context.Context, g *Group) error {
+			_, err := NewWindow(ctx, g, 64)
+			return err
+		}},
+	} {
+		for _, uniform := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, uniform %t", name, uniform), func(t *testing.T) {
+				each(t, 2, Config{Uniform: uniform}, func(ctx context.Context, g *Group) error {
+					err := calls[g.Rank()](ctx, g)
+					var differ *MismatchError
+					if !errors.As(err, &differ) || !strings.Contains(err.Error(), name+" #1") {
+						return fmt.Errorf("got %v, want a *MismatchError that names %s #1", err, name)
+					}
+					return nil
+				})
+			})
+		}
+	}
+	if what := admitCall.Describe(); what != "admit" {
+		t.Errorf("Admit is called %q", what)
+	}
+}
+
+// The error of a rank that others wait for in Split says so.
+func TestLateSplitIsNamed(t *testing.T) {
+	gs, err := Local(2, Config{Timeout: 50 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[0].Close()
+	defer gs[1].Close()
+	_, err = gs[0].Split(t.Context(), 0, 0)
+	if late := (*TimeoutError)(nil); !errors.As(err, &late) || late.Call != "split #1" {
+		t.Errorf("got %v, want a *TimeoutError of split #1", err)
+	}
+}

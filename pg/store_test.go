@@ -345,6 +345,135 @@ func TestCallersElasticStore(t *testing.T) {
 	wg.Wait()
 }
 
+// A rank whose job's view is gone from the store is told that, and not only that it was evicted.
+func TestVanishedViewIsSaid(t *testing.T) {
+	ctx := t.Context()
+	groups, config := elasticJob(t, 2, 2)
+	for _, g := range groups {
+		defer g.Close()
+	}
+	store, err := config(0).Store.(elastic).Open(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	view, err := store.Get(ctx, "membership/view")
+	if err == nil {
+		err = store.CompareAndSwap(ctx, "membership/view", view, nil)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Rank 1 sends nothing.
+	if _, err = pg.Recv(ctx, groups[0], []byte{1}, 1, 0); !errors.Is(err, pg.ErrEvicted) ||
+		!strings.Contains(err.Error(), "the store has no view of the job any more") {
+		t.Errorf("%v, want ErrEvicted that says why", err)
+	}
+}
+
+// Subgroups that have agreed and are closed leave nothing in the store, however many there are.
+func TestClosedSubgroupsLeaveNoOutcomes(t *testing.T) {
+	ctx := t.Context()
+	groups, config := elasticJob(t, 2, 2)
+	store, err := config(0).Store.(elastic).Open(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	const rounds = 100
+	var wg sync.WaitGroup
+	for r, g := range groups {
+		defer g.Close()
+		wg.Go(func() {
+			for i := range rounds {
+				sub, err := g.Split(ctx, 0, 0)
+				if err != nil {
+					t.Errorf("rank %d: %v", r, err)
+					return
+				}
+				if ok, err := sub.Agree(ctx, i%2 == 0); ok != (i%2 == 0) || err != nil {
+					t.Errorf("rank %d, group %d: %v, %v", r, i, ok, err)
+				}
+				if err := sub.Close(); err != nil {
+					t.Errorf("rank %d, group %d: %v", r, i, err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	// A rank that was late by more than Close waits leaves one.
+	if left, err := store.List(ctx, "agree/"); err != nil || len(left) > rounds/10 {
+		t.Errorf("%d of %d outcomes are left, %v", len(left), rounds, err)
+	}
+}
+
+// held is a store that does not tell outcomes of agreements before open is closed.
+type held struct {
+	bootstrap.Store
+	open chan struct{}
+}
+
+func (h *held) Get(ctx context.Context, key string) ([]byte, error) {
+	if strings.HasPrefix(key, "agree/") {
+		select {
+		case <-h.open:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return h.Store.Get(ctx, key)
+}
+
+// A rank that has the outcome of an agreement and closes the group leaves it to one that is late.
+func TestOutcomeStaysForLateRank(t *testing.T) {
+	ctx, m, open := t.Context(), storetest.NewMemory(), make(chan struct{})
+	t.Cleanup(m.Close)
+	stores := []func() bootstrap.Store{m.Open, func() bootstrap.Store { return &held{m.Open(), open} }}
+	subs, errs := make([]*pg.Group, len(stores)), make([]error, len(stores))
+	var wg sync.WaitGroup
+	for r, store := range stores {
+		wg.Go(func() {
+			open := func(context.Context) (bootstrap.Store, error) { return store(), nil }
+			cfg := fixed(elastic{newShared(), open}, r)
+			cfg.Size, cfg.OnFailure = len(stores), pg.Shrink
+			g, err := pg.Join(ctx, cfg)
+			if err == nil {
+				defer g.Close()
+				subs[r], err = g.Split(ctx, 0, 0)
+			}
+			errs[r] = err
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	defer subs[1].Close()
+	late := make(chan error, 1)
+	go func() {
+		ok, err := subs[1].Agree(ctx, true)
+		if err == nil && !ok {
+			err = errors.New("all have given true, and agree on false")
+		}
+		late <- err
+	}()
+	if ok, err := subs[0].Agree(ctx, true); !ok || err != nil {
+		t.Error(ok, err)
+	}
+	if err := subs[0].Close(); err != nil {
+		t.Error(err)
+	}
+	observer := m.Open()
+	defer observer.Close()
+	if all, err := observer.List(ctx, "agree/"); len(all) != 1 || err != nil {
+		t.Errorf("before the late rank has asked, the store has the outcomes %q, %v; want one", all, err)
+	}
+	close(open)
+	if err := <-late; err != nil {
+		t.Errorf("the late rank: %v", err)
+	}
+}
+
 // A replacement with a setting that the others do not have is refused, and the job goes on.
 func TestReplacementWithOtherSettings(t *testing.T) {
 	groups, config := elasticJob(t, 2, 3)

@@ -14,7 +14,7 @@ import (
 // derives from the arguments of a call. It is raised with every change of plans, of the sizes into
 // which they divide vectors, of tokens, of descriptors of memory, and of notices. Ranks with
 // different plans may get wrong results without an error.
-const planFormat = 2
+const planFormat = 3
 
 // terms returns what this rank needs alike with all others.
 func (s *settings) terms() bootstrap.Terms {

@@ -31,7 +31,7 @@ func FuzzTold(f *testing.F) {
 }
 
 func FuzzBallot(f *testing.F) {
-	f.Add(ballot{3, [2]bool{true, false}}.encode())
+	f.Add(ballot{3, [2]bool{true, false}, true}.encode())
 	f.Fuzz(func(t *testing.T, b []byte) {
 		x, err := decodeBallot(b)
 		if err != nil {
@@ -51,7 +51,7 @@ func FuzzBallot(f *testing.F) {
 // A rank that comes in while others are in an agreement has no say in that one, and has one in the
 // next.
 func TestAdmittedRankVotesFromNextAgreement(t *testing.T) {
-	g := &Group{agreement: agreement{ballots: map[int]ballot{0: {7, [2]bool{true, false}}, 1: abstains}}}
+	g := &Group{agreement: agreement{ballots: map[int]ballot{0: {n: 7, yes: [2]bool{true, false}}, 1: abstains}}}
 	if yes, known := g.ballots[1].vote(7); !yes || !known {
 		t.Errorf("before it is in: %v, %v, want true, true", yes, known)
 	}
@@ -62,7 +62,7 @@ func TestAdmittedRankVotesFromNextAgreement(t *testing.T) {
 	if _, known := g.ballots[1].vote(8); known {
 		t.Error("in the next: its vote is not waited for")
 	}
-	if g.ballots[0] != (ballot{7, [2]bool{true, false}}) {
+	if g.ballots[0] != (ballot{n: 7, yes: [2]bool{true, false}}) {
 		t.Errorf("another rank's ballot is %v", g.ballots[0])
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"runtime"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"tutti/kernels"
 	"tutti/mem"
 	"tutti/p2p"
+	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
 )
 
@@ -51,22 +53,26 @@ const WindowCounters = 16
 type Window struct {
 	g      *Group
 	n      int
-	region *mem.Region // the part, followed by the words that other ranks signal to
+	region *mem.Region // own, followed by the words that other ranks signal to
+	own    []byte      // the part
 	words  int         // their offset
 	tag    uint64      // of this rank's signals
 
 	// Sent to the other ranks.
+	number        uint64 // the same at all ranks, of no other window; 0: not known yet
 	data, signals *mem.Remote
 
 	near []atomic.Uintptr    // by slot: where puts to the part write in this process, 0 if not known
 	turn *semaphore.Weighted // of Refresh and Close
 
-	// Under the proxy's lock.
+	// Under the proxy's lock. closed is also read without it, and so is what is added to looked.
 	parts    []part // by slot
 	waits    []*p2p.Wait
 	spare    []*p2p.Transfer
-	closed   bool
-	unpolled int // operations since the last poll: see pollEvery
+	unpolled int           // operations since the last poll: see pollEvery
+	looks    uint64        // looks at words of the region that have begun, which may release the lock
+	looked   atomic.Uint64 // those that are over
+	closed   atomic.Bool
 }
 
 // part is what this rank knows of a rank's part of the window.
@@ -129,6 +135,7 @@ const (
 // Fields of the exchange, in words of 8 bytes; two encoded remotes follow.
 const (
 	saysIncarnation = iota
+	saysNumber      // of the window; 0: the rank is making it
 	saysBytes
 	saysStatus // 0: the rank has no memory
 	saysFirst  // length of data's encoding, and of signals' in the upper half
@@ -144,6 +151,9 @@ const (
 // A rank that came in to a group with windows calls NewWindow for each of them, while the others
 // call Refresh.
 func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
+	if ctx == nil {
+		return nil, noContext("window")
+	}
 	if bytes < 1 || bytes > exec.MaxBytes {
 		return nil, &ArgumentError{Call: "window", Arg: "the size", Got: strconv.Itoa(bytes) + " bytes",
 			Want: "1 byte or more that fit in memory"}
@@ -158,6 +168,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	p := g.job.proxy
 	var err error
 	if w.region, err = p.AllocWritable(w.words + rows*rowSize); err == nil {
+		w.own = w.region.Bytes()[:bytes:bytes]
 		if w.data, err = p.Expose(w.region, 0, bytes, mem.Read|mem.Write); err == nil {
 			w.signals, err = p.Expose(w.region, w.words, rows*rowSize, mem.Signal)
 		}
@@ -184,6 +195,7 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 	g := w.g
 	mine := make([]int64, saysWords)
 	mine[saysIncarnation], mine[saysBytes] = int64(g.job.session.Self.Incarnation), int64(w.n)
+	mine[saysNumber] = int64(w.number)
 	if has {
 		b := make([]byte, 0, 2*mem.MaxRemote)
 		b, err := w.data.AppendBinary(b)
@@ -200,19 +212,26 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 			mine[i] = int64(binary.LittleEndian.Uint64(b[8*(i-saysRemotes):]))
 		}
 	}
-	all, err := g.exchange(ctx, mine)
+	all, err := g.exchange(ctx, mine, flight.Call(flight.Window), 0)
 	if err != nil {
 		return err
 	}
 	parts := make([]part, len(all)/saysWords)
+	var number, drawn uint64 // the window that is refreshed, or else that is made
+	var of int               // the rank that said number
 	for slot := range parts {
 		said := all[slot*saysWords : (slot+1)*saysWords]
 		if said[saysIncarnation] == 0 { // the slot is empty
 			continue
 		}
+		its := uint64(said[saysNumber])
 		switch {
 		case said[saysStatus] == 0:
 			return fmt.Errorf("rank %d has no memory for a window of %d bytes", slot, said[saysBytes])
+		case its != 0 && number != 0 && its != number:
+			return &ArgumentError{Call: "window", Arg: "the window",
+				Got:  fmt.Sprintf("another one at rank %d than at rank %d", slot, of),
+				Want: "the same at all ranks: those with several windows refresh them in one order"}
 		case said[saysBytes] != int64(w.n):
 			return &ArgumentError{Call: "window", Arg: "the size", Got: fmt.Sprintf("%d bytes", w.n),
 				Want: fmt.Sprintf("that of rank %d, which is %d", slot, said[saysBytes])}
@@ -220,7 +239,14 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 		if err := parts[slot].decode(said); err != nil {
 			return &RankError{Rank: slot, Call: "window", Reporter: g.rank, Err: err}
 		}
+		if drawn == 0 { // by the lowest rank: no other rank has its incarnation
+			drawn = parts[slot].incarnation + parts[slot].data.Generation
+		}
+		if number == 0 {
+			number, of = its, slot
+		}
 	}
+	w.number = cmp.Or(number, drawn)
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
 	w.adopt(parts)
@@ -277,8 +303,9 @@ func (w *Window) drop(p *part) {
 
 // Refresh adds the parts of ranks that have come in to the group since NewWindow or the last
 // Refresh, and drops those of lost ranks. It is a collective of all active ranks, in which the
-// ranks that came in call NewWindow instead. Parts of ranks that stayed do not change. The counters
-// between this rank and a new incarnation begin at 0.
+// ranks that came in call NewWindow instead. A group with several windows refreshes them in one
+// order at all ranks: else all get an *ArgumentError. Parts of ranks that stayed do not change. The
+// counters between this rank and a new incarnation begin at 0.
 //
 // Refresh also ends what failed puts and signals to a rank cause, if a Flush or a signal to it has
 // returned an error since the last of them failed. If none has, the next one returns the error, and
@@ -288,7 +315,7 @@ func (w *Window) Refresh(ctx context.Context) error {
 		return err
 	}
 	defer w.turn.Release(1)
-	if w.region == nil {
+	if w.closed.Load() {
 		return ErrClosed
 	}
 	return w.exchange(ctx, true)
@@ -296,6 +323,9 @@ func (w *Window) Refresh(ctx context.Context) error {
 
 // await waits for the turn of a Refresh or Close.
 func (w *Window) await(ctx context.Context, what string) error {
+	if ctx == nil {
+		return noContext(what + " a window")
+	}
 	if w.turn.TryAcquire(1) {
 		return nil
 	}
@@ -305,9 +335,15 @@ func (w *Window) await(ctx context.Context, what string) error {
 	return nil
 }
 
-// Bytes returns this rank's part. Other ranks may write to it at any time; data that was put before
-// a signal is complete when WaitSignal has returned. It must not be used after Close.
-func (w *Window) Bytes() []byte { return w.region.Bytes()[:w.n:w.n] }
+// Bytes returns this rank's part, nil after Close was called. Other ranks may write to it at any
+// time; data that was put before a signal is complete when WaitSignal has returned. It must not be
+// used after Close.
+func (w *Window) Bytes() []byte {
+	if w.closed.Load() {
+		return nil
+	}
+	return w.own
+}
 
 // Size returns the size of each part in bytes.
 func (w *Window) Size() int { return w.n }
@@ -360,6 +396,9 @@ func (w *Window) begin(ctx context.Context, name string) call {
 
 // enter combines reach and begin.
 func (w *Window) enter(ctx context.Context, name string, rank, offset, n int) (c call, p *part, err error) {
+	if ctx == nil {
+		return c, nil, noContext(name)
+	}
 	if p, err = w.reach(name, rank, offset, n); err == nil {
 		c = w.begin(ctx, name)
 	}
@@ -370,7 +409,7 @@ func (w *Window) enter(ctx context.Context, name string, rank, offset, n int) (c
 func (w *Window) part(name string, rank int) (*part, error) {
 	g := w.g
 	switch {
-	case w.closed || g.closed.Load():
+	case w.closed.Load() || g.closed.Load():
 		return nil, ErrClosed
 	case g.aborted != nil:
 		return nil, g.aborted
@@ -412,6 +451,8 @@ func (c *call) explain(rank int, err error) error {
 	var peer *p2p.PeerError
 	var aborted *p2p.Aborted
 	switch {
+	case c.w.closed.Load():
+		return ErrClosed
 	case g.aborted != nil:
 		return g.aborted
 	case errors.As(err, &aborted):
@@ -505,6 +546,9 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 	if counter >= WindowCounters || strong && counter < 0 {
 		return badCounter(name, counter)
 	}
+	if ctx == nil {
+		return noContext(name)
+	}
 	// To take the lines first is quicker than to let the copy's stores take them: they take all at
 	// once, and meanwhile the checks are made. The word of the signal is not taken here: its target
 	// polls it, and would take it back.
@@ -535,7 +579,7 @@ func (w *Window) put(ctx context.Context, name string, rank, offset int, src []b
 	placed := true
 	switch {
 	case rank == w.g.rank:
-		if p, err = w.copyOwn(w.Bytes()[offset:], src, p); err != nil {
+		if p, err = w.copyOwn(w.own[offset:], src, p); err != nil {
 			c := w.begin(ctx, name)
 			return c.leave(rank, err)
 		}
@@ -612,6 +656,9 @@ func badCounter(name string, counter int) error {
 // every Flush to rank returns the error of the first one, until a Refresh after a Flush or a signal
 // has returned it: see Refresh. A Flush that had begun before that Refresh returns it, too.
 func (w *Window) Flush(ctx context.Context, rank int) error {
+	if ctx == nil {
+		return noContext("flush")
+	}
 	p, err := w.reach("flush", rank, 0, 0)
 	if err != nil {
 		w.giveUp(rank)
@@ -657,7 +704,7 @@ func (w *Window) cancel(p *part, until uint64) {
 // again returns rank's part after the lock was released, or nil if the slot has another incarnation
 // or the window is closed; all transfers have ended then. With the proxy's lock.
 func (w *Window) again(rank int, incarnation uint64) *part {
-	if w.closed || rank >= len(w.parts) || w.parts[rank].incarnation != incarnation {
+	if w.closed.Load() || rank >= len(w.parts) || w.parts[rank].incarnation != incarnation {
 		return nil
 	}
 	return &w.parts[rank]
@@ -668,7 +715,7 @@ func (w *Window) giveUp(rank int) {
 	p := w.g.job.proxy
 	p.Lock()
 	defer p.Unlock()
-	if !w.closed && rank >= 0 && rank < len(w.parts) {
+	if !w.closed.Load() && rank >= 0 && rank < len(w.parts) {
 		w.cancel(&w.parts[rank], w.parts[rank].begun)
 		w.reap(&w.parts[rank])
 	}
@@ -705,7 +752,7 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 	}
 	switch {
 	case rank == w.g.rank:
-		_, err = w.copyOwn(dst, w.Bytes()[offset:], p)
+		_, err = w.copyOwn(dst, w.own[offset:], p)
 	case len(dst) > 0:
 		t := w.transfer()
 		from := p.data // p may be replaced meanwhile
@@ -724,6 +771,8 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) error {
 	const name = "wait for a signal"
 	switch {
+	case ctx == nil:
+		return noContext(name)
 	case counter < 0 || counter >= WindowCounters:
 		return badCounter(name, counter)
 	case n > maxCount:
@@ -735,16 +784,19 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 		return w.arrived(err, rank, counter, n)
 	}
 	word, tag := w.word(rank, counter), p.tag
+	w.looks++
 	w.g.job.proxy.Unlock()
-	reached := func(v uint64) bool { return signalled(v, tag, n) }
-	if w.g.job.proxy.PollWord(word, reached) {
-		return nil
+	reached := func(v uint64) bool { return w.closed.Load() || signalled(v, tag, n) }
+	found := w.g.job.proxy.PollWord(word, reached)
+	if w.looked.Add(1); found {
+		return w.open()
 	}
 	c, p, err := w.enter(ctx, name, rank, 0, 0)
 	if err != nil {
 		return w.arrived(err, rank, counter, n)
 	}
 	tag = p.tag // of another incarnation, perhaps
+	w.looks++
 	if rank == w.g.rank {
 		for err == nil && !reached(word.Load()) {
 			if err = w.g.msgs.Err(); err == nil {
@@ -754,7 +806,16 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 	} else {
 		_, err = w.g.msgs.WaitWord(c.wait, rank, word, reached)
 	}
-	return c.leave(rank, err)
+	w.looked.Add(1)
+	return c.leave(rank, cmp.Or(w.open(), err))
+}
+
+// open returns ErrClosed if the window is closed.
+func (w *Window) open() error {
+	if w.closed.Load() {
+		return ErrClosed
+	}
+	return nil
 }
 
 // arrived returns err, with which reach has failed, or nil if rank is lost and had signalled n
@@ -791,7 +852,7 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 	var b []byte
 	switch {
 	case rank == w.g.rank:
-		b = w.Bytes()
+		b = w.own
 	case p.mapping != nil:
 		b = p.mapping.Mem[:w.n:w.n]
 	default:
@@ -820,8 +881,9 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 
 // Close releases this rank's part, and its mappings of other parts. It is not a collective: other
 // ranks get a *RankError if they use the part afterwards, so that a program usually calls Barrier
-// first. Puts of this rank that have not ended are given up. No operation on the window may be
-// running on another goroutine, and Bytes must not be used afterwards.
+// first. Puts of this rank that have not ended are given up. Other goroutines may be in operations
+// on the window: those that wait for signals or puts end with ErrClosed, and so do later ones.
+// Bytes must not be used afterwards.
 //
 // Close waits until no peer is writing to the part. If ctx ends before that, the memory stays, and
 // Close may be called again. Close works after the group's Close, and may be called more than once.
@@ -832,11 +894,17 @@ func (w *Window) Close(ctx context.Context) error {
 	defer w.turn.Release(1)
 	p := w.g.job.proxy
 	p.Lock()
-	w.closed = true
+	w.closed.Store(true)
 	for i := range w.parts {
 		w.drop(&w.parts[i])
 	}
 	w.parts = nil
+	p.Wake()
+	for w.looked.Load() < w.looks { // they see that it is closed
+		p.Unlock()
+		runtime.Gosched()
+		p.Lock()
+	}
 	p.Unlock()
 	return w.free(ctx)
 }

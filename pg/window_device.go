@@ -60,6 +60,9 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 		host, pieces = w.Put, w.putPieces
 	}
 	g := w.g
+	if ctx == nil {
+		return noContext(name)
+	}
 	if err := checkBuffer(name, &x); err != nil {
 		return err
 	}
@@ -104,7 +107,7 @@ func (w *Window) same(name string, rank int, incarnation uint64) error {
 	w.g.job.proxy.Lock()
 	defer w.g.job.proxy.Unlock()
 	switch {
-	case w.closed:
+	case w.closed.Load():
 		return ErrClosed
 	case w.again(rank, incarnation) == nil:
 		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank,
@@ -121,7 +124,7 @@ func (w *Window) tear(rank int, err error) {
 	}
 	w.g.job.proxy.Lock()
 	defer w.g.job.proxy.Unlock()
-	if !w.closed && rank < len(w.parts) && w.parts[rank].failure != nil {
+	if !w.closed.Load() && rank < len(w.parts) && w.parts[rank].failure != nil {
 		w.parts[rank].failure.add(err)
 	}
 }

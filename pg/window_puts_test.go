@@ -383,3 +383,78 @@ func wantCancelled(what string, err error) error {
 	}
 	return nil
 }
+
+// Ranks that refresh different windows at a time are told, and so is one that makes a window
+// meanwhile. Windows that all refresh stay as they were.
+func TestRefreshOfDifferentWindows(t *testing.T) {
+	onWindows(t, 3, 64, func(ctx context.Context, g *Group, a *Window) error {
+		b, err := NewWindow(ctx, g, 64)
+		if err != nil {
+			return err
+		}
+		defer b.Close(ctx)
+		first, second := a, b
+		switch g.Rank() {
+		case 1:
+			first, second = b, a
+		case 2: // as a rank that came in
+			first, second = nil, nil
+		}
+		for _, w := range []*Window{first, second} {
+			if w != nil {
+				err = w.Refresh(ctx)
+			} else {
+				_, err = NewWindow(ctx, g, 64)
+			}
+			if !errors.As(err, new(*ArgumentError)) {
+				return fmt.Errorf("got %v, want an *ArgumentError", err)
+			}
+		}
+		if g.Rank() == 2 { // it knows the window from then on
+			if a, err = NewWindow(ctx, g, 64); err != nil {
+				return err
+			}
+			defer a.Close(ctx)
+		} else if err = a.Refresh(ctx); err != nil {
+			return err
+		}
+		if first = b; g.Rank() == 2 {
+			first = a
+		}
+		if err := first.Refresh(ctx); !errors.As(err, new(*ArgumentError)) {
+			return fmt.Errorf("got %v, want an *ArgumentError", err)
+		}
+		return errors.Join(a.Refresh(ctx), b.Refresh(ctx), b.PutSignal(ctx, 1, g.Rank(), []byte{1}, 0),
+			b.Flush(ctx, 1), g.Barrier(ctx))
+	})
+}
+
+// Close ends the waits of other goroutines for signals, of this rank's and of a peer's, before it
+// frees the words that they look at.
+func TestWindowCloseEndsWaits(t *testing.T) {
+	each(t, 2, Config{Timeout: -1}, func(ctx context.Context, g *Group) error {
+		for _, from := range []int{g.Rank(), 1 - g.Rank()} {
+			w, err := NewWindow(ctx, g, 64)
+			if err != nil {
+				return err
+			}
+			ended := make(chan error, 1)
+			go func() { ended <- w.WaitSignal(ctx, from, 0, 1) }()
+			for asleep := false; !asleep; runtime.Gosched() {
+				g.job.proxy.Lock()
+				asleep = w.looks == 2 && w.looked.Load() == 1
+				g.job.proxy.Unlock()
+			}
+			if err := w.Close(ctx); err != nil {
+				return err
+			}
+			if err := <-ended; !errors.Is(err, ErrClosed) {
+				return fmt.Errorf("a wait for a signal of rank %d: %v, want ErrClosed", from, err)
+			}
+			if b := w.Bytes(); b != nil {
+				return fmt.Errorf("%d bytes of a window that is closed", len(b))
+			}
+		}
+		return g.Barrier(ctx)
+	})
+}

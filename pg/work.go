@@ -2,6 +2,8 @@ package pg
 
 import (
 	"context"
+	"fmt"
+	"runtime/debug"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -49,16 +51,17 @@ func init() { close(closed) }
 // started is a collective that Start queued or suspended, until it is over. It is reused.
 type started struct {
 	waiter
-	w     *Work
-	now   progress       // of w
-	bound *exec.Bound    // the call, if it was bound when it was started; else call
-	in    unsafe.Pointer // of bound
-	out   unsafe.Pointer
-	call  exec.Call
-	limit time.Duration // bounds the operation; 0: nothing does
-	eager bool          // the worker runs it as soon as it has the turn
-	at    int64         // time of Start, by the recorder's clock
-	n     uint64        // ordinal among the group's started operations
+	w      *Work
+	now    progress       // of w
+	bound  *exec.Bound    // the call, if it was bound when it was started; else call
+	in     unsafe.Pointer // of bound
+	out    unsafe.Pointer
+	call   exec.Call
+	counts []int         // memory of call's counts
+	limit  time.Duration // bounds the operation; 0: nothing does
+	eager  bool          // the worker runs it as soon as it has the turn
+	at     int64         // time of Start, by the recorder's clock
+	n      uint64        // ordinal among the group's started operations
 }
 
 // Done returns a channel that is closed when the operation has ended, well or not. After a call of
@@ -91,7 +94,7 @@ func (now *progress) channel() <-chan struct{} {
 // OnEnd makes the end of the operation call f with the outcome; if the operation is over, OnEnd
 // calls f itself. f is called once. OnEnd may be called once for a Work. f may run with a lock of
 // the group's job held: it must return soon, and must not call anything of this package but Err,
-// LocalSuccess and Status of this Work.
+// LocalSuccess and Status of this Work. A panic of f ends the process once OnEnd has returned.
 func (w *Work) OnEnd(f func(error)) {
 	now := w.at.Load()
 	if now != nil && !now.over {
@@ -143,6 +146,9 @@ func (w *Work) Wait(ctx context.Context) error {
 	}
 	if now.over {
 		return now.err
+	}
+	if ctx == nil {
+		return noContext("wait")
 	}
 	g := now.g
 	p := g.job.proxy
@@ -199,8 +205,21 @@ func (w *Work) end(local bool, err error) {
 		close(done)
 	}
 	if then != nil {
-		then(err)
+		tell(then, err)
 	}
+}
+
+// tell calls f, OnEnd's, with the proxy's lock. A panic of f ends the process here: the lock stays
+// held, and Close, if the program has deferred it, would wait for it before Go prints the panic.
+func tell(f func(error), err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			why := fmt.Sprintf("in a function given to Work.OnEnd: %v\n%s", v, debug.Stack())
+			go func() { panic(why) }()
+			select {}
+		}
+	}()
+	f(err)
 }
 
 // An operation of up to shortTo bytes begins in Start, or in the goroutine that ends the operation
@@ -218,9 +237,10 @@ const (
 
 // Start begins an operation and returns without waiting for a peer. Collectives run in the order of
 // their Starts. Send and Recv are independent of them and of each other, except for the order of
-// messages with the same peer and tag. The buffers belong to the operation until it is done. An
-// error in the arguments ends the Work at once. Config.Timeout bounds a collective from the
-// beginning of its run, a message from the call of Start.
+// messages with the same peer and tag. The buffers belong to the operation until it is done, op's
+// counts are the program's again when Start has returned. An error in the arguments ends the Work
+// at once. Config.Timeout bounds a collective from the beginning of its run, a message from the
+// call of Start.
 //
 // An operation makes progress without a call of Wait. One of less than 64 KiB may then continue up
 // to a millisecond late.
@@ -281,7 +301,7 @@ func (g *Group) start(w *Work, q *exec.Request, limit time.Duration) {
 			g.free(s)
 			return
 		}
-		s.call = c
+		s.own(c)
 		s.eager = c.Bytes(g.v.Size) >= eagerFrom || s.now.visit != nil
 	}
 	if g.line.join(&s.waiter); !g.line.taken {
@@ -325,6 +345,15 @@ func (g *Group) newStarted(w *Work, q *exec.Request, b *exec.Bound, limit time.D
 		s.in, s.out, s.eager = q.Src.Ptr, q.Dst.Ptr, b.Bytes() >= eagerFrom
 	}
 	return s
+}
+
+// own sets the call, with counts that the program cannot change: they say where the call writes.
+func (s *started) own(c exec.Call) {
+	s.call = c
+	if n := len(c.Counts); n > 0 {
+		s.counts = append(append(s.counts[:0], c.Counts...), c.RecvCounts...)
+		s.call.Counts, s.call.RecvCounts = s.counts[:n:n], s.counts[n:]
+	}
 }
 
 // free undoes newStarted, after the end of s's Work.

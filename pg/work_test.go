@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"os/exec"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 )
@@ -391,4 +394,75 @@ func TestStartWithinReplacesTheTimeout(t *testing.T) {
 			})
 		}
 	}
+}
+
+// The counts are the program's again after Start, also of an operation that waits for its turn.
+func TestStartKeepsItsCounts(t *testing.T) {
+	const guard = -1
+	start := map[string]func(g *Group, dst, src []int64, counts []int) *Work{
+		"allgatherv": func(g *Group, dst, src []int64, counts []int) *Work {
+			return g.Start(AllGatherVOp{Dst: BufferOf(dst), Src: BufferOf(src[:1]), Counts: counts})
+		},
+		"alltoallv": func(g *Group, dst, src []int64, counts []int) *Work {
+			return g.Start(AllToAllVOp{Dst: BufferOf(dst), Src: BufferOf(src), SendCounts: counts, RecvCounts: counts})
+		},
+	}
+	for name, start := range start {
+		t.Run(name, func(t *testing.T) {
+			each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+				if err := g.enter(ctx, "test", nil); err != nil { // the operation waits for its turn
+					return err
+				}
+				g.job.proxy.Unlock()
+				x, counts := slices.Repeat([]int64{guard}, 8), []int{1, 1}
+				me := int64(g.Rank())
+				w := start(g, x[:2], []int64{me, me}, counts)
+				counts[0], counts[1] = 3, 3
+				g.job.proxy.Lock()
+				g.leave()
+				if err := w.Wait(ctx); err != nil {
+					return err
+				}
+				if want := append([]int64{0, 1}, slices.Repeat([]int64{guard}, 6)...); !slices.Equal(x, want) {
+					return fmt.Errorf("got %v, want %v", x, want)
+				}
+				return nil
+			})
+		})
+	}
+}
+
+// A panic in a function of OnEnd, which runs with a lock that Close needs, ends a program that has
+// deferred Close.
+func TestPanicOfOnEndEndsTheProcess(t *testing.T) {
+	const child = "TUTTI_TEST_PANIC"
+	if os.Getenv(child) == "" {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		c := exec.CommandContext(ctx, os.Args[0], "-test.run=^"+t.Name()+"$")
+		c.Env = append(os.Environ(), child+"=1")
+		out, err := c.CombinedOutput()
+		says := string(out)
+		if ctx.Err() != nil || err == nil || !strings.Contains(says, "work_test.go") ||
+			!strings.Contains(says, "panic: in a function given to Work.OnEnd: boom") {
+			t.Errorf("got %v, and %s, want the panic and where it was", err, says)
+		}
+		return
+	}
+	gs, err := Local(1, Config{Timeout: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := gs[0]
+	defer g.Close()
+	if err := g.Barrier(t.Context()); err != nil { // a later one runs where the turn is passed on
+		t.Fatal(err)
+	}
+	if err := g.enter(t.Context(), "test", nil); err != nil {
+		t.Fatal(err)
+	}
+	g.job.proxy.Unlock()
+	g.Start(BarrierOp{}).OnEnd(func(error) { panic("boom") })
+	g.job.proxy.Lock()
+	g.leave()
 }

@@ -201,8 +201,12 @@ func goWindowBytes(h C.uint64_t, data, bytes *C.uint64_t, f *C.struct_failure) C
 	if w == nil {
 		return invalid(f, "%#x is no window, or one that was closed", uint64(h))
 	}
+	part := w.Bytes()
+	if part == nil {
+		return failed(pg.ErrClosed, f)
+	}
 	if data != nil {
-		*data = C.uint64_t(uintptr(unsafe.Pointer(unsafe.SliceData(w.Bytes()))))
+		*data = C.uint64_t(uintptr(unsafe.Pointer(unsafe.SliceData(part))))
 	}
 	if bytes != nil {
 		*bytes = C.uint64_t(w.Size())

@@ -450,7 +450,7 @@ static int store_ask(void *ctx, int kind, tutti_kv_call *call)
 	struct thread *t;
 
 	if (tutti_forked()) {
-		if (call->error_cap > 0)
+		if (call->error != NULL && call->error_cap > 0)
 			snprintf(call->error, call->error_cap,
 				"this process is the child of a fork: the store belongs to its parent");
 		return TUTTI_EFORKED;

@@ -236,7 +236,7 @@ func absent(b []byte) []byte {
 //export goStore
 func goStore(h C.uint64_t, kind C.int, c *C.tutti_kv_call) C.int {
 	refuse := func(code C.int, err error) C.int {
-		if c.error_cap > 0 {
+		if c.error != nil && c.error_cap > 0 {
 			text := unsafe.Slice((*byte)(unsafe.Pointer(c.error)), int(c.error_cap))
 			text[copy(text[:len(text)-1], err.Error())] = 0
 		}
@@ -247,8 +247,13 @@ func goStore(h C.uint64_t, kind C.int, c *C.tutti_kv_call) C.int {
 	if s == nil {
 		return refuse(C.TUTTI_EINVAL, fmt.Errorf("%#x is no store, or one that was released", uint64(h)))
 	}
-	if c.key == nil || c.timeout_ns <= 0 {
+	switch {
+	case c.key == nil || c.timeout_ns <= 0:
 		return refuse(C.TUTTI_EINVAL, errors.New("tutti_kv_call: key is NULL, or timeout_ns is not above 0"))
+	case c.value == nil && c.value_len > 0 || c.expected == nil && c.expected_len > 0 ||
+		c.result == nil && c.result_cap > 0 || c.error == nil && c.error_cap > 0:
+		return refuse(C.TUTTI_EINVAL, errors.New("tutti_kv_call: value, expected, result or error is NULL, and its "+
+			"length or room is not 0"))
 	}
 	copied := func(data unsafe.Pointer, n C.uint64_t) []byte {
 		if n > C.TUTTI_MAX_VALUE+1 { // too long, which the store says

@@ -66,7 +66,7 @@ enum {
 	TUTTI_ERANK = 2,        /* a rank died, left or cannot be reached */
 	TUTTI_ETIMEOUT = 3,     /* the time was up: the text names the ranks that were waited for */
 	TUTTI_EMISMATCH = 4,    /* two ranks called different operations: the text describes both */
-	TUTTI_ECLOSED = 5,      /* the group was closed here */
+	TUTTI_ECLOSED = 5,      /* the group, or the window, was closed here */
 	TUTTI_EABORTED = 6,     /* a rank called tutti_abort */
 	TUTTI_EEVICTED = 7,     /* the others have removed this rank: see tutti_rejoin */
 	TUTTI_EISOLATED = 8,    /* this rank cannot reach the store that decides which ranks remain */
@@ -554,8 +554,9 @@ TUTTI_API int tutti_window_flush(tutti_window window, int32_t rank, int64_t time
 /* Adds the parts of ranks that came in, while those call tutti_window_new. A collective. */
 TUTTI_API int tutti_window_refresh(tutti_window window, int64_t timeout_ns);
 
-/* Releases this rank's part. It waits until no peer is writing to it; after TUTTI_ETIMEOUT the
- * handle stays valid and the call may be repeated. Closing 0 does nothing. */
+/* Releases this rank's part. Waits of other threads for signals, and for puts, end with
+ * TUTTI_ECLOSED. It waits until no peer is writing to it; after TUTTI_ETIMEOUT the handle stays
+ * valid and the call may be repeated. Closing 0 does nothing. */
 TUTTI_API int tutti_window_close(tutti_window window, int64_t timeout_ns);
 
 /* ---- Descriptions of operations, and blocking calls ----

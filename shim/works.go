@@ -24,7 +24,6 @@ type work struct {
 	at    atomic.Pointer[pg.Work]
 	ended func(error) // for OnEnd
 	users atomic.Int32
-	ints  []int // counts of the operation
 }
 
 var works struct {
@@ -116,12 +115,6 @@ func (w *work) unused() {
 	works.free = append(works.free, w)
 }
 
-// keep makes the operation's counts independent of the host's memory.
-func (w *work) keep(o *operation) {
-	w.ints = append(append(w.ints[:0], o.dsts...), o.srcs...)
-	o.dsts, o.srcs = w.ints[:len(o.dsts):len(o.dsts)], w.ints[len(o.dsts):]
-}
-
 // start starts an operation for w, which is nil after a failure.
 func start(h C.uint64_t, in *C.tutti_op, f *C.struct_failure) (w *work, at *pg.Work, c C.int) {
 	g := findGroup(h, f)
@@ -134,9 +127,6 @@ func start(h C.uint64_t, in *C.tutti_op, f *C.struct_failure) (w *work, at *pg.W
 	}
 	if w = newWork(); w == nil {
 		return nil, nil, failed(&coded{"no memory for another work", errNoMemory}, f)
-	}
-	if w.keep(&o); o.kind == C.TUTTI_OP_ALLGATHERV {
-		o.srcs = nil
 	}
 	return w, o.start(g.Group, time.Duration(in.timeout_ns)), C.TUTTI_OK
 }

@@ -103,6 +103,18 @@ func TestCallPacks(t *testing.T) {
 	})
 }
 
+// The kinds of a group's own operations have names, and no data.
+func TestCallsWithoutData(t *testing.T) {
+	for kind, name := range map[collectives.Kind]string{collectives.Barrier: "barrier", Admit: "admit",
+		Window: "window", Split: "split"} {
+		r := Record{Number: 7, Call: Call(kind), State: OK}
+		if o := r.Operation(); o.Call != name+" #7" || o.Kind != name || o.DType != "" ||
+			Describe(Call(kind), 0) != name {
+			t.Errorf("%+v", o)
+		}
+	}
+}
+
 // A call in packets and those that prepare it are said to be that, of whatever kind and root, and
 // the algorithm of what prepares it is not recorded.
 func TestCallsInPackets(t *testing.T) {

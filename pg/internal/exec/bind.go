@@ -87,7 +87,7 @@ func (r *Runner) remember(prog *program, asks bool) {
 	}
 	dst, src := c.elements(l.Out, n), c.elements(l.In, n)
 	if (c.In == nil || c.Out == nil || c.Count == 0) && c.Kind != collectives.Barrier || r.bound != nil ||
-		r.widens(prog) {
+		r.widens(prog.Algo) {
 		return
 	}
 	b := &Bound{Call: *c, key: boundKey{c.Kind, c.Op, c.DType, c.Root, dst, src}, set: r.set, prog: prog, tok: r.tok,
@@ -97,7 +97,6 @@ func (r *Runner) remember(prog *program, asks bool) {
 		b.express = r.expressOf(b)
 	}
 	b.Forget()
-	b.Uniform = false // only the calls of Split and Admit are uniform by themselves
 	if len(r.set.bound) >= maxPlans {
 		clear(r.set.bound)
 	}

@@ -43,8 +43,8 @@ type Call struct {
 	RecvCounts []int
 	Slots      int  // of the group when it was checked
 	Uniform    bool // the outcome is the same at all ranks, even if the group is not uniform
-	// For is the program's call that the operation prepares, and ForCount its count. All ranks have
-	// to prepare the same one. 0: it prepares none.
+	// For is the program's call that the operation is for, and ForCount its count. All ranks have
+	// to make the same one. 0: it is the program's call itself.
 	For      flight.Call
 	ForCount uint64
 }

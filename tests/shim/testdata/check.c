@@ -249,8 +249,27 @@ static void queries(void)
 	CODE(TUTTI_EINVAL, tutti_set_algorithm(g, "nonsense"));
 }
 
+/* await_signal waits for a signal that does not come until the window is closed. */
+static _Atomic int waiting;
+
+static int waits(void *ctx)
+{
+	(void)ctx;
+	waiting = 1;
+	return 0;
+}
+
+static void *await_signal(void *window)
+{
+	OK(tutti_set_interrupt(waits, NULL));
+	CODE(TUTTI_ECLOSED, tutti_window_wait_signal((tutti_window)(uintptr_t)window, (rank + 1) % size, 5, 1, 0));
+	OK(tutti_set_interrupt(NULL, NULL));
+	return NULL;
+}
+
 static void memory(void)
 {
+	pthread_t waiter;
 	int32_t *x, i;
 	void *p;
 	char *part, got[4] = "";
@@ -291,7 +310,11 @@ static void memory(void)
 	CODE(TUTTI_EINVAL, tutti_window_signal(w, to, TUTTI_WINDOW_COUNTERS, 0));
 	OK(tutti_window_refresh(w, 0));
 	OK(tutti_barrier(g));
+	TRUE(pthread_create(&waiter, NULL, await_signal, (void *)(uintptr_t)w) == 0);
+	while (!waiting)
+		sched_yield();
 	OK(tutti_window_close(w, 0));
+	pthread_join(waiter, NULL);
 	CODE(TUTTI_EINVAL, tutti_window_flush(w, to, 0));
 	CODE(TUTTI_EINVAL, tutti_window_bytes(w, &p, NULL));
 }
@@ -1069,6 +1092,12 @@ static void jobstore(void)
 	static char much[TUTTI_MAX_VALUE + 2];
 	tutti_kv store = {.struct_size = sizeof store};
 	tutti_config config = {.struct_size = sizeof config, .kv = &store};
+	char answer[8], why[256];
+	const tutti_kv_call whole = {.struct_size = sizeof whole, .error_cap = sizeof why, .key = "incomplete", .value = "x",
+	                             .value_len = 1, .timeout_ns = 10000000000, .result = answer,
+	                             .result_cap = sizeof answer, .error = why};
+	tutti_kv_call incomplete[] = {whole, whole, whole, whole};
+	size_t i;
 
 	CODE(TUTTI_EINVAL, tutti_store_open(NULL, NULL));
 	OK(tutti_store_open(NULL, &store));
@@ -1093,8 +1122,16 @@ static void jobstore(void)
 	memset(much, 'x', sizeof much - 1);
 	TRUE(ask(store.set, &store, "much", much, "", "") == TUTTI_EINTERNAL);
 	TRUE(ask(store.get, &store, "", "", "", "") == TUTTI_OK); /* the key that is the program's prefix */
+	incomplete[0].value = NULL;
+	incomplete[1].expected_len = 1;
+	incomplete[2].result = NULL;
+	incomplete[3].error = NULL;
+	for (i = 0; i < 4; i++)
+		TRUE(store.compare_and_set(store.ctx, &incomplete[i]) == TUTTI_EINVAL);
+	TRUE(ask(store.get, &store, "incomplete", "", "", "") == TUTTI_OK);
 	if (fork() == 0)
-		_exit(ask(store.get, &store, "word", "", "", "") == TUTTI_EFORKED ? 0 : 1);
+		_exit(ask(store.get, &store, "word", "", "", "") == TUTTI_EFORKED &&
+		      store.get(store.ctx, &incomplete[3]) == TUTTI_EFORKED ? 0 : 1);
 	int status = -1;
 	TRUE(wait(&status) > 0 && status == 0);
 	store.release(store.ctx);
