@@ -364,7 +364,7 @@ func (s *etcdStore) sharedLease(ctx context.Context, ended clientv3.LeaseID) (cl
 	s.wg.Go(func() {
 		for range answers {
 		}
-		s.hold(id) // id has ended, or the client has given it up because the first answer was late
+		s.hold(id) // id has ended, or the client has given it up for want of an answer
 	})
 	return id, nil
 }
@@ -373,8 +373,8 @@ func (s *etcdStore) sharedLease(ctx context.Context, ended clientv3.LeaseID) (cl
 // lease that one of them has taken.
 const sharePause = time.Second
 
-// hold is sharedLease for a handle that may not write: it tries until that succeeds, this handle's
-// own lease has ended, or the handle is closed.
+// hold is sharedLease for a handle that perhaps never writes a job's key: it tries until that
+// succeeds, this handle's own lease has ended, or the handle is closed.
 func (s *etcdStore) hold(ended clientv3.LeaseID) {
 	for {
 		select {

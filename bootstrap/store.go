@@ -12,8 +12,8 @@ import (
 // Prefix); values are at most MaxValue bytes. A key that is put with lease true exists while this
 // handle's lease does: it goes when the handle is closed, and within the lease's TTL when the
 // process dies or cannot reach the store. All other keys belong to the job: they go when the last
-// handle on the job is closed, or JobTTL after the last process with a handle died or last reached
-// the store. All methods may be called concurrently.
+// handle on the job is closed, or some time (see JobTTL) after the last process with a handle died
+// or last reached the store. All methods may be called concurrently.
 //
 // Every method returns when its ctx ends. If the store cannot be reached, it returns an error that
 // wraps ErrStoreAway after a bounded time. After such an error a write may or may not have

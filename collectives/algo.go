@@ -20,7 +20,7 @@ const (
 	TwoShot
 	Pairwise      // one part from each peer in rotated rounds
 	Doubling      // recursive doubling
-	Halving       // recursive halving, then doubling (Rabenseifner)
+	Halving       // recursive halving, and for an allreduce then doubling (Rabenseifner)
 	Ring          // n-1 rounds between neighbours
 	Tree          // binomial tree, pipelined in chunks
 	Chain         // chain, pipelined in chunks

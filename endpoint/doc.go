@@ -56,13 +56,14 @@
 // An endpoint listens on the interfaces that Config allows, and connects to a peer on demand with
 // Config.Conns connections. If one of them breaks all do, what was under way fails with
 // [ErrBroken], and the next operation connects again. They count as broken, too, if an operation
-// ends at its timeout, or is cancelled, and the peer's host has answered nothing for three seconds.
-// A host answers even while the peer's process is stopped. A connection that has nothing to do for
-// Config.IdleTimeout is closed by agreement of both ends, which no operation notices. A [Context]
-// has the goroutines that serve the connections. They poll for some ten microseconds after traffic,
-// and so does a goroutine that waits for a Future; an idle connection costs no processor time. A
-// small operation that is started while several are under way may be held for up to a millisecond,
-// to be sent with others; waiting for any Future of the peer sends it at once.
+// ends at its timeout, or is cancelled, and the peer's host has not acknowledged what was sent to
+// it for three seconds. A host answers even while the peer's process is stopped. A connection that
+// has nothing to do for Config.IdleTimeout is closed by agreement of both ends, which no operation
+// notices. A [Context] has the goroutines that serve the connections. They poll for some ten
+// microseconds after traffic, and so does a goroutine that waits for a Future; an idle connection
+// costs no processor time. A small operation that is started while several are under way may be
+// held for up to a millisecond, to be sent with others; waiting for any Future of the peer sends it
+// at once.
 //
 // # Trust
 //

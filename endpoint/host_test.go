@@ -110,6 +110,40 @@ func TestSilentHostLosesItsSession(t *testing.T) {
 	}
 }
 
+// A session at rest does not end because of a short outage. The time that the host is silent for
+// counts from the first request that was given up.
+func TestOutageAfterRestIsNotSilence(t *testing.T) {
+	t.Parallel()
+	server := newEndpoint(t, newContext(t), Config{})
+	if _, err := server.Register("r", mem.Host(make([]byte, 1), mem.Anywhere), RegionConfig{Rights: Read}); err != nil {
+		t.Fatal(err)
+	}
+	var f flows
+	t.Cleanup(func() { f.cut(t) })
+	p := connect(t, newEndpoint(t, newContext(t), Config{Conns: 1, Dialer: f.dial}), server.Info())
+	wait(t, p.Read(make([]byte, 1), "r", 0))
+	s := p.session
+	rests := time.Now()
+	for time.Since(rests) < hostTimeout {
+		time.Sleep(100 * time.Millisecond)
+	}
+	f.cut(t)
+	for began := time.Now(); ; {
+		err := p.Start(Op{Kind: OpRead, Local: mem.Host(make([]byte, 1), mem.Anywhere), Region: "r",
+			Timeout: time.Second}).Wait(t.Context())
+		took := time.Since(began)
+		if err == nil {
+			return // over another session
+		}
+		p.mu.Lock()
+		same := p.session == s
+		p.mu.Unlock()
+		if !errors.As(err, new(*TimeoutError)) || !same && took < hostTimeout || same && took > 2*hostTimeout {
+			t.Fatalf("after %v: %v; the session is the same: %v", took, err, same)
+		}
+	}
+}
+
 // A host that answers is not taken for gone because its process takes nothing.
 func TestStoppedPeerKeepsItsSession(t *testing.T) {
 	t.Parallel()

@@ -117,6 +117,9 @@ type task struct {
 	flight *path        // whose device, or that of the peer, may access Local; nil: none
 }
 
+// began returns when the operation was started.
+func (t *task) began() time.Time { return t.deadline.Add(-t.Timeout) }
+
 // stage says what a task waits for.
 type stage string
 
@@ -363,15 +366,16 @@ func (f *Future) Cancel() { f.cancel(ErrCancelled) }
 func (f *Future) cancel(err error) {
 	p := f.peer
 	p.mu.Lock()
-	gave := false
+	now := time.Now()
+	since := now
 	for i := range f.results {
 		if t := f.results[i].task; t != nil {
+			since = first(since, t.began())
 			p.giveUpLocked(t, fmt.Errorf("%s: %w", t.what(), err))
-			gave = true
 		}
 	}
-	if gave {
-		p.checkHostLocked()
+	if since != now {
+		p.checkHostLocked(since)
 	}
 	p.unlock()
 	<-f.Done() // another goroutine may be about to end them

@@ -328,30 +328,51 @@ func (p *Peer) alarmLocked(now time.Time) {
 func (p *Peer) expire() {
 	p.mu.Lock()
 	now := time.Now()
-	late := false
+	since := now
 	for len(p.due) > 0 && !now.Before(p.due[0].deadline) {
 		t := p.due[0]
+		since = first(since, t.began())
 		p.giveUpLocked(t, &TimeoutError{t.what(), string(t.stage)})
-		late = true
 	}
-	if late {
-		p.checkHostLocked()
+	if since != now {
+		p.checkHostLocked(since)
 	}
 	p.alarm = time.Time{}
 	p.alarmLocked(now)
 	p.unlock()
 }
 
-// checkHostLocked breaks the session if the peer's host has answered nothing for hostTimeout. It is
-// for what is given up: until then an outage of the network may be short enough. The kernel alone
-// would send again for minutes, although a new connection may find the peer at once.
-func (p *Peer) checkHostLocked() {
+// first returns the earlier of two times.
+func first(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
+}
+
+// checkHostLocked breaks the session if the peer's host has answered nothing for hostTimeout
+// although something was sent. It is for what is given up, and began at since: until then an outage
+// of the network may be short enough. The kernel alone would send again for minutes, although a new
+// connection may find the peer at once.
+func (p *Peer) checkHostLocked(since time.Time) {
 	s := p.session
 	if s == nil || !s.up {
 		return
 	}
-	for _, c := range s.conns {
-		if silent := c.Silence(); silent >= hostTimeout {
+	now := time.Now()
+	for i, c := range s.conns {
+		silent := c.Silence()
+		if silent == 0 {
+			continue
+		}
+		// A connection at rest gets no answers, so the time counts from the first request that was
+		// given up since the last answer.
+		sent := since
+		if earlier := s.unanswered[i]; earlier.After(now.Add(-silent)) {
+			sent = first(sent, earlier)
+		}
+		s.unanswered[i] = sent
+		if silent = min(silent, now.Sub(sent)); silent >= hostTimeout {
 			s.breakLocked(fmt.Errorf("%w: the peer's host has answered nothing for %v", ErrBroken, silent))
 			p.resumeLocked()
 			return
@@ -579,6 +600,7 @@ func (q *query) lastName() string {
 
 // ask sends a query and waits for the answer, until ctx ends or Config.Timeout.
 func (p *Peer) ask(ctx context.Context, q *query) error {
+	began := time.Now()
 	ctx, cancel := context.WithTimeoutCause(ctx, p.ep.cfg.Timeout, &TimeoutError{"request", "waiting for the peer"})
 	defer cancel()
 	if err := p.open(ctx, q); err != nil {
@@ -593,7 +615,7 @@ func (p *Peer) ask(ctx context.Context, q *query) error {
 		if s := p.session; s != nil {
 			s.unaskLocked()
 		}
-		p.checkHostLocked()
+		p.checkHostLocked(began)
 		p.unlock()
 		return cancelledBy(ctx)
 	}

@@ -20,26 +20,28 @@ import (
 // session is the connections to a peer, from the first to the last byte. If one of them breaks, all
 // do: what was under way fails, and the next operation makes another session. peer.mu guards it.
 type session struct {
-	ep      *Endpoint
-	peer    *Peer
-	id      uint64
-	conns   []*link.Conn
-	joined  int
-	tallied [2]uint64   // bytes received and sent that peer.counts has
-	frames  uint64      // that have come, but for those of inquiries: whatever happens brings one
-	seen    uint64      // of those, at the last look
-	since   time.Time   // when something last happened, as far as that look showed
-	bye     bool        // Bye was sent: nothing begins until the peer has answered
-	dialled bool        // by this end
-	up      bool        // all connections are there: operations may begin
-	alone   atomic.Bool // connections of earlier sessions place nothing more
-	broken  bool
-	parted  bool          // Bye was answered: the peer closes the connections
-	limit   *time.Timer   // of an accepted one, until it is up, and of the answer to Bye, and after it
-	step    chan struct{} // gets a value for each connection that has joined
-	over    chan struct{} // closed when it is broken
-	err     error         // why it is broken
-	theirs  wire.Greeting // the peer's
+	ep    *Endpoint
+	peer  *Peer
+	id    uint64
+	conns []*link.Conn
+	// By connection: the start of the earliest request that was given up since the last answer.
+	unanswered []time.Time
+	joined     int
+	tallied    [2]uint64   // bytes received and sent that peer.counts has
+	frames     uint64      // that have come, but for those of inquiries: whatever happens brings one
+	seen       uint64      // of those, at the last look
+	since      time.Time   // when something last happened, as far as that look showed
+	bye        bool        // Bye was sent: nothing begins until the peer has answered
+	dialled    bool        // by this end
+	up         bool        // all connections are there: operations may begin
+	alone      atomic.Bool // connections of earlier sessions place nothing more
+	broken     bool
+	parted     bool          // Bye was answered: the peer closes the connections
+	limit      *time.Timer   // of an accepted one, until it is up, and of the answer to Bye, and after it
+	step       chan struct{} // gets a value for each connection that has joined
+	over       chan struct{} // closed when it is broken
+	err        error         // why it is broken
+	theirs     wire.Greeting // the peer's
 
 	// Requests of this end.
 	last     uint64
@@ -112,7 +114,7 @@ func newSession(p *Peer, id uint64, count int, room int64) *session {
 	for _, a := range p.mail.all() {
 		room -= int64(wire.Cost(uint64(a.total)))
 	}
-	return &session{ep: p.ep, peer: p, id: id, conns: make([]*link.Conn, count),
+	return &session{ep: p.ep, peer: p, id: id, conns: make([]*link.Conn, count), unanswered: make([]time.Time, count),
 		step: make(chan struct{}, count), over: make(chan struct{}),
 		requests: map[uint64]request{}, queries: map[string]*query{}, serving: map[uint64]*service{},
 		mailbox: mailbox{room: max(room, 0), arrivals: map[uint64]*arrival{}, untaken: map[uint64]*post{}}}

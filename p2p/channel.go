@@ -1,7 +1,6 @@
 package p2p
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"iter"
@@ -66,7 +65,7 @@ type Channel struct {
 	hears     func(slot, key int, value []byte) // see OnNotice
 	misses    func(slot int)                    // see OnLeft
 	relays    relays
-	window    int    // until opened: the most that it may be
+	window    int
 	came      uint64 // see Came
 
 	// Tagged lane.
@@ -414,11 +413,6 @@ func (p *Proxy) open(key chanKey, ranks []int, places []uint32, tagged bool) (*C
 		p.unopened--
 	}
 	c.tagged = tagged
-	most := p.cfg.Size // members
-	if places != nil {
-		most = len(places)
-	}
-	c.window = cmp.Or(p.cfg.Window, DefaultWindow(most))
 	f.epoch = key.epoch
 	p.floors[key.name] = f
 	c.ranks, c.places = ranks, places
@@ -525,9 +519,8 @@ func (st *stream) replaced() bool {
 }
 
 func (p *Proxy) newChannel(key chanKey) *Channel {
-	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: cmp.Or(p.cfg.Window, DefaultWindow(1)),
-		sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1,
-		posted: postings{lists: map[posting]*postingList{}}}
+	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{},
+		recvs: map[uint64]*RecvReq{}, nextMsg: 1, posted: postings{lists: map[posting]*postingList{}}}
 	p.chans[key] = c
 	return c
 }
@@ -1122,11 +1115,9 @@ func (c *Channel) push(st *stream, h *Header, payload []byte, past bool) bool {
 	return true
 }
 
-// repay returns credit to the peer before it runs low: at once until the channel is opened and it
-// is known how much the peer has.
+// repay returns credit to the peer before it runs low.
 func (p *Proxy) repay(st *stream) {
-	due := st.taken - st.told
-	if (due >= uint32(st.c.window)/2 || due > 0 && st.c.ranks == nil) && st.pr.link != nil {
+	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
 		st.c.control(st.pr, Header{Kind: frameCredit}, nil)
 	}
 }

@@ -89,7 +89,7 @@ type Config struct {
 	// Transports in order of preference. The proxy owns them.
 	Transports []Transport
 	// Window is the credit per channel, peer and direction, in bytes; the same at all ranks.
-	// Default: DefaultWindow of the channel's places or, if it has none, of Size.
+	// Default: DefaultWindow of Size.
 	Window int
 	// Oversubscribed says that there are more local ranks than cores: waiters then yield at once.
 	Oversubscribed bool
@@ -135,8 +135,8 @@ type Clients interface {
 	Accepted(from Identity, l Link, transport string)
 }
 
-// DefaultWindow is the default of Config.Window for a channel that may have size members: 64 MiB in
-// all, and 32 KiB to 8 MiB for each.
+// DefaultWindow is Config.Window's default for a job of size ranks: 64 MiB over size, from 32 KiB
+// to 8 MiB.
 func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 8<<20) }
 
 // Proxy is a rank's engine for all traffic with its peers. It owns the links, matches messages with
@@ -268,6 +268,9 @@ const patience = 30 * time.Second
 
 // New makes a proxy. It is idle until Listen.
 func New(cfg Config) *Proxy {
+	if cfg.Window == 0 {
+		cfg.Window = DefaultWindow(cfg.Size)
+	}
 	if cfg.ConnectTimeout == 0 {
 		cfg.ConnectTimeout = patience
 	}

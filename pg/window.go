@@ -65,7 +65,7 @@ type Window struct {
 	near []atomic.Uintptr    // by slot: where puts to the part write in this process, 0 if not known
 	turn *semaphore.Weighted // of Refresh and Close
 
-	// Under the proxy's lock. closed is also read without it, and so is what is added to looked.
+	// Under the proxy's lock. closed is also read, and looked counted up, without it.
 	parts    []part // by slot
 	waits    []*p2p.Wait
 	spare    []*p2p.Transfer
@@ -220,18 +220,25 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 	var number, drawn uint64 // the window that is refreshed, or else that is made
 	var of int               // the rank that said number
 	for slot := range parts {
+		its := uint64(all[slot*saysWords+saysNumber])
+		switch {
+		case its == 0: // also of an empty slot
+		case number == 0:
+			number, of = its, slot
+		case its != number:
+			return &ArgumentError{Call: "window", Arg: "the window",
+				Got:  fmt.Sprintf("another one at rank %d than at rank %d", slot, of),
+				Want: "the same at all ranks: those with several windows refresh them in one order"}
+		}
+	}
+	for slot := range parts {
 		said := all[slot*saysWords : (slot+1)*saysWords]
 		if said[saysIncarnation] == 0 { // the slot is empty
 			continue
 		}
-		its := uint64(said[saysNumber])
 		switch {
 		case said[saysStatus] == 0:
 			return fmt.Errorf("rank %d has no memory for a window of %d bytes", slot, said[saysBytes])
-		case its != 0 && number != 0 && its != number:
-			return &ArgumentError{Call: "window", Arg: "the window",
-				Got:  fmt.Sprintf("another one at rank %d than at rank %d", slot, of),
-				Want: "the same at all ranks: those with several windows refresh them in one order"}
 		case said[saysBytes] != int64(w.n):
 			return &ArgumentError{Call: "window", Arg: "the size", Got: fmt.Sprintf("%d bytes", w.n),
 				Want: fmt.Sprintf("that of rank %d, which is %d", slot, said[saysBytes])}
@@ -241,9 +248,6 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 		}
 		if drawn == 0 { // by the lowest rank: no other rank has its incarnation
 			drawn = parts[slot].incarnation + parts[slot].data.Generation
-		}
-		if number == 0 {
-			number, of = its, slot
 		}
 	}
 	w.number = cmp.Or(number, drawn)
@@ -882,7 +886,7 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 // Close releases this rank's part, and its mappings of other parts. It is not a collective: other
 // ranks get a *RankError if they use the part afterwards, so that a program usually calls Barrier
 // first. Puts of this rank that have not ended are given up. Other goroutines may be in operations
-// on the window: those that wait for signals or puts end with ErrClosed, and so do later ones.
+// on the window: those that wait for signals or in Flush end with ErrClosed, and so do later ones.
 // Bytes must not be used afterwards.
 //
 // Close waits until no peer is writing to the part. If ctx ends before that, the memory stays, and

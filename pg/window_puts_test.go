@@ -388,7 +388,7 @@ func wantCancelled(what string, err error) error {
 // meanwhile. Windows that all refresh stay as they were.
 func TestRefreshOfDifferentWindows(t *testing.T) {
 	onWindows(t, 3, 64, func(ctx context.Context, g *Group, a *Window) error {
-		b, err := NewWindow(ctx, g, 64)
+		b, err := NewWindow(ctx, g, 128)
 		if err != nil {
 			return err
 		}
@@ -406,8 +406,8 @@ func TestRefreshOfDifferentWindows(t *testing.T) {
 			} else {
 				_, err = NewWindow(ctx, g, 64)
 			}
-			if !errors.As(err, new(*ArgumentError)) {
-				return fmt.Errorf("got %v, want an *ArgumentError", err)
+			if bad := (*ArgumentError)(nil); !errors.As(err, &bad) || bad.Arg != "the window" {
+				return fmt.Errorf("got %v, want an *ArgumentError about the window", err)
 			}
 		}
 		if g.Rank() == 2 { // it knows the window from then on

@@ -6,8 +6,9 @@ import "sync/atomic"
 
 // Sizes in bytes; 0 is the default.
 type Sizes struct {
-	// Block is how much of a vector, or of all parts together, one plan of a collective covers. All
-	// ranks of a group must have the same. Default 8 MiB.
+	// Block is how much of a vector, or of all parts together, one plan of a collective covers; of
+	// each part, where plans cover a chunk of each. All ranks of a group must have the same.
+	// Default 8 MiB.
 	Block int
 	// Piece is the least that is copied at once between a device and the host. Default 4 MiB.
 	Piece int

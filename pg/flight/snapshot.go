@@ -110,7 +110,7 @@ type Operation struct {
 	Group      uint32     `json:"group"`
 	Number     uint64     `json:"number"` // in its group; of a message, its tag
 	Call       string     `json:"call"`   // the whole call in words
-	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv", Entering or Agreeing
+	Kind       string     `json:"kind"`   // "allreduce", …, "split", "window", "send", Entering, Agreeing …
 	DType      string     `json:"dtype,omitempty"`
 	Reduction  string     `json:"reduction,omitempty"`
 	Algorithm  string     `json:"algorithm,omitempty"`

@@ -17,7 +17,8 @@ import (
 
 const (
 	// vectorBlock bounds the bytes that one plan covers. Longer vectors (or parts, over all ranks)
-	// are processed in blocks, so that plans and scratch memory do not grow with the message.
+	// are processed in blocks, so that plans and scratch memory do not grow with the message. Some
+	// plans cover a chunk of each part if that is more: see lean.
 	vectorBlock = 8 << 20
 	maxPlans    = 512 // cached a group
 	// A vector to or from a root is copied by one rank while another copies what came before, so it
@@ -40,7 +41,7 @@ type Config struct {
 	Region func(ptr unsafe.Pointer, n int) (*p2p.Region, int)
 	// Single says when to read plain memory straight from the peers' processes.
 	Single Single
-	Block  int // bytes that one plan covers, the same at all ranks; default vectorBlock
+	Block  int // instead of vectorBlock, the same at all ranks; 0: vectorBlock
 	// Chosen is called with the algorithm of a call that is not bound, or whose buffers decide it.
 	Chosen func(collectives.Algo)
 	// Keep is called with a call that has been bound.
@@ -303,7 +304,8 @@ func (r *Runner) Said(seq uint64) (p2p.Token, bool) {
 	return t, t.Seq == seq
 }
 
-// Leads reports whether operation seq was run last, and other ranks may not have begun it.
+// Leads reports whether operation seq was run last, and other ranks may not have begun it. A Split
+// and the like, which tell no count, count as a barrier.
 func (r *Runner) Leads(seq uint64) bool {
 	c := Call{Kind: flight.Call(r.tok.Call).Kind(), Count: int(r.tok.Count)}
 	return seq > 0 && r.tok.Seq == seq && !c.Synchronizes()

@@ -51,7 +51,7 @@ func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 
 // reopen opens a handle on the store, which may be away for a while.
 func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, bootstrap.JobTTL)) // then the job is forgotten
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, bootstrap.JobTTL))
 	defer cancel()
 	return s.open(ctx)
 }

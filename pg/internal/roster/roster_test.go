@@ -607,7 +607,7 @@ func TestAwaitedRankWithoutLeaseIsDead(t *testing.T) {
 // the store is asked about awaited ranks. Awaited ranks with leases are left alone.
 func TestAwaitedRanksWithoutLeasesAreRemovedTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		const ranks, most = 64, 3
+		const ranks, most = 64, 8 // of views: it tells of one rank after the other
 		f := newFixture(t, ranks)
 		rack := f.open()
 		for r := range ranks {

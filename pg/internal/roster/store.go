@@ -351,7 +351,7 @@ func (ro *Roster) propose(a membership.Propose) {
 				answer.Cause = fmt.Sprintf("the store has a view of epoch %d that does not follow the view of epoch "+
 					"%d, in which this rank is: it was restored from a backup; start the job again", v.Epoch,
 					a.Old.Epoch)
-				ro.log.Warn("a view was proposed in vain", "why", answer.Cause)
+				ro.log.Debug("a view was proposed in vain", "why", answer.Cause)
 			}
 		} else if ro.begun.Load() {
 			ro.over()
@@ -366,9 +366,9 @@ func (ro *Roster) propose(a membership.Propose) {
 // over handles the end of the job without this rank: the job's view has been in the store, and now
 // it is gone, or another job's is there. That happens when all others have left and this rank has
 // lost its lease: it was evicted, or may have been. It also happens when the store was emptied, or
-// no rank reached it for JobTTL, which this rank cannot tell from the former. The store is asked,
-// because the events of a watch may be older than what this rank has written. It reports whether
-// the store has answered.
+// no rank reached it for longer than it keeps a job, which this rank cannot tell from the former.
+// The store is asked, because the events of a watch may be older than what this rank has written.
+// It reports whether the store has answered.
 func (ro *Roster) over() bool {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()
