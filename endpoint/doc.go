@@ -57,7 +57,7 @@
 // Config.Conns connections. If one of them breaks all do, what was under way fails with
 // [ErrBroken], and the next operation connects again. They count as broken, too, if an operation
 // ends at its timeout, or is cancelled, and the peer's host has not acknowledged what was sent to
-// it for three seconds. A host answers even while the peer's process is stopped. A connection that
+// it for ten seconds. A host answers even while the peer's process is stopped. A connection that
 // has nothing to do for Config.IdleTimeout is closed by agreement of both ends, which no operation
 // notices. A [Context] has the goroutines that serve the connections. They poll for some ten
 // microseconds after traffic, and so does a goroutine that waits for a Future; an idle connection

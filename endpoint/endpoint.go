@@ -122,7 +122,7 @@ const (
 	purpose      = "endpoint"
 	protocol     = 1 // see extra
 	greetTimeout = 10 * time.Second
-	hostTimeout  = 3 * time.Second        // see checkHostLocked
+	hostTimeout  = 10 * time.Second       // see checkHostLocked
 	minUnsaid    = 16                     // see crowdedLocked
 	crossedPause = 100 * time.Millisecond // for connections of the peer, before it is dialled again
 )
