@@ -122,10 +122,12 @@ const (
 	purpose      = "endpoint"
 	protocol     = 1 // see extra
 	greetTimeout = 10 * time.Second
-	hostTimeout  = 10 * time.Second       // see checkHostLocked
 	minUnsaid    = 16                     // see crowdedLocked
 	crossedPause = 100 * time.Millisecond // for connections of the peer, before it is dialled again
 )
+
+// hostTimeout is how long a peer's host may be silent: see checkHostLocked. Tests make it shorter.
+var hostTimeout = 10 * time.Second
 
 // Codes of a trust.Refusal.
 const (

@@ -14,8 +14,10 @@ import (
 	"tutti/mem"
 )
 
+func init() { hostTimeout = 3 * time.Second }
+
 // tooLong is longer than a host may be silent.
-const tooLong = hostTimeout + time.Second
+const tooLong = 4 * time.Second
 
 // flows has the connections that a dialer makes.
 type flows struct {
