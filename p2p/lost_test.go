@@ -647,13 +647,7 @@ func TestLossIsToldAfterFurtherLinks(t *testing.T) {
 
 // halfway makes a proxy that has a half of a message of rank 0, and then gets second from rank 1.
 func halfway(t *testing.T, second p2p.Header) (*p2p.Proxy, *p2p.Channel, *piecemeal, *piecemeal) {
-	a := &acceptor{}
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 2, Incarnation: 9}, Size: 3, Secret: []byte("0123456789abcdef"),
-		Threads: true, Transports: []p2p.Transport{a},
-		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
-	if _, err := p.Listen(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	p, a := accepting(t, p2p.Identity{Rank: 2, Incarnation: 9}, 3, false)
 	c, err := p.Open(known(1), p2p.Epoch{}, ranks(3), nil, true)
 	if err != nil {
 		t.Fatal(err)

@@ -52,17 +52,26 @@ func (a *acceptor) Listen(_ context.Context, h p2p.Host) ([]byte, error) {
 	return []byte{1}, nil
 }
 
-// A receive whose message has begun to arrive fails with its link, though the peer has another link
-// before anybody looks.
-func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
-	a, peer := &acceptor{}, p2p.Identity{Rank: 0, Incarnation: 2} // of the lower rank, which may link at any time
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 1, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"),
-		Threads: true, Transports: []p2p.Transport{a},
+// accepting returns a proxy that dials nobody and listens until the test ends, and what gives it
+// links.
+func accepting(t *testing.T, self p2p.Identity, size int, oversubscribed bool) (*p2p.Proxy, *acceptor) {
+	t.Helper()
+	a := &acceptor{}
+	p := p2p.New(p2p.Config{Self: self, Size: size, Secret: []byte("0123456789abcdef"), Threads: true,
+		Oversubscribed: oversubscribed, Transports: []p2p.Transport{a},
 		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
-	defer p.Close()
+	t.Cleanup(func() { p.Close() })
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	return p, a
+}
+
+// A receive whose message has begun to arrive fails with its link, though the peer has another link
+// before anybody looks.
+func TestMessageThatIsCutShortFailsItsReceive(t *testing.T) {
+	peer := p2p.Identity{Rank: 0, Incarnation: 2} // of the lower rank, which may link at any time
+	p, a := accepting(t, p2p.Identity{Rank: 1, Incarnation: 1}, 2, false)
 	c, err := p.Open(known(1), p2p.Epoch{}, ranks(2), nil, true)
 	if err != nil {
 		t.Fatal(err)
@@ -111,14 +120,7 @@ func (l *tells) Arm() bool {
 
 // A waiter that shares its processor looks at what another rank has told before it sleeps again.
 func TestWaiterLooksBeforeItSleeps(t *testing.T) {
-	a := &acceptor{}
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 3, Secret: []byte("0123456789abcdef"),
-		Threads: true, Oversubscribed: true, Transports: []p2p.Transport{a},
-		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
-	defer p.Close()
-	if _, err := p.Listen(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	p, a := accepting(t, p2p.Identity{Rank: 0, Incarnation: 1}, 3, true)
 	c := open(t, p, 1, 3)
 	const frameAbort = 3 // see proxy.go
 	other := &tells{muted: muted{fails: &atomic.Bool{}}, frames: []p2p.Header{

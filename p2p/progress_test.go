@@ -3,7 +3,6 @@ package p2p_test
 import (
 	"bytes"
 	"context"
-	"errors"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -63,14 +62,7 @@ func TestProgressWithoutAWaiter(t *testing.T) {
 // A rank that computes handles the frames that have arrived about as fast as they come, not one of
 // a link in each call of Idle.
 func TestIdleHandlesAllFrames(t *testing.T) {
-	a := &acceptor{}
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 1, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"),
-		Threads: true, Transports: []p2p.Transport{a},
-		Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("it is not asked") }})
-	defer p.Close()
-	if _, err := p.Listen(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	p, a := accepting(t, p2p.Identity{Rank: 1, Incarnation: 1}, 2, false)
 	const frames, most = 100, 10 // a call is short, and the goroutine may have to wait for its core
 	l := &piecemeal{muted: muted{fails: &atomic.Bool{}},
 		headers: slices.Repeat([]p2p.Header{{Kind: frameBeat}}, frames)}

@@ -107,7 +107,7 @@ func TestOnePass(t *testing.T) {
 }
 
 // A call is cut into few plans where one for long pieces has no more steps than one for short ones,
-// and little scratch memory: each of them costs a round for every rank.
+// and little scratch memory: each of a ring costs n-1 rounds.
 func TestBlocksOfManyRanks(t *testing.T) {
 	const n, perHost, part = 512, 8, 1 << 20
 	topology := Topology{Size: n}
