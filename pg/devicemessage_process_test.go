@@ -50,7 +50,7 @@ func TestDeathReleasesStreamsOfMessages(t *testing.T) {
 				on := func(m mem.Memory) pg.Buffer { return pg.DeviceBuffer(m, pg.Uint8, s) }
 				x, y := memory(1), memory(2)
 				must(g.Barrier(ctx))
-				if g.Rank() == 2 {
+				if through(t, g, 2); g.Rank() == 2 {
 					must(g.Do(ctx, pg.SendOp{X: on(x), To: 0}))
 					g.Start(pg.SendOp{X: on(x), To: 0, Tag: 1})
 					idle()

@@ -31,7 +31,7 @@ func TestGroupsDoNotWaitForEachOther(t *testing.T) {
 				if err := g.Barrier(ctx); err != nil {
 					t.Fatal(err)
 				}
-				if g.Rank() == 2 {
+				if through(t, g, 2); g.Rank() == 2 {
 					pgtest.Kill(t)
 				}
 				check := func(err error) {
@@ -66,7 +66,7 @@ func TestAgreeOnFailedGroup(t *testing.T) {
 				if err := g.Barrier(ctx); err != nil {
 					t.Fatal(err)
 				}
-				if g.Rank() == 2 {
+				if through(t, g, 2); g.Rank() == 2 {
 					pgtest.Kill(t)
 				}
 				// With Retry the group may recover within a call, and no call fails then.

@@ -116,7 +116,7 @@ func TestLeavingEndsGraphsOfOtherProcesses(t *testing.T) {
 				}
 				defer graph.Close()
 				if g.Rank() == victim {
-					if tellVictim(t, g, victim); c.dies {
+					if through(t, g, victim); c.dies {
 						pgtest.Kill(t)
 					}
 					if err := h.Close(); err != nil {
@@ -126,7 +126,7 @@ func TestLeavingEndsGraphsOfOtherProcesses(t *testing.T) {
 					if err := graph.Launch(s); err != nil {
 						t.Fatal(err)
 					}
-					tellVictim(t, g, victim)
+					through(t, g, victim)
 					if err := p.Finish(s, 20*time.Second); err != nil {
 						h.Abort(err) // nothing is freed before the graph ends
 						t.Fatal(err)
@@ -183,11 +183,11 @@ func TestDeathAmongShortKinds(t *testing.T) {
 					}
 					was := bytes.Clone(b)
 					if g.Rank() == victim {
-						tellVictim(t, g, victim)
+						through(t, g, victim)
 						pgtest.Kill(t)
 					}
 					w := g.Start(op)
-					tellVictim(t, g, victim)
+					through(t, g, victim)
 					var lost *pg.RankError
 					if err := w.Wait(ctx); !errors.As(err, &lost) || lost.Rank != victim || lost.Overwritten {
 						t.Fatal(err)

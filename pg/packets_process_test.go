@@ -122,23 +122,6 @@ func onFlow(t *testing.T, c fake.Config, size int, cfg pg.Config, f func(t *test
 	}, append(opts, pgtest.Transport("shm"), pgtest.Config(cfg))...)
 }
 
-// tellVictim returns on the victim when all other ranks have called it.
-func tellVictim(t *testing.T, g *pg.Group, victim int) {
-	word := pg.BufferOf(make([]byte, 1))
-	for _, slot := range g.View().Active {
-		var err error
-		switch {
-		case g.Rank() != victim && slot == victim:
-			err = g.Do(t.Context(), pg.SendOp{X: word, To: victim})
-		case g.Rank() == victim && slot != victim:
-			err = g.Do(t.Context(), pg.RecvOp{X: word, From: slot})
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-}
-
 // A process dies among operations that others have started on their streams. These end, the streams
 // are released, the contexts can be used, and the survivors go on.
 func TestDeathAmongStartedOperations(t *testing.T) {
@@ -157,7 +140,7 @@ func TestDeathAmongStartedOperations(t *testing.T) {
 					if (g.Copies() == 0) != (size != copiedSize) {
 						t.Errorf("%d pieces of the host's memory were used", g.Copies())
 					}
-					tellVictim(t, g, victim)
+					through(t, g, victim)
 					if g.Rank() == victim {
 						if err := f.fill(1 << victim); err != nil {
 							t.Fatal(err)
@@ -200,19 +183,19 @@ func TestStartedOperationsOfAnEarlierView(t *testing.T) {
 		var failed error
 		switch g.Rank() {
 		case victim:
-			tellVictim(t, g, victim)
+			through(t, g, victim)
 			pgtest.Kill(t)
 		case 0:
 			for i := range 3 {
 				w := g.Start(pg.AllReduceOp{Dst: pg.DeviceBuffer(f.m, pg.Uint8, f.s), Op: pg.BitOr})
 				if i == 0 {
-					tellVictim(t, g, victim)
+					through(t, g, victim)
 				}
 				failed = errors.Join(failed, w.Wait(ctx))
 			}
 		case 2:
 			works := f.start(g)
-			tellVictim(t, g, victim)
+			through(t, g, victim)
 			for _, w := range works {
 				failed = errors.Join(failed, w.Wait(ctx))
 			}
@@ -252,7 +235,7 @@ func TestGraphsWithoutARank(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if tellVictim(t, g, victim); me == victim {
+		if through(t, g, victim); me == victim {
 			pgtest.Kill(t)
 		}
 		for len(g.View().Active) == 3 {
@@ -371,14 +354,14 @@ func TestDeathWhileStreamsDoNotCome(t *testing.T) {
 					}
 					defer free()
 					if g.Rank() == victim {
-						tellVictim(t, g, victim)
+						through(t, g, victim)
 						pgtest.Kill(t)
 					}
 					if err := f.s.WaitValue(words[0], 1); err != nil {
 						t.Fatal(err)
 					}
 					w := g.Start(pg.AllReduceOp{Dst: pg.DeviceBuffer(f.m, pg.Uint8, f.s), Op: pg.BitOr})
-					tellVictim(t, g, victim)
+					through(t, g, victim)
 					began := time.Now()
 					if err := w.Wait(ctx); lostRank(err) != victim {
 						t.Fatal(err)
@@ -549,7 +532,7 @@ func TestPacketsOfADeadRankAreFreed(t *testing.T) {
 			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
-			if g.Rank() == victim {
+			if through(t, g, victim); g.Rank() == victim {
 				pgtest.Kill(t)
 			}
 			for in := false; !in; {

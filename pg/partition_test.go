@@ -35,7 +35,7 @@ func until(t *testing.T, g *pg.Group, members int) error {
 	}
 }
 
-// through returns at rank when all ranks have called it, and with it finished all operations
+// through returns at rank when all active ranks have called it, and with it finished all operations
 // before; elsewhere at once.
 func through(t *testing.T, g *pg.Group, rank int) {
 	t.Helper()
@@ -45,7 +45,7 @@ func through(t *testing.T, g *pg.Group, rank int) {
 		}
 		return
 	}
-	for r := range g.Size() {
+	for _, r := range g.View().Active {
 		if r != rank {
 			if _, err := pg.Recv(t.Context(), g, make([]byte, 1), r, 0); err != nil {
 				t.Fatal(err)

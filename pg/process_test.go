@@ -110,6 +110,7 @@ func TestSurvivorsNameKilledRank(t *testing.T) {
 						if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
 							t.Fatal(err)
 						}
+						through(t, g, dead)
 					}
 					if g.Rank() == dead {
 						if when == "during" || when == "during registered" {

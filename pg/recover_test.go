@@ -105,7 +105,7 @@ func TestSurvivorsContinueByThemselves(t *testing.T) {
 							t.Fatal(err)
 						}
 					}
-					if g.Rank() == 2 {
+					if through(t, g, 2); g.Rank() == 2 {
 						pgtest.Kill(t)
 					}
 					for range 3 {
@@ -136,7 +136,7 @@ func TestGroupWaitsForRecover(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-		if g.Rank() == 0 {
+		if through(t, g, 0); g.Rank() == 0 {
 			pgtest.Kill(t)
 		}
 		w := g.Start(pg.BarrierOp{})
@@ -216,7 +216,7 @@ func TestReplacement(t *testing.T) {
 					if err := holes(t, g, 100); err != nil {
 						t.Fatal(err)
 					}
-					if g.Rank() == 1 {
+					if through(t, g, 1); g.Rank() == 1 {
 						pgtest.Kill(t)
 					}
 					for in := false; !in; {
@@ -571,7 +571,7 @@ func TestSubgroupsFollowViews(t *testing.T) {
 			if err := halves.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
-			if g.Rank() == 3 {
+			if through(t, g, 3); g.Rank() == 3 {
 				pgtest.Kill(t)
 			}
 			for range 3 { // the half without the lost rank does not notice

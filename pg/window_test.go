@@ -223,7 +223,7 @@ func TestWindowSurvivesLostRank(t *testing.T) {
 				if err := g.Barrier(ctx); err != nil {
 					t.Fatal(err)
 				}
-				if g.Rank() == 2 {
+				if through(t, g, 2); g.Rank() == 2 {
 					for _, to := range []int{0, 1, 3} {
 						if err := errors.Join(w.PutSignal(ctx, to, last, []byte{9}, 7), w.Flush(ctx, to)); err != nil {
 							t.Fatal(err)
