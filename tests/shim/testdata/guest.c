@@ -361,7 +361,8 @@ static void signals(void)
 		install(asynchronous[i], on_signal, 0);
 	load();
 	pthread_sigmask(SIG_SETMASK, NULL, &after);
-	TRUE(memcmp(&before, &after, sizeof before) == 0);
+	for (x = 1; x < NSIG; x++) /* pthread_sigmask leaves the end of a sigset_t as it was */
+		TRUE(sigismember(&before, x) == sigismember(&after, x));
 	send_all();
 	join(&(tutti_config){.struct_size = sizeof config, .size = 1});
 	threads_block();
