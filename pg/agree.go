@@ -79,7 +79,11 @@ func decodeBallot(b []byte) (ballot, error) {
 	if len(b) != ballotSize {
 		return ballot{}, fmt.Errorf("a ballot of %d bytes, want %d", len(b), ballotSize)
 	}
-	return ballot{binary.LittleEndian.Uint64(b), [2]bool{b[8]&1 != 0, b[9]&1 != 0}, b[9]&2 != 0}, nil
+	n := binary.LittleEndian.Uint64(b)
+	if n > maxNumber {
+		return ballot{}, fmt.Errorf("a ballot in agreement %d, the last possible is %d", n, uint64(maxNumber))
+	}
+	return ballot{n, [2]bool{b[8]&1 != 0, b[9]&1 != 0}, b[9]&2 != 0}, nil
 }
 
 // vote returns the vote in agreement n, and whether it is known. A rank that came in after n counts

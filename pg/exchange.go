@@ -70,11 +70,14 @@ const (
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 last complete exchange: view | 32 attempt
 //	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 Given | 80 place
-//	128 the operation that has failed last | 136 why it or the group has: the payload of Abort
+//	128 the operation that has failed last | 136 Since | 144 Stops
+//	176 why that operation or the group has failed: the payload of Abort
 const (
 	standingPlace = 80
 	standingOf    = standingPlace + join.PlaceSize
-	standingSize  = standingOf + 8
+	standingSince = standingOf + 8
+	standingStops = standingSince + 8
+	standingSize  = standingStops + 8*len(resync.Stops{})
 )
 
 const (
@@ -102,8 +105,9 @@ func decodePresent(b []byte) (at resync.Point, err error) {
 	return resync.Point{View: binary.LittleEndian.Uint64(b), Attempt: binary.LittleEndian.Uint64(b[8:])}, nil
 }
 
-// maxAttempt bounds the attempt that a peer may send, so that later ones cannot overflow.
-const maxAttempt = 1 << 62
+// maxNumber bounds the numbers of attempts, operations and agreements that a peer may send, so that
+// later ones and sums cannot overflow.
+const maxNumber = 1 << 62
 
 // told holds the fields of a standing beyond package resync: resync.Standing.More.
 type told struct {
@@ -138,6 +142,10 @@ func encodeTold(t resync.Told) []byte {
 	b = b[:standingSize]
 	more.place.Encode(b[standingPlace:])
 	binary.LittleEndian.PutUint64(b[standingOf:], more.of)
+	binary.LittleEndian.PutUint64(b[standingSince:], t.Since)
+	for i, n := range t.Stops {
+		binary.LittleEndian.PutUint64(b[standingStops+8*i:], n)
+	}
 	return append(b, more.cause...)
 }
 
@@ -148,14 +156,19 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	u := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
 	flags := u(64)
 	t.At = resync.Point{View: u(0), Attempt: u(8)}
-	if t.At.Attempt > maxAttempt {
-		return t, fmt.Errorf("a standing in attempt %d, the last possible is %d", t.At.Attempt, uint64(maxAttempt))
-	}
 	last := resync.Outcome{At: resync.Point{View: u(24), Attempt: u(32)}, Start: u(40), Confirmed: u(48)}
-	t.Standing = resync.Standing{Over: u(16), Given: u(72), Last: last,
+	t.Standing = resync.Standing{Over: u(16), Given: u(72), Since: u(standingSince), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
 		More: told{join.DecodePlace(b[standingPlace:]), u(56), flags&standHost != 0, u(standingOf), b[standingSize:]}}
+	most := max(t.At.Attempt, t.Over, t.Given, t.Since, last.Start, last.Confirmed, u(56))
+	for i := range t.Stops {
+		t.Stops[i] = u(standingStops + 8*i)
+		most = max(most, t.Stops[i])
+	}
+	if most > maxNumber {
+		return t, fmt.Errorf("a standing with the number %d, the highest possible is %d", most, uint64(maxNumber))
+	}
 	return t, nil
 }
 
@@ -318,7 +331,7 @@ func (g *Group) catchUp() error {
 		return err
 	}
 	if g.err != nil {
-		return g.err
+		return g.refused()
 	}
 	if err := g.verdicts(); err != nil {
 		return g.forgone(err)
@@ -331,15 +344,16 @@ func (g *Group) catchUp() error {
 		if g.job.settings.OnFailure == Report && g.sync.Lost() { // between two operations
 			return g.miss(errMoved)
 		}
-		if !g.sync.Pending() && !g.sync.Behind() && !g.sync.Due(broken) {
+		renew := broken || g.sync.Awaited(g.seq)
+		if !g.sync.Pending() && !g.sync.Behind() && !g.sync.Due(renew) {
 			g.rough = g.sought()
 			return nil
 		}
-		if err := g.move(g.standing(), broken); err != nil {
+		if err := g.move(g.standing(), renew); err != nil {
 			return g.forgone(err)
 		}
 		if g.err != nil {
-			return g.err
+			return g.refused()
 		}
 	}
 }

@@ -2,6 +2,7 @@ package pg
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 
 	"tutti/pg/flight"
@@ -101,6 +102,18 @@ func (g *Group) Skips() int {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
 	return max(0, int(g.begins())-1-int(g.seq))
+}
+
+// Called reports whether all other ranks of the group's view are in Recover, in a later exchange
+// than this one.
+func (g *Group) Called() bool {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	active, _ := g.members(g.job.view())
+	return !slices.ContainsFunc(active, func(slot int) bool {
+		s, ok := g.sync.Heard(slot)
+		return slot != g.rank && !(ok && s.Calls && g.sync.At().Before(s.At))
+	})
 }
 
 // Copies returns how many visits of the group have used a staging buffer.

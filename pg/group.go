@@ -404,6 +404,9 @@ func (g *Group) barred() error {
 // launch begins the operation, or returns why it cannot begin.
 func (g *Group) launch() error {
 	if err := g.barred(); err != nil {
+		if g.err != nil {
+			g.forgo()
+		}
 		return err
 	}
 	if err := g.wait.Err(); err != nil {
@@ -435,6 +438,13 @@ func (g *Group) miss(err error) error {
 	g.forgo()
 	g.rough = true
 	return g.halt(g.fail(err))
+}
+
+// refused ends an operation because the group has failed, and returns why. The other ranks may have
+// begun it.
+func (g *Group) refused() error {
+	g.forgo()
+	return g.err
 }
 
 // forgo counts the next operation, which does not begin on this rank.

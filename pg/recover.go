@@ -163,6 +163,11 @@ func (g *Group) fails(err error) bool {
 // the ranks that are left. Recover returns ErrEvicted if this rank is not among them, and an error
 // that wraps ErrIsolated if this rank cannot take part in the decision.
 //
+// All ranks continue with the same operation after the same call of Recover, also if one makes the
+// call when others have made it, and have given up operations since. That rank gets an error of
+// each of these operations. If the others are in a later call of Recover by then, they wait until
+// it has made that one too.
+//
 // A job over a store without leases, and groups of Local, keep all their ranks: Recover makes the
 // group usable after a timeout or a mismatch, and returns a *RankError if a rank is lost.
 func (g *Group) Recover(ctx context.Context) error {
@@ -174,21 +179,25 @@ func (g *Group) Recover(ctx context.Context) error {
 		return err
 	}
 	g.look()
-	for {
+	// A channel that others have broken since is no reason: their programs may be in Agree and
+	// wait for this one. The next operation replaces it.
+	for renew := g.err != nil || !g.sync.Fresh(g.seq); ; renew = true {
 		mine := g.standing()
 		mine.Calls = true
-		renew := g.err != nil || g.coll.Err() != nil || !g.sync.Fresh(g.seq)
 		if err := g.move(mine, renew); err != nil {
 			g.accuse(err)
 			g.err = err
 			return err
 		}
-		if _, failed := g.sync.Outcome(); !failed { // else other ranks' programs have yet to call it
+		if _, failed := g.sync.Outcome(); failed {
+			continue // other ranks' programs have yet to call it
+		}
+		if g.err, g.cause = nil, nil; g.sync.Fresh(g.seq) {
 			break
 		}
+		g.wait.Restart() // the others have come so far, and have to come once more
 	}
-	g.err, g.cause = nil, nil
-	g.seq = max(g.seq, g.begins()-1)
+	g.seq = g.sync.Recovered(g.seq)
 	return nil
 }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"slices"
 	"strings"
@@ -829,6 +830,124 @@ func TestSkippedOperationsHaveTheirOwnReasons(t *testing.T) {
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}),
 		pgtest.Expect(victim, syscall.SIGKILL))
+}
+
+// lateRecover runs a program of four reductions at four ranks. Rank 3 dies, and all others get an
+// error of the first reduction. Rank 2 calls Recover after that when the others are past the second
+// one, which they give up before it begins. The i-th reduction of the program must have the sum of
+// i at all ranks, or end with an error: the first two may. each: the program calls Recover after
+// each error, and not only after the first one.
+func lateRecover(t *testing.T, c pg.Config, each bool) {
+	const slow, victim, ops = 2, 3, 4
+	c.Uniform, c.OnTimeout, c.Timeout = true, pg.TimeoutEvicts, 20*time.Second
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if through(t, g, victim); g.Rank() == victim {
+			pgtest.Kill(t)
+		}
+		over, cancel := context.WithDeadline(ctx, time.Now())
+		defer cancel()
+		for i := 1; i <= ops; i++ {
+			x, err := []int64{int64(i)}, error(nil)
+			switch {
+			case i == 1: // a rank that only sends has the result, so that it is not run again
+				err = pg.Reduce(ctx, g, x, 0, pg.Sum)
+			case i == 2 && g.Rank() != slow:
+				err = pg.AllReduce(over, g, x, pg.Sum)
+			default:
+				err = pg.AllReduce(ctx, g, x, pg.Sum)
+			}
+			switch {
+			case g.Rank() != slow:
+			case each && i < 3:
+				poll(t, "the others are in Recover", g.Called)
+			case i == 1:
+				skips(t, g, 1)
+			}
+			switch {
+			case err == nil && (i < 3 || x[0] != int64(3*i)):
+				t.Errorf("the sum of %d at three ranks is %d", i, x[0])
+			case err != nil && i >= 3:
+				t.Errorf("reduction %d: %v", i, err)
+			}
+			if err != nil && (each || i == 1) {
+				if err := g.Recover(ctx); err != nil {
+					t.Fatalf("recover after reduction %d: %v", i, err)
+				}
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(c), pgtest.Expect(victim, syscall.SIGKILL))
+}
+
+// A rank calls Recover when the others, which have called it before, have given up the operation
+// after it and are in the next one. What its program calls after Recover is that operation, and
+// not the one that the others are in.
+func TestLateRecoverSkipsNoOperationThatFollowedIt(t *testing.T) {
+	for _, how := range []pg.OnFailure{pg.Shrink, pg.Retry} {
+		t.Run(how.String(), func(t *testing.T) { lateRecover(t, pg.Config{OnFailure: how}, false) })
+	}
+}
+
+// The others are in their second call of Recover when a rank calls it for the first time. They wait
+// there for its second call.
+func TestLateRecoverMeetsSecondOneOfOthers(t *testing.T) {
+	for _, how := range []pg.OnFailure{pg.Shrink, pg.Retry} {
+		t.Run(how.String(), func(t *testing.T) { lateRecover(t, pg.Config{OnFailure: how}, true) })
+	}
+}
+
+// Programs that call Recover after each error, after some time that they take for it, get on with
+// the same operations at all ranks, whatever the configuration: the i-th reduction has the sum of i
+// at all ranks, or ends with an error at all. Some ranks give some reductions up before they begin.
+func TestProgramsThatRecoverAfterEachError(t *testing.T) {
+	for _, c := range []pg.Config{{OnFailure: pg.Report}, {OnFailure: pg.Shrink}, {OnFailure: pg.Retry},
+		{OnFailure: pg.Report, OnTimeout: pg.TimeoutEvicts}, {OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts},
+		{OnFailure: pg.Retry, OnTimeout: pg.TimeoutEvicts}} {
+		t.Run(fmt.Sprintf("%v,OnTimeout=%d", c.OnFailure, c.OnTimeout), func(t *testing.T) {
+			t.Parallel()
+			c.Uniform, c.Timeout = true, 20*time.Second
+			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				over, cancel := context.WithDeadline(ctx, time.Now())
+				defer cancel()
+				by := rand.New(rand.NewPCG(1, uint64(g.Rank())))
+				var outcomes []byte
+				for i := int64(1); i <= 60; i++ {
+					mine, x := ctx, []int64{i}
+					if by.IntN(6) == 0 && i <= 50 {
+						mine = over
+					}
+					err := pg.AllReduce(mine, g, x, pg.Sum)
+					if err == nil && x[0] != 4*i {
+						t.Fatalf("the sum of %d at four ranks is %d", i, x[0])
+					}
+					outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
+					if err == nil {
+						continue
+					}
+					time.Sleep(time.Duration(by.IntN(8)) * time.Millisecond)
+					if err := g.Recover(ctx); err != nil {
+						t.Fatalf("recover after reduction %d: %v", i, err)
+					}
+				}
+				if bytes.LastIndexByte(outcomes, 0) >= 52 {
+					t.Errorf("reductions fail after all have recovered from the last that was given up: %v", outcomes)
+				}
+				theirs := make([]byte, 4*len(outcomes))
+				if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
+					t.Fatal(err)
+				}
+				for r := range 4 {
+					if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; !bytes.Equal(got, outcomes) {
+						t.Errorf("outcomes differ: here %v, at rank %d %v", outcomes, r, got)
+					}
+				}
+			}, pgtest.Transport("shm"), pgtest.Config(c))
+		})
+	}
 }
 
 // A cancelled operation removes no rank, as opposed to one that timed out: it fails at every rank,

@@ -126,11 +126,11 @@ func TestBlocksOfManyRanks(t *testing.T) {
 		{collectives.AllToAll, collectives.Pairwise, kernels.Float32, part / wireChunk},
 		{collectives.Gather, collectives.OneShot, kernels.Float32, part / wireChunk},
 		// Their scratch memory, or what holds float32 copies of small floats, grows with the parts.
-		{collectives.ReduceScatter, collectives.Ring, kernels.BFloat16, n * part / vectorBlock},
-		{collectives.ReduceScatter, collectives.Pairwise, kernels.Float32, n * part / vectorBlock},
-		{collectives.ReduceScatter, collectives.Halving, kernels.Float32, n * part / vectorBlock},
-		{collectives.AllGather, collectives.Bruck, kernels.Float32, n * part / vectorBlock},
-		{collectives.Gather, collectives.Tree, kernels.Float32, n * part / vectorBlock},
+		{collectives.ReduceScatter, collectives.Ring, kernels.BFloat16, n * part / VectorBlock},
+		{collectives.ReduceScatter, collectives.Pairwise, kernels.Float32, n * part / VectorBlock},
+		{collectives.ReduceScatter, collectives.Halving, kernels.Float32, n * part / VectorBlock},
+		{collectives.AllGather, collectives.Bruck, kernels.Float32, n * part / VectorBlock},
+		{collectives.Gather, collectives.Tree, kernels.Float32, n * part / VectorBlock},
 	} {
 		r := New(Config{})
 		r.Settle(topology)
@@ -147,7 +147,7 @@ func TestBlocksOfManyRanks(t *testing.T) {
 			}
 			return p
 		}
-		if p, short := build(block), build(1024); len(p.Steps) != len(short.Steps) || p.Tmp > 2*vectorBlock+n*64 {
+		if p, short := build(block), build(1024); len(p.Steps) != len(short.Steps) || p.Tmp > 2*VectorBlock+n*64 {
 			t.Errorf("%v %v of %v: a plan has %d steps, one of 1024 elements %d; its scratch memory has %d bytes",
 				c.algo, c.kind, c.dtype, len(p.Steps), len(short.Steps), p.Tmp)
 		}

@@ -22,4 +22,12 @@
 // call that differs, or, with Report, a loss. A rank whose group has failed says so in its standing
 // (Failed). If an exchange has such a standing, all members must have called Recover (Calls), or
 // the group fails at all of them. So no program continues past a failure that it has not seen.
+//
+// # Late calls of Recover
+//
+// If the group has failed on no rank, a rank may return from Recover, call operations and give them
+// up before another rank has called Recover. The view then begins after these operations. The call
+// of the late rank ends nevertheless where that of the first one ended: a standing says which
+// operation followed a rank's latest Recover (Since), and what it knows of others (Stops). So what
+// the programs call in one place has the same number at all ranks, or ends with an error.
 package resync

@@ -2,6 +2,7 @@ package resync
 
 import (
 	"maps"
+	"math"
 	"slices"
 )
 
@@ -59,6 +60,10 @@ type Machine struct {
 	failed bool
 
 	gave, upTo uint64 // the first and the last operation of GiveUp of which no exchange has decided; 0: none
+
+	since  uint64 // of Standing
+	stops  Stops  // that were told in the latest complete exchange, and before
+	uneven bool   // the latest complete exchange: see complete
 }
 
 // Told is a standing and the exchange that it belongs to.
@@ -221,17 +226,63 @@ func (m *Machine) Asked(failed bool) bool {
 	return m.target(false, true) != m.at
 }
 
-// Fresh reports whether no operation has run on this rank in the exchange that it entered last; seq
-// is the latest operation that its program has called. Unless the group has failed since, such an
-// exchange serves as that of a call of Recover: another one would end the operations that other
-// ranks have begun.
-func (m *Machine) Fresh(seq uint64) bool { return m.pending || seq < m.last.Start }
+// Fresh reports whether the exchange that this rank entered last serves as that of a call of
+// Recover; seq is the latest operation that its program has called. Unless the group has failed
+// since, it does if no operation has run on this rank in it: another one would end the operations
+// that other ranks have begun. If it is uneven (see complete), or a member is in Recover in a later
+// one, it serves only for a call that ends at a stop.
+func (m *Machine) Fresh(seq uint64) bool {
+	return m.pending || seq < m.last.Start &&
+		(m.stop(seq) < m.last.Start || !m.uneven && !m.called(func(Standing) bool { return true }))
+}
+
+// Awaited reports whether the operation that the program calls next, after seq, cannot run in the
+// exchange that this rank entered last, because a member is in Recover in a later one, or will be.
+// That member has not run the operation: it waits there for this rank.
+func (m *Machine) Awaited(seq uint64) bool {
+	return !m.pending && seq+1 >= m.last.Start &&
+		(m.uneven || m.called(func(s Standing) bool { return !s.Failed && s.Next() <= seq+1 }))
+}
+
+// called reports whether a member has called Recover, with such a standing, in a later exchange
+// than the one that this rank entered last.
+func (m *Machine) called(such func(s Standing) bool) bool {
+	if !m.at.Before(m.newest) {
+		return false
+	}
+	for slot, t := range m.heard {
+		if t.Calls && m.at.Before(t.At) && t.At.View == m.now.Epoch && m.now.Has(slot) && such(t.Standing) {
+			return true
+		}
+	}
+	return false
+}
+
+// Recovered notes that a call of Recover ends, and returns the number of the operation before the
+// one that the program calls next; seq is the latest that it has called. After the same call all
+// ranks continue with the same operation, although some may have made the call, and given up
+// operations since, before others. So the call ends at the first stop after seq and after this
+// rank's own latest call: there the same call has ended on another rank. If there is no such stop,
+// the call ends where the view begins. The operations between a stop and that beginning are over.
+// They end with an error, without being run, when the program calls them.
+func (m *Machine) Recovered(seq uint64) uint64 {
+	m.since = max(seq+1, m.stop(seq))
+	return m.since - 1
+}
+
+// stop returns the operation that follows a call of Recover: a stop, or the first one of the view.
+func (m *Machine) stop(seq uint64) uint64 {
+	return min(m.stops.after(max(seq, m.since)), m.last.Start)
+}
 
 // GiveUp notes that this rank ends operation seq, the one at hand, without knowing what becomes of
 // it at others: they may have its result. The exchange in which this rank tells of it decides, and
 // is due before the next operation. An operation that is not uniform, and follows none that is
-// noted, is over when it ends, and is not noted.
+// noted, is over when it ends, and is not noted. Nor is one that an exchange has ended.
 func (m *Machine) GiveUp(seq uint64, uniform bool) {
+	if seq < m.last.Start {
+		return
+	}
 	if m.gave == 0 && uniform {
 		m.gave = seq
 	}
@@ -255,7 +306,8 @@ func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete
 	if m.at, m.in, m.lost = m.target(renew, passive), m.now, false; m.at.View >= m.aim {
 		m.aim = 0
 	}
-	mine.Last = m.last
+	mine.Last, mine.Since, mine.Stops = m.last, m.since, m.stops
+	mine.Stops.add(m.since)
 	m.mine, m.pending = mine, true
 	m.got = map[int]Standing{m.self: mine}
 	for _, slot := range m.in.Members {
@@ -267,6 +319,13 @@ func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete
 }
 
 // complete ends the exchange if all members have told their standings.
+//
+// An exchange is uneven if all members are in Recover, and the calls of some end at stops. Those
+// programs get an error of each operation that they have missed, and then call Recover again, or
+// the first operation of the view. The calls of the other ranks wait for that in another exchange.
+// Otherwise their next operations would wait for those programs, and could end, by a deadline,
+// before these had come to them. All would then be in Recover as before, and this could go on for
+// ever.
 func (m *Machine) complete() bool {
 	if !m.pending || len(m.got) < len(m.in.Members) {
 		return false
@@ -279,11 +338,17 @@ func (m *Machine) complete() bool {
 	} else { // this rank gave them up after it had told its standing
 		m.gave = max(m.gave, m.last.Start)
 	}
-	failed, all := false, true
+	failed, all, together, least := false, true, true, uint64(math.MaxUint64)
 	for _, s := range m.got {
-		failed, all = failed || s.Failed, all && (s.Calls || s.Joins)
+		failed, all, together = failed || s.Failed, all && (s.Calls || s.Joins), together && s.Calls
+		if !s.Joins {
+			least = min(least, s.past())
+		}
+		m.stops.merge(s.Stops)
 	}
 	m.failed = failed && !all
+	m.stops.forget(least)
+	m.uneven = together && m.stops.after(least) < m.last.Start
 	return true
 }
 

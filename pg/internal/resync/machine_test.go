@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"maps"
+	"math/rand/v2"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -23,6 +24,7 @@ import (
 const (
 	modelRanks = 3
 	modelOps   = 2
+	manyOps    = 4 // the most
 )
 
 // The models are deep recursions that leave much garbage: each stack would be a bucket of the
@@ -41,6 +43,8 @@ type modelRules struct {
 	ops                    uint64
 	early                  bool // the operation ends at rank 0 alone, as a broadcast does at its root
 	recovers               bool // programs call Recover after the first operation, whatever became of it
+	each                   bool // programs call Recover after each operation that has failed
+	lost                   bool // a fourth rank was lost in the first operation, and the exchange after it is complete
 	goesOn                 bool // a rank that gives up does not fail the group
 	batches                bool // a rank may hear several notices before it looks
 	one                    bool // only the last rank gives up, and only between operations or in exchanges
@@ -69,10 +73,17 @@ type modelRank struct {
 	has     bool  // the result of the operation that ran is here, unconfirmed
 	rough   bool
 	failed  bool
-	told    bool               // to its program
-	called  bool               // Recover
-	outcome [modelOps + 1]int8 // 1 well, -1 failed, 2 given up
+	told    bool              // to its program
+	called  bool              // Recover
+	erred   bool              // the latest operation has failed, and its program has not called Recover since
+	calls   uint64            // operations that its program has called
+	ends    [manyOps + 1]int8 // of these: 1 well, 2 with an error
+	outcome [manyOps + 1]int8 // 1 well, -1 failed, 2 given up
 }
+
+// aligned reports whether all programs make the same calls, so that what a program calls in one
+// place has the same number at all ranks where it runs.
+func (rules modelRules) aligned() bool { return rules.recovers || rules.each }
 
 // channel is what became of the operations of one exchange.
 type channel struct {
@@ -91,6 +102,7 @@ type modelWorld struct {
 	view  View
 	wires [modelRanks][modelRanks][]message // from, to
 	chans map[Point]*channel
+	ran   [manyOps + 1]uint64 // by the place in the programs, the number with which an operation has run; 0: it has not
 }
 
 func (w *modelWorld) clone() *modelWorld {
@@ -140,8 +152,8 @@ func (f *fingerprint) view(v View) {
 func (f *fingerprint) outcome(o Outcome) { f.put(o.At.View, o.At.Attempt, o.Start, o.Confirmed) }
 
 func (f *fingerprint) standing(s Standing) {
-	f.put(s.Over)
-	f.put(s.Given)
+	f.put(s.Over, s.Given, s.Since)
+	f.put(s.Stops[:]...)
 	f.flags(s.Has, s.Intact, s.Joins, s.Failed, s.Calls)
 	f.outcome(s.Last)
 }
@@ -151,8 +163,9 @@ func (f *fingerprint) machine(m *Machine) {
 	f.put(m.at.View, m.at.Attempt)
 	f.view(m.in)
 	f.standing(m.mine)
-	f.flags(m.pending, m.failed)
-	f.put(m.gave, m.upTo)
+	f.flags(m.pending, m.failed, m.uneven)
+	f.put(m.gave, m.upTo, m.since)
+	f.put(m.stops[:]...)
 	for slot := range modelRanks {
 		s, told := m.got[slot]
 		if f.flags(told); told {
@@ -172,8 +185,8 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 	for r := range w.ranks {
 		p := &w.ranks[r]
 		f.machine(p.m)
-		f.flags(p.alive, p.aborts, p.broken, p.entered, p.has, p.rough, p.failed, p.told, p.called)
-		f.put(uint64(p.doing), p.seq, p.ended.View, p.ended.Attempt)
+		f.flags(p.alive, p.aborts, p.broken, p.entered, p.has, p.rough, p.failed, p.told, p.called, p.erred)
+		f.put(uint64(p.doing), p.seq, p.calls, p.ended.View, p.ended.Attempt)
 		for _, o := range p.outcome {
 			f.put(uint64(uint8(o)))
 		}
@@ -201,6 +214,12 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 		}
 	}
 	f.view(w.view)
+	f.put(w.ran[:]...)
+	for r := range w.ranks {
+		for _, o := range w.ranks[r].ends {
+			f.put(uint64(o))
+		}
+	}
 	f.put(uint64(w.rules.deaths), uint64(w.rules.gives))
 	return f
 }
@@ -295,10 +314,17 @@ func (w *modelWorld) concludes(r int) Standing {
 // end ends the operation at hand.
 func (w *modelWorld) end(r int, outcome int8) {
 	p := &w.ranks[r]
-	if int(p.seq) <= modelOps {
+	if int(p.seq) <= manyOps {
 		p.outcome[p.seq] = outcome
 	}
-	p.doing, p.has = idle, false
+	p.doing, p.has, p.erred = idle, false, outcome != 1
+	switch {
+	case !w.rules.each:
+	case p.erred:
+		p.ends[p.calls] = 2
+	default:
+		p.ends[p.calls] = 1
+	}
 	if p.rough {
 		w.answer(r)
 	}
@@ -355,10 +381,13 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 			}
 		}
 		if w.gives(r) && w.rules.goesOn && p.doing != running && p.doing != recovering &&
-			(p.doing == concluding || p.seq < w.rules.ops) {
+			(p.doing != idle || w.more(p) && !w.recovers(p)) {
 			try(say("gives up what has not begun, or in an exchange"), func(w *modelWorld) {
 				q := &w.ranks[r]
 				w.rules.gives--
+				if q.doing == idle {
+					w.counts(q)
+				}
 				w.abort(r)
 				if q.rough = true; q.doing != concluding {
 					q.seq++
@@ -370,17 +399,17 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 		switch p.doing {
 		case idle:
 			switch {
-			case p.failed && p.told || w.rules.recovers && p.seq == 1 && !p.called:
+			case w.recovers(p):
 				try(say("calls Recover"), func(w *modelWorld) {
 					q := &w.ranks[r]
 					q.doing, q.called = recovering, true
 					w.inspect(r)
 					mine := q.standing()
 					mine.Calls = true
-					w.moves(r, mine, q.failed || q.broken || !q.m.Fresh(q.seq))
+					w.moves(r, mine, q.failed || !q.m.Fresh(q.seq))
 					w.advance(r)
 				})
-			case p.seq < w.rules.ops:
+			case w.more(p):
 				try(say("calls the next operation"), func(w *modelWorld) { w.call(r) })
 			}
 		case running:
@@ -402,6 +431,26 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 	}
 }
 
+// more reports whether the program of p has more operations to call.
+func (w *modelWorld) more(p *modelRank) bool {
+	if w.rules.aligned() {
+		return p.calls < w.rules.ops
+	}
+	return p.seq < w.rules.ops
+}
+
+// recovers reports whether the program of p calls Recover next.
+func (w *modelWorld) recovers(p *modelRank) bool {
+	return p.failed && p.told || w.rules.recovers && p.calls == 1 && !p.called || w.rules.each && p.erred
+}
+
+// counts counts an operation that the program of p calls.
+func (w *modelWorld) counts(p *modelRank) {
+	if w.rules.aligned() {
+		p.calls++
+	}
+}
+
 // gives reports whether rank r may give up.
 func (w *modelWorld) gives(r int) bool {
 	return w.rules.gives > 0 && (r == modelRanks-1 || !w.rules.one)
@@ -410,9 +459,10 @@ func (w *modelWorld) gives(r int) bool {
 // call begins the next operation.
 func (w *modelWorld) call(r int) {
 	p := &w.ranks[r]
+	w.counts(p)
 	switch {
 	case p.failed:
-		p.told = true
+		w.refuse(r)
 		return
 	case p.broken && !w.rules.goesOn, // the operation finds it
 		w.rules.report && p.m.Lost():
@@ -423,8 +473,33 @@ func (w *modelWorld) call(r int) {
 		return
 	}
 	p.doing = entering
-	w.moves(r, p.standing(), w.rules.goesOn && p.broken)
+	w.moves(r, p.standing(), w.rules.goesOn && p.broken || p.m.Awaited(p.seq))
 	w.advance(r)
+}
+
+// meets checks that no rank continues after an exchange in which all have called Recover before the
+// programs of the others have come to its call.
+func (w *modelWorld) meets(r int) {
+	p := &w.ranks[r]
+	for _, s := range p.m.got {
+		if !s.Calls || !w.rules.each || p.seq+1 < p.m.last.Start {
+			return
+		}
+	}
+	for _, s := range p.m.In().Members {
+		if q := &w.ranks[s]; q.alive && q.calls < p.calls {
+			panic(fmt.Sprintf("rank %d, after operation %d, continues with rank %d, which is after operation %d",
+				r, p.calls, s, q.calls))
+		}
+	}
+}
+
+// refuse ends an operation because the group has failed.
+func (w *modelWorld) refuse(r int) {
+	p := &w.ranks[r]
+	p.seq, p.told = p.seq+1, true
+	p.m.GiveUp(p.seq, w.rules.uniform)
+	w.end(r, 2)
 }
 
 // advance continues what rank r waits for between operations.
@@ -432,13 +507,20 @@ func (w *modelWorld) advance(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
 	case entering:
-		if !w.moves(r, p.standing(), w.rules.goesOn && p.broken && !p.m.Pending()) {
+		renew := w.rules.goesOn && p.broken && !p.m.Pending()
+		for w.moves(r, p.standing(), renew || p.m.Awaited(p.seq)) {
+			if !p.m.Awaited(p.seq) {
+				break
+			}
+			renew = false
+		}
+		if p.m.Pending() || p.m.Behind() || p.m.Due(false) {
 			return
 		}
 		o, _ := p.m.Outcome()
 		switch {
 		case p.failed:
-			p.told, p.doing = true, idle
+			w.refuse(r)
 		case p.seq+1 < o.Start: // skipped
 			p.seq++
 			w.end(r, -1)
@@ -451,6 +533,7 @@ func (w *modelWorld) advance(r int) {
 				}
 			}
 			w.channel(p.m.at).begun[r] = p.seq
+			w.place(p)
 		}
 	case concluding: // the exchange decides, also if another one is due
 		decided := func() bool { return p.entered && !p.m.Pending() }
@@ -460,6 +543,7 @@ func (w *modelWorld) advance(r int) {
 		o, _ := p.m.Outcome()
 		switch {
 		case p.has && p.seq <= o.Confirmed:
+			p.told = false
 			w.end(r, 1)
 		case p.seq < o.Start || p.failed:
 			p.told = p.failed
@@ -472,16 +556,63 @@ func (w *modelWorld) advance(r int) {
 		mine := p.standing()
 		mine.Calls = true
 		for w.moves(r, mine, false) {
-			o, failed := p.m.Outcome()
-			if !failed {
-				p.failed, p.told, p.doing = false, false, idle
-				p.seq = max(p.seq, min(o.Start-1, w.rules.ops))
-				w.answer(r)
-				return
+			if _, failed := p.m.Outcome(); !failed {
+				p.failed, mine.Failed = false, false
+				if p.m.Fresh(p.seq) {
+					p.told, p.erred, p.doing = false, false, idle
+					p.seq = p.m.Recovered(p.seq)
+					w.meets(r)
+					w.answer(r)
+					return
+				}
 			}
 			w.change(r, mine, true, false)
 		}
 	}
+}
+
+// lose has the ranks fail in the first operation, because of a fourth rank.
+func (w *modelWorld) lose() {
+	with := View{Epoch: 1, Members: []int{0, 1, 2, 3}}
+	w.view.Epoch = 2
+	for r := range w.ranks {
+		p := modelRank{alive: true, m: New(r, with), seq: 1, calls: 1, erred: true, rough: true}
+		p.ends[1], p.outcome[1] = 2, -1
+		p.m.See(w.view)
+		p.m.Enter(false, false, Standing{})
+		for s := range w.ranks {
+			p.m.Hear(s, Told{At: p.m.at})
+		}
+		w.ranks[r] = p
+	}
+}
+
+// apart reports whether an operation has ended well at one rank and with an error at another, after
+// which programs that call Recover after errors do not make the same calls. With rules.uniform only
+// a rank that gives up an operation which others have the result of can bring that about.
+func (w *modelWorld) apart() bool {
+	for k := range w.ranks[0].ends {
+		var has [3]bool
+		for r := range w.ranks {
+			has[w.ranks[r].ends[k]] = true
+		}
+		if w.rules.each && k > 0 && has[1] && has[2] {
+			return true
+		}
+	}
+	return false
+}
+
+// place notes with which number an operation of the program of p runs.
+func (w *modelWorld) place(p *modelRank) {
+	if !w.rules.aligned() {
+		return
+	}
+	if was := w.ran[p.calls]; was != 0 && was != p.seq {
+		panic(fmt.Sprintf("the programs' operation %d runs as number %d, and has run as number %d", p.calls, p.seq,
+			was))
+	}
+	w.ran[p.calls] = p.seq
 }
 
 // run is what can happen to the operation that runs at r.
@@ -519,7 +650,8 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 			q := &w.ranks[r]
 			q.rough = true
 			dead := func(s int) bool { return !w.ranks[s].alive }
-			if w.rules.recovers && w.rules.gives == 0 && !slices.ContainsFunc(q.m.In().Members, dead) {
+			if w.rules.recovers && !w.rules.goesOn && w.rules.gives == 0 &&
+				!slices.ContainsFunc(q.m.In().Members, dead) {
 				panic(fmt.Sprintf("operation %d fails at rank %d in a view whose members all live", k, r))
 			}
 			if w.rules.report {
@@ -578,6 +710,9 @@ func (e *explorer) visit(w *modelWorld) {
 	}
 	e.seen[key] = true
 	e.check(w)
+	if w.apart() {
+		return
+	}
 	moved := false
 	defer func() {
 		if r := recover(); r != nil {
@@ -593,29 +728,66 @@ func (e *explorer) visit(w *modelWorld) {
 		moved = true
 	})
 	if !moved {
-		e.ends++
-		for r := range w.ranks {
-			p := &w.ranks[r]
-			if e.calm && slices.Contains(p.outcome[1:w.rules.ops+1], -1) {
-				e.fail(w, "rank %d has an operation fail, without a reason", r)
+		e.end(w)
+	}
+}
+
+// walk takes steps by chance until there is none.
+func (e *explorer) walk(w *modelWorld, by *rand.Rand) {
+	defer func() {
+		if r := recover(); r != nil {
+			e.fail(w, "%v", r)
+		}
+	}()
+	for e.path = e.path[:0]; !w.apart(); {
+		e.check(w)
+		what, act, n := "", (func(w *modelWorld))(nil), 0
+		w.steps(func(s string, f func(w *modelWorld)) {
+			if n++; by.IntN(n) == 0 {
+				what, act = s, f
 			}
-			over := func(s int) bool { // its program has come to its end, and would not be told before its next call
-				q := &w.ranks[s]
-				return q.alive && q.doing == idle && q.seq >= w.rules.ops && !q.told
-			}
-			if p.alive && (p.doing != idle || p.seq < w.rules.ops) &&
-				!(p.doing == recovering && slices.ContainsFunc(p.m.Missing(), over)) {
-				e.fail(w, "rank %d waits for ever", r)
-			}
+		})
+		if act == nil {
+			e.end(w)
+			return
+		}
+		e.path = append(e.path, what)
+		act(w)
+	}
+}
+
+// end checks the state in which nothing happens any more.
+func (e *explorer) end(w *modelWorld) {
+	e.ends++
+	for r := range w.ranks {
+		p := &w.ranks[r]
+		if e.calm && slices.Contains(p.outcome[1:w.rules.ops+1], -1) {
+			e.fail(w, "rank %d has an operation fail, without a reason", r)
+		}
+		over := func(s int) bool { // its program has come to its end, and would not be told before its next call
+			q := &w.ranks[s]
+			return q.alive && q.doing == idle && !w.more(q) && !w.recovers(q)
+		}
+		if p.alive && (p.doing != idle || w.more(p)) &&
+			!(p.doing == recovering && slices.ContainsFunc(p.m.Missing(), over)) {
+			e.fail(w, "rank %d waits for ever", r)
 		}
 	}
+}
+
+// attempts bounds the exchanges in a view.
+func (rules modelRules) attempts() uint64 {
+	if rules.each {
+		return 12
+	}
+	return 4
 }
 
 func (e *explorer) check(w *modelWorld) {
 	quiet := !w.rules.batches
 	for r := range w.ranks {
 		p := &w.ranks[r]
-		if p.alive && p.m.at.Attempt > 4 {
+		if p.alive && p.m.at.Attempt > w.rules.attempts() {
 			e.fail(w, "rank %d is in attempt %d", r, p.m.at.Attempt)
 		}
 		quiet = quiet && (!p.alive || p.m.Now().Epoch == w.view.Epoch)
@@ -645,11 +817,20 @@ func (e *explorer) check(w *modelWorld) {
 	}
 }
 
-func (rules modelRules) explore(t *testing.T) (states int) {
+// start returns the first state.
+func (rules modelRules) start() *modelWorld {
 	w := &modelWorld{rules: rules, view: View{Epoch: 1, Members: []int{0, 1, 2}}, chans: map[Point]*channel{}}
 	for r := range w.ranks {
 		w.ranks[r] = modelRank{alive: true, m: New(r, w.view)}
 	}
+	if rules.lost {
+		w.lose()
+	}
+	return w
+}
+
+func (rules modelRules) explore(t *testing.T) (states int) {
+	w := rules.start()
 	e := &explorer{t: t, seed: maphash.MakeSeed(), seen: map[uint64]bool{}, calm: rules.deaths+rules.gives == 0}
 	e.visit(w)
 	if e.ends == 0 {
@@ -787,5 +968,54 @@ func TestStandingsOfManyMembers(t *testing.T) {
 			least, most = min(least, enter(few, passive)), min(most, enter(many, passive))
 		}
 		t.Logf("passive %v: %v with %d members, %v with %d", passive, least, few, most, many)
+	}
+}
+
+// What programs call after Recover has the same number at all ranks, however late one of them calls
+// it, and no call waits for ever.
+func TestRecoverEndsAlike(t *testing.T) {
+	for i, rules := range []modelRules{
+		{each: true, lost: true, deaths: 1},
+		{each: true, lost: true, goesOn: true, one: true, gives: 1, ops: 3},
+		{recovers: true, lost: true, goesOn: true, one: true, gives: 1, ops: 3},
+		{each: true, lost: true, gives: 1},
+		{recovers: true, goesOn: true, one: true, gives: 2},
+		{recovers: true, deaths: 2},
+	} {
+		if raceEnabled && i > 1 || testing.Short() && i > 3 || !*deep && i > 4 {
+			break
+		}
+		rules.uniform, rules.ops = true, max(rules.ops, modelOps)
+		rules.explore(t)
+	}
+}
+
+// The same with more failures and operations, where chance decides which states are visited.
+func TestRecoverEndsAlikeAfterSeveralFailures(t *testing.T) {
+	walks := 1000
+	switch {
+	case raceEnabled:
+		walks = 50
+	case *deep:
+		walks = 300_000
+	}
+	for _, rules := range []modelRules{
+		{each: true, lost: true, deaths: 1, uniform: true},
+		{each: true, lost: true, deaths: 1, uniform: true, goesOn: true},
+		{each: true, lost: true, uniform: true, goesOn: true},
+		{each: true, deaths: 1, uniform: true, retry: true},
+		{each: true, deaths: 1, uniform: true, report: true},
+		{recovers: true, lost: true, deaths: 1, uniform: true, goesOn: true},
+		{recovers: true, lost: true, deaths: 1, early: true, goesOn: true},
+		{recovers: true, deaths: 1, retry: true, goesOn: true},
+	} {
+		rules.gives, rules.ops = 3, manyOps
+		e := &explorer{t: t}
+		for n := range walks {
+			e.walk(rules.start(), rand.New(rand.NewPCG(1, uint64(n))))
+		}
+		if e.ends == 0 {
+			t.Errorf("%+v: nothing ends", rules)
+		}
 	}
 }

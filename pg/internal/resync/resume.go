@@ -25,6 +25,11 @@ type Standing struct {
 	Failed bool // the group has failed on this rank, and its program has to call Recover
 	Calls  bool // the program has called Recover
 
+	// Since is the operation that followed the program's latest Recover; 0: there was none. Stops
+	// are such operations of any ranks, as far as this one knows. Resume uses neither.
+	Since uint64
+	Stops Stops
+
 	// Last is the outcome of the last exchange that this rank completed, zero if there was none. It
 	// binds ranks that took part and did not complete it, because a rank that completed it may have
 	// continued since.
@@ -41,6 +46,10 @@ type Outcome struct {
 
 // after reports whether s knows the outcome of a later exchange than o.
 func (s Standing) after(o Standing) bool { return o.Last.At.Before(s.Last.At) }
+
+// past returns the last operation that cannot follow the call of Recover that the rank is in: its
+// program has called that operation before, or it followed an earlier Recover.
+func (s Standing) past() uint64 { return max(s.Next()-1, s.Since) }
 
 // Next is the earliest operation that the rank can still run.
 func (s Standing) Next() uint64 {

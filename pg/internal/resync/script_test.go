@@ -16,16 +16,17 @@ import (
 
 // verbs are the commands of scripts. Each has a file of its own, script_VERB_test.go.
 var verbs = map[string]func(s *script, args []string) error{
-	"aim":    (*script).aim,
-	"ask":    (*script).ask,
-	"enter":  (*script).enter,
-	"fresh":  (*script).fresh,
-	"hear":   (*script).hear,
-	"join":   (*script).join,
-	"kill":   (*script).kill,
-	"lose":   (*script).lose,
-	"settle": (*script).settle,
-	"view":   (*script).view,
+	"aim":     (*script).aim,
+	"ask":     (*script).ask,
+	"enter":   (*script).enter,
+	"fresh":   (*script).fresh,
+	"hear":    (*script).hear,
+	"join":    (*script).join,
+	"kill":    (*script).kill,
+	"lose":    (*script).lose,
+	"recover": (*script).recover,
+	"settle":  (*script).settle,
+	"view":    (*script).view,
 }
 
 // TestScripts runs the scripts of testdata. A script begins with
@@ -156,6 +157,9 @@ func standing(s Standing) string {
 	}
 	if s.Given > 0 {
 		words = append(words, fmt.Sprintf("given=%d", s.Given))
+	}
+	if s.Since > 0 {
+		words = append(words, fmt.Sprintf("since=%d", s.Since))
 	}
 	if s.Last.At != (Point{}) {
 		words = append(words, fmt.Sprintf("last=%v", s.Last.At))
