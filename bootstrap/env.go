@@ -181,12 +181,12 @@ var launchers = []launcher{
 
 // FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs
 // are the file of TUTTI_SECRET_FILE and, to name a job, the command lines of this process's
-// ancestors with MPICH's mpiexec and the namespace with Kubernetes. Of several launchers the first
-// complete one counts, in this order: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun
-// sets them; Open MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job.
-// An incomplete set is a *PlaceError that names what is missing, a contradiction one that names
-// both variables. Without any the process is rank 0 of 1; with a *PlaceError FromEnv returns that,
-// and the settings. No error contains a secret or a password.
+// ancestors with MPICH's mpiexec and the namespace of its pod in Kubernetes. Of several launchers
+// the first complete one counts, in this order: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as
+// torchrun sets them; Open MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes
+// indexed job. An incomplete set is a *PlaceError that names what is missing, a contradiction one
+// that names both variables. Without any the process is rank 0 of 1; with a *PlaceError FromEnv
+// returns that, and the settings. No error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
 	e := env{get: WithoutServices(getenv)}
 	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
@@ -353,7 +353,7 @@ func (e env) job(l *Launch, by *launcher) string {
 		if by.source == "openmpi" && key != "" {
 			v += "." + key
 		}
-		if by.source == "kubernetes" {
+		if by.source == "kubernetes" || by.source == "torchrun" {
 			v = inNamespace(v)
 		}
 		return v
@@ -378,7 +378,8 @@ func (e env) job(l *Launch, by *launcher) string {
 // none.
 var namespaceFile = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
-// inNamespace returns the name of a job of Kubernetes with its namespace, if that is known.
+// inNamespace returns a name that others of a namespace of Kubernetes do not have, with that
+// namespace, if this process is in a pod.
 func inNamespace(job string) string {
 	b, err := os.ReadFile(namespaceFile)
 	if ns := strings.TrimSpace(string(b)); err == nil && ns != "" {
@@ -388,11 +389,17 @@ func inNamespace(job string) string {
 }
 
 // meetingPoint returns a name for the meeting point of a launch, which is occupied while it runs.
+// In Kubernetes every namespace may have a host of a name with less than two dots (SERVICE or
+// POD.SERVICE); a pod takes such a name for one of its own namespace.
 func meetingPoint(host, port string) string {
 	name := host + "-" + port
-	if ip, err := netip.ParseAddr(host); err == nil && ip.IsLoopback() || strings.EqualFold(host, "localhost") {
+	ip, err := netip.ParseAddr(host)
+	switch {
+	case err == nil && ip.IsLoopback() || strings.EqualFold(host, "localhost"):
 		sum := sha256.Sum256([]byte(here()[2])) // of this network namespace of this machine
 		name += "-" + hex.EncodeToString(sum[:4])
+	case err != nil && strings.Count(host, ".") < 2:
+		name = inNamespace(name)
 	}
 	return name
 }
@@ -696,31 +703,57 @@ func duration(name, s string) (time.Duration, error) {
 	return d, nil
 }
 
+// trimLine returns s without the ends of lines after it. Files and Kubernetes have secrets with
+// one.
+func trimLine(s string) string { return strings.TrimRight(s, "\r\n") }
+
+// maxSecretFile bounds the size of a file with a secret in bytes.
 const maxSecretFile = 4096
 
-func (e env) secret() ([]byte, error) {
-	text, path := e.get("TUTTI_SECRET"), e.get("TUTTI_SECRET_FILE")
-	name := "TUTTI_SECRET"
+// ReadSecret reads the textual form of a secret, or of a client's credential, from a file, without
+// the ends of lines after it. The error names the file.
+func ReadSecret(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
+	if err != nil {
+		return "", err
+	}
+	if len(b) > maxSecretFile {
+		return "", fmt.Errorf("%s is longer than %d bytes", path, maxSecretFile)
+	}
+	return trimLine(string(b)), nil
+}
+
+// SecretFromEnv returns the textual form of the secret, or of a client's credential, that
+// TUTTI_SECRET or the file of TUTTI_SECRET_FILE holds, without the ends of lines after it. name is
+// the variable; "": none is set. The error names the variable.
+func SecretFromEnv(getenv func(string) string) (text, name string, err error) {
+	text, path := trimLine(getenv("TUTTI_SECRET")), getenv("TUTTI_SECRET_FILE")
 	switch {
 	case text != "" && path != "":
-		return nil, errors.New("environment: TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
-	case text == "" && path == "":
-		return nil, nil
-	case path != "":
-		f, err := os.Open(path)
+		return "", "", errors.New("TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
+	case text != "":
+		return text, "TUTTI_SECRET", nil
+	case path == "":
+		return "", "", nil
+	}
+	if text, err = ReadSecret(path); err != nil {
+		return "", "", fmt.Errorf("TUTTI_SECRET_FILE: %w", err)
+	}
+	return text, "TUTTI_SECRET_FILE", nil
+}
+
+func (e env) secret() ([]byte, error) {
+	text, name, err := SecretFromEnv(e.get)
+	if err != nil || name == "" {
 		if err != nil {
-			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE: %w", err)
+			err = fmt.Errorf("environment: %w", err)
 		}
-		defer f.Close()
-		b, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
-		if err != nil {
-			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE: %w", err)
-		}
-		if len(b) > maxSecretFile {
-			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE=%s is longer than %d bytes", clip(path),
-				maxSecretFile)
-		}
-		name, text = "TUTTI_SECRET_FILE", strings.TrimRight(string(b), "\r\n")
+		return nil, err
 	}
 	s, err := ParseSecret(text)
 	if err != nil {

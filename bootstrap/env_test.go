@@ -137,7 +137,8 @@ func TestLaunchersAreUnderstood(t *testing.T) {
 	}
 }
 
-// Jobs of one name in two namespaces of Kubernetes have different names here.
+// Jobs of one name in two namespaces of Kubernetes have different names here, whatever starts their
+// ranks.
 func TestKubernetesNamespaceIsInJob(t *testing.T) {
 	defer func(before string) { namespaceFile = before }(namespaceFile)
 	namespaceFile = filepath.Join(t.TempDir(), "namespace")
@@ -149,6 +150,16 @@ func TestKubernetesNamespaceIsInJob(t *testing.T) {
 		"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-3": "kubernetes-team-a.train-8",
 		"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4":                    "",
 		"PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=5":                      "pmi-5",
+
+		"RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=train":                              "torchrun-team-a.train",
+		"RANK=1 WORLD_SIZE=2 MASTER_ADDR=pt-master-0 MASTER_PORT=7":                  "torchrun-team-a.pt-master-0-7",
+		"RANK=1 WORLD_SIZE=2 MASTER_ADDR=w-0.pt MASTER_PORT=7":                       "torchrun-team-a.w-0.pt-7",
+		"RANK=1 WORLD_SIZE=2 MASTER_ADDR=w-0.pt.b.svc MASTER_PORT=7":                 "torchrun-w-0.pt.b.svc-7",
+		"RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=7":                     "torchrun-10.0.0.1-7",
+		"TUTTI_RANK=1 TUTTI_SIZE=2 MASTER_ADDR=head MASTER_PORT=7":                   "tutti-team-a.head-7",
+		"TUTTI_RANK=1 TUTTI_SIZE=2 MASTER_ADDR=head MASTER_PORT=7 TUTTI_JOB=j":       "j",
+		"RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none MASTER_ADDR=h MASTER_PORT=7":   "torchrun-team-a.h-7",
+		"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=n MASTER_ADDR=h MASTER_PORT=7": "kubernetes-team-a.h-7",
 	} {
 		if l, err := FromEnv(vars(env)); err != nil || l.Job != want {
 			t.Errorf("%s: job %q, %v, want %q", env, l.Job, err, want)
@@ -342,6 +353,36 @@ func TestVariablesSetLaunch(t *testing.T) {
 	}
 }
 
+// Kubernetes makes variables of secrets as they were stored, often with a newline.
+func TestSecretsEndInLines(t *testing.T) {
+	text := strings.Repeat("ab", 16)
+	want := bytes.Repeat([]byte{0xab}, 16)
+	file := filepath.Join(t.TempDir(), "secret")
+	for _, end := range []string{"", "\n", "\r\n", "\n\n"} {
+		if err := os.WriteFile(file, []byte(text+end), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		for name, value := range map[string]string{"TUTTI_SECRET": text + end, "TUTTI_SECRET_FILE": file} {
+			env := func(key string) string { return map[string]string{name: value}[key] }
+			if l, err := FromEnv(env); err != nil || !bytes.Equal(l.Secret, want) {
+				t.Errorf("%s, which ends in %q: %q, %v", name, end, l.Secret, err)
+			}
+			if got, from, err := SecretFromEnv(env); got != text || from != name || err != nil {
+				t.Errorf("%s, which ends in %q: %q of %s, %v", name, end, got, from, err)
+			}
+		}
+	}
+	if text, name, err := SecretFromEnv(vars("")); text != "" || name != "" || err != nil {
+		t.Errorf("without a secret: %q of %s, %v", text, name, err)
+	}
+	if err := os.WriteFile(file, make([]byte, maxSecretFile+1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ReadSecret(file); err == nil || !strings.Contains(err.Error(), file+" is longer than 4096 bytes") {
+		t.Errorf("a long file: %v", err)
+	}
+}
+
 func TestParseSecret(t *testing.T) {
 	for in, want := range map[string]string{
 		"sixteen letters!":                 "sixteen letters!",
@@ -471,6 +512,7 @@ func FuzzFromEnv(f *testing.F) {
 	f.Add("SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_NODEID=2 SLURM_TASKS_PER_NODE=2(x3),1 SLURM_NODELIST=a[1-2]b[3]", "")
 	f.Add("TUTTI_STORE=etcd://[::1]:2379 TUTTI_TIMEOUT=1e300 TUTTI_LEASE=9223372036 TUTTI_IFNAME=^a", "x")
 	f.Add("JOB_COMPLETION_INDEX=1 TUTTI_SIZE=2 JOB_NAME=\xff", "0011")
+	f.Add("RANK=3 WORLD_SIZE=4 MASTER_ADDR=a.b MASTER_PORT=1", "sixteen letters and more\r\n")
 	f.Fuzz(func(t *testing.T, env, secret string) {
 		get := vars(env)
 		l, err := FromEnv(func(k string) string {

@@ -40,6 +40,11 @@ const (
 	DefaultOpTimeout   = 3 * time.Second
 )
 
+// slowNames replaces DefaultDialTimeout if the store's name takes longer to resolve than an attempt
+// to connect lasts. DNS asks for each name of a search list in turn, and needs 5 s for each if its
+// first server is dead.
+const slowNames = 30 * time.Second
+
 // StorePurpose separates the proof of connections to the embedded store from other uses of the
 // job's secret: see trust.Client.
 const StorePurpose = "store"
@@ -83,16 +88,18 @@ type StoreConfig struct {
 	Secret   []byte      // the job's secret, needed for tutti:// addresses
 	Rank     int         // of this process; for the store's log only
 	Guest    uint64      // a Meeting's; 0: a store that is about to end takes the process in, too
-	User     string      // of a site's etcd; "": no user
-	Password string      // that user's
+	User     string      // of a site's etcd; "": no user; ends of lines after it do not count
+	Password string      // that user's, likewise
 	TLS      *tls.Config // for etcds://; nil: built from the three files, or the system's authorities
 	CA       string      // PEM files; "": none
 	Cert     string
 	Key      string
 	// LeaseTTL is how long the store takes this process to be alive when it is silent, in whole
 	// seconds, rounded up; default DefaultLeaseTTL. The store may grant more: see Store.TTL.
-	LeaseTTL    time.Duration
-	DialTimeout time.Duration // bounds DialStore in addition to its ctx; default DefaultDialTimeout
+	LeaseTTL time.Duration
+	// DialTimeout bounds DialStore in addition to its ctx; default DefaultDialTimeout, or 30 s if
+	// DNS is slow.
+	DialTimeout time.Duration
 	// OpTimeout bounds every operation except Wait and Watch, in addition to its ctx; default
 	// DefaultOpTimeout.
 	OpTimeout time.Duration
@@ -126,8 +133,8 @@ type etcdStore struct {
 // DialStore connects to an etcd store and takes a lease, which it keeps alive until Close, as it
 // does with the job's. It blocks until the store has granted the lease, or ctx or DialTimeout ends;
 // until then it retries a store that cannot be reached. The error names the endpoints. It wraps
-// ErrStoreAway if the store could not be reached or is about to end (ErrStoreEnds), and
-// trust.ErrAuth if the secret is not the store's.
+// ErrStoreAway if the store could not be reached or is about to end (ErrStoreEnds), ErrAuth if the
+// secret is not the store's, and ErrVersion if the process that serves it is of another build.
 func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	addr, err := ParseStore(cfg.Address)
 	if err != nil {
@@ -140,6 +147,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		return nil, fmt.Errorf("store %v: the job's secret is needed (TUTTI_SECRET), at least %d bytes", addr,
 			trust.MinSecret)
 	}
+	cfg.User, cfg.Password = trimLine(cfg.User), trimLine(cfg.Password)
 	if (cfg.User == "") != (cfg.Password == "") {
 		return nil, fmt.Errorf("store %v: a user and a password go together: set TUTTI_STORE_USER and "+
 			"TUTTI_STORE_PASSWORD, or neither", addr)
@@ -159,7 +167,11 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	dctx, cancel := context.WithTimeoutCause(ctx, dial, fmt.Errorf("no answer within %v", dial))
+	most := dial
+	if cfg.DialTimeout <= 0 {
+		most = slowNames
+	}
+	dctx, cancel := context.WithTimeoutCause(ctx, most, fmt.Errorf("no answer within %v", most))
 	defer cancel()
 	dctx, abort := context.WithCancelCause(dctx)
 	defer abort(nil)
@@ -174,7 +186,15 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	}
 	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, guest: cfg.Guest,
 		alone:   len(addr.Endpoints) == 1,
-		refused: func(err error) { abort(&refusal{err}) }}
+		refused: func(err error) { abort(&refusal{err}) },
+		made:    map[string]*connecting{}}
+	if most > dial {
+		defer time.AfterFunc(dial, func() {
+			if !d.slow.Load() {
+				abort(fmt.Errorf("no answer within %v", dial))
+			}
+		}).Stop()
+	}
 	conf := clientv3.Config{
 		Endpoints:            endpoints,
 		Username:             cfg.User,
@@ -202,6 +222,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}),
 		ended: make(chan struct{}), sharing: make(chan struct{}, 1)}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
+	d.life = s.ctx
 	// New checks the password before it returns, and only the client's own ctx ends it. So this ctx
 	// ends when dialling is given up.
 	conf.Context = s.ctx
@@ -224,8 +245,11 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 			return nil, fmt.Errorf("store %v: %w", addr, no.error)
 		}
 		text := s.reason(err)
-		if last := d.last.Load(); last != nil { // more specific than the timeout
+		if last := d.why(); last != nil { // more specific than the timeout
 			text = last.Error()
+		}
+		if d.slow.Load() {
+			dial = most
 		}
 		switch {
 		case ctx.Err() != nil:

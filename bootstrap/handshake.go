@@ -52,6 +52,9 @@ var ErrStale = trust.ErrStale
 // ErrAuth says that a peer, or the embedded store, does not know the job's secret.
 var ErrAuth = trust.ErrAuth
 
+// ErrVersion says that a peer, or the embedded store, is of another build, whose handshake differs.
+var ErrVersion = trust.ErrVersion
+
 // Endpoints holds a rank's transport descriptors by the transport's name. Each is opaque except to
 // that transport.
 type Endpoints map[string][]byte
@@ -190,8 +193,30 @@ type Server struct {
 	once  sync.Once
 
 	answering chan struct{} // held by the status request that is being answered
-	strangers atomic.Int64
+	refused   refusals
 }
+
+// Refused counts connections that a listener has refused. If ranks do not find each other, these
+// are likely reasons.
+type Refused struct {
+	Secret  int // they did not prove the job's secret
+	Version int // they were of another build, whose handshake differs
+}
+
+// refusals makes a Refused.
+type refusals struct{ secret, version atomic.Int64 }
+
+// note counts a connection that was refused with err.
+func (r *refusals) note(err error) {
+	switch {
+	case errors.Is(err, ErrAuth):
+		r.secret.Add(1)
+	case errors.Is(err, ErrVersion):
+		r.version.Add(1)
+	}
+}
+
+func (r *refusals) count() Refused { return Refused{int(r.secret.Load()), int(r.version.Load())} }
 
 // Serve opens the handshake endpoint. Before it returns, it has connected to the endpoint with this
 // incarnation. It blocks until ctx ends at the latest.
@@ -239,9 +264,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit,
 		Failing: trust.LogFailing(cfg.Logger, "handshake"),
 		Refused: func(c net.Conn, err error) {
-			if errors.Is(err, ErrAuth) {
-				s.strangers.Add(1)
-			}
+			s.refused.note(err)
 			note(c, err)
 		}})
 	s.g = grpc.NewServer(
@@ -278,9 +301,8 @@ func (c *ServerConfig) maxRequest() int {
 	return 64
 }
 
-// Strangers returns the number of connections that were refused because they did not prove the
-// job's secret. If ranks do not find each other, a wrong secret is a likely reason.
-func (s *Server) Strangers() int { return int(s.strangers.Load()) }
+// Refused counts the connections that the endpoint has refused.
+func (s *Server) Refused() Refused { return s.refused.count() }
 
 // pickyListener accepts only connections to some of this machine's addresses.
 type pickyListener struct {
@@ -400,17 +422,17 @@ const (
 	attemptStagger = 150 * time.Millisecond // before the next address is tried beside one that does not answer
 	firstPause     = 5 * time.Millisecond
 	longestPause   = 500 * time.Millisecond
-	authRounds     = 3 // a peer that ends briefly looks like one with another secret
+	authRounds     = 3 // another process may have the address of a peer that ends, for a moment
 )
 
 // Describe asks the rank that published to for its descriptors. It retries a peer that cannot be
 // reached until ctx ends, because it may be starting (but see ClientConfig.Started). An error that
 // wraps ErrStale says that another incarnation answers there, ErrAuth that the peer does not know
-// the job's secret, *SizeError that it has another job size, *TermsError that it has other Terms;
-// other errors name the peer and its addresses.
+// the job's secret, ErrVersion that it is of another build, *SizeError that it has another job
+// size, *TermsError that it has other Terms; other errors name the peer and its addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	name := to.name()
-	if err := c.cfg.Self.compare(&to); err != nil {
+	if err := c.cfg.Self.Compare(&to); err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
 	addrs := c.order(to)
@@ -432,7 +454,7 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 			last = err
 		}
 		var final *finalError
-		if errors.Is(err, ErrAuth) {
+		if errors.Is(err, ErrAuth) || errors.Is(err, ErrVersion) {
 			auth++
 		}
 		ended := c.cfg.Started && errors.As(err, new(*refusedError))
@@ -536,7 +558,7 @@ func weight(err error) int {
 	switch {
 	case errors.Is(err, ErrStale):
 		return 2
-	case errors.Is(err, ErrAuth):
+	case errors.Is(err, ErrAuth), errors.Is(err, ErrVersion):
 		return 1
 	}
 	return 0

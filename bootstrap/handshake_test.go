@@ -82,6 +82,9 @@ func TestDescribeRefusals(t *testing.T) {
 			_ *bootstrap.Record) {
 			c.Secret = []byte("a secret of another job")
 		}, bootstrap.ErrAuth, peer.Addrs[0]},
+		"another handshake": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) {
+			r.Addrs = []string{later(t, "127.0.0.1:0")}
+		}, bootstrap.ErrVersion, "the other end speaks tutti/Z"},
 		"an earlier life": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Incarnation++ },
 			bootstrap.ErrStale, "rank 1"},
 		"another rank": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Rank = 0 }, bootstrap.ErrStale,
@@ -104,6 +107,22 @@ func TestDescribeRefusals(t *testing.T) {
 			ctx.Err() != nil {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+	// What this rank refuses is counted, by its reason.
+	for _, said := range []string{"tutti/Z\n", "tutti/0\n"} {
+		c, err := net.Dial("tcp", peer.Addrs[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(patience))
+		io.WriteString(c, said)
+		if _, err := io.ReadAll(c); err != nil {
+			t.Error(err)
+		}
+	}
+	if r := srv.Refused(); r.Secret < 1 || r.Version != 1 {
+		t.Errorf("refused: %+v, want some of another secret, and 1 of another build", r)
 	}
 	// A peer that is not there is waited for until the deadline, and named.
 	srv.Close()

@@ -39,6 +39,35 @@ func startEtcd(t testing.TB) *embed.Server {
 	return s
 }
 
+// later is a process of a later build at an address, whose handshake has another version. It
+// returns the address.
+func later(t testing.TB, at string) string {
+	l, err := net.Listen("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				c.SetDeadline(time.Now().Add(patience))
+				io.ReadFull(c, make([]byte, 104)) // what this build sends first
+				c.Write([]byte("tutti/Z\r" + strings.Repeat("\x00", 32)))
+			})
+		}
+	})
+	t.Cleanup(func() {
+		l.Close()
+		wg.Wait()
+	})
+	return l.Addr().String()
+}
+
 // proxy stands between a client and a server; Freeze makes it a network that swallows everything.
 type proxy struct {
 	l      net.Listener

@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
@@ -24,6 +25,7 @@ import (
 	"tutti/bootstrap/internal/memkv"
 	"tutti/bootstrap/internal/pmi"
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/files"
 	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
@@ -94,6 +96,14 @@ func (m *Meeting) Refuse() {
 	}
 }
 
+// Refused counts the connections that the store has refused, if this process serves it.
+func (m *Meeting) Refused() Refused {
+	if m == nil || m.served == nil {
+		return Refused{}
+	}
+	return m.served.refused.count()
+}
+
 // Over reports whether a store that this process served is closed.
 func (m *Meeting) Over() bool { return m != nil && m.served != nil && m.over.Load() }
 
@@ -146,13 +156,18 @@ func (l *Launch) MeetsInPrivate() bool {
 // HowToMeet says what to set if Meets is false. A launcher without a key-value space that this
 // package supports does not tell the ranks of several hosts about each other.
 func (l *Launch) HowToMeet() string {
-	const set = "set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
 	if l.Source == "openmpi" || l.Source == "pmix" {
 		return "the launcher (PMIx) does not tell ranks of several hosts where to meet: start one tutti run on each, " +
-			"as mpirun --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM does, or " + set
+			"as mpirun --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM does, or " + setStore
 	}
-	return "start the ranks with tutti run, or " + set
+	return otherWays
 }
+
+// What to do if a launcher's variables do not suffice to meet.
+const (
+	setStore  = "set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
+	otherWays = "start the ranks with tutti run, or " + setStore
+)
 
 // Meet brings the processes of a launch without a configured store (Launch.Store) together. Rank 0
 // serves a store from its memory until Meeting.Close; the others return when they know its address.
@@ -397,9 +412,11 @@ const (
 // inviteHost sends text to all processes of this user on this host that ask, until stop.
 func inviteHost(ctx context.Context, name string, size int, meeting uint64, text []byte) (stop func(), err error) {
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", meetingSocket(name).Name)
-	if err != nil {
-		return nil, fmt.Errorf("another process of this user is rank 0 of launch %s on this host: set TUTTI_JOB to "+
-			"another name: %w", name, err)
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, taken(ctx, name, err)
+	case err != nil:
+		return nil, files.Explain(err)
 	}
 	h := &host{text: text, size: size, meeting: meeting, left: map[int]bool{}}
 	h.ctx, h.cancel = context.WithCancel(context.Background())
@@ -413,6 +430,23 @@ func inviteHost(ctx context.Context, name string, size int, meeting uint64, text
 		l.Close()
 		<-done
 	}, nil
+}
+
+// taken says who has the socket of a launch, which this process cannot get because of err.
+func taken(ctx context.Context, name string, err error) error {
+	ctx, cancel := context.WithTimeout(ctx, tellTime)
+	defer cancel()
+	c, derr := (&net.Dialer{}).DialContext(ctx, "unix", meetingSocket(name).Name)
+	if derr != nil {
+		return fmt.Errorf("launch %s on this host: its name belongs to a process that takes no connections (%w): %s",
+			name, derr, otherWays)
+	}
+	defer c.Close()
+	if err := peerUser(c.(*net.UnixConn)); err != nil {
+		return fmt.Errorf("launch %s on this host: %w", name, err)
+	}
+	return fmt.Errorf("another process of this user is rank 0 of launch %s on this host: set TUTTI_JOB to "+
+		"another name: %w", name, err)
 }
 
 // host is rank 0's side of inviteHost.
@@ -521,6 +555,7 @@ type servedStore struct {
 	kv      *memkv.Server
 	log     *slog.Logger
 	done    chan struct{}
+	refused refusals
 
 	mu     sync.Mutex
 	guests map[uint64]struct{} // that have been here; see StoreConfig
@@ -553,7 +588,7 @@ func (e *userError) Error() string {
 		return fmt.Sprintf("user %d, as which this process runs, stands for all users that its user namespace does "+
 			"not have, so that others cannot be told from it: run the ranks as another user, or with tutti run", e.uid)
 	}
-	return fmt.Sprintf("its name belongs to a process of user %d, not of user %d", e.uid, os.Getuid())
+	return fmt.Sprintf("its name belongs to a process of user %d, not of user %d: %s", e.uid, os.Getuid(), otherWays)
 }
 
 // peerUser returns an error unless the other end of a Unix socket is a process of this user: a
@@ -591,8 +626,12 @@ func serveStore(ctx context.Context, host, port string, secret []byte, log *slog
 			grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
 			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second,
 				PermitWithoutStream: true}))}
-	s.l = proof.Listen(l, proof.Config{Secret: secret, Purpose: StorePurpose, Refused: trust.LogRefused(log, "store"),
-		Failing: trust.LogFailing(log, "store"),
+	note := trust.LogRefused(log, "store")
+	s.l = proof.Listen(l, proof.Config{Secret: secret, Purpose: StorePurpose, Failing: trust.LogFailing(log, "store"),
+		Refused: func(c net.Conn, err error) {
+			s.refused.note(err)
+			note(c, err)
+		},
 		Admit: func(conn net.Conn, h trust.Hello) error {
 			if !StoreMeant(h, at, conn.LocalAddr()) {
 				return &trust.Refusal{Code: 1, Text: "the connection was meant for another store than " + at}

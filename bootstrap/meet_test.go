@@ -5,10 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os"
 	"reflect"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -214,6 +216,69 @@ func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
 	m.Close(ctx)
 }
 
+// Rank 0 says who has the name of its launch, and what else keeps it from having that.
+func TestNameOfLaunchIsTaken(t *testing.T) {
+	invite := func(name, what string) {
+		t.Helper()
+		stop, err := inviteHost(t.Context(), name, 2, 1, []byte("here"))
+		if err == nil {
+			stop()
+		}
+		if err == nil || !strings.Contains(err.Error(), what) {
+			t.Errorf("%v, want %q", err, what)
+		}
+	}
+	name := fresh(t)
+	stop, err := inviteHost(t.Context(), name, 2, 1, []byte("here"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	invite(name, "another process of this user is rank 0 of launch "+name)
+
+	// A process that does not listen may be of any user.
+	name = fresh(t) + "-2"
+	s, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err == nil {
+		defer unix.Close(s)
+		err = unix.Bind(s, &unix.SockaddrUnix{Name: meetingSocket(name).Name})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	invite(name, "launch "+name+" on this host: its name belongs to a process that takes no connections")
+
+	if os.Getuid() == 0 {
+		const other = 12345
+		name, as := fresh(t)+"-3", func(uid uintptr) { // this thread only
+			if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, ^uintptr(0), uid, ^uintptr(0)); errno != 0 {
+				t.Fatal(errno)
+			}
+		}
+		runtime.LockOSThread()
+		as(other)
+		l, err := net.Listen("unix", meetingSocket(name).Name)
+		as(0)
+		runtime.UnlockOSThread()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		invite(name, fmt.Sprintf("launch %s on this host: its name belongs to a process of user %d, not of user 0",
+			name, other))
+	}
+
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Setrlimit(unix.RLIMIT_NOFILE, &limit)
+	invite(fresh(t)+"-4", "RLIMIT_NOFILE")
+}
+
 // A process that asks while rank 0 of an earlier job of the launch ends asks again.
 func TestHearsAfterEmptyInvitation(t *testing.T) {
 	name := fresh(t)
@@ -367,6 +432,24 @@ func TestStoreThatEndsTakesInNoStrangers(t *testing.T) {
 			t.Fatalf("guest %x: %v", guest, err)
 		}
 		again.Close()
+	}
+	for _, said := range []string{"tutti/Z\n", "tutti/0\n", "junk"} { // of another build, and of strangers
+		c, err := net.Dial("tcp", strings.TrimPrefix(all[0].Store, "tutti://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.SetDeadline(time.Now().Add(meetPatience))
+		io.WriteString(c, said)
+		if _, err := io.ReadAll(c); err != nil {
+			t.Error(err)
+		}
+		c.Close()
+	}
+	if r := all[0].Refused(); r != (Refused{Secret: 2, Version: 1}) {
+		t.Errorf("rank 0 has refused %+v", r)
+	}
+	if r := all[1].Refused(); r != (Refused{}) {
+		t.Errorf("rank 1, which serves no store, has refused %+v", r)
 	}
 	s.Close()
 	all[0].Close(ctx)

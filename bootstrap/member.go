@@ -48,7 +48,7 @@ func (r *reason) Unwrap() error { return r.is }
 // PeerError says which member prevented a Formation, by its rank there.
 type PeerError struct {
 	Rank int
-	Err  error // wraps ErrUsed or ErrGone
+	Err  error // wraps ErrUsed, ErrGone or ErrVersion
 }
 
 func (e *PeerError) Error() string { return fmt.Sprintf("rank %d: %v", e.Rank, e.Err) }
@@ -521,7 +521,7 @@ func (f *Formation) ask(ctx context.Context, rank int) ([]byte, error) {
 			err = fmt.Errorf("%s says that the lists of handles differ, and sent an equal one", to.MemberName())
 		}
 		f.m.mu.Unlock()
-	case errors.Is(err, ErrUsed), errors.Is(err, ErrGone):
+	case errors.Is(err, ErrUsed), errors.Is(err, ErrGone), errors.Is(err, ErrVersion):
 		err = &PeerError{Rank: rank, Err: fmt.Errorf("%s: %w", to.MemberName(), err)}
 	case f.Err() != nil:
 		return nil, f.Err()
@@ -559,6 +559,10 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest, 
 		case errors.Is(err, ErrAuth):
 			if auth++; auth == authRounds {
 				return nil, &reason{"another process has its address: " + err.Error(), ErrGone}
+			}
+		case errors.Is(err, ErrVersion):
+			if auth++; auth == authRounds {
+				return nil, err
 			}
 		case errors.Is(err, errNotYet): // its answer took long enough
 			note(nil)

@@ -146,6 +146,11 @@ func TestFormationFailures(t *testing.T) {
 			f.End(f.Formed())
 			return nil
 		}, bootstrap.ErrUsed, nil, "rank 1"},
+		"another build": {func(t *testing.T, a, b *bootstrap.Member) chan error {
+			b.Close()
+			later(t, b.Self().Addrs[0])
+			return nil
+		}, bootstrap.ErrVersion, nil, "tutti/Z"},
 		"other order": {func(t *testing.T, a, b *bootstrap.Member) chan error {
 			_, failed := begin(t, b, "u", b, a)
 			return failed

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"tutti/internal/ident"
+	"tutti/internal/plain"
 )
 
 // Record is what a rank publishes about itself in the store.
@@ -27,6 +28,7 @@ type Record struct {
 	Host        string   // host name, for display
 	Machine     string   // equal for processes under one kernel
 	Network     string   // network namespace: equal for processes that share loopback
+	Processes   string   // PID namespace: equal for processes of a machine that share PIDs; "" if unknown
 	PID         int
 	Terms       Terms
 }
@@ -83,6 +85,7 @@ type recordJSON struct {
 	Host        string   `json:"host"`
 	Machine     string   `json:"machine"`
 	Network     string   `json:"network"`
+	Processes   string   `json:"processes,omitempty"`
 	PID         int      `json:"pid"`
 	Terms
 }
@@ -93,7 +96,7 @@ func (r Record) Encode() ([]byte, error) {
 		return nil, err
 	}
 	b, err := json.Marshal(recordJSON{r.Rank, r.Size, fmt.Sprintf("%016x", r.Incarnation), r.Addrs, r.Host, r.Machine,
-		r.Network, r.PID, r.Terms})
+		r.Network, r.Processes, r.PID, r.Terms})
 	if err == nil && len(b) > maxRecord {
 		err = fmt.Errorf("record of rank %d: %d bytes, at most %d", r.Rank, len(b), maxRecord)
 	}
@@ -114,7 +117,7 @@ func DecodeRecord(b []byte) (Record, error) {
 	if err != nil {
 		return Record{}, fmt.Errorf("record: incarnation %q: expected hexadecimal digits", clip(j.Incarnation))
 	}
-	r := Record{j.Rank, j.Size, inc, j.Addrs, j.Host, j.Machine, j.Network, j.PID, j.Terms}
+	r := Record{j.Rank, j.Size, inc, j.Addrs, j.Host, j.Machine, j.Network, j.Processes, j.PID, j.Terms}
 	return r, r.check()
 }
 
@@ -135,12 +138,12 @@ func (r *Record) check() error {
 			return fmt.Errorf("record of rank %d: address %q: expected IP:PORT", r.Rank, clip(a))
 		}
 	}
-	texts := []string{r.Host, r.Machine, r.Network, r.Terms.Version}
+	texts := []string{r.Host, r.Machine, r.Network, r.Processes, r.Terms.Version}
 	for name, value := range r.Terms.Settings {
 		texts = append(texts, name, value)
 	}
 	for _, s := range texts {
-		if len(s) > maxName || strings.ContainsFunc(s, func(c rune) bool { return c < ' ' || c == 0x7f }) {
+		if len(s) > maxName || strings.ContainsFunc(s, plain.Controls) {
 			return fmt.Errorf("record of rank %d: %q: expected at most %d printable bytes", r.Rank, clip(s), maxName)
 		}
 	}
@@ -155,18 +158,28 @@ func (r *Record) holder() string {
 // name describes the rank of r.
 func (r *Record) name() string { return fmt.Sprintf("rank %d (%s)", r.Rank, r.holder()) }
 
-// NewRecord returns a record with what a process knows of itself: host, machine, network and pid.
+// NewRecord returns a record with what a process knows of itself: host, machine, network, PID
+// namespace and PID.
 func NewRecord(rank, size int, incarnation uint64, addrs []string) Record {
 	p := here()
 	return Record{Rank: rank, Size: size, Incarnation: incarnation, Addrs: addrs, Host: p[0], Machine: p[1],
-		Network: p[2], PID: os.Getpid()}
+		Network: p[2], Processes: processes(), PID: os.Getpid()}
 }
+
+// processes returns the PID namespace of this process.
+var processes = sync.OnceValue(func() string {
+	ns, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil || len(ns) > maxName {
+		return ""
+	}
+	return ns
+})
 
 // here returns host name, machine and network of this process. The machine is its kernel's boot id,
 // which containers share; a network is a network namespace.
 var here = sync.OnceValue(func() [3]string {
 	host, err := os.Hostname()
-	if err != nil || len(host) > maxName {
+	if host = plain.Text(host); err != nil || len(host) > maxName {
 		host = "unknown"
 	}
 	place, err := ident.Here()
@@ -253,8 +266,14 @@ func takeSlot(ctx context.Context, s Store, r Record, value []byte, dead func(co
 		}
 		holder, err := DecodeRecord(c.Current)
 		if err != nil {
-			return fmt.Errorf("rank %d is taken by something that is no rank of this library: key %s: %w", r.Rank, key,
-				err)
+			switch gone, err2 := outlast(ctx, s, key, c.Current, Record{}, nil); {
+			case err2 != nil:
+				return err2
+			case gone:
+				continue
+			}
+			return fmt.Errorf("rank %d is taken by something that is no rank of this build of the library: key %s: %w",
+				r.Rank, key, err)
 		}
 		// The key is under an earlier lease, and would go with it, or an earlier attempt succeeded
 		// without an answer.
@@ -351,7 +370,7 @@ func agree(ctx context.Context, s Store, r Record, key string, own []byte,
 func (r *Record) differing(records map[string][]byte) (key string, other Record, why error) {
 	for key, b := range records {
 		if o, err := DecodeRecord(b); err == nil {
-			if err := r.compare(&o); err != nil {
+			if err := r.Compare(&o); err != nil {
 				return key, o, err
 			}
 		}
@@ -359,8 +378,8 @@ func (r *Record) differing(records map[string][]byte) (key string, other Record,
 	return "", Record{}, nil
 }
 
-// compare returns why the ranks of r and o cannot be in one job, or nil.
-func (r *Record) compare(o *Record) error {
+// Compare returns a *SizeError or a *TermsError if the ranks of r and o cannot be in one job.
+func (r *Record) Compare(o *Record) error {
 	if r.Size != o.Size {
 		return &SizeError{Own: r.Size, Job: o.Size}
 	}

@@ -8,8 +8,11 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http/httptrace"
 	"os"
 	"strings"
+	"sync"
+	"time"
 
 	"go.uber.org/atomic"
 	"google.golang.org/grpc/credentials"
@@ -53,6 +56,7 @@ func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
 // dialer makes the connections to the store, proves the secret to an embedded store, and records
 // why connections fail, which gRPC hides behind its retries.
 type dialer struct {
+	life    context.Context // ends with the handle
 	via     dial.Func
 	secret  []byte
 	prove   bool
@@ -61,13 +65,17 @@ type dialer struct {
 	alone   bool         // the store has only one endpoint
 	refused func(error)  // called with a refusal that further attempts cannot change
 	last    atomic.Error // the error of the latest attempt; nil: connected
+	slow    atomic.Bool  // an attempt has ended before its host name was resolved
+
+	mu   sync.Mutex
+	made map[string]*connecting // by address
 }
 
 // refusal is an error that the store returned, or that this end found in a wrong store.
 type refusal struct{ error }
 
 func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
-	conn, err := d.via.Dial(ctx, &net.Dialer{}, dial.Store, addr)
+	conn, err := d.connect(ctx, addr)
 	if err == nil && d.prove {
 		h := StoreHello(d.rank, addr, conn.RemoteAddr())
 		h.FromIncarnation = d.guest
@@ -77,19 +85,122 @@ func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 			switch {
 			case errors.As(err, &no) && no.Code == codeEnds:
 				d.refused(ErrStoreEnds)
-			case no != nil || errors.Is(err, trust.ErrAuth):
+			case no != nil || errors.Is(err, trust.ErrAuth) || errors.Is(err, trust.ErrVersion):
 				d.refused(err)
 			}
 		}
 	}
 	if err != nil {
-		if ctx.Err() == nil {
+		if ctx.Err() == nil && d.life.Err() == nil {
 			d.last.Store(err)
 		}
 		return nil, err
 	}
 	d.last.Store(nil)
 	return conn, nil
+}
+
+// connecting is a connection that is being made. It outlives an attempt that ends while a host name
+// is being resolved, since DNS may ask its second server after more time than an attempt has. The
+// next attempt waits for it.
+type connecting struct {
+	ctx  context.Context
+	stop context.CancelFunc
+	done chan connected
+
+	mu    sync.Mutex
+	host  string    // the name that is being resolved; "": none
+	since time.Time // when that began
+}
+
+// connected is the result of connecting.
+type connected struct {
+	conn net.Conn
+	err  error
+}
+
+// connect returns a connection to addr. It begins to make one, unless an earlier attempt has.
+func (d *dialer) connect(ctx context.Context, addr string) (net.Conn, error) {
+	d.mu.Lock()
+	c := d.made[addr]
+	if c == nil {
+		c = d.begin(addr)
+		d.made[addr] = c
+	}
+	d.mu.Unlock()
+	var r connected
+	select {
+	case r = <-c.done:
+	case <-c.ctx.Done():
+		return nil, context.Cause(c.ctx)
+	case <-ctx.Done():
+		if err := c.unresolved(); err != nil {
+			d.slow.Store(true)
+			return nil, err
+		}
+		r.err = context.Cause(ctx)
+	}
+	d.mu.Lock()
+	if d.made[addr] == c {
+		delete(d.made, addr)
+	}
+	d.mu.Unlock()
+	c.stop()
+	return r.conn, r.err
+}
+
+// begin makes a connection to addr in the background, until the handle ends.
+func (d *dialer) begin(addr string) *connecting {
+	c := &connecting{done: make(chan connected)}
+	c.ctx, c.stop = context.WithCancel(d.life)
+	ctx := httptrace.WithClientTrace(c.ctx, &httptrace.ClientTrace{
+		DNSStart: func(i httptrace.DNSStartInfo) { c.resolves(i.Host) },
+		DNSDone: func(httptrace.DNSDoneInfo) {
+			if c.ctx.Err() == nil {
+				c.resolves("")
+			}
+		}})
+	go func() {
+		conn, err := d.via.Dial(ctx, &net.Dialer{}, dial.Store, addr)
+		select {
+		case c.done <- connected{conn, err}:
+		case <-c.ctx.Done():
+			if err == nil {
+				conn.Close()
+			}
+		}
+	}()
+	return c
+}
+
+// resolves notes that a name is being resolved from now on; "": none.
+func (c *connecting) resolves(host string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.host, c.since = host, time.Now()
+}
+
+// unresolved returns an error if a name is being resolved, or was when the handle ended.
+func (c *connecting) unresolved() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.host == "" {
+		return nil
+	}
+	return fmt.Errorf("the host name %s has not been resolved yet: DNS has not answered for %v", c.host,
+		time.Since(c.since).Round(time.Millisecond))
+}
+
+// why returns the most specific reason why there is no connection, nil if none is known.
+func (d *dialer) why() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range d.made {
+		if err := c.unresolved(); err != nil {
+			return err
+		}
+	}
+	return d.last.Load()
 }
 
 // watchedTLS are TLS credentials that report certificate errors to the dialer, of either side.

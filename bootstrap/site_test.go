@@ -97,6 +97,16 @@ func TestSiteRefusals(t *testing.T) {
 	}
 }
 
+// Kubernetes makes variables of secrets as they were stored, often with a newline.
+func TestSiteUserEndsInLine(t *testing.T) {
+	cfg := siteConfig(sitetest.Start(t, sitetest.Config{Users: true}))
+	cfg.User, cfg.Password = cfg.User+"\n", cfg.Password+"\r\n"
+	s := dial(t, nil, cfg)
+	if err := s.Put(t.Context(), "k", []byte("v"), true); err != nil {
+		t.Error(err)
+	}
+}
+
 // An expired certificate of the store's is found out, and that it is the store's.
 func TestSiteExpired(t *testing.T) {
 	s := sitetest.Start(t, sitetest.Config{TLS: true, Expired: true})

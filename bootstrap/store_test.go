@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"tutti/bootstrap"
@@ -820,6 +821,11 @@ func TestDialStoreFailures(t *testing.T) {
 			c.Secret, c.DialTimeout = []byte("quite another secret"), 0
 			return c
 		}(), trust.ErrAuth, real},
+		{"another build", func() bootstrap.StoreConfig {
+			c := cfg("tutti://" + later(t, "127.0.0.1:0"))
+			c.DialTimeout = 0
+			return c
+		}(), trust.ErrVersion, "the other end speaks tutti/Z"},
 		{"no secret", bootstrap.StoreConfig{Address: e.Address(), Job: "j"}, nil, "secret is needed"},
 		{"bad job", bootstrap.StoreConfig{Address: e.Address(), Job: "a/b", Secret: secret}, nil, "a/b"},
 		{"bad address", bootstrap.StoreConfig{Address: "zk://x", Job: "j"}, nil, "zk://x"},
@@ -1182,6 +1188,28 @@ func TestRegisterTerms(t *testing.T) {
 	leaves := &leaver{odd, func() { second.Close() }}
 	if err := bootstrap.Register(ctx, leaves, rec(2, "1", "ring"), nil); err != nil {
 		t.Errorf("while the others end: %v", err)
+	}
+}
+
+// A record that cannot be read, as one of another build, is waited for like any other.
+func TestRegisterOutlastsUnreadableRecord(t *testing.T) {
+	for _, leaves := range []bool{true, false} {
+		synctest.Test(t, func(t *testing.T) {
+			m := storetest.NewMemory()
+			first, s := m.Open(), m.Open()
+			defer s.Close()
+			if err := first.Put(t.Context(), bootstrap.RankKey(0), []byte("other"), true); err != nil {
+				t.Fatal(err)
+			}
+			if leaves {
+				time.AfterFunc(s.TTL(), func() { m.Expire(first) })
+			}
+			err := bootstrap.Register(t.Context(), s, bootstrap.NewRecord(0, 2, 7, nil), nil)
+			if (err == nil) != leaves || err != nil && !strings.Contains(err.Error(), "key ranks/0") {
+				t.Errorf("leaves %v: %v", leaves, err)
+			}
+			first.Close()
+		})
 	}
 }
 

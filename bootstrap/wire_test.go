@@ -148,7 +148,9 @@ func FuzzDecodeRecord(f *testing.F) {
 	f.Add([]byte(`{"rank":-1,"size":2,"incarnation":"1"}`))
 	f.Add([]byte(`{"rank":0,"size":1,"incarnation":"0"}`))
 	f.Add([]byte(`{"rank":0,"size":1,"incarnation":"1","addrs":["0.0.0.0:1"]}`))
+	f.Add([]byte(`{"rank":0,"size":1,"incarnation":"1","processes":"pid:[4026531836]\u001b"}`))
 	f.Add([]byte(`[[[[[[`))
+	f.Add([]byte(`{"rank":0,"size":1,"incarnation":"1","host":"\u009b","settings":{"\u202e":"\u2028"}}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		r, err := DecodeRecord(b)
 		if err != nil {
@@ -166,7 +168,7 @@ func FuzzDecodeRecord(f *testing.F) {
 
 func TestDecodeRecord(t *testing.T) {
 	good := map[string]any{"rank": 1, "size": 2, "incarnation": "ff", "addrs": []string{"10.0.0.1:5"}, "host": "h",
-		"machine": "m", "network": "n", "pid": 7, "later": true}
+		"machine": "m", "network": "n", "processes": "p", "pid": 7, "later": true}
 	check := func(what string, change func(m map[string]any)) error {
 		m := maps.Clone(good)
 		change(m)
@@ -192,6 +194,9 @@ func TestDecodeRecord(t *testing.T) {
 		"%eth0":         {"addrs", []string{"[fe80::1%eth0]:1"}},
 		"17 addresses":  {"addrs", strings.Split(strings.Repeat("10.0.0.1:5,", 16)+"10.0.0.1:5", ",")},
 		"printable":     {"host", "a\nb"},
+		`pid:[1]\r`:     {"processes", "pid:[1]\r"},
+		`\u202e`:        {"host", "a\u202eb"},
+		`\u009b`:        {"version", "a\u009bb"},
 		"255":           {"host", strings.Repeat("h", 256)},
 		"pid -1":        {"pid", -1},
 		"4096":          {"later", strings.Repeat("h", 5000)},

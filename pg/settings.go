@@ -186,7 +186,9 @@ func (s *settings) session() (*join.Settings, error) {
 	if s.guest != 0 {
 		js.Ends = bootstrap.StoreEnds
 	}
-	js.Serves = s.meeting != nil && s.Rank == 0
+	if js.Serves = s.meeting != nil && s.Rank == 0; js.Serves {
+		js.Refused = s.meeting.Refused
+	}
 	if s.MaxSize == 1 {
 		return js, nil
 	}
@@ -279,12 +281,22 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 	// for a window counts as lost.
 	o.PeerTimeout, o.IdleTimeout = max(s.Window, time.Second), idleTimeout
 	o.Dial, o.Devices, o.Logger = s.Dialer, s.Devices, s.Logger
+	asked := s.kinds
+	if s.Transport == registry.Auto { // also those that do not work, to say so
+		asked = registry.Kinds()
+	}
 	var all []p2p.Transport
-	for _, k := range s.kinds {
+	var none error
+	for _, k := range asked {
 		switch err := k.Works(o); {
 		case errors.Is(err, registry.ErrSettings):
 			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
-		case err != nil && len(s.kinds) > 1:
+		case err != nil && len(asked) > 1:
+			if k.Reach == registry.Machine && o.LocalRanks > 1 {
+				s.Logger.Warn("transport "+k.Name+" does not work here: ranks of this machine use another one",
+					"err", err, "advice", k.Advice)
+			}
+			none = errors.Join(none, fmt.Errorf("config: transport %s: %w", k.Name, err))
 			continue
 		}
 		t, err := k.New(o)
@@ -292,6 +304,9 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
 		}
 		all = append(all, t)
+	}
+	if len(all) == 0 {
+		return nil, none
 	}
 	return all, nil
 }

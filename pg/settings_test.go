@@ -144,6 +144,55 @@ func TestTransportThatIsAskedFor(t *testing.T) {
 	}
 }
 
+// A rank that cannot share memory with the ranks of its machine says so, and uses another
+// transport.
+func TestTransportOfTheMachineThatDoesNotWork(t *testing.T) {
+	const want = "transport mine does not work here"
+	broken := errors.New("forbidden")
+	for _, c := range []struct {
+		reach     registry.Reach
+		transport string
+		size      int
+		said      int
+	}{
+		{registry.Machine, "auto", 2, 1}, {registry.Machine, "mine,tcp", 2, 1}, {registry.Machine, "tcp", 2, 0},
+		{registry.Machine, "auto", 1, 0}, {registry.Network, "auto", 2, 0},
+	} {
+		remove := registry.Add(registry.Kind{Name: "mine", Reach: c.reach, Advice: "what to do",
+			Works: func(registry.Options) error { return broken }})
+		var log bytes.Buffer
+		s, err := Config{Size: c.size, Transport: c.transport,
+			Logger: slog.New(slog.NewTextHandler(&log, nil))}.resolve(func(string) string { return "" })
+		if err != nil {
+			t.Fatal(err)
+		}
+		all, err := s.transports()
+		for _, tr := range all {
+			err = errors.Join(err, tr.Close())
+		}
+		if err != nil || len(all) == 0 {
+			t.Errorf("%+v: %v, %v", c, all, err)
+		}
+		for _, text := range []string{want, "what to do", "forbidden"} {
+			if got := strings.Count(log.String(), text); got != c.said {
+				t.Errorf("%+v: %q is said %d times: %s", c, text, got, &log)
+			}
+		}
+		remove()
+	}
+	for _, name := range []string{"mine", "other"} {
+		defer registry.Add(registry.Kind{Name: name, Works: func(registry.Options) error { return broken }})()
+	}
+	s, err := Config{Size: 2, Transport: "mine,other"}.resolve(func(string) string { return "" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.transports(); !errors.Is(err, broken) ||
+		!strings.Contains(err.Error(), "transport other: forbidden") {
+		t.Errorf("none works: %v", err)
+	}
+}
+
 // A program may wipe its key after Join: later links prove the job's.
 func TestSecretIsCopied(t *testing.T) {
 	key := []byte("a secret of this test alone")

@@ -153,6 +153,36 @@ func TestSecret(t *testing.T) {
 	}
 }
 
+func TestSecretText(t *testing.T) {
+	const text = "sixteen letters!"
+	dir := t.TempDir()
+	file := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	good, zero := file("good", text+"\r\n"), file("zero", text+"\x00")
+	for _, c := range []struct{ flag, secret, secretFile, name, err string }{
+		{"", text + "\n", "", "TUTTI_SECRET", ""},
+		{"", "", good, "TUTTI_SECRET_FILE", ""},
+		{good, "another one", zero, "--secret-file", ""},
+		{zero, "", "", "", "--secret-file: the file has a zero byte"},
+		{"", "", zero, "", "TUTTI_SECRET_FILE: the file has a zero byte"},
+		{"", text, good, "", "both set"},
+		{dir, "", "", "", "--secret-file: read " + dir},
+	} {
+		got, name, err := secretText(c.flag, func(name string) string {
+			return map[string]string{"TUTTI_SECRET": c.secret, "TUTTI_SECRET_FILE": c.secretFile}[name]
+		})
+		if c.err == "" && (got != text || name != c.name || err != nil) ||
+			c.err != "" && (err == nil || !strings.Contains(err.Error(), c.err)) {
+			t.Errorf("%+v: %q of %s, %v", c, got, name, err)
+		}
+	}
+}
+
 func TestSecretOfClient(t *testing.T) {
 	s := newStage(t)
 	secret := bootstrap.NewSecret()

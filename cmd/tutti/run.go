@@ -2,9 +2,7 @@ package main
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -299,7 +297,7 @@ func (f *runFlags) binding(getenv func(string) string) (launch.Binding, error) {
 // secret reads the job's secret; "" if there is none.
 func (f *runFlags) secret(getenv func(string) string) (string, error) {
 	text, name, err := secretText(f.secretFile, getenv)
-	if err != nil || text == "" && name == "" {
+	if err != nil || name == "" {
 		return "", err
 	}
 	if _, err := bootstrap.ParseSecret(text); err != nil {
@@ -311,31 +309,15 @@ func (f *runFlags) secret(getenv func(string) string) (string, error) {
 // secretText reads what may be a secret, or a client's credential, from the file or as the
 // environment says. name says where it was; "": nowhere.
 func secretText(file string, getenv func(string) string) (text, name string, err error) {
-	text, name, path := getenv("TUTTI_SECRET"), "TUTTI_SECRET", getenv("TUTTI_SECRET_FILE")
-	switch {
-	case file != "":
-		path, name = file, "--secret-file"
-	case text != "" && path != "":
-		return "", "", errors.New("TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
-	case text == "" && path == "":
-		return "", "", nil
-	case path != "":
-		name = "TUTTI_SECRET_FILE"
+	if file == "" {
+		text, name, err = bootstrap.SecretFromEnv(getenv)
+	} else if text, err = bootstrap.ReadSecret(file); err != nil {
+		err = fmt.Errorf("--secret-file: %w", err)
+	} else {
+		name = "--secret-file"
 	}
-	if path == "" {
-		return text, name, nil
+	if err == nil && strings.ContainsRune(text, 0) { // the ranks get it in a variable
+		err = fmt.Errorf("%s: the file has a zero byte, expected text", name)
 	}
-	f, err := os.Open(path)
-	if err != nil {
-		return "", "", fmt.Errorf("%s: %w", name, err)
-	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, 4097))
-	if err != nil {
-		return "", "", fmt.Errorf("%s: %w", name, err)
-	}
-	if len(b) > 4096 || strings.ContainsRune(string(b), 0) {
-		return "", "", fmt.Errorf("%s %s: expected up to 4096 bytes of text", name, path)
-	}
-	return strings.TrimRight(string(b), "\r\n"), name, nil
+	return text, name, err
 }

@@ -43,7 +43,9 @@ class Client:
         wrong = Error("not authenticated: this is no endpoint, or one with another secret than this client")
         said = name.ljust(32, b"\0") + secrets.token_bytes(32)
         self.sock.sendall(b"tutti/3\n" + said + mac(b"open"))
-        if self.take(8) != b"tutti/3\r" or (nonce := self.take(32)) == bytes(32):
+        if re.fullmatch(rb"tutti/[124-9A-Z]\r", magic := self.take(8)):
+            raise Error(f"the endpoint speaks {magic[:7].decode()}, and this client tutti/3")
+        if magic != b"tutti/3\r" or (nonce := self.take(32)) == bytes(32):
             raise wrong
         hello = struct.pack("<IIQQQ", 0, 0, identity, 0, 1)
         said += nonce + hello

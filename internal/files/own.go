@@ -13,7 +13,8 @@ import (
 // Directory makes dir if it does not exist, and checks that it is safe to keep files in it: if
 // others may write to it, it must be one like /tmp, where they cannot replace files of others, and
 // belong to this user or root, or to one that this process's user namespace does not have, as the
-// root of a container's host. It must not be a symbolic link of another user.
+// root of a container's host. It must not be a symbolic link of another user. Directory does not
+// look at the directories above it: who may write to these may exchange it.
 func Directory(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -32,8 +33,8 @@ func Directory(dir string) error {
 	case !info.IsDir():
 		return &os.PathError{Op: "open", Path: dir, Err: syscall.ENOTDIR}
 	case info.Mode().Perm()&0o002 != 0 && info.Mode()&fs.ModeSticky == 0:
-		return fmt.Errorf("every user may replace files in %s (mode %v): give a directory of your own, or take "+
-			"that right away (chmod o-w)",
+		return fmt.Errorf("every user may replace files in %s (mode %v): give a directory of your own, take that "+
+			"right away (chmod o-w) or set the sticky bit (chmod +t)",
 			dir, info.Mode())
 	case info.Mode().Perm()&0o002 != 0 && !trusted(info) && !foreign(info):
 		return fmt.Errorf("%s belongs to another user, who may replace files in it: give a directory of your own", dir)

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -69,7 +68,7 @@ type Kind struct {
 var (
 	mu   sync.Mutex
 	rows = []Kind{ // in order of preference
-		{Name: "shm", Reach: Machine, Maps: true, Works: linux,
+		{Name: "shm", Reach: Machine, Maps: true, Works: func(Options) error { return shm.Check() },
 			Advice: "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use " +
 				"--transport tcp)",
 			New: func(o Options) (p2p.Transport, error) {
@@ -156,13 +155,6 @@ func nodes() []int {
 		return nil
 	}
 	return cpus.Nodes(machine)
-}
-
-func linux(Options) error {
-	if runtime.GOOS != "linux" {
-		return errors.New("this system is not Linux")
-	}
-	return nil
 }
 
 // checked are the results of rdmaWorks, by the settings.

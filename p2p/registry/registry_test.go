@@ -6,13 +6,18 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/internal/ports"
 	"tutti/p2p"
+	"tutti/p2p/linktest"
 	"tutti/rdma"
 	"tutti/rdma/soft"
 )
@@ -107,6 +112,44 @@ func TestFindKeepsOrder(t *testing.T) {
 		if k, err := Find(text, Options{}); !errors.Is(err, ErrUnknown) || !strings.Contains(fmt.Sprint(err), Names()) {
 			t.Errorf("%q: %v, %v", text, k, err)
 		}
+	}
+}
+
+// A machine that forbids shared memory to its ranks has the other transports.
+func TestSharedMemoryIsForbidden(t *testing.T) {
+	const inside = "REGISTRY_TEST_FORBIDDEN"
+	if os.Getenv(inside) == "" {
+		c := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.v")
+		c.Env = append(os.Environ(), inside+"=1")
+		if out, err := c.CombinedOutput(); err != nil {
+			t.Errorf("%v\n%s", err, out)
+		}
+		return
+	}
+	if err := linktest.Forbid(unix.SYS_MEMFD_CREATE); err != nil {
+		t.Skip("no filters of calls here: ", err)
+	}
+	names := func(kinds []Kind, err error) (names []string) {
+		if err != nil {
+			t.Error(err)
+		}
+		for _, k := range kinds {
+			names = append(names, k.Name)
+		}
+		return names
+	}
+	if got := names(Find(Auto, Options{})); slices.Contains(got, "shm") || !slices.Contains(got, "tcp") {
+		t.Errorf("auto stands for %v", got)
+	}
+	if got := names(Find("shm", Options{})); !slices.Equal(got, []string{"shm"}) {
+		t.Errorf("shm stands for %v", got)
+	}
+	if got := Best(Kinds(), Options{}).Name; got == "shm" {
+		t.Errorf("%s works best", got)
+	}
+	const want = "shm: memfd_create: operation not permitted"
+	if err := kindOf(t, "shm").Works(Options{}); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("%v, want %s", err, want)
 	}
 }
 

@@ -3,10 +3,8 @@ package shm
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"os"
 	"os/exec"
-	"runtime"
 	"syscall"
 	"testing"
 	"unsafe"
@@ -19,8 +17,9 @@ import (
 
 func init() {
 	for role, f := range map[string]func() error{
-		"plain": nil, "plain behind a filter": forbidReading,
-		"plain as nobody": func() error { return syscall.Setuid(65534) },
+		"plain":                 nil,
+		"plain behind a filter": func() error { return linktest.Forbid(unix.SYS_PROCESS_VM_READV) },
+		"plain as nobody":       func() error { return syscall.Setuid(65534) },
 	} {
 		roles[role] = plain
 		before[role] = func() error {
@@ -78,27 +77,6 @@ func attested(e *linktest.End) {
 	if m, _ := linktest.Map(e, 12345); m != nil {
 		panic("a region that does not exist")
 	}
-}
-
-// forbidReading makes the system refuse process_vm_readv to this process, with EPERM.
-func forbidReading() error {
-	filter := []unix.SockFilter{
-		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // the number of the call
-		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jf: 1, K: unix.SYS_PROCESS_VM_READV},
-		{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ERRNO | uint32(unix.EPERM)},
-		{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ALLOW},
-	}
-	prog := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
-	runtime.LockOSThread() // the filter makes the other threads like this one
-	defer runtime.UnlockOSThread()
-	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
-		return fmt.Errorf("no new privileges: %w", err)
-	}
-	if _, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC,
-		uintptr(unsafe.Pointer(&prog))); errno != 0 {
-		return fmt.Errorf("seccomp: %w", errno)
-	}
-	return nil
 }
 
 // shares returns the address of the child's memory, and whether this process can read it.

@@ -19,6 +19,7 @@ import (
 	"pgregory.net/rapid"
 
 	"tutti/collectives"
+	"tutti/internal/plain"
 	"tutti/internal/proctest"
 	"tutti/kernels"
 )
@@ -803,12 +804,82 @@ func TestParseOthers(t *testing.T) {
 	}
 }
 
+// A snapshot that would take much memory is refused before it does; that of a large job is not.
+func TestParseBounds(t *testing.T) {
+	with := func(fields string) []byte { return []byte(`{"version":1,"size":1,` + fields + `}`) }
+	list := func(field, element string, n int) []byte {
+		return with(`"` + field + `":[` + strings.Repeat(element+",", n-1) + element + "]")
+	}
+	for name, b := range map[string][]byte{
+		"objects": list("groups", "{}", maxObjects),
+		"nulls":   list("operations", "null", maxObjects),
+		"numbers": with(`"view":{"active":[` + strings.Repeat("0,", maxValues) + "0]}"),
+		"keys":    with(`"failures":{` + strings.Repeat(`"a":1,`, maxValues) + `"a":1}`),
+	} {
+		if s, err := Parse(b); err == nil || !strings.Contains(err.Error(), "at most") {
+			t.Errorf("%s: %v, %v", name, s != nil, err)
+		}
+	}
+	text := strings.Repeat(`{[n,\"`, maxValues)
+	if s, err := Parse(with(`"reason":"` + text + `","groups":[{},null]`)); err != nil || len(s.Groups) != 2 ||
+		s.Reason != strings.ReplaceAll(text, `\"`, `"`) {
+		t.Errorf("what is in a text counts: %v", err)
+	}
+	const ranks = 8192
+	large := Snapshot{Version: Version, Size: ranks, Groups: make([]Group, 16)}
+	for r := range ranks {
+		large.View.Active = append(large.View.Active, r)
+		large.Links = append(large.Links, Link{Rank: r, Transport: "tcp", Error: "gone"})
+		large.Groups[0].Peers = append(large.Groups[0].Peers, Peer{Rank: r, Seen: "allreduce #1", Number: 1,
+			Waits: "x"})
+	}
+	for range Records {
+		large.Operations = append(large.Operations, Operation{Call: "allreduce #1", DType: "float32", Awaited: new(int),
+			Ended: new(time.Time), WaitsFor: []int{1, 2, 3}})
+	}
+	b, err := large.JSON(true)
+	if err == nil {
+		_, err = Parse(b)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// The texts of a snapshot do not control a terminal, whether they come from JSON or from a
+// recorder's file.
+func TestTextsArePlain(t *testing.T) {
+	r, err := Open(t.TempDir(), Identity{Job: "a\u009b31mX\xff", Rank: 0, Size: 1, Incarnation: 7,
+		Host: "h\x1b\u202ex"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close(false)
+	s, err := ReadFile(r.Path())
+	if err != nil || s.Job != "a 31mX\ufffd" || s.Host != "h  x" {
+		t.Errorf("%+v, %v", s, err)
+	}
+	s, err = Parse([]byte(`{"version":1,"size":1,"job":"a\u009b31mX","host":"h\u001b\u202ex","totals":{"\u009b":{}},` +
+		`"failures":{"\u202e":1,"lost":2},"links":[{"error":"\u2028"}],"endpoints":[{"name":"\u009b","id":"\u202e",` +
+		`"done":{"\u009b":{}},"pending":{"\u009b":1},"failed":{"\u009b":1,"late":1}}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := s.JSON(false)
+	if err != nil || strings.ContainsFunc(string(b), plain.Controls) || s.Job != "a 31mX" || s.Failures["lost"] != 2 ||
+		s.Endpoints[0].Failed["late"] != 1 {
+		t.Errorf("%+q, %v", b, err)
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"version":1,"rank":1,"size":4,"groups":[{"id":1,"running":{"number":3,"waits_for":[0,1,7,-1]}}],` +
 		`"messages":[{"kind":"recv","waits_for":[0]}],"links":[{"rank":9}]}`))
 	f.Add([]byte(`{"version":1,"size":4,"others":[{"job":"a\n","groups":[{"id":1,"running":{"number":3,` +
 		`"waits_for":[0,-1]}},{"id":1}],"messages":[{"kind":"send\n","call":"\n","waits_for":[0]}]},` +
 		`{"job":"b","silent":true}]}`))
+	f.Add([]byte(`{"version":1,"size":1,"job":"\u009b","failures":{"\u202e":1},"endpoints":[{"modes":{"\n":1}}]}`))
+	f.Add([]byte(`{"version":1,"size":1,"groups":[` + strings.Repeat("null,", maxObjects) + `{}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s, err := Parse(b)
 		if err != nil {
@@ -818,7 +889,7 @@ func FuzzParse(f *testing.F) {
 		ranks := []Rank{{Rank: s.Rank, Presence: Present, Snapshot: s},
 			{Rank: (s.Rank + 1) % s.Size, Presence: Present, Snapshot: &other}}
 		for _, x := range Diagnose(ranks) {
-			if strings.ContainsFunc(x.Text, func(r rune) bool { return r < ' ' }) {
+			if strings.ContainsFunc(x.Text, plain.Controls) {
 				t.Errorf("%q", x.Text)
 			}
 		}

@@ -7,16 +7,17 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 	"unsafe"
 
 	"tutti/collectives"
 	"tutti/endpoint/stats"
 	"tutti/internal/files"
+	"tutti/internal/plain"
 )
 
 // Version is the version of Snapshot's JSON.
@@ -303,17 +304,9 @@ func Decode(b []byte) (*Image, error) {
 // Snapshot returns the snapshot of a file's image. It has no links, and only those fields of the
 // groups that follow from the operations.
 func (im *Image) Snapshot() *Snapshot {
-	clean := func(b []byte) string {
-		return strings.Map(func(r rune) rune {
-			if r < ' ' || r == 0x7f || r == 0xfffd {
-				return '?'
-			}
-			return r
-		}, string(b))
-	}
-	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size),
+	s := &Snapshot{Job: plain.Text(string(im.Job[:im.JobLen])), Rank: int(im.Rank), Size: int(im.Size),
 		Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
-		Host: clean(im.Host[:im.HostLen]), Reason: FromFile}
+		Host: plain.Text(string(im.Host[:im.HostLen])), Reason: FromFile}
 	im.Fill(s)
 	for i := range s.Operations {
 		s.View.Epoch = max(s.View.Epoch, s.Operations[i].Epoch)
@@ -372,16 +365,57 @@ func ReadFile(path string) (*Snapshot, error) {
 	return im.Snapshot(), nil
 }
 
-// Parse reads a snapshot from untrusted JSON. It checks everything that Diagnose relies on. Unknown
-// fields are ignored.
+// Limits of a snapshot for Parse, which bound the memory that its JSON becomes.
+const (
+	maxObjects = 1 << 16
+	maxValues  = 1 << 18
+)
+
+// tooMuch returns an error if JSON stands for more than Parse takes. An element of a list that is
+// null counts as an object, since it takes as much memory.
+func tooMuch(b []byte) error {
+	objects, values, quoted := 0, 0, false
+	for i := 0; i < len(b); i++ {
+		switch c := b[i]; {
+		case c == '"':
+			quoted = !quoted
+		case quoted && c == '\\':
+			i++
+		case quoted:
+		case c == '{' || c == 'n':
+			objects++
+			values++
+		case c == ',' || c == '[':
+			values++
+		}
+	}
+	if objects > maxObjects || values > maxValues {
+		return fmt.Errorf("no snapshot: %d objects and %d values, at most %d and %d", objects, values, maxObjects,
+			maxValues)
+	}
+	return nil
+}
+
+// ErrVersion says that a snapshot is of a version that this build cannot read.
+var ErrVersion = errors.New("snapshot of another version")
+
+// Parse reads a snapshot from untrusted JSON. It checks everything that Diagnose relies on, and
+// limits the memory that it takes. Unknown fields are ignored.
 func Parse(b []byte) (*Snapshot, error) {
+	if err := tooMuch(b); err != nil {
+		return nil, err
+	}
 	var s Snapshot
 	if err := json.Unmarshal(b, &s); err != nil {
-		return nil, fmt.Errorf("no snapshot: %w", err)
+		var head struct{ Version int } // the rest may be of another one
+		if json.Unmarshal(b, &head) != nil || head.Version == Version {
+			return nil, fmt.Errorf("no snapshot: %w", err)
+		}
+		s.Version = head.Version
 	}
 	switch {
 	case s.Version != Version:
-		return nil, fmt.Errorf("snapshot of version %d, expected %d", s.Version, Version)
+		return nil, fmt.Errorf("%w: %d, expected %d: use the tutti of the job's build", ErrVersion, s.Version, Version)
 	case s.Size < 1 || s.Rank < 0 || s.Rank >= s.Size:
 		return nil, fmt.Errorf("snapshot of rank %d of %d", s.Rank, s.Size)
 	}
@@ -399,16 +433,9 @@ func (s *Snapshot) Other() Other {
 	return o
 }
 
-// tidy removes unprintable characters from the texts.
+// tidy makes the texts plain.
 func (s *Snapshot) tidy() {
-	clean := func(t *string) {
-		*t = strings.Map(func(r rune) rune {
-			if r < ' ' || r >= 0x7f && r < 0xa0 {
-				return ' '
-			}
-			return r
-		}, *t)
-	}
+	clean := func(t *string) { *t = plain.Text(*t) }
 	op := func(o *Operation) {
 		if o != nil {
 			for _, t := range []*string{&o.Call, &o.Kind, &o.DType, &o.Reduction, &o.Algorithm, &o.Outcome,
@@ -449,6 +476,26 @@ func (s *Snapshot) tidy() {
 		clean(&s.Links[i].Error)
 		clean(&s.Links[i].Transport)
 	}
+	tidyKeys(s.Totals)
+	tidyKeys(s.Failures)
+	for i := range s.Endpoints {
+		e := &s.Endpoints[i]
+		clean(&e.Name)
+		clean(&e.ID)
+		for _, counts := range []map[string]stats.Count{e.Done, e.Served, e.Direct} {
+			tidyKeys(counts)
+		}
+		for _, numbers := range []map[string]int{e.Pending, e.Modes, e.Paths} {
+			tidyKeys(numbers)
+		}
+		tidyKeys(e.Failed)
+		tidyKeys(e.Refused)
+	}
+}
+
+// tidyKeys removes the entries whose keys are not plain.
+func tidyKeys[T any](m map[string]T) {
+	maps.DeleteFunc(m, func(k string, _ T) bool { return k != plain.Text(k) })
 }
 
 // JSON returns the snapshot as JSON, indented if indent is set.

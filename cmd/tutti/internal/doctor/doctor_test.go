@@ -270,21 +270,57 @@ func TestRDMADevice(t *testing.T) {
 	}
 }
 
-// TestTransportThatDoesNotWork: it is no fault, unless the settings ask for it.
+// TestTransportThatDoesNotWork: it is no fault, unless the settings ask for it, or every machine
+// should have it.
 func TestTransportThatDoesNotWork(t *testing.T) {
 	for _, c := range []struct {
+		reach registry.Reach
 		vars  []string
 		state State
-	}{{nil, Missing}, {[]string{"TUTTI_RDMA_DEVICES=mlx5_9"}, Broken}} {
-		k := registry.Kind{Name: "mine", Advice: "use another one", Works: func(o registry.Options) error {
-			if o.RDMADevices == "" {
-				return errors.New("no device")
-			}
-			return fmt.Errorf("%w: no device", registry.ErrSettings)
-		}}
+	}{
+		{registry.Network, nil, Missing},
+		{registry.Network, []string{"TUTTI_RDMA_DEVICES=mlx5_9"}, Broken},
+		{registry.Machine, nil, Warning},
+	} {
+		k := registry.Kind{Name: "mine", Reach: c.reach, Advice: "use another one",
+			Works: func(o registry.Options) error {
+				if o.RDMADevices == "" {
+					return errors.New("no device")
+				}
+				return fmt.Errorf("%w: no device", registry.ErrSettings)
+			}}
 		if o := probe(k)(t.Context(), machine(t, nil, c.vars...)); o.state != c.state ||
-			!strings.Contains(o.detail, "no device") || (o.advice != "") != (c.state == Broken) {
+			!strings.Contains(o.detail, "no device") || (o.advice != "") != (c.state != Missing) {
 			t.Errorf("%q: %+v, want %s", c.vars, o, c.state)
+		}
+	}
+}
+
+// TestSecretIsExposed: what the group of a file may do counts if the user can change it.
+func TestSecretIsExposed(t *testing.T) {
+	for _, c := range []struct {
+		mode        uint32
+		mine, fixed bool
+		advice      string
+	}{
+		{0o600, true, false, ""}, {0o400, false, true, ""},
+		{0o640, true, false, "chmod 600 /s"}, {0o440, true, true, ""}, {0o440, false, true, ""},
+		{0o640, false, false, ""}, {0o644, true, false, "chmod 600 /s"}, {0o644, false, false, "chmod 600 /s"},
+		{0o604, true, false, "chmod 600 /s"}, {0o444, false, true, "mount /s with mode 0400"},
+		{0o644, true, true, "mount /s with mode 0400"},
+	} {
+		if got := exposure("/s", c.mode, c.mine, c.fixed); (got == "") != (c.advice == "") ||
+			!strings.Contains(got, c.advice) {
+			t.Errorf("%+v: %q", c, got)
+		}
+	}
+	path := filepath.Join(t.TempDir(), "secret")
+	for mode, want := range map[os.FileMode]State{0o600: Found, 0o640: Warning, 0o604: Warning} {
+		if err := errors.Join(os.WriteFile(path, []byte("sixteen letters!"), mode), os.Chmod(path, mode)); err != nil {
+			t.Fatal(err)
+		}
+		if o := variables(t.Context(), machine(t, nil, "TUTTI_SECRET_FILE="+path)); o.state != want {
+			t.Errorf("mode %o: %+v, want %s", mode, o, want)
 		}
 	}
 }

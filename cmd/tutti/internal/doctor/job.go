@@ -13,6 +13,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
 	"tutti/device/cuda"
@@ -229,9 +231,28 @@ func variables(_ context.Context, h *Host) outcome {
 		return warn(detail, "TUTTI_STORE_CA has no effect: TUTTI_STORE is no etcds:// address")
 	}
 	if path := h.Getenv("TUTTI_SECRET_FILE"); path != "" {
-		if i, err := os.Stat(path); err == nil && i.Mode()&0o077 != 0 {
-			return warn(detail, fmt.Sprintf("others may read the secret: chmod 600 %s", path))
+		var file unix.Stat_t
+		var fs unix.Statfs_t
+		if unix.Stat(path, &file) == nil && unix.Statfs(path, &fs) == nil {
+			advice := exposure(path, file.Mode, int(file.Uid) == os.Geteuid(), fs.Flags&unix.ST_RDONLY != 0)
+			if advice != "" {
+				return warn(detail, advice)
+			}
 		}
 	}
 	return found(detail)
+}
+
+// exposure returns what to do about a secret's file that others may read, "" if they may not. mine:
+// it belongs to this user; fixed: its file system is mounted read-only. The group of a file that
+// this user cannot change may be there for this user, as in a volume of Kubernetes with fsGroup.
+func exposure(path string, mode uint32, mine, fixed bool) string {
+	switch {
+	case mode&0o007 != 0 && fixed:
+		return fmt.Sprintf("others may read the secret: mount %s with mode 0400 (defaultMode of a volume in "+
+			"Kubernetes)", path)
+	case mode&0o007 != 0, mode&0o070 != 0 && mine && !fixed:
+		return "others may read the secret: chmod 600 " + path
+	}
+	return ""
 }

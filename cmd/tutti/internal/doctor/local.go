@@ -28,6 +28,8 @@ func probe(k registry.Kind) func(context.Context, *Host) outcome {
 	return func(ctx context.Context, h *Host) outcome {
 		if err := k.Works(rdmaOptions(h)); errors.Is(err, registry.ErrSettings) {
 			return broken(err.Error(), k.Advice)
+		} else if err != nil && k.Reach == registry.Machine { // every machine should have it
+			return warn(err.Error(), k.Advice)
 		} else if err != nil {
 			return missing(err.Error(), "")
 		}

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -46,8 +47,21 @@ func (l *launcher) foreign(s *flight.Snapshot) bool {
 	return s.Job != l.Job && slices.ContainsFunc(Jobs(), func(r Running) bool { return r.Job == s.Job })
 }
 
-// written reports whether a process that runs here may still write a flight record.
-func written(s *flight.Snapshot) bool {
+// written reports whether a process may still write the flight record in a file. The kernel grants
+// a lease for reading only if no process has the file open or mapped for writing, which may be one
+// of another PID namespace. Where there are no leases, the process's PID has to do.
+func written(path string, s *flight.Snapshot) bool {
+	f, err := files.Read(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close() // ends the lease
+	switch _, err = unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_RDLCK); {
+	case err == nil:
+		return false
+	case errors.Is(err, unix.EAGAIN):
+		return true
+	}
 	host, _ := os.Hostname()
 	return s.Host == host && unix.Kill(s.PID, 0) != unix.ESRCH
 }
@@ -83,7 +97,7 @@ func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how strin
 	for _, path := range flightFiles(dir, rank, suffix) {
 		s, err := flight.ReadFile(path)
 		// A program may name the job of its groups.
-		if err == nil && s.Job != l.Job && s.PID != pid && (l.foreign(s) || written(s)) {
+		if err == nil && s.Job != l.Job && s.PID != pid && (l.foreign(s) || written(path, s)) {
 			continue
 		}
 		if err == nil && code != 0 {

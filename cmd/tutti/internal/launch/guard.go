@@ -75,6 +75,7 @@ type Guard struct {
 	events chan Event
 	mu     sync.Mutex    // one message at a time
 	temp   *lockdir.Held // the temporary directory, in use until this process ends
+	stop   func()        // ends the wait for orphans; nil: there is none
 }
 
 // IsGuard reports whether this process was started as a guard; main must then call GuardMain before
@@ -112,7 +113,38 @@ func NewGuard() (*Guard, error) {
 	}
 	g := &Guard{conn: conn, proc: p, events: make(chan Event)}
 	go g.listen()
+	if os.Getpid() == 1 {
+		g.adopt()
+	}
 	return g, nil
+}
+
+// adopt begins to wait for the children of this process but the guard, until stop. The first
+// process of a PID namespace inherits all orphans there, those of commands in a container (kubectl
+// exec, probes) among them, and they stay as zombies until it waits for them.
+func (g *Guard) adopt() {
+	chld, end, ended := make(chan os.Signal, 1), make(chan struct{}), make(chan struct{})
+	signal.Notify(chld, syscall.SIGCHLD)
+	go func() {
+		defer close(ended)
+		for {
+			for _, pid := range children() {
+				if pid != g.proc.Pid {
+					syscall.Wait4(pid, nil, syscall.WNOHANG, nil)
+				}
+			}
+			select {
+			case <-chld:
+			case <-end:
+				return
+			}
+		}
+	}()
+	g.stop = func() {
+		signal.Stop(chld)
+		close(end)
+		<-ended
+	}
 }
 
 // Events returns the events of the processes. They are kept until they are taken, so that the other
@@ -203,6 +235,9 @@ func (g *Guard) tell(o order, files ...int) error {
 func (g *Guard) Close() error {
 	g.conn.CloseWrite()
 	state, err := g.proc.Wait()
+	if g.stop != nil {
+		g.stop()
+	}
 	g.conn.Close()
 	if err == nil && state.Success() {
 		return nil

@@ -25,6 +25,13 @@ func TestMain(m *testing.M) {
 	if os.Getenv(onTerminal) != "" {
 		os.Exit(openInRank())
 	}
+	if os.Getenv(asFirst) != "" {
+		if err := orphans(); err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
 	os.Exit(m.Run())
 }
 
@@ -129,6 +136,68 @@ func TestRanksHaveNoTerminal(t *testing.T) {
 	err = cmd.Run()
 	if code := cmd.ProcessState.ExitCode(); code < 1 || code > 2 {
 		t.Errorf("the process that opens the terminal ends with %d (%v), want an error of the shell", code, err)
+	}
+}
+
+// asFirst is set for this binary when it is the first process of a PID namespace, and runs orphans.
+const asFirst = "LAUNCH_TEST_FIRST"
+
+// orphans has the first process of a PID namespace inherit an orphan, and wait for it beside its
+// guard.
+func orphans() error {
+	if err := errors.Join(unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""),
+		unix.Mount("proc", "/proc", "proc", 0, "")); err != nil {
+		return fmt.Errorf("mount /proc: %w", err)
+	}
+	g, err := NewGuard()
+	if err != nil {
+		return err
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	// This test waits neither for the shell nor for what that leaves behind, which prints its PID.
+	if _, err := os.StartProcess("/bin/sh", []string{"sh", "-c", "sh -c 'echo $$' &"},
+		&os.ProcAttr{Files: []*os.File{nil, w, os.Stderr}}); err != nil {
+		return err
+	}
+	w.Close()
+	var orphan int
+	if _, err := fmt.Fscan(r, &orphan); err != nil {
+		return fmt.Errorf("read the orphan's PID: %w", err)
+	}
+	for end := time.Now().Add(patience); len(children()) > 1; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			return fmt.Errorf("the children stay: %v; the orphan is %d, the guard %d", children(), orphan, g.proc.Pid)
+		}
+	}
+	if left := children(); len(left) != 1 || left[0] != g.proc.Pid {
+		return fmt.Errorf("the children are %v, want the guard, %d", left, g.proc.Pid)
+	}
+	go func() {
+		for range g.Events() {
+		}
+	}()
+	return g.Close()
+}
+
+// TestFirstProcessWaitsForOrphans: nothing else does in a PID namespace, such as a container's.
+func TestFirstProcessWaitsForOrphans(t *testing.T) {
+	cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
+	cmd.Env = append(os.Environ(), asFirst+"=1")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID | unix.CLONE_NEWNS}
+	if uid := os.Geteuid(); uid != 0 {
+		cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWUSER
+		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: uid, Size: 1}}
+		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getegid(), Size: 1}}
+	}
+	out, err := cmd.CombinedOutput()
+	if errors.Is(err, unix.EPERM) || strings.HasPrefix(string(out), "mount ") {
+		t.Skipf("no namespaces here: %v; %s", err, out)
+	}
+	if err != nil || len(out) > 0 {
+		t.Errorf("%v; %s", err, out)
 	}
 }
 

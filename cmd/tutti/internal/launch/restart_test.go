@@ -315,8 +315,7 @@ func TestViews(t *testing.T) {
 	}
 	register(t, lives, 0, 10, nil)
 	register(t, lives, 1, 11, func(r *bootstrap.Record) { r.Machine = "another" })
-	// Its process numbers mean nothing here.
-	register(t, lives, 2, 12, func(r *bootstrap.Record) { r.Host = "a-container-here" })
+	register(t, lives, 2, 12, func(r *bootstrap.Record) { r.Processes = "pid:[1]" })
 	register(t, lives, 3, 13, func(r *bootstrap.Record) { r.PID = dead })
 	setView(t, lives, membership.First([]uint64{10, 11, 12, 13}))
 	in := map[int]entry{}
@@ -343,6 +342,24 @@ func TestViews(t *testing.T) {
 		lives.Close()
 		get(t, "the end of the group", v.gone)
 	}
+}
+
+// TestNumbersOfOtherNamespaces: containers of one machine may have the same host name, or several,
+// and each has PIDs of its own.
+func TestNumbersOfOtherNamespaces(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	s := m.Open()
+	defer s.Close()
+	v := watchViews(t, s)
+	register(t, s, 0, 10, func(r *bootstrap.Record) { r.Processes = "pid:[1]" })
+	register(t, s, 1, 11, func(r *bootstrap.Record) { r.Processes = "" }) // an older build
+	register(t, s, 2, 12, func(r *bootstrap.Record) { r.Host = "another name" })
+	setView(t, s, membership.First([]uint64{10, 11, 12}))
+	if e := get(t, "who is in", v.in); e.slot != 2 {
+		t.Errorf("%+v", e)
+	}
+	get(t, "the end of the entries", v.read())
 }
 
 // TestGroupOutlivesItsLeases: a store that was away has ended all leases, and the ranks register
@@ -542,14 +559,21 @@ func TestOtherNodes(t *testing.T) {
 		elastic bool
 		end     *failure // nil: its launcher vanishes
 		why     string   // that this node fails
+		code    int
 		well    bool
 	}{
-		{"well", true, &failure{}, "", true},
-		{"its ranks died, and this goes on", true, &failure{Code: 9, Why: "x"}, "", false},
-		{"its ranks died", false, &failure{Code: 9, Why: "x"}, "node 1: x", false},
-		{"it ends all", true, &failure{Code: 9, Why: "x", End: true}, "node 1: x", false},
-		{"it vanishes, and this goes on", true, nil, "", false},
-		{"it vanishes", false, nil, "node 1: its launcher is gone", false},
+		{"well", true, &failure{}, "", 0, true},
+		{"its ranks died, and this goes on", true, &failure{Code: 9, Why: "x"}, "", 0, false},
+		{"its ranks died", false, &failure{Code: 9, Why: "x"}, "node 1: x", 9, false},
+		{"it ends all", true, &failure{Code: 255, Why: "x", End: true}, "node 1: x", 255, false},
+		{"it vanishes, and this goes on", true, nil, "", 0, false},
+		{"it vanishes", false, nil, "node 1: its launcher is gone", CodeLaunch, false},
+		{"a reason that controls the terminal", false, &failure{Code: 9, Why: "\x1b[2J\r\u009b\u202ex"},
+			"node 1:  [2J   x", 9, false},
+		{"no exit status", false, &failure{Code: 256, Why: "x"}, "node 1: unreadable record", CodeLaunch, false},
+		{"no exit status, and this goes on", true, &failure{Code: -1, Why: "x"}, "", 0, false},
+		{"a reason of a success", false, &failure{Why: "x"}, "node 1: unreadable record", CodeLaunch, false},
+		{"a success that ends all", false, &failure{End: true}, "node 1: unreadable record", CodeLaunch, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := storetest.NewMemory()
@@ -565,10 +589,82 @@ func TestOtherNodes(t *testing.T) {
 			if s.wellElsewhere() != c.well || len(s.elsewhere()) != map[bool]int{true: 1}[c.well] {
 				t.Errorf("ended well: %v", s.wellElsewhere())
 			}
-			if c.why == "" && len(s.failed()) > 0 || c.why != "" && get(t, "the failure", s.failed()).why != c.why {
+			if c.why == "" && len(s.failed()) > 0 ||
+				c.why != "" && get(t, "the failure", s.failed()) != (broken{c.code, c.why}) {
 				t.Errorf("it does not end this node as it should")
 			}
 		})
+	}
+}
+
+// TestNodesOfAnEarlierJob: what a job of the same name left in the store is not of this one's
+// nodes.
+func TestNodesOfAnEarlierJob(t *testing.T) {
+	for name, left := range map[string]struct {
+		key string
+		end failure
+	}{
+		"a third node fails":       {doneKeys + "2", failure{Code: 9, Why: "x"}},
+		"a third node ends well":   {doneKeys + "2", failure{}},
+		"a third node":             {nodeKeys + "2", failure{}},
+		"a negative node":          {doneKeys + "-1", failure{Code: 9, Why: "x"}},
+		"another spelling":         {doneKeys + "01", failure{Code: 9, Why: "x"}},
+		"this job's second node":   {doneKeys + "1", failure{Code: 9, Why: "x", Incarnation: 5}},
+		"the second node was well": {doneKeys + "1", failure{Incarnation: 5}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := storetest.NewMemory()
+				defer m.Close()
+				old, other := m.Open(), m.Open()
+				b, err := json.Marshal(left.end)
+				if err == nil {
+					err = old.Put(t.Context(), left.key, b, strings.HasPrefix(left.key, nodeKeys))
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				putNode(t, other, nil)
+				s := twoNodes(t, m, nil, func(s *store) {
+					if err := s.enter(t.Context(), "j"); err != nil {
+						t.Fatal(err)
+					}
+				})
+				synctest.Wait()
+				old.Close() // its leases end
+				time.Sleep(time.Minute)
+				select {
+				case f := <-s.failed():
+					t.Errorf("it ends this node: %s", f.why)
+				case <-s.alone:
+					t.Error("the other node has ended")
+				default:
+				}
+				if s.wellElsewhere() {
+					t.Error("the other node has ended well")
+				}
+				// Node 1's launcher goes, and may or may not have said how it ended.
+				if left.key == doneKeys+"1" {
+					other.Close()
+					if f := get(t, "the failure", s.failed()); f.why != "node 1: its launcher is gone" {
+						t.Errorf("it ends this node: %s", f.why)
+					}
+					return
+				}
+				putNode(t, other, &failure{})
+				get(t, "its end", s.alone)
+				if len(s.failed()) > 0 || !s.wellElsewhere() {
+					t.Error("the other node has not ended well")
+				}
+			})
+		})
+	}
+}
+
+func TestRecordsOfNodesArePlain(t *testing.T) {
+	r, err := readNode([]byte(`{"Host":"a\u001b[2J","Failure":"\u009bend","Refusal":"no\u202e\n"}`))
+	if want := (nodeRecord{Host: "a [2J", Failure: " end", Refusal: "no  "}); err != nil || r != want {
+		t.Errorf("%+v, %v", r, err)
 	}
 }
 

@@ -1,9 +1,12 @@
 package launch
 
 import (
+	"bytes"
+	"encoding/binary"
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -218,4 +221,40 @@ func TestRecordsOfAnotherJob(t *testing.T) {
 	lock.Close() // its launcher is dead
 	l.clearFlights()
 	there(theirs, false)
+}
+
+// TestRecordOfALivingProcess: containers may share a directory of records and a host name, and have
+// PIDs of their own.
+func TestRecordOfALivingProcess(t *testing.T) {
+	l := &launcher{Options: Options{Job: "x", LogDir: t.TempDir(), N: 1}}
+	host, _ := os.Hostname()
+	r, err := flight.Open(l.LogDir, flight.Identity{Job: "another", Size: 1, Incarnation: 1, Host: host})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Its PID is one that this process's namespace does not have.
+	at := bytes.Index(b, binary.NativeEndian.AppendUint32(nil, uint32(os.Getpid())))
+	f, err := os.OpenFile(r.Path(), os.O_WRONLY, 0)
+	if err == nil {
+		_, err = f.WriteAt(binary.NativeEndian.AppendUint32(nil, dead), int64(at))
+		f.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s, err := flight.ReadFile(r.Path()); err != nil || s.PID != dead {
+		t.Fatalf("%+v, %v", s, err)
+	}
+	for code := range 2 {
+		l.landed(0, dead-1, 0, code, "ended")
+	}
+	if entries, err := os.ReadDir(l.LogDir); err != nil || len(entries) != 1 {
+		t.Errorf("%v, %v", entries, err)
+	}
+	r.Close(true)
+	runtime.KeepAlive(r)
 }

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -22,6 +23,7 @@ import (
 	"tutti/bootstrap/embed"
 	"tutti/internal/ident"
 	"tutti/internal/ifname"
+	"tutti/internal/plain"
 	"tutti/internal/ports"
 )
 
@@ -42,6 +44,15 @@ type nodeRecord struct {
 	Refusal     string `json:",omitempty"` // why it gives up
 }
 
+// readNode reads a launcher's record.
+func readNode(text []byte) (r nodeRecord, err error) {
+	err = json.Unmarshal(text, &r)
+	for _, s := range []*string{&r.Host, &r.Failure, &r.Refusal} {
+		*s = plain.Text(*s)
+	}
+	return r, err
+}
+
 // hearWait bounds how long a launcher that gives up waits until another has read its record.
 const hearWait = 5 * time.Second
 
@@ -58,12 +69,24 @@ func (r nodeRecord) differs(n int, other nodeRecord) error {
 	return nil
 }
 
-// failure is how a node ended: Code 0 is success. End: the others have to end too, even with
-// Options.Elastic.
+// failure is how a node ended: Code, an exit status, is 0 for success. End: the others have to end
+// too, even with Options.Elastic.
 type failure struct {
-	Code int
-	Why  string
-	End  bool `json:",omitempty"`
+	Code        int
+	Why         string
+	End         bool   `json:",omitempty"`
+	Incarnation uint64 // of the launcher
+}
+
+// readFailure reads how a node ended.
+func readFailure(text []byte) failure {
+	var f failure
+	err := json.Unmarshal(text, &f)
+	if failed := f.Code != 0; err != nil || f.Code < 0 || f.Code > 255 || !failed && (f.End || f.Why != "") {
+		return failure{Code: CodeLaunch, Why: "unreadable record"}
+	}
+	f.Why = plain.Text(f.Why)
+	return f
 }
 
 type broken struct {
@@ -79,7 +102,9 @@ type store struct {
 	nodes  int
 
 	open    func(context.Context) (bootstrap.Store, error) // opens another handle
+	me      uint64                                         // this launcher's incarnation
 	record  []byte                                         // of this node, under the handle's lease
+	earlier map[string][]byte                              // how nodes of earlier jobs of this name ended, by key
 	back    time.Duration                                  // how long another node's record may be missing
 	served  bool                                           // a launcher serves the store
 	refused atomic.Bool                                    // it does not listen any more
@@ -347,19 +372,24 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	s.open = func(ctx context.Context) (bootstrap.Store, error) { return bootstrap.DialStore(ctx, cfg) }
 	s.back = s.handle.TTL() + 2*time.Second
 	host, _ := os.Hostname()
-	me := nodeRecord{N: l.N, Nodes: l.Nodes, Incarnation: ident.New(), Host: host, Failure: l.onFailure(),
-		Master: master}
+	s.me = ident.New()
+	me := nodeRecord{N: l.N, Nodes: l.Nodes, Incarnation: s.me, Host: host, Failure: l.onFailure(), Master: master}
 	if s.record, err = json.Marshal(me); err != nil {
-		return "", err
-	}
-	if err := s.handle.Delete(ctx, doneKeys+strconv.Itoa(s.node)); err != nil { // of an earlier job of this name
 		return "", err
 	}
 	if err := s.enter(ctx, l.Job); err != nil {
 		return "", err
 	}
-	if there, err := s.handle.List(ctx, nodeKeys); err == nil && len(there) < s.nodes && !l.Quiet {
-		l.say(fmt.Sprintf("waiting for %s at %s", count(s.nodes-len(there), "other node"), address))
+	if there, err := s.handle.List(ctx, nodeKeys); err == nil && !l.Quiet {
+		absent := s.nodes - 1
+		for key := range there {
+			if _, _, ok := s.other(key); ok {
+				absent--
+			}
+		}
+		if absent > 0 {
+			l.say(fmt.Sprintf("waiting for %s at %s", count(absent, "other node"), address))
+		}
 	}
 	// The same watch serves until the end, so that the death of a node right after the meeting is
 	// noticed.
@@ -385,12 +415,12 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 			}
 			return "", cmp.Or(refusal, fmt.Errorf("wait for node %d of %d: %w", missing, s.nodes, context.Cause(ctx)))
 		}
-		n, err := strconv.Atoi(path.Base(e.Key))
+		_, n, ok := s.other(e.Key)
 		switch {
 		case !open || e.Err != nil:
 			return "", cmp.Or(refusal, fmt.Errorf("wait for the other nodes: %w",
 				cmp.Or(e.Err, bootstrap.ErrStoreClosed)))
-		case err != nil || n < 0 || n >= s.nodes || n == s.node:
+		case !ok:
 			continue
 		case !e.Exists && refusal != nil && n == refused:
 			return "", refusal
@@ -398,8 +428,8 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 			delete(met, n)
 			continue
 		}
-		var other nodeRecord
-		if err := json.Unmarshal(e.Value, &other); err != nil {
+		other, err := readNode(e.Value)
+		if err != nil {
 			return "", cmp.Or(refusal, fmt.Errorf("node %d's record in the store: %w", n, err))
 		}
 		switch differs := me.differs(n, other); {
@@ -430,9 +460,24 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 // key is that of this node's record.
 func (s *store) key() string { return nodeKeys + strconv.Itoa(s.node) }
 
+// other returns the node that a key is of, and the prefix of such keys. It reports false if that is
+// none of the other nodes of this job: a larger one of the same name may have been before.
+func (s *store) other(key string) (prefix string, n int, ok bool) {
+	prefix, base := path.Split(key)
+	n, err := strconv.Atoi(base)
+	return prefix, n, err == nil && base == strconv.Itoa(n) && n >= 0 && n < s.nodes && n != s.node
+}
+
 // enter puts this node's record into the store. If there is one, it waits for it to go, at most a
-// lease's TTL and a second, since its launcher may be dead.
-func (s *store) enter(ctx context.Context, job string) error {
+// lease's TTL and a second, since its launcher may be dead. No launcher of this job ends before it
+// has met this one.
+func (s *store) enter(ctx context.Context, job string) (err error) {
+	if s.earlier, err = s.handle.List(ctx, doneKeys); err != nil {
+		return err
+	}
+	if err := s.handle.Delete(ctx, doneKeys+strconv.Itoa(s.node)); err != nil {
+		return err
+	}
 	wctx, cancel := context.WithTimeout(ctx, s.handle.TTL()+time.Second)
 	defer cancel()
 	var other nodeRecord
@@ -441,7 +486,7 @@ func (s *store) enter(ctx context.Context, job string) error {
 		case e.Err != nil:
 			return e.Err
 		case e.Exists:
-			if err := json.Unmarshal(e.Value, &other); err != nil {
+			if other, err = readNode(e.Value); err != nil {
 				return fmt.Errorf("node %d's record in the store: %w", s.node, err)
 			}
 		default:
@@ -532,10 +577,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 	}
 	done := s.handle.Watch(ctx, doneKeys)
 	finished := func(n int, text []byte) {
-		var f failure
-		if err := json.Unmarshal(text, &f); err != nil {
-			f = failure{Code: CodeLaunch, Why: "unreadable record"}
-		}
+		f := readFailure(text)
 		switch {
 		case f.Code != 0 && (f.End || !s.elastic):
 			fail(f.Code, fmt.Sprintf("node %d: %s", n, f.Why))
@@ -561,8 +603,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		gone[n] = true
 	}
 	entered := func(n int, text []byte) {
-		var other nodeRecord
-		switch err := json.Unmarshal(text, &other); {
+		switch other, err := readNode(text); {
 		case err != nil:
 		case other.Incarnation == met[n]:
 			delete(missing, n)
@@ -600,10 +641,11 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 				if time.Now().Before(at) {
 					continue
 				}
-				switch text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n)); {
-				case err == nil:
+				key := doneKeys + strconv.Itoa(n)
+				switch text, err := s.handle.Get(ctx, key); {
+				case err == nil && !s.outdated(key, text):
 					finished(n, text)
-				case errors.Is(err, bootstrap.ErrNoKey):
+				case err == nil || errors.Is(err, bootstrap.ErrNoKey):
 					// If this launcher was stopped, the record may be back, its event not here.
 					switch text, err := s.handle.Get(ctx, nodeKeys+strconv.Itoa(n)); {
 					case errors.Is(err, bootstrap.ErrNoKey):
@@ -615,7 +657,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 			}
 			continue
 		}
-		n, err := strconv.Atoi(path.Base(e.Key))
+		prefix, n, others := s.other(e.Key)
 		switch {
 		case !ok:
 			return
@@ -636,16 +678,22 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 					missing[n] = time.Now().Add(s.back)
 				}
 			}
-		case err != nil || n == s.node || ended[n]:
-		case e.Exists && path.Dir(e.Key)+"/" == doneKeys:
+		case !others || ended[n]:
+		case prefix == doneKeys && e.Exists && !s.outdated(e.Key, e.Value):
 			finished(n, e.Value)
-		case e.Exists:
+		case prefix == nodeKeys && e.Exists:
 			entered(n, e.Value)
-		case path.Dir(e.Key)+"/" == nodeKeys && !gone[n]:
+		case prefix == nodeKeys && !gone[n]:
 			// Its launcher has closed its handle, has lost its lease, or is dead.
 			missing[n] = time.Now().Add(s.back)
 		}
 	}
+}
+
+// outdated reports whether the value of key says how a launcher of an earlier job ended.
+func (s *store) outdated(key string, value []byte) bool {
+	earlier, ok := s.earlier[key]
+	return ok && bytes.Equal(earlier, value)
 }
 
 // renewPause is the pause before each attempt of renew.
@@ -713,7 +761,7 @@ func (s *store) report(code int, why string, end bool) {
 		return
 	}
 	s.once.Do(func() {
-		text, err := json.Marshal(failure{code, why, end && code != 0})
+		text, err := json.Marshal(failure{code, why, end && code != 0, s.me})
 		if err != nil {
 			return
 		}

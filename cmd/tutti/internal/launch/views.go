@@ -264,7 +264,8 @@ func (v *views) report(ctx context.Context, store bootstrap.Store, stored []byte
 			continue
 		}
 		reported[r.Incarnation] = true
-		if r.Machine != me.Machine || r.Host != me.Host { // containers share a machine, but not process numbers
+		// Containers share a machine, and perhaps its name, but not PIDs.
+		if r.Machine != me.Machine || r.Processes != me.Processes || r.Processes == "" {
 			continue
 		}
 		in := entry{slot: r.Rank, incarnation: r.Incarnation}

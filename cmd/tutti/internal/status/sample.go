@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,6 +17,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/internal/ident"
+	"tutti/internal/plain"
 	"tutti/pg/flight"
 )
 
@@ -36,7 +38,8 @@ type Sampler struct {
 	store  bootstrap.Store
 	client *bootstrap.Client
 	size   int
-	joined bool // all ranks had met at some time
+	joined bool          // all ranks had met at some time
+	reads  chan struct{} // bounds the answers that are read at once: one may become much memory
 }
 
 // Dial connects to a job's store. It blocks until ctx ends at most. The caller closes the sampler.
@@ -53,7 +56,7 @@ func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
 func New(job string, store bootstrap.Store, secret []byte) *Sampler {
 	self := bootstrap.NewRecord(-1, 0, ident.New(), nil) // not a rank, only a client with the secret
 	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self,
-		Secret: secret})}
+		Secret: secret}), reads: make(chan struct{}, runtime.GOMAXPROCS(0))}
 }
 
 // Close closes the store's handle.
@@ -142,9 +145,16 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 	b, err := s.client.Status(ctx, rec, ops)
 	var snap *flight.Snapshot
 	if err == nil {
-		if snap, err = flight.Parse(b); err == nil && snap.Rank != r.Rank {
-			err = fmt.Errorf("it takes itself for rank %d", snap.Rank)
+		select {
+		case s.reads <- struct{}{}:
+			snap, err = flight.Parse(b)
+			<-s.reads
+		case <-ctx.Done():
+			err = context.Cause(ctx)
 		}
+	}
+	if err == nil && snap.Rank != r.Rank {
+		err = fmt.Errorf("it takes itself for rank %d", snap.Rank)
 	}
 	switch {
 	case err == nil:
@@ -153,11 +163,13 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 		r.Detail = context.Cause(ctx).Error() + ", yet the store takes it for alive"
 	case errors.Is(err, os.ErrDeadlineExceeded): // the connection's deadline, which is that of ctx
 		r.Detail = late.Error() + ", yet the store takes it for alive"
+	case errors.Is(err, bootstrap.ErrVersion), errors.Is(err, flight.ErrVersion):
+		r.Presence, r.Detail = flight.Unreadable, plain.Text(err.Error())
 	case errors.Is(err, bootstrap.ErrAuth):
 		r.Detail = "it has another secret"
 	case errors.Is(err, bootstrap.ErrStale):
 		r.Detail = "another process has taken its place"
 	default:
-		r.Detail = err.Error()
+		r.Detail = plain.Text(err.Error())
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -64,19 +65,24 @@ func (j *job) register(rank int, incarnation uint64, addrs ...string) bootstrap.
 
 // rank starts one that answers with what f says.
 func (j *job) rank(rank int, f func(ops int) *flight.Snapshot) bootstrap.Store {
+	return j.serve(rank, func(_ context.Context, ops int) ([]byte, error) {
+		snap := f(ops)
+		if snap == nil {
+			return nil, errors.New("it is joining the job")
+		}
+		return snap.JSON(false)
+	})
+}
+
+// serve starts a rank that answers with what status returns.
+func (j *job) serve(rank int, status func(ctx context.Context, ops int) ([]byte, error)) bootstrap.Store {
 	inc := uint64(rank) + 1
 	ctx, cancel := context.WithTimeout(j.t.Context(), 30*time.Second)
 	defer cancel()
 	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: rank, Incarnation: inc, Secret: secret,
 		Interfaces: "127.0.0.1",
 		Describe:   func(context.Context, int, uint64) (bootstrap.Endpoints, error) { return nil, nil },
-		Status: func(_ context.Context, ops int) ([]byte, error) {
-			snap := f(ops)
-			if snap == nil {
-				return nil, errors.New("it is joining the job")
-			}
-			return snap.JSON(false)
-		}})
+		Status:     status})
 	if err != nil {
 		j.t.Fatal(err)
 	}
@@ -149,6 +155,85 @@ func TestSample(t *testing.T) {
 	cancel()
 	if _, err := s.Sample(ended, 0); err == nil {
 		t.Error("a sample although ctx has ended")
+	}
+}
+
+// TestHostileAnswers has ranks whose answers would control the terminal, or take much memory.
+func TestHostileAnswers(t *testing.T) {
+	j := newJob(t, 2)
+	j.serve(0, func(context.Context, int) ([]byte, error) {
+		return nil, errors.New("gone\x1b[2J\r\n\u009b\u202erank 1 is fine")
+	})
+	large := []byte(`{"version":1,"rank":1,"size":2,"groups":[` + strings.Repeat("{},", 1<<17) + "{}]}")
+	j.serve(1, func(context.Context, int) ([]byte, error) { return large, nil })
+	got, err := j.sampler(secret).Sample(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for r, text := range []string{"gone [2J    rank 1 is fine", "131074 objects"} {
+		if got := got.Ranks[r]; got.Presence != flight.Silent || !strings.Contains(got.Detail, text) {
+			t.Errorf("rank %d: %+q, want %q", r, got.Detail, text)
+		}
+	}
+}
+
+// Ranks of other builds are there, though their states cannot be read.
+func TestRanksOfOtherBuilds(t *testing.T) {
+	j := newJob(t, 3)
+	for r, text := range []string{`{"version":9,"rank":0,"size":3}`, `{"version":9,"rank":"1","size":[]}`} {
+		j.serve(r, func(context.Context, int) ([]byte, error) { return []byte(text), nil })
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() { // a rank of another version of the handshake
+		defer close(done)
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			io.ReadFull(c, make([]byte, 104))
+			c.Write([]byte("tutti/Z\r"))
+			c.Close()
+		}
+	}()
+	defer func() {
+		l.Close()
+		<-done
+	}()
+	j.register(2, 3, l.Addr().String())
+	got, err := j.sampler(secret).Sample(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, text := range []string{"9, expected 1: use the tutti of the job's build", "9, expected 1: use the tutti of",
+		"the other end speaks tutti/Z"} {
+		if r := got.Ranks[i]; r.Presence != flight.Unreadable || !strings.Contains(r.Detail, text) {
+			t.Errorf("rank %d is %s: %s", i, r.Presence, r.Detail)
+		}
+	}
+	if found := flight.Diagnose(got.Ranks); len(found) > 0 {
+		t.Errorf("%+v", found)
+	}
+}
+
+// An answer that cannot be read in time, since others are, counts as none.
+func TestAnswersAreReadInTime(t *testing.T) {
+	j := newJob(t, 1)
+	j.rank(0, func(int) *flight.Snapshot { return j.snapshot(0, 1) })
+	s := j.sampler(secret)
+	for range cap(s.reads) {
+		s.reads <- struct{}{}
+	}
+	got, err := s.Sample(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r := got.Ranks[0]; r.Presence != flight.Silent || !strings.Contains(r.Detail, "no answer within 1s") {
+		t.Errorf("%s, %q", r.Presence, r.Detail)
 	}
 }
 
