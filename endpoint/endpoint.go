@@ -113,7 +113,8 @@ type Endpoint struct {
 	unsaid   map[string]int // by client: connections that have not said what they want
 
 	strangers  atomic.Uint64 // connections that were refused
-	unreported func()        // takes the endpoint out of package stats
+	refused    func(net.Conn, error)
+	unreported func() // takes the endpoint out of package stats
 	pastMu     sync.Mutex
 	past       counts // of peers that were forgotten
 }
@@ -288,7 +289,7 @@ func (e *Endpoint) listen() error {
 		return files.Explain(err)
 	}
 	var skipped error
-	refused := trust.LogRefused(e.log, "endpoint")
+	e.refused = trust.LogRefused(e.log, "endpoint")
 	for _, a := range addrs[:min(len(addrs), maxAddrs)] {
 		l, err := ports.Listen(e.life, a.String(), spec)
 		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is tentative, or was removed
@@ -306,7 +307,7 @@ func (e *Endpoint) listen() error {
 				if wanted(err) == wire.Plain { // else it may dial again, with another mode
 					e.strangers.Add(1)
 				}
-				refused(c, err)
+				e.refused(c, err)
 			}}
 		e.acceptors = append(e.acceptors, t)
 		e.serving.Go(t.Serve)
@@ -665,7 +666,7 @@ func (e *Endpoint) accepted(c net.Conn, h trust.Hello, s *trust.Session) {
 		e.said(h.Client)
 		return
 	}
-	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}, direct: direct && e.card != nil}
+	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}, direct: direct && e.card != nil, socket: c}
 	c2, err := e.ctx.loop().Add(fd, guard, g, func(c *link.Conn) {
 		g.conn = c
 		e.mu.Lock()
@@ -690,7 +691,8 @@ type greeter struct {
 	h     wire.Header
 	g     wire.Greeting
 
-	direct bool // both ends can use RDMA
+	direct bool     // both ends can use RDMA
+	socket net.Conn // has the addresses, and is closed
 }
 
 func (g *greeter) stop() {
@@ -711,6 +713,9 @@ func (g *greeter) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 	var err error
 	g.h = h
 	if g.g, err = wire.DecodeGreeting(ext); err != nil {
+		if errors.Is(err, ErrVersion) { // so that the dialler can say so, too
+			c.Send(g.ep.greeting(h.Address, wire.Greeting{Count: 1}))
+		}
 		return link.Sink{}, err
 	}
 	return link.Sink{Buf: c.Text(h.Size - uint64(len(ext))), Token: g}, nil
@@ -749,7 +754,12 @@ func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
 }
 
 // Broken implements link.Handler.
-func (g *greeter) Broken(c *link.Conn, err error) { g.stop() }
+func (g *greeter) Broken(c *link.Conn, err error) {
+	g.stop()
+	if errors.Is(err, ErrVersion) || errors.Is(err, wire.ErrFrame) {
+		g.ep.refused(g.socket, err)
+	}
+}
 
 // enter returns the session that a peer's connection belongs to.
 func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting, direct bool) (*Peer, *session,

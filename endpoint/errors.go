@@ -7,6 +7,7 @@ import (
 	"os"
 
 	"tutti/endpoint/internal/wire"
+	"tutti/internal/trust"
 )
 
 // Errors of operations, wrapped by what they return.
@@ -24,6 +25,7 @@ var (
 	ErrRefused   = errors.New("refused")
 	ErrAuth      = errors.New("not authenticated")
 	ErrName      = errors.New("invalid name")
+	ErrVersion   = trust.ErrVersion // the other end is of another build
 )
 
 // TimeoutError says that an operation's time is over. It is a net.Error, and errors.Is finds

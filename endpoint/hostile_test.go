@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -25,6 +26,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/endpoint/internal/wire"
 	"tutti/internal/files"
+	"tutti/internal/plain"
 	"tutti/internal/proctest"
 	"tutti/internal/trust"
 	"tutti/mem"
@@ -322,6 +324,76 @@ func TestEndsWithoutSecretAreRefused(t *testing.T) {
 		t.Errorf("another purpose: %v", err)
 	}
 	g.works(t)
+}
+
+// helloOf is hello of another version of the frames, of which the rest need not make sense here.
+func helloOf(version uint16, session uint64) []byte {
+	ext := bytes.Repeat([]byte{0xff}, wire.HelloSize)
+	binary.LittleEndian.PutUint16(ext, version)
+	return frame(wire.Hello, session, ext, []byte("later")...)
+}
+
+// TestOtherVersionIsTold: both ends learn the version of the other one, and nothing else ends.
+func TestOtherVersionIsTold(t *testing.T) {
+	var mu sync.Mutex
+	var log strings.Builder
+	e := newEndpoint(t, newContext(t), Config{Logger: slog.New(slog.NewTextHandler(writer(func(b []byte) {
+		mu.Lock()
+		defer mu.Unlock()
+		log.Write(b)
+	}), nil))})
+	const tries = 20
+	for n := range uint64(tries) {
+		r := dialRaw(t, e, testSecret, newID())
+		r.send(helloOf(wire.Version+1, n))
+		h, body := r.expect(wire.Hello)
+		if g, err := wire.DecodeGreeting(body); h.Address != n || err != nil || g.Endpoint != e.id {
+			t.Errorf("the answer is session %d of %+v, %v", h.Address, g, err)
+		}
+		if _, _, err := r.next(); err == nil {
+			t.Error("the connection goes on")
+		}
+	}
+	until(t, "the warnings", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return strings.Count(log.String(), "frames are of version 2, this one's of version 1") >= 5
+	})
+	until(t, "the end of all connections", func() bool {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return len(e.greeters) == 0 && len(e.unsaid) == 0
+	})
+	mu.Lock()
+	if n := strings.Count(log.String(), "level=WARN"); n != 5 {
+		t.Errorf("%d warnings, want 5:\n%s", n, &log)
+	}
+	mu.Unlock()
+	if len(e.Peers()) != 0 {
+		t.Errorf("there are the peers %v", e.Peers())
+	}
+	// An endpoint that dials says so, too.
+	for _, id := range []uint64{0, newID()} {
+		info := rawServer(t, id, func(r *raw) {
+			if h, _, err := r.next(); err == nil {
+				r.Write(helloOf(wire.Version+1, h.Address))
+			}
+			r.Close()
+		})
+		_, err := e.Connect(t.Context(), info)
+		if !errors.Is(err, ErrVersion) || errors.Is(err, wire.ErrFrame) ||
+			!strings.Contains(err.Error(), "frames are of version 2, this one's of version 1") {
+			t.Errorf("identity %x: %v", id, err)
+		}
+	}
+}
+
+// writer is a function that gets what is written.
+type writer func([]byte)
+
+func (w writer) Write(b []byte) (int, error) {
+	w(b)
+	return len(b), nil
 }
 
 // TestMalformedFrames: each ends its connection, and nothing else.
@@ -1003,7 +1075,8 @@ func TestNamesThatMislead(t *testing.T) {
 	e := newEndpoint(t, c, Config{})
 	clean := func(what string, err error) {
 		t.Helper()
-		if text := fmt.Sprint(err); err == nil || !utf8.ValidString(text) || strings.ContainsFunc(text, unprintable) {
+		if text := fmt.Sprint(err); err == nil || !utf8.ValidString(text) ||
+			strings.ContainsFunc(text, plain.Controls) {
 			t.Errorf("%s: %q", what, text)
 		}
 	}

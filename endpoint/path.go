@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
@@ -124,6 +125,7 @@ type path struct {
 
 	// Of the peer.
 	joins, fences int  // that were not answered
+	foreign       bool // it is of another build, which was said
 	reads         bool // it reads messages
 	loans         map[*loan]struct{}
 	holds         map[*Region]struct{}
@@ -515,6 +517,7 @@ func (p *path) join() {
 	peer.mu.Lock()
 	defer peer.unlock()
 	var refused *handshake.RefusedError
+	var format *handshake.FormatError
 	switch {
 	case p.state != joining: // the session is broken
 	case err == nil:
@@ -525,6 +528,9 @@ func (p *path) join() {
 			p.downLocked(conn, errors.New("the connection was lost right after it was made"))
 		default:
 		}
+	case errors.As(err, &format):
+		p.state = never
+		p.s.ep.log.Warn("endpoint: no RDMA", "peer", peer, "err", err)
 	case errors.Is(err, handshake.ErrGone), errors.As(err, &refused) && refused.Final:
 		p.state = never
 		p.s.ep.log.Info("endpoint: no RDMA", "peer", peer, "err", err)
@@ -727,11 +733,15 @@ func (s *session) agreedLocked(a agreement, b []byte) error {
 			s.ep.log.Debug("endpoint: no RDMA for a peer", "peer", s.peer, "err", err)
 			reply, err = handshake.Busy(b, err.Error()) // the device may come back
 		}
-		if err != nil {
-			s.ep.log.Info("endpoint: RDMA is refused", "peer", s.peer, "err", err)
-		}
 		s.peer.mu.Lock()
 		defer s.peer.unlock()
+		if err != nil {
+			level := slog.LevelInfo
+			if errors.As(err, new(*handshake.FormatError)) && !p.foreign {
+				p.foreign, level = true, slog.LevelWarn
+			}
+			s.ep.log.Log(context.Background(), level, "endpoint: RDMA is refused", "peer", s.peer, "err", err)
+		}
 		if p.joins--; !s.broken {
 			answer(reply)
 		}

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"unicode"
 	"unicode/utf8"
 	"unsafe"
 
@@ -19,6 +18,7 @@ import (
 	"tutti/endpoint/internal/card"
 	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/wire"
+	"tutti/internal/plain"
 	"tutti/mem"
 )
 
@@ -122,16 +122,11 @@ type registry struct {
 // change how the rest of a line is shown.
 func checkName(what, name string) error {
 	if len(name) == 0 || len(name) > wire.MaxName || !utf8.ValidString(name) ||
-		strings.ContainsFunc(name, unprintable) {
+		strings.ContainsFunc(name, plain.Controls) {
 		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes of UTF-8 without control characters", ErrName, what, name,
 			wire.MaxName)
 	}
 	return nil
-}
-
-// unprintable reports whether r controls a terminal, the direction of text or the lines.
-func unprintable(r rune) bool {
-	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u2028' || r == '\u2029'
 }
 
 // add registers r, whose name must be free.

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	mrand "math/rand/v2"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -173,6 +175,7 @@ type dial struct {
 	again bool // after a failure: the peer, too, has to forget it, which may take a while
 	ctx   context.Context
 	stop  context.CancelFunc
+	last  error // why there is no link yet; written with the lock
 }
 
 // endDial ends the dial that is under way, if there is one.
@@ -190,14 +193,24 @@ func (d *dial) over() bool {
 	return d.pr.dial != d
 }
 
-// run dials until there is a link, the peer is known to be gone or refuses, d is over, or bound has
-// passed since the directory first had an answer.
+// Unlinked returns why there is no link to a rank, as far as a dial has found out, or nil.
+func (p *Proxy) Unlinked(rank int) error {
+	p.Lock()
+	defer p.Unlock()
+	pr := &p.peers[rank]
+	if pr.link == nil && pr.err == nil && pr.dial != nil {
+		return pr.dial.last
+	}
+	return pr.err
+}
+
+// run dials until there is a link, the peer is known to be gone, does not fit or refuses, d is
+// over, or bound has passed since the directory first had an answer.
 func (d *dial) run(bound time.Duration) error {
 	p, pr, ctx := d.p, d.pr, d.ctx
 	pause := 2 * time.Millisecond
-	var last error
 	var at Peer
-	var via string // the transport of the attempt that ended with last
+	var via string // the transport of the attempt that ended with d.last
 	for tries := 0; ; tries++ {
 		to, err := p.cfg.Resolve(ctx, pr.rank)
 		if tries == 0 {
@@ -225,11 +238,15 @@ func (d *dial) run(bound time.Duration) error {
 		case errors.Is(err, ErrFailed) && d.again:
 		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
 		case errors.Is(err, errRetry):
-		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil, errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
+		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil, errors.Is(err, ErrStale), errors.Is(err, ErrAuth),
+			errors.Is(err, ErrVersion), errors.Is(err, ErrUnfit):
 			return err
 		}
-		if last == nil || ctx.Err() == nil && !errors.Is(err, ErrFailed) && !errors.Is(err, ErrSuperseded) {
-			last, at, via = err, to, name
+		if d.last == nil || ctx.Err() == nil && !errors.Is(err, ErrFailed) && !errors.Is(err, ErrSuperseded) {
+			at, via = to, name
+			p.Lock()
+			d.last = err
+			p.Unlock()
 		}
 		// A superseded dial waits for the peer's connection in the same way.
 		t := time.NewTimer(pause/2 + mrand.N(pause))
@@ -239,7 +256,7 @@ func (d *dial) run(bound time.Duration) error {
 			if d.over() {
 				return nil
 			}
-			return fmt.Errorf("no link within %v: %w%s", bound, files.Explain(last), p.instead(via, at))
+			return fmt.Errorf("no link within %v: %w%s", bound, files.Explain(d.last), p.instead(via, at))
 		case <-t.C:
 		}
 		if d.over() {
@@ -264,7 +281,8 @@ func (p *Proxy) instead(via string, to Peer) string {
 
 var errRetry = errors.New("may come up yet")
 
-// try dials the peer once, over the first transport that reaches it.
+// try dials the peer once, over the first transport that reaches it. The error wraps ErrUnfit if no
+// transport is there at both ends.
 func (d *dial) try(ctx context.Context, to Peer) (Link, string, error) {
 	p := d.p
 	select {
@@ -280,11 +298,10 @@ func (d *dial) try(ctx context.Context, to Peer) (Link, string, error) {
 		return nil, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected,
 			ErrPeerGone)
 	}
-	var why []string
+	var why, own []string
 	for _, t := range p.cfg.Transports {
 		ep, ok := to.Endpoints[t.Name()]
-		if !ok {
-			why = append(why, t.Name()+": the peer does not offer it")
+		if own = append(own, t.Name()); !ok {
 			continue
 		}
 		if err := t.Reaches(ep); err != nil {
@@ -297,5 +314,10 @@ func (d *dial) try(ctx context.Context, to Peer) (Link, string, error) {
 		}
 		return l, t.Name(), err
 	}
-	return nil, "", fmt.Errorf("no transport reaches rank %d: %s", d.pr.rank, strings.Join(why, "; "))
+	text := fmt.Sprintf("no transport reaches rank %d, which has %q; this one has %q", d.pr.rank,
+		slices.Sorted(maps.Keys(to.Endpoints)), own)
+	if len(why) == 0 {
+		return nil, "", fmt.Errorf("%w: %s: set TUTTI_TRANSPORT alike at all ranks", ErrUnfit, text)
+	}
+	return nil, "", fmt.Errorf("%s (%s): is TUTTI_TRANSPORT alike at all ranks?", text, strings.Join(why, "; "))
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -156,6 +157,64 @@ func TestShortageEndsDial(t *testing.T) {
 				t.Errorf("%d dials: %v; a shortage: %v", tr.dials.Load(), err, c.once)
 			}
 		})
+	}
+}
+
+// A peer of another build or with other settings, and one without a transport that this rank has,
+// have failed at once.
+func TestUnfitPeerIsNotDialledAgain(t *testing.T) {
+	for name, c := range map[string]struct {
+		own  p2p.Transport
+		err  error // of the directory
+		want error
+		text string
+	}{
+		"directory": {nowhere{}, fmt.Errorf("%w: other terms", p2p.ErrUnfit), p2p.ErrUnfit, "other terms"},
+		"handshake": {&scripting{errs: []error{p2p.ErrVersion}}, nil, p2p.ErrVersion, "dial 1"},
+		"no common transport": {third{}, nil, p2p.ErrUnfit,
+			`rank 1, which has ["nowhere"]; this one has ["third"]: set TUTTI_TRANSPORT alike`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var asked atomic.Int32
+			p, ch := dialler(t, p2p.Config{Transports: []p2p.Transport{c.own}, Patient: func() bool { return true },
+				Resolve: func(context.Context, int) (p2p.Peer, error) { asked.Add(1); return rank1(2), c.err }})
+			err := waitRecv(p, ch, patient(t.Context()))
+			if !errors.As(err, new(*p2p.PeerError)) || !errors.Is(err, c.want) || asked.Load() != 1 ||
+				!strings.Contains(err.Error(), c.text) {
+				t.Errorf("asked %d times: %v", asked.Load(), err)
+			}
+			if why := p.Unlinked(1); !errors.Is(why, c.want) {
+				t.Errorf("there is no link because of %v", why)
+			}
+		})
+	}
+}
+
+// While a peer is dialled, the proxy knows why there is no link yet.
+func TestUnlinkedTellsWhy(t *testing.T) {
+	for _, tr := range []p2p.Transport{away{}, &scripting{errs: []error{syscall.EHOSTUNREACH}}} {
+		peer := rank1(2)
+		peer.Endpoints["away"] = []byte("x")
+		p, ch := dialler(t, p2p.Config{Transports: []p2p.Transport{tr},
+			Resolve: func(context.Context, int) (p2p.Peer, error) { return peer, nil }})
+		if why := p.Unlinked(1); why != nil {
+			t.Errorf("before it is dialled: %v", why)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- waitRecv(p, ch, patient(ctx)) }()
+		for end := time.Now().Add(20 * time.Second); p.Unlinked(1) == nil; runtime.Gosched() {
+			if time.Now().After(end) {
+				t.Fatal("there is no reason")
+			}
+		}
+		want := map[string]string{"away": "away: not from here", "nowhere": "no route"}[tr.Name()]
+		if why := p.Unlinked(1); !strings.Contains(why.Error(), want) || errors.Is(why, p2p.ErrUnfit) {
+			t.Errorf("%v, want %s", why, want)
+		}
+		cancel()
+		<-done
+		p.Close()
 	}
 }
 

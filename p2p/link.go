@@ -243,8 +243,8 @@ type Transport interface {
 	// process, same machine, a route), else the reason.
 	Reaches(endpoint []byte) error
 	// Dial makes a link. It blocks until ctx ends at the latest. A refusal by the peer's Admit
-	// wraps ErrSuperseded, ErrFailed or ErrStale; a wrong secret wraps ErrAuth. A shortage at this
-	// end, after the peer has accepted, wraps ErrShortage.
+	// wraps ErrSuperseded, ErrFailed or ErrStale; a wrong secret wraps ErrAuth, a peer of another
+	// build ErrVersion. A shortage at this end, after the peer has accepted, wraps ErrShortage.
 	Dial(ctx context.Context, to Identity, endpoint []byte) (Link, error)
 	// Close stops accepting and releases everything except links that were returned. Idempotent.
 	Close() error
@@ -273,10 +273,13 @@ var (
 	ErrPeerEnds   = peerEnds{} // the peer's process is ending, for certain; it is an ErrPeerGone
 	ErrProtocol   = errors.New("protocol violation")
 	ErrAuth       = trust.ErrAuth
+	ErrVersion    = trust.ErrVersion // the peer is of another build, whose handshake differs
 	ErrSuperseded = errors.New("connection superseded by one in the other direction")
 	ErrStale      = trust.ErrStale
 	ErrFailed     = failedThere{} // the peer admits no link until its Reconnect; it is an ErrStale
 	ErrClosed     = errors.New("closed")
+	// ErrUnfit: this rank and the peer cannot be in one job, as they were started.
+	ErrUnfit = errors.New("the two ranks do not fit")
 	// ErrShortage: this end lacks what the link needs, memory or a descriptor, and the peer may be
 	// well. From Dial: the peer may have accepted this link, and will not accept another.
 	ErrShortage = errors.New("a shortage at this end")
@@ -318,7 +321,7 @@ func RefusalOf(err error) error {
 }
 
 // FromRefusal is the dialler's side of RefusalOf: it maps what trust.Client returned to errors that
-// wrap ErrSuperseded, ErrFailed, ErrStale or ErrAuth.
+// wrap ErrSuperseded, ErrFailed, ErrStale, ErrAuth or ErrVersion.
 func FromRefusal(err error) error {
 	var r *trust.Refusal
 	switch {

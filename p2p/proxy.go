@@ -83,8 +83,9 @@ type Config struct {
 	Size   int // ranks of the job
 	Secret []byte
 	// Resolve asks the directory for a rank. It blocks until the rank has come, or ctx ends. It
-	// returns an error that wraps ErrPeerGone when the rank is known to be gone, and ErrStale when
-	// what it knows is out of date: then it is asked again.
+	// returns an error that wraps ErrPeerGone when the rank is known to be gone, ErrUnfit when this
+	// rank cannot be in one job with it, and ErrStale when what it knows is out of date: then it is
+	// asked again.
 	Resolve func(ctx context.Context, rank int) (Peer, error)
 	// Transports in order of preference. The proxy owns them.
 	Transports []Transport

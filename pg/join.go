@@ -135,7 +135,9 @@ func (s *settings) join(ctx context.Context) (*Group, error) {
 			return nil, s.failed(err)
 		}
 		s.Logger.Info("a rank was lost before all had met: joining anew", "err", err)
-		before = err
+		if before == nil || !errors.Is(before, p2p.ErrUnfit) || errors.Is(err, p2p.ErrUnfit) {
+			before = err
+		}
 		select { // peers that met the last incarnation drop it before the next one begins
 		case <-ctx.Done():
 		case <-time.After(joinPause):
@@ -159,6 +161,9 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 	}
 	if err == nil {
 		return g, false, nil
+	}
+	if unfit := new(*RankError); errors.Is(err, p2p.ErrUnfit) && errors.As(err, unfit) {
+		j.session.Stay(ctx, (*unfit).Rank)
 	}
 	again = elsewhere(err) && s.OnFailure != Report && !j.session.Met() && ctx.Err() == nil
 	err = j.session.Explain(err)
@@ -346,7 +351,7 @@ func (g *Group) meet(ctx context.Context) error {
 	g.run.Settle(g.v.Topology)
 	p.Unlock()
 	if err := AllGather(ctx, g, all, mine); err != nil {
-		return err
+		return g.unlinked(err)
 	}
 	if err := g.enter(ctx, "join", nil); err != nil {
 		return err
@@ -358,6 +363,19 @@ func (g *Group) meet(ctx context.Context) error {
 		return nil
 	}
 	g.leave()
+	return g.unlinked(err)
+}
+
+// unlinked returns err. If it says that ranks were waited for in vain, it also says why this one
+// has no links to them.
+func (g *Group) unlinked(err error) error {
+	if late := new(*TimeoutError); errors.As(err, late) {
+		for _, m := range (*late).Missing {
+			if why := g.job.proxy.Unlinked(g.v.ranks[m.Rank]); why != nil {
+				err = fmt.Errorf("%w; no link to rank %d: %v", err, m.Rank, why)
+			}
+		}
+	}
 	return err
 }
 

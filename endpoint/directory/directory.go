@@ -284,7 +284,7 @@ func (d *Directory) Entries(ctx context.Context) ([]Entry, error) {
 // address if the entry changes, as that of a publisher that was started again. A caller that calls
 // it after an operation has failed with endpoint.ErrBroken thus follows the name. A publisher that
 // was started again is another Peer; the former one is the caller's to close. An endpoint that
-// refuses this one, or has another secret, is an error at once.
+// refuses this one, has another secret, or is of another build, is an error at once.
 func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name string) (*endpoint.Peer, error) {
 	if err := CheckName(name); err != nil {
 		return nil, fmt.Errorf("directory %s: %w", d.cfg.Job, err)
@@ -306,7 +306,8 @@ func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name stri
 		if ctx.Err() == nil || of != x.Info.ID { // else the attempt ended with ctx, and says less than the one before
 			why, of = err, x.Info.ID
 		}
-		if errors.Is(err, endpoint.ErrAuth) || errors.Is(err, endpoint.ErrClosed) || x.Info.ID == e.Info().ID {
+		if errors.Is(err, endpoint.ErrAuth) || errors.Is(err, endpoint.ErrVersion) ||
+			errors.Is(err, endpoint.ErrClosed) || x.Info.ID == e.Info().ID {
 			return nil, d.fail(name, err)
 		}
 		if next != nil {

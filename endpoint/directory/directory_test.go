@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"slices"
 	"strings"
@@ -331,6 +332,30 @@ func TestConnectSaysWhyNot(t *testing.T) {
 	put(t, r, "a", other.Info().String())
 	if _, err := d.Connect(within(t), e, "a"); !errors.Is(err, endpoint.ErrAuth) {
 		t.Errorf("another secret: %v", err)
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	later := make(chan error, 1)
+	go func() { // an endpoint of a later build
+		c, err := l.Accept()
+		if err == nil {
+			_, err = c.Write([]byte("tutti/Z\r"))
+			io.Copy(io.Discard, c)
+			c.Close()
+		}
+		later <- err
+	}()
+	i := info(7)
+	i.Addrs = []string{l.Addr().String()}
+	put(t, r, "a", i.String())
+	if _, err := d.Connect(within(t), e, "a"); !errors.Is(err, endpoint.ErrVersion) {
+		t.Errorf("another build: %v", err)
+	}
+	if err := <-later; err != nil {
+		t.Error(err)
 	}
 	put(t, r, "a", e.Info().String())
 	if _, err := d.Connect(within(t), e, "a"); err == nil || !strings.Contains(err.Error(), "this endpoint itself") {

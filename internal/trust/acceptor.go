@@ -285,8 +285,9 @@ func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []d
 			return fail(err)
 		}
 		c.n += n
-		if c.half.hopeless(c.in[:c.n]) {
-			return fail(fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth))
+		if answer, wrong := c.half.begin(c.in[:c.n]); wrong != nil {
+			c.send(answer) // best effort
+			return fail(wrong)
 		}
 		if c.n < c.half.want() {
 			return out
@@ -378,7 +379,7 @@ func (a *Acceptor) Handshake(conn net.Conn) (Hello, *Session, error) {
 	if _, err := io.ReadFull(conn, in[:magicSize]); err != nil {
 		return Hello{}, nil, ended(err)
 	}
-	if !h.hopeless(in[:magicSize]) { // else the rest will not come
+	if _, wrong := h.begin(in[:magicSize]); wrong == nil { // else the rest will not come
 		if _, err := io.ReadFull(conn, in[magicSize:]); err != nil {
 			return Hello{}, nil, ended(err)
 		}

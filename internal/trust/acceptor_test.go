@@ -257,6 +257,31 @@ func TestSlowConnectionsEnd(t *testing.T) {
 	}
 }
 
+// A dialler of another version is told so as soon as its magic is there, in however many pieces
+// that comes, and keeps no place.
+func TestOtherVersionIsAnswered(t *testing.T) {
+	refused := make(chan error, 1)
+	addr := serve(t, &Acceptor{Timeout: patience, Max: 2, Refused: func(_ net.Conn, err error) { refused <- err }})
+	for range 5 {
+		c := dial(t, addr)
+		c.(*net.TCPConn).SetNoDelay(true)
+		for _, b := range []byte("tutti/4\n") {
+			c.Write([]byte{b})
+			runtime.Gosched()
+		}
+		answer, err := io.ReadAll(c)
+		if got := string(answer); got != acceptMagic+string(denied[:]) || err != nil {
+			t.Errorf("the answer is %q, %v", got, err)
+		}
+		if err := <-refused; !errors.Is(err, ErrVersion) || errors.Is(err, ErrAuth) {
+			t.Errorf("refused for %v", err)
+		}
+	}
+	if err := honest(t, addr); err != nil {
+		t.Error(err)
+	}
+}
+
 // Messages that arrive in pieces are put together.
 func TestMessagesInPieces(t *testing.T) {
 	addr := serve(t, &Acceptor{Timeout: patience, Clients: true})

@@ -12,7 +12,10 @@
 //	acceptor -> dialler    MAC "accept", verdict                              32 + 4 to 516
 //
 // Numbers are little-endian. The magic is "tutti/3\n" from the dialler and "tutti/3\r" from the
-// acceptor. The name has 1 to 32 bytes of [A-Za-z0-9._-] and is padded with zeros; 32 zeros stand
+// acceptor. All versions of the protocol begin with such a magic of 8 bytes, in which one of 1 to 9
+// and A to Z is the version. An end that gets the magic of another version says so: see ErrVersion.
+// The acceptor sends its own magic and 32 zeros first, from which the dialler learns the same. The
+// name has 1 to 32 bytes of [A-Za-z0-9._-] and is padded with zeros; 32 zeros stand
 // for the holder of the job's secret. A hello consists of FromRank and ToRank (u32),
 // FromIncarnation, ToIncarnation and Extra (u64). A verdict is a code (u8, 0: accepted), a zero
 // byte, the length of a text (u16, at most 512), and the text in UTF-8. A MAC is
@@ -66,12 +69,14 @@ import (
 	"time"
 
 	"tutti/internal/files"
+	"tutti/internal/plain"
 )
 
 const (
 	dialMagic   = "tutti/3\n"
 	acceptMagic = "tutti/3\r"
 	magicSize   = len(dialMagic)
+	versionAt   = len("tutti/") // in every version's magics
 	nameSize    = 32
 	nonceSize   = 32
 	helloSize   = 32
@@ -92,6 +97,10 @@ const MaxClient = nameSize
 // ErrAuth says that the other end does not know the job's secret, or the client's key, or does not
 // speak the protocol.
 var ErrAuth = errors.New("job secret does not match")
+
+// ErrVersion says that the other end speaks another version of the protocol: it is of another build
+// of the library. It proves nothing about the secret.
+var ErrVersion = errors.New("another version of the protocol")
 
 // ErrTurnedAway says that the acceptor closed the connection without a verdict, because it had too
 // many or was ending. See Redial.
@@ -117,8 +126,8 @@ type Hello struct {
 
 // Refusal is the acceptor's authenticated refusal.
 type Refusal struct {
-	Code uint8 // defined by the callers, but for CodeStale; 0 is never sent
-	Text string
+	Code uint8  // defined by the callers, but for CodeStale; 0 is never sent
+	Text string // of Client: one plain line, whatever the acceptor has sent
 }
 
 func (r *Refusal) Error() string { return r.Text }
@@ -273,6 +282,30 @@ func (s *Session) Key(label string, n int) ([]byte, error) {
 	return hkdf.Expand(sha256.New, s.prk, label, n)
 }
 
+// likeMagic reports whether in begins, as far as it has arrived, as the magic own does in any
+// version.
+func likeMagic(in []byte, own string) bool {
+	for i, c := range in[:min(len(in), magicSize)] {
+		if c != own[i] && (i != versionAt || !('1' <= c && c <= '9' || 'A' <= c && c <= 'Z')) {
+			return false
+		}
+	}
+	return true
+}
+
+// checkMagic returns nil if in may still become, or begins with, the magic own. The error wraps
+// ErrVersion if in begins with that of another version, and ErrAuth otherwise.
+func checkMagic(in []byte, own string) error {
+	switch {
+	case !likeMagic(in, own):
+		return fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+	case len(in) >= magicSize && in[versionAt] != own[versionAt]:
+		return fmt.Errorf("%w: the other end speaks %s, this one %s: run the same build at both", ErrVersion,
+			in[:versionAt+1], own[:versionAt+1])
+	}
+	return nil
+}
+
 // denied replaces a nonce or a MAC when the acceptor found the dialler's MAC wrong.
 var denied [sha256.Size]byte
 
@@ -307,8 +340,9 @@ func checkKey(key []byte) error {
 // Client proves the dialling end with the job's secret or, if h names a client, with that client's
 // key (of at least MinSecret bytes). purpose separates services that share a secret. agree asks for
 // key agreement; the session is nil without. conn's deadline bounds Client. An error that wraps
-// ErrAuth: the two ends do not share key and purpose; a *Refusal: they do, and the acceptor
-// refused; ErrTurnedAway: the acceptor ended the connection without a verdict.
+// ErrAuth: the two ends do not share key and purpose; ErrVersion: the acceptor is of another build;
+// a *Refusal: the ends share key and purpose, and the acceptor refused; ErrTurnedAway: it ended the
+// connection without a verdict.
 func Client(conn net.Conn, key []byte, purpose string, h Hello, agree bool) (*Session, error) {
 	mine, err := newNonce(agree)
 	if err != nil {
@@ -339,8 +373,8 @@ func client(conn net.Conn, key []byte, purpose string, h Hello, mine nonce) (*Se
 	if _, err := io.ReadFull(conn, answer[:magicSize]); err != nil {
 		return nil, unanswered(err)
 	}
-	if string(answer[:magicSize]) != acceptMagic {
-		return nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+	if err := checkMagic(answer[:magicSize], acceptMagic); err != nil {
+		return nil, err
 	}
 	theirs := answer[magicSize:]
 	if _, err := io.ReadFull(conn, theirs); err != nil {
@@ -376,7 +410,7 @@ func client(conn net.Conn, key []byte, purpose string, h Hello, mine nonce) (*Se
 		return nil, fmt.Errorf("%w: the other end's proof is wrong", ErrAuth)
 	}
 	if code := verdict[0]; code != 0 {
-		return nil, &Refusal{Code: code, Text: string(verdict[verdictLen:])}
+		return nil, &Refusal{Code: code, Text: plain.Text(string(verdict[verdictLen:]))}
 	}
 	return mine.session(theirs, &t), nil
 }
@@ -426,17 +460,23 @@ func (h *half) want() int {
 	return openingSize
 }
 
-// hopeless reports whether no first message begins with in.
-func (h *half) hopeless(in []byte) bool {
-	n := min(len(in), magicSize)
-	return !h.opened() && string(in[:n]) != dialMagic[:n]
+// begin checks the beginning in of a message, as far as it has arrived. With an error, answer is
+// the last message to the dialler, nil for one that does not speak the protocol.
+func (h *half) begin(in []byte) (answer []byte, err error) {
+	if h.opened() {
+		return nil, nil
+	}
+	if err = checkMagic(in, dialMagic); errors.Is(err, ErrVersion) {
+		answer = append([]byte(acceptMagic), denied[:]...)
+	}
+	return answer, err
 }
 
 // opening handles the dialler's first message and returns the answer, the last one if there is an
 // error.
 func (h *half) opening(a *Acceptor, in []byte) (answer []byte, err error) {
-	if h.hopeless(in) {
-		return nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+	if answer, err := h.begin(in); err != nil {
+		return answer, err
 	}
 	answer = append(make([]byte, 0, answerSize), acceptMagic...)
 	said, tag := in[magicSize:magicSize+saidSize], in[magicSize+saidSize:]
@@ -502,15 +542,15 @@ func (h *half) session() *Session {
 const warnings = 5
 
 // LogRefused returns an Acceptor's Refused that logs: the first few ends in a minute that do not
-// know the secret, or fill the listener, as warnings, everything else for debugging. A peer that
-// leaves within a handshake, or that Admit refuses, is normal.
+// know the secret, are of another build, or fill the listener, as warnings, everything else for
+// debugging. A peer that leaves within a handshake, or that Admit refuses, is normal.
 func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 	var mu sync.Mutex
 	var since time.Time
 	var n int
 	return func(c net.Conn, err error) {
 		level, more := slog.LevelDebug, ""
-		if errors.Is(err, ErrAuth) || errors.Is(err, ErrDisplaced) {
+		if errors.Is(err, ErrAuth) || errors.Is(err, ErrVersion) || errors.Is(err, ErrDisplaced) {
 			mu.Lock()
 			if now := time.Now(); now.Sub(since) >= time.Minute {
 				since, n = now, 0

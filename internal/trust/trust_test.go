@@ -176,6 +176,7 @@ func TestRefusal(t *testing.T) {
 		{errors.New("no"), 1, "no"},
 		{errors.New(""), 1, ""},
 		{errors.New("a" + long), 1, "a" + long[:maxText-2]},
+		{errors.New("full\x1b[2J\r\n\u009b\u202etutti: rank 0 has ended"), 1, "full [2J    tutti: rank 0 has ended"},
 	} {
 		a := door()
 		a.Admit = func(net.Conn, Hello) error { return c.admit }
@@ -221,13 +222,36 @@ func TestEarlyEndIsNoWrongSecret(t *testing.T) {
 }
 
 func TestGarbageIsRefused(t *testing.T) {
-	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/2\nxxxx",
-		strings.Repeat("\x00", 4096)} {
+	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/!\nxxxx",
+		"tutti/2\txxxx", strings.Repeat("\x00", 4096)} {
 		if _, err := rank.shake(&script{in: strings.NewReader(s)}); !errors.Is(err, ErrAuth) {
 			t.Errorf("client reads %q: %v", s, err)
 		}
 		if _, _, err := shut(t).Handshake(&script{in: strings.NewReader(s)}); !errors.Is(err, ErrAuth) {
 			t.Errorf("server reads %q: %v", s, err)
+		}
+	}
+}
+
+// An end of another version of the protocol is no end with another secret: both ends say what they
+// speak, whatever follows the magic.
+func TestOtherVersion(t *testing.T) {
+	for _, v := range []string{"1", "4", "9", "A", "Z"} {
+		for _, rest := range [][]byte{nil, make([]byte, 8), make([]byte, 4096)} {
+			s := &script{in: io.MultiReader(strings.NewReader("tutti/"+v+"\r"), bytes.NewReader(rest))}
+			want := "the other end speaks tutti/" + v + ", this one tutti/3:"
+			if _, err := rank.shake(s); !errors.Is(err, ErrVersion) || errors.Is(err, ErrAuth) ||
+				errors.Is(err, ErrTurnedAway) || !strings.Contains(err.Error(), want) {
+				t.Errorf("client of an acceptor of version %s: %v", v, err)
+			}
+			s = &script{in: io.MultiReader(strings.NewReader("tutti/"+v+"\n"), bytes.NewReader(rest))}
+			if _, _, err := shut(t).Handshake(s); !errors.Is(err, ErrVersion) || errors.Is(err, ErrAuth) ||
+				!strings.Contains(err.Error(), want) {
+				t.Errorf("server of a dialler of version %s: %v", v, err)
+			}
+			if got := s.out.String(); got != acceptMagic+string(denied[:]) {
+				t.Errorf("server of a dialler of version %s answers %q", v, got)
+			}
 		}
 	}
 }
@@ -442,13 +466,14 @@ func TestLogRefusedIsLimited(t *testing.T) {
 		t.Errorf("a warning about a peer that left:\n%s", &out)
 	}
 	out.Reset()
-	for range 3 * warnings {
+	for range 2 * warnings {
 		refused(&script{}, fmt.Errorf("wrapped: %w", ErrAuth))
+		refused(&script{}, fmt.Errorf("wrapped: %w", ErrVersion))
 		refused(&script{}, ErrDisplaced)
 	}
 	if got := out.String(); strings.Count(got, "level=WARN") != warnings ||
-		strings.Count(got, "level=DEBUG") != 5*warnings || strings.Count(got, "more of them") != 1 ||
-		!strings.Contains(got, "door refused a connection") {
+		strings.Count(got, "level=DEBUG") != 5*warnings || strings.Count(got, "another version") != 2*warnings ||
+		strings.Count(got, "more of them") != 1 || !strings.Contains(got, "door refused a connection") {
 		t.Errorf("logged:\n%s", got)
 	}
 }
@@ -475,6 +500,8 @@ func FuzzHandshake(f *testing.F) {
 	f.Add([]byte(nil))
 	f.Add([]byte(dialMagic))
 	f.Add([]byte(acceptMagic))
+	f.Add([]byte("tutti/4\n"))
+	f.Add(append([]byte("tutti/4\r"), make([]byte, nonceSize)...))
 	f.Add(opening(secret, "", "p"))
 	f.Add(append(opening(secret, "", "p"), make([]byte, proofSize)...))
 	f.Add(append(opening(alice(secret).key, "alice", "p"), make([]byte, proofSize)...))

@@ -655,7 +655,8 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 		return fail(fmt.Errorf("the transport was %w: %w", p2p.ErrClosed, err))
 	case over(ctx) != nil:
 		return fail(fmt.Errorf("%w: %w", over(ctx), err))
-	case errors.Is(err, p2p.ErrAuth), errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+	case errors.Is(err, p2p.ErrAuth), errors.Is(err, p2p.ErrVersion), errors.Is(err, syscall.EMFILE),
+		errors.Is(err, syscall.ENFILE):
 		return fail(err)
 	case elsewhere > 0 && elsewhere == len(paths):
 		return fail(fmt.Errorf("%w: %w", p2p.ErrStale, err))

@@ -189,20 +189,25 @@ func TestDialTriesAll(t *testing.T) {
 	foreign.endpoint = must(foreign.Listen(within(t), foreign.host))
 	defer foreign.Transport.Close()
 	free := taken(t, 1)
-	l := must(net.Listen("tcp", "127.0.0.1:0"))
 	var served sync.WaitGroup
-	served.Go(func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
+	t.Cleanup(served.Wait)
+	says := func(s string) string {
+		l := must(net.Listen("tcp", "127.0.0.1:0"))
+		t.Cleanup(func() { l.Close() })
+		served.Go(func() {
+			for {
+				c, err := l.Accept()
+				if err != nil {
+					return
+				}
+				io.WriteString(c, s)
+				c.Close()
 			}
-			io.WriteString(c, "220 mail.example ESMTP, please introduce yourself\r\n")
-			c.Close()
-		}
-	})
-	defer served.Wait()
-	defer l.Close()
+		})
+		return l.Addr().String()
+	}
+	mail := says("220 mail.example ESMTP, please introduce yourself\r\n")
+	later := says("tutti/Z\r" + strings.Repeat("\x00", 32))
 	closed := must(net.Listen("tcp", "127.0.0.1:0"))
 	dead := closed.Addr().String()
 	closed.Close()
@@ -212,14 +217,15 @@ func TestDialTriesAll(t *testing.T) {
 		want error
 		text []string
 	}{
-		{[]string{dead, silent, other.addr(), l.Addr().String(), foreign.addr(), b.addr()}, nil, nil},
+		{[]string{dead, silent, other.addr(), mail, later, foreign.addr(), b.addr()}, nil, nil},
 		{[]string{dead}, p2p.ErrPeerGone, []string{dead, "refused"}},
 		{[]string{dead, other.addr()}, p2p.ErrPeerGone, []string{dead,
 			"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
 		{[]string{other.addr()}, p2p.ErrStale,
 			[]string{"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
 		{[]string{foreign.addr()}, p2p.ErrAuth, []string{foreign.addr()}},
-		{[]string{l.Addr().String()}, p2p.ErrAuth, []string{"does not speak this protocol"}},
+		{[]string{mail}, p2p.ErrAuth, []string{"does not speak this protocol"}},
+		{[]string{later}, p2p.ErrVersion, []string{"the other end speaks tutti/Z"}},
 	} {
 		link, err := a.Dial(within(t), b.self, b.at(c.at...))
 		if !errors.Is(err, c.want) {
@@ -229,6 +235,9 @@ func TestDialTriesAll(t *testing.T) {
 			if err != nil && !strings.Contains(err.Error(), s) {
 				t.Errorf("%v: %v: does not say %q", c.at, err, s)
 			}
+		}
+		if c.want != p2p.ErrPeerGone && errors.Is(err, p2p.ErrPeerGone) {
+			t.Errorf("%v: %v: the peer is not gone", c.at, err)
 		}
 		if err == nil {
 			link.Close()

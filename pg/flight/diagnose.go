@@ -21,6 +21,8 @@ const (
 	Absent  Presence = "absent"  // it has not joined yet
 	Vacant  Presence = "vacant"  // the view has no rank in this slot
 	Unknown Presence = "unknown" // it cannot be known
+	// Unreadable: it is of another build, whose state this one cannot read.
+	Unreadable Presence = "unreadable"
 )
 
 // Rank is what a client that asked all ranks knows of one of them.
@@ -651,13 +653,14 @@ func (r *Rank) presence() string {
 	return s
 }
 
-// gone reports ranks without a snapshot that no walk has ended at.
+// gone reports ranks that are not there, or seem not to be, and that no walk has ended at.
 func (d *diagnosis) gone() {
 	like := map[string][]int{}
 	var texts []string
 	for _, n := range d.order {
 		r := d.ranks[n]
-		if r.Snapshot != nil || r.Presence == Vacant || r.Presence == Unknown || d.blamed[n] {
+		if r.Snapshot != nil || r.Presence == Vacant || r.Presence == Unknown || r.Presence == Unreadable ||
+			d.blamed[n] {
 			continue
 		}
 		text := r.presence()

@@ -27,7 +27,7 @@ const (
 
 const (
 	magic   = "tuttiFR\n"
-	version = 1
+	version = 2
 )
 
 // Total counts the operations of one kind that succeeded, and their bytes.

@@ -348,8 +348,12 @@ func (r *reader) fail(why string) {
 }
 
 func (r *reader) magic(want byte) {
-	if len(r.b) == 0 || r.b[0] != want {
-		r.fail(fmt.Sprintf("it does not begin with %#x", want))
+	switch {
+	case len(r.b) == 0:
+		r.fail(fmt.Sprintf("it is empty, expected that it begins with %#x", want))
+		return
+	case r.b[0] != want:
+		r.fail(fmt.Sprintf("it begins with %#x, expected %#x", r.b[0], want))
 		return
 	}
 	r.b = r.b[1:]

@@ -193,8 +193,8 @@ func TestLargestFits(t *testing.T) {
 func TestDecodeViewErrors(t *testing.T) {
 	inc := "\x00\x00\x00\x00\x00\x00\x00\x07"
 	for in, want := range map[string]string{
-		"":                             "begin with",
-		"\xb1\x01\x00":                 "begin with",
+		"":                             "begins with",
+		"\xb1\x01\x00":                 "begins with",
 		"\xa1":                         "ends within a number",
 		"\xa1\x00\x00":                 "epoch 0",
 		"\xa1\x01\x01":                 "items announced",
@@ -217,7 +217,7 @@ func TestDecodeViewErrors(t *testing.T) {
 func TestDecodeReportErrors(t *testing.T) {
 	inc := "\x00\x00\x00\x00\x00\x00\x00\x07"
 	for in, want := range map[string]string{
-		"\xa1\x01\x00\x00": "begin with",
+		"\xa1\x01\x00\x00": "begins with",
 		"\xb1\x01\x01":     "ends within a number",
 		"\xb1\x01\x01\x01": "items announced",
 		"\xb1\x01\x01\x01\x00" + inc + "\x01\x03" + inc + "\x00":         "too many",

@@ -30,6 +30,15 @@ func (e *RefusedError) Error() string {
 	return "not now: " + e.Reason
 }
 
+// FormatError says that the messages of the peer have another format: it is of another build. There
+// will never be a connection.
+type FormatError struct{ Peer, Own byte }
+
+func (e *FormatError) Error() string {
+	return fmt.Sprintf("rdma: the peer's handshake has format %d, expected %d: run the same build at both ends", e.Peer,
+		e.Own)
+}
+
 // UndrainedError says that no queue pairs are made because too many retired connections are not
 // drained: Config.Retired allows no more.
 type UndrainedError struct{ Connections int }

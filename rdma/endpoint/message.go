@@ -7,6 +7,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"tutti/internal/plain"
 	"tutti/rdma"
 )
 
@@ -19,8 +20,9 @@ const (
 	MaxMessage = headerSize + 8*MaxQPs + maxText
 )
 
-// wireVersion is the first byte of every message.
-const wireVersion = 1
+// wireVersion is the first byte of every message. In all versions a message has headerSize bytes at
+// least, with the same sender, of which an end makes the answer to a request of another one.
+const wireVersion = 2
 
 // end names an end of a connection, at a point of its history.
 type end struct {
@@ -99,7 +101,7 @@ func (m *message) String() string {
 
 // encode returns the message as bytes, little-endian:
 //
-//	0   format, 1
+//	0   format, 2
 //	1   kind
 //	2   number of queue pairs
 //	3   protocol of the address
@@ -113,7 +115,7 @@ func (m *message) String() string {
 //	58  1: the port needs packets with an address, see rdma.Port.GRHRequired; 0
 //	60  queue pairs: number, first packet number, 4 bytes each; then the reason
 func (m *message) encode() []byte {
-	text := plain(m.text)
+	text := reason(m.text)
 	le := binary.LittleEndian
 	b := make([]byte, 0, headerSize+8*len(m.offer.qps)+len(text))
 	b = append(b, wireVersion, byte(m.kind), byte(len(m.offer.qps)), byte(m.offer.link))
@@ -137,15 +139,9 @@ func (m *message) encode() []byte {
 	return append(b, text...)
 }
 
-// plain returns the beginning of a reason, as one line of UTF-8.
-func plain(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f {
-			return ' '
-		}
-		return r
-	}, strings.ToValidUTF8(s, "?"))
-	if len(s) > maxText {
+// reason returns the beginning of a reason, as one plain line.
+func reason(s string) string {
+	if s = plain.Text(s); len(s) > maxText {
 		n := maxText
 		for !utf8.RuneStart(s[n]) {
 			n--
@@ -155,13 +151,24 @@ func plain(s string) string {
 	return s
 }
 
+// refusal answers a request of another format: so the peer, too, learns that the formats differ. It
+// returns nil for what is no request.
+func refusal(request []byte, why *FormatError) []byte {
+	if len(request) < headerSize || len(request) > MaxMessage {
+		return nil
+	}
+	le := binary.LittleEndian
+	to := end{max(le.Uint64(request[4:]), 1), le.Uint64(request[12:])} // 0 is invalid
+	return (&message{kind: refused, from: end{session: 1}, to: to, text: why.Error()}).encode()
+}
+
 // decode reads a message. It keeps nothing of b.
 func decode(b []byte) (*message, error) {
 	bad := func(format string, args ...any) (*message, error) {
 		return nil, fmt.Errorf("rdma: malformed handshake: "+format, args...)
 	}
 	if len(b) > 0 && b[0] != wireVersion {
-		return bad("format %d, expected %d: both programs need the same version", b[0], wireVersion)
+		return nil, &FormatError{Peer: b[0], Own: wireVersion}
 	}
 	if len(b) < headerSize || len(b) > MaxMessage {
 		return bad("%d bytes, expected %d to %d", len(b), headerSize, MaxMessage)
@@ -205,7 +212,7 @@ func decode(b []byte) (*message, error) {
 		o.qps[i] = p
 	}
 	if m.text = string(b[headerSize+8*count:]); !utf8.ValidString(m.text) ||
-		strings.ContainsFunc(m.text, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+		strings.ContainsFunc(m.text, plain.Controls) {
 		return bad("a reason that is not text")
 	}
 	return m, nil

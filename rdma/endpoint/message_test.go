@@ -69,8 +69,8 @@ func TestBusyAnswersARequest(t *testing.T) {
 func TestReasonsBecomeALine(t *testing.T) {
 	for _, c := range [][2]string{
 		{"x" + strings.Repeat("é", maxText), "x" + strings.Repeat("é", maxText/2-1)},
-		{"one\ntwo\x00", "one two "},
-		{"a\xffb", "a?b"},
+		{"one\ntwo\x00\u009b\u202e", "one two   "},
+		{"a\xffb", "a\ufffdb"},
 	} {
 		m := &message{kind: refused, from: end{1, 1}, to: end{2, 2}, text: c[0]}
 		if got, err := decode(m.encode()); err != nil || got.text != c[1] {
@@ -82,7 +82,7 @@ func TestReasonsBecomeALine(t *testing.T) {
 // The bytes of a message are part of the protocol: another version of them needs another format.
 func TestBytesOfARequest(t *testing.T) {
 	m := &message{kind: request, from: end{0x0102030405060708, 6}, to: end{0xa1, 3}, offer: exampleOffer(1)}
-	const want = "01010102" + "0807060504030201" + "0600000000000000" + "a100000000000000" + "0300000000000000" +
+	const want = "02010102" + "0807060504030201" + "0600000000000000" + "a100000000000000" + "0300000000000000" +
 		"00000000000000000000ffff0a000001" + "0300" + "04" + "10" + "0000" + "0000" + "ffffff0000000000"
 	if got := fmt.Sprintf("%x", m.encode()); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
@@ -101,7 +101,7 @@ func TestMalformedMessagesAreRefused(t *testing.T) {
 		{"cut", 1, func(b []byte) []byte { return b[:len(b)-1] }, "bytes for 64"},
 		{"longer", 1, func(b []byte) []byte { return append(b, 0) }, "bytes for 64"},
 		{"long", 1, func(b []byte) []byte { return append(b, make([]byte, MaxMessage)...) }, "expected 60 to"},
-		{"another format", 0, func(b []byte) []byte { b[0] = 2; return b }, "format 2"},
+		{"another format", 0, func(b []byte) []byte { b[0] = 1; return b }, "format 1, expected 2"},
 		{"kind 0", 0, func(b []byte) []byte { b[1] = 0; return b }, "kind 0"},
 		{"kind 6", 0, func(b []byte) []byte { b[1] = 6; return b }, "kind 6"},
 		{"no queue pairs", 0, func(b []byte) []byte { b[2] = 0; return b[:headerSize] }, "with 0 queue pairs"},
@@ -117,6 +117,8 @@ func TestMalformedMessagesAreRefused(t *testing.T) {
 		{"packet number of 25 bits", 0, func(b []byte) []byte { b[67] = 1; return b }, "packet number 16777216"},
 		{"the same number twice", 2, func(b []byte) []byte { copy(b[68:72], b[60:64]); return b }, "queue pair 2 of 3"},
 		{"a reason with a control character", 4, func(b []byte) []byte { b[61] = 7; return b }, "not text"},
+		{"a reason with a control character of two bytes", 4,
+			func(b []byte) []byte { copy(b[60:], "\u009b"); return b }, "not text"},
 		{"a reason that is not UTF-8", 4, func(b []byte) []byte { b[61] = 0xff; return b }, "not text"},
 		{"stale with a wish for addresses", 3, func(b []byte) []byte { b[58] = 1; return b }, "with an address"},
 		{"padding", 0, func(b []byte) []byte { b[58] = 2; return b }, "bytes for 1"},

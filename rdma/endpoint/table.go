@@ -233,9 +233,13 @@ func (t *Table) Open(ctx context.Context, name string) (*Connection, error) {
 
 // Handle answers a request that the caller of a peer has sent. The name of the peer must be proven,
 // and the same that Open is called with. It waits for no peer. An error says that the request is
-// malformed, or that the table is closed or full; the peer gets no reply then.
+// malformed, or that the table is closed or full; the peer gets no reply then. With a *FormatError
+// there may be a reply, which tells the peer the same.
 func (t *Table) Handle(name string, request []byte) ([]byte, error) {
 	r, err := decodeKind(request, true)
+	if other := new(*FormatError); errors.As(err, other) {
+		return refusal(request, *other), err
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -463,7 +467,8 @@ func (p *peer) call(ctx context.Context, a ask) {
 		}
 	}
 	if err != nil {
-		p.stepLocked(failed{call: a.call, err: err, final: errors.Is(err, ErrGone)})
+		never := errors.Is(err, ErrGone) || errors.As(err, new(*FormatError))
+		p.stepLocked(failed{call: a.call, err: err, final: never})
 		return
 	}
 	p.stepLocked(replied{a.call, reply})

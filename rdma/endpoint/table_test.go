@@ -1,6 +1,7 @@
 package endpoint_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net/netip"
@@ -327,6 +328,27 @@ func TestPeerThatEndsOrRefuses(t *testing.T) {
 			!strings.Contains(err.Error(), "need the same number") {
 			t.Error(err)
 		}
+	}
+	// A peer of another build: it learns that from the reply, and this end from the request.
+	other := func(b []byte) []byte { b = bytes.Clone(b); b[0]++; return b }
+	for n, answered := range map[int]bool{1: false, 59: false, 60: true, endpoint.MaxMessage: true,
+		endpoint.MaxMessage + 1: false} {
+		request := bytes.Repeat([]byte{7}, n)
+		reply, err := p.table[1].Handle("a", request)
+		if format := new(*endpoint.FormatError); !errors.As(err, format) || (*format).Peer != 7 ||
+			strings.Contains(string(reply), err.Error()) != answered || (len(reply) > 0) != answered {
+			t.Errorf("a request of %d bytes, of another format: %q, %v", n, reply, err)
+		}
+	}
+	p.calls.Store(0)
+	var there error
+	p.call = func(_ context.Context, from int, b []byte) (reply []byte, err error) {
+		reply, there = p.handle(from, other(b))
+		return other(reply), nil
+	}
+	if _, err := p.open(patient(t), 0); !errors.As(err, new(*endpoint.FormatError)) ||
+		!errors.As(there, new(*endpoint.FormatError)) || p.calls.Load() != 1 {
+		t.Errorf("%d calls of a peer of another format: %v, there %v", p.calls.Load(), err, there)
 	}
 	p.call = func(context.Context, int, []byte) ([]byte, error) { return nil, endpoint.ErrGone }
 	if _, err := p.open(patient(t), 0); !errors.Is(err, endpoint.ErrGone) {

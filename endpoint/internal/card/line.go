@@ -178,8 +178,8 @@ func (l *Line) retire(c *endpoint.Connection, drained func()) {
 }
 
 // Open returns the connection to the peer, and makes it if there is none, or only the peer has used
-// it. It waits until ctx ends. An error that wraps endpoint.ErrGone, or a *endpoint.RefusedError
-// that is final, both of package rdma, says that there will never be one.
+// it. It waits until ctx ends. An error that wraps endpoint.ErrGone, a *endpoint.FormatError, or a
+// *endpoint.RefusedError that is final, all of package rdma, says that there will never be one.
 func (l *Line) Open(ctx context.Context) (*Conn, error) {
 	c, err := l.table.Open(ctx, peer)
 	if err != nil {
@@ -217,8 +217,8 @@ func (k *Conn) prove(ctx context.Context) error {
 	return nil
 }
 
-// Handle answers a request of LineConfig.Call of the peer. It waits for no peer. If the device is
-// away, or the line is being closed for that, the peer is to ask again.
+// Handle answers a request of LineConfig.Call of the peer, like endpoint.Table. It waits for no
+// peer. If the device is away, or the line is being closed for that, the peer is to ask again.
 func (l *Line) Handle(request []byte) ([]byte, error) {
 	reply, err := l.table.Handle(peer, request)
 	if _, bad := l.domain.dev.Port(l.domain.card.at.Port); errors.Is(bad, rdma.ErrRemoved) {

@@ -18,6 +18,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+
+	"tutti/internal/trust"
 )
 
 // HeaderSize is the size of a frame's header in bytes.
@@ -197,7 +199,9 @@ func (g Greeting) Append(b []byte) []byte {
 	return binary.LittleEndian.AppendUint64(b, g.Last)
 }
 
-// DecodeGreeting reads the extension of Hello.
+// DecodeGreeting reads the extension of Hello. The error wraps trust.ErrVersion, and not ErrFrame,
+// if the sender speaks another version. The size of the extension, and the place of the version in
+// it, do not change with the version.
 func DecodeGreeting(ext []byte) (g Greeting, err error) {
 	le := binary.LittleEndian
 	g = Greeting{Version: le.Uint16(ext), Index: ext[2], Count: ext[3], Requests: le.Uint32(ext[4:]),
@@ -205,7 +209,8 @@ func DecodeGreeting(ext []byte) (g Greeting, err error) {
 		Last: le.Uint64(ext[24:])}
 	switch {
 	case g.Version != Version:
-		return g, malformed("version %d of the frames, this end speaks %d", g.Version, Version)
+		return g, fmt.Errorf("%w: the other end's frames are of version %d, this one's of version %d: run the same "+
+			"build at both", trust.ErrVersion, g.Version, Version)
 	case g.Index >= g.Count || g.Count > MaxConns:
 		return g, malformed("connection %d of %d, at most %d are allowed", g.Index, g.Count, MaxConns)
 	case g.Requests == 0 || g.Message > MaxMessage || g.Message > g.Window:

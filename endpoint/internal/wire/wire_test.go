@@ -8,6 +8,8 @@ import (
 	"math"
 	"strings"
 	"testing"
+
+	"tutti/internal/trust"
 )
 
 // example is a frame and what it says.
@@ -249,8 +251,6 @@ func TestDecodeRefuses(t *testing.T) {
 		{"17 connections", change(func(g *Greeting) { g.Count = 17 }), false},
 		{"no connections", change(func(g *Greeting) { g.Count = 0 }), false},
 		{"connection 3 of 3", change(func(g *Greeting) { g.Index, g.Count = 3, 3 }), false},
-		{"version 0", change(func(g *Greeting) { g.Version = 0 }), false},
-		{"version 2", change(func(g *Greeting) { g.Version = 2 }), false},
 		{"no requests", change(func(g *Greeting) { g.Requests = 0 }), false},
 		{"messages as long as the window", change(func(g *Greeting) { g.Window, g.Message = 9, 9 }), true},
 		{"messages longer than the window", change(func(g *Greeting) { g.Window, g.Message = 9, 10 }), false},
@@ -265,6 +265,20 @@ func TestDecodeRefuses(t *testing.T) {
 	} {
 		if c.ok && c.err != nil || !c.ok && !errors.Is(c.err, ErrFrame) {
 			t.Errorf("%s: %v", c.what, c.err)
+		}
+	}
+}
+
+// A Hello of another version is not malformed, whatever else it has.
+func TestDecodeNamesVersions(t *testing.T) {
+	for _, version := range []uint16{0, Version + 1, math.MaxUint16} {
+		for _, g := range []Greeting{{Count: 1, Requests: 1}, {}, {Index: 255, Message: math.MaxUint32}} {
+			g.Version = version
+			_, err := DecodeGreeting(g.Append(nil))
+			want := fmt.Sprintf("of version %d, this one's of version 1", version)
+			if !errors.Is(err, trust.ErrVersion) || errors.Is(err, ErrFrame) || !strings.Contains(err.Error(), want) {
+				t.Errorf("%+v: %v", g, err)
+			}
 		}
 	}
 }

@@ -16,10 +16,10 @@ import (
 )
 
 const (
-	// vectorBlock bounds the bytes that one plan covers. Longer vectors (or parts, over all ranks)
+	// VectorBlock bounds the bytes that one plan covers. Longer vectors (or parts, over all ranks)
 	// are processed in blocks, so that plans and scratch memory do not grow with the message. Some
 	// plans cover a chunk of each part if that is more: see lean.
-	vectorBlock = 8 << 20
+	VectorBlock = 8 << 20
 	maxPlans    = 512 // cached a group
 	// A vector to or from a root is copied by one rank while another copies what came before, so it
 	// is cut into leastPieces pieces over shared memory, if these have leastChunk bytes.
@@ -41,7 +41,7 @@ type Config struct {
 	Region func(ptr unsafe.Pointer, n int) (*p2p.Region, int)
 	// Single says when to read plain memory straight from the peers' processes.
 	Single Single
-	Block  int // instead of vectorBlock, the same at all ranks; 0: vectorBlock
+	Block  int // instead of VectorBlock, the same at all ranks; 0: VectorBlock
 	// Chosen is called with the algorithm of a call that is not bound, or whose buffers decide it.
 	Chosen func(collectives.Algo)
 	// Keep is called with a call that has been bound.
@@ -129,7 +129,7 @@ type Runner struct {
 
 // New makes a Runner. Open and Settle must be called before its first call.
 func New(cfg Config) *Runner {
-	cfg.Block = cmp.Or(cfg.Block, vectorBlock)
+	cfg.Block = cmp.Or(cfg.Block, VectorBlock)
 	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1}
 	r.cur = &r.unbound
 	r.direct.drop = cfg.Drop
@@ -508,7 +508,7 @@ func (r *Runner) shape(kind collectives.Kind, elem, count int) collectives.Shape
 	chunk := wireChunk
 	switch {
 	case !t.Caps.SharedMemory && kind == collectives.Broadcast && t.Size == 2:
-		chunk = vectorBlock
+		chunk = VectorBlock
 	case t.Caps.SharedMemory:
 		chunk = collectives.DefaultChunk
 		if kind == collectives.Broadcast || kind == collectives.Reduce {

@@ -1,6 +1,7 @@
 package join
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -75,23 +76,40 @@ func (ss *Session) running(ctx context.Context) (*Job, error) {
 	}
 	first, view, err := membership.DecodeStored(b)
 	if err != nil {
-		return nil, err
+		misfit, err := ss.settings.foreign(ctx, store, err)
+		return nil, cmp.Or(misfit, err)
 	}
-	if alive, err := runs(ctx, store, view, ss.Self.Rank); err != nil || !alive {
+	if rec, err := registered(ctx, store, view, ss.Self.Rank); err != nil || rec == nil {
 		return nil, err
 	}
 	return &Job{view, first}, nil
 }
 
-// runs reports whether an incarnation of view is registered, in another slot than that of a rank
-// that joins: otherwise the view is that of an earlier job.
-func runs(ctx context.Context, store bootstrap.Store, view membership.View, joins int) (bool, error) {
+// foreign returns why this process does not fit, if the view that this build cannot read, because
+// of bad, is that of a running job: a rank of another build is registered. If not, it is that of an
+// earlier job.
+func (s *Settings) foreign(ctx context.Context, store bootstrap.Store, bad error) (misfit, err error) {
+	records, err := store.List(ctx, bootstrap.RankKeys)
+	for key, b := range records {
+		if rec, unread := bootstrap.DecodeRecord(b); unread != nil || rec.Terms.Version != s.Terms.Version {
+			return fmt.Errorf("the job's view, key %s, is of another build of the library, and so is key %s: run the "+
+				"same build at all ranks, end those of the other one, or use another TUTTI_JOB: %w", membership.ViewKey,
+				key, bad), nil
+		}
+	}
+	return nil, err
+}
+
+// registered returns the record of an incarnation of view that is registered, in another slot than
+// that of a rank that joins. If there is none, the view is that of an earlier job.
+func registered(ctx context.Context, store bootstrap.Store, view membership.View, joins int) (*bootstrap.Record,
+	error) {
 	records, err := store.List(ctx, bootstrap.RankKeys)
 	for _, b := range records {
 		if rec, bad := bootstrap.DecodeRecord(b); bad == nil && rec.Rank != joins &&
 			view.Has(rec.Rank, rec.Incarnation) {
-			return true, nil
+			return &rec, nil
 		}
 	}
-	return false, err
+	return nil, err
 }

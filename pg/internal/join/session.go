@@ -1,6 +1,7 @@
 package join
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -51,6 +52,9 @@ type Settings struct {
 	Ends func(context.Context, bootstrap.Store) bool
 	// Serves says that this rank serves the store to all others.
 	Serves bool
+	// Refused counts the connections that the store has refused, if this rank serves it. nil: it
+	// does not.
+	Refused func() bootstrap.Refused
 }
 
 // Within bounds ctx by d, unless that is 0.
@@ -214,13 +218,26 @@ func (ss *Session) Table() *collectives.Table { return ss.settings.Table }
 // Met reports whether all ranks have been registered. After that, a rank without a record is gone.
 func (ss *Session) Met() bool { return ss.met.Load() }
 
-// Explain returns err. If this rank refused connections with another secret, the error says so.
+// Explain returns err. If this rank, or the store that it serves, refused connections of another
+// secret or another build, the error says so.
 func (ss *Session) Explain(err error) error {
-	if ss.server == nil || ss.server.Strangers() == 0 {
-		return err
+	var r bootstrap.Refused
+	if ss.server != nil {
+		r = ss.server.Refused()
 	}
-	return fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is "+
-		"TUTTI_SECRET the same at all ranks?)", err, ss.server.Strangers())
+	if ss.settings.Refused != nil {
+		store := ss.settings.Refused()
+		r.Secret, r.Version = r.Secret+store.Secret, r.Version+store.Version
+	}
+	if r.Secret > 0 {
+		err = fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is "+
+			"TUTTI_SECRET the same at all ranks?)", err, r.Secret)
+	}
+	if r.Version > 0 {
+		err = fmt.Errorf("%w (%d connections to this rank were refused: they were of another build of the library; "+
+			"run the same build at all ranks)", err, r.Version)
+	}
+	return err
 }
 
 // Close ends the incarnation: its links, its listeners and its lease. It takes bounded time.
@@ -389,12 +406,40 @@ func (ss *Session) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 	endpoints, err := ss.client.Describe(dctx, rec)
 	if err != nil {
 		ss.Forget(rank, 0) // the rank may be gone or replaced by now; the store knows
+		switch differs := differing(err); {
+		case differs && ss.Met(): // the rank that was met had what this one has
+			return p2p.Peer{}, fmt.Errorf("another process has its place: %w: %w", p2p.ErrPeerGone, err)
+		case differs:
+			return p2p.Peer{}, fmt.Errorf("%w: %w", p2p.ErrUnfit, err)
+		}
 		return p2p.Peer{}, err
 	}
 	ss.mu.Lock()
 	ss.records[rank] = rec
 	ss.mu.Unlock()
 	return p2p.Peer{Identity: p2p.Identity{Rank: rank, Incarnation: rec.Incarnation}, Endpoints: endpoints}, nil
+}
+
+// differing reports whether err says that two processes need other settings, or another build, to
+// be in one job.
+func differing(err error) bool {
+	return errors.As(err, new(*bootstrap.TermsError)) || errors.As(err, new(*bootstrap.SizeError))
+}
+
+// Stay keeps this incarnation for another rank, with which it does not fit, until that has found
+// out, too, and its record is gone. It waits no longer than bootstrap.Register does for a rank that
+// differs: without the record of this one Register would take it for a rank of an earlier job.
+func (ss *Session) Stay(ctx context.Context, rank int) {
+	store := ss.Store()
+	ctx, cancel := context.WithTimeout(ctx, store.TTL()+2*time.Second)
+	defer cancel()
+	var first []byte
+	for e := range store.Watch(ctx, bootstrap.RankKey(rank)) {
+		if e.Err != nil || !e.Exists || first != nil && !bytes.Equal(first, e.Value) {
+			return
+		}
+		first = e.Value
+	}
 }
 
 // lookup asks the store for a rank's record. Before all ranks have met it waits for the rank to

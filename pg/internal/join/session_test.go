@@ -227,6 +227,80 @@ func session(rank int, open func() bootstrap.Store) *Session {
 	return ss
 }
 
+// unlike puts a record of rank 1, which has other terms than the ranks of session, into a store.
+func unlike(t *testing.T, s bootstrap.Store) (rec bootstrap.Record) {
+	t.Helper()
+	rec = bootstrap.NewRecord(1, 3, 9, []string{"127.0.0.1:1"})
+	rec.Terms.Version = "another"
+	b, err := rec.Encode()
+	if err == nil {
+		err = s.Put(t.Context(), bootstrap.RankKey(1), b, true)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return rec
+}
+
+// A rank with other terms does not fit until all have met. Then its process has the place of
+// another one, which did.
+func TestResolveUnlikeRank(t *testing.T) {
+	mem := storetest.NewMemory()
+	other := mem.Open()
+	defer other.Close()
+	unlike(t, other)
+	ss := session(0, mem.Open)
+	defer ss.Close()
+	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: []byte("the secret of this test")})
+	for _, met := range []bool{false, true} {
+		ss.met.Store(met)
+		_, err := ss.resolve(t.Context(), 1)
+		if errors.Is(err, p2p.ErrUnfit) == met || errors.Is(err, p2p.ErrPeerGone) != met ||
+			!errors.As(err, new(*bootstrap.TermsError)) {
+			t.Errorf("met %v: %v", met, err)
+		}
+	}
+}
+
+// A rank stays for one that it does not fit with until that has gone, but not for ever.
+func TestStayForUnlikeRank(t *testing.T) {
+	for what, after := range map[string]time.Duration{"gone": 0, "about to go": time.Second, "stays": time.Hour} {
+		synctest.Test(t, func(t *testing.T) {
+			mem := storetest.NewMemory()
+			other := mem.Open()
+			defer other.Close()
+			if after > 0 {
+				unlike(t, other)
+				time.AfterFunc(after, func() { mem.Expire(other) })
+			}
+			ss := session(0, mem.Open)
+			defer ss.Close()
+			began := time.Now()
+			ss.Stay(t.Context(), 1)
+			if took, want := time.Since(began), min(after, ss.Store().TTL()+2*time.Second); took != want {
+				t.Errorf("%s: it stays for %v, want %v", what, took, want)
+			}
+		})
+	}
+}
+
+// The error of a rank that has refused others says why.
+func TestExplainRefusals(t *testing.T) {
+	ss := New(&Settings{})
+	if err := ss.Explain(net.ErrClosed); err != net.ErrClosed {
+		t.Error(err)
+	}
+	for _, r := range []bootstrap.Refused{{}, {Secret: 2}, {Version: 3}, {Secret: 2, Version: 3}} {
+		ss.settings.Refused = func() bootstrap.Refused { return r }
+		err := ss.Explain(net.ErrClosed)
+		text := err.Error()
+		if !errors.Is(err, net.ErrClosed) || strings.Contains(text, "TUTTI_SECRET") != (r.Secret > 0) ||
+			strings.Contains(text, "another build") != (r.Version > 0) {
+			t.Errorf("%+v: %v", r, err)
+		}
+	}
+}
+
 // checked is a store that calls check after each change. The first attempt to adopt a key fails.
 type checked struct {
 	bootstrap.Store

@@ -58,11 +58,13 @@ func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
 
 // await claims a slot; id is that of this process and the handle.
 func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) (*Claim, error) {
-	var err error
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var view membership.View
-	var idle time.Time // when no job was running
+	var idle time.Time  // when no job was running
+	var unread error    // why view is not that of the store
+	var unfit time.Time // when this process did not fit into the job of the view; zero: it may
+	news := false       // whether the view is to be looked at
 	// records and claims disappear without a change of the view
 	changes, again := store.Watch(wctx, membership.ViewKey), time.NewTicker(200*time.Millisecond)
 	defer again.Stop()
@@ -74,9 +76,8 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 				return nil, err
 			}
 			if e.Exists {
-				if _, view, err = membership.DecodeStored(e.Value); err != nil {
-					return nil, err
-				}
+				_, view, unread = membership.DecodeStored(e.Value)
+				news = true
 			}
 		case e, open := <-vacancies:
 			if err := ended(ctx, e, open); err != nil {
@@ -97,9 +98,18 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 					free = append(free, slot)
 				}
 			}
-			if len(free) > told {
-				// The view may be that of an earlier job of the name.
-				if alive, err := runs(ctx, store, view, -1); err != nil || !alive {
+			if news || len(free) > told {
+				// The view may be that of an earlier job, or of one that is about to end.
+				alive, misfit, err := s.fits(ctx, store, view, unread)
+				switch {
+				case misfit == nil:
+					unfit = time.Time{}
+				case unfit.IsZero():
+					unfit = time.Now()
+				case time.Since(unfit) > store.TTL()+time.Second:
+					return nil, misfit
+				}
+				if news = err != nil || misfit != nil || !alive; news {
 					free, idle = free[:told], time.Now()
 				}
 			}
@@ -110,6 +120,22 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 			}
 		}
 	}
+}
+
+// fits reports whether a rank of view is registered, and why this process cannot be in one job
+// with it. unread says why there is no view.
+func (s *Settings) fits(ctx context.Context, store bootstrap.Store, view membership.View, unread error) (alive bool,
+	misfit, err error) {
+	if unread != nil {
+		misfit, err = s.foreign(ctx, store, unread)
+		return false, misfit, err
+	}
+	rec, err := registered(ctx, store, view, -1)
+	if err != nil || rec == nil {
+		return false, nil, err
+	}
+	own := bootstrap.Record{Size: s.MaxSize, Terms: s.Terms}
+	return true, own.Compare(rec), nil
 }
 
 // ended returns why a watch has ended, or nil.

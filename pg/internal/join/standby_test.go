@@ -3,9 +3,12 @@ package join
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"tutti/bootstrap"
@@ -132,6 +135,115 @@ func TestSlotOfEarlierJobIsNotFree(t *testing.T) {
 			}
 			return
 		}
+	}
+}
+
+// later puts a view that this build cannot read into a store.
+func later(t *testing.T, s bootstrap.Store) {
+	t.Helper()
+	view := membership.EncodeStored(9, membership.First([]uint64{9, 8}))
+	view[8]++
+	if err := s.Put(t.Context(), membership.ViewKey, view, false); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// register puts the record of a rank of two, of a build with this version, into a store.
+func register(t *testing.T, s bootstrap.Store, rank int, version string) {
+	t.Helper()
+	rec := bootstrap.NewRecord(rank, 2, uint64(9-rank), nil)
+	rec.Terms.Version = version
+	b, err := rec.Encode()
+	if err == nil {
+		err = s.Put(t.Context(), bootstrap.RankKey(rank), b, true)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A process on standby that cannot be in the job says so, and does not wait until it is needed. A
+// job that is about to end does not count.
+func TestStandbyThatDoesNotFit(t *testing.T) {
+	differs := func(err error) bool { return errors.As(err, new(*bootstrap.TermsError)) }
+	for name, c := range map[string]struct {
+		job  func(t *testing.T, s bootstrap.Store)
+		size int
+		is   func(error) bool // nil: it fits
+	}{
+		"fits": {func(t *testing.T, s bootstrap.Store) {
+			put(t, s, membership.First([]uint64{9, 8}), true)
+			register(t, s, 0, "1")
+		}, 2, nil},
+		"another build": {func(t *testing.T, s bootstrap.Store) {
+			put(t, s, membership.First([]uint64{9, 8}), true)
+			register(t, s, 0, "2")
+		}, 2, differs},
+		"another build, which no rank uses": {func(t *testing.T, s bootstrap.Store) {
+			put(t, s, membership.First([]uint64{9, 8}), false)
+		}, 2, nil},
+		"another size": {func(t *testing.T, s bootstrap.Store) {
+			put(t, s, membership.First([]uint64{9, 8}), true)
+			register(t, s, 0, "1")
+		}, 3, func(err error) bool { return errors.As(err, new(*bootstrap.SizeError)) }},
+		"another view": {func(t *testing.T, s bootstrap.Store) {
+			later(t, s)
+			register(t, s, 0, "2")
+		}, 2, func(err error) bool {
+			return err != nil && strings.Contains(err.Error(), "key membership/view, is of another build") &&
+				strings.Contains(err.Error(), "ranks/0") &&
+				strings.Contains(err.Error(), "begins with 0xa2, expected 0xa1")
+		}},
+		"another view, of an earlier job": {func(t *testing.T, s bootstrap.Store) { later(t, s) }, 2, nil},
+		"another view, of a job before that of this build": {func(t *testing.T, s bootstrap.Store) {
+			later(t, s)
+			register(t, s, 0, "1")
+		}, 2, nil},
+	} {
+		for _, ends := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, ends %v", name, ends), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					mem := storetest.NewMemory()
+					job := mem.Open()
+					defer job.Close()
+					c.job(t, job)
+					ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+					defer cancel()
+					began := time.Now()
+					if ends {
+						time.AfterFunc(job.TTL(), func() { mem.Expire(job) })
+					}
+					_, err := StandBy(ctx, &Settings{MaxSize: c.size, Terms: bootstrap.Terms{Version: "1"},
+						Logger:    slog.New(slog.DiscardHandler),
+						OpenStore: func(context.Context) (bootstrap.Store, error) { return mem.Open(), nil }})
+					if fits := c.is == nil || ends; fits != errors.Is(err, context.DeadlineExceeded) ||
+						!fits && (!c.is(err) || time.Since(began) > 3*job.TTL()) {
+						t.Errorf("after %v: %v", time.Since(began), err)
+					}
+				})
+			})
+		}
+	}
+}
+
+// A rank that joins passes over a view that it cannot read, as an earlier job of another build has
+// left, unless a rank of another build is there.
+func TestRunningPassesOverForeignView(t *testing.T) {
+	for version, fits := range map[string]bool{"": true, "1": true, "2": false} {
+		mem := storetest.NewMemory()
+		job := mem.Open()
+		later(t, job)
+		if version != "" {
+			register(t, job, 1, version)
+		}
+		ss := session(0, mem.Open)
+		ss.settings.Terms.Version = "1"
+		if running, err := ss.Running(t.Context()); running != nil || (err == nil) != fits ||
+			err != nil && !strings.Contains(err.Error(), "key membership/view, is of another build") {
+			t.Errorf("with a rank of version %q: %+v, %v", version, running, err)
+		}
+		ss.Close()
+		job.Close()
 	}
 }
 

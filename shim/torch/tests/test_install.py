@@ -90,6 +90,15 @@ class Install(unittest.TestCase):
             self.assertIn(module, os.listdir(package))
             self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
 
+            # So does one whose module was compiled from other sources, as those of an older Tutti.
+            with open(os.path.join(package, "csrc", "later.h"), "w") as f:
+                f.write("// What an older module does not have.\n")
+            text = run("-c", WITHOUT)
+            self.assertIn(module + " in", text)
+            self.assertIn("built from other sources", text)
+            run("-m", "tutti_torch.build")
+            self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
+
 
 if __name__ == "__main__":
     unittest.main()

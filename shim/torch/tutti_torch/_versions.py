@@ -1,13 +1,18 @@
-"""The C++ module is compiled against one version of torch, and named after it."""
+"""The C++ module is compiled against one version of torch, and named after it. It carries a hash of what it was
+compiled from, which must be that of the sources beside this package."""
 
+import hashlib
 import importlib
 import os
 import re
 import sysconfig
 
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
 class Missing(ImportError):
-    """There is no C++ module for the installed torch."""
+    """There is no C++ module for the installed torch and these sources."""
 
 
 def release(version):
@@ -33,19 +38,47 @@ def built(directory):
     return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
 
 
+def sources(package=HERE):
+    """Returns the directory of the sources: in the source tree, or beside an installed package. None: there is none."""
+    for path in (os.path.join(package, "..", "csrc"), os.path.join(package, "csrc")):
+        if os.path.exists(os.path.join(path, "backend.cpp")):
+            return os.path.normpath(path)
+    return None
+
+
+def fingerprint(directory):
+    """Returns a hash of the sources in directory, and of the headers beside them or in shim."""
+    paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith((".cpp", ".h"))]
+    if "tutti.h" not in map(os.path.basename, paths):
+        paths += [os.path.join(directory, "..", "..", name) for name in ("tutti.h", "tutti_dl.h")]
+    whole = hashlib.sha256()
+    for path in sorted(paths, key=os.path.basename):
+        with open(path, "rb") as f:
+            content = f.read()
+        whole.update(f"{os.path.basename(path)} {len(content)}\n".encode())
+        whole.update(content)
+    return whole.hexdigest()
+
+
 def load():
     """Imports the module for the installed torch."""
     import torch
 
     if os.environ.get("TUTTI_TORCH_CTYPES"):
         raise Missing("TUTTI_TORCH_CTYPES is set, so that the C++ module of tutti_torch is not used.")
-    here = os.path.dirname(os.path.abspath(__file__))
-    if not os.path.exists(os.path.join(here, file_name(torch.__version__))):
-        versions = built(here)
+    if not os.path.exists(os.path.join(HERE, file_name(torch.__version__))):
+        versions = built(HERE)
         have = "for torch " + ", ".join(versions) if versions else "for no version of torch"
         raise Missing(
-            f"tutti_torch in {here} was built {have}, and not for torch {release(torch.__version__)} with Python "
+            f"tutti_torch in {HERE} was built {have}, and not for torch {release(torch.__version__)} with Python "
             f"{sysconfig.get_python_version()}, which runs now. Build it with `python -m tutti_torch.build`, or "
             "`make torch` in Tutti's source tree."
         )
-    return importlib.import_module("tutti_torch." + module_name(torch.__version__))
+    module = importlib.import_module("tutti_torch." + module_name(torch.__version__))
+    source = sources()
+    if source is not None and getattr(module, "sources", None) != fingerprint(source):
+        raise Missing(
+            f"{file_name(torch.__version__)} in {HERE} was built from other sources of tutti_torch than those in "
+            f"{source}: build it again with `python -m tutti_torch.build`, or `make torch` in Tutti's source tree."
+        )
+    return module

@@ -9,7 +9,6 @@ import tempfile
 
 from tutti_torch import _versions
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [
     "api.cpp",
     "interrupt.cpp",
@@ -29,17 +28,14 @@ SOURCES = [
 ]
 
 
-def sources():
-    """Returns the directory of the sources: in the source tree, or beside an installed package."""
-    for path in (os.path.join(HERE, "..", "csrc"), os.path.join(HERE, "csrc")):
-        if os.path.exists(os.path.join(path, "backend.cpp")):
-            return os.path.normpath(path)
-    raise SystemExit("the C++ sources are missing: build in Tutti's source tree")
-
-
-def current(compiled):
-    """Reports whether an object is newer than what it was compiled from, as the compiler wrote it down."""
+def current(compiled, definition):
+    """Reports whether an object was compiled with definition, and is newer than what it was compiled from, as the
+    compiler wrote it down."""
     try:
+        if definition:
+            with open(compiled + ".definition") as f:
+                if f.read() != definition:
+                    return False
         with open(compiled + ".d") as f:
             paths = f.read().split(":", 1)[1].replace("\\\n", " ").split()
         return all(os.path.getmtime(path) <= os.path.getmtime(compiled) for path in paths)
@@ -71,10 +67,14 @@ def flags(torch):
     return found
 
 
-def main(directory=HERE, objects=None):
+def main(directory=_versions.HERE, objects=None):
     import torch
 
-    source = sources()
+    # setup.py copies the sources into the package that it builds, from this file's tree.
+    source = _versions.sources()
+    if source is None:
+        raise SystemExit("the C++ sources are missing: build in Tutti's source tree")
+    fingerprint = _versions.fingerprint(source)
     output = os.path.join(directory, _versions.file_name(torch.__version__))
     own = [*flags(torch), "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__)]
     own += ["-I", source, "-I", os.path.join(source, "..", "..")]  # tutti_dl.h is beside them, or in shim
@@ -86,11 +86,14 @@ def main(directory=HERE, objects=None):
         def compile_one(name):
             path = os.path.join(source, name)
             compiled = os.path.join(objects, f"{name}-{_versions.file_name(torch.__version__)}.o")
-            if not current(compiled):
+            definition = f'-DTUTTI_GLUE_SOURCES="{fingerprint}"' if name == "module.cpp" else ""
+            if not current(compiled, definition):
                 print(compiler, name, flush=True)
                 command = [compiler, *own, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
-                subprocess.run(command, check=True)
+                subprocess.run(command + [definition] * bool(definition), check=True)
                 os.replace(compiled + ".new", compiled)
+                with open(compiled + ".definition", "w") as f:
+                    f.write(definition)
             return compiled
 
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
