@@ -950,6 +950,55 @@ func TestProgramsThatRecoverAfterEachError(t *testing.T) {
 	}
 }
 
+// Programs that agree on the outcome of each operation, and call Recover if it has failed anywhere,
+// get on, whatever the configuration, although some ranks give operations up at any moment.
+func TestProgramsThatAgreeAndRecover(t *testing.T) {
+	for _, uniform := range []bool{false, true} {
+		for _, how := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
+			for _, late := range []pg.OnTimeout{pg.TimeoutReports, pg.TimeoutEvicts} {
+				c := pg.Config{OnFailure: how, OnTimeout: late, Uniform: uniform, Timeout: 20 * time.Second}
+				t.Run(fmt.Sprintf("%v,OnTimeout=%d,uniform=%v", how, late, uniform), func(t *testing.T) {
+					t.Parallel()
+					agreeAndRecover(t, c)
+				})
+			}
+		}
+	}
+}
+
+func agreeAndRecover(t *testing.T, c pg.Config) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		by := rand.New(rand.NewPCG(1, uint64(g.Rank())))
+		for i := int64(1); i <= 40; i++ {
+			mine, end := ctx, context.CancelFunc(func() {})
+			switch by.IntN(10) {
+			case 0: // before it begins
+				mine, end = context.WithDeadline(ctx, time.Now())
+			case 1:
+				mine, end = context.WithTimeout(ctx, time.Duration(by.IntN(3000))*time.Microsecond)
+			}
+			x := []int64{i}
+			err := pg.AllReduce(mine, g, x, pg.Sum)
+			end()
+			if err == nil && x[0] != 4*i {
+				t.Fatalf("the sum of %d at four ranks is %d", i, x[0])
+			}
+			everywhere, err := g.Agree(ctx, err == nil)
+			if err != nil {
+				t.Fatalf("agree after reduction %d: %v", i, err)
+			}
+			if everywhere {
+				continue
+			}
+			time.Sleep(time.Duration(by.IntN(8)) * time.Millisecond)
+			if err := g.Recover(ctx); err != nil {
+				t.Fatalf("recover after reduction %d: %v", i, err)
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(c))
+}
+
 // A cancelled operation removes no rank, as opposed to one that timed out: it fails at every rank,
 // including those that come to it after they have learnt of that.
 func TestCancellationEvictsNoRank(t *testing.T) {

@@ -241,7 +241,7 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string,
 // storeConfig returns how to reach the store at an address: a site's with what the environment
 // says.
 func storeConfig(address string, getenv func(string) string) bootstrap.StoreConfig {
-	c := bootstrap.StoreConfig{Address: address, DialTimeout: 5 * time.Second}
+	c := bootstrap.StoreConfig{Address: address}
 	if !strings.HasPrefix(address, "tutti://") {
 		c.User, c.Password = getenv("TUTTI_STORE_USER"), getenv("TUTTI_STORE_PASSWORD")
 		c.CA, c.Cert, c.Key = getenv("TUTTI_STORE_CA"), getenv("TUTTI_STORE_CERT"), getenv("TUTTI_STORE_KEY")

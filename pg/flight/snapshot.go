@@ -367,8 +367,8 @@ func ReadFile(path string) (*Snapshot, error) {
 
 // Limits of a snapshot for Parse, which bound the memory that its JSON becomes.
 const (
-	maxObjects = 1 << 16
-	maxValues  = 1 << 18
+	maxObjects = 1 << 17
+	maxValues  = 1 << 20
 )
 
 // tooMuch returns an error if JSON stands for more than Parse takes. An element of a list that is

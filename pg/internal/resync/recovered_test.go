@@ -40,6 +40,29 @@ func checkRecovered(t *testing.T, m *Machine, seq, want uint64) {
 	}
 }
 
+// A rank whose group has failed again, after a Recover in the same view, answers another rank that
+// waits for it: that one has to learn of the new failure. Until its program calls Recover it answers
+// once.
+func TestFailedAgainAfterRecover(t *testing.T) {
+	ranks := afterFailure(2)
+	failed := Standing{Over: 1, Intact: true, Failed: true, Calls: true}
+	meet(ranks, failed, failed)
+	checkRecovered(t, ranks[0], 1, 1)
+	checkRecovered(t, ranks[1], 1, 1)
+	waits, _ := ranks[1].Enter(true, false, Standing{Over: 1, Intact: true})
+	ranks[0].Hear(1, waits)
+	if !ranks[0].Asked(true) {
+		t.Fatal("the rank does not answer")
+	}
+	if _, complete := ranks[0].Enter(false, true, Standing{Over: 2, Failed: true}); !complete {
+		t.Error("its answer does not complete the exchange")
+	}
+	waits, _ = ranks[1].Enter(true, false, Standing{Over: 2, Intact: true})
+	if ranks[0].Hear(1, waits); ranks[0].Asked(true) {
+		t.Error("it answers again before its program has called Recover")
+	}
+}
+
 // A rank calls Recover twice between two operations, because of something else than an operation.
 // The second call is none that the others have made: it ends with the beginning of the view, so
 // that no rank is always one call behind.

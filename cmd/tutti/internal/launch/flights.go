@@ -47,19 +47,17 @@ func (l *launcher) foreign(s *flight.Snapshot) bool {
 	return s.Job != l.Job && slices.ContainsFunc(Jobs(), func(r Running) bool { return r.Job == s.Job })
 }
 
-// written reports whether a process may still write the flight record in a file. The kernel grants
-// a lease for reading only if no process has the file open or mapped for writing, which may be one
-// of another PID namespace. Where there are no leases, the process's PID has to do.
+// written reports whether a process may still write the flight record in a file. The kernel refuses
+// a lease for reading if a process has the file open or mapped for writing, which may be one of
+// another PID namespace. Overlay file systems do not count mappings, and others have no leases:
+// there the process's PID has to do.
 func written(path string, s *flight.Snapshot) bool {
 	f, err := files.Read(path)
 	if err != nil {
 		return false
 	}
 	defer f.Close() // ends the lease
-	switch _, err = unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_RDLCK); {
-	case err == nil:
-		return false
-	case errors.Is(err, unix.EAGAIN):
+	if _, err = unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_RDLCK); errors.Is(err, unix.EAGAIN) {
 		return true
 	}
 	host, _ := os.Hostname()

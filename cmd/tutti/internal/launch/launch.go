@@ -177,7 +177,11 @@ func Run(ctx context.Context, o Options) (int, error) {
 	}
 	l.views.close()
 	if l.hold != nil {
-		l.hold.finish(l.code, l.why, l.endsAll() || err != nil)
+		code, why := l.code, l.why
+		if err != nil && code == 0 { // the guard was killed
+			code, why = CodeLaunch, err.Error()
+		}
+		l.hold.finish(code, why, l.endsAll() || err != nil)
 	}
 	if gone { // else nobody knows when they close their ends of the pipes
 		s := l.unlessInterrupted(l.out.Wait)

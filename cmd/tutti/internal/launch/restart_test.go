@@ -601,28 +601,35 @@ func TestOtherNodes(t *testing.T) {
 // nodes.
 func TestNodesOfAnEarlierJob(t *testing.T) {
 	for name, left := range map[string]struct {
-		key string
-		end failure
+		key  string
+		end  failure
+		late bool // it ends when this node has entered
 	}{
-		"a third node fails":       {doneKeys + "2", failure{Code: 9, Why: "x"}},
-		"a third node ends well":   {doneKeys + "2", failure{}},
-		"a third node":             {nodeKeys + "2", failure{}},
-		"a negative node":          {doneKeys + "-1", failure{Code: 9, Why: "x"}},
-		"another spelling":         {doneKeys + "01", failure{Code: 9, Why: "x"}},
-		"this job's second node":   {doneKeys + "1", failure{Code: 9, Why: "x", Incarnation: 5}},
-		"the second node was well": {doneKeys + "1", failure{Incarnation: 5}},
+		"a third node fails":       {doneKeys + "2", failure{Code: 9, Why: "x"}, false},
+		"a third node ends well":   {doneKeys + "2", failure{}, false},
+		"a third node":             {nodeKeys + "2", failure{}, false},
+		"a negative node":          {doneKeys + "-1", failure{Code: 9, Why: "x"}, false},
+		"another spelling":         {doneKeys + "01", failure{Code: 9, Why: "x"}, false},
+		"this job's second node":   {doneKeys + "1", failure{Code: 9, Why: "x", Incarnation: 5}, false},
+		"the second node was well": {doneKeys + "1", failure{Incarnation: 5}, false},
+		"the second node is late":  {doneKeys + "1", failure{Code: 9, Why: "x", Incarnation: 5}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				m := storetest.NewMemory()
 				defer m.Close()
 				old, other := m.Open(), m.Open()
-				b, err := json.Marshal(left.end)
-				if err == nil {
-					err = old.Put(t.Context(), left.key, b, strings.HasPrefix(left.key, nodeKeys))
+				leave := func() {
+					b, err := json.Marshal(left.end)
+					if err == nil {
+						err = old.Put(t.Context(), left.key, b, strings.HasPrefix(left.key, nodeKeys))
+					}
+					if err != nil {
+						t.Fatal(err)
+					}
 				}
-				if err != nil {
-					t.Fatal(err)
+				if !left.late {
+					leave()
 				}
 				putNode(t, other, nil)
 				s := twoNodes(t, m, nil, func(s *store) {
@@ -630,6 +637,9 @@ func TestNodesOfAnEarlierJob(t *testing.T) {
 						t.Fatal(err)
 					}
 				})
+				if left.late {
+					leave()
+				}
 				synctest.Wait()
 				old.Close() // its leases end
 				time.Sleep(time.Minute)
@@ -671,9 +681,9 @@ func TestRecordsOfNodesArePlain(t *testing.T) {
 // TestNodesLoseLeases: a node whose launcher was stopped, or could not reach the store, is no dead
 // one.
 func TestNodesLoseLeases(t *testing.T) {
-	goesOn := func(t *testing.T, s *store, other bootstrap.Store) {
+	goesOn := func(t *testing.T, s *store, other bootstrap.Store, incarnation uint64) {
 		t.Helper()
-		putNode(t, other, &failure{})
+		putNode(t, other, &failure{Incarnation: incarnation})
 		select {
 		case f := <-s.failed():
 			t.Fatalf("it ends this node: %s", f.why)
@@ -693,7 +703,7 @@ func TestNodesLoseLeases(t *testing.T) {
 		s := twoNodes(t, m, nodes, long)
 		nodes <- bootstrap.Event{Key: nodeKeys + "1"}
 		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte("{}")}
-		goesOn(t, s, other)
+		goesOn(t, s, other, 0)
 	})
 	t.Run("the other is back before the event that says so", func(t *testing.T) {
 		m := storetest.NewMemory()
@@ -703,7 +713,7 @@ func TestNodesLoseLeases(t *testing.T) {
 		s := twoNodes(t, m, nodes, func(s *store) { s.handle = asking{s.handle, doneKeys + "1", asked} })
 		nodes <- bootstrap.Event{Key: nodeKeys + "1"}
 		get(t, "the check", asked)
-		goesOn(t, s, other)
+		goesOn(t, s, other, 0)
 	})
 	t.Run("the other comes back late", func(t *testing.T) {
 		for _, end := range []failure{{}, {Code: 9, Why: "x", End: true}} {
@@ -736,7 +746,7 @@ func TestNodesLoseLeases(t *testing.T) {
 					}
 					return
 				}
-				goesOn(t, s, other)
+				goesOn(t, s, other, 0)
 			})
 		}
 	})
@@ -757,7 +767,7 @@ func TestNodesLoseLeases(t *testing.T) {
 		s := twoNodes(t, m, nodes, long)
 		nodes <- bootstrap.Event{Key: nodeKeys + "1"} // that of a dead one
 		nodes <- bootstrap.Event{Key: nodeKeys + "1", Exists: true, Value: []byte(`{"Incarnation": 7}`)}
-		goesOn(t, s, other)
+		goesOn(t, s, other, 7)
 	})
 	t.Run("this one comes back", func(t *testing.T) {
 		m := storetest.NewMemory()
@@ -771,7 +781,7 @@ func TestNodesLoseLeases(t *testing.T) {
 		if b, err := other.Wait(ctx, nodeKeys+"0"); err != nil || string(b) != "{}" {
 			t.Errorf("its record is now %q, %v", b, err)
 		}
-		goesOn(t, s, other)
+		goesOn(t, s, other, 0)
 	})
 	t.Run("only this one comes back", func(t *testing.T) {
 		m := storetest.NewMemory()

@@ -1,7 +1,6 @@
 package launch
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -75,7 +74,7 @@ type failure struct {
 	Code        int
 	Why         string
 	End         bool   `json:",omitempty"`
-	Incarnation uint64 // of the launcher
+	Incarnation uint64 // of the launcher: one of an earlier job may have left its report
 }
 
 // readFailure reads how a node ended.
@@ -83,7 +82,7 @@ func readFailure(text []byte) failure {
 	var f failure
 	err := json.Unmarshal(text, &f)
 	if failed := f.Code != 0; err != nil || f.Code < 0 || f.Code > 255 || !failed && (f.End || f.Why != "") {
-		return failure{Code: CodeLaunch, Why: "unreadable record"}
+		return failure{Code: CodeLaunch, Why: "unreadable record", Incarnation: f.Incarnation}
 	}
 	f.Why = plain.Text(f.Why)
 	return f
@@ -104,7 +103,6 @@ type store struct {
 	open    func(context.Context) (bootstrap.Store, error) // opens another handle
 	me      uint64                                         // this launcher's incarnation
 	record  []byte                                         // of this node, under the handle's lease
-	earlier map[string][]byte                              // how nodes of earlier jobs of this name ended, by key
 	back    time.Duration                                  // how long another node's record may be missing
 	served  bool                                           // a launcher serves the store
 	refused atomic.Bool                                    // it does not listen any more
@@ -469,15 +467,8 @@ func (s *store) other(key string) (prefix string, n int, ok bool) {
 }
 
 // enter puts this node's record into the store. If there is one, it waits for it to go, at most a
-// lease's TTL and a second, since its launcher may be dead. No launcher of this job ends before it
-// has met this one.
-func (s *store) enter(ctx context.Context, job string) (err error) {
-	if s.earlier, err = s.handle.List(ctx, doneKeys); err != nil {
-		return err
-	}
-	if err := s.handle.Delete(ctx, doneKeys+strconv.Itoa(s.node)); err != nil {
-		return err
-	}
+// lease's TTL and a second, since its launcher may be dead. It removes the report of an earlier job.
+func (s *store) enter(ctx context.Context, job string) error {
 	wctx, cancel := context.WithTimeout(ctx, s.handle.TTL()+time.Second)
 	defer cancel()
 	var other nodeRecord
@@ -486,10 +477,14 @@ func (s *store) enter(ctx context.Context, job string) (err error) {
 		case e.Err != nil:
 			return e.Err
 		case e.Exists:
+			var err error
 			if other, err = readNode(e.Value); err != nil {
 				return fmt.Errorf("node %d's record in the store: %w", s.node, err)
 			}
 		default:
+			if err := s.handle.Delete(ctx, doneKeys+strconv.Itoa(s.node)); err != nil {
+				return err
+			}
 			if err := s.handle.Create(ctx, s.key(), s.record, true); !errors.Is(err, bootstrap.ErrConflict) {
 				return err
 			}
@@ -576,8 +571,11 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		}
 	}
 	done := s.handle.Watch(ctx, doneKeys)
-	finished := func(n int, text []byte) {
+	finished := func(n int, text []byte) bool {
 		f := readFailure(text)
+		if f.Incarnation != met[n] { // of an earlier job, or of a launcher whose record has yet to be seen
+			return false
+		}
 		switch {
 		case f.Code != 0 && (f.End || !s.elastic):
 			fail(f.Code, fmt.Sprintf("node %d: %s", n, f.Why))
@@ -589,6 +587,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		delete(missing, n)
 		delete(gone, n)
 		ended[n] = true
+		return true
 	}
 	lost := func(n int) {
 		const why = "its launcher is gone"
@@ -641,10 +640,8 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 				if time.Now().Before(at) {
 					continue
 				}
-				key := doneKeys + strconv.Itoa(n)
-				switch text, err := s.handle.Get(ctx, key); {
-				case err == nil && !s.outdated(key, text):
-					finished(n, text)
+				switch text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n)); {
+				case err == nil && finished(n, text):
 				case err == nil || errors.Is(err, bootstrap.ErrNoKey):
 					// If this launcher was stopped, the record may be back, its event not here.
 					switch text, err := s.handle.Get(ctx, nodeKeys+strconv.Itoa(n)); {
@@ -679,8 +676,10 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 				}
 			}
 		case !others || ended[n]:
-		case prefix == doneKeys && e.Exists && !s.outdated(e.Key, e.Value):
-			finished(n, e.Value)
+		case prefix == doneKeys:
+			if e.Exists {
+				finished(n, e.Value)
+			}
 		case prefix == nodeKeys && e.Exists:
 			entered(n, e.Value)
 		case prefix == nodeKeys && !gone[n]:
@@ -688,12 +687,6 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 			missing[n] = time.Now().Add(s.back)
 		}
 	}
-}
-
-// outdated reports whether the value of key says how a launcher of an earlier job ended.
-func (s *store) outdated(key string, value []byte) bool {
-	earlier, ok := s.earlier[key]
-	return ok && bytes.Equal(earlier, value)
 }
 
 // renewPause is the pause before each attempt of renew.

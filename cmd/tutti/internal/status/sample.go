@@ -140,17 +140,19 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 // ask asks a rank and stores its answer in r.
 func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record, ops int) {
 	late := fmt.Errorf("no answer within %v", AnswerWithin)
+	reading := ctx
 	ctx, cancel := context.WithTimeoutCause(ctx, AnswerWithin, late)
 	defer cancel()
 	b, err := s.client.Status(ctx, rec, ops)
+	silent := err != nil && ctx.Err() != nil
 	var snap *flight.Snapshot
 	if err == nil {
 		select {
 		case s.reads <- struct{}{}:
 			snap, err = flight.Parse(b)
 			<-s.reads
-		case <-ctx.Done():
-			err = context.Cause(ctx)
+		case <-reading.Done():
+			err = context.Cause(reading)
 		}
 	}
 	if err == nil && snap.Rank != r.Rank {
@@ -159,7 +161,7 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 	switch {
 	case err == nil:
 		r.Presence, r.Snapshot = flight.Present, snap
-	case ctx.Err() != nil:
+	case silent:
 		r.Detail = context.Cause(ctx).Error() + ", yet the store takes it for alive"
 	case errors.Is(err, os.ErrDeadlineExceeded): // the connection's deadline, which is that of ctx
 		r.Detail = late.Error() + ", yet the store takes it for alive"

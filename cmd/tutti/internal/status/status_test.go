@@ -228,12 +228,10 @@ func TestAnswersAreReadInTime(t *testing.T) {
 	for range cap(s.reads) {
 		s.reads <- struct{}{}
 	}
-	got, err := s.Sample(t.Context(), 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if r := got.Ranks[0]; r.Presence != flight.Silent || !strings.Contains(r.Detail, "no answer within 1s") {
-		t.Errorf("%s, %q", r.Presence, r.Detail)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*AnswerWithin)
+	defer cancel()
+	if got, err := s.Sample(ctx, 1); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%+v, %v", got, err)
 	}
 }
 
