@@ -379,7 +379,8 @@ func (e env) job(l *Launch, by *launcher) string {
 var namespaceFile = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 // inNamespace returns a name that others of a namespace of Kubernetes do not have, with that
-// namespace, if this process is in a pod.
+// namespace, if this process is in a pod. A job of which only some ranks are in pods, or in pods
+// with the token of a service account, needs TUTTI_JOB.
 func inNamespace(job string) string {
 	b, err := os.ReadFile(namespaceFile)
 	if ns := strings.TrimSpace(string(b)); err == nil && ns != "" {

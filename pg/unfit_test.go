@@ -3,6 +3,7 @@ package pg_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"strings"
 	"sync"
@@ -16,19 +17,33 @@ import (
 	"tutti/pg"
 )
 
-// unlike is a job of two ranks whose second one change makes unlike the first.
-func unlike(t *testing.T, onFailure pg.OnFailure, change func(*pg.Config)) (like, other pg.Config) {
+// unlike is a job of size ranks whose last one change makes unlike the others. begun waits until a
+// key of its store exists: a rank with the key is then registered before one that starts later.
+func unlike(t *testing.T, size int, onFailure pg.OnFailure, change func(*pg.Config)) (all []pg.Config,
+	begun func(key string)) {
 	t.Helper()
 	m := storetest.NewMemory()
 	t.Cleanup(m.Close)
 	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) { return m.Open(), nil }}
-	like, other = fixed(kv, 0), fixed(kv, 1)
-	for _, c := range []*pg.Config{&like, &other} {
-		c.Size, c.MaxSize, c.OnFailure, c.Timeout = 2, 2, onFailure, 60*time.Second
+	for rank := range size {
+		c := fixed(kv, rank)
+		c.Size, c.MaxSize, c.OnFailure, c.Timeout = size, size, onFailure, unfitTimeout
+		all = append(all, c)
 	}
-	change(&other)
-	return like, other
+	change(&all[size-1])
+	return all, func(key string) {
+		ctx, cancel := context.WithTimeout(t.Context(), unfitTimeout)
+		defer cancel()
+		store := m.Open()
+		defer store.Close()
+		if _, err := store.Wait(ctx, key); err != nil {
+			t.Error(err)
+		}
+	}
 }
+
+// unfitTimeout bounds each Join of this file's tests: a rank that it ends was not told.
+const unfitTimeout = 20 * time.Second
 
 // When a job begins with ranks that do not fit, each of them learns it, long before its time is up,
 // and the reason.
@@ -46,34 +61,48 @@ func TestUnlikeRanksDoNotBegin(t *testing.T) {
 			return errors.Is(err, p2p.ErrUnfit) && strings.Contains(err.Error(), "TUTTI_TRANSPORT alike")
 		}},
 	} {
-		for first := range 2 { // which one is registered first
-			t.Run(name, func(t *testing.T) {
+		for first := range 2 { // the rank that is registered first
+			t.Run(fmt.Sprintf("%s, rank %d first", name, first), func(t *testing.T) {
 				t.Parallel()
-				var all [2]pg.Config
-				all[first], all[1-first] = unlike(t, pg.Report, c.change)
-				all[0].Rank, all[1].Rank = 0, 1
+				all, begun := unlike(t, 2, pg.Report, c.change)
 				if name == "transports" {
-					all[first].Transport = "shm"
+					all[0].Transport = "shm"
 				}
-				var errs [2]error
 				var wg sync.WaitGroup
-				for r, cfg := range all {
-					wg.Go(func() {
-						var g *pg.Group
-						if g, errs[r] = pg.Join(t.Context(), cfg); errs[r] == nil {
-							g.Close()
-						}
-					})
-				}
-				wg.Wait()
-				for r, err := range errs {
-					if err == nil || !c.is(err) || errors.As(err, new(*pg.TimeoutError)) ||
-						strings.Contains(err.Error(), "no link within") {
-						t.Errorf("rank %d: %v", r, err)
-					}
-				}
+				defer wg.Wait()
+				wg.Go(func() { doesNotBegin(t, all[first], c.is) })
+				begun(bootstrap.TermsKey)
+				wg.Go(func() { doesNotBegin(t, all[1-first], c.is) })
 			})
 		}
+	}
+}
+
+// doesNotBegin joins a rank that should fail for a reason, and in time.
+func doesNotBegin(t *testing.T, cfg pg.Config, is func(error) bool) {
+	g, err := pg.Join(t.Context(), cfg)
+	if err == nil {
+		g.Close()
+	}
+	if err == nil || !is(err) || errors.As(err, new(*pg.TimeoutError)) ||
+		strings.Contains(err.Error(), "no link within") {
+		t.Errorf("rank %d: %v", cfg.Rank, err)
+	}
+}
+
+// A rank that is registered first, and is unlike all others, does not leave before each has found
+// out.
+func TestRankUnlikeAllOthers(t *testing.T) {
+	t.Parallel()
+	all, begun := unlike(t, 3, pg.Report, func(c *pg.Config) { c.Uniform = true })
+	differs := func(err error) bool { return errors.As(err, new(*bootstrap.TermsError)) }
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() { doesNotBegin(t, all[2], differs) })
+	begun(bootstrap.TermsKey)
+	for _, cfg := range all[:2] {
+		wg.Go(func() { doesNotBegin(t, cfg, differs) })
+		begun(bootstrap.RankKey(cfg.Rank))
 	}
 }
 
@@ -83,7 +112,8 @@ func TestUnlikeRankIsReplaced(t *testing.T) {
 	for name, replaced := range map[string]bool{"replaced": true, "not replaced": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			cfg, other := unlike(t, pg.Shrink, func(c *pg.Config) { c.Uniform = true })
+			all, begun := unlike(t, 2, pg.Shrink, func(c *pg.Config) { c.Uniform = true })
+			cfg, other := all[0], all[1]
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			var g *pg.Group
@@ -93,6 +123,7 @@ func TestUnlikeRankIsReplaced(t *testing.T) {
 				defer close(done)
 				g, err = pg.Join(ctx, cfg)
 			}()
+			begun(bootstrap.TermsKey)
 			if _, err := pg.Join(ctx, other); !errors.As(err, new(*bootstrap.TermsError)) {
 				t.Errorf("the other rank: %v", err)
 			}
@@ -121,10 +152,11 @@ func TestUnlikeRankIsReplaced(t *testing.T) {
 
 // A rank that could not reach others in time says why.
 func TestJoinThatTimesOutTellsWhy(t *testing.T) {
-	a, b := unlike(t, pg.Shrink, func(*pg.Config) {})
+	t.Parallel()
+	all, _ := unlike(t, 2, pg.Shrink, func(*pg.Config) {})
 	var wg sync.WaitGroup
-	for _, cfg := range []pg.Config{a, b} {
-		cfg.Timeout = 3 * time.Second // the directory needs one to give up
+	for _, cfg := range all {
+		cfg.Timeout = 15 * time.Second // the directory needs one to give up
 		cfg.Dialer = func(ctx context.Context, d *net.Dialer, to int, address string) (net.Conn, error) {
 			if to != cfg.Rank {
 				return nil, syscall.EHOSTUNREACH

@@ -1,7 +1,6 @@
 package join
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -65,24 +64,60 @@ func (ss *Session) look(ctx context.Context) (job *Job, err error) {
 	return job, err
 }
 
+// running is Running, which does not wait for a job.
 func (ss *Session) running(ctx context.Context) (*Job, error) {
+	for unfit := (grace{}); ; {
+		job, misfit, err := ss.stored(ctx)
+		if err != nil || misfit == nil {
+			return job, err
+		}
+		if unfit.over(misfit, ss.Store()) {
+			return nil, misfit
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w (%w)", misfit, context.Cause(ctx))
+		case <-time.After(lookPause):
+		}
+	}
+}
+
+// stored returns the job of the view in the store, nil if it does not run, or why this process does
+// not fit into it.
+func (ss *Session) stored(ctx context.Context) (job *Job, misfit, err error) {
 	store := ss.Store()
 	b, err := store.Get(ctx, membership.ViewKey)
 	if errors.Is(err, bootstrap.ErrNoKey) {
-		return nil, nil
+		return nil, nil, nil
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	first, view, err := membership.DecodeStored(b)
 	if err != nil {
-		misfit, err := ss.settings.foreign(ctx, store, err)
-		return nil, cmp.Or(misfit, err)
+		misfit, err = ss.settings.foreign(ctx, store, err)
+		return nil, misfit, err
 	}
 	if rec, err := registered(ctx, store, view, ss.Self.Rank); err != nil || rec == nil {
-		return nil, err
+		return nil, nil, err
 	}
-	return &Job{view, first}, nil
+	return &Job{view, first}, nil, nil
+}
+
+// A grace is the time for which a process waits for a job that it does not fit into: that may be an
+// earlier one, which is about to end, or whose leases are.
+type grace struct{ began time.Time } // zero: the process may fit
+
+// over reports whether the grace is over. misfit is why the process does not fit, nil if it does.
+func (g *grace) over(misfit error, store bootstrap.Store) bool {
+	switch {
+	case misfit == nil:
+		g.began = time.Time{}
+		return false
+	case g.began.IsZero():
+		g.began = time.Now()
+	}
+	return time.Since(g.began) > store.TTL()+time.Second
 }
 
 // foreign returns why this process does not fit, if the view that this build cannot read, because

@@ -426,19 +426,42 @@ func differing(err error) bool {
 	return errors.As(err, new(*bootstrap.TermsError)) || errors.As(err, new(*bootstrap.SizeError))
 }
 
-// Stay keeps this incarnation for another rank, with which it does not fit, until that has found
-// out, too, and its record is gone. It waits no longer than bootstrap.Register does for a rank that
-// differs: without the record of this one Register would take it for a rank of an earlier job.
+// Stay keeps this incarnation for a rank that it does not fit with, and for all others that are
+// registered with another size or other terms, until they have found out, too, and their records
+// are gone: without the record of this one bootstrap.Register would take it for a rank of an
+// earlier job. After it has found another of them, Stay waits no longer than Register does, and in
+// all no longer than for two.
 func (ss *Session) Stay(ctx context.Context, rank int) {
-	store := ss.Store()
-	ctx, cancel := context.WithTimeout(ctx, store.TTL()+2*time.Second)
+	store, key := ss.Store(), bootstrap.RankKey(rank)
+	limit := store.TTL() + 2*time.Second
+	ctx, cancel := context.WithTimeout(ctx, 2*limit)
 	defer cancel()
-	var first []byte
-	for e := range store.Watch(ctx, bootstrap.RankKey(rank)) {
-		if e.Err != nil || !e.Exists || first != nil && !bytes.Equal(first, e.Value) {
+	again := time.NewTicker(lookPause)
+	defer again.Stop()
+	first, err := store.Get(ctx, key)
+	if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
+		return
+	}
+	for seen, newest := map[string][]byte{}, time.Now(); ; {
+		records, err := store.List(ctx, bootstrap.RankKeys) // a caller's store cannot watch them all
+		left := false
+		for k, b := range records {
+			rec, bad := bootstrap.DecodeRecord(b)
+			if k == key && bytes.Equal(b, first) || bad == nil && ss.record.Compare(&rec) != nil {
+				left = true
+				if !bytes.Equal(seen[k], b) {
+					seen[k], newest = b, time.Now()
+				}
+			}
+		}
+		if err != nil || !left || time.Since(newest) >= limit {
 			return
 		}
-		first = e.Value
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			return
+		}
 	}
 }
 

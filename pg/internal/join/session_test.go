@@ -277,11 +277,120 @@ func TestStayForUnlikeRank(t *testing.T) {
 			defer ss.Close()
 			began := time.Now()
 			ss.Stay(t.Context(), 1)
-			if took, want := time.Since(began), min(after, ss.Store().TTL()+2*time.Second); took != want {
+			want := min(after, ss.Store().TTL()+2*time.Second)
+			if took := time.Since(began); took < want || took > want+lookPause {
 				t.Errorf("%s: it stays for %v, want %v", what, took, want)
 			}
 		})
 	}
+}
+
+// A rank that is registered first stays until all that it does not fit with have found out, also
+// those that began later.
+func TestStayForUnlikeRanks(t *testing.T) {
+	const size = 20
+	for apart, others := range map[time.Duration]int{0: size - 1, 500 * time.Millisecond: 2,
+		bootstrap.DefaultLeaseTTL - time.Second: 3} {
+		synctest.Test(t, func(t *testing.T) {
+			mem := storetest.NewMemory()
+			keeps := mem.Open() // the job's keys
+			defer keeps.Close()
+			ss := session(0, mem.Open)
+			ss.record.Size = size
+			if err := bootstrap.Register(t.Context(), ss.Store(), ss.record, nil); err != nil {
+				t.Fatal(err)
+			}
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			for rank := 1; rank <= others; rank++ {
+				if rank > 1 {
+					time.Sleep(apart)
+				}
+				wg.Go(func() {
+					store := mem.Open()
+					defer store.Close()
+					rec := bootstrap.NewRecord(rank, size, 9, nil)
+					rec.Terms.Version = "another"
+					if err := bootstrap.Register(t.Context(), store, rec, nil); !errors.As(err,
+						new(*bootstrap.TermsError)) {
+						t.Errorf("%v apart, rank %d: %v, want a TermsError", apart, rank, err)
+					}
+				})
+				if synctest.Wait(); rank == 1 {
+					wg.Go(func() {
+						ss.Stay(t.Context(), 1)
+						ss.Close()
+					})
+				}
+			}
+		})
+	}
+}
+
+// A rank that finds ever more ranks that it does not fit with does not stay for ever.
+func TestStayIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mem := storetest.NewMemory()
+		other := mem.Open()
+		defer other.Close()
+		unlike(t, other)
+		ss := session(0, mem.Open)
+		defer ss.Close()
+		began, ended := time.Now(), make(chan struct{})
+		go func() {
+			defer close(ended)
+			ss.Stay(t.Context(), 1)
+		}()
+		for again := time.NewTicker(time.Second); ; {
+			select {
+			case <-again.C:
+				rec := unlike(t, other)
+				rec.Incarnation += uint64(time.Since(began))
+				b, err := rec.Encode()
+				if err == nil {
+					err = other.Put(t.Context(), bootstrap.RankKey(1), b, true)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				continue
+			case <-ended:
+			}
+			again.Stop()
+			break
+		}
+		if took, want := time.Since(began), 2*(ss.Store().TTL()+2*time.Second); took != want {
+			t.Errorf("it stays for %v, want %v", took, want)
+		}
+	})
+}
+
+// A rank that fits but for its transports is no longer waited for when another incarnation has its
+// place.
+func TestStayEndsWithIncarnation(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mem := storetest.NewMemory()
+		other := mem.Open()
+		defer other.Close()
+		register := func(incarnation uint64) {
+			b, err := bootstrap.NewRecord(1, 3, incarnation, nil).Encode()
+			if err == nil {
+				err = other.Put(t.Context(), bootstrap.RankKey(1), b, true)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		register(9)
+		time.AfterFunc(1500*time.Millisecond, func() { register(8) })
+		ss := session(0, mem.Open)
+		defer ss.Close()
+		began := time.Now()
+		ss.Stay(t.Context(), 1)
+		if took := time.Since(began); took < 1500*time.Millisecond || took > 1500*time.Millisecond+lookPause {
+			t.Errorf("it stays for %v, want 1.5 s", took)
+		}
+	})
 }
 
 // The error of a rank that has refused others says why.

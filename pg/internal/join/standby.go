@@ -61,10 +61,10 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var view membership.View
-	var idle time.Time  // when no job was running
-	var unread error    // why view is not that of the store
-	var unfit time.Time // when this process did not fit into the job of the view; zero: it may
-	news := false       // whether the view is to be looked at
+	var idle time.Time // when no job was running
+	var unread error   // why view is not that of the store
+	var unfit grace    // of the job of the view
+	news := false      // whether the view is to be looked at
 	// records and claims disappear without a change of the view
 	changes, again := store.Watch(wctx, membership.ViewKey), time.NewTicker(200*time.Millisecond)
 	defer again.Stop()
@@ -99,20 +99,17 @@ func (s *Settings) await(ctx context.Context, store bootstrap.Store, id uint64) 
 				}
 			}
 			if news || len(free) > told {
-				// The view may be that of an earlier job, or of one that is about to end.
-				alive, misfit, err := s.fits(ctx, store, view, unread)
-				switch {
-				case misfit == nil:
-					unfit = time.Time{}
-				case unfit.IsZero():
-					unfit = time.Now()
-				case time.Since(unfit) > store.TTL()+time.Second:
+				alive, misfit, err := s.fits(ctx, store, view, unread) // it may be that of an earlier job
+				if err == nil && unfit.over(misfit, store) {
 					return nil, misfit
 				}
 				if news = err != nil || misfit != nil || !alive; news {
 					free, idle = free[:told], time.Now()
 				}
 			}
+		}
+		if !unfit.began.IsZero() {
+			free = nil
 		}
 		for _, slot := range free {
 			if claim(ctx, store, slot, id) == nil {

@@ -230,21 +230,78 @@ func TestStandbyThatDoesNotFit(t *testing.T) {
 // left, unless a rank of another build is there.
 func TestRunningPassesOverForeignView(t *testing.T) {
 	for version, fits := range map[string]bool{"": true, "1": true, "2": false} {
+		for _, ends := range []bool{false, true} { // the job was about to
+			synctest.Test(t, func(t *testing.T) {
+				mem := storetest.NewMemory()
+				job := mem.Open()
+				defer job.Close()
+				later(t, job)
+				if version != "" {
+					register(t, job, 1, version)
+				}
+				if ends {
+					time.AfterFunc(job.TTL(), func() { mem.Expire(job) })
+				}
+				ss := session(0, mem.Open)
+				defer ss.Close()
+				ss.settings.Terms.Version = "1"
+				began := time.Now()
+				if running, err := ss.Running(t.Context()); running != nil || (err == nil) != (fits || ends) ||
+					err != nil && !strings.Contains(err.Error(), "key membership/view, is of another build") ||
+					time.Since(began) > 2*job.TTL() {
+					t.Errorf("with a rank of version %q, ends %v, after %v: %+v, %v", version, ends, time.Since(began),
+						running, err)
+				}
+			})
+		}
+	}
+}
+
+// While a rank that joins waits for a job of another build to end, its context may.
+func TestForeignViewDoesNotOutlastContext(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		mem := storetest.NewMemory()
 		job := mem.Open()
+		defer job.Close()
 		later(t, job)
-		if version != "" {
-			register(t, job, 1, version)
-		}
+		register(t, job, 1, "2")
 		ss := session(0, mem.Open)
-		ss.settings.Terms.Version = "1"
-		if running, err := ss.Running(t.Context()); running != nil || (err == nil) != fits ||
-			err != nil && !strings.Contains(err.Error(), "key membership/view, is of another build") {
-			t.Errorf("with a rank of version %q: %+v, %v", version, running, err)
+		defer ss.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), lookPause/2)
+		defer cancel()
+		_, err := ss.Running(ctx)
+		if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "is of another build") {
+			t.Errorf("%v, want one that says that time was up, and the other build", err)
 		}
-		ss.Close()
-		job.Close()
-	}
+	})
+}
+
+// A process on standby that was found not to fit does not take a place that the launcher offers.
+func TestStandbyThatDoesNotFitTakesNoPlace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mem := storetest.NewMemory()
+		job := mem.Open()
+		defer job.Close()
+		put(t, job, membership.First([]uint64{9, 8}), true)
+		register(t, job, 0, "2")
+		done := make(chan error, 1)
+		go func() {
+			c, err := StandBy(t.Context(), &Settings{MaxSize: 2, Terms: bootstrap.Terms{Version: "1"},
+				Logger:    slog.New(slog.DiscardHandler),
+				OpenStore: func(context.Context) (bootstrap.Store, error) { return mem.Open(), nil }})
+			if err == nil {
+				c.Release(false)
+			}
+			done <- err
+		}()
+		synctest.Wait() // it has seen the view
+		if err := job.Put(t.Context(), bootstrap.VacantKeys+"1", nil, true); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-done; !errors.As(err, new(*bootstrap.TermsError)) {
+			t.Errorf("%v, want a TermsError", err)
+		}
+	})
 }
 
 // A process on standby waits for a store that comes up later than it does.

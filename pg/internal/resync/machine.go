@@ -217,8 +217,8 @@ func (m *Machine) Due(renew bool) bool {
 }
 
 // Asked reports whether other ranks wait in an exchange for this one, while its program does not
-// wait. A rank whose group has failed tells its standing once in an epoch, and again after a call of
-// Recover; then the others know that its program has to call Recover.
+// wait. A rank whose group has failed tells its standing once in an epoch, and again after each
+// call of Recover; then the others know that its program has to call Recover.
 func (m *Machine) Asked(failed bool) bool {
 	if !m.Member() || failed && m.mine.Failed && !m.mine.Calls && m.at.View == m.now.Epoch {
 		return false

@@ -41,8 +41,8 @@ func checkRecovered(t *testing.T, m *Machine, seq, want uint64) {
 }
 
 // A rank whose group has failed again, after a Recover in the same view, answers another rank that
-// waits for it: that one has to learn of the new failure. Until its program calls Recover it answers
-// once.
+// waits for it: that one has to learn of the new failure. It answers once, until its program calls
+// Recover.
 func TestFailedAgainAfterRecover(t *testing.T) {
 	ranks := afterFailure(2)
 	failed := Standing{Over: 1, Intact: true, Failed: true, Calls: true}

@@ -9,6 +9,7 @@ import tempfile
 import unittest
 
 import harness
+from tutti_torch import _versions
 
 SOURCE = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 ROOT = os.path.normpath(os.path.join(SOURCE, "..", ".."))
@@ -80,6 +81,12 @@ class Install(unittest.TestCase):
             package = os.path.join(path, "tutti_torch")
             self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
 
+            # Sources beside the package are not its own, unless they are in Tutti's source tree.
+            os.mkdir(os.path.join(path, "csrc"))
+            with open(os.path.join(path, "csrc", "backend.cpp"), "w") as f:
+                f.write("// Of another package.\n")
+            self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
+
             # A package whose module is for another torch names both versions, and works without it.
             [module] = [name for name in os.listdir(package) if name.startswith("_glue_")]
             os.rename(os.path.join(package, module), os.path.join(package, "_glue_1_2_3." + module.split(".", 1)[1]))
@@ -98,6 +105,31 @@ class Install(unittest.TestCase):
             self.assertIn("built from other sources", text)
             run("-m", "tutti_torch.build")
             self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
+
+            # And one whose sources are not complete.
+            os.remove(os.path.join(package, "csrc", "tutti.h"))
+            self.assertIn("cannot be read", run("-c", WITHOUT))
+
+
+class Sources(unittest.TestCase):
+    def test_sources(self):
+        with tempfile.TemporaryDirectory() as directory:
+            package = os.path.join(directory, "torch", "tutti_torch")
+            beside, inside = os.path.join(directory, "torch", "csrc"), os.path.join(package, "csrc")
+
+            def write(*names):
+                for name in names:
+                    os.makedirs(os.path.dirname(name), exist_ok=True)
+                    with open(name, "w"):
+                        pass
+
+            os.makedirs(package)
+            write(os.path.join(beside, "backend.cpp"))
+            self.assertIsNone(_versions.sources(package))
+            write(os.path.join(directory, "tutti.h"))
+            self.assertEqual(_versions.sources(package), beside)
+            write(os.path.join(inside, "backend.cpp"))
+            self.assertEqual(_versions.sources(package), inside)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,12 @@ def built(directory):
 
 
 def sources(package=HERE):
-    """Returns the directory of the sources: in the source tree, or beside an installed package. None: there is none."""
-    for path in (os.path.join(package, "..", "csrc"), os.path.join(package, "csrc")):
+    """Returns the directory of the sources: in an installed package, or beside it in the source tree. None: there is
+    none."""
+    paths = [os.path.join(package, "csrc")]
+    if os.path.exists(os.path.join(package, "..", "..", "tutti.h")):
+        paths.append(os.path.join(package, "..", "csrc"))
+    for path in paths:
         if os.path.exists(os.path.join(path, "backend.cpp")):
             return os.path.normpath(path)
     return None
@@ -76,7 +80,11 @@ def load():
         )
     module = importlib.import_module("tutti_torch." + module_name(torch.__version__))
     source = sources()
-    if source is not None and getattr(module, "sources", None) != fingerprint(source):
+    try:
+        current = source and fingerprint(source)
+    except OSError as e:
+        raise Missing(f"The sources of tutti_torch in {source} cannot be read: install the package again. ({e})") from e
+    if source is not None and getattr(module, "sources", None) != current:
         raise Missing(
             f"{file_name(torch.__version__)} in {HERE} was built from other sources of tutti_torch than those in "
             f"{source}: build it again with `python -m tutti_torch.build`, or `make torch` in Tutti's source tree."

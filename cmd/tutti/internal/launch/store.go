@@ -467,7 +467,8 @@ func (s *store) other(key string) (prefix string, n int, ok bool) {
 }
 
 // enter puts this node's record into the store. If there is one, it waits for it to go, at most a
-// lease's TTL and a second, since its launcher may be dead. It removes the report of an earlier job.
+// lease's TTL and a second, since its launcher may be dead. It removes what a node of an earlier
+// job has reported.
 func (s *store) enter(ctx context.Context, job string) error {
 	wctx, cancel := context.WithTimeout(ctx, s.handle.TTL()+time.Second)
 	defer cancel()
