@@ -140,7 +140,7 @@ var mutants = []mutant{
 		edits: []edit{
 			{"pg", "Group.concluded", "g.run.Call().Forget() g.track.End(outcome(err))",
 				"g.run.Call().Forget(); g.track.End(outcome(err)); if err != nil { g.seq-- }"},
-			{"pg", "Group.Recover", "g.seq = max(g.seq, g.begins()-1)", ""},
+			{"pg", "Group.Recover", "g.seq = g.sync.Recovered(g.seq)", ""},
 		},
 	},
 	{
