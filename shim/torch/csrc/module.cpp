@@ -34,7 +34,7 @@ static void define_options(C options) {
 PYBIND11_MODULE(TUTTI_GLUE, m) {
   py::module_::import("torch._C._distributed_c10d"); // has the base classes
 
-  m.attr("sources") = TUTTI_GLUE_SOURCES; // their hash: see fingerprint in _versions.py
+  m.attr("_sources") = TUTTI_GLUE_SOURCES; // their hash: see fingerprint in _versions.py
   m.def("set_library", &set_library, py::arg("path"));
   m.def("_take_for_cuda", &take_for_cuda, py::arg("type")); // for tests
   m.def("close_all", &Backend::close_all, py::call_guard<py::gil_scoped_release>());

@@ -84,7 +84,7 @@ def load():
         current = source and fingerprint(source)
     except OSError as e:
         raise Missing(f"The sources of tutti_torch in {source} cannot be read: install the package again. ({e})") from e
-    if source is not None and getattr(module, "sources", None) != current:
+    if source is not None and getattr(module, "_sources", None) != current:
         raise Missing(
             f"{file_name(torch.__version__)} in {HERE} was built from other sources of tutti_torch than those in "
             f"{source}: build it again with `python -m tutti_torch.build`, or `make torch` in Tutti's source tree."
