@@ -8,7 +8,9 @@ import (
 	"fmt"
 	"go/parser"
 	"go/token"
+	"go/types"
 	"maps"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -357,13 +359,39 @@ func TestProgramIsReduced(t *testing.T) {
 	}
 }
 
+// TestPrintedProgramIsGo has programs of each transport printed, and checks their names against
+// those that the package declares.
 func TestPrintedProgramIsGo(t *testing.T) {
-	g := newGenerator(9, "tcp", 1)
-	job := g.job()
-	p := g.program(job)
-	text := source("TestFound", job, []*Program{p}, "It found something.")
-	if _, err := parser.ParseFile(token.NewFileSet(), "found_test.go", text, parser.AllErrors); err != nil {
-		t.Errorf("%v\n%s", err, text)
+	declared := map[string]bool{}
+	files, err := filepath.Glob("*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for name := range file.Scope.Objects {
+			declared[name] = true
+		}
+	}
+	for _, transport := range []string{"inproc", "shm", "tcp", "hosts", "soft"} {
+		for seed := range uint64(40) {
+			g := newGenerator(seed, transport, 1)
+			job := g.job()
+			text := source("TestFound", job, []*Program{g.program(job)}, "It found something.")
+			file, err := parser.ParseFile(token.NewFileSet(), "found_test.go", text, parser.AllErrors)
+			if err != nil {
+				t.Fatalf("%v\n%s", err, text)
+			}
+			for _, use := range file.Unresolved {
+				if _, local := file.Scope.Objects[use.Name]; !declared[use.Name] && !local && use.Name != "testing" &&
+					use.Name != "pg" && use.Name != "time" && types.Universe.Lookup(use.Name) == nil {
+					t.Fatalf("%s, seed %d: %s is not declared:\n%s", transport, seed, use.Name, text)
+				}
+			}
+		}
 	}
 }
 

@@ -82,15 +82,9 @@ func literal(v reflect.Value) string {
 	if dt, ok := v.Interface().(pg.DType); ok {
 		return "pg." + strings.TrimPrefix(dt.GoString(), "kernels.")
 	}
-	if v.CanInt() || v.CanUint() {
-		if name, ok := v.Interface().(fmt.Stringer); ok && strings.HasSuffix(t.PkgPath(), "kernels") ||
-			t.Name() == "OnFailure" {
-			for _, n := range pgNames {
-				if n.value == v.Interface() {
-					return "pg." + n.name
-				}
-			}
-			_ = name
+	for _, n := range pgNames {
+		if n.value == v.Interface() {
+			return "pg." + n.name
 		}
 	}
 	return fmt.Sprint(v.Interface())
@@ -133,6 +127,8 @@ var pgNames = []struct {
 	{"Sum", pg.Sum}, {"Product", pg.Product}, {"Min", pg.Min}, {"Max", pg.Max}, {"Avg", pg.Avg}, {"BitAnd",
 		pg.BitAnd}, {"BitOr", pg.BitOr}, {"BitXor", pg.BitXor},
 	{"Report", pg.Report}, {"Shrink", pg.Shrink}, {"Retry", pg.Retry},
+	{"TimeoutReports", pg.TimeoutReports}, {"TimeoutEvicts", pg.TimeoutEvicts},
+	{"TimeoutEvictsAlone", pg.TimeoutEvictsAlone},
 }
 
 // plain reports whether all elements of a slice are zero.

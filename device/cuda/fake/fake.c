@@ -11,7 +11,9 @@
 //     words and writes of words are work of streams.
 //   - Kernels are those of the host compilation of package kernels/cuda. Their parameter is scanned
 //     for addresses of device memory, which are replaced by those of the contents. So is the memory
-//     of a place, when its kernel begins.
+//     of a place, when its kernel begins. Their threads run one after the other. A kernel in
+//     packets has PACKET_THREADS at most: each waits for those of other ranks, so with one for each
+//     packet a call would take a turn of every rank for each packet.
 //   - A kernel is loaded when it is launched first, when its attributes are asked for, or by
 //     cuFuncLoad; with CUDA_MODULE_LOADING=EAGER together with its module. Loading waits until no
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
@@ -55,6 +57,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#define PACKET_THREADS 61
 #define EXPORT __attribute__((visibility("default")))
 
 enum { // CUresult
@@ -1201,13 +1204,14 @@ static int translate(context *c, void *bytes, size_t n)
 	return OK;
 }
 
-// placed reports whether the parameter of a kernel is the address of a place.
-static int placed(const struct tutti_host_kernel *k)
+static int ends_in(const struct tutti_host_kernel *k, const char *end)
 {
-	const char *end = "_placed";
 	size_t n = strlen(k->name), m = strlen(end);
 	return n > m && !strcmp(k->name + n - m, end);
 }
+
+// placed reports whether the parameter of a kernel is the address of a place.
+static int placed(const struct tutti_host_kernel *k) { return ends_in(k, "_placed"); }
 
 // look has a kernel read its place: a copy, with the addresses of the contents.
 static int look(context *c, work *w)
@@ -1654,6 +1658,8 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 		work *w = new_work(KERNEL, k->kernel->params + (placed(k->kernel) ? PLACE : 0));
 		w->kernel = k->kernel;
 		w->grid = x, w->block = bx, w->shared = shared;
+		if (ends_in(k->kernel, "_packets"))
+			w->grid = 1, w->block = x * bx < PACKET_THREADS ? x * bx : PACKET_THREADS;
 		memcpy(w->params, params[0], k->kernel->params);
 		result = translate(c, w->params, k->kernel->params);
 		if (result)
