@@ -117,7 +117,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 				return 0, g.forgone(err)
 			}
 			if g.err != nil {
-				return 0, g.err
+				return 0, g.refused()
 			}
 		}
 		if g.sync.Aim(0); g.job.settings.AutoAdmit { // a rank that comes in does not call Admit

@@ -696,7 +696,7 @@ func (g *Group) across(v *visit) (here bool, err error) {
 		return g.collective()
 	}
 	if v.unfit != nil {
-		if err := g.barred(); err != nil {
+		if err := g.refusal(); err != nil {
 			return false, err
 		}
 		return false, g.miss(v.unfit)

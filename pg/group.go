@@ -401,12 +401,18 @@ func (g *Group) barred() error {
 	return g.err
 }
 
+// refusal is barred for the operation that has the turn. It counts one that a failed group refuses.
+func (g *Group) refusal() error {
+	err := g.barred()
+	if err != nil && g.err != nil {
+		g.forgo()
+	}
+	return err
+}
+
 // launch begins the operation, or returns why it cannot begin.
 func (g *Group) launch() error {
-	if err := g.barred(); err != nil {
-		if g.err != nil {
-			g.forgo()
-		}
+	if err := g.refusal(); err != nil {
 		return err
 	}
 	if err := g.wait.Err(); err != nil {

@@ -145,18 +145,19 @@ func (v *groupView) fits(c *exec.Call) bool {
 }
 
 // packetVisit begins the visit of an operation in packets. It returns nil if such operations go
-// through the host. ctx bounds the making of an exchange.
+// through the host, and if the operation fails in its turn. ctx bounds the making of an exchange.
 func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, s device.Stream, waits bool) (*visit,
 	error) {
 	p := g.job.proxy
 	p.Lock()
-	x, refused, err := g.packets.now, g.packets.refused, g.barred()
+	x, refused := g.packets.now, g.packets.refused
 	made := (x != nil || refused != nil) && !g.rough
-	unfit := made && !g.v.fits(c)
+	fails := g.barred() != nil || made && !g.v.fits(c)
 	p.Unlock()
-	if err != nil || unfit {
-		return nil, err
+	if fails {
+		return nil, nil
 	}
+	var err error
 	if !made {
 		if x, err = g.connect(ctx, c, d.(device.Exchanger), d.Location()); err != nil {
 			return nil, err

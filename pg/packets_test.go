@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -223,6 +224,59 @@ func TestPacketsGivenUpBeforeTheirTurn(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// Programs that call Recover after some errors, and after operations that were refused since, get
+// on with the same operations in packets at all ranks: the i-th has the sum of i, or ends with an
+// error, at all of them. Some ranks give some up before they begin, and call Recover some time
+// later.
+func TestProgramsThatRecoverInPackets(t *testing.T) {
+	const ranks, ops = 3, 60
+	all := make([][ops]bool, ranks)
+	onPackets(t, ranks, fake.Config{Devices: ranks}, Config{Uniform: true, Timeout: 20 * time.Second},
+		func(ctx context.Context, r packetRank) error {
+			over, cancel := context.WithDeadline(ctx, time.Now())
+			defer cancel()
+			by, failed := rand.New(rand.NewPCG(1, uint64(r.Rank()))), false
+			m, err := r.d.Alloc(4)
+			if err != nil {
+				return err
+			}
+			defer r.d.Free(m)
+			op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}
+			for i := range ops {
+				binary.LittleEndian.PutUint32(r.f.Bytes(m), uint32(i))
+				switch n := by.IntN(10); {
+				case n < 2 && i < ops-8:
+					err = r.Do(over, op)
+				case n < 6:
+					err = r.Do(ctx, op)
+				default:
+					err = r.Start(op).Wait(ctx)
+				}
+				if got := r.value(m); err == nil && got != uint32(ranks*i) {
+					return fmt.Errorf("the sum of %d at %d ranks is %d", i, ranks, got)
+				}
+				all[r.Rank()][i] = err == nil
+				if failed = failed || err != nil; !failed || i%4 < 2 { // 3 operations, or 1
+					continue
+				}
+				failed = false
+				time.Sleep(time.Duration(by.IntN(8)) * time.Millisecond)
+				if err := r.Recover(ctx); err != nil {
+					return fmt.Errorf("recover after operation %d: %w", i, err)
+				}
+			}
+			return nil
+		})
+	for r := range all {
+		if all[r] != all[0] {
+			t.Errorf("outcomes differ:\n%v\n%v", all[0], all[r])
+		}
+	}
+	if end := all[0][ops-4:]; slices.Contains(end, false) {
+		t.Errorf("operations fail after all have recovered from the last that was given up: %v", all[0])
+	}
 }
 
 // Ranks whose operations differ get errors that say how, whether both are in packets or one is on

@@ -899,74 +899,76 @@ func TestLateRecoverMeetsSecondOneOfOthers(t *testing.T) {
 	}
 }
 
+// eachPolicy runs f with all that a job may do about failures and timeouts, all at once.
+func eachPolicy(t *testing.T, f func(t *testing.T, c pg.Config)) {
+	for _, how := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
+		for _, late := range []pg.OnTimeout{pg.TimeoutReports, pg.TimeoutEvicts} {
+			t.Run(fmt.Sprintf("%v,OnTimeout=%d", how, late), func(t *testing.T) {
+				t.Parallel()
+				f(t, pg.Config{OnFailure: how, OnTimeout: late})
+			})
+		}
+	}
+}
+
 // Programs that call Recover after each error, after some time that they take for it, get on with
 // the same operations at all ranks, whatever the configuration: the i-th reduction has the sum of i
 // at all ranks, or ends with an error at all. Some ranks give some reductions up before they begin.
 func TestProgramsThatRecoverAfterEachError(t *testing.T) {
-	for _, c := range []pg.Config{{OnFailure: pg.Report}, {OnFailure: pg.Shrink}, {OnFailure: pg.Retry},
-		{OnFailure: pg.Report, OnTimeout: pg.TimeoutEvicts}, {OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts},
-		{OnFailure: pg.Retry, OnTimeout: pg.TimeoutEvicts}} {
-		t.Run(fmt.Sprintf("%v,OnTimeout=%d", c.OnFailure, c.OnTimeout), func(t *testing.T) {
-			t.Parallel()
-			c.Uniform, c.Timeout = true, 20*time.Second
-			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
-				ctx := t.Context()
-				over, cancel := context.WithDeadline(ctx, time.Now())
-				defer cancel()
-				by := rand.New(rand.NewPCG(1, uint64(g.Rank())))
-				var outcomes []byte
-				for i := int64(1); i <= 60; i++ {
-					mine, x := ctx, []int64{i}
-					if by.IntN(6) == 0 && i <= 50 {
-						mine = over
-					}
-					err := pg.AllReduce(mine, g, x, pg.Sum)
-					if err == nil && x[0] != 4*i {
-						t.Fatalf("the sum of %d at four ranks is %d", i, x[0])
-					}
-					outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
-					if err == nil {
-						continue
-					}
-					time.Sleep(time.Duration(by.IntN(8)) * time.Millisecond)
-					if err := g.Recover(ctx); err != nil {
-						t.Fatalf("recover after reduction %d: %v", i, err)
-					}
+	eachPolicy(t, func(t *testing.T, c pg.Config) {
+		c.Uniform, c.Timeout = true, 20*time.Second
+		pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+			ctx := t.Context()
+			over, cancel := context.WithDeadline(ctx, time.Now())
+			defer cancel()
+			by := rand.New(rand.NewPCG(1, uint64(g.Rank())))
+			var outcomes []byte
+			for i := int64(1); i <= 60; i++ {
+				mine, x := ctx, []int64{i}
+				if by.IntN(6) == 0 && i <= 50 {
+					mine = over
 				}
-				if bytes.LastIndexByte(outcomes, 0) >= 52 {
-					t.Errorf("reductions fail after all have recovered from the last that was given up: %v", outcomes)
+				err := pg.AllReduce(mine, g, x, pg.Sum)
+				if err == nil && x[0] != 4*i {
+					t.Fatalf("the sum of %d at four ranks is %d", i, x[0])
 				}
-				theirs := make([]byte, 4*len(outcomes))
-				if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
-					t.Fatal(err)
+				outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
+				if err == nil {
+					continue
 				}
-				for r := range 4 {
-					if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; !bytes.Equal(got, outcomes) {
-						t.Errorf("outcomes differ: here %v, at rank %d %v", outcomes, r, got)
-					}
+				time.Sleep(time.Duration(by.IntN(8)) * time.Millisecond)
+				if err := g.Recover(ctx); err != nil {
+					t.Fatalf("recover after reduction %d: %v", i, err)
 				}
-			}, pgtest.Transport("shm"), pgtest.Config(c))
-		})
-	}
+			}
+			if bytes.LastIndexByte(outcomes, 0) >= 52 {
+				t.Errorf("reductions fail after all have recovered from the last that was given up: %v", outcomes)
+			}
+			theirs := make([]byte, 4*len(outcomes))
+			if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
+				t.Fatal(err)
+			}
+			for r := range 4 {
+				if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; !bytes.Equal(got, outcomes) {
+					t.Errorf("outcomes differ: here %v, at rank %d %v", outcomes, r, got)
+				}
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(c))
+	})
 }
 
 // Programs that agree on the outcome of each operation, and call Recover if it has failed anywhere,
 // get on, whatever the configuration, although some ranks give operations up at any moment.
 func TestProgramsThatAgreeAndRecover(t *testing.T) {
-	for _, uniform := range []bool{false, true} {
-		for _, how := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
-			for _, late := range []pg.OnTimeout{pg.TimeoutReports, pg.TimeoutEvicts} {
-				c := pg.Config{OnFailure: how, OnTimeout: late, Uniform: uniform, Timeout: 20 * time.Second}
-				t.Run(fmt.Sprintf("%v,OnTimeout=%d,uniform=%v", how, late, uniform), func(t *testing.T) {
-					t.Parallel()
-					agreeAndRecover(t, c)
-				})
-			}
+	eachPolicy(t, func(t *testing.T, c pg.Config) {
+		for _, c.Uniform = range []bool{false, true} {
+			t.Run(fmt.Sprintf("uniform=%v", c.Uniform), func(t *testing.T) { agreeAndRecover(t, c) })
 		}
-	}
+	})
 }
 
 func agreeAndRecover(t *testing.T, c pg.Config) {
+	c.Timeout = 20 * time.Second
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		by := rand.New(rand.NewPCG(1, uint64(g.Rank())))
@@ -1113,60 +1115,55 @@ func TestUniformSurvivorsHaveSameOutcomes(t *testing.T) {
 // An operation that a rank has to give up before it begins, because its deadline has passed, fails
 // at all ranks with Uniform, also at those that need nothing of that rank.
 func TestUniformOutcomeOfAnOperationThatDoesNotBegin(t *testing.T) {
-	for _, c := range []pg.Config{{OnFailure: pg.Report}, {OnFailure: pg.Shrink}, {OnFailure: pg.Retry},
-		{OnFailure: pg.Report, OnTimeout: pg.TimeoutEvicts}, {OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts},
-		{OnFailure: pg.Retry, OnTimeout: pg.TimeoutEvicts}} {
-		t.Run(fmt.Sprintf("%v,OnTimeout=%d", c.OnFailure, c.OnTimeout), func(t *testing.T) {
-			t.Parallel()
-			c.Uniform = true
-			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
-				ctx := t.Context()
-				late, cancel := context.WithDeadline(ctx, time.Now())
-				defer cancel()
-				var outcomes []byte
-				for round := range 12 {
-					who := round%3 + 1
-					mine, x := ctx, []int64{1}
-					if g.Rank() == who {
-						mine = late
+	eachPolicy(t, func(t *testing.T, c pg.Config) {
+		c.Uniform = true
+		pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+			ctx := t.Context()
+			late, cancel := context.WithDeadline(ctx, time.Now())
+			defer cancel()
+			var outcomes []byte
+			for round := range 12 {
+				who := round%3 + 1
+				mine, x := ctx, []int64{1}
+				if g.Rank() == who {
+					mine = late
+				}
+				for range 1 + round/3%2 { // one operation, or two in succession
+					var err error
+					if round < 6 {
+						err = pg.Broadcast(mine, g, x, 0) // no other rank needs anything of rank who
+					} else {
+						err = pg.Reduce(mine, g, x, 0, pg.Sum) // only rank 0 does
 					}
-					for range 1 + round/3%2 { // one operation, or two in succession
-						var err error
-						if round < 6 {
-							err = pg.Broadcast(mine, g, x, 0) // no other rank needs anything of rank who
-						} else {
-							err = pg.Reduce(mine, g, x, 0, pg.Sum) // only rank 0 does
-						}
-						if err == nil {
-							t.Errorf("round %d: rank %d has succeeded, and rank %d has not begun", round, g.Rank(), who)
-						}
-					}
-					if round%2 == 0 { // without Recover, which the group may not need
-						err := g.Barrier(ctx)
-						outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
-					}
-					if err := g.Recover(ctx); err != nil {
-						t.Fatalf("round %d: %v", round, err)
-					}
-					if x = []int64{1}; round%3 > 0 {
-						continue
-					}
-					if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 4 {
-						t.Errorf("round %d: then %v, %v", round, x, err)
+					if err == nil {
+						t.Errorf("round %d: rank %d has succeeded, and rank %d has not begun", round, g.Rank(), who)
 					}
 				}
-				theirs := make([]byte, len(outcomes)*g.Size())
-				if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
-					t.Fatal(err)
+				if round%2 == 0 { // without Recover, which the group may not need
+					err := g.Barrier(ctx)
+					outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
 				}
-				for r := range g.Size() {
-					if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; !bytes.Equal(got, outcomes) {
-						t.Errorf("next operations without Recover: %v at rank %d, %v here", got, r, outcomes)
-					}
+				if err := g.Recover(ctx); err != nil {
+					t.Fatalf("round %d: %v", round, err)
 				}
-			}, pgtest.Transport("shm"), pgtest.Config(c))
-		})
-	}
+				if x = []int64{1}; round%3 > 0 {
+					continue
+				}
+				if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 4 {
+					t.Errorf("round %d: then %v, %v", round, x, err)
+				}
+			}
+			theirs := make([]byte, len(outcomes)*g.Size())
+			if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
+				t.Fatal(err)
+			}
+			for r := range g.Size() {
+				if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; !bytes.Equal(got, outcomes) {
+					t.Errorf("next operations without Recover: %v at rank %d, %v here", got, r, outcomes)
+				}
+			}
+		}, pgtest.Transport("shm"), pgtest.Config(c))
+	})
 }
 
 // A rank that closes its group without a failure is lost to the others like one that died, after
