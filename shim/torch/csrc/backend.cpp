@@ -51,9 +51,6 @@ bool asynchronous(const Given& opts) {
   return true;
 }
 
-// How long close waits for each operation: the library bounds their end itself.
-constexpr milliseconds kClose{10000};
-
 // The key under which rank 0 publishes the turn in which it meets the others, 0 after a failure.
 const char* const kTurn = "tutti/turn";
 

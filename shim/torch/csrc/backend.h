@@ -20,6 +20,10 @@
 
 namespace tutti_torch {
 
+// How long the end of a group waits for each of its operations: the library bounds their end
+// itself.
+constexpr std::chrono::milliseconds kClose{10000};
+
 // What init_process_group takes as pg_options. An empty text stands for the environment's value or
 // the default: the fields are those of tutti_config in tutti.h.
 struct Options : c10d::Backend::Options {

@@ -14,7 +14,7 @@ namespace tutti_torch {
 namespace {
 
 std::atomic<bool> ending{false};
-thread_local bool joined = false;
+thread_local bool started = false; // by start_thread
 
 bool main_thread() {
   return syscall(SYS_gettid) == getpid();
@@ -44,7 +44,7 @@ void interpreter_ends() {
 
 std::thread start_thread(std::function<void()> body) {
   return std::thread([body = std::move(body)] {
-    joined = true;
+    started = true;
     body();
   });
 }
@@ -56,7 +56,7 @@ WithoutGil::WithoutGil() {
 }
 
 WithoutGil::~WithoutGil() {
-  if (ending.load(std::memory_order_acquire) && PyGILState_GetThisThreadState() != nullptr && !joined &&
+  if (ending.load(std::memory_order_acquire) && PyGILState_GetThisThreadState() != nullptr && !started &&
       !main_thread()) {
     for (;;) {
       pause(); // until the process ends

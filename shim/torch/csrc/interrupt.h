@@ -3,12 +3,16 @@
 
 #include <Python.h>
 
+#include <chrono>
 #include <functional>
 #include <thread>
 
 #include "api.h"
 
 namespace tutti_torch {
+
+// How long a wait goes without a look at signals.
+constexpr std::chrono::milliseconds kSlice{50};
 
 // Releases the interpreter's lock in a scope, if this thread holds it. The scope of every call that
 // may block: after interpreter_ends, a thread of the program does not leave it.

@@ -15,8 +15,9 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// How long a wait, and another request that may be repeated, goes without a look at signals.
-constexpr milliseconds kSlice{100};
+// How long a wait for a key, and another request that may be repeated, goes without a look at
+// signals.
+constexpr milliseconds kKey{100};
 constexpr milliseconds kRequest{1000};
 constexpr milliseconds kLongest{8000}; // of requests whose answers take long
 
@@ -167,7 +168,7 @@ Bytes JobStore::peek(const std::string& key) {
 // Waits for a key, and returns its stored value.
 Bytes JobStore::await(const std::string& key, milliseconds timeout, Clock::time_point end) {
   Bytes value;
-  if (!repeat(kv_->wait, key, kSlice, end, value)) {
+  if (!repeat(kv_->wait, key, kKey, end, value)) {
     C10_THROW_ERROR(DistStoreError, c10::str("wait timeout after ", timeout.count(), " ms for key ", key,
                                              " in the job's store"));
   }

@@ -17,9 +17,6 @@ namespace {
 // The flag of shrink that ends operations under way: SHRINK_ABORT of torch.distributed.
 constexpr int kShrinkAbort = 1;
 
-// How long a wait goes without a look at signals.
-constexpr milliseconds kSlice{50};
-
 } // namespace
 
 bool Backend::supportsShrinking() const {

@@ -6,6 +6,10 @@
 #include "ddp.h"
 #include "jobstore.h"
 
+namespace tutti_torch {
+extern const char* const fingerprint; // a hash of the sources, which build.py compiles
+} // namespace tutti_torch
+
 namespace py = pybind11;
 using namespace tutti_torch;
 
@@ -29,12 +33,11 @@ static void define_options(C options) {
       .def_readwrite("environment", &Options::environment);
 }
 
-// TUTTI_GLUE is the module's name, which has the version of torch: _glue_2_15_0. TUTTI_GLUE_SOURCES
-// is a hash of what it is compiled from.
+// TUTTI_GLUE is the module's name, which has the version of torch: _glue_2_15_0.
 PYBIND11_MODULE(TUTTI_GLUE, m) {
   py::module_::import("torch._C._distributed_c10d"); // has the base classes
 
-  m.attr("_sources") = TUTTI_GLUE_SOURCES; // their hash: see fingerprint in _versions.py
+  m.attr("_sources") = fingerprint;
   m.def("set_library", &set_library, py::arg("path"));
   m.def("_take_for_cuda", &take_for_cuda, py::arg("type")); // for tests
   m.def("close_all", &Backend::close_all, py::call_guard<py::gil_scoped_release>());

@@ -14,10 +14,6 @@ using std::chrono::nanoseconds;
 
 namespace {
 
-// How long reconfigure waits for each operation of the old group: the library bounds their end
-// itself.
-constexpr milliseconds kClose{10000};
-
 // The key under which the processes that share a store agree on the secret of their members.
 const char* const kSecret = "tutti/members/secret";
 

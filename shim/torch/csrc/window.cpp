@@ -22,11 +22,8 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// How long a wait goes without a look at signals.
-constexpr milliseconds kSlice{50};
-
 // How long the end of a window waits for peers that write to it.
-constexpr milliseconds kClose{10000};
+constexpr milliseconds kWriters{10000};
 
 void check(int code) {
   if (code != TUTTI_OK) {
@@ -85,7 +82,7 @@ struct Window::Memory {
   ~Memory() {
     if (!forked()) {
       WithoutGil released;
-      api().tutti_window_close(handle, std::chrono::nanoseconds(kClose).count()); // else it stays, unused
+      api().tutti_window_close(handle, std::chrono::nanoseconds(kWriters).count()); // else it stays, unused
       *counter -= bytes;
     }
   }

@@ -18,9 +18,6 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// How long a wait goes without a look at signals.
-constexpr nanoseconds kSlice = milliseconds(50);
-
 // The most bytes of a task that the call that starts it waits for.
 constexpr size_t kBrief = 64 << 10;
 

@@ -9,6 +9,8 @@ import tempfile
 
 from tutti_torch import _versions
 
+# The sources, in an order in which they could be one file. Each processor compiles an equal share
+# of them as one translation unit: torch's headers take the compiler most of the time.
 SOURCES = [
     "api.cpp",
     "interrupt.cpp",
@@ -27,15 +29,18 @@ SOURCES = [
     "module.cpp",
 ]
 
+# What module.cpp shows of the sources, in a unit of its own because it changes with each of them:
+# see fingerprint in _versions.py.
+FINGERPRINT = """namespace tutti_torch {
+extern const char* const fingerprint;
+const char* const fingerprint = "%s";
+}
+"""
 
-def current(compiled, definition):
-    """Reports whether an object was compiled with definition, and is newer than what it was compiled from, as the
-    compiler wrote it down."""
+
+def current(compiled):
+    """Reports whether an object is newer than what it was compiled from, as the compiler wrote it down."""
     try:
-        if definition:
-            with open(compiled + ".definition") as f:
-                if f.read() != definition:
-                    return False
         with open(compiled + ".d") as f:
             paths = f.read().split(":", 1)[1].replace("\\\n", " ").split()
         return all(os.path.getmtime(path) <= os.path.getmtime(compiled) for path in paths)
@@ -53,6 +58,7 @@ def flags(torch):
         "-fPIC",
         "-fvisibility=hidden",
         "-Wall",
+        "-Wno-subobject-linkage",  # which takes files that are included for headers
         "-std=c++20" if version >= (2, 10) else "-std=c++17",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
@@ -83,21 +89,36 @@ def main(directory=_versions.HERE, objects=None):
         objects = objects or os.environ.get("TUTTI_OBJECTS") or scratch
         os.makedirs(objects, exist_ok=True)
 
-        def compile_one(name):
-            path = os.path.join(source, name)
-            compiled = os.path.join(objects, f"{name}-{_versions.file_name(torch.__version__)}.o")
-            definition = f'-DTUTTI_GLUE_SOURCES="{fingerprint}"' if name == "module.cpp" else ""
-            if not current(compiled, definition):
-                print(compiler, name, flush=True)
-                command = [compiler, *own, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
-                subprocess.run(command + [definition] * bool(definition), check=True)
+        units = min(len(os.sched_getaffinity(0)), len(SOURCES))
+
+        def compile_unit(number):
+            names = SOURCES[number::units]
+            compiled = os.path.join(objects, f"{number}-of-{units}-{_versions.file_name(torch.__version__)}.o")
+            if not current(compiled):
+                print(" ".join([compiler, *names]) + "\n", end="", flush=True)
+                command = [compiler, *own, "-MMD", "-MF", compiled + ".d", "-x", "c++", "-c", "-", "-o"]
+                text = "".join(f'#include "{os.path.join(source, name)}"\n' for name in names)
+                subprocess.run([*command, compiled + ".new"], input=text, text=True, check=True)
                 os.replace(compiled + ".new", compiled)
-                with open(compiled + ".definition", "w") as f:
-                    f.write(definition)
             return compiled
 
-        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
-            linked = list(compilers.map(compile_one, SOURCES))
+        def compile_fingerprint():
+            path = os.path.join(objects, "fingerprint.cpp")
+            text = FINGERPRINT % fingerprint
+            try:
+                with open(path) as f:
+                    same = f.read() == text
+            except FileNotFoundError:
+                same = False
+            if not same or not current(path + ".o"):
+                with open(path, "w") as f:
+                    f.write(text)
+                subprocess.run([compiler, "-fPIC", "-MMD", "-MF", path + ".o.d", "-c", path, "-o", path + ".o"],
+                               check=True)
+            return path + ".o"
+
+        with concurrent.futures.ThreadPoolExecutor(units) as compilers:
+            linked = [*compilers.map(compile_unit, range(units)), compile_fingerprint()]
         if os.path.exists(output) and os.path.getmtime(output) >= max(map(os.path.getmtime, linked)):
             return
         libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
