@@ -27,12 +27,14 @@ SANITIZER     := 13.5.25
 SANITIZER_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/sanitizer
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
+# lint has vetted everything, and debugging information doubles the time of linking.
+TEST        := $(GO) test -vet=off -ldflags=-w -count=1 -timeout 15m
 # Without the packages in which nothing runs at the same time: pure functions and models of them, and kernels in C++.
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$' \
 	-e '^tutti/pg$$' -e '^tutti/cmd/tutti$$' -e '^tutti/collectives$$' -e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$')
 # And the tests in the others of which the same is true.
 ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|MachineAndLedger|RandomWalks|RingIsReadAsItWasComposed|AnyMessages|RareSubnormals)$$
-RACE        := $(GO) test -short -race -count=1 -timeout 15m
+RACE        := $(TEST) -short -race
 # A half of the tests of pg, by time.
 FIRST       := ^Test[A-D]
 # The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
@@ -87,9 +89,9 @@ bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--d
 test: lint test-unit test-purego test-softroce test-pytorch ## all tests; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
-	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -timeout 15m $(MATRIX) $(ATTACKED)
-	@$(GO) run ./tests/report -- $(GO) test -short -count=1 -timeout 15m ./endpoint -endpoint.rdma
-	@$(GO) run ./tests/report -- $(GO) test $(ABREAST) -count=1 -timeout 15m $(LONGEST) $$($(GO) list ./... | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
+	@$(GO) run ./tests/report -- $(TEST) -p 1 $(MATRIX) $(ATTACKED)
+	@$(GO) run ./tests/report -- $(TEST) -short ./endpoint -endpoint.rdma
+	@$(GO) run ./tests/report -- $(TEST) $(ABREAST) $(LONGEST) $$($(GO) list ./... | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
 # Each process would sleep a second before it exits, to see what its other goroutines do until then.
@@ -108,8 +110,8 @@ race-others:
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
-	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m -run '$(REDUCING)' ./pg
-	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./device/cuda ./pg/internal/exec ./p2p/inproc ./p2p/shm
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(TEST) -short -tags purego -run '$(REDUCING)' ./pg
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(TEST) -short -tags purego ./kernels ./collectives ./device/cuda ./pg/internal/exec ./p2p/inproc ./p2p/shm
 
 test-pytorch: ## test-torch beside test-c10d, if make deps-torch has been run
 	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory -j2 -O test-torch test-c10d; else \
@@ -118,7 +120,7 @@ test-pytorch: ## test-torch beside test-c10d, if make deps-torch has been run
 
 test-rdma: ## the tests that need an RDMA device, in a virtual machine with Soft-RoCE
 	@tests/softroce/setup.sh >/dev/null
-	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDevice' $(RDMA_PKGS)
+	@$(GO) run ./tests/report -- $(TEST) -p 1 -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDevice' $(RDMA_PKGS)
 
 test-softroce: ## test-rdma, if make deps-rdma has been run
 	@if why=$$(tests/softroce/setup.sh --check 2>&1 >/dev/null); then $(MAKE) --no-print-directory test-rdma; else \
@@ -132,7 +134,7 @@ torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-tort
 	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 0 -torture.duration 4h -torture.out $(CURDIR)/.build/torture $(TORTURE_FLAGS)
 
 torture-brief: ## two minutes of it, with a seed that the commit gives
-	@$(GO) run ./tests/report -- $(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -timeout 10m -torture.duration 2m -torture.shrink 30s \
+	@$(GO) run ./tests/report -- $(TEST) ./tests/torture -run '^TestTorture$$' -torture.duration 2m -torture.shrink 30s \
 		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) $(TORTURE_FLAGS)
 
 mutants: ## plant mistakes in the library and have the torture find each within 3 minutes (MUTANTS_FLAGS="-run 'key-.*'")

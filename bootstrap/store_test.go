@@ -35,8 +35,10 @@ type backend struct {
 // opTimeout lets a store on a busy machine wait for its disk.
 const opTimeout = 5 * time.Second
 
+// each runs f on each kind of store, all at once.
 func each(t *testing.T, f func(t *testing.T, b *backend)) {
 	t.Run("memory", func(t *testing.T) {
+		t.Parallel()
 		m := storetest.NewMemory()
 		f(t, &backend{"memory", func(t testing.TB) bootstrap.Store {
 			s := m.Open()
@@ -45,6 +47,7 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 		}, m.Close, m.Expire})
 	})
 	t.Run("etcd", func(t *testing.T) {
+		t.Parallel()
 		e := startEtcd(t)
 		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store {
 			return dial(t, e,
@@ -52,6 +55,7 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 		}, func() { e.Close() }, nil})
 	})
 	t.Run("meeting", func(t *testing.T) {
+		t.Parallel()
 		address, stop, err := bootstrap.ServeStore(context30(t), secret)
 		if err != nil {
 			t.Fatal(err)
@@ -63,6 +67,7 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 		}, stop, nil})
 	})
 	t.Run("site", func(t *testing.T) {
+		t.Parallel()
 		s := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 		p := newProxy(t, strings.TrimPrefix(s.Address, "etcds://"))
 		cfg := siteConfig(s)

@@ -146,7 +146,7 @@ func TestEveryNeedIsNecessary(t *testing.T) {
 			t.Run(k.String()+"/"+a.String(), func(t *testing.T) {
 				t.Parallel()
 				r := rand.New(rand.NewPCG(uint64(k), uint64(a)))
-				tries, most, needed, found := 7, 5, 0, 0
+				tries, most, needed, found := 4, 5, 0, 0
 				if testing.Short() {
 					tries, most = 3, 3
 				}

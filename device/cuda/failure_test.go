@@ -150,7 +150,7 @@ func TestEveryFailure(t *testing.T) {
 				// depends on what was current before.
 				stuck, ignored := call == "cuCtxPushCurrent_v2", call == "cuCtxPopCurrent_v2"
 				for k := 1; k <= n; k++ {
-					if k > 20 && k <= n-20 || testing.Short() && k%8 != 1 && k != n { // mostly once for each kernel
+					if k > 12 && k <= n-12 || testing.Short() && k%8 != 1 && k != n { // mostly once for each kernel
 						continue
 					}
 					code := 999

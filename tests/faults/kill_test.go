@@ -18,7 +18,8 @@ import (
 var mixed = []int{0, 1, 1000, 70_000}
 
 // A rank or the launcher is killed, or the launcher is interrupted, at every stage of a job. Each
-// combination has one of the two transports, by chance which.
+// combination has one of the two transports, by chance which. Of those with more ranks than most
+// machines of tests have cores, chance takes a half.
 func TestJobsEndWhenRankOrLauncherIsKilled(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
@@ -30,7 +31,7 @@ func TestJobsEndWhenRankOrLauncherIsKilled(t *testing.T) {
 		}
 		for j, who := range []string{"rank", "launcher", "interrupt"} {
 			for k, when := range []string{"before the join", "in the join", "in collectives"} {
-				if testing.Short() && rnd.IntN(3) > 0 {
+				if testing.Short() && rnd.IntN(3) > 0 || n > 2 && rnd.IntN(2) > 0 {
 					continue
 				}
 				transport := []string{"shm", "tcp"}[(turn+i+j+k)%2]
@@ -90,7 +91,7 @@ func TestKillAnyTime(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
 	rnd := rand.New(rand.NewPCG(seed, 0))
-	rounds := 30
+	rounds := 20
 	if testing.Short() {
 		rounds = 8
 	}

@@ -75,7 +75,7 @@ func TestJobsSayThatDescriptorsAreTooFew(t *testing.T) {
 			works(t, "", "-n", strconv.Itoa(n), "--transport", transport, "--", "sh", "-c",
 				"ulimit -n 64 || exit 90\nexec \"$0\"")
 		})
-		for limit := 12; limit <= 40; limit += 2 { // what a process has before it joins differs
+		for limit := 12; limit <= 40; limit += 4 { // what a process has before it joins differs
 			if testing.Short() && limit%8 > 0 {
 				continue
 			}

@@ -371,7 +371,8 @@ func TestBandwidths(t *testing.T) {
 	})
 }
 
-// The script runs the tests on the fake driver, prints the table last, and fails without a GPU.
+// The script runs the tests that make its table on the fake driver, prints the table last, and
+// fails without a GPU.
 func TestScript(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -381,10 +382,10 @@ func TestScript(t *testing.T) {
 		text, err := exec.CommandContext(t.Context(), "./run.sh", append(args, "--binary", self)...).CombinedOutput()
 		return string(text), err
 	}
-	text, err := run("--fake")
+	text, err := run("--fake", "--table")
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	if err != nil || !strings.HasPrefix(lines[len(lines)-1], "staging 1 MiB") {
-		t.Errorf("run.sh --fake: %v\n%s", err, text)
+		t.Errorf("run.sh --fake --table: %v\n%s", err, text)
 	}
 	for _, row := range []string{"sum of 8, bfloat16", "copy, device to pinned host", "allreduce of 4 ranks",
 		"16384 bytes, graph", "first after Join"} {

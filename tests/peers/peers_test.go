@@ -598,7 +598,7 @@ func TestInstalledPeers(t *testing.T) {
 				for _, transport := range []string{"shm", "tcp"} {
 					for _, op := range allOps {
 						h := heat{c, transport, op, "float32", 2}
-						if !c.enters(h) {
+						if !c.enters(h) || w.o.Tight && transport != "shm" { // the loop does not know the transport
 							continue
 						}
 						rows, err := w.turn(t.Context(), h)
