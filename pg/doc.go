@@ -46,7 +46,7 @@
 //
 // # Errors
 //
-// They are typed, for errors.As:
+// They are types, for errors.As, and values, for errors.Is:
 //
 //	*RankError      a rank died, left or cannot be reached: which, and who noticed
 //	*TimeoutError   time was up, or ctx cancelled: the ranks waited for, and the last operation of each

@@ -38,8 +38,9 @@ func (e *abortedError) Error() string {
 func (e *abortedError) Unwrap() []error { return []error{ErrAborted, e.Err} }
 
 // RankError says that a rank died, left, or cannot be reached. The operation that returns it has no
-// result. Config.OnFailure says how the group goes on; by default every later collective returns an
-// error until Recover.
+// result. After a collective Config.OnFailure says how the group goes on; by default every later
+// one returns an error until Recover. A message, or an operation on a Window, that fails fails no
+// collective.
 type RankError struct {
 	Rank int   // the rank that failed
 	Also []int // other ranks that had failed by then; ascending
@@ -77,10 +78,11 @@ type Seen struct {
 }
 
 // TimeoutError says that an operation did not end in time, and which ranks it waited for. It wraps
-// context.DeadlineExceeded or context.Canceled. The group is unusable afterwards, until Recover,
-// unless only a stream of this rank was late to take the result to its device. A rank that was
-// waited for may be in an operation of another job that its process has joined: tutti status and
-// flight records say so.
+// context.DeadlineExceeded or context.Canceled. After a collective the group is unusable until
+// Recover, unless only a stream of this rank was late to take the result to its device. After a
+// message, an operation on a Window other than NewWindow and Refresh, or Evict, the group is as it
+// was: other ranks have no reason to call Recover then. A rank that was waited for may be in an
+// operation of another job that its process has joined: tutti status and flight records say so.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // the operation's time until then
@@ -130,7 +132,9 @@ func (e *MismatchError) Error() string {
 }
 
 // ArgumentError describes an invalid call. Nothing was sent, and the group is usable. Peers that
-// made the same call correctly wait for this rank.
+// made the same call correctly wait for this rank. But Recv may have consumed a message of another
+// length or type, and where NewWindow or Refresh find differences between ranks, all ranks get the
+// error.
 type ArgumentError struct {
 	Call string // "allgather"
 	Arg  string // the offending argument

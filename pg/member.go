@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 	"time"
 
@@ -50,11 +51,14 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 	case cfg.Size != 0 || cfg.Rank != 0 || cfg.MaxSize != 0:
 		return nil, bad("Size, Rank or MaxSize", fmt.Sprintf("%d, %d or %d", cfg.Size, cfg.Rank, cfg.MaxSize),
 			"0: the handles say it")
-	case cfg.Job != "" || cfg.Store != nil || cfg.StoreAddr != "":
-		return nil, bad("Job, Store or StoreAddr", "set", "none: members need no store, and a uuid names their job")
-	case cfg.OnFailure != Report || cfg.AutoAdmit:
-		return nil, bad("OnFailure or AutoAdmit", cfg.OnFailure.String(), "report, and no AutoAdmit: membership is "+
-			"given by the handles")
+	case cfg.Job != "" || cfg.Store != nil || cfg.StoreAddr != "" || cfg.StoreUser != "" ||
+		cfg.StorePassword != "" || cfg.StoreTLS != nil:
+		return nil, bad("Job, or a field of the store,", "set", "none: members have no store, and a uuid "+
+			"names their job")
+	case cfg.OnFailure != Report:
+		return nil, bad("OnFailure", cfg.OnFailure.String(), "report: the handles give the membership")
+	case cfg.AutoAdmit:
+		return nil, bad("AutoAdmit", "true", "false: the handles give the membership")
 	}
 	m := &Member{cfg: cfg}
 	s, err := m.settings(0, 1)
@@ -82,10 +86,29 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 	return m, nil
 }
 
+// ofJobs reports whether a variable of the environment concerns a job and not a member.
+func ofJobs(name string) bool {
+	switch name {
+	case "TUTTI_JOB", "TUTTI_MAX_SIZE", "TUTTI_ON_FAILURE", "TUTTI_AUTO_ADMIT", "TUTTI_STANDBY":
+		return true
+	}
+	return strings.HasPrefix(name, "TUTTI_STORE")
+}
+
 // settings returns the settings of a job in which this member is rank of size.
 func (m *Member) settings(rank, size int) (*settings, error) {
 	cfg := m.cfg
 	cfg.Rank, cfg.Size, cfg.MaxSize, cfg.Job = rank, size, size, "default"
+	if cfg.Getenv == nil {
+		cfg.Getenv = os.Getenv
+	}
+	getenv := cfg.Getenv
+	cfg.Getenv = func(name string) string {
+		if ofJobs(name) {
+			return ""
+		}
+		return getenv(name)
+	}
 	s, err := cfg.fromEnv()
 	if err == nil {
 		s.OnFailure, s.AutoAdmit, s.launch.Standby = Report, false, false

@@ -365,6 +365,8 @@ func TestNewMemberArguments(t *testing.T) {
 		"OnFailure": {Secret: memberSecret, OnFailure: pg.Shrink},
 		"Size":      {Secret: memberSecret, Size: 3},
 		"Job":       {Secret: memberSecret, Job: "j"},
+		"store":     {Secret: memberSecret, StoreUser: "u"},
+		"AutoAdmit": {Secret: memberSecret, AutoAdmit: true},
 		"Ports":     {Secret: memberSecret, Ports: "29500"},
 	} {
 		cfg.Getenv = func(string) string { return "" }
@@ -375,7 +377,8 @@ func TestNewMemberArguments(t *testing.T) {
 	}
 	// What a launcher says of another job does not matter.
 	env := map[string]string{"TUTTI_RANK": "3", "TUTTI_SIZE": "4", "TUTTI_ON_FAILURE": "shrink",
-		"TUTTI_SECRET": string(memberSecret), "TUTTI_STORE": "etcd://192.0.2.1:1"}
+		"TUTTI_SECRET": string(memberSecret), "TUTTI_STORE": "nonsense", "TUTTI_STORE_USER": "without a password",
+		"TUTTI_JOB": "a job", "TUTTI_MAX_SIZE": "x", "TUTTI_AUTO_ADMIT": "x", "TUTTI_STANDBY": "x"}
 	m, err := pg.NewMember(t.Context(), pg.Config{Getenv: func(name string) string { return env[name] }})
 	if err != nil {
 		t.Fatal(err)

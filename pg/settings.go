@@ -224,9 +224,10 @@ func (s *settings) meet(ctx context.Context) (err error) {
 }
 
 // part leaves a meeting, which may be nil, and the formation. If this rank serves the store, part
-// first waits until the other ranks have left, or until ctx or Config.Timeout ends.
+// first waits until the other ranks have left, or until ctx or Config.Timeout ends, or its default
+// if there is none.
 func (s *settings) part(ctx context.Context, meeting *bootstrap.Meeting) {
-	ctx, cancel := join.Within(ctx, s.Timeout)
+	ctx, cancel := join.Within(ctx, cmp.Or(s.Timeout, defaultTimeout))
 	defer cancel()
 	meeting.Close(ctx)
 	if s.formation != nil {

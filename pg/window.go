@@ -272,15 +272,16 @@ func (p *part) decode(said []int64) error {
 	return errors.Join(p.data.UnmarshalBinary(b[:first]), p.signals.UnmarshalBinary(b[first:first+second]))
 }
 
-// adopt takes over the parts that an exchange found. Parts of known incarnations stay as they are.
-// With the proxy's lock.
+// adopt takes over the parts that an exchange found. Parts of known incarnations stay as they are,
+// and the mapping of a lost rank's part until its slot has another rank. With the proxy's lock.
 func (w *Window) adopt(parts []part) {
 	for slot := range w.parts {
 		old := &w.parts[slot]
-		if old.incarnation == 0 {
+		empty := slot < len(parts) && parts[slot].incarnation == 0
+		if old.incarnation == 0 && old.mapping == nil {
 			continue
 		}
-		if slot < len(parts) && old.incarnation == parts[slot].incarnation {
+		if !empty && slot < len(parts) && old.incarnation == parts[slot].incarnation {
 			if w.reap(old); old.failure.told {
 				old.failure = new(failure) // a Flush under way has the other one
 			}
@@ -288,6 +289,9 @@ func (w *Window) adopt(parts []part) {
 			continue
 		}
 		w.near[slot].Store(0)
+		if empty {
+			parts[slot].mapping, old.mapping = old.mapping, nil
+		}
 		w.drop(old)
 	}
 	w.parts = parts
@@ -315,28 +319,38 @@ func (w *Window) drop(p *part) {
 // returned an error since the last of them failed. If none has, the next one returns the error, and
 // only a later Refresh ends it: call Flush for each rank before Refresh.
 func (w *Window) Refresh(ctx context.Context) error {
-	if err := w.await(ctx, "refreshing"); err != nil {
+	_, done, err := w.await(ctx, "refreshing")
+	if err != nil {
 		return err
 	}
-	defer w.turn.Release(1)
+	defer done()
 	if w.closed.Load() {
 		return ErrClosed
 	}
 	return w.exchange(ctx, true)
 }
 
-// await waits for the turn of a Refresh or Close.
-func (w *Window) await(ctx context.Context, what string) error {
+// await waits for the turn of a Refresh or Close. It returns ctx with the limit of Config.Timeout,
+// and what ends the turn.
+func (w *Window) await(ctx context.Context, what string) (context.Context, func(), error) {
 	if ctx == nil {
-		return noContext(what + " a window")
+		return nil, nil, noContext(what + " a window")
 	}
-	if w.turn.TryAcquire(1) {
-		return nil
+	within, cancel := limited(ctx, w.g.job.timeout)
+	began := time.Now()
+	if !w.turn.TryAcquire(1) {
+		if err := w.turn.Acquire(within, 1); err != nil {
+			cancel()
+			what += " a window, which waited for another goroutine's Refresh or Close,"
+			return nil, nil, w.late(what, began, err)
+		}
 	}
-	if err := w.turn.Acquire(ctx, 1); err != nil {
-		return fmt.Errorf("%s a window: another goroutine's Refresh or Close is under way: %w", what, err)
-	}
-	return nil
+	return within, func() { w.turn.Release(1); cancel() }, nil
+}
+
+// late returns the error of a call that has ended with err because its context has.
+func (w *Window) late(what string, began time.Time, err error) error {
+	return &TimeoutError{Call: what, After: time.Since(began), Reporter: w.g.rank, Err: expiry(err)}
 }
 
 // Bytes returns this rank's part, nil after Close was called. Other ranks may write to it at any
@@ -845,9 +859,9 @@ func signalled(word, tag, n uint64) bool {
 }
 
 // Map returns the part of a rank on this machine as read-only memory of this process: a write
-// faults. The mapping stays until Close, or until Refresh has found another incarnation at rank;
-// after a rank has died, its part can still be read. For ranks that cannot be mapped Map fails with
-// an error that wraps errors.ErrUnsupported.
+// faults. Its own part it returns as Bytes does. The mapping stays until Close, or until Refresh
+// has found another incarnation at rank; after a rank has died, its part can still be read. For
+// ranks that cannot be mapped Map fails with an error that wraps errors.ErrUnsupported.
 func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 	c, p, err := w.enter(ctx, "map", rank, 0, 0)
 	if err != nil {
@@ -889,13 +903,16 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 // on the window: those that wait for signals or in Flush end with ErrClosed, and so do later ones.
 // Bytes must not be used afterwards.
 //
-// Close waits until no peer is writing to the part. If ctx ends before that, the memory stays, and
-// Close may be called again. Close works after the group's Close, and may be called more than once.
+// Close waits until no peer is writing to the part. If ctx or Config.Timeout ends before that, the
+// memory stays, and Close may be called again. Close works after the group's Close, and may be
+// called more than once.
 func (w *Window) Close(ctx context.Context) error {
-	if err := w.await(ctx, "closing"); err != nil {
+	began := time.Now()
+	ctx, done, err := w.await(ctx, "closing")
+	if err != nil {
 		return err
 	}
-	defer w.turn.Release(1)
+	defer done()
 	p := w.g.job.proxy
 	p.Lock()
 	w.closed.Store(true)
@@ -910,7 +927,10 @@ func (w *Window) Close(ctx context.Context) error {
 		p.Lock()
 	}
 	p.Unlock()
-	return w.free(ctx)
+	if err = w.free(ctx); err != nil && ctx.Err() != nil {
+		return w.late("closing a window, to which a peer writes,", began, ctx.Err())
+	}
+	return err
 }
 
 // free withdraws the part and frees its memory.

@@ -429,6 +429,28 @@ func TestRefreshOfDifferentWindows(t *testing.T) {
 	})
 }
 
+// Config.Timeout bounds Close and Refresh, whatever they wait for.
+func TestWindowCloseEndsInTime(t *testing.T) {
+	each(t, 1, Config{}, func(ctx context.Context, g *Group) error {
+		w, err := NewWindow(ctx, g, 64)
+		if err != nil {
+			return err
+		}
+		g.job.timeout = 10 * time.Millisecond
+		if err := w.turn.Acquire(ctx, 1); err != nil {
+			return err
+		}
+		for _, call := range []func(context.Context) error{w.Close, w.Refresh} {
+			var late *TimeoutError
+			if err := call(ctx); !errors.As(err, &late) || !errors.Is(err, context.DeadlineExceeded) {
+				return fmt.Errorf("behind another goroutine's call: %v, want a *TimeoutError", err)
+			}
+		}
+		w.turn.Release(1)
+		return w.Close(ctx)
+	})
+}
+
 // Close ends the waits of other goroutines for signals, of this rank's and of a peer's, before it
 // frees the words that they look at.
 func TestWindowCloseEndsWaits(t *testing.T) {

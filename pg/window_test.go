@@ -290,6 +290,41 @@ func TestWindowSurvivesLostRank(t *testing.T) {
 	}
 }
 
+// The mapping of a lost rank's part stays when Refresh has dropped the part, also by a second one.
+func TestMappedPartOfLostRankOutlivesRefresh(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		w := newWindow(t, g, 1<<16)
+		w.Bytes()[100] = byte(g.Rank() + 10)
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		b, err := w.Map(ctx, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if through(t, g, 1); g.Rank() == 1 {
+			pgtest.Kill(t)
+		}
+		for len(g.View().Active) == 3 {
+			if err := g.Barrier(ctx); err != nil && lostRank(err) != 1 {
+				t.Fatal(err)
+			}
+		}
+		for range 2 {
+			if err := w.Refresh(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if b[100] != 11 {
+				t.Errorf("the part of the lost rank has %d", b[100])
+			}
+		}
+		if _, err := w.Map(ctx, 1); lostRank(err) != 1 {
+			t.Errorf("another Map: %v", err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Expect(1, syscall.SIGKILL), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
+}
+
 // TestWindowReachesReplacementAfterRefresh: after Refresh the replacement's part is used like any
 // other, and signals of its earlier incarnation do not count.
 func TestWindowReachesReplacementAfterRefresh(t *testing.T) {
