@@ -8,6 +8,7 @@ import (
 
 	"tutti/device"
 	"tutti/endpoint/internal/link"
+	"tutti/endpoint/internal/wire"
 	"tutti/mem"
 )
 
@@ -70,7 +71,7 @@ func (c *Context) loop() *link.Loop {
 }
 
 // conns is the default number of connections to a peer.
-func (c *Context) conns() int { return len(c.loops) }
+func (c *Context) conns() int { return min(len(c.loops), wire.MaxConns) }
 
 // use counts an endpoint.
 func (c *Context) use() error {

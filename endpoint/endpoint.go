@@ -47,7 +47,7 @@ type Config struct {
 	// (the first free one). Each address has a port of its own.
 	Ports string
 	// Conns is the number of connections to a peer, 1 to 16; the dialling end decides. Transfers
-	// from 1 MiB use all of them. Default: 1 to 4, half of GOMAXPROCS.
+	// from 1 MiB use one for each 512 KiB, up to all. Default: as many as ContextConfig.Loops.
 	Conns int
 	// Timeout bounds operations that have no timeout of their own. Default 30 s.
 	Timeout time.Duration
@@ -721,8 +721,23 @@ func (g *greeter) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 	return link.Sink{Buf: c.Text(h.Size - uint64(len(ext))), Token: g}, nil
 }
 
+// helloName returns the name in a Hello, which may be empty.
+func helloName(sink link.Sink) (string, error) {
+	name := string(sink.Buf)
+	if name != "" {
+		if err := checkName("endpoint", name); err != nil {
+			return "", fmt.Errorf("%w: %w", wire.ErrFrame, err)
+		}
+	}
+	return name, nil
+}
+
 // End implements link.Handler.
 func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
+	name, err := helloName(sink)
+	if err != nil {
+		return err
+	}
 	if g.h.Address == 0 { // it only wants the identity
 		if g.asked {
 			return fmt.Errorf("%w: a second Hello without a session", wire.ErrFrame)
@@ -732,12 +747,6 @@ func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
 		return nil
 	}
 	g.stop()
-	name := string(sink.Buf)
-	if name != "" {
-		if err := checkName("endpoint", name); err != nil {
-			return fmt.Errorf("%w: %w", wire.ErrFrame, err)
-		}
-	}
 	p, s, err := g.ep.enter(g.from, name, g.h.Address, g.g, g.direct)
 	if errors.Is(err, errCrossed) {
 		c.Send(wire.Header{Op: wire.Bye}.Append(nil))
@@ -1190,7 +1199,11 @@ func (g *greeted) End(c *link.Conn, sink link.Sink, _ bool) error {
 	p := g.peer
 	p.mu.Lock()
 	defer p.settle(c)
-	if name := string(sink.Buf); p.Name() == "" && checkName("endpoint", name) == nil {
+	name, err := helloName(sink)
+	if err != nil {
+		return err
+	}
+	if p.Name() == "" && name != "" {
 		p.name.Store(&name)
 	}
 	c.SetHandler(g.session)

@@ -95,9 +95,11 @@ func frame(op wire.Opcode, address uint64, ext []byte, payload ...byte) []byte {
 	return append(append(b, ext...), payload...)
 }
 
-func hello(session uint64, index, count int) []byte {
+func hello(session uint64, index, count int) []byte { return helloNamed(session, index, count, "raw") }
+
+func helloNamed(session uint64, index, count int, name string) []byte {
 	return frame(wire.Hello, session, wire.Greeting{Version: wire.Version, Index: uint8(index), Count: uint8(count),
-		Requests: maxRequests, Window: window, Message: maxMessage, Endpoint: 1}.Append(nil), []byte("raw")...)
+		Requests: maxRequests, Window: window, Message: maxMessage, Endpoint: 1}.Append(nil), []byte(name)...)
 }
 
 func outcomeOf(code wire.Code, n uint64) []byte {
@@ -386,6 +388,42 @@ func TestOtherVersionIsTold(t *testing.T) {
 			t.Errorf("identity %x: %v", id, err)
 		}
 	}
+}
+
+// A Hello whose name is none ends the connection, whichever end sends it.
+func TestNamesInHello(t *testing.T) {
+	const bad = "line\nfeed"
+	e := newEndpoint(t, newContext(t), Config{})
+	for _, session := range []uint64{0, 1} {
+		r := dialRaw(t, e, testSecret, newID())
+		r.send(helloNamed(session, 0, 1, bad))
+		r.ended()
+	}
+	for name, want := range map[string]bool{"": true, bad: false} {
+		info := rawServer(t, newID(), func(r *raw) {
+			if h, _, err := r.next(); err == nil {
+				r.Write(helloNamed(h.Address, 0, 1, name))
+			}
+		})
+		d := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience, DialTimeout: time.Second})
+		if _, err := d.Connect(t.Context(), info); (err == nil) != want {
+			t.Errorf("an acceptor that is called %q: %v", name, err)
+		}
+	}
+}
+
+// An endpoint has as many connections as its context has loops, and not more than there may be.
+func TestManyLoops(t *testing.T) {
+	c, err := NewContext(ContextConfig{Loops: wire.MaxConns + 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	e, err := New(c, Config{Secret: testSecret, Interfaces: "127.0.0.1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.Close()
 }
 
 // writer is a function that gets what is written.
@@ -690,7 +728,7 @@ func TestFloodsCostBoundedMemory(t *testing.T) {
 		r.Close()
 		g.works(t)
 	})
-	t.Run("pulls of one byte", func(t *testing.T) {
+	t.Run("pulls of one byte that are not read", func(t *testing.T) {
 		g := guard(t, 64<<10)
 		r := dialRaw(t, g.e, testSecret, newID()).session(1)
 		p := acceptID(t, g.e, "raw")
@@ -704,6 +742,35 @@ func TestFloodsCostBoundedMemory(t *testing.T) {
 		r.Close()
 		g.works(t)
 	})
+}
+
+// A message may be pulled in any number of parts, but for those that are pulled at a time.
+func TestPullsOfOneMessage(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	const parts, part = 5 * wire.MaxConns, 100_000
+	src := pattern(parts*part, 1)
+	pull := func(seq uint64, i int) []byte {
+		return frame(wire.Pull, seq, wire.Words(nil, uint64(i*part), part))
+	}
+	r := dialRaw(t, e, testSecret, newID()).session(1)
+	p := r.accepted(e)
+	f := p.Send(src)
+	r.expect(wire.Offer)
+	for i := range parts {
+		r.send(pull(1, i))
+		var got []byte
+		for h, body, err := r.next(); h.Op != wire.Sent; h, body, err = r.next() {
+			if err != nil || h.Op != wire.Piece {
+				t.Fatalf("part %d: %v, %v", i, h.Op, err)
+			}
+			got = append(got, body[8:]...)
+		}
+		if !bytes.Equal(got, src[i*part:][:part]) {
+			t.Fatalf("part %d has other bytes", i)
+		}
+	}
+	r.send(frame(wire.Taken, 1, wire.Outcome{Code: wire.OK, Bytes: uint64(len(src))}.Append(nil)))
+	wait(t, f)
 }
 
 // acceptID accepts peers until one with the name comes.

@@ -46,6 +46,7 @@ type post struct {
 	loan   *loan                 // of a message that the peer may read; nil: it may not
 	pulled int64                 // bytes that the peer has asked for
 	pulls  int                   // in so many requests
+	sent   atomic.Int32          // of which so many have all their bytes
 	cause  atomic.Pointer[error] // why the message could not be read
 }
 
@@ -401,8 +402,11 @@ func (s *session) pulledLocked(c *link.Conn, seq, off, n uint64) error {
 		return nil // given up: the receiver knows, or will hear of it
 	}
 	if x == nil || x.letter.op == wire.Message || n == 0 || n > uint64(x.task.n) || off > uint64(x.task.n)-n ||
-		x.pulled+int64(n) > x.task.n || x.pulls == wire.MaxConns {
+		x.pulled+int64(n) > x.task.n {
 		return fmt.Errorf("%w: %d bytes at %d of message %d, which was not offered so", wire.ErrFrame, n, off, seq)
+	}
+	if x.pulls-int(x.sent.Load()) >= wire.MaxConns {
+		return fmt.Errorf("%w: more than %d pulls of message %d at a time", wire.ErrFrame, wire.MaxConns, seq)
 	}
 	x.pulled += int64(n)
 	x.pulls++

@@ -41,8 +41,9 @@ type Op struct {
 	// recv. It is the endpoint's until the operation has ended.
 	Local mem.Memory
 	// File is the source of a write, or the destination of a read, instead of Local: FileLen bytes
-	// from FileOffset. The kernel moves them from the file to the connection without a copy in this
-	// process. The file must stay open until the operation has ended.
+	// from FileOffset. The kernel moves what is written from the file to the connection without a
+	// copy in this process, unless the connection has a guard (Config.Checksum, Config.Seal); what
+	// is read goes through a buffer. The file must stay open until the operation has ended.
 	File                *os.File
 	FileOffset, FileLen int64
 	// Region is the name of the peer's region, of a read or a write.
@@ -219,6 +220,7 @@ func (l *letter) Tail(b []byte, ok bool) []byte {
 		l.unsent.Store(true)
 		return wire.Header{Address: l.seq, Op: wire.Dropped}.Append(b)
 	case l.op == wire.Piece:
+		l.of.sent.Add(1)
 		b = wire.Header{Address: l.seq, Op: wire.Sent}.Append(b)
 	}
 	l.through.Store(true)

@@ -528,7 +528,8 @@ func (p *Peer) Lookup(ctx context.Context, name string) (RemoteRegion, error) {
 const MaxPage = 1024
 
 // Regions returns the first of the peer's regions that this end may use, in the order of their
-// names, at most max or MaxPage, whose names come after after. Fewer than max are the last ones.
+// names, whose names come after after: at most max, and MaxPage if max is larger, or not above 0.
+// If they are fewer than that, they are the last ones.
 func (p *Peer) Regions(ctx context.Context, after string, max int) ([]RemoteRegion, error) {
 	if max <= 0 || max > MaxPage {
 		max = MaxPage

@@ -71,7 +71,8 @@ func (r *Region) Len() int64 { return r.n }
 func (r *Region) Traffic() (read, written uint64) { return r.reads.Load(), r.writes.Load() }
 
 // Unregister ends all access to the region, and waits for accesses under way, which take less than
-// a millisecond; with RDMA it also waits until the device has deregistered the memory. Operations
+// a millisecond in memory of the host, and in that of a device or a file as long as its copy or its
+// call takes; with RDMA it also waits until the device has deregistered the memory. Operations
 // of peers that have not ended fail with ErrStale. Afterwards the memory is the caller's again.
 // Idempotent.
 func (r *Region) Unregister() {

@@ -96,7 +96,7 @@ const (
 	window      = 4 << 20 // bytes of messages that were not received
 	maxWatches  = 16      // of a session
 	maxMessage  = 64 << 10
-	stripe      = 1 << 20 // reads and writes from this size use all connections
+	stripe      = 1 << 20 // reads and writes from this size use several connections: see share
 	smallest    = 4 << 10 // an operation up to this size may be sent with the next ones
 	maxKnown    = 4096    // descriptions of regions that are remembered
 	maxBacklog  = 1 << 20 // bytes of answers, or of changes, that the peer has not read

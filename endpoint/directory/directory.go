@@ -283,8 +283,10 @@ func (d *Directory) Entries(ctx context.Context) ([]Entry, error) {
 // there is none, or it cannot be reached, Connect tries again until ctx ends: also at another
 // address if the entry changes, as that of a publisher that was started again. A caller that calls
 // it after an operation has failed with endpoint.ErrBroken thus follows the name. A publisher that
-// was started again is another Peer; the former one is the caller's to close. An endpoint that
-// refuses this one, has another secret, or is of another build, is an error at once.
+// was started again is another Peer; the former one is the caller's to close. An endpoint that has
+// another secret, or is of another build, is an error at once. One that refuses this one
+// (endpoint.ErrRefused), because it has no room or another endpoint has the address now, is tried
+// again like one that cannot be reached: ctx should have a deadline.
 func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name string) (*endpoint.Peer, error) {
 	if err := CheckName(name); err != nil {
 		return nil, fmt.Errorf("directory %s: %w", d.cfg.Job, err)

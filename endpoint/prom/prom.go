@@ -19,7 +19,9 @@ type Exporter struct{ e *metrics.Exporter }
 
 // Serve serves the metrics of all endpoints of this process at http://HOST:PORT/metrics. addr is
 // HOST:PORT, HOST:FROM-TO for the first port that is free, or HOST:0 for one that the kernel
-// chooses. At most 32 clients are connected; idle ones make room for others.
+// chooses. While another Exporter of this process, or a rank with TUTTI_METRICS, was given the same
+// addr, also HOST:0, all of them are served at its port. At most 32 clients are connected; idle
+// ones make room for others.
 func Serve(addr string) (*Exporter, error) {
 	e, err := metrics.Serve(addr, 0, Endpoints())
 	if err != nil {
@@ -31,7 +33,8 @@ func Serve(addr string) (*Exporter, error) {
 // Addr returns the address, HOST:PORT.
 func (e *Exporter) Addr() string { return e.e.Addr() }
 
-// Close ends the connections and releases the port. Idempotent.
+// Close ends the serving. The last Exporter at an address ends the connections and releases the
+// port. Idempotent.
 func (e *Exporter) Close() { e.e.Close() }
 
 // Endpoints returns a collector of the metrics of all endpoints of this process, at the time of
