@@ -33,17 +33,17 @@ const (
 var setUp sync.Once
 
 // moderate bounds what the Go runtime uses of the host's processors and memory, the first time it
-// is called.
+// is called. The runtime has read its variables when the library was loaded, as os.Getenv has.
 func moderate(c *C.tutti_config) {
 	setUp.Do(func() {
-		if getenv("GOMAXPROCS") == "" {
+		if os.Getenv("GOMAXPROCS") == "" {
 			n := int(c.max_procs)
 			if n <= 0 {
 				n = min(defaultProcs, runtime.NumCPU())
 			}
 			runtime.GOMAXPROCS(n)
 		}
-		if getenv("GOMEMLIMIT") == "" {
+		if os.Getenv("GOMEMLIMIT") == "" {
 			n := int64(c.memory_limit)
 			if n <= 0 {
 				n = defaultMemory
@@ -81,8 +81,8 @@ func config(c *C.tutti_config) (cfg pg.Config, err error) {
 	bad := func(field, got, want string) {
 		err = &coded{fmt.Sprintf("tutti_config: %s is %s, want %s", field, got, want), errInvalid}
 	}
-	if c.on_failure < C.TUTTI_REPORT || c.on_failure > C.TUTTI_RETRY {
-		bad("on_failure", fmt.Sprint(c.on_failure), "TUTTI_REPORT, TUTTI_SHRINK or TUTTI_RETRY")
+	if c.on_failure < C.TUTTI_REPORT_ALWAYS || c.on_failure > C.TUTTI_RETRY {
+		bad("on_failure", fmt.Sprint(c.on_failure), "TUTTI_REPORT, TUTTI_REPORT_ALWAYS, TUTTI_SHRINK or TUTTI_RETRY")
 	}
 	if c.on_timeout < C.TUTTI_TIMEOUT_REPORTS || c.on_timeout > C.TUTTI_TIMEOUT_EVICTS_ALONE {
 		bad("on_timeout", fmt.Sprint(c.on_timeout), "TUTTI_TIMEOUT_REPORTS or another")
@@ -101,9 +101,17 @@ func config(c *C.tutti_config) (cfg pg.Config, err error) {
 		Algorithm: text(c.algorithm), Tuning: text(c.tuning), LogDir: text(c.log_dir), Metrics: text(c.metrics),
 		Timeout: time.Duration(c.timeout_ns), Window: time.Duration(c.window_ns),
 		LeaseTTL:  time.Duration(c.lease_ttl_ns),
-		OnFailure: pg.OnFailure(c.on_failure), OnTimeout: pg.OnTimeout(c.on_timeout),
+		OnFailure: pg.OnFailure(max(c.on_failure, C.TUTTI_REPORT)), OnTimeout: pg.OnTimeout(c.on_timeout),
 		Uniform: c.uniform != 0, AutoAdmit: c.auto_admit != 0, Progress: c.progress != 0,
 		Getenv: getenv, Devices: &gpus, NoSignal: bool(C.tutti_handles_usr1()),
+	}
+	if c.on_failure == C.TUTTI_REPORT_ALWAYS {
+		cfg.Getenv = func(name string) string {
+			if name == "TUTTI_ON_FAILURE" {
+				return ""
+			}
+			return getenv(name)
+		}
 	}
 	if c.secret_len > 0 {
 		cfg.Secret = C.GoBytes(c.secret, C.int(c.secret_len))

@@ -45,6 +45,9 @@ var jobStores = table[jobStore]{kind: C.KIND_STORE}
 // programKeys begin the keys of the program.
 const programKeys = "program/"
 
+// longestKey is the most bytes of a key of the program: see bootstrap.CheckKey.
+const longestKey = 256 - len(programKeys)
+
 // openStore connects to the store of the job that c describes.
 func openStore(ctx context.Context, c *C.tutti_config) (uint64, error) {
 	moderate(c)
@@ -255,15 +258,18 @@ func goStore(h C.uint64_t, kind C.int, c *C.tutti_kv_call) C.int {
 		return refuse(C.TUTTI_EINVAL, errors.New("tutti_kv_call: value, expected, result or error is NULL, and its "+
 			"length or room is not 0"))
 	}
-	copied := func(data unsafe.Pointer, n C.uint64_t) []byte {
-		if n > C.TUTTI_MAX_VALUE+1 { // too long, which the store says
-			n = C.TUTTI_MAX_VALUE + 1
-		}
-		return C.GoBytes(data, C.int(n))
+	key := C.GoString(c.key)
+	if n := len(key); n == 0 || n > longestKey {
+		return refuse(C.TUTTI_EINVAL, fmt.Errorf("tutti_kv_call: key has %d bytes, want 1 to %d", n, longestKey))
 	}
+	if n := max(c.value_len, c.expected_len); n > C.TUTTI_MAX_VALUE {
+		return refuse(C.TUTTI_EINVAL, fmt.Errorf("tutti_kv_call: a value of %d bytes is too long, want at most %d",
+			uint64(n), C.TUTTI_MAX_VALUE))
+	}
+	copied := func(data unsafe.Pointer, n C.uint64_t) []byte { return C.GoBytes(data, C.int(n)) }
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(c.timeout_ns))
 	defer cancel()
-	b, err := s.ask(ctx, int(kind), C.GoString(c.key), copied(c.value, c.value_len), copied(c.expected, c.expected_len))
+	b, err := s.ask(ctx, int(kind), key, copied(c.value, c.value_len), copied(c.expected, c.expected_len))
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return refuse(C.TUTTI_ETIMEOUT, err)

@@ -50,7 +50,7 @@ extern "C" {
 /* The version of this interface: the major number changes when programs have to be changed, the
  * minor one when something is added. */
 #define TUTTI_ABI_MAJOR 1
-#define TUTTI_ABI_MINOR 2
+#define TUTTI_ABI_MINOR 3
 
 #if defined(__GNUC__)
 #define TUTTI_API __attribute__((visibility("default")))
@@ -178,7 +178,9 @@ typedef struct tutti_kv {
 	void (*release)(void *ctx);
 } tutti_kv;
 
-enum { TUTTI_REPORT = 0, TUTTI_SHRINK = 1, TUTTI_RETRY = 2 };                     /* on_failure */
+/* on_failure. TUTTI_REPORT stands for what TUTTI_ON_FAILURE says, if that is set;
+ * TUTTI_REPORT_ALWAYS does not. (The latter since 1.3.) */
+enum { TUTTI_REPORT_ALWAYS = -1, TUTTI_REPORT = 0, TUTTI_SHRINK = 1, TUTTI_RETRY = 2 };
 enum { TUTTI_TIMEOUT_REPORTS = 0, TUTTI_TIMEOUT_EVICTS = 1, TUTTI_TIMEOUT_EVICTS_ALONE = 2 }; /* on_timeout */
 
 /* How a process joins its group. All fields may be 0: the environment or the default then
@@ -214,8 +216,8 @@ typedef struct tutti_config {
 	int32_t auto_admit;        /* 1: waiting ranks are admitted between operations */
 	int32_t progress;          /* 1: frames are received while the program computes */
 	/* The number of threads that run Go code at a time. It applies to the whole process; the first
-	 * tutti_join or tutti_local sets it, unless the environment has GOMAXPROCS. 0: 4, or the number
-	 * of cores if that is less. */
+	 * tutti_join, tutti_local, tutti_member_new or tutti_store_open sets it, unless the environment
+	 * had GOMAXPROCS when the library was loaded. 0: 4, or the number of cores if that is less. */
 	int32_t max_procs;
 	/* The soft limit of Go's heap in bytes, in the same way; the environment's variable is
 	 * GOMEMLIMIT. 0: 1 GiB. Memory of tutti_alloc and of windows does not count. */
@@ -232,10 +234,10 @@ TUTTI_API int tutti_join(const tutti_config *config, tutti_group *group);
  * config says which, as for tutti_join: store, store_user, store_password, job and secret count, or
  * the environment. The functions are written to *store, whose struct_size is to be set before. They
  * may be called from any thread, until release; release closes the store, and removes no key. The
- * keys are the program's: Tutti uses none of them. They go with the job. A value has at most
- * TUTTI_MAX_VALUE bytes. While the store cannot be reached, get, set and wait try again until their
- * timeout_ns, so that a set may happen twice; compare_and_set fails, and may have happened. (Since
- * 1.1.) */
+ * keys are the program's: Tutti uses none of them. They go with the job. A key has 1 to 248 bytes,
+ * a value at most TUTTI_MAX_VALUE. While the store cannot be reached, get, set and wait try again
+ * until their timeout_ns, so that a set may happen twice; compare_and_set fails, and may have
+ * happened. (Since 1.1.) */
 TUTTI_API int tutti_store_open(const tutti_config *config, tutti_kv *store);
 
 /* Makes n ranks inside this process, for tests and for programs that are parallel in threads:
@@ -368,10 +370,11 @@ enum { /* kinds of operations: see the functions below for their fields */
  * finds anything in dst. If the stream has not come to an operation a second after its failure,
  * that ends; the stream still passes it when it comes, and the buffers must exist until then.
  *
- * An allreduce of up to 128 KiB needs no host if the group has 2 to 8 ranks on one machine, each
- * with a GPU that the process used when it joined, and no auto_admit. It is in the memory of GPUs
- * at all ranks then, or at none, on one GPU of each, and the first one in a view waits for all
- * ranks, also in tutti_start. After one was run, a stream that is being captured into a graph
+ * An allreduce of up to 128 KiB, and an allgather, a reduce-scatter or an alltoall of less than 32
+ * KiB, all parts together, need no host if the group has 2 to 8 ranks on one machine, each with a
+ * GPU that the process used when it joined, and no auto_admit. They are in the memory of GPUs at
+ * all ranks then, or at none, on one GPU of each, and the first one in a view waits for all ranks,
+ * also in tutti_start. After one was run, a stream that is being captured into a graph
  * (cudaStreamBeginCapture) takes collectives of any length by tutti_start, if all parts are of
  * equal length, and no messages. Each launch of the graph is the operation then, and has no result
  * after the group has entered another view; the next operation says so.

@@ -4,6 +4,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -111,6 +112,7 @@ bool single(const std::string& ports) {
   return !ports.empty() && ports != "0" && ports.find('-') == std::string::npos;
 }
 
+// Returns on_failure of a tutti_config for an option's text.
 int32_t on_failure_of(const std::string& name) {
   if (name == "shrink") {
     return TUTTI_SHRINK;
@@ -121,7 +123,7 @@ int32_t on_failure_of(const std::string& name) {
   if (!name.empty() && name != "report") {
     throw std::invalid_argument("tutti: on_failure is \"" + name + "\", expected report, shrink or retry");
   }
-  return TUTTI_REPORT;
+  return name.empty() ? TUTTI_REPORT : TUTTI_REPORT_ALWAYS;
 }
 
 // Together is the work of several works.
@@ -307,12 +309,21 @@ void Backend::withdraw() noexcept {
 
 // Returns what a group with these options does when a rank is lost.
 static std::string mode_of(const Options& options) {
-  return options.on_failure.empty() ? variable("TUTTI_ON_FAILURE") : options.on_failure;
+  if (!options.on_failure.empty()) {
+    return options.on_failure;
+  }
+  std::string mode; // as the library reads it
+  for (const unsigned char c : variable("TUTTI_ON_FAILURE")) {
+    if (!std::isspace(c)) {
+      mode += static_cast<char>(std::tolower(c));
+    }
+  }
+  return mode;
 }
 
 // Reports whether a group goes on without lost ranks.
 static bool outlives(const std::string& mode) {
-  return mode != "end" && on_failure_of(mode) != TUTTI_REPORT;
+  return mode != "end" && on_failure_of(mode) > TUTTI_REPORT;
 }
 
 void Options::part_from(const Options& other, bool closed) {

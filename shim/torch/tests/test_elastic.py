@@ -232,6 +232,25 @@ raises(dist.DistStoreError, "wait timeout after 2000 ms", store.get, "key")
 """
 
 
+# The group's own on_failure, and not that of the environment.
+REPORTS = """
+options = tutti_torch.Options()
+options.on_failure = "report"
+dist.init_process_group("tutti", init_method="tutti://", pg_options=options)
+rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+dist.barrier()
+if rank == 1:
+    store.wait(["through0", "through2"])
+    die()
+store.set(f"through{rank}", "")
+for _ in range(2):  # until recover
+    raises(dist.DistBackendError, "rank 1", dist.all_reduce, torch.ones(1))
+tutti_torch.recover()
+dist.all_reduce(x := torch.ones(1))
+assert x.item() == 2, x
+print("reported")
+"""
+
 # A job in a site's etcd, without a launcher: the test starts the replacement.
 SITE = (
     INIT
@@ -302,6 +321,10 @@ class Elastic(unittest.TestCase):
     def test_retry_hides_the_loss(self):
         out, _ = launched.run(3, ["--on-failure", "retry"], RETRY)
         self.assertEqual(out.count("retried"), 2)
+
+    def test_report_wins_over_the_environment(self):
+        out, _ = launched.run(3, SHRINK, REPORTS)
+        self.assertEqual(out.count("reported"), 2)
 
     def test_subgroups_go_on(self):
         out, _ = launched.run(3, SHRINK, SUBGROUP)

@@ -527,12 +527,14 @@ static void bad(void)
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
 	SAYS("struct_size");
 	config.struct_size = sizeof config;
-	config.on_failure = 9;
-	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
-	SAYS("on_failure");
-	config.on_failure = 0;
+	for (config.on_failure = 9; config.on_failure > -3; config.on_failure -= 11) { /* 9, -2 */
+		CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+		SAYS("on_failure");
+	}
+	config.on_failure = TUTTI_REPORT_ALWAYS;
 	config.rank = 3;
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	config.on_failure = 0;
 	config.rank = 0;
 	config.transport = "pigeon";
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
@@ -1092,7 +1094,7 @@ static int ask(int (*f)(void *, tutti_kv_call *), tutti_kv *store, const char *k
 /* jobstore uses the job's store without being a rank. */
 static void jobstore(void)
 {
-	static char much[TUTTI_MAX_VALUE + 2];
+	static char much[TUTTI_MAX_VALUE + 2], key[248 + 2];
 	tutti_kv store = {.struct_size = sizeof store};
 	tutti_config config = {.struct_size = sizeof config, .kv = &store};
 	char answer[8], why[256];
@@ -1123,8 +1125,11 @@ static void jobstore(void)
 	TRUE(ask(store.get, &store, "turn", "", "", "b") == TUTTI_OK);
 	TRUE(ask(store.get, &store, "gone", "", "", "") == TUTTI_OK);
 	memset(much, 'x', sizeof much - 1);
-	TRUE(ask(store.set, &store, "much", much, "", "") == TUTTI_EINTERNAL);
-	TRUE(ask(store.get, &store, "", "", "", "") == TUTTI_OK); /* the key that is the program's prefix */
+	TRUE(ask(store.set, &store, "much", much, "", "") == TUTTI_EINVAL);
+	TRUE(ask(store.get, &store, "", "", "", "") == TUTTI_EINVAL);
+	memset(key, 'k', sizeof key - 1);
+	TRUE(ask(store.get, &store, key, "", "", "") == TUTTI_EINVAL);
+	TRUE(ask(store.get, &store, key + 1, "", "", "") == TUTTI_OK);
 	incomplete[0].value = NULL;
 	incomplete[1].expected_len = 1;
 	incomplete[2].result = NULL;

@@ -6,7 +6,7 @@ import threading
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 # What follows is that of tutti.h: the tests compare it.
-ABI_MAJOR, ABI_MINOR = 1, 2
+ABI_MAJOR, ABI_MINOR = 1, 3
 
 OK, EINVAL, ERANK, ETIMEOUT, EMISMATCH, ECLOSED, EABORTED = range(7)
 EFORKED, EUNSUPPORTED, EINTERNAL, EBUSY, ECANCELED = 9, 10, 12, 13, 14
@@ -15,7 +15,7 @@ MAX_LISTED = 64
 MAX_VALUE = 65536
 HOST = ANY_RANK = -1
 
-REPORT, SHRINK, RETRY = 0, 1, 2
+REPORT, SHRINK, RETRY, REPORT_ALWAYS = 0, 1, 2, -1
 
 INT8, INT16, INT32, INT64, UINT8, UINT16, UINT32, UINT64 = range(1, 9)
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, BOOL = range(9, 16)

@@ -128,7 +128,7 @@ _FIELDS = {name: value for name, value in vars(Options).items() if type(value) i
 
 
 def _on_failure_of(name):
-    modes = {"": api.REPORT, "report": api.REPORT, "shrink": api.SHRINK, "retry": api.RETRY}
+    modes = {"": api.REPORT, "report": api.REPORT_ALWAYS, "shrink": api.SHRINK, "retry": api.RETRY}
     if name not in modes:
         raise ValueError(f'tutti: on_failure is "{name}", expected report, shrink or retry')
     return modes[name]
@@ -136,12 +136,12 @@ def _on_failure_of(name):
 
 def _mode_of(options):
     """Returns what a group with these options does when a rank is lost."""
-    return options.on_failure or os.environ.get("TUTTI_ON_FAILURE", "")
+    return options.on_failure or os.environ.get("TUTTI_ON_FAILURE", "").strip().lower()
 
 
 def _outlives(mode):
     """Reports whether a group goes on without lost ranks."""
-    return mode != "end" and _on_failure_of(mode) != api.REPORT
+    return mode != "end" and _on_failure_of(mode) > api.REPORT
 
 
 def _single(ports):
