@@ -107,7 +107,7 @@ type Shared interface {
 
 // A Stream executes work in order. Methods are called by one goroutine at a time and do not wait
 // for the work. An error says that the stream did not accept it, and wraps ErrMemory, ErrClosed or
-// the failure of earlier work.
+// the failure of earlier work, unless package kernels does not define a reduction.
 type Stream interface {
 	// Copy copies src to dst, which has the same length and is disjoint or identical. Each is
 	// memory of the device or of the host.

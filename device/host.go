@@ -24,6 +24,9 @@ func (host) Alloc(n int) (mem.Memory, error) {
 	if n < 0 {
 		return mem.Memory{}, fmt.Errorf("device: allocating %d bytes: %w", n, ErrMemory)
 	}
+	if err := mem.Fits(n); err != nil {
+		return mem.Memory{}, fmt.Errorf("device: allocating %d bytes: %w", n, err)
+	}
 	words := make([]uint64, (n+mem.WordSize-1)/mem.WordSize) // aligned for every type
 	return mem.Host(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), n), mem.Anywhere), nil
 }
@@ -135,7 +138,9 @@ func Reducible(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memor
 	switch {
 	case len(srcs) == 0:
 		return fmt.Errorf("device: %v of %v: no sources; pass at least one: %w", op, dt, ErrMemory)
-	case !kernels.Supported(op, dt) || divisor != 0 && !kernels.Supported(kernels.Avg, dt):
+	case !kernels.Supported(op, dt):
+		return fmt.Errorf("device: %v of %v is not defined", op, dt)
+	case divisor != 0 && !kernels.Supported(kernels.Avg, dt):
 		return fmt.Errorf("device: %v of %v divided by %d is not defined", op, dt, divisor)
 	case dst.Len()%dt.Size() != 0:
 		return fmt.Errorf("device: %v of %v: %d bytes are no whole number of elements: %w", op, dt, dst.Len(),

@@ -114,7 +114,8 @@ func NewRegion(id uint64, m Memory, shared, writable bool, free func() error) *R
 }
 
 // Free unmaps the region here and asks the peers that have mapped it to do so too. Its memory must
-// not be accessed afterwards. It does not wait for the peers. Idempotent only through the proxy.
+// not be accessed afterwards. It does not wait for the peers. A second call does nothing. It is not
+// for several goroutines, nor for regions of a proxy, which FreeRegion of the proxy frees.
 func (r *Region) Free() error {
 	if r.free == nil {
 		return nil

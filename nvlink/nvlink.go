@@ -11,10 +11,10 @@
 // What a driver or a virtual machine does not tell stays unknown; it is never an error. A path is
 // chosen only if nothing that is known speaks against it.
 //
-// `tutti doctor` shows all of it. The transport between GPUs will be here as well: a
-// p2p.Transport whose links map the memory of a peer's device, chosen by the locations of both
-// buffers and by these paths (docs/architecture.md has the plan). Until then package pg copies
-// the buffers in a GPU's memory through the host.
+// `tutti doctor` shows all of it; data goes other ways. There is no transport for NVLink: streams
+// load from the memory of peers' devices, and exchange packets, by addresses that the CUDA driver
+// has mapped (device.Sharer, device.Exchanger), and package pg copies through the host where they
+// cannot.
 package nvlink
 
 import (

@@ -57,6 +57,9 @@ func (d *Late) Alloc(n int) (mem.Memory, error) {
 	if n < 0 {
 		return mem.Memory{}, fmt.Errorf("late: allocating %d bytes: %w", n, device.ErrMemory)
 	}
+	if err := mem.Fits(n); err != nil {
+		return mem.Memory{}, fmt.Errorf("late: allocating %d bytes: %w", n, err)
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	b := block{d.next, make([]byte, n)}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -126,6 +127,9 @@ func testMemory(t *testing.T, h Harness) {
 	}
 	if _, err := h.Device.Alloc(-1); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("less than no memory: %v", err)
+	}
+	if _, err := h.Device.Alloc(math.MaxInt); err == nil {
+		t.Error("more memory than there is: no error")
 	}
 	other := mem.Device(1<<40, 8, "cuda:7")
 	if err := h.Device.Free(other); !errors.Is(err, device.ErrMemory) {

@@ -106,7 +106,7 @@ func Listen(ctx context.Context, host string, spec Spec) (net.Listener, error) {
 		return nil, fmt.Errorf("all ports of %s that the kernel may choose are taken: free some, or give it more "+
 			"(net.ipv4.ip_local_port_range): %w", where(host), last)
 	case spec.Lo == spec.Hi:
-		return nil, fmt.Errorf("port %d of %s is taken by another process: free it, or give a range or 0: %w", spec.Lo,
+		return nil, fmt.Errorf("port %d of %s is taken: free it, or give a range or 0: %w", spec.Lo,
 			where(host), last)
 	}
 	return nil, fmt.Errorf("all %d ports %v of %s are taken by other processes: free one, or give a wider "+

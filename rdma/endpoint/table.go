@@ -59,7 +59,7 @@ type Config struct {
 	// they are reset or destroyed then, and must not be used any more. It may have closed them
 	// itself. Without Retire all this happens at once.
 	Retire func(c *Connection, drained func())
-	// Retired is the most connections that are not drained yet: with more, no new ones are
+	// Retired is the most connections that are not drained yet: with as many, no new ones are
 	// prepared. Default 256.
 	Retired int
 	// Spare is the most queue pairs of each of Queues that are kept for further connections, if the
@@ -175,8 +175,7 @@ func (t *Table) peer(name string) (*peer, error) {
 	case p != nil:
 		return p, nil
 	case len(t.endpoints) >= t.cfg.Peers:
-		return nil, fmt.Errorf("rdma: %s would be peer %d: Config.Peers allows %d", name, len(t.endpoints)+1,
-			t.cfg.Peers)
+		return nil, fmt.Errorf("it would be peer %d: Config.Peers allows %d", len(t.endpoints)+1, t.cfg.Peers)
 	}
 	p = &peer{t: t, name: name, m: *newMachine(t.cfg.Session, len(t.cfg.Queues))}
 	t.endpoints[name] = p
@@ -186,14 +185,18 @@ func (t *Table) peer(name string) (*peer, error) {
 // Open returns the connection to a peer, and makes it if there is none. It blocks until then, until
 // ctx ends, or until it is known that there will be none. All callers that wait for the same peer
 // share one attempt, which goes on while one of them waits. Errors are *PeerError, which wraps
-// ctx's error, ErrGone, *RefusedError, or one of the device, or wrap ErrClosed.
+// ctx's error, ErrGone, *RefusedError, *FormatError, *UndrainedError, ErrPort, one of the device,
+// or why there is no room for another peer, or they wrap ErrClosed.
 func (t *Table) Open(ctx context.Context, name string) (*Connection, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, &PeerError{Peer: name, Err: err}
 	}
 	p, err := t.peer(name)
-	if err != nil {
+	switch {
+	case errors.Is(err, ErrClosed):
 		return nil, err
+	case err != nil:
+		return nil, &PeerError{Peer: name, Err: err}
 	}
 	p.mu.Lock()
 	if p.m.phase == connected {
@@ -245,7 +248,7 @@ func (t *Table) Handle(name string, request []byte) ([]byte, error) {
 	}
 	p, err := t.peer(name)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("rdma: request of %s: %w", name, err)
 	}
 	p.mu.Lock()
 	defer p.unlock()

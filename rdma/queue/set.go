@@ -55,13 +55,15 @@ type Config struct {
 	// Pending is the most notifications that have come on some queue pairs of the set only. More
 	// mean that the peer breaks the protocol: DefaultPending.
 	Pending int
-	// Notified is called with every notification of the peer, by the goroutine that polls. It must
-	// not block, and not call the set or its poller. A notification may be lost if the set fails,
-	// also one of a batch that has ended well at the peer. If Notified is nil, no receives are
-	// posted.
+	// Notified is called with every notification of the peer, by the goroutine that polls: in Poll
+	// or Serve, or in a call of Submit, Wait, Drain, Reset or Close. It must not block, and not
+	// call the set or its poller. A notification may be lost if the set fails, also one of a batch
+	// that has ended well at the peer. If Notified is nil, no receives are posted.
 	Notified func(id uint32)
-	// Failed is called when the set fails, once until Reset, with the cause. The same rules hold as
-	// for Notified.
+	// Failed is called when the set fails, once until Reset, with the cause, by the goroutine that
+	// has it fail: one that polls, or one in Submit, Wait, Fail, Drain, Reset or Close, which fail
+	// it too. It must not block, not take a lock that is held during such a call, and not call the
+	// set or its poller.
 	Failed func(cause error)
 }
 
