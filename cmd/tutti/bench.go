@@ -58,7 +58,7 @@ Every result is compared with one computed by plain loops, on every rank and for
 time is the slowest rank's, a call, in the best round; bandwidths are those of nccl-tests. Calls follow
 each other at once, as in nccl-tests, so that part of the data stays in the core that wrote it last;
 with --touch every rank writes its inputs before each call and reads its result after it, as programs
-do. The exit code is 1 if anything is wrong.
+do. The exit code is 1 if a result is wrong, and 3 if a rank fails.
 
 --op p2p measures instead what package endpoint does, between two processes here: messages, reads,
 writes and batches of reads, beside the same bytes over a plain TCP connection of Go's package net.

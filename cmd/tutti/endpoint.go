@@ -423,14 +423,23 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 		return err
 	}
 	level := slog.LevelWarn
-	switch text := os.Getenv("TUTTI_LOG"); text {
+	switch text := strings.ToLower(strings.TrimSpace(os.Getenv("TUTTI_LOG"))); text {
 	case "":
 	case "off":
 		level = slog.LevelError + 1
-	default:
+	case "debug", "info", "warn", "error":
 		if err := level.UnmarshalText([]byte(text)); err != nil {
-			return usagef(cmd, "TUTTI_LOG=%q: expected debug, info, warn, error or off", text)
+			return err
 		}
+	default:
+		return usagef(cmd, "TUTTI_LOG=%q: expected debug, info, warn, error or off", text)
+	}
+	listen, spec := "TUTTI_IFNAME", "TUTTI_PORT" // where they come from
+	if f.listen != "" {
+		listen = "--listen"
+	}
+	if f.ports != "" {
+		spec = "--ports"
 	}
 	cfg := endpoint.Config{Name: f.name, Secret: secret, Interfaces: cmp.Or(f.listen, os.Getenv("TUTTI_IFNAME")),
 		Ports: cmp.Or(f.ports, bootstrap.WithoutServices(os.Getenv)("TUTTI_PORT")), Seal: f.seal, Checksum: f.checksum,
@@ -442,10 +451,10 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 		if err == nil {
 			err = errors.New("it needs an address to listen on")
 		}
-		return usagef(cmd, "--listen %s: %v", cfg.Interfaces, err)
+		return usagef(cmd, "%s %s: %v", listen, cfg.Interfaces, err)
 	}
 	if _, err := ports.ParseSpec(cfg.Ports); err != nil {
-		return usagef(cmd, "--ports: %v", err)
+		return usagef(cmd, "%s: %v", spec, err)
 	}
 	if f.publish != "" {
 		if err := directory.CheckName(f.publish); err != nil {

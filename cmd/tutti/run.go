@@ -52,11 +52,12 @@ NUMA node where there are enough; ranks share processors only if there are more 
 
 Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and,
 except from Open MPI on several hosts, the meeting point from them. The nodes need a secret that they
-share (tutti secret), unless they are on one host or the launcher has a key-value space (PMI) for it.`,
+share (tutti secret), unless, without --rdzv and --store, the launcher has them all on one host or passes
+one on (PMI on a descriptor: MPICH's mpiexec, srun --mpi=pmi2).`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
   tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train
-  srun -N 2 --ntasks-per-node=1 tutti run -n 4 ./train     with TUTTI_SECRET in the environment`,
+  srun -N 2 --ntasks-per-node=1 -c 4 tutti run -n 4 ./train   with TUTTI_SECRET in the environment`,
 		DisableFlagsInUseLine: true,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -86,7 +87,8 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
 	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; "+
 		"default: TUTTI_STORE if it is such a URL)")
-	fl.StringVar(&f.job, "job", "", "`name` of the job (default: random on one node, else TUTTI_JOB or \"default\")")
+	fl.StringVar(&f.job, "job", "", "`name` of the job (default: TUTTI_JOB, else that of the launcher "+
+		"that started this one, else random on one node and \"default\" on several, which need one with --store)")
 	fl.StringVar(&f.secretFile, "secret-file", "",
 		"`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
 	fl.StringVar(&f.transport, "transport", "", "auto, "+registry.Names()+" (default: TUTTI_TRANSPORT, else auto)")

@@ -58,7 +58,8 @@ endpoint serve prints, HOST:PORT, or @NAME for one that has a name in the store.
 connection of its own, which it counts among its peers, and tells its state to those who have the
 job's secret, but not to clients with a credential. Endpoints of ranks are shown with their job, too.
 
-The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the endpoint answers.`,
+The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the endpoint answers, if
+flight records can be read, and when --watch ends.`,
 		Example: `  tutti status
   tutti status --watch 1s run-4f
   tutti status node1:29600
@@ -95,7 +96,7 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is; 0 if the
 	fl.Lookup("watch").NoOptDefVal = defaultWatch.String()
 	fl.BoolVar(&f.asJSON, "json", false, "one JSON object for each time, or with --flight for each job")
 	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with "+
-		"--flight: this many (default 10)")
+		"--flight: this many (default 10), with both: all")
 	fl.BoolVar(&f.flights, "flight", false, "the arguments are flight records, JSON or the files of killed ranks")
 	fl.StringVar(&f.store, "store", "", "`URL` of the store of the job, or of the endpoint's name (default: "+
 		"TUTTI_STORE)")
@@ -484,8 +485,10 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 	if len(paths) == 0 {
 		return usagef(cmd, "which flight records? tutti status --flight FILE...")
 	}
-	if cmd.Flags().Changed("watch") {
-		return usagef(cmd, "--watch is for running jobs, --flight for records of ended ones")
+	for _, name := range []string{"watch", "job", "store", "secret-file", "directory"} {
+		if cmd.Flags().Changed(name) {
+			return usagef(cmd, "--%s is for running jobs, --flight for records of ended ones", name)
+		}
 	}
 	var jobs []string // in the order of their first records
 	var all []*flight.Snapshot

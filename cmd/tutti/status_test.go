@@ -221,6 +221,7 @@ func TestStatusFindsJobs(t *testing.T) {
 		{"--ops -5", 2, "--ops -5: expected 0 or more"},
 		{"--flight --ops -5 f", 2, "--ops -5: expected 0 or more"},
 		{"--flight", 2, "which flight records?"},
+		{"--flight --job a f", 2, "--job is for running jobs"},
 		{"--flight /no/such/file", 1, "/no/such/file: no such file"},
 		{"--flight /proc/self/exe", 1, "are no"},
 	} {

@@ -64,7 +64,7 @@ clearly faster. Every result is checked. A machine that does other work meanwhil
 Operations: ` + joined(collectives.Kinds()),
 		Example: `  tutti tune                       as many ranks as there are cores, shared memory
   tutti tune -n 8 --op allreduce,allgather
-  tutti tune -o node.json && TUTTI_TUNE=node.json tutti run -n 2 ./train`,
+  tutti tune -n 4 -o node.json && TUTTI_TUNE=node.json tutti run -n 4 ./train`,
 		DisableFlagsInUseLine: true, Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}

@@ -5,8 +5,9 @@
 #   HOSTS=node1,node2 TUTTI_SECRET_FILE=~/job.secret ./openmpi.sh N ./train --epochs 3
 #
 # On one host the ranks find each other by the name that mpirun gives the launch. On several mpirun
-# starts one tutti run on each. It does not tell them where to meet: the first host does, at a port
-# that is free there. The secret is a file that all hosts can read (tutti secret --file FILE).
+# starts one tutti run on each. It does not tell them where to meet: they do at the first host, at
+# port 29400, or PORT, which must be free there. The secret is a file that all hosts can read (tutti
+# secret --file FILE).
 set -eu
 n=$1
 shift

@@ -7,7 +7,8 @@
 #
 # On one host the ranks find each other by the address that torchrun gives them. On several they
 # meet at the host of rank 0, at a port that follows from ID, which is another for every launch and
-# the same on all hosts. The secret is a file that all hosts can read (tutti secret --file FILE).
+# the same on all hosts; torchrun itself meets there at port 29500, or PORT. The secret is a file
+# that all hosts can read (tutti secret --file FILE).
 set -eu
 n=$1
 shift
