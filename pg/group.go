@@ -821,9 +821,9 @@ func (g *Group) slotOf(rank int) int {
 // rank that computes answers within some tens of milliseconds. After operations in which every rank
 // needs data of all others, as AllReduce or Barrier, Close does not wait. At the first rank of a
 // subgroup, Close also removes the outcome of its last Agree from the store, if all members have
-// it: it waits a second for them, and two for the store. A rank 0 that serves the store (see
-// Config.StoreAddr) waits until the other ranks have left it, as long as Config.Timeout, or its
-// default if that is negative. So Close returns in bounded time.
+// it: it waits a second for them, and two for the store. Close returns in bounded time, but a rank
+// 0 that serves the store (see Config.StoreAddr) waits until the other ranks have left it, as long
+// as Config.Timeout.
 func (g *Group) Close() (err error) {
 	g.closed.Store(true)
 	g.ending.Do(func() { err = g.close() })

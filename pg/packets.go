@@ -145,16 +145,20 @@ func (v *groupView) fits(c *exec.Call) bool {
 }
 
 // packetVisit begins the visit of an operation in packets. It returns nil if such operations go
-// through the host, and if the operation fails in its turn. ctx bounds the making of an exchange.
+// through the host, or the call does not fit the view any more. ctx bounds the making of an
+// exchange.
 func (g *Group) packetVisit(ctx context.Context, c *exec.Call, d device.Device, s device.Stream, waits bool) (*visit,
 	error) {
 	p := g.job.proxy
 	p.Lock()
 	x, refused := g.packets.now, g.packets.refused
 	made := (x != nil || refused != nil) && !g.rough
-	fails := g.barred() != nil || made && !g.v.fits(c)
+	barred, unfit := g.barred(), made && !g.v.fits(c)
 	p.Unlock()
-	if fails {
+	switch {
+	case barred != nil:
+		return &visit{unfit: &unfitError{barred}}, nil
+	case unfit:
 		return nil, nil
 	}
 	var err error

@@ -224,10 +224,9 @@ func (s *settings) meet(ctx context.Context) (err error) {
 }
 
 // part leaves a meeting, which may be nil, and the formation. If this rank serves the store, part
-// first waits until the other ranks have left, or until ctx or Config.Timeout ends, or its default
-// if there is none.
+// first waits until the other ranks have left, or until ctx or Config.Timeout ends.
 func (s *settings) part(ctx context.Context, meeting *bootstrap.Meeting) {
-	ctx, cancel := join.Within(ctx, cmp.Or(s.Timeout, defaultTimeout))
+	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
 	meeting.Close(ctx)
 	if s.formation != nil {

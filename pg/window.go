@@ -185,7 +185,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	if err != nil { // ctx may have ended, and nobody can close it later
 		cctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 		defer cancel()
-		return nil, errors.Join(err, w.Close(cctx))
+		return nil, errors.Join(err, w.close(cctx))
 	}
 	return w, nil
 }
@@ -319,7 +319,7 @@ func (w *Window) drop(p *part) {
 // returned an error since the last of them failed. If none has, the next one returns the error, and
 // only a later Refresh ends it: call Flush for each rank before Refresh.
 func (w *Window) Refresh(ctx context.Context) error {
-	_, done, err := w.await(ctx, "refreshing")
+	done, err := w.await(ctx, "refreshing")
 	if err != nil {
 		return err
 	}
@@ -330,22 +330,22 @@ func (w *Window) Refresh(ctx context.Context) error {
 	return w.exchange(ctx, true)
 }
 
-// await waits for the turn of a Refresh or Close. It returns ctx with the limit of Config.Timeout,
-// and what ends the turn.
-func (w *Window) await(ctx context.Context, what string) (context.Context, func(), error) {
+// await waits for the turn of a Refresh or Close, which done ends.
+func (w *Window) await(ctx context.Context, what string) (done func(), err error) {
 	if ctx == nil {
-		return nil, nil, noContext(what + " a window")
+		return nil, noContext(what + " a window")
 	}
-	within, cancel := limited(ctx, w.g.job.timeout)
+	done = func() { w.turn.Release(1) }
+	if w.turn.TryAcquire(1) {
+		return done, nil
+	}
 	began := time.Now()
-	if !w.turn.TryAcquire(1) {
-		if err := w.turn.Acquire(within, 1); err != nil {
-			cancel()
-			what += " a window, which waited for another goroutine's Refresh or Close,"
-			return nil, nil, w.late(what, began, err)
-		}
+	ctx, cancel := limited(ctx, w.g.job.timeout)
+	defer cancel()
+	if err := w.turn.Acquire(ctx, 1); err != nil {
+		return nil, w.late(what+" a window, which waited for another goroutine's Refresh or Close,", began, err)
 	}
-	return within, func() { w.turn.Release(1); cancel() }, nil
+	return done, nil
 }
 
 // late returns the error of a call that has ended with err because its context has.
@@ -907,8 +907,18 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 // memory stays, and Close may be called again. Close works after the group's Close, and may be
 // called more than once.
 func (w *Window) Close(ctx context.Context) error {
+	if ctx == nil {
+		return noContext("closing a window")
+	}
+	ctx, cancel := limited(ctx, w.g.job.timeout)
+	defer cancel()
+	return w.close(ctx)
+}
+
+// close is Close without Config.Timeout.
+func (w *Window) close(ctx context.Context) error {
 	began := time.Now()
-	ctx, done, err := w.await(ctx, "closing")
+	done, err := w.await(ctx, "closing")
 	if err != nil {
 		return err
 	}
@@ -927,10 +937,13 @@ func (w *Window) Close(ctx context.Context) error {
 		p.Lock()
 	}
 	p.Unlock()
-	if err = w.free(ctx); err != nil && ctx.Err() != nil {
-		return w.late("closing a window, to which a peer writes,", began, ctx.Err())
+	switch err = w.free(ctx); {
+	case err == nil:
+		return nil
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
+		return fmt.Errorf("%w: %w", w.late("closing a window", began, err), err)
 	}
-	return err
+	return fmt.Errorf("closing a window: %w", err)
 }
 
 // free withdraws the part and frees its memory.
@@ -939,7 +952,7 @@ func (w *Window) free(ctx context.Context) error {
 	for _, x := range []**mem.Remote{&w.data, &w.signals} {
 		if *x != nil {
 			if err := p.Withdraw(ctx, *x); err != nil {
-				return fmt.Errorf("closing a window: %w", err)
+				return err
 			}
 			*x = nil
 		}
