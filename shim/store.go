@@ -58,7 +58,7 @@ func openStore(ctx context.Context, c *C.tutti_config) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	l, err := bootstrap.FromEnv(getenv)
+	l, err := bootstrap.FromEnv(cfg.Getenv)
 	if err != nil && !errors.As(err, new(*bootstrap.PlaceError)) { // a store needs no place
 		return 0, err
 	}

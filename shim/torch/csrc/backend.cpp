@@ -312,12 +312,11 @@ static std::string mode_of(const Options& options) {
   if (!options.on_failure.empty()) {
     return options.on_failure;
   }
-  std::string mode; // as the library reads it
-  for (const unsigned char c : variable("TUTTI_ON_FAILURE")) {
-    if (!std::isspace(c)) {
-      mode += static_cast<char>(std::tolower(c));
-    }
-  }
+  std::string mode = variable("TUTTI_ON_FAILURE"); // is read as the library reads it
+  const auto space = [](unsigned char c) { return std::isspace(c) != 0; };
+  mode.erase(std::find_if_not(mode.rbegin(), mode.rend(), space).base(), mode.end());
+  mode.erase(mode.begin(), std::find_if_not(mode.begin(), mode.end(), space));
+  std::transform(mode.begin(), mode.end(), mode.begin(), [](unsigned char c) { return std::tolower(c); });
   return mode;
 }
 

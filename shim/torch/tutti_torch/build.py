@@ -91,34 +91,34 @@ def main(directory=_versions.HERE, objects=None):
 
         units = min(len(os.sched_getaffinity(0)), len(SOURCES))
 
-        def compile_unit(number):
-            names = SOURCES[number::units]
-            compiled = os.path.join(objects, f"{number}-of-{units}-{_versions.file_name(torch.__version__)}.o")
-            if not current(compiled):
-                print(" ".join([compiler, *names]) + "\n", end="", flush=True)
-                command = [compiler, *own, "-MMD", "-MF", compiled + ".d", "-x", "c++", "-c", "-", "-o"]
-                text = "".join(f'#include "{os.path.join(source, name)}"\n' for name in names)
-                subprocess.run([*command, compiled + ".new"], input=text, text=True, check=True)
-                os.replace(compiled + ".new", compiled)
-            return compiled
-
-        def compile_fingerprint():
-            path = os.path.join(objects, "fingerprint.cpp")
-            text = FINGERPRINT % fingerprint
+        def compile_text(name, text, flags, what):
+            """Compiles text, which is called what, unless the object is current."""
+            path = os.path.join(objects, name)
             try:
                 with open(path) as f:
                     same = f.read() == text
             except FileNotFoundError:
                 same = False
-            if not same or not current(path + ".o"):
+            if not same:
                 with open(path, "w") as f:
                     f.write(text)
-                subprocess.run([compiler, "-fPIC", "-MMD", "-MF", path + ".o.d", "-c", path, "-o", path + ".o"],
-                               check=True)
-            return path + ".o"
+            compiled = path + ".o"
+            if not current(compiled):
+                print(f"{compiler} {what}\n", end="", flush=True)
+                command = [compiler, *flags, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
+                subprocess.run(command, check=True)
+                os.replace(compiled + ".new", compiled)
+            return compiled
+
+        def compile_unit(number):
+            names = SOURCES[number::units]
+            text = "".join(f'#include "{name}"\n' for name in names)
+            name = f"{number}-of-{units}-{_versions.file_name(torch.__version__)}.cpp"
+            return compile_text(name, text, own, " ".join(names))
 
         with concurrent.futures.ThreadPoolExecutor(units) as compilers:
-            linked = [*compilers.map(compile_unit, range(units)), compile_fingerprint()]
+            linked = list(compilers.map(compile_unit, range(units)))
+        linked.append(compile_text("fingerprint.cpp", FINGERPRINT % fingerprint, ["-fPIC"], "fingerprint.cpp"))
         if os.path.exists(output) and os.path.getmtime(output) >= max(map(os.path.getmtime, linked)):
             return
         libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
