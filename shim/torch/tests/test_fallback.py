@@ -207,7 +207,7 @@ class Header(unittest.TestCase):
             self.text = re.sub(r"/\*.*?\*/", "", f.read(), flags=re.S)
 
     def test_numbers(self):
-        numbers = dict(re.findall(r"\bTUTTI_(\w+) = (\d+)", self.text))
+        numbers = dict(re.findall(r"\bTUTTI_(\w+) = (-?\d+)", self.text))
         numbers |= dict(re.findall(r"#define TUTTI_(\w+) \(?(-?\d+)\)?$", self.text, re.M))
         mine = {name: value for name, value in vars(self.api).items() if name.isupper() and isinstance(value, int)}
         self.assertGreater(len(mine), 50)
