@@ -100,8 +100,8 @@ type Shared interface {
 	// Path names the way to the memory, such as "same GPU".
 	Path() string
 	// Release ends the use, when no work of a stream uses the memory any more. The last use of an
-	// allocation unmaps it, which may wait for the work on the device. If gone says that its owner
-	// has freed it, a later Import is another mapping. Idempotent.
+	// allocation unmaps it, for which a driver may wait for the work on the device. If gone says
+	// that its owner has freed it, a later Import is another mapping. Idempotent.
 	Release(gone bool) error
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"time"
 	"unsafe"
@@ -199,7 +200,10 @@ func (f *feed) Settle(last bool) error {
 	v.give(v.record)
 	e, err := v.event, v.err
 	v.mu.Unlock()
-	if err != nil && !last {
+	if err != nil {
+		if last { // and no event follows what the stream has taken
+			g.job.doubt(unknown{err})
+		}
 		return f.broken(err)
 	}
 	until := time.Now().Add(grace)
@@ -215,10 +219,13 @@ func (f *feed) Settle(last bool) error {
 		}
 		return false, nil
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		err = f.broken(e.Wait(context.Background()))
 	}
-	return f.broken(e.Wait(context.Background()))
+	if err != nil && last {
+		g.job.doubt(e)
+	}
+	return err
 }
 
 func (f *feed) Stage() error {
@@ -267,10 +274,46 @@ func (j *job) forget(gone func(incarnation uint64) bool) {
 	}
 }
 
-// drop ends uses of other ranks' memory: see exec.Config.Drop. It does not wait: a driver may unmap
-// memory only when all work on the device has ended.
+// An unknown is the event of a stream that has failed, and does not tell when its work ends.
+type unknown struct{ why error }
+
+func (unknown) Done() bool { return false }
+
+func (u unknown) Wait(context.Context) error {
+	return fmt.Errorf("a stream that may use it has failed: %v", u.why) // is not ErrClosed: see drop
+}
+
+// doubt says that a stream may use other ranks' memory until it has reached an event.
+func (j *job) doubt(e device.Event) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	over := func(e device.Event) bool { return e.Done() && quiet(j.retiring, e) == nil }
+	j.doubtful = append(slices.DeleteFunc(j.doubtful, over), e)
+}
+
+// quiet waits until the stream of an event has done what is before it. Nothing of a stream that was
+// closed goes on.
+func quiet(ctx context.Context, e device.Event) error {
+	if err := e.Wait(ctx); !errors.Is(err, device.ErrClosed) {
+		return err
+	}
+	return nil
+}
+
+// drop ends uses of other ranks' memory: see exec.Config.Drop. It does not wait: a stream may have
+// to do work of operations that were given up before, and a driver may wait for the work on the
+// device.
 func (j *job) drop(shared []device.Shared, gone bool) {
+	j.mu.Lock()
+	before := slices.Clone(j.doubtful)
+	j.mu.Unlock()
 	j.unmapping.Go(func() {
+		for _, e := range before {
+			if err := quiet(j.retiring, e); err != nil {
+				j.log.Warn("memory of another rank's device stays mapped until the device is closed", "err", err)
+				return
+			}
+		}
 		for _, s := range shared {
 			if err := s.Release(gone); err != nil {
 				j.log.Warn("memory of another rank's device stays mapped", "err", err)

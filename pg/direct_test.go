@@ -6,7 +6,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"tutti/device"
@@ -217,4 +220,93 @@ func TestStreamsHoldMemoryThatPeersLoad(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A failing event is that of a stream, which is reached when it fails or with nil.
+type failingEvent struct {
+	reached chan struct{}
+	err     error
+}
+
+func (e *failingEvent) Done() bool {
+	select {
+	case <-e.reached:
+		return true
+	default:
+		return false
+	}
+}
+
+func (e *failingEvent) Wait(ctx context.Context) error {
+	select {
+	case <-e.reached:
+		return e.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// A countedShare counts its releases.
+type countedShare struct {
+	device.Shared
+	released atomic.Int32
+}
+
+func (s *countedShare) Release(bool) error {
+	s.released.Add(1)
+	return nil
+}
+
+// The memory of other ranks stays mapped until the streams have done what operations that were
+// given up had given them, and if a stream does not tell.
+func TestMemoryIsMappedWhileStreamsMayUseIt(t *testing.T) {
+	failed := errors.New("the context has ended")
+	for _, c := range []struct {
+		name    string
+		err     error // of the stream
+		release int32
+	}{
+		{"done", nil, 1},
+		{"the stream was closed", fmt.Errorf("late: %w", device.ErrClosed), 1},
+		{"the stream has failed", failed, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := newJob(&settings{Config: Config{Logger: slog.New(slog.DiscardHandler)}})
+				e, s, later := &failingEvent{make(chan struct{}), c.err}, new(countedShare), new(countedShare)
+				j.doubt(e)
+				j.drop([]device.Shared{s}, true)
+				if synctest.Wait(); s.released.Load() != 0 {
+					t.Error("the memory is unmapped while a stream may use it")
+				}
+				close(e.reached)
+				j.unmapping.Wait()
+				j.doubt(&failingEvent{e.reached, nil}) // which drops what is known to be over
+				j.drop([]device.Shared{later}, true)
+				j.unmapping.Wait()
+				if got := [2]int32{s.released.Load(), later.released.Load()}; got != [2]int32{c.release, c.release} {
+					t.Errorf("released %v times, want %d", got, c.release)
+				}
+				j.unretire()
+			})
+		})
+	}
+}
+
+// An operation whose stream has refused work leaves a doubt when it has ended.
+func TestSettleDoubts(t *testing.T) {
+	j := newJob(&settings{Config: Config{Logger: slog.New(slog.DiscardHandler)}})
+	f := &feed{g: &Group{job: j}, v: &visit{err: fmt.Errorf("no place: %w", device.ErrClosed)}}
+	if err := f.Settle(false); err == nil || len(j.doubtful) > 0 {
+		t.Errorf("%v, and %d doubts of a call that goes on", err, len(j.doubtful))
+	}
+	s := new(countedShare)
+	if err := f.Settle(true); err == nil {
+		t.Error("the stream has not failed")
+	}
+	j.drop([]device.Shared{s}, true)
+	if j.unmapping.Wait(); s.released.Load() != 0 {
+		t.Error("the memory is unmapped while a stream may use it")
+	}
+	j.unretire()
 }

@@ -204,19 +204,40 @@ func (v *Device) Free(m mem.Memory) error {
 	if m.Loc() == v.loc && m.Len() == 0 {
 		return nil
 	}
+	a, err := v.take(m)
+	if err != nil {
+		return err
+	}
+	return v.release(m.Address(), a)
+}
+
+// freeUnused is Free for memory that no work uses. If the memory has a descriptor, it does not
+// wait, and the program may be capturing a stream.
+func (v *Device) freeUnused(m mem.Memory) error {
+	a, err := v.take(m)
+	switch {
+	case err != nil:
+		return err
+	case a.physical != nil:
+		return a.physical.freeUnused()
+	}
+	return v.gpu.free(m.Address())
+}
+
+// take takes memory of Alloc out of the list of it.
+func (v *Device) take(m mem.Memory) (allocation, error) {
 	v.mu.Lock()
+	defer v.mu.Unlock()
 	var a allocation
 	if m.Loc() == v.loc {
 		a = v.memory[m.Address()]
 	}
 	if a.n == 0 || a.n != m.Len() {
-		v.mu.Unlock()
-		return fmt.Errorf("cuda: freeing %d bytes at %q that %s has not allocated so: %w", m.Len(), m.Loc(), v.loc,
+		return a, fmt.Errorf("cuda: freeing %d bytes at %q that %s has not allocated so: %w", m.Len(), m.Loc(), v.loc,
 			device.ErrMemory)
 	}
 	delete(v.memory, m.Address())
-	v.mu.Unlock()
-	return v.release(m.Address(), a)
+	return a, nil
 }
 
 // Export implements device.Exporter. The memory need not be of Alloc: it is that of any allocation
@@ -285,7 +306,7 @@ func (v *Device) Close() error {
 	closing.Wait()
 	v.running.Wait()
 	inboxes.forget(v)
-	errs = append(errs, v.failed, v.imports.end())
+	errs = append(errs, v.failed, v.imports.end(v.gpu.closeUsedImport))
 	for at, a := range v.memory {
 		errs = append(errs, v.release(at, a))
 	}

@@ -94,13 +94,14 @@
 // memory holds, before Close returns; its events fail with device.ErrClosed. Afterwards nothing of
 // the stream touches memory, and the context is as usable as before.
 //
-// Nothing is freed by itself. Free, and releasing what was imported, may wait until all work on the
-// GPU has ended, as the driver does: do not call them while a stream waits for something that the
-// caller is to do. [Device.Close] closes what is left.
+// Nothing is freed by itself. Free, and releasing what was imported by an IPC handle, may wait
+// until all work on the GPU has ended, as the driver does: do not call them while a stream waits
+// for something that the caller is to do. [Device.Close] closes what is left.
 //
-// Do not free memory that has a descriptor, or release what was imported by one, while the program
-// captures a stream of the GPU: the driver refuses to wait, and the capture fails. Such memory is
-// unmapped by the next of these calls, or by Close.
+// Do not free memory of Alloc that has a descriptor while the program captures a stream of the GPU:
+// the driver refuses to wait, and the capture fails. Such memory is unmapped by the next Free, or
+// by Close. The memory of an exchange, and what was imported by a descriptor, is unmapped without
+// waiting, because its user says that no work uses it.
 package cuda
 
 import (

@@ -64,16 +64,22 @@ func (v *Device) NewExchange(ctx context.Context, rank, ranks int) (device.Excha
 	if err != nil {
 		return nil, err
 	}
+	end := func() error { return nil }
 	words, err := v.AllocHost(gpukernels.PacketWords * mem.WordSize)
 	if err == nil {
 		clear(words.Bytes())
 		x.packets.Words, _, err = v.reach(words)
 	}
 	if err == nil {
-		err = v.zero(ctx, m)
+		end, err = v.zero(ctx, m)
 	}
 	if err != nil {
-		v.behind(func() error { return v.Free(m) })
+		v.behind(func() error {
+			if err := end(); err != nil { // Close frees it
+				return err
+			}
+			return v.freeUnused(m)
+		})
 		if words.Len() > 0 {
 			err = errors.Join(err, v.FreeHost(words))
 		}
@@ -85,18 +91,20 @@ func (v *Device) NewExchange(ctx context.Context, rank, ranks int) (device.Excha
 	return x, nil
 }
 
-// zero clears memory of the device. If ctx ends first, the device does it later, before work that
-// frees the memory.
-func (v *Device) zero(ctx context.Context, m mem.Memory) error {
+// zero clears memory of the device. With an error, work on the memory may go on until end has
+// returned nil.
+func (v *Device) zero(ctx context.Context, m mem.Memory) (end func() error, err error) {
+	end = func() error { return nil }
 	zeros, err := v.AllocHost(min(m.Len(), largestBlock))
 	if err != nil {
-		return err
+		return end, err
 	}
 	clear(zeros.Bytes())
 	s, err := v.Stream()
 	if err != nil {
-		return errors.Join(err, v.FreeHost(zeros))
+		return end, errors.Join(err, v.FreeHost(zeros))
 	}
+	end = sync.OnceValue(func() error { return first([]error{s.Close(), v.FreeHost(zeros)}) })
 	for at := 0; at < m.Len() && err == nil; at += zeros.Len() {
 		n := min(zeros.Len(), m.Len()-at)
 		err = s.Copy(m.Slice(at, n), zeros.Slice(0, n))
@@ -108,12 +116,10 @@ func (v *Device) zero(ctx context.Context, m mem.Memory) error {
 	if err == nil {
 		err = e.Wait(ctx)
 	}
-	end := func() error { return first([]error{s.Close(), v.FreeHost(zeros)}) }
 	if err == nil {
-		return end()
+		err = end()
 	}
-	v.behind(end)
-	return err
+	return end, err
 }
 
 // Inbox implements device.Exchange.
@@ -419,7 +425,7 @@ func (d *directory) drop(i *inbox) error {
 	if !last {
 		return nil
 	}
-	return i.v.during(func() error { return i.v.Free(i.m) })
+	return i.v.during(func() error { return i.v.freeUnused(i.m) })
 }
 
 // forget says that a device frees its inboxes.

@@ -393,6 +393,32 @@ func TestFreeExchanges(t *testing.T) {
 	}
 }
 
+// The program may capture a stream while exchanges are freed, also one whose memory was not
+// cleared.
+func TestFreeExchangesDuringCaptures(t *testing.T) {
+	for name, c := range map[string]fake.Config{"descriptors": {}, "IPC": {NoVMM: true}} {
+		t.Run(name, func(t *testing.T) {
+			f, v := open(t, c)
+			blocks, host := used(f, v)
+			all := exchanges(t, []*Device{v, v})
+			p := program.Open(t, f.Path, 0)
+			q, err := p.Stream()
+			must(t, err)
+			g, err := p.Capture(q, func() error {
+				ended, cancel := context.WithCancel(t.Context())
+				cancel()
+				if _, err := v.NewExchange(ended, 0, 2); !errors.Is(err, context.Canceled) {
+					t.Errorf("an exchange whose context has ended: %v", err)
+				}
+				must(t, all[0].Free(t.Context()), all[1].Free(t.Context()))
+				freed(t, f, v, blocks, host)
+				return nil
+			})
+			must(t, err, g.Close(), p.Destroy(q))
+		})
+	}
+}
+
 // Free waits for the streams that have calls, and stops those. It gives up with its context, and
 // when the device is closed, which frees the memory.
 func TestFreeWaitsForStreams(t *testing.T) {

@@ -84,7 +84,8 @@ func (i *Import) Memory(offset uint64, n int) (mem.Memory, error) {
 }
 
 // Release ends the use. No work of a stream may use the memory any more. The last Release unmaps
-// the allocation, which may wait for the work on the GPU. Idempotent.
+// the allocation, for which the driver may wait for the work on the GPU if it was mapped by an IPC
+// handle. Idempotent.
 func (i *Import) Release() error {
 	i.release.Do(func() { i.err = i.in.release(i.m) })
 	return i.err
@@ -273,8 +274,9 @@ func (in *imports) forget(which func(importKey) bool) {
 	in.drop(which)
 }
 
-// end closes all mappings, also those that are used. It returns also what refuseLocked has kept.
-func (in *imports) end() error {
+// end has unmap close all mappings, also those that are used. It returns also what refuseLocked has
+// kept.
+func (in *imports) end(unmap func(r region, at uint64) error) error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	in.ended = true
@@ -283,10 +285,10 @@ func (in *imports) end() error {
 	}
 	errs := []error{in.failed}
 	for _, m := range in.mapped {
-		errs = append(errs, in.close(m.key.region, m.at))
+		errs = append(errs, unmap(m.key.region, m.at))
 	}
 	for _, m := range in.dying {
-		errs = append(errs, in.close(m.key.region, m.at))
+		errs = append(errs, unmap(m.key.region, m.at))
 	}
 	in.mapped, in.dying = nil, nil
 	return errors.Join(errs...)

@@ -103,7 +103,16 @@ func (g *gpu) openImport(r region) (uint64, error) {
 	return at, err
 }
 
+// closeImport unmaps an allocation that no work uses.
 func (g *gpu) closeImport(r region, at uint64) error {
+	if r.kind != kindIPC {
+		return g.unmapUnused(at, r.Size)
+	}
+	return g.closeShared(at)
+}
+
+// closeUsedImport unmaps an allocation when all work on the GPU has ended.
+func (g *gpu) closeUsedImport(r region, at uint64) error {
 	if r.kind != kindIPC {
 		return g.unmap(at, r.Size)
 	}

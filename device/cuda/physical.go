@@ -139,6 +139,12 @@ func (p *physical) free() error {
 	return first([]error{p.v.gpu.unmap(p.at, p.size), p.v.gpu.releaseHandle(p.handle)})
 }
 
+// freeUnused is free for memory that no work of this process uses. It does not wait.
+func (p *physical) freeUnused() error {
+	offers.remove(p)
+	return first([]error{p.v.gpu.unmapUnused(p.at, p.size), p.v.gpu.releaseHandle(p.handle)})
+}
+
 // An offering is the memory of this process that has descriptors. Others may ask for that which was
 // shared.
 type offering struct {

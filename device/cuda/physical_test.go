@@ -366,7 +366,12 @@ func TestDescriptorsRefuse(t *testing.T) {
 	if got := f.Census(); got != known {
 		t.Errorf("%+v, want %+v", got, known)
 	}
-	for _, call := range []string{"cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"} {
+	m := alloc(t, v, physicalBytes)
+	f.Fail("cuCtxSynchronize", 1, fake.OutOfMemory)
+	if err := v.Free(m); err == nil {
+		t.Error("cuCtxSynchronize fails: no error")
+	}
+	for _, call := range []string{"cuMemUnmap", "cuMemAddressFree"} {
 		s, err := v.Import(1, b)
 		must(t, err)
 		f.Fail(call, 1, fake.OutOfMemory)
@@ -574,8 +579,9 @@ func TestKeyEncoding(t *testing.T) {
 	})
 }
 
-// While the program captures a stream, memory that is freed or released stays mapped. It is
-// unmapped with what is freed afterwards, or when a device of the GPU is closed.
+// While the program captures a stream, memory that is freed stays mapped. It is unmapped with what
+// is freed afterwards, or when a device of the GPU is closed. What was imported is unmapped at
+// once, because no work uses it.
 func TestUnmappingDuringCaptures(t *testing.T) {
 	f, v := open(t, fake.Config{})
 	again, err := v.gpu.d.Open(0)
@@ -583,13 +589,14 @@ func TestUnmappingDuringCaptures(t *testing.T) {
 	p := program.Open(t, f.Path, 0)
 	q, err := p.Stream()
 	must(t, err)
-	capture := func(f func() error) {
+	capture := func(valid bool, f func() error) {
 		t.Helper()
 		var err error
-		_, failed := p.Capture(q, func() error { err = f(); return nil })
-		if must(t, err); failed == nil {
-			t.Error("a capture is valid during which the driver was to wait")
+		g, failed := p.Capture(q, func() error { err = f(); return nil })
+		if must(t, err); (failed == nil) != valid {
+			t.Errorf("a capture during which memory was unmapped: %v, want valid %v", failed, valid)
 		}
+		must(t, g.Close())
 	}
 	mapped := func(what string, imported, reserved int) {
 		t.Helper()
@@ -603,11 +610,13 @@ func TestUnmappingDuringCaptures(t *testing.T) {
 	must(t, err)
 	one, two, three := alloc(t, v, physicalBytes), alloc(t, v, physicalBytes), alloc(t, v, physicalBytes)
 	alloc(t, again, physicalBytes)
-	capture(func() error { return errors.Join(s.Release(true), v.Free(one)) })
-	mapped("freed during a capture", 1, 5)
+	capture(true, func() error { return s.Release(true) })
+	mapped("released during a capture", 0, 4)
+	capture(false, func() error { return v.Free(one) })
+	mapped("freed during a capture", 0, 4)
 	must(t, v.Free(two))
 	mapped("freed after it", 0, 2)
-	capture(func() error {
+	capture(false, func() error {
 		err := again.Close()
 		if e, ok := errors.AsType[*Error](err); !ok || e.Code != fake.CaptureUnsupported ||
 			!strings.Contains(err.Error(), "end the capture") {
