@@ -285,14 +285,20 @@ func (g *Group) answer() {
 	}
 }
 
-// look fails the group if an event since its last operation requires that. It keeps the lock: a
-// link may be delivering a notice.
+// look fails the group if an event since its last operation requires that. If no operation has run
+// here since the exchange, an operation that a rank has given up is one that the program of this
+// rank has yet to call, and that fails then. look keeps the lock: a link may be delivering a
+// notice.
 func (g *Group) look() {
 	if g.err != nil {
 		return
 	}
 	report := g.job.settings.OnFailure == Report
-	if err := g.coll.Err(); err != nil && (report || !g.passing(err)) {
+	err := g.coll.Err()
+	if !g.sync.Began(g.seq) && (errors.As(err, new(*p2p.Aborted)) || errors.As(err, new(*TimeoutError))) {
+		err = nil
+	}
+	if err != nil && (report || !g.passing(err)) {
 		g.err = g.failing(err, false)
 	} else if slot, _ := g.gone(); report && slot != g.rank {
 		g.err = g.failing(errMoved, false)
@@ -637,6 +643,9 @@ func (g *Group) settled() {
 					Err:      errors.New("its group has failed")}
 			}
 		}
+	}
+	if !failed && g.seq < o.Start { // what has failed here since this rank told its standing is over
+		g.err, g.cause = nil, nil
 	}
 	g.unfinished(o.Start)
 	g.held = g.v.epoch

@@ -181,7 +181,7 @@ func (g *Group) Recover(ctx context.Context) error {
 	g.look()
 	// A channel that others have broken since is no reason: their programs may be in Agree and
 	// wait for this one. The next operation replaces it.
-	for renew := g.err != nil || !g.sync.Fresh(g.seq); ; renew = true {
+	for renew := g.err != nil || !g.sync.Fresh(g.seq); g.err == nil || !g.sync.Stopped(g.seq); renew = true {
 		mine := g.standing()
 		mine.Calls = true
 		if err := g.move(mine, renew); err != nil {

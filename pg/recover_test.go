@@ -974,11 +974,12 @@ func agreeAndRecover(t *testing.T, c pg.Config) {
 		by := rand.New(rand.NewPCG(1, uint64(g.Rank())))
 		for i := int64(1); i <= 40; i++ {
 			mine, end := ctx, context.CancelFunc(func() {})
-			switch n := by.IntN(10); {
-			case n == 0: // before it begins
+			switch by.IntN(10) {
+			case 0: // before it begins
 				mine, end = context.WithDeadline(ctx, time.Now())
-			case n == 1 && c.OnTimeout == pg.TimeoutReports: // else ranks that wait for long may remove one
-				mine, end = context.WithTimeout(ctx, time.Duration(by.IntN(3000))*time.Microsecond)
+			case 1: // a timeout could remove a rank, if several have waited for it for long enough
+				mine, end = context.WithCancel(ctx)
+				time.AfterFunc(time.Duration(by.IntN(3000))*time.Microsecond, end)
 			}
 			x := []int64{i}
 			err := pg.AllReduce(mine, g, x, pg.Sum)
@@ -1047,6 +1048,61 @@ func TestCancellationEvictsNoRank(t *testing.T) {
 			t.Errorf("the view is %v", v)
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 10 * time.Second}))
+}
+
+// Recover of a rank ends where that of the others has ended, also if they have given up the next
+// operation since.
+func TestRecoverEndsBeforeTheNextFailure(t *testing.T) {
+	for _, how := range []pg.OnFailure{pg.Shrink, pg.Retry} {
+		t.Run(how.String(), func(t *testing.T) {
+			pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+				ctx, giveUp := t.Context(), context.CancelFunc(nil)
+				agree := func(ok bool) {
+					t.Helper()
+					if all, err := g.Agree(ctx, ok); err != nil || all {
+						t.Fatalf("agreed %v, %v", all, err)
+					}
+				}
+				recover := func(after string) {
+					t.Helper()
+					soon, end := context.WithTimeout(ctx, 10*time.Second)
+					defer end()
+					if err := g.Recover(soon); err != nil {
+						t.Fatalf("recover after %s: %v", after, err)
+					}
+				}
+				mine := ctx
+				if g.Rank() == 0 { // the time is up before it begins
+					mine, giveUp = context.WithDeadline(ctx, time.Now())
+					defer giveUp()
+				}
+				agree(g.Barrier(mine) == nil)
+				mine = ctx
+				if g.Rank() == 0 {
+					if _, err := pg.Recv(ctx, g, make([]byte, 1), 1, 1); err != nil {
+						t.Fatal(err)
+					}
+				}
+				recover("the first")
+				if g.Rank() == 1 {
+					mine, giveUp = context.WithCancel(ctx)
+					time.AfterFunc(time.Millisecond, giveUp)
+				}
+				err := g.Barrier(mine)
+				if g.Rank() == 1 {
+					if err := pg.Send(ctx, g, []byte{1}, 0, 1); err != nil {
+						t.Fatal(err)
+					}
+				}
+				agree(err == nil)
+				recover("the second")
+				if err := g.Barrier(ctx); err != nil {
+					t.Error(err)
+				}
+			}, pgtest.Config(pg.Config{OnFailure: how, OnTimeout: pg.TimeoutEvicts, Uniform: true,
+				Timeout: 20 * time.Second}))
+		})
+	}
 }
 
 // A program may have any rank decide.

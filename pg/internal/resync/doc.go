@@ -23,11 +23,18 @@
 // (Failed). If an exchange has such a standing, all members must have called Recover (Calls), or
 // the group fails at all of them. So no program continues past a failure that it has not seen.
 //
+// A failure is that of an operation. It ends with an exchange that ends the operation and in which
+// the group has failed at no rank, also if the rank gave the operation up after it had told its
+// standing: the others know nothing of a failure, and need not call Recover.
+//
 // # Late calls of Recover
 //
 // If the group has failed on no rank, a rank may return from Recover, call operations and give them
 // up before another rank has called Recover. The view then begins after these operations. The call
 // of the late rank ends nevertheless where that of the first one ended: a standing says which
 // operation followed a rank's latest Recover (Since), and what it knows of others (Stops). So what
-// the programs call in one place has the same number at all ranks, or ends with an error.
+// the programs call in one place has the same number at all ranks, or ends with an error. A late
+// call waits for no program: its rank may be what the others wait for, in an agreement on the
+// operation that they have called since. Ranks between two operations answer it, and a failure of
+// the group that came after the others' call is one for the program's next operation.
 package resync

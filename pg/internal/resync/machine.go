@@ -152,11 +152,12 @@ func (m *Machine) Member() bool { return m.now.Has(m.self) }
 
 // target returns the exchange that this rank should enter at the next boundary between operations:
 // the present one, unless there is a reason for another. Reasons are a loss; a grown view, if Aim
-// demands its epoch; a broken channel or a call of Recover (renew); and members that have entered
-// another exchange. Members that call Recover or are coming in wait for programs, and are no reason
-// by themselves. passive: this rank's program is in no call, and the rank only follows others.
+// demands its epoch; a broken channel or a call of Recover (renew), unless the present exchange is
+// not complete; and members that have entered another exchange. Members that call Recover or are
+// coming in wait for programs, and are no reason by themselves, unless that call has ended at this
+// rank already. passive: this rank's program is in no call, and the rank only follows others.
 func (m *Machine) target(renew, passive bool) Point {
-	renew = renew || m.gave > 0 && !m.pending // the others have to learn of it before the next operation
+	renew = !m.pending && (renew || m.gave > 0) // the others have to learn of it before the next operation
 	stuck := !passive && m.stuck()
 	leaves := !passive && (stuck || m.Lost() || m.aim > m.at.View)
 	next := m.at
@@ -168,7 +169,7 @@ func (m *Machine) target(renew, passive bool) Point {
 			if t.At.View != m.now.Epoch || !next.Before(t.At) || !m.now.Has(slot) {
 				continue
 			}
-			if t.Joins && stuck || !t.Joins && (leaves || renew && !passive || !t.Calls) {
+			if t.Joins && stuck || !t.Joins && (leaves || renew && !passive || !t.Calls || t.past() < m.since) {
 				next = t.At
 			}
 		}
@@ -226,14 +227,25 @@ func (m *Machine) Asked(failed bool) bool {
 	return m.target(false, true) != m.at
 }
 
+// Began reports whether the operations that this rank's program has called, of which seq is the
+// latest, include one that follows the exchange that this rank entered last.
+func (m *Machine) Began(seq uint64) bool { return !m.pending && seq >= m.last.Start }
+
 // Fresh reports whether the exchange that this rank entered last serves as that of a call of
 // Recover; seq is the latest operation that its program has called. Unless the group has failed
 // since, it does if no operation has run on this rank in it: another one would end the operations
 // that other ranks have begun. If it is uneven (see complete), or a member is in Recover in a later
 // one, it serves only for a call that ends at a stop.
 func (m *Machine) Fresh(seq uint64) bool {
-	return m.pending || seq < m.last.Start &&
-		(m.stop(seq) < m.last.Start || !m.uneven && !m.called(func(Standing) bool { return true }))
+	return !m.Began(seq) &&
+		(m.pending || m.stop(seq) < m.last.Start || !m.uneven && !m.called(func(Standing) bool { return true }))
+}
+
+// Stopped reports whether the call of Recover after operation seq has ended at another rank
+// already. Then the group has failed, if it has, since that call: in an operation that the program
+// has yet to call here.
+func (m *Machine) Stopped(seq uint64) bool {
+	return !m.Began(seq) && !m.pending && m.stops.after(max(seq, m.since)) <= m.last.Start
 }
 
 // Awaited reports whether the operation that the program calls next, after seq, cannot run in the
@@ -338,9 +350,11 @@ func (m *Machine) complete() bool {
 	} else { // this rank gave them up after it had told its standing
 		m.gave = max(m.gave, m.last.Start)
 	}
+	last := m.known()
 	failed, all, together, least := false, true, true, uint64(math.MaxUint64)
 	for _, s := range m.got {
-		failed, all, together = failed || s.Failed, all && (s.Calls || s.Joins), together && s.Calls
+		failed = failed || s.Failed && !s.over(last)
+		all, together = all && (s.Calls || s.Joins), together && s.Calls
 		if !s.Joins {
 			least = min(least, s.past())
 		}
@@ -350,6 +364,16 @@ func (m *Machine) complete() bool {
 	m.stops.forget(least)
 	m.uneven = together && m.stops.after(least) < m.last.Start
 	return true
+}
+
+// known returns the latest outcome that a member knew when it entered the exchange.
+func (m *Machine) known() (last Outcome) {
+	for _, s := range m.got {
+		if last.At.Before(s.Last.At) {
+			last = s.Last
+		}
+	}
+	return last
 }
 
 // Pending reports whether the exchange that was entered last is not complete.

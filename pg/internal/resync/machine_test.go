@@ -46,6 +46,8 @@ type modelRules struct {
 	each                   bool // programs call Recover after each operation that has failed
 	lost                   bool // a fourth rank was lost in the first operation, and the exchange after it is complete
 	goesOn                 bool // a rank that gives up does not fail the group
+	mixed                  bool // with goesOn, it may do so
+	agrees                 bool // with each, programs agree on the outcome of each operation first
 	batches                bool // a rank may hear several notices before it looks
 	one                    bool // only the last rank gives up, and only between operations or in exchanges
 }
@@ -68,9 +70,11 @@ type modelRank struct {
 	seq     uint64
 	aborts  bool  // it has told that it has failed in this channel
 	broken  bool  // the channel: a rank has failed in it
+	hard    bool  // and its group with it
 	ended   Point // the latest channel of which this rank was told that
-	entered bool  // an exchange, since it concludes an operation
-	has     bool  // the result of the operation that ran is here, unconfirmed
+	endHard bool
+	entered bool // an exchange, since it concludes an operation
+	has     bool // the result of the operation that ran is here, unconfirmed
 	rough   bool
 	failed  bool
 	told    bool              // to its program
@@ -90,10 +94,11 @@ type channel struct {
 	begun, left, had [modelRanks]uint64 // left: the last operation that the rank runs in it, plus one
 }
 
-// message is a standing, or that the group has failed at a rank whose channel is at Told.At.
+// message is a standing, or that an operation has failed at a rank whose channel is at Told.At.
 type message struct {
 	Told
 	abort bool
+	hard  bool // the group has failed with it
 }
 
 type modelWorld struct {
@@ -102,6 +107,7 @@ type modelWorld struct {
 	view  View
 	wires [modelRanks][modelRanks][]message // from, to
 	chans map[Point]*channel
+	votes [manyOps + 1]int8   // by the place in the programs, what they have agreed on an operation: as modelRank.ends
 	ran   [manyOps + 1]uint64 // by the place in the programs, the number with which an operation has run; 0: it has not
 }
 
@@ -185,7 +191,8 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 	for r := range w.ranks {
 		p := &w.ranks[r]
 		f.machine(p.m)
-		f.flags(p.alive, p.aborts, p.broken, p.entered, p.has, p.rough, p.failed, p.told, p.called, p.erred)
+		f.flags(p.alive, p.aborts, p.broken, p.hard, p.endHard, p.entered, p.has, p.rough, p.failed, p.told, p.called,
+			p.erred)
 		f.put(uint64(p.doing), p.seq, p.calls, p.ended.View, p.ended.Attempt)
 		for _, o := range p.outcome {
 			f.put(uint64(uint8(o)))
@@ -195,7 +202,7 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 			for _, m := range wire {
 				f.put(m.At.View, m.At.Attempt)
 				f.standing(m.Standing)
-				f.flags(m.abort)
+				f.flags(m.abort, m.hard)
 			}
 		}
 	}
@@ -215,6 +222,9 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 	}
 	f.view(w.view)
 	f.put(w.ran[:]...)
+	for _, vote := range w.votes {
+		f.put(uint64(vote))
+	}
 	for r := range w.ranks {
 		for _, o := range w.ranks[r].ends {
 			f.put(uint64(o))
@@ -248,15 +258,17 @@ func (w *modelWorld) change(r int, mine Standing, renew, passive bool) {
 		}
 	}
 	p.entered = p.doing == concluding
-	if p.rough, p.broken, p.aborts = true, p.ended == p.m.at, false; complete {
+	p.broken = p.ended == p.m.at
+	p.hard = p.broken && p.endHard
+	if p.rough, p.aborts = true, false; complete {
 		w.settled(r)
 	}
 }
 
 func (w *modelWorld) settled(r int) {
 	p := &w.ranks[r]
-	_, failed := p.m.Outcome()
-	p.failed, p.rough = p.failed || failed, true
+	o, failed := p.m.Outcome()
+	p.failed, p.rough = failed || p.failed && p.seq >= o.Start, true
 }
 
 // look has rank r go on after what it has heard; if it may hear more first, only if that is now.
@@ -270,26 +282,27 @@ func (w *modelWorld) look(r int, now bool) {
 // inspect fails the group where it has to fail between two operations.
 func (w *modelWorld) inspect(r int) {
 	p := &w.ranks[r]
-	if p.broken && !w.rules.goesOn || w.rules.report && p.m.Lost() {
+	if p.hard && p.m.Began(p.seq) || w.rules.report && p.m.Lost() {
 		w.fail(r)
 	}
 }
 
 func (w *modelWorld) fail(r int) {
 	w.ranks[r].failed = true
-	w.abort(r)
+	w.abort(r, true)
 }
 
-// abort ends the channel, and tells the others.
-func (w *modelWorld) abort(r int) {
+// abort ends the channel, and tells the others. hard: the group has failed with it.
+func (w *modelWorld) abort(r int, hard bool) {
 	p := &w.ranks[r]
+	p.hard = p.hard || !p.broken && hard
 	if p.broken = true; p.aborts {
 		return
 	}
 	p.aborts = true
 	for _, s := range p.m.In().Members {
 		if s != r && w.ranks[s].alive {
-			w.wires[r][s] = append(w.wires[r][s], message{Told{At: p.m.at}, true})
+			w.wires[r][s] = append(w.wires[r][s], message{Told{At: p.m.at}, true, p.hard})
 		}
 	}
 }
@@ -361,9 +374,11 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					t := w.wires[s][r][0]
 					w.wires[s][r] = w.wires[s][r][1:]
 					if q := &w.ranks[r]; t.abort {
-						q.broken = q.broken || t.At == q.m.at
+						if t.At == q.m.at && !q.broken {
+							q.broken, q.hard = true, t.hard
+						}
 						if q.ended.Before(t.At) {
-							q.ended = t.At
+							q.ended, q.endHard = t.At, t.hard
 						}
 						return
 					} else if q.m.Hear(s, t.Told) {
@@ -382,19 +397,27 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 		}
 		if w.gives(r) && w.rules.goesOn && p.doing != running && p.doing != recovering &&
 			(p.doing != idle || w.more(p) && !w.recovers(p)) {
-			try(say("gives up what has not begun, or in an exchange"), func(w *modelWorld) {
-				q := &w.ranks[r]
-				w.rules.gives--
-				if q.doing == idle {
-					w.counts(q)
+			giveUp := func(fails bool) func(w *modelWorld) {
+				return func(w *modelWorld) {
+					q := &w.ranks[r]
+					w.rules.gives--
+					if q.doing == idle {
+						w.counts(q)
+					}
+					if w.abort(r, fails); fails {
+						q.failed, q.told = true, true
+					}
+					if q.rough = true; q.doing != concluding {
+						q.seq++
+					}
+					q.m.GiveUp(q.seq, w.rules.uniform)
+					w.end(r, 2)
 				}
-				w.abort(r)
-				if q.rough = true; q.doing != concluding {
-					q.seq++
-				}
-				q.m.GiveUp(q.seq, w.rules.uniform)
-				w.end(r, 2)
-			})
+			}
+			try(say("gives up what has not begun, or in an exchange"), giveUp(false))
+			if w.rules.mixed {
+				try(say("gives that up, and fails"), giveUp(true))
+			}
 		}
 		switch p.doing {
 		case idle:
@@ -403,7 +426,12 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 				try(say("calls Recover"), func(w *modelWorld) {
 					q := &w.ranks[r]
 					q.doing, q.called = recovering, true
+					w.votes[q.calls] = 2
 					w.inspect(r)
+					if q.failed && q.m.Stopped(q.seq) {
+						w.recovered(r)
+						return
+					}
 					mine := q.standing()
 					mine.Calls = true
 					w.moves(r, mine, q.failed || !q.m.Fresh(q.seq))
@@ -433,7 +461,10 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 
 // more reports whether the program of p has more operations to call.
 func (w *modelWorld) more(p *modelRank) bool {
-	if w.rules.aligned() {
+	switch {
+	case w.rules.agrees && (!w.agreed(p) || !p.called && w.erred(p)):
+		return false
+	case w.rules.aligned():
 		return p.calls < w.rules.ops
 	}
 	return p.seq < w.rules.ops
@@ -441,13 +472,36 @@ func (w *modelWorld) more(p *modelRank) bool {
 
 // recovers reports whether the program of p calls Recover next.
 func (w *modelWorld) recovers(p *modelRank) bool {
+	if w.rules.agrees {
+		return w.agreed(p) && !p.called && w.erred(p)
+	}
 	return p.failed && p.told || w.rules.recovers && p.calls == 1 && !p.called || w.rules.each && p.erred
+}
+
+// agreed reports whether the ranks that live have all ended the latest operation of the program of
+// p, so that the programs know what has become of it.
+func (w *modelWorld) agreed(p *modelRank) bool {
+	return p.calls == 0 || !slices.ContainsFunc(w.ranks[:], func(q modelRank) bool {
+		return q.alive && (q.calls < p.calls || q.calls == p.calls && q.ends[p.calls] == 0)
+	})
+}
+
+// erred reports whether the latest operation of the program of p has failed, as the programs agree.
+func (w *modelWorld) erred(p *modelRank) bool {
+	if vote := w.votes[p.calls]; vote != 0 {
+		return vote == 2
+	}
+	return slices.ContainsFunc(w.ranks[:], func(q modelRank) bool { return q.alive && q.ends[p.calls] == 2 })
 }
 
 // counts counts an operation that the program of p calls.
 func (w *modelWorld) counts(p *modelRank) {
 	if w.rules.aligned() {
+		if w.votes[p.calls] == 0 {
+			w.votes[p.calls] = 1
+		}
 		p.calls++
+		p.called = p.called && !w.rules.agrees
 	}
 }
 
@@ -464,7 +518,7 @@ func (w *modelWorld) call(r int) {
 	case p.failed:
 		w.refuse(r)
 		return
-	case p.broken && !w.rules.goesOn, // the operation finds it
+	case p.hard, // the operation finds it
 		w.rules.report && p.m.Lost():
 		w.fail(r)
 		p.seq, p.told = p.seq+1, true
@@ -473,7 +527,7 @@ func (w *modelWorld) call(r int) {
 		return
 	}
 	p.doing = entering
-	w.moves(r, p.standing(), w.rules.goesOn && p.broken || p.m.Awaited(p.seq))
+	w.moves(r, p.standing(), p.broken || p.m.Awaited(p.seq))
 	w.advance(r)
 }
 
@@ -507,7 +561,11 @@ func (w *modelWorld) advance(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
 	case entering:
-		renew := w.rules.goesOn && p.broken && !p.m.Pending()
+		if p.failed && !p.m.Pending() { // in the exchange that it has entered
+			w.refuse(r)
+			return
+		}
+		renew := p.broken && !p.hard
 		for w.moves(r, p.standing(), renew || p.m.Awaited(p.seq)) {
 			if !p.m.Awaited(p.seq) {
 				break
@@ -528,7 +586,7 @@ func (w *modelWorld) advance(r int) {
 			p.seq++
 			p.doing, p.rough = running, false
 			for s, t := range p.m.got {
-				if t.Failed && !p.m.mine.Calls {
+				if t.Failed && !p.m.mine.Calls && !t.over(p.m.known()) {
 					panic(fmt.Sprintf("rank %d goes on though the group of rank %d has failed", r, s))
 				}
 			}
@@ -556,19 +614,30 @@ func (w *modelWorld) advance(r int) {
 		mine := p.standing()
 		mine.Calls = true
 		for w.moves(r, mine, false) {
-			if _, failed := p.m.Outcome(); !failed {
+			_, failed := p.m.Outcome()
+			if p.failed && p.m.Stopped(p.seq) {
+				w.recovered(r)
+				return
+			}
+			if !failed {
 				p.failed, mine.Failed = false, false
 				if p.m.Fresh(p.seq) {
-					p.told, p.erred, p.doing = false, false, idle
-					p.seq = p.m.Recovered(p.seq)
-					w.meets(r)
-					w.answer(r)
+					w.recovered(r)
 					return
 				}
 			}
 			w.change(r, mine, true, false)
 		}
 	}
+}
+
+// recovered ends a call of Recover.
+func (w *modelWorld) recovered(r int) {
+	p := &w.ranks[r]
+	p.told, p.erred, p.doing = false, false, idle
+	p.seq = p.m.Recovered(p.seq)
+	w.meets(r)
+	w.answer(r)
 }
 
 // lose has the ranks fail in the first operation, because of a fourth rank.
@@ -596,7 +665,7 @@ func (w *modelWorld) apart() bool {
 		for r := range w.ranks {
 			has[w.ranks[r].ends[k]] = true
 		}
-		if w.rules.each && k > 0 && has[1] && has[2] {
+		if w.rules.each && !w.rules.agrees && k > 0 && has[1] && has[2] {
 			return true
 		}
 	}
@@ -661,12 +730,12 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 			conclude(w)
 		})
 	}
-	giveUp := func(outcome int8) func(w *modelWorld) {
+	giveUp := func(outcome int8, fails bool) func(w *modelWorld) {
 		return func(w *modelWorld) {
 			q := &w.ranks[r]
 			q.rough = true
-			if w.rules.goesOn {
-				w.abort(r)
+			if !fails {
+				w.abort(r, false)
 				conclude(w)
 				return
 			}
@@ -677,10 +746,15 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 		}
 	}
 	if p.broken {
-		try(say("is told that another has failed"), giveUp(2))
+		try(say("is told that another has failed"), giveUp(2, p.hard))
 	}
-	if w.gives(r) && !w.rules.one {
-		try(say("gives up"), func(w *modelWorld) { w.rules.gives--; giveUp(2)(w) })
+	for _, fails := range []bool{false, true} {
+		if w.gives(r) && !w.rules.one && (fails != w.rules.goesOn || w.rules.mixed) {
+			try(say(fmt.Sprintf("gives up, and fails: %v", fails)), func(w *modelWorld) {
+				w.rules.gives--
+				giveUp(2, fails)(w)
+			})
+		}
 	}
 }
 
@@ -766,9 +840,9 @@ func (e *explorer) end(w *modelWorld) {
 		}
 		over := func(s int) bool { // its program has come to its end, and would not be told before its next call
 			q := &w.ranks[s]
-			return q.alive && q.doing == idle && !w.more(q) && !w.recovers(q)
+			return q.alive && q.doing == idle && !w.more(q) && !w.recovers(q) && (!w.rules.agrees || w.agreed(q))
 		}
-		if p.alive && (p.doing != idle || w.more(p)) &&
+		if p.alive && (p.doing != idle || w.more(p) || w.rules.agrees && !w.agreed(p)) &&
 			!(p.doing == recovering && slices.ContainsFunc(p.m.Missing(), over)) {
 			e.fail(w, "rank %d waits for ever", r)
 		}
@@ -978,6 +1052,7 @@ func TestRecoverEndsAlike(t *testing.T) {
 		{each: true, lost: true, deaths: 1},
 		{each: true, lost: true, goesOn: true, one: true, gives: 1, ops: 3},
 		{recovers: true, lost: true, goesOn: true, one: true, gives: 1, ops: 3},
+		{each: true, agrees: true, lost: true, goesOn: true, mixed: true, gives: 1},
 		{each: true, lost: true, gives: 1},
 		{recovers: true, goesOn: true, one: true, gives: 2},
 		{recovers: true, deaths: 2},
@@ -1008,6 +1083,12 @@ func TestRecoverEndsAlikeAfterSeveralFailures(t *testing.T) {
 		{recovers: true, lost: true, deaths: 1, uniform: true, goesOn: true},
 		{recovers: true, lost: true, deaths: 1, early: true, goesOn: true},
 		{recovers: true, deaths: 1, retry: true, goesOn: true},
+		{each: true, agrees: true, uniform: true},
+		{each: true, agrees: true, goesOn: true, mixed: true, uniform: true},
+		{each: true, agrees: true, goesOn: true, mixed: true, uniform: true, retry: true, deaths: 1},
+		{each: true, agrees: true, goesOn: true, mixed: true},
+		{each: true, agrees: true, goesOn: true, mixed: true, retry: true, deaths: 1},
+		{each: true, agrees: true, uniform: true, report: true, deaths: 1},
 	} {
 		rules.gives, rules.ops = 3, manyOps
 		e := &explorer{t: t}

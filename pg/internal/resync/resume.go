@@ -47,6 +47,9 @@ type Outcome struct {
 // after reports whether s knows the outcome of a later exchange than o.
 func (s Standing) after(o Standing) bool { return o.Last.At.Before(s.Last.At) }
 
+// over reports whether all that the rank has given up ended with an outcome that it missed.
+func (s Standing) over(o Outcome) bool { return s.Last.At.Before(o.At) && s.Next() <= o.Start }
+
 // past returns the last operation that cannot follow the call of Recover that the rank is in: its
 // program has called that operation before, or it followed an earlier Recover.
 func (s Standing) past() uint64 { return max(s.Next()-1, s.Since) }
