@@ -12,6 +12,17 @@ import torch.distributed as dist
 import tutti_torch  # noqa: F401
 
 
+OUTPUT = "TUTTI_TEST_OUTPUT"  # names the file that a process and its ranks write to
+
+
+def write_to_output():
+    """Has this process write to the file that the environment names, if it does."""
+    if path := os.environ.get(OUTPUT):
+        with open(path, "a") as f:
+            os.dup2(f.fileno(), 1)
+            os.dup2(f.fileno(), 2)
+
+
 def has(method):
     """Reports whether c10d's Backend has a method, which depends on the version of torch."""
     return hasattr(torch._C._distributed_c10d.Backend, method)
@@ -44,6 +55,7 @@ def _rank(function, rank, size, port, results, environment, arguments):
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
+    write_to_output()
     try:
         results.put((rank, "ok", function(rank, size, port, *arguments)))
     except BaseException:  # noqa: BLE001
@@ -51,13 +63,20 @@ def _rank(function, rank, size, port, results, environment, arguments):
         sys.exit(1)
 
 
+def forked():
+    """Returns the context of processes that are forked by a server.
+
+    The server has imported what takes longer than most tests. It has no group, and so no Go runtime.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness", "torch._dynamo"])
+    return context
+
+
 def start(function, size, *arguments):
     """Starts function(rank, size, port, *arguments) for each rank; port is that of a TCPStore."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # Forked by a server that has imported what takes longer than most tests. The server has no
-    # group, and so no Go runtime.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness", "torch._dynamo"])
+    context = forked()
     results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(function, rank, size, server.port, results, {**os.environ}, arguments))
