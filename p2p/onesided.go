@@ -94,9 +94,9 @@ type Completion struct {
 	// Bytes is the number of bytes moved: all if Err is nil.
 	Bytes int
 	// Err is why the operation failed: an *AccessError, or an error that wraps ErrPeerGone,
-	// ErrClosed, ErrCancelled or ErrUnplaced. It wraps errors.ErrUnsupported if local memory of a
-	// device cannot be reached now: the data has to go through host memory. A put that failed may
-	// have been placed in part; its signal is never written before all of its data.
+	// ErrProtocol, ErrClosed, ErrCancelled or ErrUnplaced. It wraps errors.ErrUnsupported if local
+	// memory of a device cannot be reached now: the data has to go through host memory. A put that
+	// failed may have been placed in part; its signal is never written before all of its data.
 	Err error
 }
 

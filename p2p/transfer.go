@@ -34,8 +34,9 @@ const (
 // Done reports whether the transfer has ended. With the proxy's lock, as what follows.
 func (t *Transfer) Done() bool { return t.done }
 
-// Err returns why a transfer that is done failed: an *AccessError, a *PeerError that wraps
-// ErrPeerGone, or one that wraps ErrCancelled or ErrClosed.
+// Err returns why a transfer that is done failed: an *AccessError; a *PeerError that wraps
+// ErrPeerGone or, if the link works, ErrProtocol; or an error that wraps ErrCancelled, ErrClosed,
+// ErrUnplaced or errors.ErrUnsupported, as in Completion.
 func (t *Transfer) Err() error { return t.err }
 
 // Bytes returns the number of bytes that a finished transfer has moved.
@@ -174,9 +175,10 @@ func (c *Channel) beginTransfer(w *Wait, t *Transfer, kind transferKind, slot in
 				ts.open = append(ts.open, t)
 				p.collect(pr)
 				return nil
-			case errors.Is(err, ErrPeerGone), errors.Is(err, ErrClosed): // polling takes the link down, with the reason
+			case errors.Is(err, ErrPeerGone), errors.Is(err, ErrClosed), pr.link.Err() != nil:
+				// Polling takes the link down, with the reason.
 			case !errors.Is(err, ErrAgain):
-				return err
+				return pr.fault(err)
 			}
 			if pr.lent != nil {
 				p.unlend(pr) // its frames may be behind the loan
@@ -377,9 +379,7 @@ func (p *Proxy) collect(pr *peer) bool {
 			for _, c := range p.ended[:n] {
 				if t := ts.take(c.ID); t != nil {
 					t.done, t.bytes = true, c.Bytes
-					if t.err = c.Err; c.Err != nil && errors.Is(c.Err, ErrPeerGone) {
-						t.err = &PeerError{pr.rank, c.Err}
-					}
+					t.err = pr.fault(c.Err)
 					t.count()
 					any = true
 				}
@@ -391,6 +391,18 @@ func (p *Proxy) collect(pr *peer) bool {
 		}
 	}
 	return any
+}
+
+// fault returns the error of a transfer for which the link gave err. What the peer has caused is a
+// *PeerError, which wraps ErrPeerGone if the link has failed.
+func (pr *peer) fault(err error) error {
+	switch {
+	case !errors.Is(err, ErrPeerGone) && !errors.Is(err, ErrProtocol):
+		return err
+	case pr.link.Err() != nil:
+		err = gonePeer(err)
+	}
+	return &PeerError{pr.rank, err}
 }
 
 // count adds a transfer that has ended to the peer's counts.

@@ -2,16 +2,20 @@ package p2p_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
+	"tutti/p2p/linktest"
+	"tutti/p2p/rma"
 	"tutti/p2p/shm"
 	"tutti/p2p/tcp"
 )
@@ -286,6 +290,127 @@ func TestTransfersEndWithPeer(t *testing.T) {
 		}); !errors.Is(err, p2p.ErrPeerGone) {
 			t.Errorf("a put to a rank that is gone: %v", err)
 		}
+	})
+}
+
+// violated is a link that fails with err once the peer has violated the protocol.
+type violated struct {
+	muted
+	err     error // of the link
+	refused error // of puts, while the link works
+	ids     []uint64
+	ended   []p2p.Completion
+}
+
+func (v *violated) Recv() (*p2p.Header, []byte, error) { return nil, nil, v.err }
+func (v *violated) Err() error                         { return v.err }
+func (v *violated) Put(id uint64, _ mem.Memory, _ *mem.Remote, _ uint64, _ p2p.Signal) error {
+	if err := cmp.Or(v.err, v.refused); err != nil {
+		return err
+	}
+	v.ids = append(v.ids, id)
+	return nil
+}
+func (v *violated) Get(uint64, mem.Memory, *mem.Remote, uint64) error { return errors.ErrUnsupported }
+func (v *violated) FlushPuts(uint64) error                            { return errors.ErrUnsupported }
+func (v *violated) Cancel(uint64)                                     {}
+func (v *violated) Poll(out []p2p.Completion) int {
+	for _, id := range v.ids {
+		if v.err != nil {
+			v.ended = append(v.ended, p2p.Completion{ID: id, Err: v.err})
+		}
+	}
+	if v.err != nil {
+		v.ids = nil
+	}
+	n := copy(out, v.ended)
+	v.ended = v.ended[n:]
+	return n
+}
+
+// TestTransfersEndWithAViolation: transfers with a peer that violates the protocol end as with one
+// that is gone, whether they are under way or begin before anybody has read that the link failed.
+func TestTransfersEndWithAViolation(t *testing.T) {
+	link := func(t *testing.T) (*p2p.Proxy, *p2p.Channel, *violated, func(*p2p.Transfer) error) {
+		p, a := accepting(t, p2p.Identity{Rank: 0, Incarnation: 1}, 2, true)
+		c := open(t, p, 1, 2)
+		l := &violated{muted: muted{fails: &atomic.Bool{}}}
+		accept(t, a.host, p2p.Identity{Rank: 1, Incarnation: 2}, l)
+		x := &mem.Remote{ID: 1, Generation: 1, Len: 8, Rights: mem.Write, Loc: mem.Anywhere,
+			Keys: []mem.Key{{Path: "hostile"}}}
+		return p, c, l, func(put *p2p.Transfer) error {
+			return c.Put(patient(t.Context()), put, 1, mem.Host(make([]byte, 8), mem.Anywhere), x, 0, p2p.Signal{}, nil)
+		}
+	}
+	violation := fmt.Errorf("%w: as a test wants", p2p.ErrProtocol)
+	check := func(t *testing.T, err error, gone bool) {
+		t.Helper()
+		var peer *p2p.PeerError
+		if !errors.As(err, &peer) || peer.Rank != 1 || !errors.Is(err, p2p.ErrProtocol) ||
+			errors.Is(err, p2p.ErrPeerGone) != gone {
+			t.Errorf("it ends with %v (%T)", err, err)
+		}
+	}
+	t.Run("under way", func(t *testing.T) {
+		p, c, l, begin := link(t)
+		p.Lock()
+		defer p.Unlock()
+		var put p2p.Transfer
+		if err := begin(&put); err != nil {
+			t.Fatal(err)
+		}
+		l.err = violation
+		check(t, c.WaitTransfer(patient(t.Context()), &put), true)
+		check(t, begin(&put), true)
+	})
+	t.Run("not read yet", func(t *testing.T) {
+		p, _, l, begin := link(t)
+		p.Lock()
+		defer p.Unlock()
+		l.err = violation
+		check(t, begin(new(p2p.Transfer)), true)
+	})
+	t.Run("the link works", func(t *testing.T) { // the peer describes its memory wrongly
+		p, _, l, begin := link(t)
+		p.Lock()
+		defer p.Unlock()
+		l.refused = violation
+		check(t, begin(new(p2p.Transfer)), false)
+		if l.refused = nil; begin(new(p2p.Transfer)) != nil {
+			t.Error("the link does not work any more")
+		}
+	})
+	t.Run("tcp", func(t *testing.T) {
+		peer := linktest.NewHost(1)
+		at := linktest.Listen(t, transports["tcp"](), peer)
+		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: linktest.Secret,
+			Transports: []p2p.Transport{transports["tcp"]()}, Threads: true, Oversubscribed: true,
+			Resolve: func(context.Context, int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: peer.ID, Endpoints: map[string][]byte{"tcp": at.Endpoint}}, nil
+			}})
+		defer p.Close()
+		if _, err := p.Listen(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		c := open(t, p, 1, 2)
+		x := &mem.Remote{ID: 1, Generation: 1, Len: 8, Rights: mem.Write, Loc: mem.Anywhere,
+			Keys: []mem.Key{{Path: "tcp"}}}
+		p.Lock()
+		defer p.Unlock()
+		var put p2p.Transfer
+		err := c.Put(patient(t.Context()), &put, 1, mem.Host(make([]byte, 8), mem.Anywhere), x, 0, p2p.Signal{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l := (<-peer.In).Link
+		defer l.Close()
+		if ok, err := l.Send(&p2p.Header{Service: rma.Service, Kind: 77}, nil); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+		if _, err := l.Flush(); err != nil {
+			t.Fatal(err)
+		}
+		check(t, c.WaitTransfer(patient(t.Context()), &put), true)
 	})
 }
 
