@@ -258,7 +258,6 @@ func (p *Proxy) Settle(first Name) {
 	}
 	for _, c := range p.chans {
 		if _, known := p.floors[c.name]; !known && c.ranks == nil && c.place == place { // known: a later epoch
-			p.unopened--
 			c.retire()
 		}
 	}
@@ -410,7 +409,7 @@ func (p *Proxy) open(key chanKey, ranks []int, places []uint32, tagged bool) (*C
 	if c == nil {
 		c = p.newChannel(key)
 	} else {
-		p.unopened--
+		c.uncount()
 	}
 	c.tagged = tagged
 	f.epoch = key.epoch
@@ -490,7 +489,6 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 	p.floors[c.name] = c.ended()
 	for key, o := range p.chans { // of epochs that are skipped
 		if key.name == c.name && key.epoch.Before(epoch) {
-			p.unopened--
 			o.retire()
 		}
 	}
@@ -714,7 +712,6 @@ func (c *Channel) Close() {
 	}
 	for key, o := range c.p.chans {
 		if key.name == c.name {
-			c.p.unopened--
 			o.retire()
 		}
 	}
@@ -757,8 +754,32 @@ func (c *Channel) owes() bool {
 	return false
 }
 
+// uncount takes c, which is not open, from what its users may use at a time.
+func (c *Channel) uncount() {
+	for _, st := range c.streams {
+		st.pr.unopened--
+	}
+}
+
+// quit drops what a peer has sent on c, which is not open, because its incarnation is over.
+func (c *Channel) quit(pr *peer) {
+	st := c.streams[pr.rank]
+	switch {
+	case st == nil:
+	case len(c.streams) == 1:
+		c.retire()
+	default:
+		st.clear()
+		delete(c.streams, pr.rank)
+		pr.unopened--
+	}
+}
+
 // retire removes c from the proxy's tables.
 func (c *Channel) retire() {
+	if c.ranks == nil {
+		c.uncount()
+	}
 	c.Forget()
 	for _, st := range c.streams {
 		st.clear()

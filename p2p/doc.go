@@ -61,7 +61,8 @@
 // receive; each frame counts its payload and 64 bytes. Every frame in the other direction returns
 // credit, and a frame of its own does when half a window is due. So the memory that a rank keeps
 // for early messages is bounded. A peer that exceeds its credit violates the protocol and loses its
-// link. Channel.Ledger returns the account.
+// link. So does one that uses too many channels that this rank has not opened: some hundreds, or
+// thousands in a small job. Channel.Ledger returns the account.
 //
 // Transfers need no credit: data goes to its place or is dropped. A link takes MaxOutstanding of
 // them in each direction, and other frames that found no room have priority.

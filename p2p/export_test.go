@@ -29,6 +29,13 @@ func (p *Proxy) Remembered() (open, named int) {
 	return len(p.chans), len(p.floors)
 }
 
+// Unopened returns how many channels that are not open rank uses, and how many it may use.
+func (p *Proxy) Unopened(rank int) (now, most int) {
+	p.Lock()
+	defer p.Unlock()
+	return p.peers[rank].unopened, p.mostUnopened()
+}
+
 // Queued returns how many streams are queued because they have messages for rank to begin.
 func (p *Proxy) Queued(rank int) int {
 	p.Lock()

@@ -324,10 +324,14 @@ func (p *Proxy) streamFor(pr *peer, i *inbound) (*stream, error) {
 		if f := p.floor(i); f.above(key.epoch) {
 			return nil, nil
 		}
-		if p.unopened++; p.unopened > maxUnopened {
-			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank,
-				maxUnopened)
+	}
+	if c == nil || c.ranks == nil && c.streams[pr.rank] == nil {
+		if most := p.mostUnopened(); pr.unopened == most {
+			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, most)
 		}
+		pr.unopened++
+	}
+	if c == nil {
 		c = p.newChannel(key)
 		c.place = i.place
 	}

@@ -59,8 +59,15 @@ const (
 // MaxAbort is the longest payload of Abort in bytes.
 const MaxAbort = 1024
 
-// maxUnopened bounds the channels with frames of peers that this rank has not opened yet.
-const maxUnopened = 4096
+// Bounds of the channels that peers use and this rank has not opened yet: of all peers together or,
+// if that is more, as if each used some. Each channel takes about a kilobyte, beside the messages.
+const (
+	maxUnopened = 4096
+	minUnopened = 256
+)
+
+// mostUnopened is how many channels that are not open a peer may use at a time.
+func (p *Proxy) mostUnopened() int { return max(maxUnopened/max(p.cfg.Size-1, 1), minUnopened) }
 
 // PeerError says that a peer's link failed or could not be made.
 type PeerError struct {
@@ -160,7 +167,6 @@ type Proxy struct {
 	// Of channels that are open, of closed ones without places, and of those of which peers may
 	// have to be told more than that they are closed. Frames of earlier epochs are dropped.
 	floors    map[Name]floor
-	unopened  int
 	reserved  uint64   // names of channels
 	unsettled []uint32 // places of reservations that are not settled
 	pool      pool
@@ -197,6 +203,7 @@ type peer struct {
 	receiver
 	counts    counts
 	transfers transfers
+	unopened  int // channels with a stream of the peer that are not open
 }
 
 // connection is a peer's link, or why there is none. At most one of link and err is set. Without
@@ -553,6 +560,10 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 	pr.counts.transport = transport
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
+		if c.ranks == nil && !same {
+			c.quit(pr)
+			continue
+		}
 		if st := c.streams[pr.rank]; st != nil && st.lost != nil && !st.replaced() {
 			c.renew(st, same)
 		}
