@@ -147,8 +147,8 @@ type Completer interface {
 // Flusher is a link that reports when all puts are placed.
 type Flusher interface {
 	// FlushPuts begins an operation that ends when all puts that were begun before have ended. If
-	// the target's memory belongs to a device, they are then visible to the device. ErrAgain is as
-	// in Put.
+	// one of them ends because the link has, the flush fails, too. If the target's memory belongs
+	// to a device, they are then visible to the device. ErrAgain is as in Put.
 	FlushPuts(id uint64) error
 }
 

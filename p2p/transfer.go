@@ -272,7 +272,7 @@ func (c *Channel) Get(w *Wait, t *Transfer, slot int, local mem.Memory, from *me
 }
 
 // FlushPuts begins a transfer that ends when all puts to host memory of the rank in slot that were
-// begun before have ended. It behaves like Put.
+// begun before have ended, and fails if one of them ends because the link has. It behaves like Put.
 func (c *Channel) FlushPuts(w *Wait, t *Transfer, slot int) error {
 	return c.beginTransfer(w, t, aFlush, slot,
 		func(pr *peer) (OneSided, error) { return pr.path(mem.Anywhere, mem.Anywhere, nil, 0) },

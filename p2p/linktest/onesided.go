@@ -911,8 +911,8 @@ func (s suite) completion(t *testing.T) {
 	}
 	y.Close()
 	x.other = nil
-	failed := 0
-	for _, id := range ids {
+	failed, lost := 0, false // lost: a put has failed
+	for i, id := range ids {
 		for deadline := time.Now().Add(Patience); ; runtime.Gosched() {
 			c, ok := x.Ended[id]
 			if ok && c.Err != nil {
@@ -921,6 +921,9 @@ func (s suite) completion(t *testing.T) {
 				}
 			}
 			if ok {
+				if lost = lost || i%3 == 1 && c.Err != nil; i%3 == 2 && lost && c.Err == nil {
+					t.Errorf("flush %d has ended well, but a put before it has not", id)
+				}
 				break
 			}
 			x.Turn() // it returns the link's error

@@ -291,16 +291,19 @@ func (o *copyOp) explain(err error) error {
 }
 
 // end removes operation i from the queue, with an error also those whose signals are ordered after
-// it.
+// it and, if a put ends because the link has, the flushes behind it.
 func (c *Copier) end(i int, err error) {
 	o := c.ops[i]
 	e := ending{p2p.Completion{ID: o.id, Bytes: o.moved, Err: err}, err != nil && o.op == "put", wordOf(&o.signal)}
 	c.done = append(c.done, e)
 	c.ops = append(c.ops[:i], c.ops[i+1:]...)
 	for k := i; e.unplaced && k < len(c.ops); {
-		if o := c.ops[k]; o.word != nil && e.bars(wordOf(&o.signal), o.strong) {
+		switch o := c.ops[k]; {
+		case o.word != nil && e.bars(wordOf(&o.signal), o.strong):
 			c.end(k, p2p.ErrUnplaced)
-		} else {
+		case o.flush && errors.Is(err, p2p.ErrPeerGone):
+			c.end(k, err)
+		default:
 			k++
 		}
 	}

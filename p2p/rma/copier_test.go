@@ -72,3 +72,47 @@ func TestRefusedPutKeepsSignalsBack(t *testing.T) {
 		}
 	}
 }
+
+// shut is memory of a peer that has closed its link, which this end has yet to read.
+type shut struct{ here }
+
+func (shut) Enter(mem.Rights, uint64, uint64) ([]byte, error) { return nil, p2p.ErrPeerGone }
+func (shut) Leave()                                           {}
+func (s shut) Reach(x *mem.Remote, rights mem.Rights) (Target, error) {
+	if rights == mem.Read {
+		return s.here.Reach(x, rights)
+	}
+	return s, nil
+}
+
+// A flush does not end well after a put that has ended with the link.
+func TestFlushAfterPutThatEndsWithTheLink(t *testing.T) {
+	const long = share + chunk
+	region := mem.NewRegion(7, mem.Host(make([]byte, long), mem.Anywhere), false, false, nil)
+	x := &mem.Remote{ID: 7, Generation: 1, Len: long, Rights: mem.Read | mem.Write, Loc: mem.Anywhere}
+	var table Table
+	if err := table.Expose(region, x); err != nil {
+		t.Fatal(err)
+	}
+	var c Copier
+	c.Reset(shut{here{&table}}, func() error { return nil })
+	local := mem.Host(make([]byte, long), mem.Anywhere)
+	// The put is not alone, and does not end before the flush begins.
+	if err := errors.Join(c.Get(0, local, x, 0), c.Put(1, local, x, 0, p2p.Signal{}), c.FlushPuts(2)); err != nil {
+		t.Fatal(err)
+	}
+	var out [8]p2p.Completion
+	ended := 0
+	for range 4 {
+		n := c.Poll(out[:])
+		for _, o := range out[:n] {
+			if want := []error{nil, p2p.ErrPeerGone, p2p.ErrPeerGone}[o.ID]; !errors.Is(o.Err, want) {
+				t.Errorf("operation %d ends with %v, want %v", o.ID, o.Err, want)
+			}
+		}
+		ended += n
+	}
+	if ended != 3 {
+		t.Errorf("%d operations have ended, want 3", ended)
+	}
+}

@@ -619,8 +619,12 @@ func (o *frameOp) at() word {
 	return word{o.word.ID, o.word.Generation, o.signal.Offset}
 }
 
-// settle ends the flushes without an earlier put under way.
+// settle ends the flushes without an earlier put under way. After the link's end Poll does, with the
+// reason: puts that end with it are not placed.
 func (f *Frames) settle() {
+	if f.over() != nil {
+		return
+	}
 	oldest := ^uint64(0)
 	for i := range f.ops {
 		if o := f.ops[i]; o != nil && o.kind == opPut {
@@ -744,8 +748,8 @@ func (f *Frames) hurry() {
 func (f *Frames) Poll(out []p2p.Completion) int {
 	if err := f.over(); err != nil {
 		f.queue, f.serving, f.answers = nil, nil, nil
-		for i := range f.ops { // one completion may cause others
-			if o := f.ops[i]; o != nil {
+		for _, o := range f.ops[:] {
+			if o != nil {
 				f.drop(o)
 				f.complete(o, err)
 			}

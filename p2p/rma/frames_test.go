@@ -346,3 +346,40 @@ func FuzzFrames(f *testing.F) {
 		}
 	})
 }
+
+// A flush ends well only if the puts before it have ended before the link.
+func TestFlushEndsWithItsLink(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		end  func(*Frames, *wire)
+		want error
+	}{
+		{"closed", func(f *Frames, _ *wire) { f.Close() }, p2p.ErrClosed},
+		{"violated", func(f *Frames, w *wire) {
+			w.in = append(w.in, sent{h: p2p.Header{Service: Service, Kind: frameEnd}})
+			f.Recv()
+		}, p2p.ErrProtocol},
+		{"closed before a put is cancelled", func(f *Frames, _ *wire) { f.Close(); f.Cancel(1) }, p2p.ErrClosed},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := &wire{}
+			f := NewFrames(w, &Table{}, func() {})
+			to := &mem.Remote{ID: 1, Generation: 1, Len: size, Rights: mem.Write}
+			if err := errors.Join(f.Put(1, mem.Host(make([]byte, size), mem.Anywhere), to, 0, p2p.Signal{}),
+				f.FlushPuts(2)); err != nil {
+				t.Fatal(err)
+			}
+			c.end(f, w)
+			var out [4]p2p.Completion
+			n := f.Poll(out[:])
+			for _, o := range out[:n] {
+				if o.ID == 2 && !errors.Is(o.Err, c.want) {
+					t.Errorf("the flush ends with %v, want %v", o.Err, c.want)
+				}
+			}
+			if n != 2 {
+				t.Errorf("%d operations end, want 2", n)
+			}
+		})
+	}
+}
