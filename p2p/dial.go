@@ -31,7 +31,7 @@ func (h *host) Wake()          { h.p.Wake() }
 // Region finds a shared region. It does not take the proxy's lock: a link of another rank in this
 // process calls it with the lock of that rank's proxy.
 func (h *host) Region(id uint64) (*Region, error) {
-	if r := h.p.regions.find(id); r != nil {
+	if r := h.p.regions.shared(id); r != nil {
 		return r, nil
 	}
 	return nil, ErrNoRegion

@@ -45,8 +45,9 @@
 //
 // Memory for puts and gets is another kind. Proxy.AllocWritable makes it. Proxy.Expose opens a
 // range of it with some rights, and returns a mem.Remote that the caller sends to the peers. Peers
-// cannot access it before Expose, nor after Proxy.Withdraw has returned nil. A region that is
-// exposed again has another generation.
+// cannot access it before Expose, nor after Proxy.Withdraw has returned nil. Only a Mapping that a
+// peer made while the memory was exposed for reading can still be read, until the region is freed.
+// A region that is exposed again has another generation.
 //
 // Channel.Put, Get and FlushPuts begin a [Transfer] and wait until the link has taken it.
 // Channel.WaitTransfer waits for its end, Channel.WaitWord for a word that a peer signals. The two

@@ -75,7 +75,7 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 		err := fmt.Errorf("exposing memory: no transport shares it: %w", errors.ErrUnsupported)
 		return nil, errors.Join(err, p.deregister(r), r.Free())
 	}
-	p.regions.add(r)
+	p.regions.add(r, true)
 	b := board{region: r}
 	for off := boardSize - wordSpacing; off > 0; off -= wordSpacing {
 		b.free = append(b.free, off)

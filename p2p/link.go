@@ -140,12 +140,13 @@ type Link interface {
 // Mapper is a link whose peer's regions can be mapped into this process for loads. Stores into a
 // peer's memory are forbidden, and prevented if the system can do that.
 type Mapper interface {
-	// Map returns the peer's region id, which the caller releases. It does not block. The first
-	// call asks the peer; nil without an error means that the peer has not answered yet, and
-	// Host.Wake is called when it has. Mappings are kept until the peer frees the region or the
-	// link is closed. An error wraps ErrNoRegion (the peer refuses; the next call asks again) or
-	// ErrProtocol (the answer was no valid region), or is the link's. After one that wraps
-	// ErrShortage the next call asks again, too. Warm calls allocate nothing. From any goroutine.
+	// Map returns the peer's region id, which the caller releases: one that the peer's Host.Region
+	// knows, or of which a range is exposed for reading. It does not block. The first call asks the
+	// peer; nil without an error means that the peer has not answered yet, and Host.Wake is called
+	// when it has. Mappings may be kept until the peer frees the region or the link is closed. An
+	// error wraps ErrNoRegion (the peer refuses; the next call asks again) or ErrProtocol (the
+	// answer was no valid region), or is the link's. After one that wraps ErrShortage the next call
+	// asks again, too. Warm calls allocate nothing. From any goroutine.
 	Map(id uint64) (*Mapping, error)
 }
 
@@ -227,7 +228,7 @@ type Host interface {
 	Lost(from Identity)
 	// Wake wakes the goroutines that wait for progress. Cheap, never blocks, from any goroutine.
 	Wake()
-	// Region finds a shared region of this rank, for a transport that passes it to a peer.
+	// Region finds a region of this rank that peers may map, for a transport that passes it to one.
 	Region(id uint64) (*Region, error)
 }
 

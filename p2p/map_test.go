@@ -119,6 +119,73 @@ func TestMapEnds(t *testing.T) {
 	}
 }
 
+// TestMapNeedsExposure: peers map writable memory only while a range of it is exposed for reading.
+func TestMapNeedsExposure(t *testing.T) {
+	each(t, func(t *testing.T, p, q party) {
+		look := func(r *p2p.Region) (byte, error) {
+			q.Lock()
+			defer q.Unlock()
+			m, err := q.c.Map(patient(t.Context()), 0, r.ID)
+			if err != nil {
+				return 0, err
+			}
+			defer m.Release()
+			return m.Mem[5], nil
+		}
+		alloc := func(how func(int) (*p2p.Region, error)) *p2p.Region {
+			t.Helper()
+			r, err := how(100)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Bytes()[5] = 7
+			return r
+		}
+		expose := func(r *p2p.Region, rights mem.Rights) *mem.Remote {
+			t.Helper()
+			x, err := p.Expose(r, 16, 32, rights)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return x
+		}
+		withdraw := func(x *mem.Remote) {
+			t.Helper()
+			if err := p.Withdraw(t.Context(), x); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if v, err := look(alloc(p.Alloc)); errors.Is(err, errors.ErrUnsupported) {
+			t.Skip("it maps nothing")
+		} else if v != 7 || err != nil {
+			t.Errorf("memory of Alloc: %d, %v", v, err)
+		}
+		for _, exposed := range []mem.Rights{0, mem.Write | mem.Signal, mem.Read} {
+			r := alloc(p.AllocWritable)
+			if exposed != 0 {
+				x := expose(r, exposed)
+				if _, err := look(r); exposed != mem.Read && !errors.Is(err, p2p.ErrNoRegion) {
+					t.Errorf("exposed with rights %v: %v", exposed, err)
+				}
+				if exposed == mem.Read { // nobody has mapped it
+					r = alloc(p.AllocWritable)
+					withdraw(expose(r, exposed))
+				}
+				withdraw(x)
+			}
+			if _, err := look(r); !errors.Is(err, p2p.ErrNoRegion) {
+				t.Errorf("not exposed, having been with rights %v: %v", exposed, err)
+			}
+		}
+		r := alloc(p.AllocWritable)
+		x := expose(r, mem.Read)
+		if v, err := look(r); v != 7 || err != nil {
+			t.Errorf("exposed for reading: %d, %v", v, err)
+		}
+		withdraw(x)
+	})
+}
+
 // TestMemoryThatIsNotThere: more memory than the system gives is an error, also where the memory is
 // of the Go heap, or shared and not counted before it is written.
 func TestMemoryThatIsNotThere(t *testing.T) {

@@ -53,14 +53,20 @@ func (p *Proxy) deregister(r *Region) error {
 
 // Alloc returns a region of n bytes that peers can map if a transport supports that, else plain
 // memory. Free it with FreeRegion. Takes the lock itself.
-func (p *Proxy) Alloc(n int) (*Region, error) { return p.known(p.alloc(n, false)) }
+func (p *Proxy) Alloc(n int) (*Region, error) {
+	r, err := p.alloc(n, false)
+	return p.known(r, true, err)
+}
 
-// AllocWritable returns a region of n bytes that can be exposed with every right. Free it with
-// FreeRegion. Takes the lock itself.
-func (p *Proxy) AllocWritable(n int) (*Region, error) { return p.known(p.alloc(n, true)) }
+// AllocWritable returns a region of n bytes that can be exposed with every right. Peers can map it
+// only while a range of it is exposed for reading. Free it with FreeRegion. Takes the lock itself.
+func (p *Proxy) AllocWritable(n int) (*Region, error) {
+	r, err := p.alloc(n, true)
+	return p.known(r, false, err)
+}
 
-// known adds an allocated region to the proxy's list.
-func (p *Proxy) known(r *Region, err error) (*Region, error) {
+// known adds an allocated region, which peers may map if it is shared, to the proxy's list.
+func (p *Proxy) known(r *Region, shared bool, err error) (*Region, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -69,7 +75,7 @@ func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	if p.closed {
 		return nil, errors.Join(ErrClosed, p.deregister(r), r.Free())
 	}
-	p.regions.add(r)
+	p.regions.add(r, shared)
 	return r, nil
 }
 
@@ -173,20 +179,25 @@ func (p *Proxy) Withdraw(ctx context.Context, x *mem.Remote) error {
 	return errors.Join(errs...)
 }
 
-// regions lists the regions that peers may ask for, by ID. Its lock is a leaf: no other lock is
-// taken under it.
+// regions lists the regions of this rank by ID, and which of them peers may map without an
+// exposure. Its lock is a leaf: no other lock is taken under it.
 type regions struct {
 	mu sync.Mutex
-	m  map[uint64]*Region
+	m  map[uint64]listed
 }
 
-func (t *regions) add(r *Region) {
+type listed struct {
+	*Region
+	shared bool
+}
+
+func (t *regions) add(r *Region, shared bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.m == nil {
-		t.m = map[uint64]*Region{}
+		t.m = map[uint64]listed{}
 	}
-	t.m[r.ID] = r
+	t.m[r.ID] = listed{r, shared}
 }
 
 // remove removes a region and reports whether it was there.
@@ -198,8 +209,12 @@ func (t *regions) remove(id uint64) bool {
 	return known
 }
 
-func (t *regions) find(id uint64) *Region {
+// shared returns a region that peers may map, or nil.
+func (t *regions) shared(id uint64) *Region {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.m[id]
+	if r := t.m[id]; r.shared {
+		return r.Region
+	}
+	return nil
 }

@@ -248,6 +248,9 @@ func (l *link) Map(id uint64) (*p2p.Mapping, error) {
 	if err := l.Err(); err != nil {
 		return nil, err
 	}
+	if b := l.peer.table.Readable(id); b != nil {
+		return p2p.NewMapping(b, nil), nil
+	}
 	r, err := l.peer.host.Region(id)
 	if err != nil {
 		return nil, fmt.Errorf("region %#x of %v: %w", id, l.peer.host.Self(), err)

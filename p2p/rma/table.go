@@ -20,6 +20,7 @@ type Table struct {
 type Entry struct {
 	mu     sync.RWMutex
 	mem    []byte // nil once withdrawn
+	region []byte // all of it
 	id     uint64
 	rights mem.Rights
 	base   uint64
@@ -32,8 +33,8 @@ func (t *Table) Expose(r *mem.Region, x *mem.Remote) error {
 	if !r.Loc().Host() {
 		return fmt.Errorf("memory at %s: %w", r.Loc(), errors.ErrUnsupported)
 	}
-	e := &Entry{mem: r.Slice(int(x.Base), int(x.Len)).Bytes(), id: x.ID, rights: x.Rights, base: x.Base, n: x.Len,
-		open: true}
+	e := &Entry{mem: r.Slice(int(x.Base), int(x.Len)).Bytes(), region: r.Bytes(), id: x.ID, rights: x.Rights,
+		base: x.Base, n: x.Len, open: true}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.m == nil {
@@ -63,6 +64,18 @@ func (t *Table) Find(id, generation uint64) *Entry {
 	defer t.mu.RUnlock()
 	if e := t.m[generation]; e != nil && e.id == id {
 		return e
+	}
+	return nil
+}
+
+// Readable returns the memory of region id if a range of it is exposed for reading, else nil.
+func (t *Table) Readable(id uint64) []byte {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	for _, e := range t.m {
+		if e.id == id && e.rights.Has(mem.Read) {
+			return e.region
+		}
 	}
 	return nil
 }

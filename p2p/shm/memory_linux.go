@@ -316,12 +316,12 @@ func (x *exports) readable(id uint64) bool {
 
 // pass calls send with the descriptor and the size of region id, if it exists, and records that the
 // peer of l has it. With store it passes the descriptor for writing, which requires an exposure for
-// writing.
+// writing. The other one of memory that can be written requires an exposure for reading.
 func (x *exports) pass(l *link, id uint64, store bool, send func(fd, size int) error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	e := x.m[id]
-	if e == nil || store && (e.writers == 0 || e.store < 0) {
+	if e == nil || store && (e.writers == 0 || e.store < 0) || !store && e.store >= 0 && e.readers == 0 {
 		return p2p.ErrNoRegion
 	}
 	fd := e.fd
