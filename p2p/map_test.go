@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -184,6 +185,43 @@ func TestMapNeedsExposure(t *testing.T) {
 		}
 		withdraw(x)
 	})
+}
+
+// exposing is a transport that exposes memory, or fails to with err. Withdraw waits until ctx ends.
+type exposing struct {
+	hostile
+	name      string
+	err       error
+	withdrawn int
+}
+
+func (e *exposing) Name() string                                    { return e.name }
+func (e *exposing) Expose(*mem.Region, *mem.Remote) ([]byte, error) { return []byte{1}, e.err }
+func (e *exposing) Withdraw(ctx context.Context, _ *mem.Remote) error {
+	e.withdrawn++
+	if ctx.Done() == nil {
+		return errors.New("this would wait for ever")
+	}
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// TestExposeThatFailsDoesNotWait: what other transports have exposed is withdrawn, but no peer that
+// accesses other memory is waited for.
+func TestExposeThatFailsDoesNotWait(t *testing.T) {
+	why := errors.New("it cannot")
+	good, bad := &exposing{name: "good"}, &exposing{name: "bad", err: why}
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 1, Secret: []byte("0123456789abcdef"),
+		Transports: []p2p.Transport{good, bad}})
+	defer p.Close()
+	r, err := p.AllocWritable(64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Expose(r, 0, 64, mem.Read); !errors.Is(err, why) || strings.Contains(err.Error(), "wait") ||
+		good.withdrawn != 1 {
+		t.Errorf("it is withdrawn %d times; %v", good.withdrawn, err)
+	}
 }
 
 // TestMemoryThatIsNotThere: more memory than the system gives is an error, also where the memory is

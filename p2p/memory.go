@@ -152,7 +152,10 @@ func (p *Proxy) Expose(r *Region, off, n int, rights mem.Rights) (*mem.Remote, e
 		if err == nil {
 			x.Keys = append(x.Keys, mem.Key{Path: t.Name(), Blob: key})
 		} else if why = append(why, fmt.Errorf("%s: %w", t.Name(), err)); !errors.Is(err, errors.ErrUnsupported) {
-			return nil, errors.Join(append(why, p.Withdraw(context.Background(), x))...)
+			ctx, over := context.WithCancel(context.Background())
+			over() // no peer has a key, so that there is none to wait for
+			p.Withdraw(ctx, x)
+			return nil, errors.Join(why...)
 		}
 	}
 	if len(x.Keys) == 0 && len(p.cfg.Transports) > 0 {
