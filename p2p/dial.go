@@ -193,7 +193,8 @@ func (d *dial) over() bool {
 	return d.pr.dial != d
 }
 
-// Unlinked returns why there is no link to a rank, as far as a dial has found out, or nil.
+// Unlinked returns why there is no link to a rank, as far as a dial has found out, or nil. Takes
+// the lock itself.
 func (p *Proxy) Unlinked(rank int) error {
 	p.Lock()
 	defer p.Unlock()

@@ -89,10 +89,11 @@ func (d *dues) Pop() any {
 }
 
 // Follow has a posted message end by itself: then ended is called once with its outcome, as
-// WaitSend or WaitMsg would return it, with the lock. If the message is over already, Follow calls
-// it. limit bounds the message from now on, unless it is 0. Some goroutine must be in Attend while
-// messages are followed. For a while after Follow, or the end of a message, it polls without
-// sleeping. With the lock.
+// WaitSend or WaitMsg would return it, with the lock. If the message is done already, Follow calls
+// it; one that cannot succeed ends in Attend, unless its peer has another link by then. limit
+// bounds the message from now on, unless it is 0. Some goroutine must be in Attend while messages
+// are followed. For a while after Follow, or the end of a message, it polls without sleeping. With
+// the lock.
 func (c *Channel) Follow(m Message, limit time.Duration, ended func(error)) {
 	f := m.followed()
 	f.ended, f.of = ended, m

@@ -327,7 +327,8 @@ func (p *Proxy) streamFor(pr *peer, i *inbound) (*stream, error) {
 	}
 	if c == nil || c.ranks == nil && c.streams[pr.rank] == nil {
 		if most := p.mostUnopened(); pr.unopened == most {
-			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, most)
+			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank,
+				most)
 		}
 		pr.unopened++
 	}

@@ -404,10 +404,10 @@ func (p *Proxy) Return() {
 // Unlock undoes Lock.
 func (p *Proxy) Unlock() { p.mu.Unlock() }
 
-// Close sends goodbyes, closes links, transports and control regions, and ends every goroutine
-// before it returns. Pending waits fail with ErrClosed. Peers that read slowly still get what was
-// sent: Close waits for them for 3 seconds at most, but not if all that was sent is of channels
-// that were aborted.
+// Close closes links, transports and control regions, and ends every goroutine before it returns.
+// Pending waits fail with ErrClosed. Peers that read slowly still get what was sent: Close waits
+// for them for 3 seconds at most, but not if all that was sent is of channels that were aborted. It
+// closes no channel: to a peer that uses one that Channel.Close has not ended, this rank is gone.
 func (p *Proxy) Close() error {
 	p.Lock()
 	p.sendRest()
@@ -884,8 +884,9 @@ func (p *Proxy) queue(pr *peer, h Header, payload []byte) {
 	}
 }
 
-// transmit offers one frame to the peer's link, with past to Bypasser.SendPast. If the link fails,
-// it goes down, and transmit returns false.
+// transmit offers one frame to the peer's link, with past to Bypasser.SendPast, and reports whether
+// the link took it. If the link fails, nothing more is sent, and it goes down when what has arrived
+// was read.
 func (p *Proxy) transmit(pr *peer, h *Header, payload []byte, past bool) (ok bool) {
 	pr.out = *h
 	var err error

@@ -619,8 +619,8 @@ func (o *frameOp) at() word {
 	return word{o.word.ID, o.word.Generation, o.signal.Offset}
 }
 
-// settle ends the flushes without an earlier put under way. After the link's end Poll does, with the
-// reason: puts that end with it are not placed.
+// settle ends the flushes without an earlier put under way. After the link's end Poll does, with
+// the reason: puts that end with it are not placed.
 func (f *Frames) settle() {
 	if f.over() != nil {
 		return

@@ -246,8 +246,9 @@ func (s *storing) over() bool {
 // openProcess is replaced by tests.
 var openProcess = unix.PidfdOpen
 
-// gone reports whether a process is known to have ended. Where the system opens no processes, it is
-// not known while another process has the number, or the parent has yet to wait for it.
+// gone reports whether the process with this number is known to have ended. It is not while another
+// process has the number nor, where the system opens no processes, before the parent has waited for
+// it.
 func gone(pid int) bool {
 	if pid <= 0 {
 		return false
