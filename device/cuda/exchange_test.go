@@ -299,6 +299,37 @@ func TestExchangeRefuses(t *testing.T) {
 	must(t, e.Wait(ctx))
 }
 
+// Free does not free what a kernel uses that is in a stream although Do has failed: the marker that
+// was due could not be made.
+func TestFreeAfterAMarkerFails(t *testing.T) {
+	for before := betweenMarkers - 2; before <= betweenMarkers; before++ {
+		f, v := open(t, fake.Config{})
+		all := exchanges(t, []*Device{v, v})
+		word := wordsOf(t, v, 1)[0]
+		s, err := v.Stream()
+		must(t, err, s.WaitValue(word, 1))
+		m, o := number(t, f, v, 5), number(t, f, v, 6)
+		for range before - 1 {
+			must(t, s.Copy(m, o))
+		}
+		launched := f.Calls()["cuLaunchKernel"]
+		f.Fail("cuEventCreate", 1, fake.OutOfMemory)
+		err = do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0)
+		if e, ok := errors.AsType[*Error](err); ok != (before > betweenMarkers-2) || ok && e.Call != "cuEventCreate" {
+			t.Errorf("after %d operations: %v", before, err)
+		}
+		launched = f.Calls()["cuLaunchKernel"] - launched
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := all[0].Free(ended); (err == nil) != (launched == 0) {
+			t.Errorf("after %d operations, Free with %d kernels in the stream: %v", before, launched, err)
+		}
+		f.Forget()
+		word.Word(0).Store(1)
+		must(t, s.Close(), all[1].Free(t.Context()))
+	}
+}
+
 // What makes an exchange does not wait for the streams of the device: if it fails, or is given up
 // because a stream of the same queue waits, its memory is freed when the streams have gone on.
 func TestExchangeBesideAStreamThatWaits(t *testing.T) {

@@ -63,8 +63,8 @@ type point struct {
 // met reports whether the stream does not stop here.
 func (p *point) met() bool { return p.marker != nil || p.word.Load() >= p.v }
 
-// mostInFlight is the most operations that the driver has. A marker follows at least every
-// betweenMarkers operations, to know which are done.
+// mostInFlight is the most operations that the driver has. Between every betweenMarkers operations
+// and the next one is a marker, to know which are done.
 const (
 	mostInFlight   = 512
 	betweenMarkers = 64
@@ -117,15 +117,18 @@ func (s *stream) giveLocked(operation func() error) {
 	s.runLocked(operation)
 }
 
+// runLocked gives the driver an operation. The marker that is due comes before it, so that the
+// driver has not been given an operation that is refused.
 func (s *stream) runLocked(operation func() error) {
+	if s.refused == nil && s.since >= betweenMarkers {
+		s.refused = s.markLocked(0)
+	}
 	if s.refused != nil {
 		return
 	}
 	s.given++
 	s.since++
-	if s.refused = operation(); s.refused == nil && s.since >= betweenMarkers {
-		s.refused = s.markLocked(0)
-	}
+	s.refused = operation()
 }
 
 // same checks that memories have the length of dst.
