@@ -68,7 +68,8 @@ type Exporter interface {
 // A Sharer is a Device whose memory streams of other ranks load from in place: those of other
 // processes of the machine, which map it (in terms of CUDA, IPC), and those of this process.
 // Nothing is known about what an owner does with memory meanwhile: loads may return anything. A
-// user of the data asks afterwards whether the owner had left it alone.
+// user of the data asks afterwards whether the owner had left it alone. Memory that its owner frees
+// stays until the others have released it, unless a driver cannot do that: see package cuda.
 type Sharer interface {
 	// Share returns the key of the allocation that has m, memory of the device, and where m begins
 	// in it. A key has at most MaxKey bytes, is the same for every call on an allocation, and

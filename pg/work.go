@@ -23,6 +23,11 @@ import (
 // stream may read the source and write anything to the destination: memory of a failed operation
 // must not be freed or given to another stream before work that its own stream was given later is
 // done. The stream waits for no rank then.
+//
+// Streams of other ranks may load from a buffer in a GPU's memory, also for a while after the
+// operation has failed here. Such memory may be freed all the same if it is of cuda.Device.Alloc
+// and not small. Other memory of a failed operation, PyTorch's for example, must stay allocated
+// until the operation has ended at all ranks: see package cuda, Other processes.
 type Work struct {
 	// nil: the operation has ended well, with nothing more to tell, like most. A Work of one word
 	// costs the garbage collector little. It is replaced once, when the operation is over.

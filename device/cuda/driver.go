@@ -26,8 +26,8 @@ type Driver struct {
 	version int // 1000*major + 10*minor
 
 	mu   sync.Mutex
-	gpus []*gpu           // of the Devices that are open
-	left map[C.int][]span // what is to be unmapped, by device: see gpu.unmap
+	gpus []*gpu                       // of the Devices that are open
+	left map[C.int][]func(*gpu) error // what unmaps memory, by device: see gpu.after
 }
 
 // library is what Load opens.

@@ -132,7 +132,7 @@ func (x *exchange) Connect(others []device.Shared, offsets []uint64) error {
 		if rank == x.packets.Rank {
 			continue
 		}
-		if _, other := s.(*imported); other && s.Path() == sameGPU {
+		if other(s) && s.Path() == sameGPU {
 			return fmt.Errorf("cuda: rank %d is another process on %s, which runs the kernels of one process at a "+
 				"time: %w", rank, x.v.loc, errors.ErrUnsupported)
 		}
@@ -141,7 +141,7 @@ func (x *exchange) Connect(others []device.Shared, offsets []uint64) error {
 			return err
 		}
 		x.packets.Inboxes[rank] = m.Address()
-		if _, other := s.(*imported); other {
+		if other(s) {
 			x.apart = true
 			continue
 		}

@@ -47,9 +47,9 @@ func (h *IPCHandle) UnmarshalBinary(b []byte) error {
 	return nil
 }
 
-// A region names an allocation of another process. The kind says what else than Base and Size it
-// has: an IPC handle, or a descriptor that a server has, and for kindFabric a handle of the fabric
-// in Driver, which is tried first.
+// A region names an allocation, mostly of another process. The kind says what else than Base and
+// Size it has: an IPC handle, or a descriptor that a server has, and for kindFabric a handle of the
+// fabric in Driver, which is tried first.
 type region struct {
 	kind    byte
 	process uint64 // that has it
@@ -65,7 +65,8 @@ const (
 	kindFabric     = 3
 )
 
-// An Import is the use of an allocation of another process, which stays mapped until Release.
+// An Import is the use of an allocation, mostly of another process, which stays mapped until
+// Release.
 type Import struct {
 	in      *imports
 	m       *mapping
@@ -91,9 +92,10 @@ func (i *Import) Release() error {
 	return i.err
 }
 
-// imports is the allocations of other processes that a device has mapped. Each is mapped once,
-// while it is used. The lock is held while the driver maps one, but not while it unmaps one: that
-// waits for work, which may wait for an operation that maps another.
+// imports is the allocations of other processes that a device has mapped, and those of this process
+// that have descriptors. Each is mapped once, while it is used. The lock is held while the driver
+// maps one, but not while it unmaps one: that waits for work, which may wait for an operation that
+// maps another.
 type imports struct {
 	loc   mem.Location
 	open  func(region) (at uint64, err error) // maps at least Size bytes, also with an error, unless at is 0

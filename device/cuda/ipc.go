@@ -88,7 +88,11 @@ func (v *Device) ForgetIPC(owner uint64) {
 // openImport maps an allocation, and checks that it has the size that its owner has said. One that
 // fails the check stays mapped: unmapping it may wait for the work on the GPU.
 func (g *gpu) openImport(r region) (uint64, error) {
-	if r.kind != kindIPC {
+	switch {
+	case r.kind == kindIPC:
+	case r.process == process:
+		return g.openOwn(r)
+	default:
 		return g.openPhysical(r)
 	}
 	h := r.IPCHandle
@@ -105,16 +109,19 @@ func (g *gpu) openImport(r region) (uint64, error) {
 
 // closeImport unmaps an allocation that no work uses.
 func (g *gpu) closeImport(r region, at uint64) error {
-	if r.kind != kindIPC {
-		return g.unmapUnused(at, r.Size)
+	switch {
+	case r.kind == kindIPC:
+		return g.closeShared(at)
+	case r.process == process:
+		return g.drop(r.token)
 	}
-	return g.closeShared(at)
+	return g.unmapUnused(at, r.Size)
 }
 
 // closeUsedImport unmaps an allocation when all work on the GPU has ended.
 func (g *gpu) closeUsedImport(r region, at uint64) error {
-	if r.kind != kindIPC {
-		return g.unmap(at, r.Size)
+	if r.kind == kindIPC {
+		return g.closeShared(at)
 	}
-	return g.closeShared(at)
+	return g.after(func(g *gpu) error { return g.closeImport(r, at) })
 }

@@ -33,7 +33,8 @@ const (
 	handleFabric     = 8
 )
 
-// A physical is memory of a GPU that has handles for other processes. It is mapped at one place.
+// A physical is memory of a GPU that has handles for other processes. It is mapped at one place,
+// until it was freed and no import of a device of this process uses it.
 type physical struct {
 	v      *Device
 	at     uint64
@@ -41,7 +42,11 @@ type physical struct {
 	handle uint64
 	token  handoff.Token
 	fabric *[64]byte // CUmemFabricHandle; nil: it has none
-	shared bool      // others may ask for it; with the lock of offers
+
+	// With the lock of offers.
+	shared bool // others may ask for it
+	freed  bool // nobody may
+	uses   int  // that of Alloc, and those of imports
 }
 
 // cliqueOf is how keys name a clique.
@@ -114,7 +119,7 @@ func (v *Device) allocPhysical(n int, shared bool) (*physical, error) {
 // newPhysical allocates memory of the present kinds. With the lock.
 func (v *Device) newPhysical(n int) (p *physical, err error) {
 	g, k := v.gpu, &v.kinds
-	p = &physical{v: v, size: (uint64(n) + k.granule - 1) / k.granule * k.granule, token: handoff.NewToken()}
+	p = &physical{v: v, size: (uint64(n) + k.granule - 1) / k.granule * k.granule, token: handoff.NewToken(), uses: 1}
 	if p.handle, err = g.create(p.size, k.types, v.info.rdma); err != nil {
 		return nil, err
 	}
@@ -133,25 +138,37 @@ func (v *Device) newPhysical(n int) (p *physical, err error) {
 }
 
 // free waits until all work on the GPU has ended, as the driver does when it frees other memory.
-// The memory lives as long as it is mapped, here (see unmap) or in other processes.
+// The memory lives as long as it is mapped, here (see after) or in other processes.
 func (p *physical) free() error {
 	offers.remove(p)
-	return first([]error{p.v.gpu.unmap(p.at, p.size), p.v.gpu.releaseHandle(p.handle)})
+	return p.v.gpu.after(p.drop)
 }
 
-// freeUnused is free for memory that no work of this process uses. It does not wait.
+// freeUnused is free for memory that no work of this device uses. It does not wait.
 func (p *physical) freeUnused() error {
 	offers.remove(p)
-	return first([]error{p.v.gpu.unmapUnused(p.at, p.size), p.v.gpu.releaseHandle(p.handle)})
+	return p.drop(p.v.gpu)
+}
+
+// drop ends the use of Alloc.
+func (p *physical) drop(g *gpu) error { return g.drop(p.token) }
+
+// drop ends a use of memory. After the last one it is unmapped, by this GPU or another.
+func (g *gpu) drop(t handoff.Token) error {
+	p := offers.drop(t)
+	if p == nil {
+		return nil
+	}
+	return first([]error{g.unmapUnused(p.at, p.size), g.releaseHandle(p.handle)})
 }
 
 // An offering is the memory of this process that has descriptors. Others may ask for that which was
 // shared.
 type offering struct {
 	mu     sync.Mutex
-	all    map[handoff.Token]*physical
-	shared int             // of all
-	server *handoff.Server // while any is shared
+	all    map[handoff.Token]*physical // that is used
+	shared int                         // of all, but for what was freed
+	server *handoff.Server             // while any is shared
 }
 
 var offers = offering{all: map[handoff.Token]*physical{}}
@@ -166,7 +183,7 @@ func (o *offering) add(p *physical) {
 func (o *offering) share(p *physical) (server uint64, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.all[p.token] != p {
+	if p.freed {
 		return 0, fmt.Errorf("cuda: sharing memory of %s that was freed: %w", p.v.loc, device.ErrMemory)
 	}
 	if o.server == nil {
@@ -181,9 +198,10 @@ func (o *offering) share(p *physical) (server uint64, err error) {
 	return o.server.Name(), nil
 }
 
+// remove has nobody ask for memory any more, which is freed.
 func (o *offering) remove(p *physical) {
 	o.mu.Lock()
-	delete(o.all, p.token)
+	p.freed = true
 	var last *handoff.Server
 	if p.shared {
 		if o.shared--; o.shared == 0 {
@@ -200,7 +218,37 @@ func (o *offering) remove(p *physical) {
 func (o *offering) find(t handoff.Token) *physical {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.all[t]
+	return o.findLocked(t)
+}
+
+func (o *offering) findLocked(t handoff.Token) *physical {
+	if p := o.all[t]; p != nil && !p.freed {
+		return p
+	}
+	return nil
+}
+
+// use is find, and adds a use of the memory.
+func (o *offering) use(t handoff.Token) *physical {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p := o.findLocked(t)
+	if p != nil {
+		p.uses++
+	}
+	return p
+}
+
+// drop ends a use of memory. It returns the memory if that was the last one.
+func (o *offering) drop(t handoff.Token) *physical {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p := o.all[t]
+	if p.uses--; p.uses > 0 {
+		return nil
+	}
+	delete(o.all, t)
+	return p
 }
 
 // at returns the memory that has the byte at an address of a GPU, of whichever Device. nil: there
@@ -209,7 +257,7 @@ func (o *offering) at(g *gpu, address uint64) *physical {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, p := range o.all {
-		if p.v.gpu.same(g) && address >= p.at && address-p.at < p.size {
+		if !p.freed && p.v.gpu.same(g) && address >= p.at && address-p.at < p.size {
 			return p
 		}
 	}
@@ -219,15 +267,27 @@ func (o *offering) at(g *gpu, address uint64) *physical {
 // same reports whether two are the same GPU.
 func (g *gpu) same(o *gpu) bool { return g.d == o.d && g.device == o.device }
 
-// descriptor makes one for another process. With the lock the memory is not freed.
+// descriptor makes one for another process. With the lock the memory is not unmapped.
 func (o *offering) descriptor(t handoff.Token) (fd int, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	p := o.all[t]
+	p := o.findLocked(t)
 	if p == nil || !p.shared {
 		return -1, errors.New("there is no such memory, or not any more")
 	}
 	return p.v.gpu.exportDescriptor(p.handle)
+}
+
+// openOwn gives the GPU access to memory of this process, which it uses until drop.
+func (g *gpu) openOwn(r region) (at uint64, err error) {
+	p := offers.use(r.token)
+	if p == nil {
+		return 0, errNotOwn
+	}
+	if err := g.giveAccess(p.at, p.size); err != nil {
+		return 0, errors.Join(err, g.drop(r.token))
+	}
+	return p.at, nil
 }
 
 // openPhysical maps memory of another process, by its handle of the fabric if r has one.
@@ -315,53 +375,50 @@ func (g *gpu) giveAccess(at, n uint64) error {
 	return g.d.failure(r, "cuMemSetAccess", "give %s access to %d bytes of memory", g.name, n)
 }
 
-// A span is addresses that memory is mapped at.
-type span struct{ at, size uint64 }
-
-// unmap waits until all work on the GPU has ended: work on memory that is not mapped would end the
-// context. While the program captures a stream the driver refuses to wait, and the capture fails,
-// whatever the mode of the thread is. The memory is then left mapped until the next unmap, or
-// unmapLeft.
-func (g *gpu) unmap(at, n uint64) error {
-	left, err := g.unmapAll(append(g.takeLeft(), span{at, n}))
+// after calls f, which unmaps memory, when all work on the GPU has ended: work on memory that is
+// not mapped would end the context. While the program captures a stream the driver refuses to wait,
+// and the capture fails, whatever the mode of the thread is. The memory is then left mapped until
+// the next call of after, or unmapLeft.
+func (g *gpu) after(f func(*gpu) error) error {
+	left, err := g.afterAll(append(g.takeLeft(), f))
 	if left {
 		return nil
 	}
 	return err
 }
 
-// unmapLeft unmaps what unmap has left mapped. It does not wait if that is nothing.
+// unmapLeft unmaps what after has left mapped. It does not wait if that is nothing.
 func (g *gpu) unmapLeft() error {
 	all := g.takeLeft()
 	if len(all) == 0 {
 		return nil
 	}
-	_, err := g.unmapAll(all)
+	_, err := g.afterAll(all)
 	return err
 }
 
-// unmapAll unmaps memory, or leaves it mapped and returns why the driver does not wait.
-func (g *gpu) unmapAll(all []span) (left bool, err error) {
+// afterAll unmaps memory, or leaves it mapped and returns why the driver does not wait.
+func (g *gpu) afterAll(all []func(*gpu) error) (left bool, err error) {
 	r := C.tutti_cuda_synchronize(g.d.lib, g.ptr)
 	err = g.d.failure(r, "cuCtxSynchronize", "wait for the work on %s before memory is unmapped", g.name)
 	if capturing(r) {
 		g.d.mu.Lock()
 		defer g.d.mu.Unlock()
 		if g.d.left == nil {
-			g.d.left = map[C.int][]span{}
+			g.d.left = map[C.int][]func(*gpu) error{}
 		}
 		g.d.left[g.device] = append(g.d.left[g.device], all...)
 		return true, err
 	}
 	errs := []error{err}
-	for _, s := range all {
-		errs = append(errs, g.unmapUnused(s.at, s.size))
+	for _, f := range all {
+		errs = append(errs, f(g))
 	}
 	return false, first(errs)
 }
 
-// takeLeft returns what was left mapped, which the caller unmaps.
-func (g *gpu) takeLeft() []span {
+// takeLeft returns what unmaps the memory that was left mapped. The caller calls it.
+func (g *gpu) takeLeft() []func(*gpu) error {
 	g.d.mu.Lock()
 	defer g.d.mu.Unlock()
 	left := g.d.left[g.device]

@@ -478,6 +478,65 @@ func TestAccessOfOtherDevices(t *testing.T) {
 	}
 }
 
+// Memory that was freed stays while a stream of another device of the process may load from it:
+// until the use is released, or that device is closed. Nothing is imported again, and the memory is
+// the program's no more.
+func TestFreedMemoryStaysForOtherDevices(t *testing.T) {
+	for _, gpus := range []int{1, 2} {
+		for _, end := range []string{"released", "released after its owner was closed", "closed", "closed first"} {
+			t.Run(fmt.Sprintf("%d GPUs, %s", gpus, end), func(t *testing.T) {
+				f, d := start(t, fake.Config{Devices: 2})
+				t.Cleanup(func() { f.Empty(t) })
+				v, err := d.Open(0)
+				must(t, err)
+				owner, err := d.Open(gpus - 1)
+				must(t, err)
+				theirs, mine := alloc(t, owner, physicalBytes), alloc(t, v, physicalBytes)
+				copy(f.Bytes(theirs), pattern(physicalBytes))
+				key, _, err := owner.Share(theirs)
+				must(t, err)
+				one, err := v.Import(1, key)
+				must(t, err)
+				two, err := v.Import(2, key)
+				must(t, err)
+				from, err := one.Memory(0, physicalBytes)
+				must(t, err)
+				if end == "closed first" {
+					must(t, v.Close(), one.Release(false))
+					if f.Census().Reserved != 1 {
+						t.Error("closing a device has unmapped memory that its owner has not freed")
+					}
+					must(t, owner.Free(theirs), owner.Close())
+					return
+				}
+				must(t, owner.Free(theirs))
+				if _, err := v.Import(1, key); !errors.Is(err, device.ErrMemory) || owner.Lasts(key) {
+					t.Errorf("memory that was freed lasts: %v", err)
+				}
+				if end == "released after its owner was closed" {
+					must(t, owner.Close())
+				}
+				s := newStreamOf(t, v)
+				must(t, s.Copy(mine, from), wait(s))
+				if !bytes.Equal(f.Bytes(mine), pattern(physicalBytes)) {
+					t.Error("other bytes were read")
+				}
+				if end != "closed" {
+					must(t, one.Release(true), one.Release(true))
+					if f.Census().Reserved != 2 {
+						t.Error("the memory was unmapped while it is used")
+					}
+					must(t, two.Release(true))
+					if f.Census().Reserved != 1 {
+						t.Error("the last use has not unmapped the memory")
+					}
+				}
+				must(t, v.Close(), owner.Close())
+			})
+		}
+	}
+}
+
 // What was allocated by a Device is shared by another one of the same GPU, until it is freed.
 func TestAnotherDeviceOfTheGPUShares(t *testing.T) {
 	_, v := open(t, fake.Config{})

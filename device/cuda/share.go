@@ -131,7 +131,9 @@ func (v *Device) describe(m mem.Memory, k *key) (offset uint64, err error) {
 	return offset, err
 }
 
-// Import implements device.Sharer. Memory of this process is taken as it is.
+// Import implements device.Sharer. Memory of this process is taken as it is. If it has a descriptor
+// it stays mapped until Release, as that of other processes does; else its owner must not free it
+// before.
 func (v *Device) Import(owner uint64, b []byte) (device.Shared, error) {
 	k, err := decode(b)
 	if err != nil {
@@ -145,14 +147,17 @@ func (v *Device) Import(owner uint64, b []byte) (device.Shared, error) {
 		if err := v.reachOwn(&k, path); err != nil {
 			return nil, unreachable(err)
 		}
-		return &own{k.Base, k.Size, v.loc, path}, nil
-	}
-	if k.kind == kindFabric && !v.inClique(k.clique) {
-		k.kind, k.Driver = kindDescriptor, [64]byte{}
-	}
-	if k.kind == kindIPC && !v.gpu.d.IPC() || k.kind != kindIPC && !v.info.VMM {
-		return nil, fmt.Errorf("cuda: this driver has no handles of other processes of kind %d: %w", k.kind,
-			errors.ErrUnsupported)
+		if k.kind == kindIPC {
+			return &own{k.Base, k.Size, v.loc, path}, nil
+		}
+	} else {
+		if k.kind == kindFabric && !v.inClique(k.clique) {
+			k.kind, k.Driver = kindDescriptor, [64]byte{}
+		}
+		if k.kind == kindIPC && !v.gpu.d.IPC() || k.kind != kindIPC && !v.info.VMM {
+			return nil, fmt.Errorf("cuda: this driver has no handles of other processes of kind %d: %w", k.kind,
+				errors.ErrUnsupported)
+		}
 	}
 	i, err := v.imports.take(owner, k.region)
 	if err != nil {
@@ -168,7 +173,10 @@ func (v *Device) inClique(clique [16]byte) bool {
 	return v.kinds.types&handleFabric != 0 && clique == v.kinds.clique
 }
 
-// reachOwn has streams reach memory of this process.
+// errNotOwn says that a key of this process names no memory, or not any more.
+var errNotOwn = fmt.Errorf("cuda: a key that names no memory of this process: %w", device.ErrMemory)
+
+// reachOwn has streams reach memory of this process, or finds that an import can.
 func (v *Device) reachOwn(k *key, path string) error {
 	if err := v.open(); err != nil {
 		return err
@@ -182,12 +190,12 @@ func (v *Device) reachOwn(k *key, path string) error {
 	p := offers.find(k.token)
 	switch {
 	case p == nil || p.at != k.Base || p.size != k.Size:
-		return fmt.Errorf("cuda: a key that names no memory of this process: %w", device.ErrMemory)
+		return errNotOwn
 	case p.v.gpu.d != v.gpu.d:
 		return fmt.Errorf("cuda: GPU %s is not open in this process by the same driver: %w", k.name,
 			errors.ErrUnsupported)
 	}
-	return v.gpu.giveAccess(p.at, p.size)
+	return nil
 }
 
 // Forget implements device.Sharer: see ForgetIPC.
@@ -247,7 +255,13 @@ func (i *imported) Release(gone bool) error {
 	return i.Import.Release()
 }
 
-// own is an allocation of this process.
+// other reports whether an allocation is one of another process.
+func other(s device.Shared) bool {
+	i, ok := s.(*imported)
+	return ok && i.m.key.region.process != process
+}
+
+// own is an allocation of this process that has an IPC handle only.
 type own struct {
 	at, size uint64
 	loc      mem.Location
