@@ -22,7 +22,8 @@ type Reserver interface {
 	// s, as WriteValue does. What was not given to s is never done. Where no place is left, and for
 	// other work than the places are for, the error wraps ErrPlaces. Close may be called by any
 	// goroutine, and does not wait: s passes the places that are left, and events remain valid. If
-	// s is closed, the stream refuses work with ErrClosed.
+	// s is closed, the stream refuses work with ErrClosed. Record has an event also then: it is
+	// done when s has done the places that it was given.
 	//
 	// Reserve waits while the driver of s takes no more work. Its error wraps
 	// errors.ErrUnsupported if s cannot have places, because it records its work for example.

@@ -58,6 +58,15 @@ type devices struct {
 type ownStream struct {
 	sync.Mutex
 	device.Stream
+	over chan struct{} // closed when the stream was
+	err  error         // of Close then
+}
+
+// Close closes the stream, once.
+func (s *ownStream) Close() error {
+	s.err = s.Stream.Close()
+	close(s.over)
+	return s.err
 }
 
 const (
@@ -84,7 +93,7 @@ func (x *devices) streamLocked(all *map[Location]*ownStream, d device.Device) (*
 	if *all == nil {
 		*all = map[Location]*ownStream{}
 	}
-	(*all)[loc] = &ownStream{Stream: s}
+	(*all)[loc] = &ownStream{Stream: s, over: make(chan struct{})}
 	return (*all)[loc], nil
 }
 
@@ -95,7 +104,7 @@ func (x *devices) close() (all []device.Stream) {
 	x.closed = true
 	for _, streams := range []map[Location]*ownStream{x.own, x.waiting} {
 		for _, s := range streams {
-			all = append(all, s.Stream)
+			all = append(all, s)
 		}
 	}
 	x.own, x.waiting = nil, nil

@@ -165,7 +165,12 @@ func (f *feed) Import(slot int, key []byte) (device.Shared, error) {
 	owner := j.places[f.g.v.ranks[slot]].Incarnation
 	j.proxy.Leave()
 	defer j.proxy.Return()
-	return j.imports(f.v.direct.device, owner, key)
+	d := f.v.direct.device
+	s, err := j.imports(d, owner, key)
+	if err != nil {
+		return nil, err
+	}
+	return &loaded{s, d}, nil
 }
 
 func (f *feed) Lasts(key []byte) bool { return f.v.direct.device.Lasts(key) }
@@ -201,8 +206,8 @@ func (f *feed) Settle(last bool) error {
 	e, err := v.event, v.err
 	v.mu.Unlock()
 	if err != nil {
-		if last { // and no event follows what the stream has taken
-			g.job.doubt(unknown{err})
+		if last {
+			g.job.doubt(v.direct.device, v.taken())
 		}
 		return f.broken(err)
 	}
@@ -223,9 +228,52 @@ func (f *feed) Settle(last bool) error {
 		err = f.broken(e.Wait(context.Background()))
 	}
 	if err != nil && last {
-		g.job.doubt(e)
+		if e.Done() { // it does not tell
+			e = v.taken()
+		}
+		g.job.doubt(v.direct.device, e)
 	}
 	return err
+}
+
+// taken returns the event of a stream that has refused something, when it has done what it has
+// taken.
+func (v *visit) taken() device.Event {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.own != nil {
+		v.own.Lock()
+		defer v.own.Unlock()
+	}
+	e, err := v.stream.Record()
+	switch {
+	case err == nil:
+		return e
+	case v.own != nil:
+		return closing{v.own}
+	}
+	return unknown{err}
+}
+
+// A closing is the event that a stream of the group was closed, with which all its work has ended.
+type closing struct{ s *ownStream }
+
+func (c closing) Done() bool {
+	select {
+	case <-c.s.over:
+		return true
+	default:
+		return false
+	}
+}
+
+func (c closing) Wait(ctx context.Context) error {
+	select {
+	case <-c.s.over:
+		return c.s.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 func (f *feed) Stage() error {
@@ -274,7 +322,20 @@ func (j *job) forget(gone func(incarnation uint64) bool) {
 	}
 }
 
-// An unknown is the event of a stream that has failed, and does not tell when its work ends.
+// A loaded is memory of another rank that streams of a device load from.
+type loaded struct {
+	device.Shared
+	device device.Sharer
+}
+
+// A doubt is that a stream of a device may use other ranks' memory until it has reached an event.
+type doubt struct {
+	device device.Sharer
+	until  device.Event
+}
+
+// An unknown is the event of a stream of the caller that has failed, and does not tell when its work
+// ends.
 type unknown struct{ why error }
 
 func (unknown) Done() bool { return false }
@@ -283,12 +344,12 @@ func (u unknown) Wait(context.Context) error {
 	return fmt.Errorf("a stream that may use it has failed: %v", u.why) // is not ErrClosed: see drop
 }
 
-// doubt says that a stream may use other ranks' memory until it has reached an event.
-func (j *job) doubt(e device.Event) {
+// doubt says that a stream of d may use other ranks' memory until it has reached an event.
+func (j *job) doubt(d device.Sharer, e device.Event) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	over := func(e device.Event) bool { return e.Done() && quiet(j.retiring, e) == nil }
-	j.doubtful = append(slices.DeleteFunc(j.doubtful, over), e)
+	over := func(o doubt) bool { return o.until.Done() && quiet(j.retiring, o.until) == nil }
+	j.doubtful = append(slices.DeleteFunc(j.doubtful, over), doubt{d, e})
 }
 
 // quiet waits until the stream of an event has done what is before it. Nothing of a stream that was
@@ -300,26 +361,37 @@ func quiet(ctx context.Context, e device.Event) error {
 	return nil
 }
 
-// drop ends uses of other ranks' memory: see exec.Config.Drop. It does not wait: a stream may have
-// to do work of operations that were given up before, and a driver may wait for the work on the
-// device.
+// drop ends uses of other ranks' memory, each a *loaded: see exec.Config.Drop. It does not wait: a
+// stream of the device may have to do work of operations that were given up before, and a driver may
+// wait for the work on the device.
 func (j *job) drop(shared []device.Shared, gone bool) {
 	j.mu.Lock()
 	before := slices.Clone(j.doubtful)
 	j.mu.Unlock()
 	j.unmapping.Go(func() {
-		for _, e := range before {
-			if err := quiet(j.retiring, e); err != nil {
+		failed := map[device.Sharer]bool{}
+		for _, o := range before {
+			uses := func(s device.Shared) bool { return s.(*loaded).device == o.device }
+			if failed[o.device] || !slices.ContainsFunc(shared, uses) {
+				continue
+			}
+			if err := quiet(j.retiring, o.until); err != nil {
 				j.log.Warn("memory of another rank's device stays mapped until the device is closed", "err", err)
-				return
+				failed[o.device] = true
 			}
 		}
-		for _, s := range shared {
-			if err := s.Release(gone); err != nil {
-				j.log.Warn("memory of another rank's device stays mapped", "err", err)
-			}
-		}
+		j.unmap(slices.DeleteFunc(slices.Clone(shared), func(s device.Shared) bool { return failed[s.(*loaded).device] }),
+			gone)
 	})
+}
+
+// unmap ends uses of other ranks' memory that no work has any more. It may wait.
+func (j *job) unmap(shared []device.Shared, gone bool) {
+	for _, s := range shared {
+		if err := s.Release(gone); err != nil {
+			j.log.Warn("memory of another rank's device stays mapped", "err", err)
+		}
+	}
 }
 
 // unmapAll waits until all use of other ranks' memory has ended, as long as for a stream. No

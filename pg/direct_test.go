@@ -257,8 +257,8 @@ func (s *countedShare) Release(bool) error {
 	return nil
 }
 
-// The memory of other ranks stays mapped until the streams have done what operations that were
-// given up had given them, and if a stream does not tell.
+// The memory of other ranks stays mapped until the streams of the device have done what operations
+// that were given up had given them, and if a stream does not tell. Other devices go on.
 func TestMemoryIsMappedWhileStreamsMayUseIt(t *testing.T) {
 	failed := errors.New("the context has ended")
 	for _, c := range []struct {
@@ -273,16 +273,23 @@ func TestMemoryIsMappedWhileStreamsMayUseIt(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := newJob(&settings{Config: Config{Logger: slog.New(slog.DiscardHandler)}})
-				e, s, later := &failingEvent{make(chan struct{}), c.err}, new(countedShare), new(countedShare)
-				j.doubt(e)
-				j.drop([]device.Shared{s}, true)
+				d, another := devicetest.NewLate("cuda:0", 1, 0), devicetest.NewLate("cuda:1", 1, 0)
+				e, s, later, beside := &failingEvent{make(chan struct{}), c.err}, new(countedShare), new(countedShare),
+					new(countedShare)
+				j.doubt(d, e)
+				j.drop([]device.Shared{&loaded{beside, another}}, true)
+				j.unmapping.Wait()
+				if beside.released.Load() != 1 {
+					t.Error("the memory waits for a stream of another device")
+				}
+				j.drop([]device.Shared{&loaded{s, d}}, true)
 				if synctest.Wait(); s.released.Load() != 0 {
 					t.Error("the memory is unmapped while a stream may use it")
 				}
 				close(e.reached)
 				j.unmapping.Wait()
-				j.doubt(&failingEvent{e.reached, nil}) // which drops what is known to be over
-				j.drop([]device.Shared{later}, true)
+				j.doubt(d, &failingEvent{e.reached, nil}) // which drops what is known to be over
+				j.drop([]device.Shared{&loaded{later, d}}, true)
 				j.unmapping.Wait()
 				if got := [2]int32{s.released.Load(), later.released.Load()}; got != [2]int32{c.release, c.release} {
 					t.Errorf("released %v times, want %d", got, c.release)
@@ -293,20 +300,66 @@ func TestMemoryIsMappedWhileStreamsMayUseIt(t *testing.T) {
 	}
 }
 
-// An operation whose stream has refused work leaves a doubt when it has ended.
+// A refusing stream takes no work.
+type refusingStream struct{ device.Stream }
+
+func (refusingStream) Record() (device.Event, error) { return nil, errors.New("refused") }
+
+func (refusingStream) Close() error { return nil }
+
+// An operation whose stream has refused work leaves a doubt when it has ended: until the stream has
+// done what it had taken. A stream of the group that takes nothing more is over when it was closed.
 func TestSettleDoubts(t *testing.T) {
-	j := newJob(&settings{Config: Config{Logger: slog.New(slog.DiscardHandler)}})
-	f := &feed{g: &Group{job: j}, v: &visit{err: fmt.Errorf("no place: %w", device.ErrClosed)}}
-	if err := f.Settle(false); err == nil || len(j.doubtful) > 0 {
-		t.Errorf("%v, and %d doubts of a call that goes on", err, len(j.doubtful))
+	for _, c := range []struct {
+		name string
+		make func() (v *visit, end func())
+		last int32 // releases in the end
+	}{
+		{"it takes other work", func() (*visit, func()) {
+			e := &failingEvent{make(chan struct{}), nil}
+			return &visit{stream: recordingStream{event: e}}, func() { close(e.reached) }
+		}, 1},
+		{"one of the group", func() (*visit, func()) {
+			own := &ownStream{Stream: refusingStream{}, over: make(chan struct{})}
+			return &visit{stream: own, own: own}, func() { own.Close() }
+		}, 1},
+		{"one of the caller", func() (*visit, func()) { return &visit{stream: refusingStream{}}, nil }, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := newJob(&settings{Config: Config{Logger: slog.New(slog.DiscardHandler)}})
+				d := devicetest.NewLate("cuda:0", 1, 0)
+				v, end := c.make()
+				v.err, v.direct = errors.New("no place"), &direct{device: d}
+				f := &feed{g: &Group{job: j}, v: v}
+				if err := f.Settle(false); err == nil || len(j.doubtful) > 0 {
+					t.Errorf("%v, and %d doubts of a call that goes on", err, len(j.doubtful))
+				}
+				if err := f.Settle(true); err == nil {
+					t.Error("the stream has not failed")
+				}
+				s := new(countedShare)
+				j.drop([]device.Shared{&loaded{s, d}}, true)
+				if synctest.Wait(); s.released.Load() != 0 {
+					t.Error("the memory is unmapped while a stream may use it")
+				}
+				if end != nil {
+					end()
+				}
+				j.unmapping.Wait()
+				if got := s.released.Load(); got != c.last {
+					t.Errorf("released %d times, want %d", got, c.last)
+				}
+				j.unretire()
+			})
+		})
 	}
-	s := new(countedShare)
-	if err := f.Settle(true); err == nil {
-		t.Error("the stream has not failed")
-	}
-	j.drop([]device.Shared{s}, true)
-	if j.unmapping.Wait(); s.released.Load() != 0 {
-		t.Error("the memory is unmapped while a stream may use it")
-	}
-	j.unretire()
 }
+
+// A recordingStream refuses work, and has an event.
+type recordingStream struct {
+	device.Stream
+	event device.Event
+}
+
+func (s recordingStream) Record() (device.Event, error) { return s.event, nil }

@@ -13,7 +13,6 @@ import (
 	"github.com/hashicorp/go-multierror"
 
 	"tutti/bootstrap"
-	"tutti/device"
 	"tutti/p2p"
 	"tutti/pg/flight"
 	"tutti/pg/internal/join"
@@ -49,7 +48,7 @@ type job struct {
 	unmapping sync.WaitGroup  // goroutines that free and unmap memory
 	retiring  context.Context // in which exchanges wait for their work
 	unretire  context.CancelFunc
-	doubtful  []device.Event // of streams that may use other ranks' memory; under mu
+	doubtful  []doubt // under mu
 
 	mu        sync.Mutex
 	refs      int                   // groups that are open

@@ -483,7 +483,7 @@ func (j *job) retire(made device.Exchange, inboxes []device.Shared) {
 			j.log.Warn("memory of an exchange of devices stays until the device is closed", "err", err)
 			return
 		}
-		j.drop(inboxes, true)
+		j.unmap(inboxes, true)
 	})
 }
 

@@ -354,9 +354,6 @@ func (r *reserved) WriteValue(word mem.Memory, n uint64) error {
 func (r *reserved) Record() (device.Event, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.closed {
-		return nil, fmt.Errorf("cuda: %s: %w", r.v.loc, device.ErrClosed)
-	}
 	r.flushLocked()
 	return &placeEvent{r: r, number: r.base + uint64(r.given)}, nil
 }

@@ -214,9 +214,6 @@ func (r *reserved) WriteValue(word mem.Memory, v uint64) error {
 func (r *reserved) Record() (device.Event, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.ended() {
-		return nil, fmt.Errorf("late: %w", device.ErrClosed)
-	}
 	r.open = false
 	return &event{s: r.s, over: r.done[len(r.work)]}, nil
 }
