@@ -32,7 +32,8 @@ type Device interface {
 	Location() mem.Location
 	// Alloc returns n bytes of the device's memory with undefined contents.
 	Alloc(n int) (mem.Memory, error)
-	// Free frees memory of Alloc. No stream may be using it. An error wraps ErrMemory.
+	// Free frees memory of Alloc. No stream may be using it. An error wraps ErrMemory if the memory
+	// is not of Alloc; others are the driver's.
 	Free(m mem.Memory) error
 	// Stream makes a stream. The caller closes it.
 	Stream() (Stream, error)

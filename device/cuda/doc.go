@@ -102,9 +102,9 @@
 // for something that the caller is to do. [Device.Close] closes what is left.
 //
 // Do not free memory of Alloc that has a descriptor while the program captures a stream of the GPU:
-// the driver refuses to wait, and the capture fails. Such memory is unmapped by the next Free, or
-// by Close. The memory of an exchange, and what was imported by a descriptor, is unmapped without
-// waiting, because its user says that no work uses it.
+// the driver refuses to wait, and the capture fails. Such memory is unmapped by the next Free of
+// memory with a descriptor, or by Close. The memory of an exchange, and what was imported by a
+// descriptor, is unmapped without waiting, because its user says that no work uses it.
 package cuda
 
 import (

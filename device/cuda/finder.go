@@ -31,8 +31,8 @@ type Finder struct {
 	closed bool
 }
 
-// Find implements device.Finder, for "cuda:N". An error of the driver is not kept: the next call
-// tries again.
+// Find implements device.Finder, for "cuda:N". After an error of the GPU the next call tries again;
+// that of Load is kept for the life of the process.
 func (f *Finder) Find(loc mem.Location) (device.Device, error) {
 	number, ok := strings.CutPrefix(string(loc), "cuda:")
 	n, err := strconv.Atoi(number)
