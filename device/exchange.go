@@ -93,15 +93,17 @@ type Exchange interface {
 	// Do has s do this rank's part of a collective when all earlier calls have ended on whichever
 	// stream. Reductions are in the order of the ranks. If s records its work (Capturer), that is
 	// recorded. The work waits for the streams of the other ranks, at most for limit if that is not
-	// 0. It ends without a result as Failure says; so does all later work then. The number of the
-	// call is one more than that of the call before, and 0 if it is recorded.
+	// 0. Close of s waits as well: call Stop before. It ends without a result as Failure says; so
+	// does all later work then. The number of the call is one more than that of the call before,
+	// and 0 if it is recorded.
 	Do(s Stream, c ExchangeCall, limit time.Duration) (number uint64, err error)
 	// Free frees its memory. It stops the exchange, has later calls of Do fail, and waits
 	// until the work of the earlier ones has ended. The inbox stays as long as other ranks may
 	// store into it: those of this process until their own Free, those of others until the device
 	// is closed, unless the inbox lives while they have it mapped. If ctx ends before the work
 	// does, if a stream has recorded work, or if it is not known when the work ends, there is an
-	// error, and all memory stays until the device is closed. Closing the device ends the wait.
+	// error, and all memory stays until the device is closed. Closing the device calls Stop, and
+	// ends the wait.
 	// Idempotent.
 	Free(ctx context.Context) error
 	// Stop ends the work that waits, and all that is given later or repeated. Idempotent.

@@ -334,8 +334,8 @@ type doubt struct {
 	until  device.Event
 }
 
-// An unknown is the event of a stream of the caller that has failed, and does not tell when its work
-// ends.
+// An unknown is the event of a stream of the caller that has failed, and does not tell when its
+// work ends.
 type unknown struct{ why error }
 
 func (unknown) Done() bool { return false }
@@ -362,8 +362,8 @@ func quiet(ctx context.Context, e device.Event) error {
 }
 
 // drop ends uses of other ranks' memory, each a *loaded: see exec.Config.Drop. It does not wait: a
-// stream of the device may have to do work of operations that were given up before, and a driver may
-// wait for the work on the device.
+// stream of the device may have to do work of operations that were given up before, and a driver
+// may wait for the work on the device.
 func (j *job) drop(shared []device.Shared, gone bool) {
 	j.mu.Lock()
 	before := slices.Clone(j.doubtful)
@@ -380,8 +380,8 @@ func (j *job) drop(shared []device.Shared, gone bool) {
 				failed[o.device] = true
 			}
 		}
-		j.unmap(slices.DeleteFunc(slices.Clone(shared), func(s device.Shared) bool { return failed[s.(*loaded).device] }),
-			gone)
+		kept := func(s device.Shared) bool { return failed[s.(*loaded).device] }
+		j.unmap(slices.DeleteFunc(slices.Clone(shared), kept), gone)
 	})
 }
 

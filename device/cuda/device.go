@@ -27,13 +27,14 @@ type Device struct {
 	outside   markers             // of borrowed streams
 	blocking  bool                // see blocking
 
-	mu      sync.Mutex
-	closed  bool
-	running sync.WaitGroup // functions of during and behind, and freeLarge
-	failed  error          // the first of behind and freeLarge
-	streams map[*stream]struct{}
-	memory  map[uint64]allocation // by address, of Alloc
-	host    heap
+	mu        sync.Mutex
+	closed    bool
+	running   sync.WaitGroup // functions of during and behind, and freeLarge
+	failed    error          // the first of behind and freeLarge
+	streams   map[*stream]struct{}
+	exchanges map[*exchange]struct{} // that were not freed
+	memory    map[uint64]allocation  // by address, of Alloc
+	host      heap
 
 	rooms   rooms
 	kinds   kinds    // of handles of memory
@@ -74,7 +75,8 @@ func (d *Driver) open(clique string, ordinal int, preload bool, getenv func(stri
 		return nil, err
 	}
 	v := &Device{gpu: g, info: info, loc: mem.Location(g.name), functions: map[string]function{},
-		streams: map[*stream]struct{}{}, memory: map[uint64]allocation{}, host: newHeap(), blocking: blocking(getenv)}
+		streams: map[*stream]struct{}{}, exchanges: map[*exchange]struct{}{}, memory: map[uint64]allocation{},
+		host: newHeap(), blocking: blocking(getenv)}
 	v.imports = newImports(v.loc, g.openImport, g.closeImport, v.rooms.held)
 	if err = v.prepareHandles(clique); err == nil {
 		err = v.load(ptx, preload)
@@ -285,19 +287,24 @@ func (v *Device) Stream() (device.Stream, error) {
 	return s, nil
 }
 
-// Close closes the streams that are open, frees all memory of Alloc and AllocHost, unmaps that of
-// other processes, and gives the context back. It returns the first error. No other method may be
-// running, but Free of an exchange. What cannot be unmapped, because the program captures a stream,
-// is unmapped with memory of another Device of the GPU, or when that is closed. Idempotent.
+// Close stops the exchanges that were not freed, closes the streams that are open, frees all memory
+// of Alloc and AllocHost, unmaps that of other processes, and gives the context back. It returns
+// the first error. No other method may be running, but Free of an exchange and Release of an
+// import. What cannot be unmapped, because the program captures a stream, is unmapped with memory
+// of another Device of the GPU, or when that is closed. Idempotent.
 func (v *Device) Close() error {
+	v.imports.stop() // before anybody hears that the device was closed
 	v.mu.Lock()
 	if v.closed {
 		v.mu.Unlock()
 		return nil
 	}
 	v.closed = true
-	streams := slices.Collect(maps.Keys(v.streams))
+	streams, exchanges := slices.Collect(maps.Keys(v.streams)), slices.Collect(maps.Keys(v.exchanges))
 	v.mu.Unlock()
+	for _, x := range exchanges { // kernels wait in streams for other ranks
+		x.Stop()
+	}
 	errs := make([]error, len(streams))
 	var closing sync.WaitGroup
 	for i, s := range streams { // at once: one may be held up by another that waits
@@ -310,6 +317,10 @@ func (v *Device) Close() error {
 	for at, a := range v.memory {
 		errs = append(errs, v.release(at, a))
 	}
+	for _, x := range exchanges {
+		x.takeWords()
+	}
+	v.rooms.leave()
 	for _, c := range v.host.chunks {
 		errs = append(errs, v.gpu.freeHost(c.at))
 	}

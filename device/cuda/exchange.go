@@ -86,6 +86,9 @@ func (v *Device) NewExchange(ctx context.Context, rank, ranks int) (device.Excha
 		return nil, err
 	}
 	x.words.m = words
+	v.mu.Lock()
+	v.exchanges[x] = struct{}{}
+	v.mu.Unlock()
 	x.inbox = inboxes.add(v, m)
 	x.packets.Inboxes[rank] = m.Address()
 	return x, nil
@@ -355,6 +358,9 @@ func (x *exchange) release() error {
 	if m.Len() == 0 {
 		return nil
 	}
+	x.v.mu.Lock()
+	delete(x.v.exchanges, x)
+	x.v.mu.Unlock()
 	errs := []error{x.v.FreeHost(m)}
 	for _, i := range x.others {
 		errs = append(errs, inboxes.drop(i))
@@ -365,10 +371,12 @@ func (x *exchange) release() error {
 	return errors.Join(errs...)
 }
 
-// takeWords returns the words once, and an empty memory after that.
+// takeWords returns the words once, and an empty memory after that. The exchange takes no calls any
+// more.
 func (x *exchange) takeWords() (m mem.Memory) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	x.freed = true
 	w := &x.words
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -521,6 +521,78 @@ func TestCloseEndsFree(t *testing.T) {
 	f.Empty(t)
 }
 
+// Closing a device stops the exchanges whose kernels wait for other ranks in its streams.
+// Afterwards an exchange says why its calls have ended, and takes none.
+func TestCloseStopsExchanges(t *testing.T) {
+	f, d := start(t, fake.Config{})
+	v, err := d.Open(0)
+	must(t, err)
+	all := exchanges(t, []*Device{v, v})
+	s, err := v.Stream()
+	must(t, err)
+	m := number(t, f, v, 1)
+	must(t, do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0))
+	closed := make(chan error, 1)
+	go func() { closed <- v.Close() }()
+	select {
+	case err := <-closed:
+		must(t, err)
+	case <-time.After(patience):
+		t.Fatal("Close waits for a kernel that waits for another rank")
+	}
+	f.Empty(t)
+	for i, stopped := range []bool{true, false} {
+		all[i].Stop()
+		if why, _ := all[i].Failure(); (why != nil) != stopped || stopped && !why.Stopped {
+			t.Errorf("rank %d: %v", i, why)
+		}
+		err := do(all[i], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0)
+		if !errors.Is(err, device.ErrClosed) {
+			t.Errorf("a call after the device was closed: %v", err)
+		}
+		must(t, all[i].Free(t.Context()))
+	}
+}
+
+// What a stream of the program may use stays mapped while the device is closed, although Free of
+// an exchange and the events of the stream end then.
+func TestCloseKeepsImportsUntilWorkHasEnded(t *testing.T) {
+	f, keeper := open(t, fake.Config{Devices: 2, Queues: 1}) // of the context of the program's stream
+	d := keeper.gpu.d
+	v, err := d.Open(0)
+	must(t, err)
+	other, err := d.Open(1)
+	must(t, err)
+	all := exchanges(t, []*Device{v, other})
+	theirs, m := alloc(t, other, physicalBytes), number(t, f, v, 1)
+	key, _, err := other.Share(theirs)
+	must(t, err)
+	i, err := v.Import(1, key)
+	must(t, err)
+	from, err := i.Memory(0, m.Len())
+	must(t, err, other.Free(theirs), all[1].Free(t.Context()))
+	words, _, err := device.Words(v, 1)
+	must(t, err)
+	s := v.Borrow(uintptr(foreign(t, keeper)))
+	must(t, s.WaitValue(words[0], 1), s.Copy(m, from), do(all[0], s, allReduce(kernels.Sum, kernels.Uint32, m, m), 0))
+	e, err := s.Record()
+	must(t, err)
+	behind, err := v.Stream() // in the same queue, so that Close waits for it first
+	must(t, err, behind.Copy(number(t, f, v, 2), m))
+	mapped := f.Census().Reserved
+	closed := make(chan error, 1)
+	go func() { closed <- v.Close() }()
+	if err := e.Wait(t.Context()); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("an event of a device that was closed: %v", err)
+	}
+	must(t, i.Release(true), all[0].Free(t.Context()))
+	if n := f.Census().Reserved; n != mapped {
+		t.Errorf("memory at %d places is mapped, want %d until the stream has done its work", n, mapped)
+	}
+	words[0].Word(0).Store(1)
+	must(t, <-closed, other.Close())
+}
+
 // It is not known when the calls of an exchange end if a stream is closed that waits for another
 // with an earlier call. The memory stays then, as that does which a graph may use.
 func TestFreeDoesNotGuess(t *testing.T) {

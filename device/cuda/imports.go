@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -103,7 +104,7 @@ type imports struct {
 	held  func() bool // a stream waits in places for an operation, which may be the one that maps
 
 	mu      sync.Mutex
-	ended   bool
+	ended   bool // see stop
 	mapped  map[importKey]*mapping
 	dying   []*mapping // that are used, but no longer in mapped
 	closing []*mapping // that the driver unmaps
@@ -147,7 +148,7 @@ func (in *imports) take(owner uint64, r region) (*Import, error) {
 		return nil, fmt.Errorf("cuda: a handle of %d bytes at %#x: %w", r.Size, r.Base, device.ErrMemory)
 	}
 	key := importKey{owner, r}
-	for in.mapped[key] == nil {
+	for !in.ended && in.mapped[key] == nil {
 		in.drop(func(k importKey) bool { return k.region.stale(r) })
 		m := in.inTheWayLocked(r)
 		if m == nil {
@@ -276,22 +277,26 @@ func (in *imports) forget(which func(importKey) bool) {
 	in.drop(which)
 }
 
-// end has unmap close all mappings, also those that are used. It returns also what refuseLocked has
-// kept.
-func (in *imports) end(unmap func(r region, at uint64) error) error {
+// stop has Release leave mappings to end. Nothing more is mapped.
+func (in *imports) stop() {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	in.ended = true
+}
+
+// end, after stop, has unmap close all mappings, also those that are used. It returns also what
+// refuseLocked has kept.
+func (in *imports) end(unmap func(r region, at uint64) error) error {
+	in.mu.Lock()
 	for len(in.closing) > 0 {
 		in.waitLocked(in.closing[0], nil)
 	}
 	errs := []error{in.failed}
-	for _, m := range in.mapped {
-		errs = append(errs, unmap(m.key.region, m.at))
-	}
-	for _, m := range in.dying {
-		errs = append(errs, unmap(m.key.region, m.at))
-	}
+	all := slices.AppendSeq(in.dying, maps.Values(in.mapped))
 	in.mapped, in.dying = nil, nil
+	in.mu.Unlock() // Release does not wait for the work on the GPU
+	for _, m := range all {
+		errs = append(errs, unmap(m.key.region, m.at))
+	}
 	return errors.Join(errs...)
 }

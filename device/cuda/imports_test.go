@@ -24,6 +24,12 @@ type table struct {
 
 var errTable = errors.New("the driver fails")
 
+// closeAll does what closing the device does.
+func closeAll(in *imports) error {
+	in.stop()
+	return in.end(in.close)
+}
+
 func (d *table) imports() *imports {
 	d.live = map[uint64]region{}
 	return newImports("cuda:0",
@@ -132,7 +138,7 @@ func TestImports(t *testing.T) {
 		t.Error(err)
 	}
 	d.fails = false
-	must(in.end(in.close))
+	must(closeAll(in))
 	mapped("the end", 0)
 	if _, err := in.take(8, b); !errors.Is(err, device.ErrClosed) {
 		t.Error(err)
@@ -201,7 +207,7 @@ func TestAnyImports(t *testing.T) {
 		if len(in.dying)+len(in.mapped)+len(in.closing) != 0 || len(d.live) != 0 {
 			t.Fatalf("%d mappings, %d known, %d dying", len(d.live), len(in.mapped), len(in.dying))
 		}
-		if err := in.end(in.close); err != nil || len(d.live) != 0 {
+		if err := closeAll(in); err != nil || len(d.live) != 0 {
 			t.Fatalf("%v, %d left", err, len(d.live))
 		}
 	})
@@ -256,7 +262,7 @@ func TestImportsWhileUnmapping(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if err := in.end(in.close); err != nil || len(in.mapped)+len(in.dying)+len(in.closing) != 0 {
+	if err := closeAll(in); err != nil || len(in.mapped)+len(in.dying)+len(in.closing) != 0 {
 		t.Errorf("%v, %d mappings are left", err, len(in.mapped)+len(in.dying)+len(in.closing))
 	}
 }
@@ -292,7 +298,7 @@ func TestImportGivesUp(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := errors.Join(two.Release(), in.end(in.close)); err != nil {
+			if err := errors.Join(two.Release(), closeAll(in)); err != nil {
 				t.Error(err)
 			}
 		})
@@ -349,7 +355,7 @@ func TestImportWaitsForUses(t *testing.T) {
 				// The last use ends meanwhile.
 				one = take(owners[0], x)
 				time.AfterFunc(releaseTime/2, func() { one.Release() })
-				must(take(owners[1], y).Release(), in.end(in.close))
+				must(take(owners[1], y).Release(), closeAll(in))
 			})
 		})
 	}
@@ -384,7 +390,7 @@ func TestRefusedImport(t *testing.T) {
 		if _, err := in.take(7, handle(2, 4096, 100)); err != nil {
 			t.Error(err)
 		}
-		if err := in.end(in.close); !errors.Is(err, errTable) {
+		if err := closeAll(in); !errors.Is(err, errTable) {
 			t.Errorf("%v, want %v", err, errTable)
 		}
 	})

@@ -64,8 +64,7 @@ func (r *rooms) take(u *reserved) error {
 	}
 	var x *room
 	if i := slices.IndexFunc(r.all, func(x *room) bool { return x.capacity == capacity && x.free() }); i >= 0 {
-		x = r.all[i]
-		if !x.passed() {
+		if x = r.all[i]; x.user != nil {
 			x.user.leave()
 		}
 	} else {
@@ -128,6 +127,18 @@ func (x *room) free() bool {
 	}
 }
 
+// leave has the device's streams use no room any more: the device is closed.
+func (r *rooms) leave() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, x := range r.all {
+		if x.user != nil {
+			x.user.leave()
+		}
+	}
+	r.all = nil
+}
+
 // held reports whether streams have places to pass.
 func (r *rooms) held() bool {
 	r.mu.Lock()
@@ -155,13 +166,13 @@ type reserved struct {
 	order device.Places
 	base  uint64 // the number before that of the first place
 	ended device.Event
-	idle  <-chan struct{}        // of the carrier
-	left  atomic.Pointer[uint64] // the number of the last place that was done, when r left the room
+	idle  <-chan struct{} // of the carrier
 
 	mu     sync.Mutex
-	given  int  // places that the carrier may do
-	open   bool // the next one has work
-	closed bool // it takes no more
+	left   *uint64 // the number of the last place that was done, when r left the room; nil: it is there
+	given  int     // places that the carrier may do
+	open   bool    // the next one has work
+	closed bool    // it takes no more
 }
 
 // Reserves implements device.Reserver.
@@ -234,13 +245,14 @@ func (r *reserved) place(m mem.Memory, i int) mem.Memory {
 	return m.Slice(i*int(gpukernels.PlaceSize), int(gpukernels.PlaceSize))
 }
 
-// leave has r use the room no more. The carrier was closed, and its work has ended.
+// leave has r use the room no more. The carrier has passed its places, or was closed, and its work
+// has ended, or the device is closed.
 func (r *reserved) leave() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.closeLocked()
 	done := r.room.words[1].Word(0).Load()
-	r.left.Store(&done)
+	r.left = &done
 }
 
 // forge says that the carrier is closed, and passes all places.
@@ -363,6 +375,9 @@ func (r *reserved) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.closeLocked()
+	if r.left != nil {
+		return nil
+	}
 	raise(r.room.words[0].Word(0), r.base+uint64(r.order.N))
 	return nil
 }
@@ -380,11 +395,12 @@ type placeEvent struct {
 }
 
 func (e *placeEvent) reached() bool {
-	done := e.r.room.words[1].Word(0).Load()
-	if left := e.r.left.Load(); left != nil { // others use the word
-		done = *left
+	e.r.mu.Lock()
+	defer e.r.mu.Unlock()
+	if e.r.left != nil { // others use the word
+		return *e.r.left >= e.number
 	}
-	return done >= e.number
+	return e.r.room.words[1].Word(0).Load() >= e.number
 }
 
 // Done implements device.Event.

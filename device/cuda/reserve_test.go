@@ -211,6 +211,49 @@ func TestClosedStreamFreesRooms(t *testing.T) {
 	must(t, places.Close())
 }
 
+// Events of places tell what they did after the device was closed, also those of an earlier use of
+// the room.
+func TestEventsOfPlacesOutliveTheDevice(t *testing.T) {
+	_, d := start(t, fake.Config{})
+	v, err := d.Open(0)
+	must(t, err)
+	s, err := v.Stream()
+	must(t, err)
+	var all []device.Stream
+	var done []device.Event
+	for range 2 {
+		places, err := v.Reserve(s, device.Places{N: 2})
+		must(t, err)
+		e, err := places.Record()
+		must(t, err, places.Close(), wait(s))
+		all, done = append(all, places), append(done, e)
+	}
+	words, _, err := device.Words(v, 1)
+	must(t, err, s.WaitValue(words[0], 1))
+	places, err := v.Reserve(s, device.Places{N: mostInFlight}) // more than the driver is given
+	must(t, err)
+	for range mostInFlight {
+		must(t, places.WriteValue(words[0], 1))
+	}
+	dropped, err := places.Record()
+	must(t, err, v.Close())
+	for _, e := range done {
+		if !e.Done() {
+			t.Error("an event is not done any more")
+		}
+		must(t, e.Wait(t.Context()))
+	}
+	if err := dropped.Wait(t.Context()); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("an event of a place that was dropped: %v", err)
+	}
+	for _, places := range append(all, places) {
+		must(t, places.Close())
+		if e, err := places.Record(); err != nil || !e.Done() {
+			t.Errorf("places of a device that was closed: %v", err)
+		}
+	}
+}
+
 // A stream that has not been seen to end may still do its work: the memory of its places and its
 // buffers are not used again.
 func TestUnfinishedStreamsKeepMemory(t *testing.T) {
