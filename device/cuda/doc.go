@@ -95,7 +95,9 @@
 // No stream of this package waits for ever: Close stores the values that a stream waits for to
 // their words, so that the GPU passes them. Work behind such a word is then done, with whatever the
 // memory holds, before Close returns; its events fail with device.ErrClosed. Afterwards nothing of
-// the stream touches memory, and the context is as usable as before.
+// the stream touches memory, and the context is as usable as before. A call of an exchange that
+// waits for other ranks holds up Close until it is stopped, or its limit is over; [Device.Close]
+// stops it.
 //
 // Nothing is freed by itself. Free, and releasing what was imported by an IPC handle, may wait
 // until all work on the GPU has ended, as the driver does: do not call them while a stream waits
