@@ -32,6 +32,8 @@ import (
 //     another one.
 //   - cause and of are set when an operation fails, or the group with that of another rank, and
 //     sent with all standings that follow. Recover clears cause.
+//   - given is set when a call gives an exchange up, until the exchange is complete or this rank is
+//     in another one.
 //   - skips covers the operations that exchanges have ended and this rank has not called.
 //   - parts is set from the beginning of the wait in Close on: only in a closed group.
 //   - agreement.between is set only while a call has the turn (Group.busy).
@@ -48,6 +50,7 @@ type passage struct {
 	held  uint64          // the view of the latest complete exchange
 	cause []byte          // why an operation or the group has failed, as the other ranks are told
 	of    uint64          // that operation
+	given *gaveUp         // the exchange that this rank is in
 	skips []skip          // in order
 
 	present map[int]resync.Point // boundaries that the other ranks have reached, by slot
@@ -103,6 +106,12 @@ func decodePresent(b []byte) (at resync.Point, err error) {
 		return at, fmt.Errorf("a boundary of %d bytes, want at least %d", len(b), presentSize)
 	}
 	return resync.Point{View: binary.LittleEndian.Uint64(b), Attempt: binary.LittleEndian.Uint64(b[8:])}, nil
+}
+
+// A gaveUp is why this rank has given an exchange up, and what its members are told of that.
+type gaveUp struct {
+	why  error
+	tell []byte
 }
 
 // maxNumber bounds the numbers of attempts, operations and agreements that a peer may send, so that
@@ -295,7 +304,7 @@ func (g *Group) look() {
 	}
 	report := g.job.settings.OnFailure == Report
 	err := g.coll.Err()
-	if !g.sync.Began(g.seq) && (errors.As(err, new(*p2p.Aborted)) || errors.As(err, new(*TimeoutError))) {
+	if !g.sync.Began(g.seq) && errors.As(err, new(*p2p.Aborted)) {
 		err = nil
 	}
 	if err != nil && (report || !g.passing(err)) {
@@ -314,9 +323,7 @@ func (g *Group) passing(err error) bool {
 
 // standing returns where this rank stands between two operations.
 func (g *Group) standing() resync.Standing {
-	s := g.sync.Between(g.seq)
-	s.Failed = g.err != nil
-	return s
+	return g.sync.Between(g.seq)
 }
 
 // ready brings the group into a state in which the current call can run as its next operation. The
@@ -436,6 +443,7 @@ func (g *Group) unfinished(start uint64) {
 // one may be due by then: mine is not where this rank stands in it.
 func (g *Group) move(mine resync.Standing, renew bool) error {
 	began, entered := time.Now(), false
+	renew = renew && !g.sync.Pending() // else the caller decides when that exchange is complete
 	for {
 		if err := g.halted(); err != nil {
 			return err
@@ -555,7 +563,9 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	}
 	if !mine.Joins { // a rank that comes in was in no epoch before
 		g.coll.Leave(mine.Over)
+		mine.Failed = g.err != nil
 	}
+	g.given = nil
 	mine.More = told{g.job.session.Here, g.ballot.count(), g.packets.refused != nil, g.of, g.cause}
 	tell, complete := g.sync.Enter(renew, passive, mine)
 	if err := g.open(tell.At); err != nil {
@@ -621,7 +631,8 @@ func (g *Group) settled() {
 	for len(places) < g.job.settings.MaxSize {
 		places = append(places, join.Place{Cores: 1})
 	}
-	ballots := uint64(0) // agreements until now
+	stale := g.err == nil || !g.sync.Fails(g.rank) // its operation is over
+	ballots := uint64(0)                           // agreements until now
 	for _, slot := range g.v.Active {
 		s, _ := g.sync.Told(slot)
 		more := s.More.(told)
@@ -634,7 +645,8 @@ func (g *Group) settled() {
 		case !told:
 			g.ballots[slot] = abstains
 		}
-		if failed && s.Failed && g.err == nil {
+		if failed && stale && g.sync.Fails(slot) {
+			stale = false
 			if a, bad := decodeAbort(more.cause, g.v.Size); bad == nil {
 				g.err, g.cause, g.of = g.told(a), more.cause, more.of
 			} else {
@@ -647,6 +659,10 @@ func (g *Group) settled() {
 	if !failed && g.seq < o.Start { // what has failed here since this rank told its standing is over
 		g.err, g.cause = nil, nil
 	}
+	if g.given != nil && g.seq >= o.Start { // the others run an operation that this rank has given up
+		g.coll.Abort(g.given.why, g.given.tell)
+	}
+	g.given = nil
 	g.unfinished(o.Start)
 	g.held = g.v.epoch
 	if g.job.settings.AutoAdmit { // else Admit does
@@ -676,7 +692,8 @@ func (g *Group) pause(missing []int) error {
 }
 
 // overdue returns the error of a call whose time ended while it waited for missing ranks: of an
-// agreement, or, if call is empty, of an exchange, whose members it then informs.
+// agreement, or, if call is empty, of an exchange, whose members are then informed. While it is not
+// complete, it is not known whether they will miss this rank.
 func (g *Group) overdue(err error, call string, missing []int) error {
 	switch {
 	case errors.Is(err, p2p.ErrClosed):
@@ -698,8 +715,12 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	}
 	if call != "" {
 		late.Call = call
+		return late
+	}
+	g.cause, g.of = a.encode(), g.seq+1
+	if g.sync.Pending() {
+		g.given = &gaveUp{late, g.cause}
 	} else {
-		g.cause, g.of = a.encode(), g.seq+1
 		g.coll.Abort(late, g.cause)
 	}
 	return late

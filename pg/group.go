@@ -534,7 +534,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		}
 		g.wait.Restart() // the time of the failed attempt does not count
 		intact := s.OnFailure == Retry && !g.run.Dirty() && !g.run.Once() && !has
-		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
+		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact}
 		for renew := g.coll.Err() != nil; ; renew = false {
 			if err := g.move(mine, renew); err != nil {
 				g.of = g.seq

@@ -25,7 +25,9 @@
 //
 // A failure is that of an operation. It ends with an exchange that ends the operation and in which
 // the group has failed at no rank, also if the rank gave the operation up after it had told its
-// standing: the others know nothing of a failure, and need not call Recover.
+// standing: the others know nothing of a failure, and need not call Recover. Whether they are told
+// of what a rank has given up in an exchange is known when the exchange is complete: only if they
+// run that operation then.
 //
 // # Late calls of Recover
 //

@@ -57,6 +57,7 @@ type Machine struct {
 	newest  Point            // the latest exchange of those
 
 	last   Outcome
+	missed Outcome // the latest that a member knew when it entered that exchange
 	failed bool
 
 	gave, upTo uint64 // the first and the last operation of GiveUp of which no exchange has decided; 0: none
@@ -343,6 +344,12 @@ func (m *Machine) complete() bool {
 		return false
 	}
 	m.pending = false
+	m.missed = Outcome{}
+	for _, s := range m.got {
+		if m.missed.At.Before(s.Last.At) {
+			m.missed = s.Last
+		}
+	}
 	m.last = Outcome{At: m.at}
 	m.last.Start, m.last.Confirmed = Resume(slices.Collect(maps.Values(m.got)))
 	if m.upTo < m.last.Start {
@@ -350,10 +357,9 @@ func (m *Machine) complete() bool {
 	} else { // this rank gave them up after it had told its standing
 		m.gave = max(m.gave, m.last.Start)
 	}
-	last := m.known()
 	failed, all, together, least := false, true, true, uint64(math.MaxUint64)
 	for _, s := range m.got {
-		failed = failed || s.Failed && !s.over(last)
+		failed = failed || m.fails(s)
 		all, together = all && (s.Calls || s.Joins), together && s.Calls
 		if !s.Joins {
 			least = min(least, s.past())
@@ -366,15 +372,11 @@ func (m *Machine) complete() bool {
 	return true
 }
 
-// known returns the latest outcome that a member knew when it entered the exchange.
-func (m *Machine) known() (last Outcome) {
-	for _, s := range m.got {
-		if last.At.Before(s.Last.At) {
-			last = s.Last
-		}
-	}
-	return last
-}
+// Fails reports whether the rank in slot has told in the exchange that was completed last that its
+// group has failed, in an operation that was not over.
+func (m *Machine) Fails(slot int) bool { return m.fails(m.got[slot]) }
+
+func (m *Machine) fails(s Standing) bool { return s.Failed && !s.over(m.missed) }
 
 // Pending reports whether the exchange that was entered last is not complete.
 func (m *Machine) Pending() bool { return m.pending }

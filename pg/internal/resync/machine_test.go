@@ -52,6 +52,12 @@ type modelRules struct {
 	one                    bool // only the last rank gives up, and only between operations or in exchanges
 }
 
+// modelMove is a call of Group.move.
+type modelMove struct {
+	on, renew, entered bool
+	mine               Standing
+}
+
 type doing uint8
 
 const (
@@ -74,6 +80,9 @@ type modelRank struct {
 	ended   Point // the latest channel of which this rank was told that
 	endHard bool
 	entered bool // an exchange, since it concludes an operation
+	move    modelMove
+	given   bool // it has given up the exchange that it is in
+	fails   bool // and its group has failed with that
 	has     bool // the result of the operation that ran is here, unconfirmed
 	rough   bool
 	failed  bool
@@ -192,7 +201,8 @@ func (w *modelWorld) key(f fingerprint) fingerprint {
 		p := &w.ranks[r]
 		f.machine(p.m)
 		f.flags(p.alive, p.aborts, p.broken, p.hard, p.endHard, p.entered, p.has, p.rough, p.failed, p.told, p.called,
-			p.erred)
+			p.erred, p.move.on, p.move.renew, p.move.entered, p.given, p.fails)
+		f.standing(p.move.mine)
 		f.put(uint64(p.doing), p.seq, p.calls, p.ended.View, p.ended.Attempt)
 		for _, o := range p.outcome {
 			f.put(uint64(uint8(o)))
@@ -251,6 +261,7 @@ func (p *modelRank) standing() Standing {
 func (w *modelWorld) change(r int, mine Standing, renew, passive bool) {
 	p := &w.ranks[r]
 	w.channel(p.m.at).left[r] = mine.Over + 1
+	mine.Failed, p.given = p.failed, false
 	tell, complete := p.m.Enter(renew, passive, mine)
 	for _, s := range p.m.In().Members {
 		if s != r && w.ranks[s].alive {
@@ -269,6 +280,10 @@ func (w *modelWorld) settled(r int) {
 	p := &w.ranks[r]
 	o, failed := p.m.Outcome()
 	p.failed, p.rough = failed || p.failed && p.seq >= o.Start, true
+	if p.given && p.seq >= o.Start {
+		w.abort(r, p.fails)
+	}
+	p.given = false
 }
 
 // look has rank r go on after what it has heard; if it may hear more first, only if that is now.
@@ -330,7 +345,7 @@ func (w *modelWorld) end(r int, outcome int8) {
 	if int(p.seq) <= manyOps {
 		p.outcome[p.seq] = outcome
 	}
-	p.doing, p.has, p.erred = idle, false, outcome != 1
+	p.doing, p.has, p.erred, p.move = idle, false, outcome != 1, modelMove{}
 	switch {
 	case !w.rules.each:
 	case p.erred:
@@ -350,6 +365,33 @@ func (w *modelWorld) moves(r int, mine Standing, renew bool) bool {
 		w.change(r, mine, renew, false)
 	}
 	return !p.m.Behind() && !p.m.Due(false) && !p.m.Pending()
+}
+
+// sets begins a move.
+func (p *modelRank) sets(mine Standing, renew bool) {
+	p.move = modelMove{on: true, mine: mine, renew: renew && !p.m.Pending()}
+}
+
+// arrives continues the move of rank r. It returns true when the move has ended.
+func (w *modelWorld) arrives(r int) bool {
+	p := &w.ranks[r]
+	for at := &p.move; ; {
+		switch due := p.m.Due(at.renew); {
+		case at.entered && !p.m.Pending():
+			p.move = modelMove{}
+			return true
+		case p.m.Behind():
+			return false
+		case due:
+			w.change(r, at.mine, at.renew, false)
+			at.renew, at.entered = false, true
+		case !p.m.Pending():
+			p.move = modelMove{}
+			return true
+		default:
+			return false
+		}
+	}
 }
 
 // step tries what rank r can do, in alternatives.
@@ -404,7 +446,12 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					if q.doing == idle {
 						w.counts(q)
 					}
-					if w.abort(r, fails); fails {
+					if q.m.Pending() {
+						q.given, q.fails = true, fails
+					} else {
+						w.abort(r, fails)
+					}
+					if fails {
 						q.failed, q.told = true, true
 					}
 					if q.rough = true; q.doing != concluding {
@@ -434,7 +481,7 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					}
 					mine := q.standing()
 					mine.Calls = true
-					w.moves(r, mine, q.failed || !q.m.Fresh(q.seq))
+					q.sets(mine, q.failed || !q.m.Fresh(q.seq))
 					w.advance(r)
 				})
 			case w.more(p):
@@ -527,7 +574,6 @@ func (w *modelWorld) call(r int) {
 		return
 	}
 	p.doing = entering
-	w.moves(r, p.standing(), p.broken || p.m.Awaited(p.seq))
 	w.advance(r)
 }
 
@@ -561,19 +607,26 @@ func (w *modelWorld) advance(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
 	case entering:
-		if p.failed && !p.m.Pending() { // in the exchange that it has entered
-			w.refuse(r)
-			return
-		}
-		renew := p.broken && !p.hard
-		for w.moves(r, p.standing(), renew || p.m.Awaited(p.seq)) {
-			if !p.m.Awaited(p.seq) {
+		for {
+			switch {
+			case p.move.on && !w.arrives(r):
+				return
+			case p.failed:
+				w.refuse(r)
+				return
+			}
+			if o, _ := p.m.Outcome(); p.hard && p.seq+1 >= o.Start || w.rules.report && p.m.Lost() {
+				w.fail(r)
+				p.seq, p.told = p.seq+1, true
+				p.m.GiveUp(p.seq, w.rules.uniform)
+				w.end(r, 2)
+				return
+			}
+			renew := p.broken || p.m.Awaited(p.seq)
+			if !p.m.Pending() && !p.m.Behind() && !p.m.Due(renew) {
 				break
 			}
-			renew = false
-		}
-		if p.m.Pending() || p.m.Behind() || p.m.Due(false) {
-			return
+			p.sets(p.standing(), renew)
 		}
 		o, _ := p.m.Outcome()
 		switch {
@@ -586,7 +639,7 @@ func (w *modelWorld) advance(r int) {
 			p.seq++
 			p.doing, p.rough = running, false
 			for s, t := range p.m.got {
-				if t.Failed && !p.m.mine.Calls && !t.over(p.m.known()) {
+				if t.Failed && !p.m.mine.Calls && !t.over(p.m.missed) {
 					panic(fmt.Sprintf("rank %d goes on though the group of rank %d has failed", r, s))
 				}
 			}
@@ -611,22 +664,27 @@ func (w *modelWorld) advance(r int) {
 			w.channel(p.m.at).begun[r] = p.seq
 		}
 	case recovering:
-		mine := p.standing()
-		mine.Calls = true
-		for w.moves(r, mine, false) {
-			_, failed := p.m.Outcome()
-			if p.failed && p.m.Stopped(p.seq) {
-				w.recovered(r)
-				return
-			}
-			if !failed {
-				p.failed, mine.Failed = false, false
-				if p.m.Fresh(p.seq) {
+		for {
+			if p.move.on {
+				if !w.arrives(r) {
+					return
+				}
+				_, failed := p.m.Outcome()
+				if !failed {
+					p.failed = false
+					if p.m.Fresh(p.seq) {
+						w.recovered(r)
+						return
+					}
+				}
+				if p.failed && p.m.Stopped(p.seq) {
 					w.recovered(r)
 					return
 				}
 			}
-			w.change(r, mine, true, false)
+			mine := p.standing()
+			mine.Calls = true
+			p.sets(mine, true)
 		}
 	}
 }
