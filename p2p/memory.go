@@ -154,7 +154,9 @@ func (p *Proxy) Expose(r *Region, off, n int, rights mem.Rights) (*mem.Remote, e
 		} else if why = append(why, fmt.Errorf("%s: %w", t.Name(), err)); !errors.Is(err, errors.ErrUnsupported) {
 			ctx, over := context.WithCancel(context.Background())
 			over() // no peer has a key, so that there is none to wait for
-			p.Withdraw(ctx, x)
+			if err := p.Withdraw(ctx, x); !errors.Is(err, context.Canceled) {
+				why = append(why, err)
+			}
 			return nil, errors.Join(why...)
 		}
 	}

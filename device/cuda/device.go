@@ -317,8 +317,11 @@ func (v *Device) Close() error {
 	for at, a := range v.memory {
 		errs = append(errs, v.release(at, a))
 	}
+	var others []*inbox // into which kernels of the exchanges have stored
 	for _, x := range exchanges {
-		x.takeWords()
+		if x.takeWords().Len() > 0 {
+			others = append(others, x.others...)
+		}
 	}
 	v.rooms.leave()
 	for _, c := range v.host.chunks {
@@ -329,6 +332,11 @@ func (v *Device) Close() error {
 	if v.module != nil {
 		errs = append(errs, v.gpu.unloadModule(v.module))
 	}
-	errs = append(errs, v.gpu.unmapLeft())
+	left := v.gpu.unmapLeft()
+	if errs = append(errs, left); left == nil { // all work has ended
+		for _, i := range others {
+			errs = append(errs, inboxes.drop(i))
+		}
+	}
 	return first(append(errs, v.gpu.release()))
 }

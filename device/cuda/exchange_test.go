@@ -554,6 +554,29 @@ func TestCloseStopsExchanges(t *testing.T) {
 	}
 }
 
+// A device that is closed with exchanges ends their uses of the memory of other devices.
+func TestCloseEndsUsesOfInboxes(t *testing.T) {
+	for name, c := range map[string]fake.Config{"descriptors": {Devices: 2}, "IPC": {Devices: 2, NoVMM: true}} {
+		t.Run(name, func(t *testing.T) {
+			f, d := start(t, c)
+			w, err := d.Open(1)
+			must(t, err)
+			blocks, host := used(f, w)
+			for range 3 {
+				v, err := d.Open(0)
+				must(t, err)
+				all := exchanges(t, []*Device{v, w})
+				must(t, v.Close(), all[0].Free(t.Context()), all[1].Free(t.Context()))
+				if now, words := used(f, w); now != blocks || words != host {
+					t.Errorf("%d allocations and %d blocks of host memory, want %d and %d", now, words, blocks, host)
+				}
+			}
+			must(t, w.Close())
+			f.Empty(t)
+		})
+	}
+}
+
 // What a stream of the program may use stays mapped while the device is closed, although Free of
 // an exchange and the events of the stream end then.
 func TestCloseKeepsImportsUntilWorkHasEnded(t *testing.T) {

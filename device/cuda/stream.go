@@ -475,7 +475,7 @@ func (s *stream) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.closed, s.pending, s.spare = true, nil, nil
-	known := s.failed != nil || s.refused != nil
+	known := s.failed != nil || err == nil && s.refused != nil
 	switch {
 	case err == nil:
 		s.reached = reached

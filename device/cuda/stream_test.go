@@ -542,3 +542,21 @@ func TestCloseDuringCaptures(t *testing.T) {
 		f.Forget()
 	}
 }
+
+// Close of a stream that has refused work says so if it is not known whether the rest has ended.
+func TestCloseTellsThatWorkMayGoOn(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	s, err := v.Stream()
+	must(t, err)
+	f.Fail("cuEventCreate", 1, fake.OutOfMemory)
+	if _, err := s.Record(); err == nil {
+		t.Fatal("the stream has made an event without memory")
+	}
+	f.Fail("cuStreamQuery", 1, fake.OutOfMemory)
+	if err := s.Close(); err == nil {
+		t.Error("Close ends well, and does not know whether the work has")
+	}
+	if n := f.Forget(); n > 0 {
+		t.Errorf("%d calls did not fail", n)
+	}
+}

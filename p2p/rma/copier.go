@@ -40,6 +40,7 @@ type Copier struct {
 	done  []ending // not yet returned by Poll
 	spare []*copyOp
 	dead  func() error // returns why the link has ended, or nil
+	lost  error        // with which a put has ended because the link has
 }
 
 type copyOp struct {
@@ -193,6 +194,10 @@ func (c *Copier) start(o *copyOp, err error) error {
 			return nil
 		}
 	}
+	if o.flush && c.lost != nil {
+		c.end(len(c.ops)-1, c.lost)
+		return nil
+	}
 	if len(c.ops) == 1 {
 		c.run()
 	}
@@ -297,6 +302,9 @@ func (c *Copier) end(i int, err error) {
 	e := ending{p2p.Completion{ID: o.id, Bytes: o.moved, Err: err}, err != nil && o.op == "put", wordOf(&o.signal)}
 	c.done = append(c.done, e)
 	c.ops = append(c.ops[:i], c.ops[i+1:]...)
+	if e.unplaced && errors.Is(err, p2p.ErrPeerGone) {
+		c.lost = err
+	}
 	for k := i; e.unplaced && k < len(c.ops); {
 		switch o := c.ops[k]; {
 		case o.word != nil && e.bars(wordOf(&o.signal), o.strong):

@@ -94,25 +94,32 @@ func TestFlushAfterPutThatEndsWithTheLink(t *testing.T) {
 	if err := table.Expose(region, x); err != nil {
 		t.Fatal(err)
 	}
-	var c Copier
-	c.Reset(shut{here{&table}}, func() error { return nil })
-	local := mem.Host(make([]byte, long), mem.Anywhere)
-	// The put is not alone, and does not end before the flush begins.
-	if err := errors.Join(c.Get(0, local, x, 0), c.Put(1, local, x, 0, p2p.Signal{}), c.FlushPuts(2)); err != nil {
-		t.Fatal(err)
-	}
-	var out [8]p2p.Completion
-	ended := 0
-	for range 4 {
-		n := c.Poll(out[:])
-		for _, o := range out[:n] {
-			if want := []error{nil, p2p.ErrPeerGone, p2p.ErrPeerGone}[o.ID]; !errors.Is(o.Err, want) {
-				t.Errorf("operation %d ends with %v, want %v", o.ID, o.Err, want)
+	for _, alone := range []bool{false, true} { // the put ends before the flush begins
+		var c Copier
+		c.Reset(shut{here{&table}}, func() error { return nil })
+		local := mem.Host(make([]byte, long), mem.Anywhere)
+		want := 2
+		if !alone {
+			if want = 3; c.Get(0, local, x, 0) != nil {
+				t.Fatal("the get does not begin")
 			}
 		}
-		ended += n
-	}
-	if ended != 3 {
-		t.Errorf("%d operations have ended, want 3", ended)
+		if err := errors.Join(c.Put(1, local, x, 0, p2p.Signal{}), c.FlushPuts(2)); err != nil {
+			t.Fatal(err)
+		}
+		var out [8]p2p.Completion
+		ended := 0
+		for range 4 {
+			n := c.Poll(out[:])
+			for _, o := range out[:n] {
+				if want := []error{nil, p2p.ErrPeerGone, p2p.ErrPeerGone}[o.ID]; !errors.Is(o.Err, want) {
+					t.Errorf("alone %v: operation %d ends with %v, want %v", alone, o.ID, o.Err, want)
+				}
+			}
+			ended += n
+		}
+		if ended != want {
+			t.Errorf("alone %v: %d operations have ended, want %d", alone, ended, want)
+		}
 	}
 }
