@@ -219,7 +219,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 			return false, err
 		}
 		if err := g.pause(missing); err != nil {
-			err = g.overdue(err, "agree", missing)
+			err = g.overdue(err, "agree", missing, 0)
 			g.accuse(err)
 			if !g.survivable(err) {
 				return false, err

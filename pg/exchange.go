@@ -108,10 +108,12 @@ func decodePresent(b []byte) (at resync.Point, err error) {
 	return resync.Point{View: binary.LittleEndian.Uint64(b), Attempt: binary.LittleEndian.Uint64(b[8:])}, nil
 }
 
-// A gaveUp is why this rank has given an exchange up, and what its members are told of that.
+// A gaveUp is why this rank has given an exchange up, what its members are told of that, and the
+// first operation that has ended with it here.
 type gaveUp struct {
-	why  error
-	tell []byte
+	why   error
+	tell  []byte
+	first uint64
 }
 
 // maxNumber bounds the numbers of attempts, operations and agreements that a peer may send, so that
@@ -481,7 +483,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			return err
 		}
 		if err := g.pause(g.reach(missing, time.Since(began))); err != nil {
-			return g.overdue(err, "", missing)
+			return g.overdue(err, "", missing, mine.Over+1)
 		}
 	}
 }
@@ -562,7 +564,11 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 		g.lost = &RankError{Rank: slot, Epoch: g.v.epoch, Reporter: g.rank, Err: why}
 	}
 	if !mine.Joins { // a rank that comes in was in no epoch before
-		g.coll.Leave(mine.Over)
+		over := mine.Over
+		if g.given != nil { // others may run in the exchange what has ended here
+			over = min(over, g.given.first-1)
+		}
+		g.coll.Leave(over)
 		mine.Failed = g.err != nil
 	}
 	g.given = nil
@@ -663,6 +669,13 @@ func (g *Group) settled() {
 		g.coll.Abort(g.given.why, g.given.tell)
 	}
 	g.given = nil
+	if g.job.roster != nil {
+		for _, p := range g.job.roster.AccusedLocked() {
+			if slot := slices.Index(g.v.ranks, p.Slot); slices.Contains(g.v.Active, slot) { // it has told its standing
+				g.job.roster.AcquitLocked(p)
+			}
+		}
+	}
 	g.unfinished(o.Start)
 	g.held = g.v.epoch
 	if g.job.settings.AutoAdmit { // else Admit does
@@ -692,9 +705,10 @@ func (g *Group) pause(missing []int) error {
 }
 
 // overdue returns the error of a call whose time ended while it waited for missing ranks: of an
-// agreement, or, if call is empty, of an exchange, whose members are then informed. While it is not
-// complete, it is not known whether they will miss this rank.
-func (g *Group) overdue(err error, call string, missing []int) error {
+// agreement, or, if call is empty, of an exchange, whose members are then informed if they run an
+// operation that has ended here: first, or a later one. While the exchange is not complete, that is
+// not known. It will be complete when none is missing any more.
+func (g *Group) overdue(err error, call string, missing []int, first uint64) error {
 	switch {
 	case errors.Is(err, p2p.ErrClosed):
 		return ErrClosed
@@ -718,9 +732,14 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 		return late
 	}
 	g.cause, g.of = a.encode(), g.seq+1
-	if g.sync.Pending() {
-		g.given = &gaveUp{late, g.cause}
-	} else {
+	switch {
+	case g.sync.Pending():
+		if g.given != nil {
+			first = g.given.first
+		}
+		a.Missing = nil
+		g.given = &gaveUp{late, a.encode(), first}
+	case first >= g.begins():
 		g.coll.Abort(late, g.cause)
 	}
 	return late

@@ -32,6 +32,8 @@ func (g *Group) illegal() string {
 		return "the ranks are told that the job has grown, without AutoAdmit"
 	case g.seq+1 < g.begins() && (len(g.skips) == 0 || g.skips[len(g.skips)-1].last+1 < g.begins()):
 		return "an operation has ended before it was called, for no reason"
+	case g.given != nil && !g.sync.Pending():
+		return "an exchange is complete, and was given up"
 	case !g.rough && g.sync.Pending():
 		return "an exchange is under way, and the next operation does not look"
 	case !g.rough && g.sync.Lost():

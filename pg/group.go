@@ -833,6 +833,12 @@ func (g *Group) Close() (err error) {
 func (g *Group) close() error {
 	g.awaitAll()
 	g.forget()
+	g.job.proxy.Lock()
+	if at := g.given; at != nil { // the exchange may be complete at others
+		g.coll.Abort(at.why, at.tell)
+		g.given = nil
+	}
+	g.job.proxy.Unlock()
 	g.coll.Close()
 	g.msgs.Close()
 	g.cancel()

@@ -189,8 +189,12 @@ func (g *Group) Recover(ctx context.Context) error {
 			g.err = err
 			return err
 		}
-		if _, failed := g.sync.Outcome(); failed {
-			continue // other ranks' programs have yet to call it
+		o, failed := g.sync.Outcome()
+		if failed { // other ranks' programs have yet to call it
+			continue
+		}
+		if told, _ := g.sync.Told(g.rank); !told.Calls && g.err != nil && g.seq >= o.Start {
+			continue // the others have yet to be told of the failure
 		}
 		if g.err, g.cause = nil, nil; g.sync.Fresh(g.seq) {
 			break
@@ -235,7 +239,7 @@ func (g *Group) verdicts() error {
 		g.show()
 		accused := g.accused()
 		if err := g.pause(accused); err != nil {
-			return g.overdue(err, "", accused)
+			return g.overdue(err, "", accused, g.seq+1)
 		}
 	}
 	return nil

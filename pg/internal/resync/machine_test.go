@@ -669,8 +669,8 @@ func (w *modelWorld) advance(r int) {
 				if !w.arrives(r) {
 					return
 				}
-				_, failed := p.m.Outcome()
-				if !failed {
+				o, failed := p.m.Outcome()
+				if !failed && (p.m.mine.Calls || p.seq < o.Start) { // else the others have yet to be told
 					p.failed = false
 					if p.m.Fresh(p.seq) {
 						w.recovered(r)
