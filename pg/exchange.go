@@ -108,12 +108,13 @@ func decodePresent(b []byte) (at resync.Point, err error) {
 	return resync.Point{View: binary.LittleEndian.Uint64(b), Attempt: binary.LittleEndian.Uint64(b[8:])}, nil
 }
 
-// A gaveUp is why this rank has given an exchange up, what its members are told of that, and the
-// first operation that has ended with it here.
+// A gaveUp is why this rank has given an exchange up, what its members are told of that, the first
+// operation that has ended with it here, and the slots that were missing.
 type gaveUp struct {
-	why   error
-	tell  []byte
-	first uint64
+	why     error
+	tell    []byte
+	first   uint64
+	missing []int
 }
 
 // maxNumber bounds the numbers of attempts, operations and agreements that a peer may send, so that
@@ -348,7 +349,7 @@ func (g *Group) catchUp() error {
 	if g.err != nil {
 		return g.refused()
 	}
-	if err := g.verdicts(); err != nil {
+	if err := g.verdicts(g.standing().Over + 1); err != nil {
 		return g.forgone(err)
 	}
 	for {
@@ -458,7 +459,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			return nil
 		case g.sync.Behind():
 		case due && g.job.judging():
-			if err := g.verdicts(); err != nil {
+			if err := g.verdicts(mine.Over + 1); err != nil {
 				return err
 			}
 			continue
@@ -668,14 +669,14 @@ func (g *Group) settled() {
 	if g.given != nil && g.seq >= o.Start { // the others run an operation that this rank has given up
 		g.coll.Abort(g.given.why, g.given.tell)
 	}
-	g.given = nil
-	if g.job.roster != nil {
+	if g.given != nil && g.job.roster != nil {
 		for _, p := range g.job.roster.AccusedLocked() {
-			if slot := slices.Index(g.v.ranks, p.Slot); slices.Contains(g.v.Active, slot) { // it has told its standing
+			if slices.Contains(g.given.missing, slices.Index(g.v.ranks, p.Slot)) { // it has come
 				g.job.roster.AcquitLocked(p)
 			}
 		}
 	}
+	g.given = nil
 	g.unfinished(o.Start)
 	g.held = g.v.epoch
 	if g.job.settings.AutoAdmit { // else Admit does
@@ -734,11 +735,13 @@ func (g *Group) overdue(err error, call string, missing []int, first uint64) err
 	g.cause, g.of = a.encode(), g.seq+1
 	switch {
 	case g.sync.Pending():
+		late := &gaveUp{late, nil, first, slices.Clone(missing)}
 		if g.given != nil {
-			first = g.given.first
+			late.first, late.missing = g.given.first, append(late.missing, g.given.missing...)
 		}
 		a.Missing = nil
-		g.given = &gaveUp{late, a.encode(), first}
+		late.tell = a.encode()
+		g.given = late
 	case first >= g.begins():
 		g.coll.Abort(late, g.cause)
 	}

@@ -462,7 +462,11 @@ func (g *Group) forgo() {
 // forgone is forgo for an operation that does not begin because of err, of which the other ranks
 // have been told.
 func (g *Group) forgone(err error) error {
-	g.forgo()
+	if g.forgo(); !g.sync.Pending() && g.seq < g.begins() { // the others have ended it
+		g.accuse(err)
+		g.cause = nil
+		return err
+	}
 	return g.halt(err)
 }
 

@@ -193,8 +193,9 @@ func (g *Group) Recover(ctx context.Context) error {
 		if failed { // other ranks' programs have yet to call it
 			continue
 		}
-		if told, _ := g.sync.Told(g.rank); !told.Calls && g.err != nil && g.seq >= o.Start {
-			continue // the others have yet to be told of the failure
+		if g.err != nil && g.seq >= o.Start { // the others have yet to be told of the failure
+			g.wait.Restart()
+			continue
 		}
 		if g.err, g.cause = nil, nil; g.sync.Fresh(g.seq) {
 			break
@@ -230,8 +231,9 @@ func (g *Group) accuse(err error) {
 
 // verdicts waits until there is a verdict on every rank that this rank has accused, in any group.
 // Before that it neither begins an operation nor takes part in an exchange: a removal that came
-// later would affect a rank that all others have continued with.
-func (g *Group) verdicts() error {
+// later would affect a rank that all others have continued with. first is the first operation that
+// an error ends.
+func (g *Group) verdicts(first uint64) error {
 	for g.job.judging() {
 		if err := g.halted(); err != nil {
 			return err
@@ -239,7 +241,7 @@ func (g *Group) verdicts() error {
 		g.show()
 		accused := g.accused()
 		if err := g.pause(accused); err != nil {
-			return g.overdue(err, "", accused, g.seq+1)
+			return g.overdue(err, "", accused, first)
 		}
 	}
 	return nil

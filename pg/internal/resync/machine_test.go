@@ -670,7 +670,7 @@ func (w *modelWorld) advance(r int) {
 					return
 				}
 				o, failed := p.m.Outcome()
-				if !failed && (p.m.mine.Calls || p.seq < o.Start) { // else the others have yet to be told
+				if !failed && p.seq < o.Start { // else the others have yet to be told
 					p.failed = false
 					if p.m.Fresh(p.seq) {
 						w.recovered(r)
