@@ -109,6 +109,7 @@ type port struct {
 	s    *Step
 	part *Part
 	ctx  context.Context
+	long context.Context // without a deadline of ours, for which the job may remove ranks
 	name string
 	room time.Duration // of each call
 }
@@ -141,9 +142,11 @@ func (r *rank) windowStep(ctx context.Context, s *Step, part *Part) {
 		defer cancel()
 		limited = brief
 	}
-	var cancel context.CancelFunc
+	var cancel, end context.CancelFunc
 	w.ctx, cancel = part.within(limited)
 	defer cancel()
+	w.long, end = part.within(ctx)
+	defer end()
 	switch l.pier(max(to, from)); s.Op {
 	case WindowPut:
 		w.put(to)
@@ -439,9 +442,9 @@ func (w *port) refresh() {
 		clear(w.w.Bytes()[slot*w.area:][:w.area])
 	}
 	what := w.name + ": refresh"
-	err := w.r.timed(what, w.r.limit(w.part), func() error { return w.w.Refresh(w.ctx) })
+	err := w.r.timed(what, w.r.limit(w.part), func() error { return w.w.Refresh(w.long) })
 	may := w.s.May
-	if may != 0 && w.ctx.Err() != nil {
+	if may != 0 && w.long.Err() != nil {
 		may |= Cancelled
 	}
 	if w.r.judge(what, may, err); err != nil {
