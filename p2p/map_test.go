@@ -157,7 +157,7 @@ func TestMapNeedsExposure(t *testing.T) {
 			}
 		}
 		if v, err := look(alloc(p.Alloc)); errors.Is(err, errors.ErrUnsupported) {
-			t.Skip("it maps nothing")
+			return // it maps nothing
 		} else if v != 7 || err != nil {
 			t.Errorf("memory of Alloc: %d, %v", v, err)
 		}
