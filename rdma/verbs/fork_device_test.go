@@ -28,7 +28,7 @@ const forkVariable = "SOFTROCE_NO_COPIES"
 // call of madvise. Where the library has to exclude registered pages from children, there is at
 // most one for each range and direction, however often the range is registered.
 func TestDeviceRegistrationsAndFork(t *testing.T) {
-	const registrations, ranges, size = 100_000, 64, 8192
+	const registrations, ranges, size = 20_000, 64, 8192
 	if os.Getenv(forkVariable) != "" {
 		hideCopies(t)
 	}
