@@ -399,9 +399,10 @@ func gone(e *End) error {
 	return nil
 }
 
-// closeDelivers: what was flushed before Close arrives, and then ErrPeerGone.
+// closeDelivers: what was flushed before Close arrives, also at an end that first sends something
+// itself, and then ErrPeerGone.
 func (s suite) closeDelivers(t *testing.T) {
-	for _, frames := range []int{0, 1, 20} {
+	deliver := func(frames, answers int) {
 		a, b := s.pair(t)
 		for i := range frames {
 			h, p := Frame(i, 10*i, nil)
@@ -418,6 +419,12 @@ func (s suite) closeDelivers(t *testing.T) {
 		if err := a.Close(); err != nil {
 			t.Fatal(err)
 		}
+		for i := range answers {
+			h, p := Frame(i, 100, nil)
+			if b.Put(&h, p) != nil || b.FlushAll() != nil {
+				break
+			}
+		}
 		for i := range frames {
 			h, p, err := b.Wait()
 			if err != nil {
@@ -431,6 +438,10 @@ func (s suite) closeDelivers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	deliver(0, 0)
+	deliver(1, 0)
+	deliver(20, 0)
+	deliver(20, 10)
 }
 
 // closeWakes: an end that sleeps is woken when its peer closes.

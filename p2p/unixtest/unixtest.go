@@ -88,7 +88,7 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 
 func (t *Transport) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
 	from := p2p.IdentityOf(h.FromRank, h.FromIncarnation)
-	t.host.Accepted(from, newLink(from, c, t.host.Wake))
+	t.host.Accepted(from, newLink(from, c.(*net.UnixConn), t.host.Wake))
 }
 
 // Reaches implements p2p.Transport.
@@ -135,7 +135,7 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	case ctx.Err() != nil:
 		err = ctx.Err()
 	case err == nil:
-		return newLink(to, c, host.Wake), nil
+		return newLink(to, c.(*net.UnixConn), host.Wake), nil
 	}
 	if c != nil {
 		c.Close()
@@ -178,7 +178,7 @@ const (
 // reads from it into in.
 type link struct {
 	name string
-	conn net.Conn
+	conn *net.UnixConn
 	wake func()
 	wg   sync.WaitGroup
 
@@ -210,7 +210,7 @@ func (q *queue) pop()         { q.first, q.n = (q.first+1)%depth, q.n-1 }
 
 func (f *frame) payload() []byte { return f.data[p2p.HeaderSize:][:f.header.Len] }
 
-func newLink(to p2p.Identity, c net.Conn, wake func()) *link {
+func newLink(to p2p.Identity, c *net.UnixConn, wake func()) *link {
 	l := &link{name: fmt.Sprintf("unixtest link to %v", to), conn: c, wake: wake}
 	l.change.L = &l.mu
 	l.wg.Go(l.write)
@@ -218,7 +218,8 @@ func newLink(to p2p.Identity, c net.Conn, wake func()) *link {
 	return l
 }
 
-// write moves frames from out to the connection.
+// write moves frames from out to the connection. A peer that is gone takes none of them, but may
+// have sent some that read has yet to take: read fails the link after them.
 func (l *link) write() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -231,12 +232,10 @@ func (l *link) write() {
 		}
 		f := l.out.head()
 		l.mu.Unlock()
-		_, err := l.conn.Write(f.data[:p2p.HeaderSize+f.header.Len])
-		l.mu.Lock()
-		if err != nil {
-			l.failLocked(fmt.Errorf("%w: %w", p2p.ErrPeerGone, err))
-			return
+		if _, err := l.conn.Write(f.data[:p2p.HeaderSize+f.header.Len]); err != nil {
+			l.conn.CloseRead()
 		}
+		l.mu.Lock()
 		if l.out.pop(); l.out.n == 0 {
 			l.changedLocked()
 		}
