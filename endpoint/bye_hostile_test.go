@@ -20,7 +20,7 @@ func TestFramesAfterBye(t *testing.T) {
 		"offer":   frame(wire.Offer, 1, words(64)),
 		"dropped": frame(wire.Dropped, 1, nil),
 		"lookup":  frame(wire.Lookup, 1, nil, []byte("data")...),
-		"put":     frame(wire.Put, 1, make([]byte, wire.RangeSize)),
+		"put":     frame(wire.Put, 1, nil),
 		"watch":   frame(wire.Watch, 1, nil),
 		"stay":    frame(wire.Stay, 0, nil),
 	} {

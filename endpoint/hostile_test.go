@@ -91,6 +91,10 @@ func tryExtra(t testing.TB, e *Endpoint, secret string, id, extra uint64) (*raw,
 
 // frame returns a frame.
 func frame(op wire.Opcode, address uint64, ext []byte, payload ...byte) []byte {
+	switch op {
+	case wire.Put, wire.Data, wire.Piece:
+		ext = append(slices.Clip(ext), make([]byte, wire.BulkSize-len(ext))...)
+	}
 	b := wire.Header{Size: uint64(len(ext) + len(payload)), Address: address, Op: op}.Append(nil)
 	return append(append(b, ext...), payload...)
 }
@@ -356,10 +360,11 @@ func TestOtherVersionIsTold(t *testing.T) {
 			t.Error("the connection goes on")
 		}
 	}
+	want := fmt.Sprintf("frames are of version %d, this one's of version %d", wire.Version+1, wire.Version)
 	until(t, "the warnings", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		return strings.Count(log.String(), "frames are of version 2, this one's of version 1") >= 5
+		return strings.Count(log.String(), want) >= 5
 	})
 	until(t, "the end of all connections", func() bool {
 		e.mu.Lock()
@@ -384,7 +389,7 @@ func TestOtherVersionIsTold(t *testing.T) {
 		})
 		_, err := e.Connect(t.Context(), info)
 		if !errors.Is(err, ErrVersion) || errors.Is(err, wire.ErrFrame) ||
-			!strings.Contains(err.Error(), "frames are of version 2, this one's of version 1") {
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("identity %x: %v", id, err)
 		}
 	}
@@ -457,7 +462,7 @@ func TestMalformedFrames(t *testing.T) {
 		"giant message":  func(wire.Entry) [][]byte { return [][]byte{giant(wire.Message, wire.MaxMessage+1)} },
 		"long message":   func(wire.Entry) [][]byte { return [][]byte{giant(wire.Message, maxMessage+1)} },
 		"giant lookup":   func(wire.Entry) [][]byte { return [][]byte{giant(wire.Lookup, 256)} },
-		"short put":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Put, wire.RangeSize-1)} },
+		"short put":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Put, wire.BulkSize-1)} },
 		"another hello":  func(wire.Entry) [][]byte { return [][]byte{hello(77, 0, 1)} },
 		"data":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Data, 1, words(0), 1, 2)} },
 		"done":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Done, 1, outcomeOf(wire.OK, 0))} },
@@ -763,7 +768,7 @@ func TestPullsOfOneMessage(t *testing.T) {
 			if err != nil || h.Op != wire.Piece {
 				t.Fatalf("part %d: %v, %v", i, h.Op, err)
 			}
-			got = append(got, body[8:]...)
+			got = append(got, body[wire.BulkSize:]...)
 		}
 		if !bytes.Equal(got, src[i*part:][:part]) {
 			t.Fatalf("part %d has other bytes", i)
@@ -1441,7 +1446,7 @@ func TestUnregisterFile(t *testing.T) {
 			}
 			return
 		}
-		if off := binary.LittleEndian.Uint64(body); off >= n-1<<20 && bytes.IndexByte(body[8:], 1) >= 0 {
+		if off := binary.LittleEndian.Uint64(body); off >= n-1<<20 && bytes.IndexByte(body[wire.BulkSize:], 1) >= 0 {
 			t.Fatal("the file was read after Unregister")
 		}
 	}

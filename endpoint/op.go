@@ -161,9 +161,8 @@ func (p *piece) restsLocked() bool {
 // Head implements link.Framer, for a write.
 func (p *piece) Head(b []byte, at, n int64) []byte {
 	p.headed = true
-	b = wire.Header{Size: uint64(wire.RangeSize + n), Address: p.id, Op: wire.Put}.Append(b)
-	return wire.Range{Region: p.task.remote.id, Generation: p.task.remote.generation,
-		Offset: uint64(p.task.Offset + p.off + at), Total: uint64(p.n)}.Append(b)
+	r := p.task.remote
+	return wire.Bulk(b, wire.Put, p.id, n, r.id, r.generation, uint64(p.task.Offset+p.off+at), uint64(p.n))
 }
 
 // Tail implements link.Framer.
@@ -198,8 +197,7 @@ func (l *letter) Head(b []byte, at, n int64) []byte {
 	h := wire.Header{Size: uint64(n), Address: l.seq, Op: l.op}
 	switch l.op {
 	case wire.Piece:
-		h.Size += 8
-		return wire.Words(h.Append(b), uint64(l.off+at))
+		return wire.Bulk(b, l.op, l.seq, n, uint64(l.off+at))
 	case wire.Offer:
 		h.Size = 8
 		return wire.Words(h.Append(b), uint64(l.off))

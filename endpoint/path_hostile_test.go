@@ -176,7 +176,7 @@ func TestNothingBeginsBeforeFenced(t *testing.T) {
 				}
 				puts++
 				x := wire.DecodeRange(body)
-				if !bytes.Equal(body[wire.RangeSize:], bytes.Repeat([]byte{byte(x.Total)}, int(x.Total))) {
+				if !bytes.Equal(body[wire.BulkSize:], bytes.Repeat([]byte{byte(x.Total)}, int(x.Total))) {
 					t.Error("other bytes are written")
 				}
 				r.Write(frame(wire.Done, h.Address, outcomeOf(wire.OK, x.Total)))

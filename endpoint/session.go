@@ -874,8 +874,7 @@ func (s *session) newServiceLocked(c *link.Conn, id uint64) *service {
 
 // Head implements link.Framer, for the answer to a read.
 func (sv *service) Head(b []byte, at, n int64) []byte {
-	b = wire.Header{Size: uint64(8 + n), Address: sv.id, Op: wire.Data}.Append(b)
-	return wire.Words(b, uint64(at))
+	return wire.Bulk(b, wire.Data, sv.id, n, uint64(at))
 }
 
 // Tail implements link.Framer.

@@ -4,6 +4,7 @@ package kernels
 
 import (
 	"testing"
+	"time"
 	"unsafe"
 )
 
@@ -91,6 +92,30 @@ func TestTrialCopiesAreSharedEvenly(t *testing.T) {
 					}
 				}
 			}
+		}
+	}
+}
+
+// Copies to memory that is a little behind their source, modulo 4096, take about as long as others.
+func TestAliasedCopies(t *testing.T) {
+	const n = 32 << 10
+	dst, src := make([]byte, n+8192), make([]byte, n+4096)
+	at := func(b []byte, off uintptr) unsafe.Pointer { // at a multiple of 4096, and off
+		return unsafe.Add(ptr(b), (4096-uintptr(ptr(b))%4096)%4096+off)
+	}
+	least := func(behind uintptr) time.Duration {
+		least := time.Duration(1<<63 - 1)
+		for range 50 {
+			begin := time.Now()
+			whole.copy(at(dst, behind), at(src, 0), n)
+			least = min(least, time.Since(begin))
+		}
+		return least
+	}
+	other := max(least(0), least(256))
+	for _, behind := range []uintptr{1, 4, 16, 31, 32, 63} {
+		if took := least(behind); took > 4*other {
+			t.Errorf("%d bytes behind: %v, others take %v", behind, took, other)
 		}
 	}
 }

@@ -8,6 +8,7 @@ OK, CANCELLED, NO_REGION, DENIED = 0, 1, 2, 8
 CODES = ["ok", "cancelled", "no such region", "the region was unregistered", "the region does not allow that",
          "out of the region's bounds", "the region's file or device failed", "too many requests", "refused"]
 WINDOW, LONGEST, EACH, PAGE = 64 << 10, 16 << 10, 128, 1024  # bytes unread, of a whole message, more for each; a List
+BULK = 47  # bytes of the extension of Put, Data and Piece
 
 class Error(Exception): """What a user should read."""
 
@@ -33,7 +34,7 @@ class Client:
         self.input = self.sock.makefile("rb")
         identity, session = secrets.randbits(63) + 1, secrets.randbits(63) + 1
         self.handshake(*credential(secret), identity)
-        self.put_frame(HELLO, session, struct.pack("<HBBIIIQQ", 1, 0, 1, 1024, WINDOW, LONGEST, identity, 0))
+        self.put_frame(HELLO, session, struct.pack("<HBBIIIQQ", 2, 0, 1, 1024, WINDOW, LONGEST, identity, 0))
         self.room, self.longest = struct.unpack_from("<II", self.wait(session, HELLO)[2], 8)
 
     def handshake(self, name, key, identity):
@@ -63,6 +64,7 @@ class Client:
         return b
 
     def put_frame(self, op, address, ext=b"", payload=b""):
+        ext = ext.ljust(BULK if op in (PUT, PIECE) else 0, b"\0")
         self.sock.sendall(struct.pack("<QQB", len(ext) + len(payload), address, op) + ext + payload)
 
     def wait(self, address, *ops):
@@ -97,7 +99,7 @@ class Client:
         """Returns the n bytes of frames with op, None if they have not come so, and the frame that ends them."""
         data, got = bytearray(n), 0
         while (end := self.wait(address, op, *ends))[0] == op:
-            at, payload = struct.unpack_from("<Q", end[2])[0], end[2][8:]
+            at, payload = struct.unpack_from("<Q", end[2])[0], end[2][BULK:]
             data[at:at + len(payload)] = payload
             got += len(payload)
         return bytes(data) if got == n == len(data) else None, end

@@ -60,7 +60,12 @@ type failure struct{ err error }
 func gone(why string) error { return fmt.Errorf("%w: %s", p2p.ErrPeerGone, why) }
 
 const (
-	headerSpace = p2p.HeaderSize
+	// A frame begins with its header and zeros, which the receiver ignores, of a cache line
+	// together. The kernel copies a payload from where it is to a page of a socket's buffer, and
+	// from there to its destination. If whole lines come before it, it begins in the page at a
+	// multiple of 64, as memory of large vectors does. AMD's Zen 3 takes ten times as long for a
+	// string move whose destination is 1 to 31 bytes behind its source, modulo 4096.
+	headerSpace = 64
 	// Payloads up to this size are collected in the receive buffer, longer ones are read to their
 	// destination.
 	inline = 16 << 10

@@ -62,13 +62,39 @@ func testPoller(t testing.TB) *poller {
 	return p
 }
 
+// head returns what a frame with header(seq, n) begins with on the stream.
+func head(seq uint64, n int) []byte {
+	b := make([]byte, headerSpace)
+	header(seq, n).Encode((*[p2p.HeaderSize]byte)(b))
+	return b
+}
+
+// Payloads begin at multiples of 64 bytes of the stream if those before them end there.
+func TestPayloadsKeepAlignment(t *testing.T) {
+	l, far := rawPair(t, testPoller(t), MinFrame)
+	defer l.Close()
+	defer unix.Close(far)
+	var want []byte
+	for i, n := range []int{0, 64, copyLimit, copyLimit + 64, 0, 128} {
+		if ok, err := l.Send(header(uint64(i), n), pattern(n, 1)); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+		if want = append(want, head(uint64(i), n)...); len(want)%64 != 0 {
+			t.Fatalf("payload %d begins at %d", i, len(want))
+		}
+		want = append(want, pattern(n, 1)...)
+	}
+	got := make([]byte, len(want)+1)
+	if n, err := unix.Read(far, got); err != nil || !bytes.Equal(got[:n], want) {
+		t.Errorf("%d bytes, %v; want the %d of the frames", n, err, len(want))
+	}
+}
+
 // Any bytes in any pieces: what Recv and Fill return is what a simple reading of the whole says,
 // and then the right error.
 func FuzzStream(f *testing.F) {
 	frame := func(n int) []byte {
-		var b [p2p.HeaderSize]byte
-		header(uint64(n), n).Encode(&b)
-		return append(b[:], pattern(n, 1)...)
+		return append(head(uint64(n), n), pattern(n, 1)...)
 	}
 	f.Add([]byte(nil), uint64(0))
 	f.Add(frame(0), uint64(1))
@@ -85,14 +111,14 @@ func FuzzStream(f *testing.F) {
 		}
 		var frames []want
 		end := p2p.ErrPeerGone
-		for rest := in; len(rest) >= p2p.HeaderSize; {
+		for rest := in; len(rest) >= headerSpace; {
 			var h p2p.Header
 			h.Decode((*[p2p.HeaderSize]byte)(rest))
 			if h.Len > maxFrame {
 				end = p2p.ErrProtocol
 				break
 			}
-			if rest = rest[p2p.HeaderSize:]; int(h.Len) > len(rest) {
+			if rest = rest[headerSpace:]; int(h.Len) > len(rest) {
 				break
 			}
 			frames = append(frames, want{h, rest[:h.Len]})
@@ -300,9 +326,7 @@ func TestProtocolViolationsEndLink(t *testing.T) {
 			t.Errorf("Send of %+v: %v, %v, link %v", c, ok, err, l.Err())
 		}
 	}
-	var b [p2p.HeaderSize]byte
-	header(0, 100).Encode(&b)
-	unix.Write(far, append(b[:], make([]byte, 99)...))
+	unix.Write(far, append(head(0, 100), make([]byte, 99)...))
 	if h, payload, err := l.Recv(); h == nil || payload != nil || err != nil {
 		t.Fatal(h, payload, err)
 	}
@@ -319,9 +343,9 @@ func TestProtocolViolationsEndLink(t *testing.T) {
 		t.Fatalf("%d bytes, %v", len(payload), err)
 	}
 	l.Release()
-	header(0, 0).Encode(&b)
+	b := head(0, 0)
 	binary.LittleEndian.PutUint32(b[4:], 1<<32-1)
-	unix.Write(far, b[:])
+	unix.Write(far, b)
 	for range 2 {
 		if _, _, err := l.Recv(); !errors.Is(err, p2p.ErrProtocol) || !strings.Contains(err.Error(), "4294967295") {
 			t.Errorf("a frame of 4 GiB: %v", err)

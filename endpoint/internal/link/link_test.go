@@ -30,7 +30,7 @@ type transfer struct {
 }
 
 func (f *transfer) Head(b []byte, at, n int64) []byte {
-	return wire.Words(wire.Header{Size: uint64(8 + n), Address: f.id, Op: wire.Data}.Append(b), uint64(at))
+	return wire.Bulk(b, wire.Data, f.id, n, uint64(at))
 }
 
 func (f *transfer) Tail(b []byte, ok bool) []byte {
@@ -694,8 +694,7 @@ func TestWaitersGiveUpUnderTraffic(t *testing.T) {
 	defer unix.Shutdown(fds[0], unix.SHUT_RDWR)
 	wg.Go(func() {
 		defer unix.Close(fds[0])
-		frame := wire.Words(wire.Header{Size: 64 << 10, Op: wire.Data}.Append(nil), 0)
-		frame = append(frame, make([]byte, 64<<10-8)...)
+		frame := append(wire.Bulk(nil, wire.Data, 0, 64<<10, 0), make([]byte, 64<<10)...)
 		for err := error(nil); err == nil; {
 			_, err = unix.Write(fds[0], frame)
 		}

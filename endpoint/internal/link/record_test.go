@@ -23,8 +23,7 @@ func eachGuard(t *testing.T, f func(t *testing.T, m wire.Mode)) {
 }
 
 func data(id uint64, off int, payload []byte) []byte {
-	b := wire.Header{Size: uint64(8 + len(payload)), Address: id, Op: wire.Data}.Append(nil)
-	return append(wire.Words(b, uint64(off)), payload...)
+	return append(wire.Bulk(nil, wire.Data, id, int64(len(payload)), uint64(off)), payload...)
 }
 
 // deliver has an end receive bytes, and then the end of the stream, and returns why the connection

@@ -35,13 +35,13 @@ func examples() []example {
 	span := Range{Region: 2, Generation: exampleGeneration, Offset: 4096, Total: 10}
 	part := Range{Region: 2, Generation: exampleGeneration, Offset: 4096, Total: 3}
 	entry := Entry{Region: 2, Generation: exampleGeneration, Len: 1 << 20, Rights: 1}
-	hello := Greeting{Version: 1, Index: 0, Count: 2, Requests: 1024, Window: 4 << 20, Message: 64 << 10,
+	hello := Greeting{Version: 2, Index: 0, Count: 2, Requests: 1024, Window: 4 << 20, Message: 64 << 10,
 		Endpoint: exampleEndpoint, Last: 0x2122232425262728}
 	return []example{
 		{"RawSend of 4096 bytes, address 0x7f0000001000", Header{4096, 0x7f0000001000, RawSend}.Append(nil)},
 		{"RawRead of 4096 bytes, address 0x7f0000001000", Header{4096, 0x7f0000001000, RawRead}.Append(nil)},
 		{"RawWrite of 4096 bytes, address 0x7f0000001000", Header{4096, 0x7f0000001000, RawWrite}.Append(nil)},
-		{"Hello of session 0x0102030405060708: version 1, connection 0 of 2, 1024 requests, window 4194304, " +
+		{"Hello of session 0x0102030405060708: version 2, connection 0 of 2, 1024 requests, window 4194304, " +
 			"messages of up to 65536, endpoint 0x1112131415161718, last 0x2122232425262728, name reader",
 			frame(Hello, exampleSession, hello.Append(nil), "reader")},
 		{"Ping 5", frame(Ping, 5, nil, "")},
@@ -51,8 +51,8 @@ func examples() []example {
 		{"Get, request 1: region 2, generation 0x2122232425262729, offset 4096, total 10",
 			frame(Get, 1, span.Append(nil), "")},
 		{"Put, request 2: region 2, generation 0x2122232425262729, offset 4096, total 3, payload abc",
-			frame(Put, 2, part.Append(nil), "abc")},
-		{"Data, request 1: offset 0, payload 0123456789", frame(Data, 1, Words(nil, 0), "0123456789")},
+			append(Bulk(nil, Put, 2, 3, part.Region, part.Generation, part.Offset, part.Total), "abc"...)},
+		{"Data, request 1: offset 0, payload 0123456789", append(Bulk(nil, Data, 1, 10, 0), "0123456789"...)},
 		{"Done, request 1: OK, 10 bytes", frame(Done, 1, Outcome{OK, 10}.Append(nil), "")},
 		{"Done, request 2: Failed, 0 bytes, text disk", frame(Done, 2, Outcome{Failed, 0}.Append(nil), "disk")},
 		{"Cancel, request 1", frame(Cancel, 1, nil, "")},
@@ -66,7 +66,7 @@ func examples() []example {
 		{"Message 1: hello", frame(Message, 1, nil, "hello")},
 		{"Offer 2: 3145728 bytes", frame(Offer, 2, Words(nil, 3<<20), "")},
 		{"Pull 2: offset 0, 3145728 bytes", frame(Pull, 2, Words(nil, 0, 3<<20), "")},
-		{"Piece 2: offset 1048576, payload abc", frame(Piece, 2, Words(nil, 1<<20), "abc")},
+		{"Piece 2: offset 1048576, payload abc", append(Bulk(nil, Piece, 2, 3, 1<<20), "abc"...)},
 		{"Sent 2", frame(Sent, 2, nil, "")},
 		{"Taken 1: OK, 5 bytes", frame(Taken, 1, Outcome{OK, 5}.Append(nil), "")},
 		{"Credit 5", frame(Credit, 5, nil, "")},
@@ -89,21 +89,25 @@ func examples() []example {
 	}
 }
 
+// zeros39 ends the extensions of Data and Piece.
+var zeros39 = strings.Repeat("00", 39)
+
 // golden has the bytes of examples, in hex digits: size, address, opcode, extension, payload. They
 // were written by hand.
 var golden = []string{
 	"0010000000000000 00100000007f0000 00",
 	"0010000000000000 00100000007f0000 01",
 	"0010000000000000 00100000007f0000 02",
-	"2600000000000000 0807060504030201 10 0100 00 02 00040000 00004000 00000100 1817161514131211" +
+	"2600000000000000 0807060504030201 10 0200 00 02 00040000 00004000 00000100 1817161514131211" +
 		"2827262524232221 726561646572",
 	"0000000000000000 0500000000000000 11",
 	"0000000000000000 0500000000000000 12",
 	"0000000000000000 0000000000000000 13",
 	"0000000000000000 0000000000000000 14",
 	"2000000000000000 0100000000000000 15 0200000000000000 2927262524232221 0010000000000000 0a00000000000000",
-	"2300000000000000 0200000000000000 16 0200000000000000 2927262524232221 0010000000000000 0300000000000000 616263",
-	"1200000000000000 0100000000000000 17 0000000000000000 30313233343536373839",
+	"3200000000000000 0200000000000000 16 0200000000000000 2927262524232221 0010000000000000 0300000000000000" +
+		" 000000000000000000000000000000 616263",
+	"3900000000000000 0100000000000000 17 0000000000000000 " + zeros39 + " 30313233343536373839",
 	"0900000000000000 0100000000000000 18 00 0a00000000000000",
 	"0d00000000000000 0200000000000000 18 06 0000000000000000 6469736b",
 	"0000000000000000 0100000000000000 19",
@@ -115,7 +119,7 @@ var golden = []string{
 	"0500000000000000 0100000000000000 1f 68656c6c6f",
 	"0800000000000000 0200000000000000 20 0000300000000000",
 	"1000000000000000 0200000000000000 21 0000000000000000 0000300000000000",
-	"0b00000000000000 0200000000000000 22 0000100000000000 616263",
+	"3200000000000000 0200000000000000 22 0000100000000000 " + zeros39 + " 616263",
 	"0000000000000000 0200000000000000 23",
 	"0900000000000000 0100000000000000 24 00 0500000000000000",
 	"0000000000000000 0500000000000000 25",
@@ -176,9 +180,9 @@ type limit struct {
 
 // limits are those of every opcode.
 var limits = []limit{
-	{Hello, 32, 255}, {Ping, 0, 0}, {Pong, 0, 0}, {Bye, 0, 0}, {Stay, 0, 0}, {Get, 32, 0}, {Put, 32, 1 << 62},
-	{Data, 8, 1 << 62}, {Done, 9, 512}, {Cancel, 0, 0}, {Lookup, 0, 255}, {List, 4, 255}, {Watch, 0, 0},
-	{Region, 25, 255}, {Gone, 16, 255}, {Message, 0, 1 << 20}, {Offer, 8, 0}, {Pull, 16, 0}, {Piece, 8, 1 << 62},
+	{Hello, 32, 255}, {Ping, 0, 0}, {Pong, 0, 0}, {Bye, 0, 0}, {Stay, 0, 0}, {Get, 32, 0}, {Put, 47, 1 << 62},
+	{Data, 47, 1 << 62}, {Done, 9, 512}, {Cancel, 0, 0}, {Lookup, 0, 255}, {List, 4, 255}, {Watch, 0, 0},
+	{Region, 25, 255}, {Gone, 16, 255}, {Message, 0, 1 << 20}, {Offer, 8, 0}, {Pull, 16, 0}, {Piece, 47, 1 << 62},
 	{Sent, 0, 0}, {Taken, 9, 512}, {Credit, 0, 0}, {Dropped, 0, 0}, {Inquire, 0, 0},
 	{State, 0, 16384}, {Join, 0, 1024}, {Joined, 0, 1024}, {Claim, 16, 0}, {Key, 16, 0}, {Revoke, 16, 0},
 	{Revoked, 0, 0}, {Fence, 0, 0}, {Fenced, 0, 0},
@@ -275,7 +279,7 @@ func TestDecodeNamesVersions(t *testing.T) {
 		for _, g := range []Greeting{{Count: 1, Requests: 1}, {}, {Index: 255, Message: math.MaxUint32}} {
 			g.Version = version
 			_, err := DecodeGreeting(g.Append(nil))
-			want := fmt.Sprintf("of version %d, this one's of version 1", version)
+			want := fmt.Sprintf("of version %d, this one's of version %d", version, Version)
 			if !errors.Is(err, trust.ErrVersion) || errors.Is(err, ErrFrame) || !strings.Contains(err.Error(), want) {
 				t.Errorf("%+v: %v", g, err)
 			}
@@ -289,8 +293,12 @@ func recode(op Opcode, ext []byte) ([]byte, bool) {
 	case Hello:
 		g, err := DecodeGreeting(ext)
 		return g.Append(nil), err == nil
-	case Get, Put:
+	case Get:
 		return DecodeRange(ext).Append(nil), true
+	case Put: // zeros follow, which nobody looks at
+		return append(DecodeRange(ext).Append(nil), ext[RangeSize:]...), true
+	case Data, Piece:
+		return append(Words(nil, Word(ext, 0)), ext[8:]...), true
 	case Done, Taken:
 		o, err := DecodeOutcome(ext)
 		return o.Append(nil), err == nil
