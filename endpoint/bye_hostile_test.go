@@ -117,7 +117,7 @@ func TestLossBeforeAnswerToBye(t *testing.T) {
 		}
 		r.serve(func(h wire.Header, body []byte) {
 			if h.Op == wire.Message {
-				sent <- body
+				sent <- body[wire.BulkSize:]
 			}
 		})
 	})

@@ -92,7 +92,7 @@ func tryExtra(t testing.TB, e *Endpoint, secret string, id, extra uint64) (*raw,
 // frame returns a frame.
 func frame(op wire.Opcode, address uint64, ext []byte, payload ...byte) []byte {
 	switch op {
-	case wire.Put, wire.Data, wire.Piece:
+	case wire.Put, wire.Data, wire.Message, wire.Piece:
 		ext = append(slices.Clip(ext), make([]byte, wire.BulkSize-len(ext))...)
 	}
 	b := wire.Header{Size: uint64(len(ext) + len(payload)), Address: address, Op: op}.Append(nil)
@@ -449,6 +449,9 @@ func TestMalformedFrames(t *testing.T) {
 	giant := func(op wire.Opcode, size uint64) []byte {
 		return wire.Header{Size: size, Address: 1, Op: op}.Append(nil)
 	}
+	long := func(n uint64) []byte {
+		return append(giant(wire.Message, wire.BulkSize+n), make([]byte, wire.BulkSize)...)
+	}
 	for name, f := range map[string]func(e wire.Entry) [][]byte{
 		"raw write": func(wire.Entry) [][]byte { return [][]byte{frame(wire.RawWrite, 0, nil, 1, 2, 3)} },
 		"raw read": func(wire.Entry) [][]byte {
@@ -459,8 +462,8 @@ func TestMalformedFrames(t *testing.T) {
 		"giant ping":     func(wire.Entry) [][]byte { return [][]byte{giant(wire.Ping, 1<<63)} },
 		"giant get":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Get, 1<<64-1)} },
 		"giant put":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Put, 1<<64-1)} },
-		"giant message":  func(wire.Entry) [][]byte { return [][]byte{giant(wire.Message, wire.MaxMessage+1)} },
-		"long message":   func(wire.Entry) [][]byte { return [][]byte{giant(wire.Message, maxMessage+1)} },
+		"giant message":  func(wire.Entry) [][]byte { return [][]byte{long(wire.MaxMessage + 1)} },
+		"long message":   func(wire.Entry) [][]byte { return [][]byte{long(maxMessage + 1)} },
 		"giant lookup":   func(wire.Entry) [][]byte { return [][]byte{giant(wire.Lookup, 256)} },
 		"short put":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Put, wire.BulkSize-1)} },
 		"another hello":  func(wire.Entry) [][]byte { return [][]byte{hello(77, 0, 1)} },
@@ -1213,8 +1216,7 @@ func TestCloseEndsOrphans(t *testing.T) {
 			r.expect(wire.Hello)
 			p := r.accepted(e)
 			f := p.Recv(make([]byte, 100))
-			r.send(frame(wire.Ping, 1, nil), wire.Header{Size: 100, Address: 1, Op: wire.Message}.Append(nil),
-				[]byte("a part"))
+			r.send(frame(wire.Ping, 1, nil), wire.Bulk(nil, wire.Message, 1, 100), []byte("a part"))
 			r.expect(wire.Pong)
 			if name == "peer" {
 				p.Close()
@@ -1288,7 +1290,7 @@ func TestRecvGivenUpWhileMessageArrives(t *testing.T) {
 	e := newEndpoint(t, newContext(t), Config{Timeout: patience / 2})
 	r := dialRaw(t, e, testSecret, newID()).session(1)
 	p := r.accepted(e)
-	r.send(wire.Header{Size: 10, Address: 1, Op: wire.Message}.Append(nil), []byte("01234"))
+	r.send(wire.Bulk(nil, wire.Message, 1, 10), []byte("01234"))
 	eventually(t, "the message is arriving", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()

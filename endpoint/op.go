@@ -194,8 +194,10 @@ type letter struct {
 
 // Head implements link.Framer.
 func (l *letter) Head(b []byte, at, n int64) []byte {
-	h := wire.Header{Size: uint64(n), Address: l.seq, Op: l.op}
+	h := wire.Header{Address: l.seq, Op: l.op}
 	switch l.op {
+	case wire.Message:
+		return wire.Bulk(b, l.op, l.seq, n)
 	case wire.Piece:
 		return wire.Bulk(b, l.op, l.seq, n, uint64(l.off+at))
 	case wire.Offer:

@@ -78,7 +78,7 @@ var moves = sync.OnceValue(func() bool {
 type way uint32
 
 const (
-	whole       way = iota // a string move, or another way where these are slow
+	whole       way = iota // a string move, Copy where these are slow, or ahead where one would be
 	ahead                  // asks for lines before they are stored to
 	nonTemporal            // bypasses the caches
 	ways
@@ -93,20 +93,19 @@ func aliased(dst, src unsafe.Pointer) bool {
 }
 
 func (w way) copy(dst, src unsafe.Pointer, n int) {
-	if w == whole && aliased(dst, src) {
-		w = ahead
-	}
 	switch {
-	case w == ahead && hasAVX512:
-		moveAheadAVX512(dst, src, n)
-	case w == ahead && hasAVX2:
-		moveAheadAVX2(dst, src, n)
 	case w == nonTemporal && hasAVX512:
 		moveNonTemporalAVX512(dst, src, n)
 	case w == nonTemporal && hasAVX2:
 		moveNonTemporalAVX2(dst, src, n)
-	case w != ahead && moves():
+	case w != ahead && !moves():
+		Copy(dst, src, n)
+	case w != ahead && !aliased(dst, src):
 		moveString(dst, src, n)
+	case hasAVX512:
+		moveAheadAVX512(dst, src, n)
+	case hasAVX2:
+		moveAheadAVX2(dst, src, n)
 	default:
 		Copy(dst, src, n)
 	}

@@ -8,7 +8,7 @@ OK, CANCELLED, NO_REGION, DENIED = 0, 1, 2, 8
 CODES = ["ok", "cancelled", "no such region", "the region was unregistered", "the region does not allow that",
          "out of the region's bounds", "the region's file or device failed", "too many requests", "refused"]
 WINDOW, LONGEST, EACH, PAGE = 64 << 10, 16 << 10, 128, 1024  # bytes unread, of a whole message, more for each; a List
-BULK = 47  # bytes of the extension of Put, Data and Piece
+VERSION, BULK = 2, 47  # of the frames; bytes of the extension of Put, Data, Message and Piece
 
 class Error(Exception): """What a user should read."""
 
@@ -34,8 +34,10 @@ class Client:
         self.input = self.sock.makefile("rb")
         identity, session = secrets.randbits(63) + 1, secrets.randbits(63) + 1
         self.handshake(*credential(secret), identity)
-        self.put_frame(HELLO, session, struct.pack("<HBBIIIQQ", 2, 0, 1, 1024, WINDOW, LONGEST, identity, 0))
-        self.room, self.longest = struct.unpack_from("<II", self.wait(session, HELLO)[2], 8)
+        self.put_frame(HELLO, session, struct.pack("<HBBIIIQQ", VERSION, 0, 1, 1024, WINDOW, LONGEST, identity, 0))
+        version, _, self.room, self.longest = struct.unpack_from("<HHxxxxII", self.wait(session, HELLO)[2])
+        if version != VERSION:
+            raise Error(f"the endpoint's frames are of version {version}, and this client's of version {VERSION}")
 
     def handshake(self, name, key, identity):
         """Proves to the endpoint that we know the key, and has it prove the same."""
@@ -64,7 +66,7 @@ class Client:
         return b
 
     def put_frame(self, op, address, ext=b"", payload=b""):
-        ext = ext.ljust(BULK if op in (PUT, PIECE) else 0, b"\0")
+        ext = ext.ljust(BULK if op in (PUT, MESSAGE, PIECE) else 0, b"\0")
         self.sock.sendall(struct.pack("<QQB", len(ext) + len(payload), address, op) + ext + payload)
 
     def wait(self, address, *ops):
@@ -159,7 +161,7 @@ class Client:
             if number <= self.received:  # this is another Dropped of a message that has ended
                 continue
             self.received = number
-            data, n = (body, 0) if op == MESSAGE else (b"", int.from_bytes(body, "little"))
+            data, n = (body[BULK:], 0) if op == MESSAGE else (b"", int.from_bytes(body, "little"))
             if n > 0:
                 self.put_frame(PULL, number, struct.pack("<QQ", 0, n))
                 data, (op, _, _) = self.gather(n, number, PIECE, SENT, DROPPED)

@@ -98,7 +98,13 @@ type client struct {
 // start starts client.py with a command.
 func (s *server) start(args ...string) *client {
 	s.Helper()
-	args = append([]string{"client.py", s.Info().Addrs[0]}, args...)
+	return s.startFile("client.py", args...)
+}
+
+// startFile is start for another file than client.py.
+func (s *server) startFile(file string, args ...string) *client {
+	s.Helper()
+	args = append([]string{file, s.Info().Addrs[0]}, args...)
 	c := &client{s: s, cmd: exec.CommandContext(s.ctx, s.python, args...)}
 	c.cmd.Env = append(os.Environ(), "TUTTI_SECRET="+s.key)
 	c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
@@ -349,6 +355,21 @@ for i in range(66):
 }
 
 // A program asks the client for its state, which it does not tell.
+// A client of another version than the endpoint says so.
+func TestClientOfAnotherVersion(t *testing.T) {
+	s := serve(t, secret)
+	source, err := os.ReadFile("client.py")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const version = "VERSION, BULK = 2,"
+	if !bytes.Contains(source, []byte(version)) {
+		t.Fatalf("client.py does not have %q", version)
+	}
+	c := s.startFile(s.file(bytes.Replace(source, []byte(version), []byte("VERSION, BULK = 9,"), 1)), "ls")
+	c.fails("the endpoint's frames are of version 2, and this client's of version 9")
+}
+
 func TestClientTellsNoState(t *testing.T) {
 	s := serve(t, secret)
 	c := s.start("recv")

@@ -12,7 +12,7 @@ import (
 
 // endpoint is what a listener publishes. Its encoding, little-endian:
 //
-//	version u8 (2), its largest frame u32, its host's id u64, number of addresses u8, addresses
+//	version u8 (3), its largest frame u32, its host's id u64, number of addresses u8, addresses
 //
 // where an address is port u16, kind u8 and then 4 bytes (kind 4) or 16 bytes (kind 6).
 type endpoint struct {
@@ -22,7 +22,7 @@ type endpoint struct {
 }
 
 const (
-	endpointVersion = 2
+	endpointVersion = 3 // raised with changes of the stream, too
 	endpointFixed   = 14
 	maxAddresses    = 16
 )

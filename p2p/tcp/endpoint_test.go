@@ -18,7 +18,7 @@ var sample = endpoint{maxFrame: 256 << 10, host: 0x1122334455667788, at: []netip
 	netip.MustParseAddrPort("10.0.0.3:29500"), netip.MustParseAddrPort("[fd00::3]:29501")}}
 
 func TestEndpointEncoding(t *testing.T) {
-	want := "\x02\x00\x00\x04\x00\x88\x77\x66\x55\x44\x33\x22\x11\x02" +
+	want := "\x03\x00\x00\x04\x00\x88\x77\x66\x55\x44\x33\x22\x11\x02" +
 		"\x3c\x73\x04\x0a\x00\x00\x03" +
 		"\x3d\x73\x06\xfd\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x03"
 	if got := sample.encode(); string(got) != want {
@@ -31,7 +31,7 @@ func TestEndpointEncoding(t *testing.T) {
 	}
 	change := func(at int, with string) []byte { return []byte(want[:at] + with + want[at+len(with):]) }
 	for what, b := range map[string][]byte{
-		"version 1":              change(0, "\x01"),
+		"version 2":              change(0, "\x02"),
 		"frames of up to 0":      change(1, "\x00\x00\x00\x00"),
 		"frames of up to 262145": change(1, "\x01"),
 		"frames of up to 2147":   change(1, "\x00\x00\x00\x80"),

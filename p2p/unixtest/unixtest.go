@@ -3,6 +3,7 @@
 package unixtest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -190,7 +191,8 @@ type link struct {
 	refused bool // Send or Flush was, and out has not been empty since
 	armed   bool
 	closed  bool
-	failure error
+	failure error // nothing is sent or received any more
+	lost    error // nothing is sent any more
 }
 
 // queue holds frames in fixed memory.
@@ -218,8 +220,8 @@ func newLink(to p2p.Identity, c *net.UnixConn, wake func()) *link {
 	return l
 }
 
-// write moves frames from out to the connection. A peer that is gone takes none of them, but may
-// have sent some that read has yet to take: read fails the link after them.
+// write moves frames from out to the connection. It records in lost why it cannot any more: a peer
+// that is gone may have sent frames that read has yet to take, and fails the link after them.
 func (l *link) write() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -232,10 +234,14 @@ func (l *link) write() {
 		}
 		f := l.out.head()
 		l.mu.Unlock()
-		if _, err := l.conn.Write(f.data[:p2p.HeaderSize+f.header.Len]); err != nil {
-			l.conn.CloseRead()
-		}
+		_, err := l.conn.Write(f.data[:p2p.HeaderSize+f.header.Len])
 		l.mu.Lock()
+		if err != nil {
+			l.lost = fmt.Errorf("%s: %w: %w", l.name, p2p.ErrPeerGone, err)
+			l.conn.CloseRead()
+			l.changedLocked()
+			return
+		}
 		if l.out.pop(); l.out.n == 0 {
 			l.changedLocked()
 		}
@@ -317,8 +323,8 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.failure != nil {
-		return false, l.failure
+	if err := cmp.Or(l.failure, l.lost); err != nil {
+		return false, err
 	}
 	if l.out.n == depth {
 		l.refused = true
@@ -338,8 +344,8 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 func (l *link) Flush() (bool, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.failure != nil {
-		return false, l.failure
+	if err := cmp.Or(l.failure, l.lost); err != nil {
+		return false, err
 	}
 	l.refused = l.refused || l.out.n > 0 // a Send may wait for Arm
 	return l.out.n == 0, nil
@@ -390,7 +396,7 @@ func (l *link) MaxFrame() int { return maxFrame }
 func (l *link) Arm() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.failure != nil || l.in.n > 0 || l.refused && l.out.n == 0 {
+	if l.failure != nil || l.lost != nil || l.in.n > 0 || l.refused && l.out.n == 0 {
 		l.refused = l.refused && l.out.n > 0
 		return true
 	}
@@ -409,7 +415,7 @@ func (l *link) Disarm() {
 func (l *link) Err() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.failure
+	return cmp.Or(l.failure, l.lost)
 }
 
 // Close implements p2p.Link. What was flushed is in the kernel, which delivers it.

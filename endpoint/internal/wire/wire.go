@@ -146,7 +146,8 @@ var shapes = [beyond - First]shape{
 	Get - First: {RangeSize, 0}, Put - First: {BulkSize, MaxSize}, Data - First: {BulkSize, MaxSize},
 	Done - First: {OutcomeSize, MaxText}, Cancel - First: {}, Lookup - First: {0, MaxName}, List - First: {4, MaxName},
 	Watch - First: {}, Region - First: {EntrySize, MaxName}, Gone - First: {goneSize, MaxName},
-	Message - First: {0, MaxMessage}, Offer - First: {8, 0}, Pull - First: {16, 0}, Piece - First: {BulkSize, MaxSize},
+	Message - First: {BulkSize, MaxMessage}, Offer - First: {8, 0}, Pull - First: {16, 0},
+	Piece - First: {BulkSize, MaxSize},
 	Sent - First:  {},
 	Taken - First: {OutcomeSize, MaxText}, Credit - First: {}, Dropped - First: {},
 	Inquire - First: {}, State - First: {0, MaxState},
@@ -320,16 +321,16 @@ func DecodeEntry(ext []byte) (Entry, error) {
 // goneSize is the size of the extension of Gone: region and generation. Its payload is the name.
 const goneSize = 16
 
-// BulkSize is the size of the extensions of Put, Data and Piece: their fields, and zeros, which the
-// receiver ignores. With the header they take 64 bytes, a cache line. The kernel copies a payload
-// from where it is to a page of a socket's buffer, and from there to its destination. If no more
-// than such heads come before it, it begins in the page at a multiple of 64, as the memory of large
-// payloads does. AMD's Zen 3 takes ten times as long for a string move whose destination is 1 to 31
-// bytes behind its source, modulo 4096.
+// BulkSize is the size of the extensions of Put, Data, Message and Piece: their fields, and zeros,
+// which the receiver ignores. With the header they take 64 bytes, a cache line. The kernel copies a
+// payload from where it is to a page of a socket's buffer, and from there to its destination. If no
+// more than such heads come before it, it begins in the page at a multiple of 64, as the memory of
+// large payloads does. AMD's Zen 3 takes ten times as long for a string move whose destination is 1
+// to 31 bytes behind its source, modulo 4096.
 const BulkSize = 64 - HeaderSize
 
-// Bulk appends the head of a frame with op, which is Put, Data or Piece, and a payload of n bytes:
-// the header and the extension, of which fields are the first.
+// Bulk appends the head of a frame with op, which is Put, Data, Message or Piece, and a payload of
+// n bytes: the header and the extension, which begins with fields.
 func Bulk(b []byte, op Opcode, address uint64, n int64, fields ...uint64) []byte {
 	from := len(b)
 	b = Header{Size: uint64(BulkSize + n), Address: address, Op: op}.Append(b)

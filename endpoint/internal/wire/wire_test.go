@@ -63,7 +63,7 @@ func examples() []example {
 			frame(Region, 3, entry.Append(nil), "weights")},
 		{"Gone, request 6: region 2, generation 0x2122232425262729, name weights",
 			frame(Gone, 6, Words(nil, 2, exampleGeneration), "weights")},
-		{"Message 1: hello", frame(Message, 1, nil, "hello")},
+		{"Message 1: hello", append(Bulk(nil, Message, 1, 5), "hello"...)},
 		{"Offer 2: 3145728 bytes", frame(Offer, 2, Words(nil, 3<<20), "")},
 		{"Pull 2: offset 0, 3145728 bytes", frame(Pull, 2, Words(nil, 0, 3<<20), "")},
 		{"Piece 2: offset 1048576, payload abc", append(Bulk(nil, Piece, 2, 3, 1<<20), "abc"...)},
@@ -116,7 +116,7 @@ var golden = []string{
 	"0000000000000000 0600000000000000 1c",
 	"2000000000000000 0300000000000000 1d 0200000000000000 2927262524232221 0000100000000000 01 77656967687473",
 	"1700000000000000 0600000000000000 1e 0200000000000000 2927262524232221 77656967687473",
-	"0500000000000000 0100000000000000 1f 68656c6c6f",
+	"3400000000000000 0100000000000000 1f " + zeros39 + "0000000000000000 68656c6c6f",
 	"0800000000000000 0200000000000000 20 0000300000000000",
 	"1000000000000000 0200000000000000 21 0000000000000000 0000300000000000",
 	"3200000000000000 0200000000000000 22 0000100000000000 " + zeros39 + " 616263",
@@ -182,7 +182,7 @@ type limit struct {
 var limits = []limit{
 	{Hello, 32, 255}, {Ping, 0, 0}, {Pong, 0, 0}, {Bye, 0, 0}, {Stay, 0, 0}, {Get, 32, 0}, {Put, 47, 1 << 62},
 	{Data, 47, 1 << 62}, {Done, 9, 512}, {Cancel, 0, 0}, {Lookup, 0, 255}, {List, 4, 255}, {Watch, 0, 0},
-	{Region, 25, 255}, {Gone, 16, 255}, {Message, 0, 1 << 20}, {Offer, 8, 0}, {Pull, 16, 0}, {Piece, 47, 1 << 62},
+	{Region, 25, 255}, {Gone, 16, 255}, {Message, 47, 1 << 20}, {Offer, 8, 0}, {Pull, 16, 0}, {Piece, 47, 1 << 62},
 	{Sent, 0, 0}, {Taken, 9, 512}, {Credit, 0, 0}, {Dropped, 0, 0}, {Inquire, 0, 0},
 	{State, 0, 16384}, {Join, 0, 1024}, {Joined, 0, 1024}, {Claim, 16, 0}, {Key, 16, 0}, {Revoke, 16, 0},
 	{Revoked, 0, 0}, {Fence, 0, 0}, {Fenced, 0, 0},
@@ -297,6 +297,8 @@ func recode(op Opcode, ext []byte) ([]byte, bool) {
 		return DecodeRange(ext).Append(nil), true
 	case Put: // zeros follow, which nobody looks at
 		return append(DecodeRange(ext).Append(nil), ext[RangeSize:]...), true
+	case Message:
+		return ext, true
 	case Data, Piece:
 		return append(Words(nil, Word(ext, 0)), ext[8:]...), true
 	case Done, Taken:
