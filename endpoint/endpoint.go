@@ -41,7 +41,8 @@ type Config struct {
 	Secret string
 	// Interfaces selects the addresses to listen on and to dial from: names of interfaces, prefixes
 	// of names ("eth*"), addresses and networks, separated by commas, excluded after "^". Default:
-	// all that are up, loopback last. "none" listens nowhere: the endpoint only dials.
+	// all that are up, loopback last. Of more than 16 the endpoint listens on the first 15 and the
+	// last, and logs the others. "none" listens nowhere: the endpoint only dials.
 	Interfaces string
 	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600"
 	// (the first free one). Each address has a port of its own.
@@ -290,7 +291,12 @@ func (e *Endpoint) listen() error {
 	}
 	var skipped error
 	e.refused = trust.LogRefused(e.log, "endpoint")
-	for _, a := range addrs[:min(len(addrs), maxAddrs)] {
+	addrs, left := foremost(addrs)
+	if len(left) > 0 {
+		e.log.Warn("this host has more addresses than an endpoint listens on: choose with Interfaces",
+			"listening", addrs, "not listening", left)
+	}
+	for _, a := range addrs {
 		l, err := ports.Listen(e.life, a.String(), spec)
 		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is tentative, or was removed
 			skipped = err
@@ -301,7 +307,7 @@ func (e *Endpoint) listen() error {
 		}
 		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
 			Agree: true, // the dialling end may ask for Seal
-			Max:   max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
+			Max:   max(16, trust.DefaultMax()/len(addrs)), Admit: e.admit, Accepted: e.accepted,
 			Lost: func(h trust.Hello) { e.said(h.Client) }, Failing: trust.LogFailing(e.log, "endpoint"),
 			Refused: func(c net.Conn, err error) {
 				if wanted(err) == wire.Plain { // else it may dial again, with another mode
@@ -317,6 +323,17 @@ func (e *Endpoint) listen() error {
 		return fmt.Errorf("no address to listen on: %w", skipped)
 	}
 	return nil
+}
+
+// foremost returns the addresses to listen on, which are all unless they are too many, and those
+// that are left. The last one, which is loopback if there is one, stays: programs of this host may
+// use it.
+func foremost(addrs []netip.Addr) (listen, left []netip.Addr) {
+	n := len(addrs)
+	if n <= maxAddrs {
+		return addrs, nil
+	}
+	return append(slices.Clone(addrs[:maxAddrs-1]), addrs[n-1]), addrs[maxAddrs-1 : n-1]
 }
 
 // Info returns what peers need to connect to the endpoint.

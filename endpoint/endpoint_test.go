@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -288,5 +290,22 @@ func BenchmarkRead(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// TestForemostAddresses: of too many addresses the first and the last, loopback, are used.
+func TestForemostAddresses(t *testing.T) {
+	for _, n := range []int{1, maxAddrs, maxAddrs + 1, 3 * maxAddrs} {
+		var all []netip.Addr
+		for i := range n - 1 {
+			all = append(all, netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}))
+		}
+		loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
+		all = append(all, loopback)
+		listen, left := foremost(slices.Clone(all))
+		if len(listen) != min(n, maxAddrs) || len(left) != n-len(listen) || listen[len(listen)-1] != loopback ||
+			!slices.Equal(listen[:len(listen)-1], all[:len(listen)-1]) || slices.Contains(left, loopback) {
+			t.Errorf("of %v: %v, not %v", all, listen, left)
+		}
 	}
 }

@@ -98,6 +98,35 @@ func TestAnswersThatAreNotReadAreBounded(t *testing.T) {
 	}
 }
 
+// Answers that a peer does not read are bounded for all its connections together.
+func TestUnreadAnswersOfAllConnections(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	const n = 64 << 20 // more than the sockets take
+	if _, err := e.Register("data", mem.Host(make([]byte, n), mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	id := newID()
+	var rs []*raw
+	const conns = 4
+	for i := range conns {
+		r := dialRaw(t, e, testSecret, id)
+		r.send(hello(1, i, conns))
+		r.expect(wire.Hello)
+		rs = append(rs, r)
+	}
+	p := rs[0].accepted(e)
+	x := rs[0].find("data")
+	for i, r := range rs {
+		all := wire.Range{Region: x.Region, Generation: x.Generation, Total: n}
+		r.send(frame(wire.Get, uint64(i+2), all.Append(nil)))
+	}
+	stuck(p)
+	for _, r := range rs { // a third of the bound for each
+		r.Write(bytes.Repeat(frame(wire.Ping, 1, nil), maxBacklog/3/wire.HeaderSize))
+	}
+	until(t, "the end of the session", func() bool { return !p.connected() })
+}
+
 // A client gets no key of what it may not use.
 func TestClaimsNeedRights(t *testing.T) {
 	_, r := newFabric(t, soft.Config{})

@@ -771,9 +771,19 @@ func (s *session) pieceDoneLocked(pc *piece, code wire.Code, err error) {
 	}
 }
 
-// checkBacklog returns an error if the peer does not read what it asks for.
+// checkBacklog returns an error if the peer does not read what it asks for on c, or on all
+// connections.
 func (s *session) checkBacklog(c *link.Conn) error {
-	if n := c.Backlog(); n > maxBacklog {
+	n := c.Backlog()
+	if n <= maxBacklog/wire.MaxConns { // seldom more
+		return nil
+	}
+	for _, other := range s.conns {
+		if other != c && other != nil {
+			n += other.Backlog()
+		}
+	}
+	if n > maxBacklog {
 		return fmt.Errorf("%w: another request before the answers, %d bytes, were read", wire.ErrFrame, n)
 	}
 	return nil

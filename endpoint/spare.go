@@ -11,6 +11,10 @@ const (
 	mostSpare  = 128 << 10 // bytes in all
 	mostSpares = 32        // buffers
 	leastSpare = 64        // bytes of one
+
+	// Sizes up to here are rounded to powers of two, so that messages of many sizes share buffers.
+	// Longer messages take no more memory than they count.
+	mostRounded = 1 << 10
 )
 
 // spares is memory of messages that were handed over, the oldest first.
@@ -27,7 +31,11 @@ func (s *spares) take(n int) []byte {
 			return b[:n]
 		}
 	}
-	return make([]byte, n, max(leastSpare, 1<<bits.Len(uint(max(n-1, 0)))))
+	room := max(leastSpare, n)
+	if n <= mostRounded {
+		room = max(leastSpare, 1<<bits.Len(uint(max(n-1, 0))))
+	}
+	return make([]byte, n, room)
 }
 
 // put keeps b, which take has returned and nobody uses any more, and drops the oldest ones if there

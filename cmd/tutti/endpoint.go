@@ -279,8 +279,8 @@ func sizeFlag(cmd *cobra.Command, name, text string) (int64, error) {
 
 // connection defines the flags of commands that connect.
 func (f *endpointFlags) connection(c *cobra.Command) {
-	c.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "bound of every operation: to connect, a request, a "+
-		"piece of 1 MiB")
+	c.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "bound of every operation: to connect, a request, "+
+		"the 16 pieces of 1 MiB that are under way")
 	f.inStore(c)
 	f.guards(c)
 	c.Flags().StringVar(&f.secretFile, "secret-file", "", "`file` with the secret or credential (default: "+
