@@ -17,12 +17,11 @@ import (
 )
 
 const (
-	leastMove  = 32 << 10        // bytes of a put or get that is moved; shorter ones are frames
-	pieceBytes = 256 << 10       // of a request
-	railDepth  = 16              // requests under way on a rail, of all moves in turn
-	maxReads   = 16              // of these, reads at a time
-	lateMove   = 3 * time.Second // at least, without a completion: some devices never repeat a lost packet
-	maxKeys    = 1024            // that a lane keeps; it moves nothing to and from other memory
+	leastMove  = 32 << 10  // bytes of a put or get that is moved; shorter ones are frames
+	pieceBytes = 256 << 10 // of a request
+	railDepth  = 16        // requests under way on a rail, of all moves in turn
+	maxReads   = 16        // of these, reads at a time
+	maxKeys    = 1024      // that a lane keeps; it moves nothing to and from other memory
 )
 
 // bulk is the part of a lane that moves the data of puts and gets. It has queue pairs of its own,
@@ -40,11 +39,8 @@ type bulk struct {
 	ended  []*rma.Move     // not returned by Moved yet
 	barred []uint64        // generations of memory that a request has failed on for good
 	spare  []*move
-	late   time.Duration // see lateMove
 	// leaving: no more data is requested, because another lane is in use.
 	leaving bool
-	alarm   *time.Timer // wakes an end that sleeps, so that it sees what is late
-	wake    func()
 
 	polled  [railDepth]rdma.Completion
 	chain   [1]rdma.SendRequest
@@ -95,7 +91,7 @@ type move struct {
 // open makes the rails of the lane, and returns what the peer is told. The queue pairs are in the
 // state Init. A rail that cannot be made is left out; the error says that none can.
 func (b *bulk) open(n *lane, ports []port, psn uint32, rung func()) ([]path, error) {
-	b.lane, b.keys, b.late, b.wake = n, map[uint64]*key{}, max(lateMove, n.t.lingerTime()*3/2), rung
+	b.lane, b.keys = n, map[uint64]*key{}
 	paths := make([]path, len(ports))
 	made, tried := 0, 0
 	for i, p := range ports {
@@ -213,9 +209,6 @@ func (b *bulk) broken(r *rail, err error) {
 func (b *bulk) halt() (err error) {
 	b.halting.Lock()
 	defer b.halting.Unlock()
-	if b.alarm != nil {
-		b.alarm.Stop()
-	}
 	for _, r := range b.rails {
 		err = errors.Join(err, r.closeQP(&r.qp))
 	}
@@ -368,7 +361,7 @@ func (b *bulk) disown(v *move) {
 	v.own = nil
 }
 
-// arm requests a call of wake for the next completion of a request under way, and when it is late.
+// arm requests a call of wake for the next completion of a request under way.
 func (b *bulk) arm() {
 	for _, r := range b.rails {
 		r.armed = r.polled()
@@ -378,13 +371,6 @@ func (b *bulk) arm() {
 		if err := r.cq.Arm(); err != nil {
 			b.broken(r, err)
 		}
-	}
-	switch {
-	case b.under() == 0:
-	case b.alarm == nil:
-		b.alarm = time.AfterFunc(b.late, b.wake)
-	default:
-		b.alarm.Reset(b.late)
 	}
 }
 
@@ -536,9 +522,8 @@ func (b *bulk) reapRail(r *rail, revoked func(gen uint64)) {
 		switch {
 		case k > 0:
 			r.since = time.Now()
-		case r.under > 0 && time.Since(r.since) >= b.late:
-			b.broken(r, fmt.Errorf("%d requests on queue pair %d of %s have not moved for %v", r.under, r.qp.Number(),
-				r.at, b.late))
+		case r.under > 0 && time.Since(r.since) >= n.late:
+			b.broken(r, n.stuck(r.under, r.qp, r.at))
 		}
 		if k < len(b.polled) {
 			return

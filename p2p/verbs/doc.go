@@ -43,15 +43,16 @@
 // over to it, or does not have more rails that work, the one in use goes on. If it fails later,
 // before the old lane is closed, both are given up.
 //
-// A lane is given up when a request fails, a port goes down that it uses, a device is removed, or
-// the peer gives it up. This is so for its rails, too: one that fails takes the lane with it. Each
-// end says by frameDown what it has taken from its ring, and reads no more of it. The other end
-// sends the rest again over TCP: the copy of the ring still has all frames that the consumer has
-// not freed. So every frame arrives once and in order. The dialler then makes the next lane, after
-// a pause that grows while lanes do not last, and at once when a port comes back. It never gives up
-// while the link lives. A failed request says nothing against the peer: it writes only to memory of
-// the lane itself, or to memory that the peer may have withdrawn meanwhile. Only a violation of the
-// protocol ends the link, and the end of the TCP connection.
+// A lane is given up when a request fails, the requests of a queue pair do not move for some
+// seconds (lateTime), a port goes down that it uses, a device is removed, or the peer gives it up.
+// This is so for its rails, too: one that fails takes the lane with it. Each end says by frameDown
+// what it has taken from its ring, and reads no more of it. The other end sends the rest again over
+// TCP: the copy of the ring still has all frames that the consumer has not freed. So every frame
+// arrives once and in order. The dialler then makes the next lane, after a pause that grows while
+// lanes do not last, and at once when a port comes back. It never gives up while the link lives. A
+// failed request says nothing against the peer: it writes only to memory of the lane itself, or to
+// memory that the peer may have withdrawn meanwhile. Only a violation of the protocol ends the
+// link, and the end of the TCP connection.
 //
 // # Frames
 //
@@ -131,10 +132,18 @@
 //
 // When the TCP connection has ended, frames that have arrived are still delivered. Some of their
 // completions may be under way. So the consumer fails the queue pair, which flushes the receives
-// that are left: no frame comes after these.
+// that are left: no frame comes after these. For a device that does not flush them it waits no
+// longer than for requests under way.
 //
 // Beside a ring the TCP connection stays armed, so that a control frame wakes the end as well.
-// Beside requests for data their completions wake it, and a timer, for a device that forgets one.
+// Beside requests for data their completions wake it.
+//
+// A device may forget a request. Beside requests under way a timer wakes an end that sleeps, so
+// that it sees when they do not move. Most of those for frames have no completion: an end that has
+// heard of none for half of lateTime posts an empty one that has, and its time begins then. When
+// that has completed, nothing is under way, and a link that stays idle sets no timer. It does not
+// depend on the peer's process, which may be stopped, whether requests move: a write needs nothing
+// but the peer's device and, for a frame or a position, one of the receives above.
 //
 // # Trust
 //

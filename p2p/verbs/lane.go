@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"tutti/mem"
@@ -22,6 +23,10 @@ const (
 	spare     = 16   // receives for positions, of which there is one for each quarter of the ring
 	idlePolls = 256  // polls of an idle ring for one of the completion queue
 )
+
+// lateTime is how long requests of a lane are under way without a completion, at least, until it
+// fails: some devices never repeat a lost packet.
+const lateTime = 3 * time.Second
 
 // Immediate values: 0 for a frame, or the consumer's position in units, modulo 1<<31, and a bit.
 const (
@@ -83,9 +88,13 @@ type lane struct {
 	fresh    int           // since the last one with a completion
 	bytes    uint64        // composed since then
 	marks    []mark        // requests with completions, oldest first
+	since    time.Time     // marks: one has ended, or the first one was posted; see check
+	late     time.Duration // see lateTime
+	alarm    *time.Timer   // wakes an end that sleeps, so that it sees what is late
+	wake     func()
 	frames   atomic.Uint64 // that have completed receives
 	drained  bool          // by drain
-	flushed  bool          // no frame completes a receive any more
+	flushed  bool          // no frame completes a receive any more, or none is waited for
 	owed     int           // receives that have completed and are to be posted again
 	woken    chan struct{}
 
@@ -140,6 +149,7 @@ func (l *lane) open(frames port, rails []port, n int, psn uint32, wake func()) e
 		l.ring()
 		wake()
 	}
+	l.late, l.wake = max(lateTime, l.t.lingerTime()*3/2), rung
 	var err error
 	if l.cq, err = frames.NewCQ(sendDepth+receives(n)+len(rails), rung); err != nil {
 		return err
@@ -207,7 +217,12 @@ func (p *port) connect(qp rdma.QP, mine, theirs *path) error {
 }
 
 // halt closes all queue pairs: see bulk.halt.
-func (l *lane) halt() error { return errors.Join(l.bulk.halt(), l.port.closeQP(&l.qp)) }
+func (l *lane) halt() error {
+	if l.alarm != nil {
+		l.alarm.Stop()
+	}
+	return errors.Join(l.bulk.halt(), l.port.closeQP(&l.qp))
+}
 
 // close closes all objects. The memory stays, because a caller may be reading it. While a queue
 // pair cannot be closed, everything else stays, too, and close may be called again.
@@ -309,6 +324,9 @@ func (l *lane) post() {
 	if _, err := l.qp.Post(l.chain[:k]); err != nil {
 		l.fail(err)
 	}
+	if l.finished == l.posted-k || l.chain[k-1].Signaled && len(l.marks) == 1 {
+		l.since = time.Now()
+	}
 }
 
 // send writes a frame to the peer's ring, and those that were gathered before. False: there is no
@@ -358,7 +376,7 @@ func (l *lane) drain() {
 	if l.drained {
 		return
 	}
-	l.drained = true
+	l.drained, l.since = true, time.Now()
 	if err := l.qp.Fail(); err != nil {
 		l.fail(err)
 		l.flushed = true
@@ -394,9 +412,43 @@ func (l *lane) arm() error {
 	return l.cq.Arm()
 }
 
+// watch has the end woken for check, and for that of the rails, while requests are under way.
+func (l *lane) watch() {
+	switch under := l.posted != l.finished || l.bulk.under() > 0; {
+	case under && l.alarm == nil:
+		l.alarm = time.AfterFunc(l.late/2, l.wake)
+	case under:
+		l.alarm.Reset(l.late / 2)
+	case l.alarm != nil:
+		l.alarm.Stop()
+	}
+}
+
+// check fails the lane if its requests have not moved for late, at a time after which the
+// completion queue was found empty. Only a request with a completion shows that: without one under
+// way it asks for one, when nothing has moved for half of that time. After drain the receives are
+// what has to move.
+func (l *lane) check(now time.Time) {
+	switch still := now.Sub(l.since); {
+	case l.drained:
+		l.flushed = l.flushed || still >= l.late
+	case l.err != nil:
+	case len(l.marks) > 0 && still >= l.late:
+		l.fail(l.stuck(l.posted-l.finished, l.qp, l.port.at))
+	case len(l.marks) == 0 && l.posted != l.finished && still >= l.late/2:
+		l.ask()
+	}
+}
+
+// stuck is the error of requests on a queue pair that do not move.
+func (l *lane) stuck(requests int, qp rdma.QP, at rdma.DevicePort) error {
+	return fmt.Errorf("%d requests on queue pair %d of %s have not moved for %v", requests, qp.Number(), at, l.late)
+}
+
 // reap takes completions, and posts receives again, batch of them or more with a call.
 func (l *lane) reap() {
 	for {
+		now := time.Now() // before Poll: a process may be stopped for long between two calls
 		n, err := l.cq.Poll(l.polled[:])
 		if err != nil {
 			l.fail(err)
@@ -414,6 +466,7 @@ func (l *lane) reap() {
 			case c.Op == rdma.Write && len(l.marks) > 0:
 				l.finished, l.out.done = l.marks[0].posted, l.marks[0].tail
 				l.marks = l.marks[:copy(l.marks, l.marks[1:])]
+				l.since = time.Now()
 			case c.Op == rdma.RecvWriteImm:
 				if l.owed++; c.Imm == immFrame {
 					l.frames.Add(1)
@@ -431,6 +484,7 @@ func (l *lane) reap() {
 			l.owed = 0
 		}
 		if n < len(l.polled) {
+			l.check(now)
 			return
 		}
 	}

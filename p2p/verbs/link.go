@@ -591,6 +591,10 @@ func (l *link) Arm() bool {
 	// What has arrived before Arm causes no wake-up.
 	tx := l.tx
 	l.turnLocked()
+	lanes, k = l.connectedLocked()
+	for _, n := range lanes[:k] {
+		n.watch()
+	}
 	switch {
 	case l.state.Load() != live || l.rx != nil && l.rx.arrived() || len(l.moved) > 0:
 		return true

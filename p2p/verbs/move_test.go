@@ -686,9 +686,8 @@ func testLateMoveWakes(t *testing.T, p ports) {
 	to := y.Expose(t, r, 0, n, mem.Write)
 	place(t, x, make([]byte, leastMove), to)
 	l := inner(x.End)
-	bulk := &l.lane.bulk
-	bulk.late = 20 * time.Millisecond
-	for _, r := range bulk.rails {
+	l.lane.late = 20 * time.Millisecond
+	for _, r := range l.lane.bulk.rails {
 		r.cq = silent{r.cq}
 	}
 	b := pattern(n, 1)

@@ -520,8 +520,8 @@ func TestSettingsOfTheNetwork(t *testing.T) {
 		t.Errorf("Check with service level 16: %v", err)
 	}
 	const repeats = (retries + 1) * (4096 * time.Nanosecond << 20)
-	if l.linger < repeats || l.lane.bulk.late <= repeats {
-		t.Errorf("Close lingers for %v, and a move is late after %v: a device repeats packets for %v", l.linger,
-			l.lane.bulk.late, repeats)
+	if l.linger < repeats || l.lane.late <= repeats {
+		t.Errorf("Close lingers for %v, and a request is late after %v: a device repeats packets for %v", l.linger,
+			l.lane.late, repeats)
 	}
 }
