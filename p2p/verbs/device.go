@@ -245,7 +245,7 @@ func (d *device) closeQP(qp *rdma.QP) error {
 		return nil
 	}
 	if err := (*qp).Close(); err != nil && !d.removed() { // what was removed uses nothing
-		return err
+		return fmt.Errorf("queue pair %d of %s: %w", (*qp).Number(), d.at.Device, err)
 	}
 	*qp = nil
 	return nil

@@ -76,7 +76,7 @@ type link struct {
 	mu      sync.Mutex // held during calls on the objects of the device, and for what follows
 	closed  bool
 	once    sync.Once
-	err     error // of Close
+	err     error // of Close: also what lanes that were given up before have left
 	heard   uint64
 	refused int    // bytes of the last frame, if there was no room for it; else -1
 	part    []byte // of the payload of a control frame
@@ -626,7 +626,7 @@ func (l *link) Disarm() {
 // Close implements p2p.Link. It waits until the device has completed what was sent, but not for a
 // peer that has ended or given up the lane, and until its queue pairs are closed; for both at most
 // for lingerTime. After Close of the transport all its links have that time together: their devices
-// repeat packets at the same time.
+// repeat packets at the same time. The error names all queue pairs that stay open.
 func (l *link) Close() error {
 	l.once.Do(func() {
 		working := l.state.Load() == live

@@ -212,7 +212,7 @@ func (l *link) bury(n *lane) error {
 		err = n.halt()
 	}
 	if err != nil {
-		return err
+		return fmt.Errorf("rdma: lane %d to %v is not closed: %w", n.gen, l.peer, err)
 	}
 	err = n.close()
 	for _, e := range l.gone(n) {

@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -232,7 +233,10 @@ func (l *link) taskLocked(n *lane, work func() error, next func()) {
 		}
 		l.mu.Unlock()
 		if !kept {
-			l.bury(n)
+			err := l.bury(n)
+			l.mu.Lock()
+			l.err = errors.Join(l.err, err)
+			l.mu.Unlock()
 		}
 		l.t.tell()
 	})
