@@ -495,8 +495,8 @@ func TestFramesDuringClose(t *testing.T) {
 }
 
 // Close of a link does not wait for a device that refuses to close queue pairs when all links of
-// its transport have had their time: it tries once more, and says which queue pairs stay, also for a
-// lane given up before.
+// its transport have had their time: it tries once more, and says which queue pairs stay, also for
+// a lane given up before.
 func TestCloseWithQueuePairsThatStay(t *testing.T) {
 	for name, before := range map[string]bool{"in use": false, "given up": true} {
 		t.Run(name, func(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"tutti/mem"
@@ -21,12 +22,20 @@ type exposure struct {
 	region     uint64
 	rights     mem.Rights
 
-	mu      sync.Mutex // held while the memory is registered and deregistered; before link.mu
-	over    bool
+	over   atomic.Bool // an ending has begun
+	ending *ending     // under way; nil: none. With exposures.mu
+
+	mu      sync.Mutex          // held while the memory is registered and deregistered; before link.mu
 	full    *device             // had only keys that peers may still use, as long as
 	freed   uint64              // its Withheld.Freed is this
 	mrs     map[*device]rdma.MR // the device is retained while its region is open
 	holders map[*lane]*link     // that have the keys of their devices
+}
+
+// ending is a goroutine that ends an exposure.
+type ending struct {
+	done chan struct{} // closed at its end
+	err  error         // set before
 }
 
 // held is a key that a peer may use.
@@ -67,10 +76,27 @@ func (t *exposures) get(generation uint64) *exposure {
 	return t.m[generation]
 }
 
-func (t *exposures) remove(generation uint64) {
+// end begins to end e, unless that is under way, and removes it then. ended is called in between.
+func (t *exposures) end(e *exposure, ended func()) *ending {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	delete(t.m, generation)
+	if e.ending != nil {
+		return e.ending
+	}
+	w := &ending{done: make(chan struct{})}
+	e.ending = w
+	e.over.Store(true) // what is being registered now is the last
+	go func() {
+		w.err = e.end()
+		ended()
+		t.mu.Lock()
+		if e.ending = nil; w.err == nil {
+			delete(t.m, e.generation)
+		}
+		t.mu.Unlock()
+		close(w.done)
+	}()
+	return w
 }
 
 // all returns all of them.
@@ -173,10 +199,13 @@ func (e *exposure) register(t *Transport, devices []*device) (bool, error) {
 		}
 	}
 	rights := access(e.rights)
-	if e.over || rights == 0 || e.mem.Len() == 0 {
+	if rights == 0 || e.mem.Len() == 0 {
 		return false, nil
 	}
 	for _, d := range devices {
+		if e.over.Load() {
+			return false, nil
+		}
 		if e.mrs[d] != nil {
 			continue
 		}
@@ -232,7 +261,6 @@ func (e *exposure) revoke() error {
 func (e *exposure) end() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.over = true
 	return e.revoke()
 }
 

@@ -2,6 +2,7 @@ package verbs
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -623,6 +624,84 @@ func testWithdrawUnderAccess(t *testing.T, p ports) {
 		if !bytes.Equal(r.Bytes(), make([]byte, n)) {
 			t.Fatalf("round %d: memory has changed after Withdraw", round)
 		}
+	}
+}
+
+// slow is a provider whose devices take until goOn is closed to register memory of slowBytes that
+// peers may write.
+type slow struct {
+	rdma.Provider
+	begun, goOn chan struct{}
+}
+
+const slowBytes = 3<<20 + 1
+
+func (s slow) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	d, err := s.Provider.Open(name, notify)
+	return slowDevice{d, s}, err
+}
+
+type slowDevice struct {
+	rdma.Device
+	of slow
+}
+
+func (d slowDevice) Register(m mem.Memory, a rdma.Access) (rdma.MR, error) {
+	if m.Len() == slowBytes && a&rdma.RemoteWrite != 0 {
+		d.of.begun <- struct{}{}
+		<-d.of.goOn
+	}
+	return d.Device.Register(m, a)
+}
+
+// Withdraw waits no longer than its context for a device that is registering the memory. It goes on
+// by itself, and may be called again.
+func TestWithdrawDuringRegistration(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 28, Devices: 4})
+	t.Cleanup(f.Close)
+	s := slow{f, make(chan struct{}, 2), make(chan struct{})}
+	x, y := linktest.Sides(t, twoEach.open(s, minRing))
+	raised(t, x.End, y.End)
+	to := y.Expose(t, y.Alloc(t, slowBytes), 0, slowBytes, mem.Write)
+	id, err := x.PutTo(make([]byte, slowBytes), to, 0, p2p.Signal{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for late := time.Now().Add(linktest.Patience); len(s.begun) == 0; {
+		if err := errors.Join(x.Turn(), y.Turn()); err != nil {
+			t.Fatal(err)
+		}
+		if time.Now().After(late) {
+			t.Fatal("the memory is not registered")
+		}
+	}
+	tr := y.Node.T.(*Transport)
+	withdraw := func(ctx context.Context) chan error {
+		c := make(chan error, 1)
+		go func() { c <- tr.Withdraw(ctx, to) }()
+		return c
+	}
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	first := withdraw(over)
+	select {
+	case err := <-first:
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("Withdraw during the registration returns %v", err)
+		}
+	case <-time.After(linktest.Patience):
+		t.Error("Withdraw waits longer than its context")
+	}
+	again := withdraw(t.Context())
+	close(s.goOn)
+	if err := <-again; err != nil {
+		t.Error(err)
+	}
+	if n := len(s.begun); n != 1 {
+		t.Errorf("%d devices have begun to register the memory, want 1", n)
+	}
+	if err := x.Await(id, nil); !errors.Is(err, p2p.ErrRevoked) {
+		t.Errorf("a put to memory that was withdrawn has ended with %v", err)
 	}
 }
 

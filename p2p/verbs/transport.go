@@ -384,18 +384,22 @@ func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
 }
 
 // Withdraw implements p2p.Exposer. It waits until no device accesses the memory, but not for peers.
-func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
+// What takes long are calls of devices, which go on after ctx has ended.
+func (t *Transport) Withdraw(ctx context.Context, x *mem.Remote) error {
 	t.table.Withdraw(x)
 	e := t.keys.get(x.Generation)
 	if e == nil {
 		return nil
 	}
-	err := e.end()
-	t.tell() // links have to tell their peers
-	if err != nil {
-		return fmt.Errorf("rdma: %w", err)
+	w := t.keys.end(e, t.tell) // links have to tell their peers
+	select {
+	case <-w.done:
+	case <-ctx.Done():
+		return fmt.Errorf("rdma: devices may still access the memory: %w", ctx.Err())
 	}
-	t.keys.remove(x.Generation)
+	if w.err != nil {
+		return fmt.Errorf("rdma: %w", w.err)
+	}
 	return nil
 }
 
@@ -411,7 +415,9 @@ func (t *Transport) Close() error {
 	err := t.tcp.Close()
 	t.wg.Wait()
 	for _, e := range t.keys.all() {
-		err = errors.Join(err, e.end())
+		w := t.keys.end(e, t.tell)
+		<-w.done
+		err = errors.Join(err, w.err)
 	}
 	err = errors.Join(err, t.endLocals())
 	if !first {
