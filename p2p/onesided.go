@@ -139,8 +139,9 @@ type Completer interface {
 	// one. When Recv has returned the link's failure, or the link was closed, all remaining
 	// operations end with that error.
 	Poll(out []Completion) int
-	// Cancel ends the operations with id: their local memory is not used after it has returned.
-	// Their completions follow, with ErrCancelled unless they had ended before.
+	// Cancel ends the operations with id: their local memory is not used after it has returned,
+	// unless a device lets go of it in no way, which the transport logs as an error. Their
+	// completions follow, with ErrCancelled unless they had ended before.
 	Cancel(id uint64)
 }
 

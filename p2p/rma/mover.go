@@ -20,7 +20,9 @@ type Mover interface {
 	Moved() *Move
 	// Drop ends a move, also after the link has failed. When it returns, the local memory is not
 	// used any more; a part of the data may have been moved. Moved does not return m. It may block
-	// for the time that it takes to end a queue of a device.
+	// for the time that it takes to end a queue of a device. This is so unless the device does not
+	// end it within a bound that the transport sets: then it may still use the memory, and the
+	// transport logs that as an error.
 	Drop(m *Move)
 }
 

@@ -46,7 +46,8 @@ type bulk struct {
 	chain   [1]rdma.SendRequest
 	segment [1]rdma.Segment
 
-	halting sync.Mutex
+	halting  sync.Mutex
+	patience time.Time // when Drop waits for the device no longer; zero: it has not waited yet
 }
 
 // key allows access to an exposed range of the peer.
@@ -209,10 +210,51 @@ func (b *bulk) broken(r *rail, err error) {
 func (b *bulk) halt() (err error) {
 	b.halting.Lock()
 	defer b.halting.Unlock()
+	return b.haltLocked()
+}
+
+func (b *bulk) haltLocked() (err error) {
 	for _, r := range b.rails {
 		err = errors.Join(err, r.closeQP(&r.qp))
 	}
 	return err
+}
+
+// free closes the queue pairs of a lane that has failed. Those that cannot be closed it fails, and
+// takes what they complete. When it returns nil, no request for v uses this end's memory any more.
+// After an error it may be called again.
+func (b *bulk) free(v *move) error {
+	b.halting.Lock() // as long as a queue pair is open, nothing else is closed
+	defer b.halting.Unlock()
+	err := b.haltLocked()
+	if err == nil {
+		return nil
+	}
+	uses := func(r *rail) bool {
+		return r.qp != nil && slices.ContainsFunc(r.pieces[:], func(p piece) bool { return p.move == v })
+	}
+	for _, r := range b.rails {
+		if !uses(r) {
+			continue
+		}
+		if e := r.qp.Fail(); e != nil {
+			err = errors.Join(err, e)
+			continue
+		}
+		for more := true; more; {
+			k, _ := r.cq.Poll(b.polled[:])
+			for _, c := range b.polled[:k] {
+				if c.ID < railDepth {
+					r.pieces[c.ID].move = nil // close gives the local memory back
+				}
+			}
+			more = k == len(b.polled)
+		}
+	}
+	if slices.ContainsFunc(b.rails, uses) {
+		return err
+	}
+	return nil
 }
 
 // close closes all other objects, after halt.

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"errors"
 	"log/slog"
+	"math"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -93,6 +95,144 @@ func TestQueuePairsThatCannotBeClosed(t *testing.T) {
 			if lines := strings.Count(log.String(), "level=ERROR"); lines != 1 {
 				t.Errorf("%d errors are logged, want 1: %s", lines, &log)
 			}
+		})
+	}
+}
+
+// watch is a log in which a text is looked for.
+type watch struct {
+	text string
+	seen atomic.Bool
+}
+
+func (w *watch) Write(b []byte) (int, error) {
+	if bytes.Contains(b, []byte(w.text)) {
+		w.seen.Store(true)
+	}
+	return len(b), nil
+}
+
+// stubborn is a queue pair whose device has not begun its requests, refuses to close it while
+// refuse is set, and refuses to fail it so many times.
+type stubborn struct {
+	rdma.QP
+	mu     sync.Mutex
+	refuse bool
+	fails  int
+	chain  []rdma.SendRequest
+}
+
+func (s *stubborn) Post(chain []rdma.SendRequest) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range chain {
+		r.Segments = slices.Clone(r.Segments)
+		s.chain = append(s.chain, r)
+	}
+	return len(chain), nil
+}
+
+// begin has the device begin the requests, and returns their number.
+func (s *stubborn) begin() (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n, err := s.QP.Post(s.chain)
+	s.chain = nil
+	return n, err
+}
+
+func (s *stubborn) Fail() error {
+	s.mu.Lock()
+	if s.fails > 0 {
+		s.fails--
+		s.mu.Unlock()
+		return syscall.EIO
+	}
+	s.mu.Unlock()
+	_, err := s.begin()
+	return errors.Join(err, s.QP.Fail())
+}
+
+func (s *stubborn) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.refuse {
+		return syscall.EBUSY
+	}
+	return s.QP.Close()
+}
+
+// What was cancelled does not use its local memory any more, also if the device refuses to close
+// the queue pair. Cancel waits until the device has failed it instead. If the device refuses that,
+// too, for as long as Close of the link would wait, Cancel says so.
+func TestCancelWithQueuePairsThatStay(t *testing.T) {
+	for name, c := range map[string]struct {
+		fails int
+		used  bool // the memory is, in the end
+	}{
+		"failed at once": {},
+		"failed late":    {fails: 3},
+		"not failed":     {fails: math.MaxInt, used: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := soft.New(soft.Config{Seed: 79, Late: 8})
+			t.Cleanup(f.Close)
+			x, y := sides(t, f)
+			log := watch{text: "memory of a put or get that has ended may still be used"}
+			x.Node.T.(*Transport).log = slog.New(slog.NewTextHandler(&log, nil))
+			const n = 1 << 20
+			r := y.Alloc(t, n)
+			to := y.Expose(t, r, 0, n, mem.Read|mem.Write)
+			place(t, x, make([]byte, leastMove), to)
+			copy(r.Bytes(), pattern(n, 1))
+			l := inner(x.End)
+			rail := l.lane.bulk.rails[0]
+			qp := &stubborn{QP: rail.qp, refuse: true, fails: c.fails}
+			rail.qp = qp
+			if c.used {
+				l.linger = time.Millisecond
+			}
+			var b [2][]byte // the second one is cancelled when the lane was given up
+			var ids [2]uint64
+			for i := range b {
+				var err error
+				b[i] = make([]byte, n)
+				if ids[i], err = x.GetFrom(b[i], to, 0); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for i, id := range ids {
+				x.Rma.Cancel(id)
+				clear(b[i]) // the caller uses it again
+			}
+			if !c.used {
+				begun, err := qp.begin()
+				for out := make([]rdma.Completion, 1); begun > 0 && err == nil; runtime.Gosched() {
+					var k int
+					k, err = rail.cq.Poll(out)
+					begun -= k
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				for i := range b {
+					if !bytes.Equal(b[i], make([]byte, n)) {
+						t.Errorf("memory of get %d, which was cancelled, has changed", i)
+					}
+				}
+			}
+			for _, id := range ids {
+				if err := x.Await(id, nil); !errors.Is(err, p2p.ErrCancelled) {
+					t.Error(err)
+				}
+			}
+			if said := log.seen.Load(); said != c.used {
+				t.Errorf("it is said that memory may be used: %v, want %v", said, c.used)
+			}
+			qp.mu.Lock()
+			qp.refuse = false
+			qp.mu.Unlock()
+			raised(t, x.End, y.End) // the link goes on
 		})
 	}
 }

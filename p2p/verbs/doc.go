@@ -117,9 +117,12 @@
 // An operation with requests under way on a lane that is given up may still change memory. It waits
 // until all queue pairs of both ends are closed, which each end says (frameFenced), and is repeated
 // in frames then. An end whose device refuses to close one tries again until then. A request cannot
-// be taken back: to cancel an operation with requests under way closes the queue pairs. Later puts
-// wait until the peer's are closed, too: what the network has of the cancelled one could be placed
-// over their data.
+// be taken back: to cancel an operation with requests under way closes the queue pairs. If the
+// device refuses that, the cancelling call fails them instead, and waits until the requests have
+// completed: a device uses no memory of these any more. If the device does neither for as long as
+// Close would wait, the call returns, and the operation's memory may still be used until the queue
+// pairs are closed; that is logged as an error. Later puts wait until the peer's queue pairs are
+// closed, too: what the network has of the cancelled one could be placed over their data.
 //
 // # Sleeping
 //

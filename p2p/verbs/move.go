@@ -70,9 +70,9 @@ func (l *link) Moved() *rma.Move {
 	return m
 }
 
-// Drop implements rma.Mover. A queue pair cannot take back a request: it is closed, with its lane.
-// What the network has of a put may still be placed until the peer's queue pair is closed, so that
-// later puts wait for that.
+// Drop implements rma.Mover. A queue pair cannot take back a request: it is closed, with its lane,
+// or failed if the device refuses to close it. What the network has of a put may still be placed
+// until the peer's queue pair is closed, so that later puts wait for that.
 func (l *link) Drop(m *rma.Move) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -89,15 +89,35 @@ func (l *link) Drop(m *rma.Move) {
 			if l.has(n) && l.state.Load() == live {
 				l.giveUpLocked(n, errors.New("a put or a get under way was cancelled"))
 			}
-			if err := n.bulk.halt(); err != nil {
-				l.t.log.Error("rdma: memory may still be used: a queue pair cannot be closed", "reason", err)
-			}
 			n.fail(errors.New("its queue pair for data is closed")) // if it is still the link's
+			l.freeLocked(n, v)
 			n.ghosts = n.ghosts || !m.Read && slices.Contains(l.limbo, n)
 		}
 		n.bulk.remove(v)
 		l.settleLocked(n)
 		return
+	}
+}
+
+// freeLocked waits until no request for v uses this end's memory any more. For all moves of a lane
+// together it waits for lingerTime at most.
+func (l *link) freeLocked(n *lane, v *move) {
+	b := &n.bulk
+	for pause := minPause; ; pause *= 2 {
+		err := b.free(v)
+		if err == nil {
+			return
+		}
+		if b.patience.IsZero() {
+			b.patience = time.Now().Add(l.t.remaining(l.linger))
+		}
+		left := time.Until(b.patience)
+		if left <= 0 {
+			l.t.log.Error("rdma: memory of a put or get that has ended may still be used: the device neither closes a "+
+				"queue pair nor completes its requests", "peer", l.peer, "lane", n.gen, "reason", err)
+			return
+		}
+		time.Sleep(min(pause, left))
 	}
 }
 
