@@ -320,7 +320,7 @@ func (k *key) joins(o *key) bool { return k == o || !k.alone && !o.alone }
 // no other one. Otherwise it may be that of another key, and each is tried without others.
 func (k *key) failedLocked(err error, group []*task) {
 	switch {
-	case !card.Fatal(err):
+	case !rdma.Fatal(err):
 	case slices.ContainsFunc(group, func(t *task) bool { return t.key != k }):
 		k.alone = true
 	default:

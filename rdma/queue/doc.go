@@ -38,10 +38,10 @@
 //
 // An error of a transfer is reported when all its requests have completed, or their queue pairs
 // were reset or closed. rdma.Fatal tells whether the requests may be posted again over other queue
-// pairs; those that were flushed because of another one may. To cancel a transfer is to fail its
-// set. Set.Drain, Set.Reset and a Wait that is cancelled reset a set by force whose queue pairs do
-// not complete their requests within Config.Drain. Set.Fail does not: the program calls one of
-// them, or Set.Close, afterwards.
+// pairs; those that were flushed because of another one may, and those that were not posted because
+// the set had failed (ErrFailed). To cancel a transfer is to fail its set. Set.Drain, Set.Reset and
+// a Wait that is cancelled reset a set by force whose queue pairs do not complete their requests
+// within Config.Drain. Set.Fail does not: the program calls one of them, or Set.Close, afterwards.
 //
 // # Notifications
 //

@@ -18,12 +18,13 @@ type queue struct {
 	number uint32
 	limits rdma.QPLimits
 
-	mu     sync.Mutex
-	name   name // its life ends with a reset
-	ledger ledger
-	bell   chan struct{} // closed when credits were released, or the state has changed; nil: none waits
-	gone   bool          // the queue pair was reset or closed: it has no requests
-	closed bool
+	mu      sync.Mutex
+	name    name // its life ends with a reset
+	ledger  ledger
+	bell    chan struct{} // closed when credits were released, or the state has changed; nil: none waits
+	gone    bool          // the queue pair was reset or closed: it has no requests
+	closed  bool
+	unreset error // why it was closed and not reset; nil: it was not
 	// Receives are posted and complete in order.
 	receives  int    // posted
 	nextRecv  uint32 // number of the next one
@@ -279,10 +280,11 @@ func (q *queue) purgeLocked() error {
 	if q.gone {
 		return nil
 	}
-	if err := q.qp.Reset(); err != nil {
+	if unreset := q.qp.Reset(); unreset != nil {
 		if err := q.closeLocked(); err != nil {
 			return err
 		}
+		q.unreset = unreset
 	}
 	q.abandonLocked()
 	return nil
@@ -324,9 +326,12 @@ func (q *queue) close() error {
 func (q *queue) reset() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.closed {
-		return fmt.Errorf("rdma: queue pair %d was closed, because it could not be reset; make another set: %w",
-			q.number, rdma.ErrClosed)
+	switch {
+	case q.unreset != nil:
+		return fmt.Errorf("rdma: queue pair %d was closed, because it could not be reset; make another set: %w (%w)",
+			q.number, rdma.ErrClosed, q.unreset)
+	case q.closed:
+		return fmt.Errorf("rdma: queue pair %d: %w", q.number, rdma.ErrClosed)
 	}
 	if err := q.qp.Reset(); err != nil {
 		return err

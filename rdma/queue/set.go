@@ -32,7 +32,8 @@ const TimeoutVariable = "TUTTI_RDMA_SQ_TIMEOUT"
 const MaxQueues = 64
 
 // ErrFailed is the error, wrapped, of what cannot be done because the set has failed. It wraps the
-// cause too.
+// cause too, but is no *rdma.StatusError: if the cause is one, that is the status of another
+// request (see Set.Err).
 var ErrFailed = errors.New("the queue pairs have failed")
 
 // Config describes a Set. Zero values have defaults.
@@ -148,9 +149,21 @@ func (s *Set) Err() error {
 // failure returns the error of a call to a set that has failed.
 func (s *Set) failure() error {
 	if cause := s.Err(); cause != nil {
-		return fmt.Errorf("rdma: %w: %w", ErrFailed, cause)
+		return &failedError{cause}
 	}
 	return fmt.Errorf("rdma: %w", ErrFailed) // Fail is about to be called
+}
+
+// failedError says that a set has failed: see ErrFailed.
+type failedError struct{ cause error }
+
+func (e *failedError) Error() string { return fmt.Sprintf("rdma: %v: %v", ErrFailed, e.cause) }
+
+func (e *failedError) Is(target error) bool { return target == ErrFailed || errors.Is(e.cause, target) }
+
+func (e *failedError) As(target any) bool {
+	_, status := target.(**rdma.StatusError)
+	return !status && errors.As(e.cause, target)
 }
 
 // Fail moves all queue pairs to Failed, so that everything on them ends. It does not wait for that.

@@ -280,6 +280,34 @@ func TestFailedRequestFailsTheSet(t *testing.T) {
 	}
 }
 
+// The fatal status of a batch is not that of one which was not posted because of it, as a whole or
+// in part.
+func TestFatalStatusIsThatOfItsBatch(t *testing.T) {
+	w, _, s := newModel(t, 2, 8, 1, Config{})
+	bad, err := s.Submit(t.Context(), writes(1)) // to the second queue pair
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.cqs[0].idle = func() { // when the next batch waits for room
+		w.auto()
+		w.qps[1].end(rdma.RemoteAccess)
+	}
+	part, err := s.Submit(soon(t), writes(20))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := bad.Wait(soon(t)); !rdma.Fatal(err) {
+		t.Error(err)
+	}
+	_, none := s.Submit(t.Context(), writes(1))
+	for name, err := range map[string]error{"nothing": none, "a part": part.Wait(soon(t))} {
+		var status *rdma.StatusError
+		if !errors.Is(err, ErrFailed) || !errors.Is(err, s.Err()) || errors.As(err, &status) || rdma.Fatal(err) {
+			t.Errorf("%s was posted: %v, fatal: %v", name, err, rdma.Fatal(err))
+		}
+	}
+}
+
 // A transfer that is cancelled ends when the device has flushed it, or else by force.
 func TestCancelledTransferEndsWhenFlushed(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -312,6 +340,11 @@ func TestCancelledTransferEndsWhenFlushed(t *testing.T) {
 				}
 				if again := tr.Wait(t.Context()); !errors.Is(again, tr.Err()) {
 					t.Fatal(again)
+				}
+				err = s.Reset(t.Context(), func(_ int, q rdma.QP) error { return q.Connect(nil) })
+				if errors.Is(err, errors.ErrUnsupported) != c.closed || errors.Is(err, rdma.ErrClosed) != c.closed ||
+					err != nil != c.closed {
+					t.Errorf("a later reset: %v", err)
 				}
 			})
 		})

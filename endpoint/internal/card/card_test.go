@@ -16,7 +16,6 @@ import (
 	"tutti/mem"
 	"tutti/rdma"
 	"tutti/rdma/endpoint"
-	"tutti/rdma/queue"
 	"tutti/rdma/rdmatest"
 	"tutti/rdma/soft"
 )
@@ -186,23 +185,6 @@ func TestMoveFails(t *testing.T) {
 		}
 		<-k.Ended()
 		s[1].line.Cut() // its end may not have noticed
-	}
-}
-
-// The fatal status of a Move is not that of a later one.
-func TestFatalStatusIsThatOfItsMove(t *testing.T) {
-	_, s := newSides(t, soft.Config{})
-	k, err := s[0].line.Open(soon(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	cause := &rdma.StatusError{Status: rdma.RemoteAccess}
-	if !Fatal(cause) {
-		t.Error("the status of its own request is not fatal")
-	}
-	k.set.Fail(cause)
-	if _, err := k.set.Submit(t.Context(), &queue.Batch{Notify: true}); !errors.Is(err, cause) || Fatal(err) {
-		t.Errorf("a batch after the failure: %v, fatal: %v; want that cause, which is not fatal here", err, Fatal(err))
 	}
 }
 

@@ -280,14 +280,11 @@ func (e *MemoryError) Error() string { return e.Err.Error() }
 // Unwrap returns the device's error.
 func (e *MemoryError) Unwrap() error { return e.Err }
 
-// Fatal reports whether the error of a Move says that one of its own requests must not be made
-// again, over whatever connection. A Move that came after the failure of another one may be.
-func Fatal(err error) bool { return rdma.Fatal(err) && !errors.Is(err, queue.ErrFailed) }
-
 // Move carries out requests, in any order, and waits for all of them. A write has been acknowledged
 // by the peer's device when Move returns, and work that begins on a device sees what was read.
-// After an error some may have been done; the connection is out of service, or about to be, unless
-// the error is a *MemoryError. The memory is not accessed any more in either case.
+// After an error some may have been done (rdma.Fatal tells whether they may be made again); the
+// connection is out of service, or about to be, unless the error is a *MemoryError. The memory is
+// not accessed any more in either case.
 func (k *Conn) Move(requests []Request) error {
 	k.line.moving.RLock()
 	defer k.line.moving.RUnlock()
