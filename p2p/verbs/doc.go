@@ -150,8 +150,14 @@
 //
 // # Trust
 //
-// The peer has proved the job's secret before its queue pairs are known here, and can reach nothing
-// but its ring, and exposed memory with the rights of the exposure. It may write anything to its
-// ring at any time: what is read is copied first and checked then. It may also send any control
-// frame at any time. A wrong key concerns only the peer's own memory.
+// The peer has proved the job's secret before its queue pairs are known here. It is told how to
+// reach its ring, and exposed memory that it asks for, with the rights of the exposure. It may
+// write anything to its ring at any time: what is read is copied first and checked then. It may
+// also send any control frame at any time. A wrong key that it gives concerns only its own memory.
+//
+// All links over a port share one protection domain. So a peer that guesses a key, which has 32
+// bits, and an address, reaches the memory of this rank that another peer has this key for: it can
+// write frames in the name of that peer to its ring. A wrong guess costs the lane. Those that know
+// the job's secret, ranks and programs that are none (p2p.RoleClient), are therefore one principal.
+// Clients with a key of their own (package trust) get no links of this transport.
 package verbs
