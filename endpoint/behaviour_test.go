@@ -290,6 +290,47 @@ func TestRightsOfClientsAreThoseOfTheRegistration(t *testing.T) {
 	}
 }
 
+// TestRegionsThatAreRegisteredAnew: what a peer knows of an earlier region of the same name does not
+// keep it from what the present one allows.
+func TestRegionsThatAreRegisteredAnew(t *testing.T) {
+	for name, use := range map[string]func(p *Peer) *Future{
+		"longer":      func(p *Peer) *Future { return p.Read(make([]byte, 200), "r", 0) },
+		"more rights": func(p *Peer) *Future { return p.Write(make([]byte, 100), "r", 0) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, b, p, _ := pair(t, Config{})
+			old, err := b.Register("r", mem.Host(make([]byte, 100), mem.Anywhere), RegionConfig{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			wait(t, p.Read(make([]byte, 100), "r", 0))
+			old.Unregister()
+			if err := use(p).Wait(t.Context()); !errors.Is(err, ErrNoRegion) {
+				t.Errorf("without a region: %v", err)
+			}
+			data := mem.Host(make([]byte, 200), mem.Anywhere)
+			last, err := b.Register("r", data, RegionConfig{Rights: Read | Write})
+			if err != nil {
+				t.Fatal(err)
+			}
+			wait(t, use(p))
+			if err := p.Read(make([]byte, 201), "r", 0).Wait(t.Context()); !errors.Is(err, ErrBounds) {
+				t.Errorf("a read beyond the region: %v", err)
+			}
+			last.Unregister()
+			if _, err = b.Register("r", data, RegionConfig{Rights: Write}); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Read(make([]byte, 201), "r", 0).Wait(t.Context()); !errors.Is(err, ErrBounds) {
+				t.Errorf("another read beyond the region: %v", err)
+			}
+			if err := p.Read(make([]byte, 200), "r", 0).Wait(t.Context()); !errors.Is(err, ErrRights) {
+				t.Errorf("a read without the right: %v", err)
+			}
+		})
+	}
+}
+
 func TestFilesAreReadAndWritten(t *testing.T) { eachGuard(t, []int{2}, filesMove) }
 
 func filesMove(t *testing.T, cfg Config) {

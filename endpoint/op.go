@@ -284,6 +284,21 @@ func (o *Op) check(c *Context) error {
 	return nil
 }
 
+// allowed returns an error if a region does not allow the task, a read or a write.
+func (t *task) allowed(r RemoteRegion) error {
+	want := Read
+	if t.Kind == OpWrite {
+		want = Write
+	}
+	switch {
+	case t.Offset > r.Len || t.n > r.Len-t.Offset:
+		return fmt.Errorf("%w: %d bytes at offset %d of %d", ErrBounds, t.n, t.Offset, r.Len)
+	case !r.Rights.Has(want):
+		return fmt.Errorf("%w: its rights are %v", ErrRights, r.Rights)
+	}
+	return nil
+}
+
 // what describes the operation for errors.
 func (t *task) what() string {
 	switch t.Kind {

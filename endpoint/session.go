@@ -249,8 +249,11 @@ func (s *session) beginLocked(t *task) {
 		return
 	}
 	if r, ok := s.peer.known[t.Region]; ok {
-		s.issueLocked(t, r)
-		return
+		if t.allowed(r) == nil {
+			s.issueLocked(t, r)
+			return
+		}
+		delete(s.peer.known, t.Region) // there may be another region of that name by now
 	}
 	t.stage = resolving
 	q := s.queries[t.Region]
@@ -321,18 +324,7 @@ func (s *session) endQueryLocked(q *query, err error) {
 
 // issueLocked starts a read or a write of a region that is known.
 func (s *session) issueLocked(t *task, r RemoteRegion) {
-	want := Read
-	if t.Kind == OpWrite {
-		want = Write
-	}
-	var err error
-	switch {
-	case t.Offset > r.Len || t.n > r.Len-t.Offset:
-		err = fmt.Errorf("%w: %d bytes at offset %d of %d", ErrBounds, t.n, t.Offset, r.Len)
-	case !r.Rights.Has(want):
-		err = fmt.Errorf("%w: its rights are %v", ErrRights, r.Rights)
-	}
-	if err != nil {
+	if err := t.allowed(r); err != nil {
 		s.peer.failLocked(t, err)
 		return
 	}
