@@ -1080,14 +1080,14 @@ func (e *Endpoint) prove(ctx context.Context, address string, id uint64, mode wi
 
 // identify asks the endpoint at an address for its identity.
 func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
-	ctx, cancel := context.WithTimeout(ctx, e.cfg.DialTimeout)
+	all, cancel := context.WithTimeout(ctx, e.cfg.DialTimeout)
 	defer cancel()
 	defer context.AfterFunc(e.life, cancel)()
 	addrs, why := e.order(info.Addrs)
 	for i, a := range addrs {
-		ctx, cancel := share(ctx, len(addrs)-i)
+		part, cancel := share(all, len(addrs)-i)
 		defer cancel()
-		l, err := e.open(ctx, a, 0, e.mode())
+		l, err := e.open(part, a, 0, e.mode())
 		if err == nil {
 			w := &asked{id: make(chan uint64, 1), gone: make(chan error, 1)}
 			var c *link.Conn
@@ -1099,14 +1099,23 @@ func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
 					<-w.gone
 					return id, nil
 				case err = <-w.gone:
-				case <-ctx.Done():
-					err = ctx.Err()
+				case <-part.Done():
+					err = part.Err()
 					c.Close(err)
 					<-w.gone
 				}
 			}
 		}
 		why = append(why, fmt.Errorf("%s: %w", a, err))
+	}
+	if d, ok := ctx.Deadline(); ok && !time.Now().Before(d) {
+		<-ctx.Done() // what failed at the deadline may have been faster
+	}
+	switch {
+	case e.life.Err() != nil:
+		return 0, ErrClosed
+	case ctx.Err() != nil:
+		return 0, cancelledBy(ctx)
 	}
 	return 0, explain(why)
 }

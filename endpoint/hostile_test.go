@@ -1478,8 +1478,8 @@ func TestCloseEndsConnect(t *testing.T) {
 	e.Close()
 	select {
 	case err := <-connected:
-		if err == nil {
-			t.Error("Connect succeeded")
+		if !errors.Is(err, ErrClosed) || errors.Is(err, ErrBroken) {
+			t.Errorf("Connect ended with %v", err)
 		}
 	case <-time.After(patience / 2):
 		t.Error("Connect goes on after Close")
@@ -1487,6 +1487,66 @@ func TestCloseEndsConnect(t *testing.T) {
 		<-connected
 	}
 	<-gone
+}
+
+// TestConnectIsCancelled: a Connect whose context ends says so, whether it knows the peer's identity
+// or not, and whether it waits for the proof or for the identity.
+func TestConnectIsCancelled(t *testing.T) {
+	m := newMute(t)
+	there := make(chan bool, 1)
+	proved := rawServer(t, 5, func(r *raw) {
+		there <- true
+		r.next()
+		r.next() // until the dialler closes it
+	})
+	e := newEndpoint(t, newContext(t), Config{DialTimeout: time.Hour, Conns: 1})
+	why := errors.New("enough")
+	for _, info := range []Info{{ID: 7, Addrs: m.Addrs}, m.Info, proved, {Addrs: proved.Addrs}} {
+		came := there
+		if info.Addrs[0] == m.Addrs[0] {
+			came = m.came
+		}
+		ctx, cancel := context.WithCancelCause(t.Context())
+		connected := make(chan error, 1)
+		go func() {
+			_, err := e.Connect(ctx, info)
+			connected <- err
+		}()
+		<-came
+		cancel(why)
+		if err := <-connected; !errors.Is(err, ErrCancelled) || !errors.Is(err, why) || errors.Is(err, ErrBroken) {
+			t.Errorf("Connect to %v ended with %v", info, err)
+		}
+	}
+}
+
+// mute is an address that takes connections and sends nothing on them.
+type mute struct {
+	Info           // without an ID
+	came chan bool // gets a value for each connection
+}
+
+func newMute(t testing.TB) mute {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := mute{Info{Addrs: []string{l.Addr().String()}}, make(chan bool, 16)}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			t.Cleanup(func() { c.Close() })
+			s.came <- true
+		}
+	})
+	t.Cleanup(wg.Wait)
+	t.Cleanup(func() { l.Close() })
+	return s
 }
 
 // TestPeerClosedWhileConnecting: a peer that was closed does not connect afterwards.
