@@ -97,8 +97,8 @@ type Endpoint struct {
 	watchers
 	info Info
 	card *card.Card      // nil: no RDMA
-	life context.Context // ends at Close
-	end  context.CancelFunc
+	life context.Context // ends at Close, by ErrClosed
+	end  context.CancelCauseFunc
 	gone chan struct{} // closed when Close has done its work
 
 	acceptors []*trust.Acceptor
@@ -207,7 +207,7 @@ func New(c *Context, cfg Config) (*Endpoint, error) {
 			return nil, fmt.Errorf("endpoint: %w", err)
 		}
 	}
-	e.life, e.end = context.WithCancel(context.Background())
+	e.life, e.end = context.WithCancelCause(context.Background())
 	e.info = Info{ID: e.id, Name: e.cfg.Name}
 	if err := e.listen(); err != nil {
 		e.Close()
@@ -536,7 +536,7 @@ func (e *Endpoint) Close() error {
 		e.unreported()
 	}
 	e.going.Lock()
-	e.end()
+	e.end(ErrClosed)
 	e.going.Unlock()
 	for _, a := range e.acceptors {
 		a.Close()
@@ -880,6 +880,7 @@ func (e *Endpoint) evictLocked(client string) bool {
 				p.forgetLocked()
 				p.gone = fmt.Errorf("%v: %w: it had no connection, and another peer has its place: Config.MaxPeers "+
 					"is %d", p, ErrClosed, e.cfg.MaxPeers)
+				p.end(p.gone)
 				if p.parting != nil {
 					p.parting.breakLocked(p.gone)
 				}
@@ -898,7 +899,7 @@ func (e *Endpoint) evictLocked(client string) bool {
 
 // dial makes a session with a peer, or waits for one that the peer makes.
 func (e *Endpoint) dial(p *Peer) error {
-	ctx, cancel := context.WithTimeout(e.life, e.cfg.DialTimeout)
+	ctx, cancel := context.WithTimeout(p.life, e.cfg.DialTimeout)
 	defer cancel()
 	p.mu.Lock()
 	info, coming := p.info, p.coming

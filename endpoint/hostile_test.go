@@ -1549,6 +1549,53 @@ func newMute(t testing.TB) mute {
 	return s
 }
 
+// TestCloseEndsWhatWaitsForAConnection: what waits for a connection when its peer, or the endpoint,
+// is closed ends at once, with ErrClosed.
+func TestCloseEndsWhatWaitsForAConnection(t *testing.T) {
+	m := newMute(t)
+	for name, end := range map[string]func(*Endpoint, *Peer) error{
+		"peer":     func(_ *Endpoint, p *Peer) error { return p.Close() },
+		"endpoint": func(e *Endpoint, _ *Peer) error { return e.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := newEndpoint(t, newContext(t), Config{Timeout: time.Hour, DialTimeout: time.Hour})
+			ended := make(chan error, 4)
+			go func() {
+				_, err := e.Connect(t.Context(), Info{ID: 7, Addrs: m.Addrs})
+				ended <- err
+			}()
+			<-m.came
+			p := e.Peers()[0]
+			send, read := p.Send(nil), p.Read(nil, "r", 0)
+			go func() {
+				_, err := p.Lookup(t.Context(), "r")
+				ended <- err
+			}()
+			go func() { ended <- send.Wait(t.Context()) }()
+			go func() { ended <- read.Wait(t.Context()) }()
+			if err := end(e, p); err != nil {
+				t.Fatal(err)
+			}
+			for range cap(ended) {
+				select {
+				case err := <-ended:
+					if !errors.Is(err, ErrClosed) || errors.Is(err, ErrBroken) {
+						t.Errorf("it ended with %v", err)
+					}
+				case <-time.After(patience):
+					t.Fatal("a call goes on")
+				}
+			}
+			if err := p.Send(nil).Wait(t.Context()); !errors.Is(err, ErrClosed) {
+				t.Errorf("a later send: %v", err)
+			}
+			if _, err := p.Lookup(t.Context(), "r"); !errors.Is(err, ErrClosed) || errors.Is(err, ErrBroken) {
+				t.Errorf("a later lookup: %v", err)
+			}
+		})
+	}
+}
+
 // TestPeerClosedWhileConnecting: a peer that was closed does not connect afterwards.
 func TestPeerClosedWhileConnecting(t *testing.T) {
 	there, on := make(chan bool), make(chan bool)

@@ -23,7 +23,9 @@ import (
 // Reads and writes that are under way at the same time may be done in any order. A read that starts
 // after a write has ended finds what was written. Messages arrive in the order of the sends.
 type Peer struct {
-	ep *Endpoint
+	ep   *Endpoint
+	life context.Context // ends when the peer, or the endpoint, cannot be used any more, and by that reason
+	end  context.CancelCauseFunc
 	peerID
 	name atomic.Pointer[string] // nil: it has not told it
 
@@ -65,6 +67,7 @@ type peerID struct {
 
 func newPeer(e *Endpoint, id peerID, name string) *Peer {
 	p := &Peer{ep: e, peerID: id}
+	p.life, p.end = context.WithCancelCause(e.life)
 	if name != "" {
 		p.name.Store(&name)
 	}
@@ -401,13 +404,14 @@ func (p *Peer) polled(f *Future) []*link.Conn {
 	return s.conns[:1]
 }
 
-// connectLocked dials unless that is under way.
+// connectLocked dials unless that is under way. If it cannot, dialErr says why.
 func (p *Peer) connectLocked() {
 	if p.dialling != nil {
 		return
 	}
 	if len(p.info.Addrs) == 0 && (p.coming == nil || p.coming.broken) { // else the peer's session is awaited
-		p.failWaitingLocked(fmt.Errorf("%w: the peer is not connected, and its address is not known here", ErrBroken))
+		p.dialErr = fmt.Errorf("%w: the peer is not connected, and its address is not known here", ErrBroken)
+		p.failWaitingLocked(p.dialErr)
 		return
 	}
 	done := make(chan struct{})
@@ -415,6 +419,9 @@ func (p *Peer) connectLocked() {
 	if !p.ep.goes(func() {
 		err := p.ep.dial(p)
 		p.mu.Lock()
+		if p.life.Err() != nil {
+			err = context.Cause(p.life)
+		}
 		p.dialling = nil
 		switch {
 		case p.session != nil && p.session.up: // made by it, or the peer has connected meanwhile
@@ -427,7 +434,7 @@ func (p *Peer) connectLocked() {
 		p.unlock()
 		close(done)
 	}) {
-		p.dialling = nil
+		p.dialling, p.dialErr = nil, ErrClosed
 		p.failWaitingLocked(ErrClosed)
 	}
 }
@@ -459,10 +466,10 @@ func (p *Peer) connect(ctx context.Context) error {
 			return nil
 		}
 		p.connectLocked()
-		done := p.dialling
+		done, err := p.dialling, p.dialErr
 		p.unlock()
 		if done == nil {
-			return fmt.Errorf("%w: the address of %v is not known", ErrBroken, p)
+			return err
 		}
 		select {
 		case <-done:
@@ -649,6 +656,7 @@ func (p *Peer) leave(why error) {
 	if p.gone == nil {
 		p.gone = why
 	}
+	p.end(p.gone)
 	s := p.session
 	p.failWaitingLocked(why)
 	if s != nil {
