@@ -137,19 +137,47 @@ func TestLossBeforeAnswerToBye(t *testing.T) {
 
 // A recv that was started while Bye had no answer gets a message of the next session.
 func TestRecvBeforeAnswerToBye(t *testing.T) {
-	e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond})
-	byes := make(chan *raw, 1)
-	id := newID()
-	p := connect(t, e, rawServer(t, id, func(r *raw) { silent(r, byes) }))
-	r := <-byes
-	buf := make([]byte, 10)
-	f := p.Recv(buf)
-	r.send(frame(wire.Bye, 0, nil))
-	until(t, "the end of the first session", func() bool { return !p.connected() })
-	dialRaw(t, e, testSecret, id).session(2).send(frame(wire.Message, 1, nil, []byte("next")...))
-	if wait(t, f); string(buf[:f.Result(0).N]) != "next" {
-		t.Errorf("got %q", buf)
+	check := func(t *testing.T, f *Future, buf []byte) {
+		t.Helper()
+		if wait(t, f); string(buf[:f.Result(0).N]) != "next" {
+			t.Errorf("got %q", buf)
+		}
 	}
+	next := frame(wire.Message, 1, nil, []byte("next")...)
+	t.Run("of this end", func(t *testing.T) {
+		e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond, Conns: 1})
+		byes, first := make(chan *raw, 1), make(chan struct{}, 1)
+		first <- struct{}{}
+		p := connect(t, e, rawServer(t, newID(), func(r *raw) {
+			select {
+			case <-first:
+				silent(r, byes)
+			default:
+				if r.answer() {
+					r.Write(next)
+					r.ended()
+				}
+			}
+		}))
+		r := <-byes
+		buf := make([]byte, 10)
+		f := p.Recv(buf)
+		r.send(frame(wire.Bye, 0, nil))
+		check(t, f, buf)
+	})
+	t.Run("of the peer", func(t *testing.T) {
+		e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond})
+		id := newID()
+		r := dialRaw(t, e, testSecret, id).session(1)
+		p := r.accepted(e)
+		r.expect(wire.Bye)
+		buf := make([]byte, 10)
+		f := p.Recv(buf)
+		r.send(frame(wire.Bye, 0, nil))
+		r.ended()
+		dialRaw(t, e, testSecret, id).session(2).send(next)
+		check(t, f, buf)
+	})
 }
 
 // Calls are bounded by Config.Timeout while Bye has no answer.

@@ -57,13 +57,19 @@
 // Config.Conns connections. If one of them breaks all do, what was under way fails with
 // [ErrBroken], and the next operation connects again. They count as broken, too, if an operation
 // ends at its timeout, or is cancelled, and the peer's host has not acknowledged what was sent to
-// it for ten seconds. A host answers even while the peer's process is stopped. A connection that
-// has nothing to do for Config.IdleTimeout is closed by agreement of both ends, which no operation
-// notices. A [Context] has the goroutines that serve the connections. They poll for some ten
-// microseconds after traffic, and so does a goroutine that waits for a Future; an idle connection
-// costs no processor time. A small operation that is started while several are under way may be
-// held for up to a millisecond, to be sent with others; waiting for any Future of the peer sends it
-// at once.
+// it for ten seconds. A host answers even while the peer's process is stopped.
+//
+// A connection that has nothing to do for Config.IdleTimeout is closed by agreement of both ends,
+// which no operation notices. A [Peer.Recv] that waits, at either end, keeps the connection, and
+// makes one if there is none. An end that does not know where the other one listens, as a server
+// does not know it of its clients, cannot connect: its operations fail with [ErrBroken], but for
+// Recv, which waits, until the other end connects. So a client to which its server may send at any
+// time should always have a Recv under way.
+//
+// A [Context] has the goroutines that serve the connections. They poll for some ten microseconds
+// after traffic, and so does a goroutine that waits for a Future; an idle connection costs no
+// processor time. A small operation that is started while several are under way may be held for up
+// to a millisecond, to be sent with others; waiting for any Future of the peer sends it at once.
 //
 // # Trust
 //

@@ -54,8 +54,8 @@ type Config struct {
 	Timeout time.Duration
 	// DialTimeout bounds connecting to a peer. Default 10 s.
 	DialTimeout time.Duration
-	// IdleTimeout is how long a connection without operations is kept. Default 300 s; negative:
-	// for ever.
+	// IdleTimeout is how long a connection without operations is kept; a recv that waits is one.
+	// Default 300 s; negative: for ever.
 	IdleTimeout time.Duration
 	// Seal has all connections encrypted and authenticated, with AES-128-GCM and keys that the ends
 	// of each one agree on: a third party can neither read what is moved nor change it. A

@@ -1489,8 +1489,8 @@ func TestCloseEndsConnect(t *testing.T) {
 	<-gone
 }
 
-// TestConnectIsCancelled: a Connect whose context ends says so, whether it knows the peer's identity
-// or not, and whether it waits for the proof or for the identity.
+// TestConnectIsCancelled: a Connect whose context ends says so, whether it knows the peer's
+// identity or not, and whether it waits for the proof or for the identity.
 func TestConnectIsCancelled(t *testing.T) {
 	m := newMute(t)
 	there := make(chan bool, 1)

@@ -583,9 +583,6 @@ func (s *session) closeMailLocked(why error) {
 	for _, a := range whole {
 		p.mail.push(a)
 	}
-	for _, t := range p.recvs.all() {
-		p.failLocked(t, why)
-	}
-	p.recvs = queue[*task]{}
+	p.failRecvsLocked(why)
 	s.untaken, s.sendq, s.arrivals = nil, queue[*task]{}, nil
 }

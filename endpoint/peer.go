@@ -17,7 +17,8 @@ import (
 	"tutti/mem"
 )
 
-// Peer is another endpoint. Operations on it connect on demand if its Info is known. Its methods
+// Peer is another endpoint. Operations on it connect on demand if its Info is known, as it is after
+// Connect; otherwise they fail with ErrBroken while it is not connected, but for Recv. Its methods
 // may be called from any goroutine.
 //
 // Reads and writes that are under way at the same time may be done in any order. A read that starts
@@ -121,7 +122,10 @@ func (p *Peer) Send(msg []byte) *Future {
 	return p.Start(Op{Kind: OpSend, Local: mem.Host(msg, mem.Anywhere)})
 }
 
-// Recv starts receiving the next message, of which dst gets as much as fits: see Result.
+// Recv starts receiving the next message, of which dst gets as much as fits: see Result. While it
+// waits the connection is not idle. If there is none, Recv connects, like any operation, and fails
+// with ErrBroken if it cannot. If this end does not know the peer's address, it waits for the peer
+// to connect.
 func (p *Peer) Recv(dst []byte) *Future {
 	return p.Start(Op{Kind: OpRecv, Local: mem.Host(dst, mem.Anywhere)})
 }
@@ -187,6 +191,7 @@ func (p *Peer) admitLocked(t *task) {
 		t.stage = receiving
 		p.recvs.push(t)
 		p.matchLocked()
+		p.resumeLocked()
 		return
 	}
 	t.stage = connecting
@@ -439,18 +444,33 @@ func (p *Peer) connectLocked() {
 	}
 }
 
-// resumeLocked connects again for what waits, after a session has ended.
+// resumeLocked connects for what waits, if there is no session.
 func (p *Peer) resumeLocked() {
-	if len(p.waiting) > 0 && p.session == nil && p.gone == nil {
+	if (len(p.waiting) > 0 || p.recvsDialLocked()) && p.session == nil && p.gone == nil {
 		p.connectLocked()
 	}
 }
 
+// recvsDialLocked reports whether there are recvs for which this end connects. If it has no address
+// of the peer, they wait for the peer to connect.
+func (p *Peer) recvsDialLocked() bool { return p.recvs.len() > 0 && len(p.info.Addrs) > 0 }
+
+// failWaitingLocked fails what waits for a connection, which could not be made.
 func (p *Peer) failWaitingLocked(err error) {
 	for _, t := range p.waiting {
 		p.failLocked(t, err)
 	}
 	p.waiting = nil
+	if p.recvsDialLocked() {
+		p.failRecvsLocked(err)
+	}
+}
+
+func (p *Peer) failRecvsLocked(err error) {
+	for _, t := range p.recvs.all() {
+		p.failLocked(t, err)
+	}
+	p.recvs = queue[*task]{}
 }
 
 // connect waits until the peer is connected.
