@@ -193,6 +193,8 @@ func outcome(err error) flight.Outcome {
 	switch {
 	case err == nil:
 		return flight.OK
+	case errors.Is(err, ErrAborted): // whatever the cause was that the program gave
+		return flight.Aborted
 	case errors.Is(err, context.Canceled):
 		return flight.Cancelled
 	case errors.As(err, new(*TimeoutError)), errors.Is(err, context.DeadlineExceeded):

@@ -163,13 +163,14 @@ const (
 	TimedOut
 	Cancelled
 	Mismatched
-	Closed // the group was closed here
-	Failed // for another reason
+	Closed  // the group was closed here
+	Failed  // for another reason
+	Aborted // a rank aborted the group
 	outcomes
 )
 
 var outcomeNames = [outcomes]string{"", "running", "ok", "rank failed", "timed out", "cancelled", "mismatch", "closed",
-	"failed"}
+	"failed", "aborted"}
 
 func (o Outcome) String() string {
 	if o >= outcomes {

@@ -169,7 +169,7 @@ func (o *Observer) aside(f func()) bool {
 // failures after which a program is likely to exit, the caller waits for it for at most dumpAwait.
 // The proxy's lock is released meanwhile.
 func (o *Observer) FailureLocked(why flight.Outcome, wait bool) {
-	if o.dir == "" || why == flight.Cancelled || why == flight.Closed {
+	if o.dir == "" || why == flight.Cancelled || why == flight.Aborted || why == flight.Closed {
 		return
 	}
 	reason := onFailure

@@ -74,3 +74,25 @@ func TestRecordsOfManyFailures(t *testing.T) {
 		t.Errorf("%d records of %d failures after the earlier ones were moved", n, maxFailures)
 	}
 }
+
+// What the program has asked for leaves no record, other failures do.
+func TestRecordsOfRequestedFailures(t *testing.T) {
+	for why, want := range map[flight.Outcome]int{flight.Cancelled: 0, flight.Aborted: 0, flight.Closed: 0,
+		flight.Failed: 1, flight.TimedOut: 1} {
+		proxy := p2p.New(p2p.Config{Size: 1})
+		defer proxy.Close()
+		dir := t.TempDir()
+		o, err := Start(Config{Self: flight.Identity{Job: "job", Size: 1}, Dir: dir, NoSignal: true, Proxy: proxy,
+			Groups: func() []Glance { return nil }, Logger: slog.New(slog.DiscardHandler)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		proxy.Lock()
+		o.FailureLocked(why, false)
+		proxy.Unlock()
+		o.Stop() // which waits for the record
+		if found, err := filepath.Glob(filepath.Join(dir, "*.json")); err != nil || len(found) != want {
+			t.Errorf("%v: %q, %v, want %d", why, found, err, want)
+		}
+	}
+}
