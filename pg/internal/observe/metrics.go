@@ -26,7 +26,8 @@ var (
 	descEpoch      = desc("view_epoch", "Epoch of the view.")
 	descActive     = desc("active_ranks", "Ranks in the view.")
 	descRunning    = desc("running_seconds",
-		"How long the operation that has run longest has been running, 0 if none runs.")
+		"How long the operation that has run longest has been running, 0 if none runs. "+
+			"A message that was started counts while the program waits for it.")
 	descFailed = desc("failed_groups", "Groups that have failed.")
 	descWaited = desc("waited_seconds_total",
 		"Time spent waiting for a peer, in waits that were long enough to look at the clock.", "peer")
@@ -75,6 +76,11 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		}
 		if g.Error != "" {
 			failed++
+		}
+	}
+	for _, m := range s.Messages {
+		if !m.Async {
+			longest = max(longest, s.Time.Sub(m.Started))
 		}
 	}
 	put(descRunning, prometheus.GaugeValue, longest.Seconds())
