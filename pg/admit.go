@@ -15,6 +15,10 @@ import (
 // are in a view in which every rank that was waiting is active. It returns the number of ranks that
 // came in, the same at every rank. The Join of an admitted rank returns meanwhile; the program then
 // brings that rank up to date, for example by a Broadcast of the model's state.
+//
+// If the lowest rank cannot reach the store, or has no answer within two seconds, it logs that as a
+// warning, and Admit returns without an error though ranks may still be waiting: a job does not
+// stand still for want of its store. The next Admit asks again.
 func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.incarnations != nil {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup",
@@ -84,7 +88,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			g.job.proxy.Unlock()
 			v, err := g.job.roster.Admit(ctx)
 			g.job.proxy.Lock()
-			if err != nil {
+			if err != nil { // the next call tries again
 				g.job.log.Warn("could not admit waiting ranks", "err", err)
 			} else {
 				said[goal], said[coming] = v.Epoch, news(v, since)

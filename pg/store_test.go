@@ -9,12 +9,14 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
 	"tutti/pg"
+	"tutti/pg/membership"
 )
 
 // shared is a bootstrap.KV in this process.
@@ -434,6 +436,75 @@ func (h *held) Get(ctx context.Context, key string) ([]byte, error) {
 		}
 	}
 	return h.Store.Get(ctx, key)
+}
+
+// listless is a store that does not answer requests for lists while away is set.
+type listless struct {
+	bootstrap.Store
+	away *atomic.Bool
+}
+
+func (s listless) List(ctx context.Context, prefix string) (map[string][]byte, error) {
+	if s.away.Load() {
+		return nil, bootstrap.ErrStoreAway
+	}
+	return s.Store.List(ctx, prefix)
+}
+
+// Admit of a job whose store is away admits nobody, and says so only in the log. The next one does.
+func TestAdmitWithoutStore(t *testing.T) {
+	m := storetest.NewMemory()
+	t.Cleanup(m.Close)
+	var away atomic.Bool
+	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) { return listless{m.Open(), &away}, nil }}
+	join := func(rank int) (*pg.Group, error) {
+		cfg := fixed(kv, rank)
+		cfg.Size, cfg.MaxSize, cfg.OnFailure = 2, 3, pg.Shrink
+		return pg.Join(t.Context(), cfg)
+	}
+	both := func(f func(rank int) error) {
+		t.Helper()
+		errs := make(chan error, 2)
+		for rank := range 2 {
+			go func() { errs <- f(rank) }()
+		}
+		if err := errors.Join(<-errs, <-errs); err != nil {
+			t.Fatal(err)
+		}
+	}
+	groups := make([]*pg.Group, 2)
+	both(func(rank int) (err error) {
+		groups[rank], err = join(rank)
+		return err
+	})
+	joined := make(chan error, 1)
+	go func() {
+		g, err := join(2)
+		if err == nil {
+			err = g.Close()
+		}
+		joined <- err
+	}()
+	observer := m.Open()
+	defer observer.Close()
+	if _, err := observer.Wait(t.Context(), membership.StoreKeys+"join/2"); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []int{0, 1} {
+		away.Store(want == 0)
+		both(func(rank int) error {
+			if n, err := groups[rank].Admit(t.Context()); n != want || err != nil {
+				return fmt.Errorf("rank %d: Admit gives %d, %v, want %d", rank, n, err, want)
+			}
+			return nil
+		})
+	}
+	if err := <-joined; err != nil {
+		t.Error(err)
+	}
+	for _, g := range groups {
+		g.Close()
+	}
 }
 
 // A rank that has the outcome of an agreement and closes the group leaves it to one that is late.

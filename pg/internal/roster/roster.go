@@ -446,7 +446,7 @@ func (ro *Roster) Unask(ctx context.Context) error {
 // Admit makes the machine admit the waiting ranks, and returns the view that contains them. The
 // waiting ranks are known from the watch of the store. The store is also listed, but once a tick at
 // most, because programs call Admit in each of their steps. Admit waits for the store until ctx
-// ends.
+// ends, and at most for StoreWait, because all ranks wait for this one.
 func (ro *Roster) Admit(ctx context.Context) (v membership.View, err error) {
 	sctx, cancel := context.WithTimeout(ctx, StoreWait)
 	defer cancel()
