@@ -13,9 +13,9 @@ import (
 // Errors of a group without details, for errors.Is.
 var (
 	ErrClosed = errors.New("process group is closed")
-	// ErrEvicted: the other ranks have removed this one from the group although it is alive,
-	// because they could not reach it or a program called Evict; or the job's view is no longer in
-	// the store, and the text says so. See Group.Rejoin.
+	// ErrEvicted: this rank was removed from the group although it is alive, because it and others
+	// could not reach each other or a program called Evict; or the job's view is no longer in the
+	// store. If it was not removed by others, the text says why. See Group.Rejoin.
 	ErrEvicted = errors.New("this rank was evicted from the process group")
 	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding which ranks remain.
 	// The store that decides it cannot be reached (this rank may be on the minority side of a

@@ -83,8 +83,8 @@ func (j *job) why(rank int) string {
 	return j.roster.WhyLocked(rank)
 }
 
-// eviction returns ErrEvicted, with why this rank takes itself for evicted if the others have not
-// removed it. With the proxy's lock.
+// eviction returns ErrEvicted, with the reason if the others have not removed this rank. With the
+// proxy's lock.
 func (j *job) eviction() error {
 	if why := j.why(j.session.Self.Rank); why != "" {
 		return fmt.Errorf("%w: %s", ErrEvicted, why)

@@ -66,7 +66,7 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 					i := pick(len(w.limbo))
 					c := w.limbo[i]
 					w.limbo = slices.Delete(slices.Clone(w.limbo), i, i+1)
-					w.write(c)
+					w.write(c, nil)
 				}
 			case kind < 10:
 				if len(p.probes) > 0 {
@@ -85,14 +85,19 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 						w.rejoin(p, incarnations[p.me.Slot])
 					}
 				case 2:
-					w.storeBack(p)
+					w.storeBack(p, pick(2) == 0)
 				}
 			default:
 				faults--
 				switch f := pick(10); {
 				case f < 2:
-					say("kill %v", p.me)
-					w.kill(p)
+					if pick(2) == 0 {
+						say("kill %v", p.me)
+						w.kill(p)
+					} else {
+						say("silence %v", p.me)
+						w.silence(p)
+					}
 				case f < 5: // a new incarnation, after a dead one or beside a live one: launchers can be wrong
 					slot := pick(cfg.MaxSize)
 					if incarnations[slot] < 6 {

@@ -34,6 +34,7 @@
 // as missing if either end says so. A rank without missing links always stays. Machines whose
 // knowledge differs for a moment may propose different views; the store takes one of them, and the
 // others compute again. A rank that finds itself outside of the set proposes its own removal, too.
+// A rank that has no record any more is not preferred to one that lives ([Propose]).
 //
 // When the store comes back ([StoreBack]), all windows begin anew, and missing links are probed at
 // once: an outage of the network takes away both, and the store is often back before the links.
@@ -89,6 +90,9 @@
 //   - Propose: CompareAndSwap(Old.Encode(), New.Encode()) on the view's key, answered by exactly
 //     one [Proposed]. On a conflict Current is the present view. An error is [OutcomeUnknown]; it
 //     need not be found out whether the write happened, since the same view never comes back.
+//     Before that the driver looks for the records of Stay. If one is gone, or has another
+//     incarnation, it does not write: the answer is [OutcomeHeld] after Dead, or without it if
+//     that proves nothing yet, because the ranks may have lost their leases together.
 //   - Probe: answered by exactly one [Probed] in bounded time. Dead must be certain: the peer's
 //     machine answers and no such process is there. A refused connection is certain, silence is
 //     not.
@@ -102,11 +106,11 @@
 //   - Evicted: close the links, remove the record. The report and the request to join have no
 //     effect any more, and end with the lease. Isolated, Reunited: tell the program.
 //
-// The driver also watches the store: the view's key, the records of ranks (if a record is gone, or
-// has another incarnation, the old one is Dead), the reports and the requests to join. At the
-// beginning, and after the store was away, it feeds the present state of all of these before
-// [StoreBack]; changes of one key it feeds in order. A lease must run out in less than
-// Config.Window: a window is for two ranks that are alive, and one that died silently must be known
-// to be dead before it ends, else the wrong one may be removed. Ticks come regularly; only windows,
+// The driver also watches the store: the view's key, the reports and the requests to join. At the
+// beginning, and after the store was away, it feeds the present state of all of these, before
+// [StoreBack] or soon after it; changes of one key it feeds in order. It need not watch the records
+// of ranks: probes ask for them, and proposals for those of Stay. A lease must run out in less than
+// Config.Window: a window is for two ranks that are alive, and one that died silently must have no
+// record when it ends, else the wrong one may be removed. Ticks come regularly; only windows,
 // retries and turns depend on them.
 package membership

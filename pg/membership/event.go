@@ -51,11 +51,13 @@ type ViewSeen struct{ View View }
 type Outcome uint8
 
 // Outcomes. OutcomeUnknown: the store did not answer, so that the write may have happened, may not
-// have, or may still happen.
+// have, or may still happen. OutcomeHeld: it does not happen, since a rank in Propose.Stay has no
+// record.
 const (
 	OutcomeUnknown Outcome = iota
 	OutcomeWon
 	OutcomeLost
+	OutcomeHeld
 )
 
 // Proposed answers a Propose, once. Epoch is that of its New; Current, with OutcomeLost, is the
@@ -149,7 +151,13 @@ type Action interface {
 
 // Propose asks for a compare-and-swap of the view in the store, from Old.Encode() to New.Encode().
 // Proposed answers it. At most one is unanswered.
-type Propose struct{ Old, New View }
+//
+// Stay are other ranks that stay, while some that have no link to them leave for that reason. Such
+// a choice is between ranks that live, so the driver first looks for the records of Stay.
+type Propose struct {
+	Old, New View
+	Stay     []Peer
+}
 
 // Enter says that this view is now current. Removed are the slots that an incarnation has left
 // since the last view, Added those that one has entered. A slot may be in both; an incarnation that

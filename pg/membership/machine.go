@@ -133,7 +133,7 @@ func (m *Machine) Member() bool { return m.role == member }
 func (m *Machine) Pending() bool { return m.wanted || m.pending != nil }
 
 // Why describes why an incarnation has left the view, or is about to, as far as this machine knows:
-// "lease expired". It returns "" if it knows nothing.
+// "lease expired". It returns "" if it knows nothing: of itself, if the others have removed it.
 func (m *Machine) Why(p Peer) string {
 	if l := m.find(p); l != nil {
 		return l.why
@@ -493,7 +493,7 @@ func (m *Machine) judge() {
 	for _, s := range members {
 		if _, ok := slices.BinarySearch(kept, s); !ok && ripe[s] {
 			m.out = append(m.out, s)
-			if l := m.find(Peer{s, m.view.Slots[s].Incarnation}); l.why == "" {
+			if l := m.find(Peer{s, m.view.Slots[s].Incarnation}); l.why == "" && s != m.me.Slot {
 				l.why = "other ranks cannot reach it"
 			}
 		}
@@ -612,8 +612,34 @@ func (m *Machine) propose() {
 			return
 		}
 	}
-	m.pending = &Propose{m.view, m.view.change(out, in)}
+	m.pending = &Propose{m.view, m.view.change(out, in), m.preferred(stay)}
 	m.do(*m.pending)
+}
+
+// preferred lists those of stay, besides this rank, that have no link to a rank in m.out. If this
+// rank is in m.out, that becomes the reason for its removal.
+func (m *Machine) preferred(stay []int) (peers []Peer) {
+	missed := map[int]bool{} // slots without a link to one in m.out; true: to this rank, which is in it
+	for e := range m.broken {
+		for i, s := range e {
+			if _, leaves := slices.BinarySearch(m.out, e[1-i]); leaves {
+				missed[s] = missed[s] || e[1-i] == m.me.Slot
+			}
+		}
+	}
+	var unreachable []int
+	for _, s := range stay {
+		if mine, ok := missed[s]; ok && s != m.me.Slot {
+			peers = append(peers, Peer{s, m.view.Slots[s].Incarnation})
+			if mine {
+				unreachable = append(unreachable, s)
+			}
+		}
+	}
+	if len(unreachable) > 0 {
+		m.find(m.me).why = "it and ranks " + ranges(unreachable) + " could not reach each other"
+	}
+	return peers
 }
 
 func (m *Machine) proposed(e Proposed) {
@@ -627,6 +653,10 @@ func (m *Machine) proposed(e Proposed) {
 		m.adopt(p.New)
 	} else if e.Outcome == OutcomeLost {
 		m.adopt(e.Current)
+	} else if e.Outcome == OutcomeHeld {
+		m.fails = 0
+		m.renew()
+		return
 	}
 	if m.view.Epoch < e.Epoch { // no outcome became known
 		m.fails++
@@ -644,7 +674,11 @@ func (m *Machine) know(v View) {
 	for i, s := range v.Slots {
 		if o := was.at(i); o.Incarnation != s.Incarnation {
 			if l := m.find(Peer{i, o.Incarnation}); l != nil && !l.over {
-				m.finish(l, "removed", l.why)
+				what := "removed"
+				if i == m.me.Slot && o.Incarnation == m.me.Incarnation {
+					what = ""
+				}
+				m.finish(l, what, l.why)
 			}
 			for e := range m.broken {
 				if e[0] == i || e[1] == i {

@@ -18,6 +18,8 @@ const (
 	mayEvict
 	mayAway
 	mayDuplicate
+	maySilence
+	mayHold
 )
 
 type modelState struct {
@@ -94,7 +96,8 @@ func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 			if p.cas != nil && !p.away {
 				try(0, fmt.Sprintf("%v: %v", p.me, *p.cas), func(w *sim) { w.cas(w.procs[i], casAnswer) })
 			}
-			for _, f := range []struct{ kind, fate int }{{mayMute, casMute}, {mayMute, casLost}, {mayLate, casLate}} {
+			for _, f := range []struct{ kind, fate int }{{mayMute, casMute}, {mayMute, casLost}, {mayLate, casLate},
+				{mayHold, casUnsure}} {
 				if p.cas != nil && may(f.kind) && (!p.away || f.fate != casMute) {
 					try(1, fmt.Sprintf("%v: %v, fate %d", p.me, *p.cas, f.fate),
 						func(w *sim) { w.cas(w.procs[i], f.fate) })
@@ -115,6 +118,9 @@ func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 			if may(mayKill) {
 				try(1, fmt.Sprintf("kill %v", p.me), func(w *sim) { w.kill(w.procs[i]) })
 			}
+			if may(maySilence) {
+				try(1, fmt.Sprintf("silence %v", p.me), func(w *sim) { w.silence(w.procs[i]) })
+			}
 			if may(mayLease) {
 				try(1, fmt.Sprintf("lease of %v", p.me), func(w *sim) { w.expire(w.procs[i]) })
 			}
@@ -130,7 +136,9 @@ func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 				try(1, fmt.Sprintf("%v loses the store", p.me), func(w *sim) { w.storeAway(w.procs[i]) })
 			}
 			if p.away {
-				try(0, fmt.Sprintf("%v finds the store", p.me), func(w *sim) { w.storeBack(w.procs[i]) })
+				try(0, fmt.Sprintf("%v finds the store", p.me), func(w *sim) { w.storeBack(w.procs[i], false) })
+				try(0, fmt.Sprintf("%v finds the store, and not its state yet", p.me),
+					func(w *sim) { w.storeBack(w.procs[i], true) })
 			}
 			for j := range i {
 				q := s.w.procs[j]
@@ -150,7 +158,7 @@ func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 		for i, c := range s.w.limbo {
 			try(0, fmt.Sprintf("late: %v", c), func(w *sim) {
 				w.limbo = slices.Delete(slices.Clone(w.limbo), i, i+1)
-				w.write(c)
+				w.write(c, nil)
 			})
 		}
 		if may(mayStart) {
@@ -180,6 +188,9 @@ func TestModel(t *testing.T) {
 		{"two, cut", 2, Config{Window: 1}, mayCut, 1, 2},
 		{"two, cut and healed", 2, Config{Window: 1}, mayCut | mayHeal, 2, 2},
 		{"two, cut, one dies", 2, Config{}, mayCut | mayKill, 2, 1},
+		{"two, one falls silent", 2, Config{Window: 1}, maySilence | mayHold, 2, 4},
+		{"two, cut, one falls silent", 2, Config{}, mayCut | maySilence, 2, 2},
+		{"three, one falls silent", 3, Config{}, maySilence, 1, 1},
 		{"two, a lease runs out", 2, Config{}, mayLease, 2, 2},
 		{"two, one is evicted", 2, Config{}, mayEvict | mayDuplicate, 2, 2},
 		{"two, the store goes away", 2, Config{}, mayKill | mayAway, 2, 4},

@@ -6,6 +6,6 @@ func (s *script) back(args []string) error {
 	if err != nil {
 		return err
 	}
-	s.w.storeBack(p)
+	s.w.storeBack(p, false)
 	return nil
 }

@@ -34,6 +34,7 @@ var verbs = map[string]func(s *script, args []string) error{
 	"report":  (*script).report,
 	"settle":  (*script).settle,
 	"sever":   (*script).sever,
+	"silence": (*script).silence,
 	"start":   (*script).start,
 	"state":   (*script).state,
 	"tick":    (*script).tick,
@@ -180,7 +181,7 @@ func letter(m mail) string {
 	name := strings.TrimPrefix(fmt.Sprintf("%T", m.ev), "membership.")
 	switch e := m.ev.(type) {
 	case Proposed:
-		return name + " " + [...]string{"unknown", "won", "lost"}[e.Outcome]
+		return name + " " + [...]string{"unknown", "won", "lost", "held"}[e.Outcome]
 	case Reported:
 		return fmt.Sprintf("%s %v: %v", name, e.Peer, e.Report)
 	default:

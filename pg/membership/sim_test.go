@@ -42,6 +42,7 @@ type proc struct {
 	last      uint64 // epoch entered last
 	wasIn     bool
 	removed   bool
+	gone      bool // its record, with its lease
 	out       bool // Evicted
 	isolated  bool
 	condemned bool // a verdict or Evict removes it
@@ -300,6 +301,21 @@ func (w *sim) heal(p, q *proc) {
 
 // kill ends a process. The others lose their links, and learn of the death in time.
 func (w *sim) kill(p *proc) {
+	w.end(p)
+	w.expire(p)
+}
+
+// silence ends a process and its lease. The others lose their links, and learn of the death only if
+// they ask: until then it may be one that they cannot reach.
+func (w *sim) silence(p *proc) {
+	for _, q := range w.procs {
+		w.missed[w.pair(p, q)] = true
+	}
+	w.end(p)
+	w.endLease(p)
+}
+
+func (w *sim) end(p *proc) {
 	p.alive, p.mail, p.probes = false, nil, nil
 	if p.cas != nil {
 		w.limbo = append(slices.Clip(w.limbo), *p.cas)
@@ -310,17 +326,20 @@ func (w *sim) kill(p *proc) {
 			q.post(mail{ev: LinkDown{p.me, "connection lost"}, lane: "link" + p.me.String()})
 		}
 	}
-	w.expire(p)
 }
 
 // expire ends an incarnation's lease: all hear that it is dead, within a window.
 func (w *sim) expire(p *proc) {
+	w.endLease(p)
+	w.broadcast(nil, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
+}
+
+func (w *sim) endLease(p *proc) {
 	if p.ask != 0 {
 		p.ask = 0
 		w.broadcast(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 	}
-	w.broadcast(nil, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
-	p.condemned = true
+	p.gone, p.condemned = true, true
 }
 
 // rejoin gives an evicted process a new incarnation. The process keeps its machine.
@@ -345,8 +364,9 @@ func (w *sim) rejoin(p *proc, n int) *proc {
 	return q
 }
 
-// write is the store's compare-and-swap.
-func (w *sim) write(c Propose) bool {
+// write is the store's compare-and-swap, by a process that has looked for the records of Stay
+// before. With nil it comes late: meanwhile leases may have ended.
+func (w *sim) write(c Propose, by *proc) bool {
 	cur := w.current()
 	if string(cur.Encode()) != string(c.Old.Encode()) {
 		return false
@@ -365,9 +385,10 @@ func (w *sim) write(c Propose) bool {
 			p := w.process(Peer{i, o.Incarnation})
 			p.removed = true
 			if p.alive && !p.condemned && !slices.ContainsFunc(w.procs, func(q *proc) bool {
-				return v.Has(q.me.Slot, q.me.Incarnation) && w.missed[w.pair(p, q)]
+				return v.Has(q.me.Slot, q.me.Incarnation) && w.missed[w.pair(p, q)] &&
+					(by == nil || by == q || !q.gone)
 			}) { // so of two that miss only each other exactly one goes
-				w.fail("%v is alive, has never missed one of those that stay, and was removed by %v", p.me, v)
+				w.fail("%v is alive, has never missed a live one of those that stay, and was removed by %v", p.me, v)
 			}
 			if s.Incarnation != 0 {
 				w.fail("slot %d went from one incarnation to another in one change", i)
@@ -397,6 +418,7 @@ const (
 	casMute          // it reaches the store, and the answer is lost
 	casLost          // it does not reach the store
 	casLate          // there is no answer, and it may reach the store later
+	casUnsure        // the lack of a record does not prove a death; else as casAnswer
 	casFates
 )
 
@@ -404,15 +426,30 @@ func (w *sim) cas(p *proc, fate int) {
 	c := p.cas
 	p.cas, p.answered = nil, true
 	answer := Proposed{Epoch: c.New.Epoch}
+	for _, q := range c.Stay {
+		if q == p.me {
+			w.fail("%v proposes, and asks for its own record", p.me)
+		}
+		if w.process(q).gone && fate != casLost {
+			answer.Outcome = OutcomeHeld
+			if fate != casUnsure {
+				w.step(p, Dead{q, "its record is gone"})
+			}
+		}
+	}
+	if answer.Outcome == OutcomeHeld {
+		p.post(mail{ev: answer})
+		return
+	}
 	switch fate {
-	case casAnswer:
-		if w.write(*c) {
+	case casAnswer, casUnsure:
+		if w.write(*c, p) {
 			answer.Outcome = OutcomeWon
 		} else {
 			answer.Outcome, answer.Current = OutcomeLost, w.current()
 		}
 	case casMute:
-		w.write(*c)
+		w.write(*c, p)
 	case casLate:
 		w.limbo = append(slices.Clip(w.limbo), *c)
 	}
@@ -475,13 +512,14 @@ func (w *sim) storeAway(p *proc) {
 	}
 }
 
-// storeBack tells the present state of the store before it says so.
-func (w *sim) storeBack(p *proc) {
+// storeBack says that the store is back, and tells its present state: before that or, if early,
+// later.
+func (w *sim) storeBack(p *proc, early bool) {
 	if !p.away {
 		return
 	}
 	p.away = false
-	for p.alive && w.err == nil {
+	for !early && p.alive && w.err == nil {
 		i := slices.IndexFunc(p.mail, func(m mail) bool { return m.from })
 		if i < 0 {
 			break
@@ -512,7 +550,7 @@ func (w *sim) storeBack(p *proc) {
 // process has anything to do for quiet ticks.
 func (w *sim) settle(quiet int) {
 	for _, p := range w.procs {
-		w.storeBack(p)
+		w.storeBack(p, false)
 	}
 	for idle, rounds := 0, 0; idle < quiet && w.err == nil; rounds++ {
 		if rounds > 400 {
@@ -576,7 +614,7 @@ func (w *sim) flush() {
 // converge ends all faults except cut links, and checks that all processes reach the expected view.
 func (w *sim) converge() {
 	for _, c := range w.limbo {
-		w.write(c) // late, and harmless
+		w.write(c, nil) // harmless
 	}
 	w.limbo = nil
 	var v View
@@ -749,9 +787,12 @@ func (w *sim) key() uint64 {
 	}
 	for _, p := range w.procs {
 		peer(p.me)
-		flag(p.alive, p.away, p.isolated, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.cas != nil)
+		flag(p.alive, p.away, p.isolated, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.gone, p.cas != nil)
 		if p.cas != nil {
 			b = append(append(b, p.cas.Old.Encode()...), p.cas.New.Encode()...)
+		}
+		if p.cas != nil {
+			peer(p.cas.Stay...)
 		}
 		num(p.ask, p.last)
 		if p.report != nil {
@@ -782,6 +823,7 @@ func (w *sim) key() uint64 {
 		flag(m.changed, m.wanted, m.pending != nil, m.blind, m.away != "", m.isolated)
 		if m.pending != nil {
 			b = append(b, m.pending.New.Encode()...)
+			peer(m.pending.Stay...)
 		}
 		peer(m.reported...)
 		num(uint64(len(m.out)))

@@ -265,12 +265,12 @@ func TestReportRoundTrip(t *testing.T) {
 func TestViewAndReportText(t *testing.T) {
 	v := First([]uint64{1, 2, 3, 0, 0, 6, 0, 8, 9})
 	for got, want := range map[string]string{
-		v.String():                         "epoch 1: ranks 0-2,5,7-8 of 9",
-		v.Remove(1, 2).String():            "epoch 2: ranks 0,5,7-8 of 9",
-		First(nil).String():                "epoch 1: ranks none of 0",
-		(Peer{3, 0x9f}).String():           "3/9f",
-		(Report{Seq: 4}).String():          "report #4 in epoch 0: cannot reach none",
-		(Propose{v, v.Remove(0)}).String(): "propose epoch 2: ranks 1-2,5,7-8 of 9; out 0",
+		v.String():                                   "epoch 1: ranks 0-2,5,7-8 of 9",
+		v.Remove(1, 2).String():                      "epoch 2: ranks 0,5,7-8 of 9",
+		First(nil).String():                          "epoch 1: ranks none of 0",
+		(Peer{3, 0x9f}).String():                     "3/9f",
+		(Report{Seq: 4}).String():                    "report #4 in epoch 0: cannot reach none",
+		(Propose{Old: v, New: v.Remove(0)}).String(): "propose epoch 2: ranks 1-2,5,7-8 of 9; out 0",
 	} {
 		if got != want {
 			t.Errorf("got %q, want %q", got, want)

@@ -103,13 +103,16 @@ func (ro *Roster) doubt() {
 		if !slices.ContainsFunc(awaited[:min(2, len(awaited))], ro.unregistered) {
 			return
 		}
-		gone := ro.allUnregistered(awaited)
+		gone, err := ro.allUnregistered(ro.ctx, awaited)
+		if err != nil {
+			return
+		}
 		select {
 		case <-time.After(time.Second): // the store may have been unreachable, and the ranks may be coming back
 		case <-ro.ctx.Done():
 			return
 		}
-		if gone = ro.allUnregistered(gone); !ro.proves() {
+		if gone, err = ro.allUnregistered(ro.ctx, gone); err != nil || !ro.proves() {
 			return
 		}
 		for _, p := range gone {

@@ -71,24 +71,24 @@ func (ro *Roster) unregistered(p membership.Peer) bool {
 	return errors.Is(err, bootstrap.ErrNoKey) || err == nil && another(b, p)
 }
 
-// allUnregistered returns those of peers that are in the view and have no record, none if the store
-// cannot be asked. peers belongs to it.
-func (ro *Roster) allUnregistered(peers []membership.Peer) []membership.Peer {
+// allUnregistered returns those of peers that are in the view and have no record. peers belongs to
+// it.
+func (ro *Roster) allUnregistered(ctx context.Context, peers []membership.Peer) ([]membership.Peer, error) {
 	v := ro.View()
 	peers = slices.DeleteFunc(peers, func(p membership.Peer) bool { return !v.Has(p.Slot, p.Incarnation) })
 	if len(peers) == 0 {
-		return nil
+		return nil, nil
 	}
-	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	ctx, cancel := context.WithTimeout(ctx, StoreWait)
 	defer cancel()
 	records, err := ro.dir.Store().List(ctx, bootstrap.RankKeys)
 	if err != nil {
-		return nil
+		return nil, err
 	}
 	return slices.DeleteFunc(peers, func(p membership.Peer) bool {
 		b, ok := records[bootstrap.RankKey(p.Slot)]
 		return ok && !another(b, p)
-	})
+	}), nil
 }
 
 // another reports whether b is the record of another incarnation than p.

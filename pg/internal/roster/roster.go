@@ -121,8 +121,8 @@ type Isolation struct {
 
 // New makes a Roster. It is idle until Start.
 func New(cfg Config) (*Roster, error) {
-	// The window is longer than a lease: otherwise a silent host whose lease has not ended yet
-	// might win against live ranks.
+	// The window is longer than a lease: otherwise a silent host whose record is still there might
+	// win against live ranks.
 	window := max(cfg.Window, cfg.Directory.Store().TTL()+500*time.Millisecond)
 	m, acts, err := membership.New(membership.Config{Slot: cfg.Self.Slot, Incarnation: cfg.Self.Incarnation,
 		View: cfg.View, Window: int((window + tick - 1) / tick), Retry: 2, MaxSize: cfg.MaxSize,
@@ -181,7 +181,7 @@ func (ro *Roster) View() membership.View {
 }
 
 // WhyLocked returns why a rank was last removed; "" if it never was. For this rank it returns why
-// it takes itself for evicted; "" if the others have removed it.
+// it has removed itself, or takes itself for evicted; "" if the others have removed it.
 func (ro *Roster) WhyLocked(rank int) string { return ro.why[rank] }
 
 // EvictedLocked reports whether this rank has been removed.
@@ -324,7 +324,11 @@ func (ro *Roster) do(a membership.Action) {
 		ro.publish(joinKey, nil)
 	case membership.Evicted:
 		var why string
-		ro.state(func() { why, ro.evicted = ro.why[ro.self.Slot], true; ro.groups.Evicted() })
+		ro.state(func() {
+			why = cmp.Or(ro.why[ro.self.Slot], ro.m.Why(ro.self))
+			ro.why[ro.self.Slot], ro.evicted = why, true
+			ro.groups.Evicted()
+		})
 		ro.log.Warn("this rank was evicted", "view", a.View.String(),
 			"why", cmp.Or(why, "the other ranks have removed it"))
 		ro.aside(func() { ro.clear(ro.self.Slot, ro.self.Incarnation) }) // a replacement can take the slot

@@ -589,6 +589,47 @@ func TestDeadRankIsRemoved(t *testing.T) {
 	}
 }
 
+// A rank that cannot reach two others removes itself, and says why; but if they were on a host that
+// fell silent, and their leases have just ended, it removes them. If it has had no lease itself, it
+// waits until the lack of a record is a proof.
+func TestLinksAreMissing(t *testing.T) {
+	for what, c := range map[string]struct{ silent, unproven bool }{
+		"to live ranks": {}, "to a silent host": {true, false}, "to a silent host, after a lost lease": {true, true},
+	} {
+		t.Run(what, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, 3)
+				f.record(0, self)
+				host := f.open()
+				for r := 1; r < 3; r++ {
+					f.recordIn(host, r, self+uint64(r))
+				}
+				if c.unproven {
+					f.unproven = time.Now().Add(patience / 2)
+				}
+				f.store = &stopping{Store: f.store, ttl: func() {}, list: sync.OnceFunc(func() {
+					if c.silent { // after the last probe
+						f.mem.Expire(host)
+					}
+				})}
+				f.Start()
+				for r := 1; r < 3; r++ {
+					f.Tell(membership.LinkDown{Peer: membership.Peer{Slot: r, Incarnation: self + uint64(r)}})
+				}
+				f.until("one side is left", func() bool { return len(f.View().Active()) == 1 || f.told("evicted") })
+				f.proxy.Lock()
+				defer f.proxy.Unlock()
+				const why = "it and ranks 1-2 could not reach each other"
+				if v := f.view; c.silent && (f.evicted || !slices.Equal(v.Active(), []int{0})) {
+					t.Errorf("the view is %v, evicted: %t, because %q", v, f.evicted, f.WhyLocked(0))
+				} else if !c.silent && (!f.evicted || f.WhyLocked(0) != why) {
+					t.Errorf("evicted: %t, because %q, want %q", f.evicted, f.WhyLocked(0), why)
+				}
+			})
+		})
+	}
+}
+
 // An awaited rank without a lease is dead; one with a lease is left alone.
 func TestAwaitedRankWithoutLeaseIsDead(t *testing.T) {
 	f := newFixture(t, 3)

@@ -120,7 +120,8 @@ func (ro *Roster) watch() {
 	}
 }
 
-// back takes up the state of the store after another lease was taken.
+// back takes up the state of the store after another lease was taken. The watch that follows tells
+// the rest of it.
 func (ro *Roster) back() {
 	regained := time.Now().Add(ro.regain())
 	ro.mu.Lock()
@@ -320,16 +321,34 @@ func (ro *Roster) publishFirst(ctx context.Context, v membership.View) error {
 	}
 }
 
-// propose does the compare-and-swap of a proposal.
+// propose does the compare-and-swap of a proposal. If it prefers ranks to others that they cannot
+// reach, these need their records: the link to a host that fell silent may have been missing for a
+// window when its lease ends, before a probe has noticed that.
 func (ro *Roster) propose(a membership.Propose) {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()
 	answer := membership.Proposed{Epoch: a.New.Epoch}
+	gone, err := ro.allUnregistered(ctx, a.Stay)
+	if err != nil {
+		answer.Cause = storeCause(err)
+		ro.Tell(answer)
+		return
+	}
+	if len(gone) > 0 {
+		if ro.proves() {
+			for _, p := range gone {
+				ro.Tell(membership.Dead{Peer: p, Cause: "it cannot be reached, and its lease has ended"})
+			}
+		}
+		answer.Outcome = membership.OutcomeHeld
+		ro.Tell(answer)
+		return
+	}
 	swap := func() error {
 		return ro.dir.Store().CompareAndSwap(ctx, membership.ViewKey, membership.EncodeStored(ro.cfg.First, a.Old),
 			membership.EncodeStored(ro.cfg.First, a.New))
 	}
-	err := swap()
+	err = swap()
 	var c *bootstrap.ConflictError
 	if errors.As(err, &c) && a.Old.Epoch == 1 && !ro.begun.Load() && !ro.lapsed.Load() {
 		// The first view may not have been written yet.
