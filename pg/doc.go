@@ -53,7 +53,7 @@
 //	*MismatchError  two ranks called different things: which, and what
 //	*ArgumentError  this call is invalid: nothing was sent, and the group is usable
 //	ErrClosed       the group was closed here
-//	ErrEvicted      the others have removed this rank, which is alive
+//	ErrEvicted      this rank was removed from the job, though it is alive
 //	ErrIsolated     ranks were lost, and this rank cannot reach the store that decides who remains
 //	ErrAborted      a rank called Group.Abort
 //

@@ -50,6 +50,7 @@ type Machine struct {
 	wanted   bool
 	wantedAt uint64 // tick
 	pending  *Propose
+	parts    string // why the pending proposal removes this rank; "": it does not, or others do
 	retryAt  uint64 // tick before which there is no proposal
 	fails    int    // proposals since the last one with a known outcome
 	blind    bool   // the outcome of the last proposal is unknown
@@ -604,9 +605,9 @@ func (m *Machine) propose() {
 		return
 	}
 	if m.cfg.Proposers > 0 {
-		turn, _ := slices.BinarySearch(stay, m.me.Slot)
-		if slices.Contains(out, m.me.Slot) {
-			turn = len(stay)
+		turn, stays := slices.BinarySearch(stay, m.me.Slot)
+		if !stays {
+			turn = len(stay) + slices.Index(out, m.me.Slot)
 		}
 		if m.now-m.wantedAt < uint64(turn/m.cfg.Proposers) {
 			return
@@ -617,7 +618,7 @@ func (m *Machine) propose() {
 }
 
 // preferred lists those of stay, besides this rank, that have no link to a rank in m.out. If this
-// rank is in m.out, that becomes the reason for its removal.
+// rank is in m.out, that becomes the reason for its removal, if the proposal wins.
 func (m *Machine) preferred(stay []int) (peers []Peer) {
 	missed := map[int]bool{} // slots without a link to one in m.out; true: to this rank, which is in it
 	for e := range m.broken {
@@ -636,8 +637,8 @@ func (m *Machine) preferred(stay []int) (peers []Peer) {
 			}
 		}
 	}
-	if len(unreachable) > 0 {
-		m.find(m.me).why = "it and ranks " + ranges(unreachable) + " could not reach each other"
+	if m.parts = ""; len(unreachable) > 0 {
+		m.parts = "it and ranks " + ranges(unreachable) + " could not reach each other"
 	}
 	return peers
 }
@@ -650,11 +651,14 @@ func (m *Machine) proposed(e Proposed) {
 	m.pending = nil
 	m.blind, m.cause = e.Outcome == OutcomeUnknown, e.Cause
 	if e.Outcome == OutcomeWon {
+		if m.parts != "" {
+			m.find(m.me).why = m.parts
+		}
 		m.adopt(p.New)
 	} else if e.Outcome == OutcomeLost {
 		m.adopt(e.Current)
-	} else if e.Outcome == OutcomeHeld {
-		m.fails = 0
+	} else if e.Outcome == OutcomeHeld { // all that are in m.out may have proposed it
+		m.wanted, m.fails = false, 0
 		m.renew()
 		return
 	}
