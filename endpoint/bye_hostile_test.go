@@ -135,7 +135,8 @@ func TestLossBeforeAnswerToBye(t *testing.T) {
 	}
 }
 
-// A recv that was started while Bye had no answer gets a message of the next session.
+// A recv that was started while Bye had no answer gets a message of the next session, whichever end
+// makes that, and however the first one ends.
 func TestRecvBeforeAnswerToBye(t *testing.T) {
 	check := func(t *testing.T, f *Future, buf []byte) {
 		t.Helper()
@@ -144,40 +145,50 @@ func TestRecvBeforeAnswerToBye(t *testing.T) {
 		}
 	}
 	next := frame(wire.Message, 1, nil, []byte("next")...)
-	t.Run("of this end", func(t *testing.T) {
-		e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond, Conns: 1})
-		byes, first := make(chan *raw, 1), make(chan struct{}, 1)
-		first <- struct{}{}
-		p := connect(t, e, rawServer(t, newID(), func(r *raw) {
-			select {
-			case <-first:
-				silent(r, byes)
-			default:
-				if r.answer() {
-					r.Write(next)
-					r.ended()
+	for name, end := range map[string]func(*raw){
+		"of this end":            func(r *raw) { r.send(frame(wire.Bye, 0, nil)) },
+		"of this end, with loss": func(r *raw) { r.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond, Conns: 1})
+			byes, first := make(chan *raw, 1), make(chan struct{}, 1)
+			first <- struct{}{}
+			p := connect(t, e, rawServer(t, newID(), func(r *raw) {
+				select {
+				case <-first:
+					silent(r, byes)
+				default:
+					if r.answer() {
+						r.Write(next)
+						r.ended()
+					}
 				}
-			}
-		}))
-		r := <-byes
-		buf := make([]byte, 10)
-		f := p.Recv(buf)
-		r.send(frame(wire.Bye, 0, nil))
-		check(t, f, buf)
-	})
-	t.Run("of the peer", func(t *testing.T) {
-		e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond})
-		id := newID()
-		r := dialRaw(t, e, testSecret, id).session(1)
-		p := r.accepted(e)
-		r.expect(wire.Bye)
-		buf := make([]byte, 10)
-		f := p.Recv(buf)
-		r.send(frame(wire.Bye, 0, nil))
-		r.ended()
-		dialRaw(t, e, testSecret, id).session(2).send(next)
-		check(t, f, buf)
-	})
+			}))
+			r := <-byes
+			buf := make([]byte, 10)
+			f := p.Recv(buf)
+			end(r)
+			check(t, f, buf)
+		})
+	}
+	for name, end := range map[string]func(*raw){
+		"of the peer":            func(r *raw) { r.send(frame(wire.Bye, 0, nil)); r.ended() },
+		"of the peer, at once":   func(*raw) {},
+		"of the peer, with loss": func(r *raw) { r.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := newEndpoint(t, newContext(t), Config{IdleTimeout: 20 * time.Millisecond})
+			id := newID()
+			r := dialRaw(t, e, testSecret, id).session(1)
+			p := r.accepted(e)
+			r.expect(wire.Bye)
+			buf := make([]byte, 10)
+			f := p.Recv(buf)
+			end(r)
+			dialRaw(t, e, testSecret, id).session(2).send(next)
+			check(t, f, buf)
+		})
+	}
 }
 
 // Calls are bounded by Config.Timeout while Bye has no answer.

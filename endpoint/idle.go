@@ -148,13 +148,8 @@ func (s *session) stayLocked() {
 	s.peer.upLocked(s)
 }
 
-// partLocked ends a session in peace: what came meanwhile makes another one. Recvs wait for the
-// next one, whoever makes it.
+// partLocked ends a session in peace: what came meanwhile makes another one.
 func (s *session) partLocked() {
-	p := s.peer
-	recvs := p.recvs
-	p.recvs = queue[*task]{}
 	s.breakLocked(fmt.Errorf("%w: it was idle", ErrBroken))
-	p.recvs = recvs
-	p.resumeLocked()
+	s.peer.resumeLocked()
 }

@@ -556,7 +556,8 @@ func (s *session) withdrawMailLocked(t *task) {
 }
 
 // closeMailLocked ends what is under way when a session breaks that was up. Whole messages, which
-// their sender knows to have arrived, stay.
+// their sender knows to have arrived, stay. So do recvs that were started after Bye: like all that
+// was, they wait for the next session.
 func (s *session) closeMailLocked(why error) {
 	p := s.peer
 	for _, x := range s.untaken {
@@ -583,6 +584,8 @@ func (s *session) closeMailLocked(why error) {
 	for _, a := range whole {
 		p.mail.push(a)
 	}
-	p.failRecvsLocked(why)
+	if !s.bye {
+		p.failRecvsLocked(why)
+	}
 	s.untaken, s.sendq, s.arrivals = nil, queue[*task]{}, nil
 }
