@@ -427,15 +427,14 @@ func (p *Peer) connectLocked() {
 		if p.life.Err() != nil {
 			err = context.Cause(p.life)
 		}
-		p.dialling = nil
+		p.dialling, p.dialErr = nil, err
 		switch {
 		case p.session != nil && p.session.up: // made by it, or the peer has connected meanwhile
-		case err == nil:
-			p.failWaitingLocked(fmt.Errorf("%w right after it was made", ErrBroken))
-		case err != nil:
+		case err == nil: // a session was made, and has ended: what waits has come since
+			p.resumeLocked()
+		default:
 			p.failWaitingLocked(err)
 		}
-		p.dialErr = err
 		p.unlock()
 		close(done)
 	}) {
