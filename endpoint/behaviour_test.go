@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -549,34 +548,6 @@ func lose(t testing.TB, p, q *Peer) {
 	until(t, "the loss", func() bool { return broken(s) && broken(r) })
 }
 
-// TestRecvsConnect: a recv connects if there is no connection, also when the other end cannot.
-func TestRecvsConnect(t *testing.T) {
-	for name, end := range map[string]func(p, q *Peer){
-		"idle": func(p, q *Peer) {
-			until(t, "the end of the session", func() bool { return !p.connected() && !q.connected() })
-		},
-		"lost": func(p, q *Peer) { lose(t, p, q) },
-	} {
-		t.Run(name, func(t *testing.T) {
-			idle := time.Duration(-1)
-			if name == "idle" {
-				idle = 20 * time.Millisecond
-			}
-			_, _, p, q := pair(t, Config{IdleTimeout: idle})
-			for i := range 3 {
-				end(p, q)
-				buf := make([]byte, 1)
-				f := p.Recv(buf)
-				until(t, "a connection", q.connected)
-				wait(t, q.Send([]byte{byte(i)}))
-				if wait(t, f); buf[0] != byte(i) {
-					t.Fatalf("got %d, want %d", buf[0], i)
-				}
-			}
-		})
-	}
-}
-
 // TestRecvsKeepTheirConnection: a recv that waits keeps its connection, although either end closes
 // those that are idle.
 func TestRecvsKeepTheirConnection(t *testing.T) {
@@ -606,67 +577,6 @@ func TestRecvsKeepTheirConnection(t *testing.T) {
 	}
 	wait(t, q.Send([]byte{1}))
 	wait(t, f)
-}
-
-// TestRecvsAtBothEndsConnect: recvs that start at both ends at the same time after a loss get what
-// is sent, whichever end's connections are used.
-func TestRecvsAtBothEndsConnect(t *testing.T) {
-	a, b, p, q := pair(t, Config{Conns: 2, IdleTimeout: -1})
-	connect(t, b, a.Info()) // so that b knows the address of a
-	for round := range 50 {
-		lose(t, p, q)
-		in, out := make([]byte, 1), make([]byte, 1)
-		var wg sync.WaitGroup
-		var f, g *Future
-		wg.Go(func() { f = p.Recv(in) })
-		wg.Go(func() { g = q.Recv(out) })
-		wg.Wait()
-		until(t, "a connection", func() bool { return p.connected() && q.connected() })
-		wait(t, p.Send([]byte{byte(round)}))
-		wait(t, q.Send([]byte{byte(round)}))
-		wait(t, f)
-		wait(t, g)
-		if in[0] != byte(round) || out[0] != byte(round) {
-			t.Fatalf("round %d: got %d and %d", round, in[0], out[0])
-		}
-	}
-}
-
-// TestRecvsFromAPeerThatIsAway: recvs for which this end cannot connect fail, and it does not dial
-// again by itself. Those from a peer whose address it does not know wait until that connects.
-func TestRecvsFromAPeerThatIsAway(t *testing.T) {
-	var dials atomic.Int64
-	a := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience, Dialer: func(ctx context.Context,
-		d *net.Dialer, _ int, address string) (net.Conn, error) {
-		dials.Add(1)
-		return d.DialContext(ctx, "tcp", address)
-	}})
-	b := newEndpoint(t, newContext(t), Config{})
-	p := connect(t, a, b.Info())
-	q := accept(t, b)
-	lose(t, p, q)
-	f := q.Recv(make([]byte, 1))
-	wait(t, p.Send([]byte{1}))
-	wait(t, f)
-	b.Close()
-	until(t, "the end of the session", func() bool { return !p.connected() })
-	dials.Store(0)
-	ops := make([]Op, 3)
-	for i := range ops {
-		ops[i] = Op{Kind: OpRecv, Local: mem.Host(make([]byte, 1), mem.Anywhere)}
-	}
-	batch := p.Batch(ops)
-	if err := batch.Wait(t.Context()); !errors.Is(err, ErrBroken) {
-		t.Errorf("a recv from a peer that is away: %v", err)
-	}
-	for i := range ops {
-		if err := batch.Result(i).Err; !errors.Is(err, ErrBroken) {
-			t.Errorf("recv %d: %v", i, err)
-		}
-	}
-	if n := dials.Load(); n != 1 {
-		t.Errorf("%d dials for one batch", n) // they are admitted together
-	}
 }
 
 func TestBothEndsConnectAtOnce(t *testing.T) {

@@ -60,11 +60,11 @@
 // it for ten seconds. A host answers even while the peer's process is stopped.
 //
 // A connection that has nothing to do for Config.IdleTimeout is closed by agreement of both ends,
-// which no operation notices. A [Peer.Recv] that waits, at either end, keeps the connection, and
-// makes one if there is none. An end that does not know where the other one listens, as a server
-// does not know it of its clients, cannot connect: its operations fail with [ErrBroken], but for
-// Recv, which waits, until the other end connects. So a client to which its server may send at any
-// time should always have a Recv under way.
+// which no operation notices. A [Peer.Recv] that waits, at either end, keeps the connection, but
+// makes none. An end that does not know where the other one listens, as a server does not know it
+// of its clients, cannot connect: its operations fail with [ErrBroken] until the other end
+// connects. So a client to which its server may send at any time should always have a Recv under
+// way, and call [Endpoint.Connect] when one has failed.
 //
 // A [Context] has the goroutines that serve the connections. They poll for some ten microseconds
 // after traffic, and so does a goroutine that waits for a Future; an idle connection costs no

@@ -41,8 +41,9 @@ type Config struct {
 	Secret string
 	// Interfaces selects the addresses to listen on and to dial from: names of interfaces, prefixes
 	// of names ("eth*"), addresses and networks, separated by commas, excluded after "^". Default:
-	// all that are up, loopback last. Of more than 16 the endpoint listens on the first 15 and the
-	// last, and logs the others. "none" listens nowhere: the endpoint only dials.
+	// all that are up, loopback last. Of more than 16 the endpoint listens on the first, with one
+	// of loopback of each family, and logs the others. "none" listens nowhere: the endpoint only
+	// dials.
 	Interfaces string
 	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600"
 	// (the first free one). Each address has a port of its own.
@@ -326,14 +327,28 @@ func (e *Endpoint) listen() error {
 }
 
 // foremost returns the addresses to listen on, which are all unless they are too many, and those
-// that are left. The last one, which is loopback if there is one, stays: programs of this host may
-// use it.
+// that are left. An address of loopback of each family stays: programs of this host may use it.
 func foremost(addrs []netip.Addr) (listen, left []netip.Addr) {
-	n := len(addrs)
-	if n <= maxAddrs {
+	if len(addrs) <= maxAddrs {
 		return addrs, nil
 	}
-	return append(slices.Clone(addrs[:maxAddrs-1]), addrs[n-1]), addrs[maxAddrs-1 : n-1]
+	var loopback []netip.Addr
+	for _, is4 := range []bool{true, false} {
+		i := slices.IndexFunc(addrs, func(a netip.Addr) bool { return a.IsLoopback() && a.Is4() == is4 })
+		if i >= 0 {
+			loopback = append(loopback, addrs[i])
+		}
+	}
+	for _, a := range addrs {
+		switch {
+		case slices.Contains(loopback, a):
+		case len(listen)+len(loopback) < maxAddrs:
+			listen = append(listen, a)
+		default:
+			left = append(left, a)
+		}
+	}
+	return append(listen, loopback...), left
 }
 
 // Info returns what peers need to connect to the endpoint.

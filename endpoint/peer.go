@@ -123,9 +123,10 @@ func (p *Peer) Send(msg []byte) *Future {
 }
 
 // Recv starts receiving the next message, of which dst gets as much as fits: see Result. While it
-// waits the connection is not idle. If there is none, Recv connects, like any operation, and fails
-// with ErrBroken if it cannot. If this end does not know the peer's address, it waits for the peer
-// to connect.
+// waits the connection is not idle. If there is none, Recv does not connect: it waits until one of
+// the ends does, for another operation or by Connect. It fails with ErrBroken if the connection
+// breaks while it waits; a peer that does not know this end's address can then send only after this
+// end has connected again.
 func (p *Peer) Recv(dst []byte) *Future {
 	return p.Start(Op{Kind: OpRecv, Local: mem.Host(dst, mem.Anywhere)})
 }
@@ -191,7 +192,6 @@ func (p *Peer) admitLocked(t *task) {
 		t.stage = receiving
 		p.recvs.push(t)
 		p.matchLocked()
-		p.resumeLocked()
 		return
 	}
 	t.stage = connecting
@@ -445,14 +445,10 @@ func (p *Peer) connectLocked() {
 
 // resumeLocked connects for what waits, if there is no session.
 func (p *Peer) resumeLocked() {
-	if (len(p.waiting) > 0 || p.recvsDialLocked()) && p.session == nil && p.gone == nil {
+	if len(p.waiting) > 0 && p.session == nil && p.gone == nil {
 		p.connectLocked()
 	}
 }
-
-// recvsDialLocked reports whether there are recvs for which this end connects. If it has no address
-// of the peer, they wait for the peer to connect.
-func (p *Peer) recvsDialLocked() bool { return p.recvs.len() > 0 && len(p.info.Addrs) > 0 }
 
 // failWaitingLocked fails what waits for a connection, which could not be made.
 func (p *Peer) failWaitingLocked(err error) {
@@ -460,9 +456,6 @@ func (p *Peer) failWaitingLocked(err error) {
 		p.failLocked(t, err)
 	}
 	p.waiting = nil
-	if p.recvsDialLocked() {
-		p.failRecvsLocked(err)
-	}
 }
 
 func (p *Peer) failRecvsLocked(err error) {

@@ -13,7 +13,7 @@ const (
 	leastSpare = 64        // bytes of one
 
 	// Sizes up to here are rounded to powers of two, so that messages of many sizes share buffers.
-	// Longer messages take no more memory than they count.
+	// Longer messages take at most a quarter more than they count, as the allocator rounds.
 	mostRounded = 1 << 10
 )
 

@@ -21,7 +21,7 @@ func TestSpares(t *testing.T) {
 			} else {
 				n := rapid.IntRange(0, mostSpare).Draw(t, "length") >> rapid.IntRange(0, 17).Draw(t, "shift")
 				b := s.take(n)
-				if len(b) != n || cap(b) < leastSpare || n > mostRounded && cap(b) > max(n, mostSpare/4) {
+				if len(b) != n || cap(b) < leastSpare || n > mostSpare/4 && cap(b) > n {
 					t.Fatalf("%d bytes of %d, want %d", len(b), cap(b), n)
 				}
 				p := unsafe.SliceData(b)

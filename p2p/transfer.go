@@ -298,8 +298,8 @@ func (c *Channel) WaitTransfer(w *Wait, t *Transfer) error {
 	return t.err
 }
 
-// CancelTransfer ends t: its local memory is not used afterwards. A put may have been placed in
-// part or as a whole. With the lock.
+// CancelTransfer ends t: its local memory is not used afterwards (but see Completer.Cancel). A put
+// may have been placed in part or as a whole. With the lock.
 func (p *Proxy) CancelTransfer(t *Transfer) {
 	if t.done || t.by == nil {
 		return

@@ -46,8 +46,7 @@ type bulk struct {
 	chain   [1]rdma.SendRequest
 	segment [1]rdma.Segment
 
-	halting  sync.Mutex
-	patience time.Time // when Drop waits for the device no longer; zero: it has not waited yet
+	halting sync.Mutex
 }
 
 // key allows access to an exposed range of the peer.
@@ -549,6 +548,7 @@ func (b *bulk) reap(revoked func(gen uint64)) {
 
 func (b *bulk) reapRail(r *rail, revoked func(gen uint64)) {
 	for n := b.lane; n.err == nil && r.polled(); {
+		now := time.Now() // before Poll: a process may be stopped for long between two calls
 		k, err := r.cq.Poll(b.polled[:])
 		if err != nil {
 			b.broken(r, err)
@@ -564,7 +564,7 @@ func (b *bulk) reapRail(r *rail, revoked func(gen uint64)) {
 		switch {
 		case k > 0:
 			r.since = time.Now()
-		case r.under > 0 && time.Since(r.since) >= n.late:
+		case r.under > 0 && now.Sub(r.since) >= n.late:
 			b.broken(r, n.stuck(r.under, r.qp, r.at))
 		}
 		if k < len(b.polled) {

@@ -34,8 +34,9 @@ type exposure struct {
 
 // ending is a goroutine that ends an exposure.
 type ending struct {
-	done chan struct{} // closed at its end
-	err  error         // set before
+	brief bool          // it calls no device
+	done  chan struct{} // closed at its end
+	err   error         // set before
 }
 
 // held is a key that a peer may use.
@@ -86,6 +87,7 @@ func (t *exposures) end(e *exposure, ended func()) *ending {
 	w := &ending{done: make(chan struct{})}
 	e.ending = w
 	e.over.Store(true) // what is being registered now is the last
+	w.brief = e.unregistered()
 	go func() {
 		w.err = e.end()
 		ended()
@@ -258,6 +260,15 @@ func (e *exposure) revoke() error {
 }
 
 // end withdraws the memory. After an error a peer may still access it, and end may be called again.
+// unregistered reports that no device has the memory, or gets it if over is set.
+func (e *exposure) unregistered() bool {
+	if !e.mu.TryLock() {
+		return false // it is being registered, or deregistered
+	}
+	defer e.mu.Unlock()
+	return len(e.mrs) == 0
+}
+
 func (e *exposure) end() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -88,7 +88,7 @@ type lane struct {
 	fresh    int           // since the last one with a completion
 	bytes    uint64        // composed since then
 	marks    []mark        // requests with completions, oldest first
-	since    time.Time     // marks: one has ended, or the first one was posted; see check
+	since    time.Time     // what is under way has moved, or was posted when nothing was; see check
 	late     time.Duration // see lateTime
 	alarm    *time.Timer   // wakes an end that sleeps, so that it sees what is late
 	wake     func()
@@ -431,7 +431,7 @@ func (l *lane) watch() {
 func (l *lane) check(now time.Time) {
 	switch still := now.Sub(l.since); {
 	case l.drained:
-		l.flushed = l.flushed || still >= l.late
+		l.flushed = l.flushed || still >= min(l.late, lateTime)
 	case l.err != nil:
 	case len(l.marks) > 0 && still >= l.late:
 		l.fail(l.stuck(l.posted-l.finished, l.qp, l.port.at))

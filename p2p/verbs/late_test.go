@@ -263,7 +263,7 @@ func TestStoppedEndKeepsItsLane(t *testing.T) {
 		}
 		list = slices.Clone(some[:k])
 	}
-	n.cq = kept{n.cq, &list}
+	n.cq, n.late = kept{n.cq, &list}, 2*linktest.Patience
 	n.since = n.since.Add(-time.Hour)
 	if n.turn(); n.err != nil || n.posted != n.finished {
 		t.Fatalf("%d requests are under way: %v", n.posted-n.finished, n.err)

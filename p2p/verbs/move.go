@@ -99,19 +99,19 @@ func (l *link) Drop(m *rma.Move) {
 	}
 }
 
-// freeLocked waits until no request for v uses this end's memory any more. For all moves of a lane
-// together it waits for lingerTime at most.
+// freeLocked waits until no request for v uses this end's memory any more. Callers may hold locks
+// that the rank needs for everything: while a device refuses, all moves of the transport together
+// wait for lingerTime at most.
 func (l *link) freeLocked(n *lane, v *move) {
-	b := &n.bulk
 	for pause := minPause; ; pause *= 2 {
-		err := b.free(v)
+		err := n.bulk.free(v)
 		if err == nil {
+			if pause > minPause {
+				l.t.lets()
+			}
 			return
 		}
-		if b.patience.IsZero() {
-			b.patience = time.Now().Add(l.t.remaining(l.linger))
-		}
-		left := time.Until(b.patience)
+		left := time.Until(l.t.patience(l.linger))
 		if left <= 0 {
 			l.t.log.Error("rdma: memory of a put or get that has ended may still be used: the device neither closes a "+
 				"queue pair nor completes its requests", "peer", l.peer, "lane", n.gen, "reason", err)

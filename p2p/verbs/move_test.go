@@ -1111,3 +1111,31 @@ func TestBarsAreBounded(t *testing.T) {
 		t.Errorf("%d and %d generations are kept", len(b.set), len(b.order))
 	}
 }
+
+// Withdraw of memory that no device has does not fail because its context has ended.
+func TestWithdrawOfUnusedMemory(t *testing.T) {
+	f := soft.New(soft.Config{Seed: 29})
+	t.Cleanup(f.Close)
+	_, y := sides(t, f)
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 100 {
+		to := y.Expose(t, y.Alloc(t, 4096), 0, 4096, mem.Write)
+		if err := y.Node.T.(*Transport).Withdraw(over, to); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// All links wait together for devices that let go of no memory, until one does.
+func TestPatienceWithDevicesIsShared(t *testing.T) {
+	tr := New(Config{})
+	first := tr.patience(time.Hour)
+	if again := tr.patience(2 * time.Hour); again != first {
+		t.Errorf("the second link waits until %v, the first one until %v", again, first)
+	}
+	tr.lets()
+	if later := tr.patience(2 * time.Hour); later.Sub(first) < 30*time.Minute {
+		t.Errorf("after a device let go of memory a link waits until %v, the first one until %v", later, first)
+	}
+}

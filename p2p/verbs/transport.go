@@ -74,6 +74,7 @@ type Transport struct {
 	seeking bool      // seek runs
 	closed  bool
 	late    time.Time     // when its links do not linger any more, if closed
+	refused time.Time     // see patience; zero: no device has refused
 	done    chan struct{} // closed by Close
 	waiting chan struct{} // closed at the next news; nil: none waits
 	wg      sync.WaitGroup
@@ -317,6 +318,25 @@ func (t *Transport) remaining(d time.Duration) time.Duration {
 	return min(d, time.Until(t.late))
 }
 
+// patience returns until when Drop waits for devices that let go of no memory: for d, or what
+// remains of it, after the first has refused.
+func (t *Transport) patience(d time.Duration) time.Time {
+	left := t.remaining(d)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.refused.IsZero() {
+		t.refused = time.Now().Add(left)
+	}
+	return t.refused
+}
+
+// lets says that a device has let go of memory after it had refused.
+func (t *Transport) lets() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.refused = time.Time{}
+}
+
 // listener is the host of the TCP connections.
 type listener struct {
 	p2p.Host
@@ -395,7 +415,10 @@ func (t *Transport) Withdraw(ctx context.Context, x *mem.Remote) error {
 	select {
 	case <-w.done:
 	case <-ctx.Done():
-		return fmt.Errorf("rdma: devices may still access the memory: %w", ctx.Err())
+		if !w.brief {
+			return fmt.Errorf("rdma: devices may still access the memory: %w", ctx.Err())
+		}
+		<-w.done
 	}
 	if w.err != nil {
 		return fmt.Errorf("rdma: %w", w.err)

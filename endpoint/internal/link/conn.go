@@ -149,6 +149,7 @@ type Conn struct {
 	mu       sync.Mutex
 	flushing bool // a goroutine owns what is below stalled, and of guard what is sent
 	ctl      []byte
+	taken    int  // bytes of ctl that are in out
 	first    *Out // a list
 	last     *Out
 	quiet    sync.Cond    // flushing was cleared
@@ -191,11 +192,12 @@ func (s *stage) release() {
 // ErrEnded says that the other end closed the connection between two frames.
 var ErrEnded = errors.New("the peer closed the connection")
 
-// Backlog returns the bytes of frames that wait to be sent, without transfers.
+// Backlog returns the bytes of frames that wait to be sent, without transfers. Those that are being
+// sent count until all of them are.
 func (c *Conn) Backlog() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return len(c.ctl)
+	return len(c.ctl) + c.taken
 }
 
 // Text returns memory for a payload of at most wire.MaxText bytes that the handler reads in End.
@@ -475,11 +477,18 @@ func (c *Conn) advance(o *Out) {
 
 // collect adds what is to be sent next to out.
 func (c *Conn) collect() {
-	if c.sent > 0 {
+	through := c.sent > 0
+	if through {
 		c.out, c.sent = c.out[:0], 0
+		if cap(c.out) > 2*MaxWhole { // the peer has read little for some time
+			c.out = nil
+		}
 	}
 	c.mu.Lock()
-	if len(c.ctl) > 0 {
+	if through {
+		c.taken = 0
+	}
+	if c.taken += len(c.ctl); len(c.ctl) > 0 {
 		c.out, c.ctl = append(c.out, c.ctl...), c.ctl[:0]
 		if cap(c.ctl) > gather {
 			c.ctl = nil

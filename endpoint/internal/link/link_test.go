@@ -714,3 +714,34 @@ func TestWaitersGiveUpUnderTraffic(t *testing.T) {
 		t.Error("a waiter does not end with its context")
 	}
 }
+
+// Frames count in the backlog until all that were taken with them are sent.
+func TestBacklogCountsWhatIsBeingSent(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fds[0])
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close(errLoopClosed)
+	c, err := l.Add(fds[1], wire.Guard{}, slow{}, func(c *Conn) { c.waiters.Add(1) }) // the loop leaves it alone
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n = 4 << 20 // more than the sockets take
+	c.Later(make([]byte, n))
+	c.Flush()
+	if got := c.Backlog(); got != n {
+		t.Errorf("the backlog is %d bytes while %d are being sent", got, n)
+	}
+	buf, late := make([]byte, 1<<20), time.Now().Add(patience)
+	for c.Backlog() > 0 {
+		if _, err := unix.Read(fds[0], buf); err != nil && err != unix.EAGAIN || time.Now().After(late) {
+			t.Fatalf("a backlog of %d bytes, %v", c.Backlog(), err)
+		}
+		c.Poll()
+	}
+}
