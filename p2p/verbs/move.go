@@ -234,7 +234,9 @@ func (l *link) bury(n *lane) error {
 	if err != nil {
 		return fmt.Errorf("rdma: lane %d to %v is not closed: %w", n.gen, l.peer, err)
 	}
-	err = n.close()
+	if err = n.close(); err != nil {
+		err = fmt.Errorf("rdma: lane %d to %v: %w", n.gen, l.peer, err)
+	}
 	for _, e := range l.gone(n) {
 		e.leave(n)
 	}
