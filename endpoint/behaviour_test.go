@@ -529,25 +529,6 @@ func TestIdleConnectionsEnd(t *testing.T) {
 	}
 }
 
-// lose has the connections of p and q break, which are each other's ends, and waits until both have
-// noticed it. A dial that was late for their session may have made another one by then.
-func lose(t testing.TB, p, q *Peer) {
-	t.Helper()
-	of := func(p *Peer) *session {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.session
-	}
-	s, r := of(p), of(q)
-	broken := func(s *session) bool {
-		s.peer.mu.Lock()
-		defer s.peer.mu.Unlock()
-		return s.broken
-	}
-	cut(s.conns[0])
-	until(t, "the loss", func() bool { return broken(s) && broken(r) })
-}
-
 // TestRecvsKeepTheirConnection: a recv that waits keeps its connection, although either end closes
 // those that are idle.
 func TestRecvsKeepTheirConnection(t *testing.T) {
