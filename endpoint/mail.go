@@ -585,7 +585,10 @@ func (s *session) closeMailLocked(why error) {
 		p.mail.push(a)
 	}
 	if !s.bye {
-		p.failRecvsLocked(why)
+		for _, t := range p.recvs.all() {
+			p.failLocked(t, why)
+		}
+		p.recvs = queue[*task]{}
 	}
 	s.untaken, s.sendq, s.arrivals = nil, queue[*task]{}, nil
 }

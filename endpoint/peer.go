@@ -458,13 +458,6 @@ func (p *Peer) failWaitingLocked(err error) {
 	p.waiting = nil
 }
 
-func (p *Peer) failRecvsLocked(err error) {
-	for _, t := range p.recvs.all() {
-		p.failLocked(t, err)
-	}
-	p.recvs = queue[*task]{}
-}
-
 // connect waits until the peer is connected.
 func (p *Peer) connect(ctx context.Context) error {
 	for {

@@ -666,17 +666,19 @@ func (g *Group) settled() {
 	if !failed && g.seq < o.Start { // what has failed here since this rank told its standing is over
 		g.err, g.cause = nil, nil
 	}
-	if g.given != nil && g.seq >= o.Start { // the others run an operation that this rank has given up
-		g.coll.Abort(g.given.why, g.given.tell)
-	}
-	if g.given != nil && g.job.roster != nil {
-		for _, p := range g.job.roster.AccusedLocked() {
-			if slices.Contains(g.given.missing, slices.Index(g.v.ranks, p.Slot)) { // it has come
-				g.job.roster.AcquitLocked(p)
+	if late := g.given; late != nil {
+		if g.seq >= o.Start { // the others run an operation that this rank has given up
+			g.coll.Abort(late.why, late.tell)
+		}
+		if g.job.roster != nil {
+			for _, p := range g.job.roster.AccusedLocked() {
+				if slices.Contains(late.missing, slices.Index(g.v.ranks, p.Slot)) { // it has come
+					g.job.roster.AcquitLocked(p)
+				}
 			}
 		}
+		g.given = nil
 	}
-	g.given = nil
 	g.unfinished(o.Start)
 	g.held = g.v.epoch
 	if g.job.settings.AutoAdmit { // else Admit does

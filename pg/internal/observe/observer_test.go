@@ -11,18 +11,25 @@ import (
 	"tutti/pg/flight"
 )
 
-// Of many failures the last ones have records, if they are not too frequent. A signal always leaves
-// one.
-func TestRecordsOfManyFailures(t *testing.T) {
+// recorder starts an observer that writes records to dir, of the only rank of a job.
+func recorder(t *testing.T, dir string) (*Observer, *p2p.Proxy) {
+	t.Helper()
 	proxy := p2p.New(p2p.Config{Size: 1})
-	defer proxy.Close()
-	dir := t.TempDir()
+	t.Cleanup(func() { proxy.Close() })
 	o, err := Start(Config{Self: flight.Identity{Job: "job", Size: 1}, Dir: dir, NoSignal: true, Proxy: proxy,
 		Groups: func() []Glance { return nil }, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer o.Stop()
+	t.Cleanup(o.Stop)
+	return o, proxy
+}
+
+// Of many failures the last ones have records, if they are not too frequent. A signal always leaves
+// one.
+func TestRecordsOfManyFailures(t *testing.T) {
+	dir := t.TempDir()
+	o, _ := recorder(t, dir)
 	o.pause = time.Hour
 	has := func(reason string) int {
 		t.Helper()
@@ -79,14 +86,8 @@ func TestRecordsOfManyFailures(t *testing.T) {
 func TestRecordsOfRequestedFailures(t *testing.T) {
 	for why, want := range map[flight.Outcome]int{flight.Cancelled: 0, flight.Aborted: 0, flight.Closed: 0,
 		flight.Failed: 1, flight.TimedOut: 1} {
-		proxy := p2p.New(p2p.Config{Size: 1})
-		defer proxy.Close()
 		dir := t.TempDir()
-		o, err := Start(Config{Self: flight.Identity{Job: "job", Size: 1}, Dir: dir, NoSignal: true, Proxy: proxy,
-			Groups: func() []Glance { return nil }, Logger: slog.New(slog.DiscardHandler)})
-		if err != nil {
-			t.Fatal(err)
-		}
+		o, proxy := recorder(t, dir)
 		proxy.Lock()
 		o.FailureLocked(why, false)
 		proxy.Unlock()
