@@ -637,7 +637,6 @@ func (s suite) unplaced(t *testing.T) {
 	}
 	large := max(bulk(x, 4<<20), 600<<10) // more than an engine moves at once
 	data, words := y.Alloc(t, 2*large+8), y.Alloc(t, 64)
-	to := y.Expose(t, data, 0, 2*large+8, mem.Write)
 	flag := y.Expose(t, words, 0, 64, mem.Signal)
 	local := make([]byte, large)
 	fill(local, 1)
@@ -645,6 +644,7 @@ func (s suite) unplaced(t *testing.T) {
 	cancelled := 0
 	for round := uint64(1); round <= 8; round++ {
 		clear(data.Bytes())
+		to := y.Expose(t, data, 0, 2*large+8, mem.Write)
 		begin := func(b []byte, at int, word uint64) uint64 {
 			t.Helper()
 			sig := p2p.Signal{At: flag, Offset: word, Value: round, Strong: word == strong}
@@ -689,8 +689,8 @@ func (s suite) unplaced(t *testing.T) {
 			case put != nil:
 				cancelled++
 			}
-			switch placed := bytes.Equal(c.data, local); {
-			case written && !placed:
+			switch {
+			case written && !bytes.Equal(c.data, local):
 				t.Errorf("%s: it was written, and the data is not placed", c.name)
 			case written != (sig == nil), sig != nil && !errors.Is(sig, p2p.ErrUnplaced):
 				t.Errorf("%s: written %v, its put ended with %v", c.name, written, sig)
@@ -699,6 +699,9 @@ func (s suite) unplaced(t *testing.T) {
 		last := begin(nil, 0, strong)
 		if err := x.Await(last, nil); err != nil || words.Word(strong).Load() != round {
 			t.Fatalf("a strong signal that was begun after the end of a cancelled put: %v", err)
+		}
+		if err := y.Withdraw(to); err != nil { // until then a cancelled put may still be placed
+			t.Fatal(err)
 		}
 	}
 	if cancelled == 0 {
