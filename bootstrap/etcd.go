@@ -184,7 +184,8 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	for i, ep := range addr.Endpoints {
 		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
 	}
-	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, guest: cfg.Guest,
+	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", tls: addr.Scheme == "etcds",
+		rank: cfg.Rank, guest: cfg.Guest,
 		alone:   len(addr.Endpoints) == 1,
 		refused: func(err error) { abort(&refusal{err}) },
 		made:    map[string]*connecting{}}

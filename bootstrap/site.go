@@ -60,6 +60,7 @@ type dialer struct {
 	via     dial.Func
 	secret  []byte
 	prove   bool
+	tls     bool // a connection is made when its TLS handshake has ended
 	rank    int
 	guest   uint64       // of StoreConfig
 	alone   bool         // the store has only one endpoint
@@ -96,7 +97,9 @@ func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 		}
 		return nil, err
 	}
-	d.last.Store(nil)
+	if !d.tls {
+		d.last.Store(nil)
+	}
 	return conn, nil
 }
 
@@ -218,6 +221,7 @@ func (w *watchedTLS) ClientHandshake(ctx context.Context, authority string, raw 
 		}
 		return nil, nil, err
 	}
+	w.d.last.Store(nil)
 	return &watchedConn{conn, w.d}, info, nil
 }
 

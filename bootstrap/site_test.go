@@ -82,12 +82,15 @@ func TestSiteRefusals(t *testing.T) {
 	for _, c := range []struct {
 		name, address, text string
 		away                bool
+		within              time.Duration // the second is found out after half of it
 	}{
-		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address", true},
-		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address, false},
+		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address", true,
+			2 * time.Second},
+		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address, false,
+			6 * time.Second},
 	} {
 		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: c.address, Job: "test",
-			DialTimeout: 2 * time.Second})
+			DialTimeout: c.within})
 		if err == nil {
 			s.Close()
 		}

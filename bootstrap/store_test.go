@@ -82,6 +82,9 @@ func dial(t testing.TB, e *embed.Server, cfg bootstrap.StoreConfig) bootstrap.St
 		cfg.Address = e.Address()
 	}
 	cfg.Job, cfg.Secret = "test", secret
+	if cfg.OpTimeout == 0 {
+		cfg.OpTimeout = opTimeout
+	}
 	if cfg.LeaseTTL == 0 {
 		cfg.LeaseTTL = 3 * time.Second // a busy machine may not run this process for one
 	}

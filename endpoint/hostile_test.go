@@ -410,7 +410,7 @@ func TestNamesInHello(t *testing.T) {
 				r.Write(helloNamed(h.Address, 0, 1, name))
 			}
 		})
-		d := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience, DialTimeout: time.Second})
+		d := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: patience})
 		if _, err := d.Connect(t.Context(), info); (err == nil) != want {
 			t.Errorf("an acceptor that is called %q: %v", name, err)
 		}

@@ -256,6 +256,7 @@ func messagesByRDMAAreGivenUp(t *testing.T, r RDMA) {
 // afterwards.
 func TestGivenUpMessagesOverRDMA(t *testing.T) {
 	f, r := newFabric(t, soft.Config{})
+	r.Settings.Timeout = unanswered
 	a, b, p, q := messengers(t, r)
 	region := sharedPattern(t, 4*long)
 	if _, err := a.Register("r", mem.Host(region, mem.Anywhere), RegionConfig{}); err != nil {

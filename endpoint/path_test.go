@@ -705,10 +705,15 @@ func TestRemovedDevices(t *testing.T) {
 	}
 }
 
+// unanswered is a timeout of the device (4.096 µs * 2^20) after which it repeats a request that no
+// test waits for.
+const unanswered = 20
+
 // Operations over RDMA end when either end is closed.
 func TestCloseEndsRDMA(t *testing.T) {
 	for _, near := range []bool{true, false} {
 		f, r := newFabric(t, soft.Config{})
+		r.Settings.Timeout = unanswered
 		a, b, p, _, _ := directPair(t, r, shared(t, 1<<20))
 		f.SetPort("soft1", 1, false)
 		x := p.Write(make([]byte, 1<<20), "data", 0)

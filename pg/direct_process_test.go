@@ -734,7 +734,7 @@ func TestDirectInSubgroups(t *testing.T) {
 			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
-			if g.Rank() == victim {
+			if through(t, g, victim); g.Rank() == victim {
 				pgtest.Kill(t)
 			}
 			for err = nil; err == nil; {

@@ -110,6 +110,9 @@ func TestRejoinOfTheStoresRankAlone(t *testing.T) {
 		}
 		if g.Rank() != 0 {
 			evict(t, g, 0)
+			if err := g.Barrier(ctx); err != nil { // neither leaves before the other has looked at its view
+				t.Fatal(err)
+			}
 			return
 		}
 		awaitEviction(t, g)

@@ -152,15 +152,19 @@ func TestErrorNamesStoppedRank(t *testing.T) {
 		if err := g.Barrier(ctx); err != nil {
 			t.Fatal(err)
 		}
-		if through(t, g, 0); g.Rank() == 0 {
-			pgtest.InjectFaults(t).Stop(1, time.Minute)
-		}
-		if g.Rank() == 1 {
+		through(t, g, 0)
+		switch g.Rank() {
+		case 0:
+			control := pgtest.InjectFaults(t)
+			control.Stop(1, time.Minute)
+			control.Await(2, 3) // it is in its second barrier, after a message
+			short, cancel := context.WithTimeout(ctx, time.Second)
+			defer cancel()
+			ctx = short
+		case 1:
 			through(t, g, 1)
 			return
 		}
-		ctx, cancel := context.WithTimeout(ctx, time.Second)
-		defer cancel()
 		err := g.Barrier(ctx)
 		var to *pg.TimeoutError
 		if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != 1 {

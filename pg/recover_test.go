@@ -691,7 +691,7 @@ func TestTimeoutEvicts(t *testing.T) {
 		if err := g.Barrier(ctx); err != nil {
 			t.Fatal(err)
 		}
-		through(t, g, 2) // ranks 0 and 2 wait for rank 1 from the same moment on
+		together(t, g) // ranks 0 and 2 wait for rank 1 from the same moment on
 		if g.Rank() == 1 {
 			var err error
 			for until := time.Now().Add(20 * time.Second); time.Now().Before(until) &&
@@ -1234,6 +1234,13 @@ func TestGracefulExit(t *testing.T) {
 				}
 				if g.Rank() == 0 {
 					return
+				}
+				// The failure of one's barrier would end the operation at the other.
+				if err := pg.Send(t.Context(), g, []byte{1}, 3-g.Rank(), 0); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := pg.Recv(t.Context(), g, make([]byte, 1), 3-g.Rank(), 0); err != nil {
+					t.Fatal(err)
 				}
 				err := g.Barrier(t.Context())
 				if lostRank(err) != 0 {

@@ -107,7 +107,7 @@ func TestErrorNamesFullStore(t *testing.T) {
 		if err := g.Barrier(ctx); err != nil {
 			t.Fatal(err)
 		}
-		if g.Rank() == 2 {
+		if through(t, g, 2); g.Rank() == 2 {
 			syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		}
 		if err := g.Barrier(ctx); err == nil {

@@ -121,6 +121,13 @@ func TestCallAfterALoss(t *testing.T) {
 		if err := sub.Barrier(ctx); err != nil || g.Rank() == 2 {
 			return err
 		}
+		// Both have left the barrier: the failure of one's next call would end it at the other.
+		if err := Send(ctx, g, []int64{1}, 1-g.Rank(), 0); err != nil {
+			return err
+		}
+		if _, err := Recv(ctx, g, []int64{0}, 1-g.Rank(), 0); err != nil {
+			return err
+		}
 		g.job.proxy.Lock()
 		v := membership.View{Epoch: g.job.initial.Epoch + 1, Slots: slices.Clone(g.job.initial.Slots)}
 		v.Slots[2] = membership.Slot{Left: v.Epoch}

@@ -546,7 +546,7 @@ func TestFlightRecords(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(logs, "flight-rank0-timeout.json"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	j := startJob(t, 2, "--log-dir", logs, "--timeout", "5s")
+	j := startJob(t, 2, "--log-dir", logs, "--timeout", "15s")
 	j.run.Signal(syscall.SIGUSR1)
 	written := func(name string) *flight.Snapshot {
 		t.Helper()

@@ -201,7 +201,7 @@ func TestTakenName(t *testing.T) {
 
 func TestRemovedEntryComesBack(t *testing.T) {
 	address := site(t)
-	d, r := open(t, address), raw(t, address)
+	d, r := lasting(t, address), raw(t, address)
 	p := publish(t, d, "a", info(1))
 	if err := r.Delete(within(t), "names/a"); err != nil {
 		t.Fatal(err)
@@ -470,7 +470,7 @@ func TestStoreAway(t *testing.T) {
 	t.Parallel()
 	address := site(t)
 	n, through := newNetwork(t, address)
-	d, o := open(t, through), open(t, address)
+	d, o := open(t, through), lasting(t, address)
 	p, q := publish(t, d, "a", info(1)), publish(t, d, "b", info(2))
 	w := watch(t, o)
 	w.next("a", 1)
@@ -580,7 +580,7 @@ func TestStoreRestarts(t *testing.T) {
 func TestWatchReportsEveryChangeInOrder(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, address string) {
-		d, r := open(t, address), raw(t, address)
+		d, r := lasting(t, address), raw(t, address)
 		const names, changes = 7, 1500
 		put(t, r, "0", info(1).String())
 		w := watch(t, d)

@@ -2,6 +2,7 @@ package directory_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -67,8 +68,14 @@ func publisher(args []string) error {
 	if _, err := e.Register("r", mem.Host([]byte(args[2]), mem.Anywhere), endpoint.RegionConfig{}); err != nil {
 		return err
 	}
-	if _, err := d.Publish(ctx, args[1], e.Info()); err != nil {
-		return err
+	for { // the store may notice late that the process before has died
+		_, err := d.Publish(ctx, args[1], e.Info())
+		if err == nil {
+			break
+		}
+		if !errors.As(err, new(*directory.TakenError)) {
+			return err
+		}
 	}
 	fmt.Println("published", e.Info())
 	io.Copy(io.Discard, os.Stdin)
@@ -97,6 +104,14 @@ func open(t testing.TB, address string) *directory.Directory {
 	return openWith(t, storeAt(address))
 }
 
+// lasting is open with a lease that outlasts a machine on which nothing runs for some seconds.
+func lasting(t testing.TB, address string) *directory.Directory {
+	t.Helper()
+	cfg := storeAt(address)
+	cfg.LeaseTTL = time.Minute
+	return openWith(t, cfg)
+}
+
 func openWith(t testing.TB, cfg bootstrap.StoreConfig) *directory.Directory {
 	t.Helper()
 	d, err := directory.Open(within(t), directory.Config{Store: cfg})
@@ -111,7 +126,7 @@ func openWith(t testing.TB, cfg bootstrap.StoreConfig) *directory.Directory {
 func raw(t testing.TB, address string) bootstrap.Store {
 	t.Helper()
 	cfg := storeAt(address)
-	cfg.Job = directory.DefaultName
+	cfg.Job, cfg.LeaseTTL = directory.DefaultName, time.Minute
 	s, err := bootstrap.DialStore(within(t), cfg)
 	if err != nil {
 		t.Fatal(err)

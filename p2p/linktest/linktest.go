@@ -340,13 +340,20 @@ func NoLeaks(t *testing.T, name string, f func(t *testing.T)) {
 	if !t.Run(name, f) {
 		return
 	}
-	if err := goleak.Find(old); err != nil {
-		t.Errorf("%s: %v", name, err)
-	}
-	after := descriptors()
-	for fd, what := range after {
-		if _, ok := before[fd]; !ok && len(after) > len(before) {
-			t.Errorf("%s: descriptor left open: %s -> %s", name, fd, what)
+	for late := time.Now().Add(Patience); ; {
+		err := goleak.Find(old) // it waits for a while
+		after := descriptors()
+		for fd, what := range after {
+			if _, ok := before[fd]; !ok && len(after) > len(before) {
+				err = errors.Join(err, fmt.Errorf("descriptor left open: %s -> %s", fd, what))
+			}
+		}
+		if err == nil {
+			return
+		}
+		if time.Now().After(late) {
+			t.Errorf("%s: %v", name, err)
+			return
 		}
 	}
 }

@@ -95,7 +95,7 @@ func TestCloseDeliversToASlowReader(t *testing.T) {
 			go func() { defer close(closed); ranks[0].Close() }()
 			select {
 			case <-closed:
-			case <-time.After(3 * lingerTime):
+			case <-time.After(2 * lingerTime):
 			}
 			ranks[1].send(0, 1)
 			for seq := 1; seq <= taken; seq++ {

@@ -168,6 +168,25 @@ func TestReaches(t *testing.T) {
 	}
 }
 
+// refusing returns an address that refuses connections until the test ends, and that no other
+// process can listen at.
+func refusing(t *testing.T) string {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	at, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fmt.Sprintf("127.0.0.1:%d", at.(*unix.SockaddrInet4).Port)
+}
+
 // at returns n's endpoint with other addresses.
 func (n *node) at(addrs ...string) []byte {
 	e := must(decodeEndpoint(n.endpoint))
@@ -208,9 +227,7 @@ func TestDialTriesAll(t *testing.T) {
 	}
 	mail := says("220 mail.example ESMTP, please introduce yourself\r\n")
 	later := says("tutti/Z\r" + strings.Repeat("\x00", 32))
-	closed := must(net.Listen("tcp", "127.0.0.1:0"))
-	dead := closed.Addr().String()
-	closed.Close()
+	dead := refusing(t)
 	silent := fmt.Sprintf("127.0.0.1:%d", free)
 	for _, c := range []struct {
 		at   []string

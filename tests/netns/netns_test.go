@@ -133,7 +133,7 @@ func TestCollectives(t *testing.T) {
 	t.Run("no transport reaches", func(t *testing.T) {
 		t.Parallel()
 		a, b := pair(t)
-		j := launch(t, a, b, rendezvous, nil, "--transport", "shm", "--timeout", "3s")
+		j := launch(t, a, b, rendezvous, nil, "--transport", "shm", "--timeout", "10s")
 		for r, reply := range rig.Each(j.ranks, rig.Command{Verb: "join"}) {
 			if f := reply.Fault; f == nil || !slices.ContainsFunc(j.other(r),
 				func(o int) bool { return strings.Contains(f.Text, fmt.Sprintf("rank %d", o)) }) {

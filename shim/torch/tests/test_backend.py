@@ -412,6 +412,7 @@ def closed_while_resuming(rank, size, port):
     dist.barrier()
     suspended, peer = backend(), harness.store(port)
     suspended.suspend()
+    harness.meet(port, "suspended", size)
     if rank == 0:
         outcome = []
 
@@ -421,9 +422,11 @@ def closed_while_resuming(rank, size, port):
             except RuntimeError as e:
                 outcome.append(str(e))
 
+        before = peer.num_keys()
         thread = threading.Thread(target=resume)
         thread.start()
-        time.sleep(0.5)  # it waits for the other rank
+        while peer.num_keys() <= before:  # it registers, and then waits for the other rank
+            time.sleep(0.001)
         suspended.shutdown()
         peer.set("closed", "")
         thread.join()
