@@ -146,6 +146,11 @@ func (e *ArgumentError) Error() string {
 	return fmt.Sprintf("%s: %s is %s, want %s", e.Call, e.Arg, e.Got, e.Want)
 }
 
+// unreadable returns the error of an argument whose text cannot be read: err says what is expected.
+func unreadable(call, arg, text string, err error) error {
+	return &ArgumentError{Call: call, Arg: arg, Got: fmt.Sprintf("%.60q", text), Want: "a valid one: " + err.Error()}
+}
+
 // noContext is the error of a call with a nil ctx. Calls look for that before they take a lock,
 // which a panic would leave held.
 func noContext(call string) error {

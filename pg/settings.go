@@ -15,6 +15,9 @@ import (
 	"tutti/bootstrap"
 	"tutti/collectives"
 	"tutti/device"
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+	"tutti/internal/trust"
 	"tutti/p2p"
 	"tutti/p2p/registry"
 	"tutti/pg/internal/exec"
@@ -46,7 +49,43 @@ func (c Config) fromEnv() (*settings, error) {
 	if c.Getenv == nil {
 		c.Getenv = os.Getenv
 	}
-	return c.resolve(c.Getenv)
+	s, err := c.resolve(c.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	return s, s.check()
+}
+
+// check returns an *ArgumentError for a field with which no rank could join. bootstrap.FromEnv has
+// checked what the environment says.
+func (s *settings) check() error {
+	if _, err := ports.ParseSpec(s.Ports); err != nil {
+		return unreadable("join", "Ports", s.Ports, err)
+	}
+	if _, err := ifname.Parse(s.Interfaces); err != nil {
+		return unreadable("join", "Interfaces", s.Interfaces, err)
+	}
+	if s.MaxSize == 1 { // what follows is not used
+		return nil
+	}
+	if n := len(s.Secret); n > 0 && n < trust.MinSecret {
+		return &ArgumentError{Call: "join", Arg: "Secret", Got: fmt.Sprintf("%d bytes", n),
+			Want: fmt.Sprintf("at least %d, the same at all ranks", trust.MinSecret)}
+	}
+	if s.Store != nil {
+		return nil
+	}
+	if s.Job != "" {
+		if err := bootstrap.CheckJob(s.Job); err != nil {
+			return unreadable("join", "Job", s.Job, err)
+		}
+	}
+	if s.StoreAddr != "" && !s.atMaster {
+		if _, err := bootstrap.ParseStore(s.StoreAddr); err != nil {
+			return unreadable("join", "StoreAddr", s.StoreAddr, err)
+		}
+	}
+	return nil
 }
 
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
@@ -128,7 +167,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	}
 	s.Window = min(s.Window, longestWindow)
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
-		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
+		return nil, unreadable("join", "Algorithm, or TUTTI_ALGO,", s.Algorithm, err)
 	}
 	if s.single, err = exec.ParseSingle(s.SingleCopy); err != nil {
 		return nil, &ArgumentError{Call: "join", Arg: "SingleCopy, or TUTTI_SINGLE_COPY,",

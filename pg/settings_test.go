@@ -204,3 +204,22 @@ func TestSecretIsCopied(t *testing.T) {
 		t.Errorf("the job's secret is %q now", s.Secret)
 	}
 }
+
+// A field that cannot be right is the caller's error, and not one of the library or the store.
+func TestWrongFieldsAreArgumentErrors(t *testing.T) {
+	secret := []byte("a secret of this test alone")
+	for arg, cfg := range map[string]Config{
+		"Algorithm":  {Size: 1, Algorithm: "magic"},
+		"Ports":      {Size: 1, Ports: "29500-"},
+		"Interfaces": {Size: 1, Interfaces: "10.0.0.0/99"},
+		"Secret":     {Size: 2, Job: "j", StoreAddr: "etcd://127.0.0.1:1", Secret: secret[:15]},
+		"Job":        {Size: 2, Job: "two words", StoreAddr: "etcd://127.0.0.1:1", Secret: secret},
+		"StoreAddr":  {Size: 2, Job: "j", StoreAddr: "etcd:127.0.0.1", Secret: secret},
+	} {
+		cfg.Getenv = func(string) string { return "" }
+		var wrong *ArgumentError
+		if _, err := Join(t.Context(), cfg); !errors.As(err, &wrong) || !strings.HasPrefix(wrong.Arg, arg) {
+			t.Errorf("%s: %v, want an *ArgumentError about it", arg, err)
+		}
+	}
+}

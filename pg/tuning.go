@@ -67,7 +67,7 @@ func (g *Group) untuned(places []join.Place) {
 func (g *Group) SetAlgorithm(name string) error {
 	a, err := collectives.ParseAlgo(name)
 	if err != nil {
-		return err
+		return unreadable("setalgorithm", "the name", name, err)
 	}
 	if err := g.enter(context.Background(), "setalgorithm", nil); err != nil {
 		return err

@@ -135,8 +135,8 @@ func TestSetAlgorithm(t *testing.T) {
 				return fmt.Errorf("%s: ran %+v", name, b)
 			}
 		}
-		if err := g.SetAlgorithm("fast"); err == nil {
-			return errors.New("took an algorithm that is none")
+		if err := g.SetAlgorithm("fast"); !errors.As(err, new(*ArgumentError)) {
+			return fmt.Errorf("an algorithm that is none: %v, want an *ArgumentError", err)
 		}
 		return nil
 	})

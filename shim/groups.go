@@ -267,11 +267,7 @@ func goSetAlgorithm(h C.uint64_t, name *C.char, f *C.struct_failure) C.int {
 	if g == nil {
 		return C.TUTTI_EINVAL
 	}
-	err := g.SetAlgorithm(text(name))
-	if code(err) == C.TUTTI_EINTERNAL { // there is no such algorithm
-		err = &coded{err.Error(), errInvalid}
-	}
-	return failed(err, f)
+	return failed(g.SetAlgorithm(text(name)), f)
 }
 
 //export goAbort

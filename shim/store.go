@@ -15,6 +15,7 @@ import (
 	"unsafe"
 
 	"tutti/bootstrap"
+	"tutti/internal/trust"
 )
 
 // jobStore is a store that the host has opened: the part of the job's keys that belongs to the
@@ -80,6 +81,16 @@ func openStore(ctx context.Context, c *C.tutti_config) (uint64, error) {
 		return 0, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the program with tutti run")
 	case place.Job == "":
 		return 0, l.JobMissing()
+	}
+	addr, err := bootstrap.ParseStore(place.Address)
+	if err == nil {
+		err = bootstrap.CheckJob(place.Job)
+	}
+	if err != nil {
+		return 0, &coded{err.Error(), errInvalid}
+	}
+	if n := len(place.Secret); addr.Scheme == "tutti" && n > 0 && n < trust.MinSecret {
+		return 0, &coded{fmt.Sprintf("the job's secret has %d bytes, want at least %d", n, trust.MinSecret), errInvalid}
 	}
 	s, err := newJobStore(ctx, func(ctx context.Context) (bootstrap.Store, error) {
 		return bootstrap.DialStore(ctx, place)

@@ -475,6 +475,7 @@ static void bad(void)
 	static const uint64_t handles[] = {0, 1, 42, UINT64_MAX, UINT64_C(1) << 60, UINT64_C(2) << 60, UINT64_C(3) << 60,
 	                                   UINT64_C(0x2000000100000000), UINT64_C(0x20000001ffffffff)};
 	tutti_config config = {.struct_size = sizeof config, .size = 1, .timeout_ns = 5000000000};
+	tutti_kv kv = {.struct_size = sizeof kv};
 	tutti_error_info info = {.struct_size = sizeof info};
 	struct {
 		tutti_config c;
@@ -540,6 +541,43 @@ static void bad(void)
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
 	SAYS("pigeon");
 	config.transport = NULL;
+	config.algorithm = "magic";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("magic");
+	config.algorithm = NULL;
+	config.ports = "29500-";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("29500-29600");
+	config.ports = NULL;
+	config.interfaces = "10.0.0.0/99";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	config.interfaces = NULL;
+	config.size = 2;
+	config.secret = "short";
+	config.secret_len = 5;
+	config.job = "j";
+	config.store = "etcd://127.0.0.1:1";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("5 bytes");
+	config.secret = "a secret of this test alone";
+	config.secret_len = strlen(config.secret);
+	config.store = "etcd:127.0.0.1";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	CODE(TUTTI_EINVAL, tutti_store_open(&config, &kv));
+	SAYS("etcd:127.0.0.1");
+	config.store = "tutti://127.0.0.1:1";
+	config.job = "two words";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	CODE(TUTTI_EINVAL, tutti_store_open(&config, &kv));
+	SAYS("two words");
+	config.job = "j";
+	config.secret_len = 15;
+	CODE(TUTTI_EINVAL, tutti_store_open(&config, &kv));
+	SAYS("15 bytes");
+	config.size = 1;
+	config.job = config.store = NULL;
+	config.secret = NULL;
+	config.secret_len = 0;
 	config.log_level = "loud";
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
 	config.log_level = NULL;
@@ -600,6 +638,7 @@ static void bad(void)
 	CODE(TUTTI_EINVAL, tutti_rank(g, NULL));
 	CODE(TUTTI_EINVAL, tutti_alloc(g, 0, &p));
 	CODE(TUTTI_EINVAL, tutti_alloc(g, UINT64_MAX, &p));
+	CODE(TUTTI_EINVAL, tutti_set_algorithm(g, "magic"));
 	CODE(TUTTI_EINVAL, tutti_window_bytes(g, &p, NULL)); /* a group is no window */
 	CODE(TUTTI_EINVAL, tutti_work_test(g));
 
