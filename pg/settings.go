@@ -262,10 +262,11 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	return nil
 }
 
-// part leaves a meeting, which may be nil, and the formation. If this rank serves the store, part
-// first waits until the other ranks have left, or until ctx or Config.Timeout ends.
-func (s *settings) part(ctx context.Context, meeting *bootstrap.Meeting) {
-	ctx, cancel := join.Within(ctx, s.Timeout)
+// part leaves a meeting, a *bootstrap.Meeting that may be nil, and the formation. If this rank
+// serves the store, part first waits until the other ranks have left, or until ctx or
+// Config.Timeout ends, or its default if it is no bound.
+func (s *settings) part(ctx context.Context, meeting interface{ Close(context.Context) }) {
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, defaultTimeout))
 	defer cancel()
 	meeting.Close(ctx)
 	if s.formation != nil {

@@ -280,8 +280,10 @@ TUTTI_API int tutti_split(tutti_group group, int32_t color, int32_t key, int64_t
  * the last operation, as after a broadcast of which this rank is the root, tutti_close first waits
  * until they have: at most 10 seconds and the group's timeout, and not after a failure or
  * tutti_abort. A rank that begins the operation after that gets TUTTI_ERANK. The handle becomes
- * invalid; works of the group stay valid until they are released. It returns in bounded time.
- * Closing 0 does nothing. */
+ * invalid; works of the group stay valid until they are released. It returns in bounded time. If
+ * the ranks have met through their launcher, without a store, rank 0 serves the job's store: its
+ * last tutti_close waits until the others have left, at most for the group's timeout, or 5 minutes
+ * if that is no bound. Closing 0 does nothing. */
 TUTTI_API int tutti_close(tutti_group group);
 
 /* ---- About a group ---- */
