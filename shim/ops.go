@@ -25,19 +25,26 @@ type operation struct {
 	srcs, dsts []int // counts, in memory of the host
 }
 
-// read fills o with what the host describes, or describes a failure in f.
-func (o *operation) read(in *C.tutti_op, f *C.struct_failure) C.int {
+// read fills o with what the host describes for a rank, or describes a failure in f. It does not
+// look at what the rank does not use.
+func (o *operation) read(in *C.tutti_op, rank int, f *C.struct_failure) C.int {
 	if in.flags != 0 {
 		return failed(&coded{fmt.Sprintf("flags are %#x: none are known", in.flags), errUnsupported}, f)
 	}
 	if in.kind < C.TUTTI_OP_BARRIER || in.kind > C.TUTTI_OP_RECV {
 		return invalid(f, "kind is %d, want one of TUTTI_OP_...", in.kind)
 	}
-	if in.reduction < 0 || in.reduction > math.MaxUint8 {
-		return invalid(f, "reduction is %d, want TUTTI_SUM or another", in.reduction)
+	*o = operation{kind: int(in.kind), peer: int(in.peer), tag: int(in.tag)}
+	uses := usedBy[in.kind]
+	if rank != o.peer {
+		uses &^= usedAtRoot[in.kind]
 	}
-	*o = operation{kind: int(in.kind), op: pg.Reduction(in.reduction), peer: int(in.peer), tag: int(in.tag)}
-	uses := buffers[in.kind]
+	if uses&reduction != 0 {
+		if in.reduction < 0 || in.reduction > math.MaxUint8 {
+			return invalid(f, "reduction is %d, want TUTTI_SUM or another", in.reduction)
+		}
+		o.op = pg.Reduction(in.reduction)
+	}
 	if c := buffer(&in.dst, &o.dst, "dst", uses&dst != 0, in.stream, f); c != C.TUTTI_OK {
 		return c
 	}
@@ -63,22 +70,29 @@ const (
 	dst = 1 << iota
 	src
 	counts
+	reduction
 )
 
-var buffers = [...]int{
+var usedBy = [...]int{
 	C.TUTTI_OP_BARRIER:        0,
-	C.TUTTI_OP_ALLREDUCE:      dst | src,
-	C.TUTTI_OP_REDUCE_SCATTER: dst | src,
+	C.TUTTI_OP_ALLREDUCE:      dst | src | reduction,
+	C.TUTTI_OP_REDUCE_SCATTER: dst | src | reduction,
 	C.TUTTI_OP_ALLGATHER:      dst | src,
 	C.TUTTI_OP_ALLGATHERV:     dst | src | counts,
 	C.TUTTI_OP_ALLTOALL:       dst | src,
 	C.TUTTI_OP_ALLTOALLV:      dst | src | counts,
 	C.TUTTI_OP_BROADCAST:      dst,
-	C.TUTTI_OP_REDUCE:         dst,
+	C.TUTTI_OP_REDUCE:         dst | reduction,
 	C.TUTTI_OP_GATHER:         dst | src,
 	C.TUTTI_OP_SCATTER:        dst | src,
 	C.TUTTI_OP_SEND:           src,
 	C.TUTTI_OP_RECV:           dst,
+}
+
+// usedAtRoot is what only the root uses of that.
+var usedAtRoot = [len(usedBy)]int{
+	C.TUTTI_OP_GATHER:  dst,
+	C.TUTTI_OP_SCATTER: src,
 }
 
 // gpus are the GPUs of the host's buffers. They stay open: the host may use them until it ends.
@@ -191,7 +205,7 @@ func begin(g *pg.Group, limit time.Duration, op pg.Operation) *pg.Work {
 // perform runs an operation that the host describes.
 func perform(ctx context.Context, g *group, in *C.tutti_op, f *C.struct_failure) C.int {
 	var o operation
-	if c := o.read(in, f); c != C.TUTTI_OK {
+	if c := o.read(in, g.Rank(), f); c != C.TUTTI_OK {
 		return c
 	}
 	if in.timeout_ns > 0 && ctx == context.Background() {

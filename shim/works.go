@@ -122,7 +122,7 @@ func start(h C.uint64_t, in *C.tutti_op, f *C.struct_failure) (w *work, at *pg.W
 		return nil, nil, C.TUTTI_EINVAL
 	}
 	var o operation
-	if c := o.read(in, f); c != C.TUTTI_OK {
+	if c := o.read(in, g.Rank(), f); c != C.TUTTI_OK {
 		return nil, nil, c
 	}
 	if w = newWork(); w == nil {

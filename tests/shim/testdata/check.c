@@ -400,6 +400,43 @@ static void interrupt(void)
 	OK(tutti_work_release(ran));
 }
 
+/* unused checks that fields that an operation does not use may hold anything. */
+static void unused(void)
+{
+	static const tutti_buffer junk = {.count = UINT64_MAX, .dtype = 200, .device = 1 << 20};
+	int32_t mine = rank, all[64] = {0};
+	tutti_op op;
+	tutti_work w;
+	int i, root;
+
+	TRUE(size <= 64);
+	op = tutti_op_of(TUTTI_OP_BARRIER, junk, junk);
+	op.reduction = op.tag = op.peer = -77;
+	op.counts_len = 3;
+	OK(tutti_do(g, &op));
+	op = tutti_op_broadcast(all, 1, TUTTI_INT32, 0);
+	op.src = junk;
+	op.reduction = 1 << 20;
+	OK(tutti_start(g, &op, &w));
+	OK(tutti_work_wait(w, -1));
+	OK(tutti_work_release(w));
+	for (root = 0; root < size; root++) {
+		op = tutti_op_gather(all, &mine, 1, (uint64_t)size, TUTTI_INT32, root);
+		if (rank != root)
+			op.dst = junk;
+		op.reduction = -1;
+		OK(tutti_do(g, &op));
+		for (i = 0; rank == root && i < size; i++)
+			TRUE(all[i]++ == i);
+		op = tutti_op_scatter(&mine, all, 1, (uint64_t)size, TUTTI_INT32, root);
+		if (rank != root)
+			op.src = junk;
+		op.reduction = -1;
+		OK(tutti_do(g, &op));
+		TRUE(mine-- == rank + 1);
+	}
+}
+
 static void ops(void)
 {
 	static const int counts[] = {1, 1000, 300000};
@@ -411,6 +448,7 @@ static void ops(void)
 			collectives(counts[i] < size ? size : counts[i], how);
 	for (i = 0; i < 100; i++) /* bound calls */
 		collectives(size, i % 4);
+	unused();
 	floats();
 	messages();
 	queries();
