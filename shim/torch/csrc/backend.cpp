@@ -1307,9 +1307,16 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
   return launch(std::move(task)); // copies the counts
 }
 
+static void check_peer(const char* what, int peer, int size) {
+  TORCH_CHECK_VALUE(peer >= 0 && peer < size, "tutti ", what, ": the rank is ", peer, ", expected 0 to ", size - 1);
+}
+
 static Task message(OpType type, const char* title, int32_t kind, Staged::Use use, const Tensors& tensors, int peer,
                     int tag) {
-  const at::Tensor& tensor = only(use == Staged::kRead ? "send" : "recv", tensors);
+  const char* what = use == Staged::kRead ? "send" : "recv";
+  TORCH_CHECK_VALUE(tag >= 0, "tutti ", what, ": the tag is ", tag, ", expected 0 to ",
+                    std::numeric_limits<int>::max());
+  const at::Tensor& tensor = only(what, tensors);
   const Staged staged(tensor, place_of({tensor}), use);
   Task task(type, title);
   tutti_op op = op_of(kind);
@@ -1325,12 +1332,14 @@ static Task message(OpType type, const char* title, int32_t kind, Staged::Use us
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
+  check_peer("send", to, size_);
   Task task = message(OpType::SEND, "tutti:send", TUTTI_OP_SEND, Staged::kRead, tensors, to, tag);
   set_timeout(task, c10d::kUnsetTimeout);
   return launch(std::move(task));
 }
 
 WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
+  check_peer("recv", from, size_); // TUTTI_ANY_RANK is for recvAnysource alone
   Task task = message(OpType::RECV, "tutti:recv", TUTTI_OP_RECV, Staged::kWrite, tensors, from, tag);
   set_timeout(task, c10d::kUnsetTimeout);
   return launch(std::move(task));

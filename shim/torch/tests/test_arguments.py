@@ -241,9 +241,11 @@ def together(rank, size, port, seed, calls):
         lambda m: group._reduce_scatter_base(x, torch.ones(m.random.randrange(4 * size))),
         lambda m: group.alltoall_base(x, x, [5] * size, m.splits()),
         lambda m: group.alltoall([x] * (size - 1), [x] * size),
-        lambda m: group.send([x], m.pick(rank, -2, size, 2**31 - 1), 0).wait(),
-        lambda m: group.recv([x], m.pick(rank, -2, size), 0).wait(),
-        lambda m: group.send([x], (rank + 1) % size, -3).wait(),
+        lambda m: group.send([x], m.pick(rank, -1, -2, size, 2**31 - 1), 0).wait(),
+        lambda m: group.recv([x], m.pick(rank, -1, -2, size), 0).wait(),
+        lambda m: group.send([x], (rank + 1) % size, m.pick(-1, -3)).wait(),
+        lambda m: group.recv([x], (rank + 1) % size, m.pick(-1, -3)).wait(),
+        lambda m: group.recv_anysource([x], m.pick(-1, -3)).wait(),
         lambda m: group.scatter([x], [[x] * (size + 1)]),
         lambda m: (
             group.gather([[x] * (size - 1)], [x], dist.GatherOptions()) if rank == 0 else group.gather([[x]], [x])

@@ -56,7 +56,10 @@ def arguments(rank, size, port):
     for elements in (2**61, 2**61 + 1):  # their bytes do not fit into 64 bits
         raises(ValueError, "fit in memory", tutti_torch.empty, elements, dtype=torch.float64)
     raises(ValueError, "itself", lambda: group.send([x], rank, 0).wait())
-    raises(ValueError, "rank", lambda: group.send([x], size + 3, 0).wait())
+    raises(ValueError, f"the rank is {size + 3}, expected 0 to {size - 1}", group.send, [x], size + 3, 0)
+    raises(ValueError, f"the rank is -1, expected 0 to {size - 1}", dist.recv, x, -1)  # not any rank
+    raises(ValueError, "the tag is -1", dist.recv, x, (rank + 1) % size, None, -1)  # not any tag
+    raises(ValueError, "the tag is -1", dist.recv, x, None, None, -1)
     if rank == 0:
         raises(ValueError, "empty input on non-root", group.scatter, x, [x] * size, 1)
     dist.all_reduce(x)

@@ -54,6 +54,7 @@ PART = [
     "test_failures.Failures.test_monitored_barriers_over_a_store_that_cannot_delete",
     "test_failures.Failures.test_monitored_barriers_overlap",
     "test_failures.Failures.test_recovery_before_an_error_is_noticed",
+    "test_failures.Failures.test_wrong_arguments_raise_and_leave_the_group_usable",
     "test_fallback.Alone",
     "test_operations.Operations.test_lists_coalesced_messages_objects_and_sparse",
     "test_operations.Operations.test_reductions_of_all_types",

@@ -232,6 +232,8 @@ def _counts(counts):
 
 
 def _message(kind, title, op, tensors, use, what, peer, tag):
+    if not 0 <= tag < 2**31:
+        raise ValueError(f"tutti {what}: the tag is {tag}, expected 0 to {2**31 - 1}")
     tensor = only(what, tensors)
     staged = Staged(tensor, use)
     buffer = staged.buffer(wire_of(tensor.dtype))
@@ -833,12 +835,18 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         _exchange(task, target, source, wire_of(inputs[0].dtype), to, sources)
         return self._launch(task, opts.timeout)
 
+    def _check_peer(self, what, peer):
+        if not 0 <= peer < self._size:
+            raise ValueError(f"tutti {what}: the rank is {peer}, expected 0 to {self._size - 1}")
+
     @entry
     def send(self, tensors, to, tag):
+        self._check_peer("send", to)
         return self._launch(_message(OpType.SEND, "tutti:send", api.OP_SEND, tensors, READ, "send", to, tag))
 
     @entry
     def recv(self, tensors, source, tag):
+        self._check_peer("recv", source)  # api.ANY_RANK is for recv_anysource alone
         return self._launch(_message(OpType.RECV, "tutti:recv", api.OP_RECV, tensors, WRITE, "recv", source, tag))
 
     @entry
