@@ -1,4 +1,6 @@
 // Groups whose members the program names: reconfigure of c10d.
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <variant>
@@ -123,8 +125,9 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       rank_ = rank;
       size_ = size;
       joined_ = formed_with;
-      prefix_ = "tutti/members/" + uuid + "/";
-      seq_ = barriers_ = deleted_ = 0;
+      // Other groups may have the uuid, and the store: handles[0] is in none of them.
+      prefix_ = "tutti/members/" + uuid + "/" + c10::sha1(handles[0]).str() + "/";
+      seq_ = barriers_ = deleted_ = shrinks_ = 0;
       formed_ = true;
       options_->global_ranks_in_group.clear(); // they are not known
       running_->name("", {});

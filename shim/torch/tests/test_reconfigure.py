@@ -120,6 +120,42 @@ def disjoint(rank, size, port):
     dist.destroy_process_group()
 
 
+def same_uuid(rank, size, port):
+    """Two groups with the same uuid, of processes that share a store, do not see each other's barriers."""
+    harness.init(rank % 2, 2, port, timeout=timedelta(seconds=20), enable_reconfigure=True)
+    handles = share(rank, size, port, "handle", dist._get_reconfigure_handle())
+    dist._reconfigure(1, handles[:2] if rank < 2 else handles[2:])
+    works(rank % 2, 2)
+    if rank >= 2:
+        dist.group.WORLD.monitored_barrier()
+    harness.meet(port, "those have passed", size)
+    if rank == 1:  # rank 0 does not come
+        raises(
+            dist.DistBackendError,
+            "has not answered",
+            dist.group.WORLD.monitored_barrier,
+            timedelta(milliseconds=200),
+        )
+    harness.meet(port, "over", size)
+    dist.destroy_process_group()
+
+
+def shrunk(rank, size, port):
+    """Ranks shrink a group together although one of them has shrunk the group that it was in before."""
+    handles = start(rank, size, port)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist._reconfigure(1, handles)
+    if rank == 0:
+        backend.shrink([1, 2]).shutdown()
+    dist._reconfigure(2, handles)
+    if rank < 2:
+        part = backend.shrink([2])
+        part.allreduce([x := torch.ones(1)]).wait()
+        assert x.item() == 2, x
+        part.shutdown()
+    dist.destroy_process_group()
+
+
 def after_abort(rank, size, port):
     handles = start(rank, size, port)
     dist._reconfigure(1, handles)
@@ -284,6 +320,12 @@ class Reconfigure(unittest.TestCase):
     @keeps_place
     def test_disjoint_groups_form_at_once_and_merge(self):
         harness.run(disjoint, 3)
+
+    def test_groups_with_the_same_uuid(self):
+        harness.run(same_uuid, 4)
+
+    def test_shrink_in_one_of_the_groups_before(self):
+        harness.run(shrunk, 3)
 
     def test_after_an_abort(self):
         harness.run(after_abort, 3)

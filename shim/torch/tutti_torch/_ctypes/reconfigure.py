@@ -1,6 +1,7 @@
 """Groups whose members the program names: reconfigure of c10d."""
 
 import ctypes
+import hashlib
 import os
 import secrets
 
@@ -97,8 +98,10 @@ class Reconfigure:
                 old, self._group = self._group, fresh.value
                 self._running.recovered()
                 self._joined = self._member_timeout
-                self._prefix = f"tutti/members/{uuid}/"
-                self._seq = self._barriers = self._deleted = 0
+                # Other groups may have the uuid, and the store: handles[0] is in none of them.
+                first = hashlib.sha1(handles[0].encode(), usedforsecurity=False)
+                self._prefix = f"tutti/members/{uuid}/{first.hexdigest()}/"
+                self._seq = self._barriers = self._deleted = self._shrinks = 0
                 self._formed, self._suspended = True, False
                 self._options.global_ranks_in_group = []  # they are not known
                 self._running.name("", [], self._rank)
