@@ -1475,6 +1475,15 @@ static at::ScalarType sums_of(at::ScalarType type) {
   return c10::isComplexType(type) ? at::kComplexFloat : at::kFloat;
 }
 
+// Returns a hash of a shape, the same as without the module: FNV-1a, without its last bit.
+static int64_t hash_of(at::IntArrayRef sizes) {
+  uint64_t hash = 14695981039346656037U;
+  for (int64_t size : sizes) {
+    hash = (hash ^ static_cast<uint64_t>(size)) * 1099511628211U;
+  }
+  return static_cast<int64_t>(hash >> 1);
+}
+
 // The indices and the values of all ranks are gathered and added up by rank.
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const char* what = "all_reduce of a sparse tensor";
@@ -1493,11 +1502,11 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   const at::Tensor values = own.values().contiguous();
   reduction_of(what, opts.reduceOp, type);
 
-  // What each rank has: sparse and dense dimensions, elements, type, shape.
+  // What each rank has: sparse and dense dimensions, elements, type, a hash of the shape. It is as
+  // long at all ranks, whatever their tensors are.
   const Wire own_wire = wire_of(type);
-  std::vector<int64_t> shape = {own.sparse_dim(), own.dense_dim(), own._nnz(), own_wire.dtype,
-                                static_cast<int64_t>(own_wire.per)};
-  shape.insert(shape.end(), own.sizes().begin(), own.sizes().end());
+  const std::vector<int64_t> shape = {own.sparse_dim(), own.dense_dim(), own._nnz(), own_wire.dtype,
+                                      static_cast<int64_t>(own_wire.per), hash_of(own.sizes())};
   const at::Tensor mine = at::tensor(shape, at::kLong);
   const at::Tensor all = at::full({size_, static_cast<int64_t>(shape.size())}, kEmptySlot, at::kLong);
   Task meta(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");

@@ -331,14 +331,21 @@ def lists(rank, size, port):
         dist.all_reduce(x)
         x = x.to(torch.float32).to_dense()
         same(x, torch.tensor([0, most + 2 * size - 1.0, 0]).to(dtype).float(), f"all_reduce of a sparse {dtype}")
-    for other in (torch.bfloat16, torch.float16):  # float32 is sent for both
-        x = torch.ones(3).to_sparse().to(torch.float32 if rank == 0 else other)
+    # float32 is sent for the types of the first two. The others differ in their numbers of
+    # dimensions, or in the order of their lengths.
+    for mine in (
+        torch.ones(3).to_sparse().to(torch.float32 if rank == 0 else torch.bfloat16),
+        torch.ones(3).to_sparse().to(torch.float32 if rank == 0 else torch.float16),
+        torch.ones([2] * (1 + rank)).to_sparse(),
+        torch.ones(2, 2).to_sparse(1 if rank == 0 else 2),
+        torch.ones([2, 3] if rank == 0 else [3, 2]).to_sparse(),
+    ):
         try:
-            dist.all_reduce(x)
+            dist.all_reduce(mine)
         except ValueError as e:
             assert "different types" in str(e), e
         else:
-            raise AssertionError(f"a sparse {other} was added to another type")
+            raise AssertionError(f"a sparse {mine.dtype}, {list(mine.shape)}, was added to another type or shape")
 
     work = dist.all_reduce(torch.ones(3), async_op=True)
     doubled = work.get_future().then(lambda f: f.value()[0] * 2)

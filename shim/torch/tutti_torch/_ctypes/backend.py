@@ -208,6 +208,14 @@ def _sums_of(dtype):
     return torch.complex64 if dtype.is_complex else torch.float32
 
 
+def _hash_of(shape):
+    """Returns a hash of a shape, the same as that of the C++ module: FNV-1a, without its last bit."""
+    result = 14695981039346656037
+    for length in shape:
+        result = (result ^ length) * 1099511628211 % 2**64
+    return result >> 1
+
+
 def _uneven(tensors):
     """Reports whether tensors have different shapes."""
     return any(tensor.shape != tensors[0].shape for tensor in tensors)
@@ -961,8 +969,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             own = tensor.cpu().to(_sums_of(tensor.dtype)).coalesce()
             indices, values = own.indices().contiguous(), own.values().contiguous()
             reduction_of(what, opts.reduceOp, tensor.dtype)
-            # What each rank has: sparse and dense dimensions, elements, type, shape.
-            shape = [own.sparse_dim(), own.dense_dim(), own._nnz(), *wire_of(tensor.dtype), *own.shape]
+            # What each rank has: sparse and dense dimensions, elements, type, a hash of the shape.
+            # It is as long at all ranks, whatever their tensors are.
+            shape = [own.sparse_dim(), own.dense_dim(), own._nnz(), *wire_of(tensor.dtype), _hash_of(own.shape)]
             mine = torch.tensor(shape)
             theirs = torch.full((size, len(shape)), _EMPTY_SLOT)
         meta = Task(OpType._ALLREDUCE_SPARSE, title)
