@@ -582,10 +582,11 @@ uint64_t Backend::getSequenceNumberForGroup() {
 }
 
 std::pair<uint64_t, std::vector<int64_t>> Backend::view() const {
+  const tutti_group group = this->group("tutti active_ranks");
   uint64_t epoch = 0;
   uint32_t n = 0;
   std::vector<int32_t> ranks(size_);
-  if (int code = api().tutti_view(group_, &epoch, ranks.data(), static_cast<uint32_t>(ranks.size()), &n);
+  if (int code = api().tutti_view(group, &epoch, ranks.data(), static_cast<uint32_t>(ranks.size()), &n);
       code != TUTTI_OK) {
     raise(code, api().tutti_last_error());
   }
@@ -601,7 +602,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   void* memory = nullptr;
   const auto bytes = static_cast<uint64_t>(size * item);
   if (bytes > 0) {
-    if (int code = api().tutti_alloc(group_, bytes, &memory); code != TUTTI_OK) {
+    if (int code = api().tutti_alloc(group("tutti allocateTensor"), bytes, &memory); code != TUTTI_OK) {
       raise(code, api().tutti_last_error());
     }
   }
@@ -630,15 +631,22 @@ void Backend::refuse_if_closed(const char* title) const {
   }
 }
 
+// Returns the group, or throws an error that says why there is none.
+tutti_group Backend::group(const char* title) const {
+  refuse_if_closed(title);
+  const tutti_group group = group_;
+  if (suspended_) {
+    raise(TUTTI_ECLOSED, std::string(title) + ": the process group is suspended: call resume");
+  }
+  if (group == 0) {
+    raise(TUTTI_ECLOSED, std::string(title) + ": the process group has no members yet: call reconfigure");
+  }
+  return group;
+}
+
 // Gives a task the next number, and its operations their time. With mutex_ held.
 void Backend::number(Task& task) {
-  refuse_if_closed(task.title);
-  if (suspended_) {
-    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group is suspended: call resume");
-  }
-  if (group_ == 0) {
-    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group has no members yet: call reconfigure");
-  }
+  group(task.title);
   if (!task.message()) {
     seq_++;
   }

@@ -200,6 +200,7 @@ class Backend final : public c10d::Backend {
   void number(Task& task);
   void place(Task& task);
   void refuse_if_closed(const char* title) const;
+  tutti_group group(const char* title) const;
   c10::Stream stream_for(const Task& task, c10::Device device);
   template <class Given>
   void bound(Task& task, const Given& opts) const; // by the options of c10d
@@ -239,8 +240,9 @@ class Backend final : public c10d::Backend {
   std::string prefix_; // of this group's keys in store_
   bool outlives_ = false; // the group goes on without lost ranks
   std::chrono::milliseconds joined_{0}; // what group_ was made with; setTimeout leaves it
-  std::atomic<tutti_group> group_{0}; // 0: there is none yet
+  std::atomic<tutti_group> group_{0}; // 0: there is none
   std::atomic<bool> closed_{false};
+  std::atomic<bool> suspended_{false};
 
   mutable std::mutex member_mutex_; // protects what follows
   mutable tutti_member member_ = 0;
@@ -249,7 +251,6 @@ class Backend final : public c10d::Backend {
   mutable std::mutex mutex_; // protects what follows
   std::vector<c10::intrusive_ptr<Work>> coalesced_;
   bool coalescing_ = false;
-  bool suspended_ = false;
   bool formed_ = false; // by reconfigure
   uint64_t seq_ = 0;
   uint64_t barriers_ = 0; // monitored ones that have begun

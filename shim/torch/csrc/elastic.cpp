@@ -52,8 +52,9 @@ int64_t Backend::bound_of(milliseconds timeout) const {
 
 void Backend::recover(milliseconds timeout) {
   WithoutGil released;
+  const tutti_group group = this->group("tutti recover");
   Interruptible interruptible(api());
-  const int code = api().tutti_recover(group_, bound_of(timeout));
+  const int code = api().tutti_recover(group, bound_of(timeout));
   if (code == TUTTI_OK) { // also when a signal handler has raised meanwhile
     running_->recovered();
   }
@@ -62,23 +63,25 @@ void Backend::recover(milliseconds timeout) {
 
 int Backend::admit(milliseconds timeout) {
   WithoutGil released;
+  const tutti_group group = this->group("tutti admit");
   Interruptible interruptible(api());
   int32_t admitted = 0;
-  interruptible.check(api().tutti_admit(group_, bound_of(timeout), &admitted));
+  interruptible.check(api().tutti_admit(group, bound_of(timeout), &admitted));
   return admitted;
 }
 
 bool Backend::agree(bool yes, milliseconds timeout) {
   WithoutGil released;
+  const tutti_group group = this->group("tutti agree");
   Interruptible interruptible(api());
   int32_t all = 0;
-  interruptible.check(api().tutti_agree(group_, yes ? 1 : 0, bound_of(timeout), &all));
+  interruptible.check(api().tutti_agree(group, yes ? 1 : 0, bound_of(timeout), &all));
   return all != 0;
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
-  return std::make_shared<Memory>(group_);
+  return std::make_shared<Memory>(group("tutti mem_allocator"));
 }
 #endif
 

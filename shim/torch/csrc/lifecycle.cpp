@@ -72,6 +72,7 @@ void Backend::suspend() {
     if (suspended_) {
       return;
     }
+    TORCH_CHECK(group_ != 0, "tutti suspend: the process group has no members yet: call reconfigure");
     suspended_ = true;
     group = group_.exchange(0);
   }

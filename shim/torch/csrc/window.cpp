@@ -441,15 +441,10 @@ bool Backend::supportsWindow() const {
 }
 
 c10::intrusive_ptr<c10d::Window> Backend::new_window(const std::optional<at::Tensor>& tensor) {
-  {
-    std::lock_guard<std::mutex> guard(mutex_);
-    if (closed_ || suspended_) {
-      raise(TUTTI_ECLOSED, "tutti new_window: the process group was shut down or suspended");
-    }
-  }
+  const tutti_group group = this->group("tutti new_window");
   auto self = c10::intrusive_ptr<Backend>::reclaim_copy(this);
   auto window = c10::make_intrusive<Window>(
-      group_, rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); },
+      group, rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); },
       window_bytes_);
   if (tensor) {
     window->tensor_register(*tensor, true);

@@ -372,7 +372,11 @@ def suspends(rank, size, port):
     for _ in range(2):
         backend().suspend()
         backend().suspend()
-        raises(RuntimeError, "suspended", dist.all_reduce, x)
+        calls = [dist.barrier, backend().new_window]
+        for call in (*calls, tutti_torch.active_ranks, tutti_torch.admit, tutti_torch.recover):
+            raises(dist.DistBackendError, "call resume", call)
+        raises(dist.DistBackendError, "call resume", tutti_torch.agree, True)
+        raises(dist.DistBackendError, "call resume", tutti_torch.empty, 3)
         backend().resume()
         dist.all_reduce(x)
     assert x[0] == size**3

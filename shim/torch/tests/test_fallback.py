@@ -63,6 +63,7 @@ PART = [
     "test_programs.Programs.test_hooks_that_wait",
     "test_reconfigure.Reconfigure.test_after_an_interrupt",
     "test_reconfigure.Reconfigure.test_group_that_ends_while_its_member_is_made",
+    "test_reconfigure.Reconfigure.test_group_without_members",
     "test_reconfigure.Reconfigure.test_groups_with_the_same_uuid",
     "test_reconfigure.Reconfigure.test_shrink_in_one_of_the_groups_before",
     "test_reconfigure.Reconfigure.test_timeout_that_was_set_before",

@@ -53,6 +53,31 @@ def forms(rank, size, port):
     raises(ValueError, "", dist.all_reduce, torch.ones(1))
 
 
+def without_members(rank, size, port):
+    """What a group without members cannot do is an error that says so, and the group can be given some."""
+    handles, group = start(rank, size, port), dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    calls = [
+        lambda: tutti_torch.agree(True),
+        lambda: tutti_torch.empty(3),
+        lambda: group.new_window(torch.ones(1)),
+        dist.barrier,
+        tutti_torch.active_ranks,
+        tutti_torch.admit,
+        tutti_torch.recover,
+    ]
+    if not harness.FALLBACK:
+        calls.append(lambda: backend.mem_allocator)
+    for call in calls:
+        raises(dist.DistBackendError, "call reconfigure", call)
+    raises(RuntimeError, "call reconfigure", backend.suspend)
+    backend.resume()
+    raises(dist.DistBackendError, "call reconfigure", dist.barrier)
+    dist._reconfigure(1, handles)
+    works(rank, size)
+    dist.destroy_process_group()
+
+
 def from_a_group(rank, size, port):
     """A group that was made in the usual way can be reconfigured too."""
     harness.init(rank, size, port)
@@ -305,6 +330,9 @@ class Reconfigure(unittest.TestCase):
     @keeps_place
     def test_handles_give_the_ranks(self):
         harness.run(forms, 3)
+
+    def test_group_without_members(self):
+        harness.run(without_members, 1)
 
     @keeps_place
     def test_usual_group_is_reconfigured(self):

@@ -271,7 +271,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._outlives = False  # the group goes on without lost ranks
         self._joined = 0  # what the group was made with, in milliseconds; set_timeout leaves it
         self._member_timeout = 0  # that of the member, and of groups that it forms
-        self._group = 0  # there is none yet
+        self._group = 0  # there is none
 
         self._lock = threading.RLock()
         self._coalesced = None
@@ -487,22 +487,28 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     # -- Starting operations --
 
+    def _handle(self, title):
+        """Returns the group, or raises an error that says why there is none."""
+        group = self._group
+        if self._closed:
+            raise error_of(api.ECLOSED, f"{title}: the process group was shut down")
+        if self._suspended:
+            raise error_of(api.ECLOSED, f"{title}: the process group is suspended: call resume")
+        if not group:
+            raise error_of(api.ECLOSED, f"{title}: the process group has no members yet: call reconfigure")
+        return group
+
     def _begin(self, task):
         message = task.type in _MESSAGES
         refuse_if_forked()
         self._running.reap()
         with self._lock:  # collectives start in the order of their numbers
-            if self._closed:
-                raise error_of(api.ECLOSED, f"{task.title}: the process group was shut down")
-            if self._suspended:
-                raise error_of(api.ECLOSED, f"{task.title}: the process group is suspended: call resume")
-            if not self._group:
-                raise error_of(api.ECLOSED, f"{task.title}: the process group has no members yet: call reconfigure")
+            group = self._handle(task.title)
             if not message:
                 self._seq += 1
             self._extend(task)
             work = Work(self._seq, task, self._unordered if message else self._ordered, self._running)
-            work.start(self._group)
+            work.start(group)
             for extension in self._extensions:
                 extension.first = extension.first or work
             if self._coalesced is not None:

@@ -17,8 +17,9 @@ class Elastic:
 
     def view(self):
         """Returns the number of the view, and its ranks."""
+        group = self._handle("tutti active_ranks")
         epoch, n, ranks = ctypes.c_uint64(), ctypes.c_uint32(), (ctypes.c_int32 * self._size)()
-        called(api.api().tutti_view(self._group, ctypes.byref(epoch), ranks, self._size, ctypes.byref(n)))
+        called(api.api().tutti_view(group, ctypes.byref(epoch), ranks, self._size, ctypes.byref(n)))
         return epoch.value, list(ranks[: min(n.value, self._size)])
 
     def _bound_of(self, timeout):
@@ -29,19 +30,19 @@ class Elastic:
         return 0 if limit == self._joined else max(0, limit) * 1_000_000
 
     def recover(self, timeout=timedelta(0)):
-        recovered = self._running.recovered
-        check(*blocking(api.api().tutti_recover, self._group, self._bound_of(timeout), succeeded=recovered))
+        group, recovered = self._handle("tutti recover"), self._running.recovered
+        check(*blocking(api.api().tutti_recover, group, self._bound_of(timeout), succeeded=recovered))
 
     def admit(self, timeout=timedelta(0)):
         """Returns how many ranks came in."""
-        admitted = ctypes.c_int32()
-        check(*blocking(api.api().tutti_admit, self._group, self._bound_of(timeout), ctypes.byref(admitted)))
+        group, admitted = self._handle("tutti admit"), ctypes.c_int32()
+        check(*blocking(api.api().tutti_admit, group, self._bound_of(timeout), ctypes.byref(admitted)))
         return admitted.value
 
     def agree(self, yes, timeout=timedelta(0)):
-        every = ctypes.c_int32()
+        group, every = self._handle("tutti agree"), ctypes.c_int32()
         agree = api.api().tutti_agree
-        check(*blocking(agree, self._group, int(yes), self._bound_of(timeout), ctypes.byref(every)))
+        check(*blocking(agree, group, int(yes), self._bound_of(timeout), ctypes.byref(every)))
         return every.value != 0
 
     def supports_tensor_alloc(self, device):
@@ -64,7 +65,7 @@ class Elastic:
         if nbytes == 0:
             return torch.empty(size, dtype=dtype)
         memory = ctypes.c_void_p()
-        called(api.api().tutti_alloc(self._group, nbytes, ctypes.byref(memory)))
+        called(api.api().tutti_alloc(self._handle("tutti allocateTensor"), nbytes, ctypes.byref(memory)))
         tensor, life = memory_of(memory.value, nbytes, dtype, None)
         weakref.finalize(life, api.api().tutti_free, memory).atexit = False  # a tensor may outlive the group
         return tensor

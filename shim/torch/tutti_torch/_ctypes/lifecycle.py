@@ -125,6 +125,8 @@ class Lifecycle:
                 )
             if self._suspended:
                 return
+            if not self._group:
+                raise RuntimeError("tutti suspend: the process group has no members yet: call reconfigure")
             self._suspended = True
             group, self._group = self._group, 0
         api.api().tutti_close(group)
@@ -155,11 +157,9 @@ class Lifecycle:
         }
 
     def new_window(self, tensor=None):
-        with self._lock:
-            if self._closed or self._suspended:
-                raise error_of(api.ECLOSED, "tutti new_window: the process group was shut down or suspended")
+        group = self._handle("tutti new_window")
         barrier = lambda: self.barrier(C10D.BarrierOptions()).wait()  # noqa: E731
-        window = Window(self._group, self._rank, self._size, self._options._timeout, barrier, self._window_bytes)
+        window = Window(group, self._rank, self._size, self._options._timeout, barrier, self._window_bytes)
         if tensor is not None:
             window.tensor_register(tensor, True)
         return window
