@@ -35,7 +35,7 @@ const (
 type Machine struct {
 	CPU        string `json:"cpu"`
 	Arch       string `json:"arch"`
-	Cores      int    `json:"cores"` // that a process may use
+	Cores      int    `json:"cores"` // of the machine, also those that a process may not use
 	LocalRanks int    `json:"local_ranks"`
 	Transport  string `json:"transport"` // what links the ranks of the machine
 }
@@ -63,13 +63,13 @@ func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
 // Here describes this machine for a process that is one of localRanks ranks on it, linked by
 // transport.
 func Here(localRanks int, transport string) Machine {
-	return Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks,
+	return Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: cores(), LocalRanks: localRanks,
 		Transport: transport}
 }
 
-// Cores returns the number of processors of this machine, including those that this process may not
-// run on.
-func Cores() int {
+// cores returns the number of processors of this machine, including those that this process may not
+// run on, so that ranks that are bound to different ones take the same file.
+func cores() int {
 	n := 0
 	if b, err := os.ReadFile("/proc/cpuinfo"); err == nil {
 		for line := range strings.Lines(string(b)) {

@@ -300,9 +300,16 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	for _, s := range sizes {
 		list = append(list, strconv.FormatInt(s, 10))
 	}
+	n, fits, spin := strconv.Itoa(h.ranks), h.ranks <= cores, "0"
+	if fits {
+		spin = "1"
+	}
 	inPlace, touch := "1", "1"
-	if w.o.Tight {
+	switch {
+	case w.o.Tight:
 		touch = "0"
+	case !fits:
+		touch = "2"
 	}
 	if w.o.OutOfPlace {
 		inPlace = "0"
@@ -310,10 +317,6 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	program := []string{filepath.Join(w.dir, string(h.who)), h.op, strings.Join(list, ","), inPlace,
 		strconv.Itoa(w.o.Reps),
 		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5), touch}
-	n, fits, spin := strconv.Itoa(h.ranks), h.ranks <= cores, "0"
-	if fits {
-		spin = "1"
-	}
 	switch h.who {
 	case limit:
 		return []launch{{argv: [][]string{append(program, n)}}}, nil

@@ -182,7 +182,7 @@ int main(int argc, char **argv) {
       {
         way w = ways(t, c, spinning)[k];
         agreement a{c, w.run, &t, w.out};
-        subject b = {call, slowest, write_one, read_one, barrier, maxima, &a, n};
+        subject b = {call, slowest, write_one, read_one, barrier, maxima, &a};
         w.run();
         long bad = long(slowest(&a, double(wrong(&t, w.out, 0))));
         quiet(&t);

@@ -5,11 +5,11 @@
  *
  * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The
  * program ends itself after DEADLINE_S, whatever became of the process that started it. With TOUCH
- * 1 every rank writes its input before each call and reads its result after it, as programs do;
- * with 0 calls follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-
- * tests: the vector for allreduce, reduce and broadcast; the whole input for reduce_scatter; the
- * whole output for allgather; the whole input, which is as long as the output, for alltoall; for
- * put what a rank puts to the next; a barrier has none. */
+ * 1 every rank writes its input before each call and reads its result after it, as programs do; 2
+ * says that the ranks share processors, too; with 0 calls follow each other at once. "bytes" is the
+ * largest buffer of a rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the
+ * whole input for reduce_scatter; the whole output for allgather; the whole input, which is as long
+ * as the output, for alltoall; for put what a rank puts to the next; a barrier has none. */
 #ifndef MEASURE_H
 #define MEASURE_H
 #include <stdio.h>
@@ -185,7 +185,6 @@ typedef struct {
   void (*barrier)(void *);                   /* returns when all ranks have called it */
   void (*maxima)(void *, double *, size_t);  /* for each element the maximum over ranks */
   void *arg;
-  int ranks;
 } subject;
 
 typedef struct {
@@ -222,13 +221,12 @@ static inline void together(void) {
 }
 
 /* As programs use it: only the calls are on the clock, and the median call counts. If each rank has
-   a processor, they begin together, and a call takes as long as its slowest rank. If ranks share
+   a processor, they begin together, and a call takes as long as its slowest rank. If they share
    processors, each begins when it gets one, and a call takes from the first rank's beginning to the
    last rank's end: a late rank finds what others have done meanwhile. The data of no two calls in a
    row are alike. */
-static inline double touched(const subject *b, long iters, double *usec, long *bad) {
+static inline double touched(const subject *b, int share, long iters, double *usec, long *bad) {
   static double times[MAX_TOUCHED], begun[MAX_TOUCHED];
-  int share = b->ranks > sysconf(_SC_NPROCESSORS_ONLN);
   static long nr;
   double began = now();
   for (long i = 0; i < iters; i++) {
@@ -254,7 +252,7 @@ static inline double touched(const subject *b, long iters, double *usec, long *b
 }
 
 static inline double timed(const subject *b, const settings *s, long iters, double *usec, long *bad) {
-  return s->touch ? touched(b, iters, usec, bad) : tight(b, iters, usec);
+  return s->touch ? touched(b, s->touch == 2, iters, usec, bad) : tight(b, iters, usec);
 }
 
 /* Warm up, double the number of calls until it takes an eighth of the budget, then repeat for the

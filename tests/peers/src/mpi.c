@@ -125,7 +125,7 @@ int main(int argc, char **argv) {
   MPI_Comm_size(MPI_COMM_WORLD, &n);
   for (int i = 0; i < s.nsizes; i++) {
     task t = prepare(&s, s.sizes[i], rank, n);
-    subject b = {call, slowest, write_one, read_one, barrier, maxima, &t, n};
+    subject b = {call, slowest, write_one, read_one, barrier, maxima, &t};
     if (s.op == PUT) make_window(&t);
     single_copies = 0;
     call(&t);

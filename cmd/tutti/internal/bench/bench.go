@@ -4,12 +4,14 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"math/bits"
 	"os"
 	"slices"
 	"time"
 	"unsafe"
 
-	"tutti/internal/tuning"
+	"tutti/internal/cpus"
+	"tutti/internal/ident"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -39,7 +41,7 @@ type Spec struct {
 type Header struct {
 	Ranks      int    `json:"ranks"`
 	Host       string `json:"host"`
-	Cores      int    `json:"cores"`
+	Cores      int    `json:"cores"` // processors that the ranks on rank 0's machine may run on, together
 	Transport  string `json:"transport"`
 	Topology   string `json:"topology"`
 	Registered bool   `json:"registered"`
@@ -156,10 +158,14 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		}
 	}
 	report(Event{Header: &h})
+	cores, err := processors(ctx, g)
+	if err != nil {
+		return 0, err
+	}
 	for _, text := range skip {
 		report(Event{Skip: text})
 	}
-	r := &run{Spec: s, g: g, report: report}
+	r := &run{Spec: s, g: g, report: report, share: g.LocalSize() == g.Size() && g.Size() > cores}
 	if err := r.allocate(); err != nil {
 		return 0, err
 	}
@@ -189,6 +195,37 @@ type run struct {
 	room    int     // bytes of a buffer for one operation
 	raw     [2][]byte
 	op      string // what is being measured
+// processors returns how many processors the ranks on this rank's machine may run on, together:
+// each of them may be bound to some.
+func processors(ctx context.Context, g *pg.Group) (int, error) {
+	allowed, err := cpus.Allowed()
+	if err != nil {
+		return 0, err
+	}
+	here, _ := ident.Here() // zero at all ranks if it is not known
+	mine := make([]uint64, 1+cpus.Max/64)
+	mine[0] = here.Hash()
+	for _, cpu := range allowed {
+		mine[1+cpu/64] |= 1 << (cpu % 64)
+	}
+	all := make([]uint64, g.Size()*len(mine))
+	if err := pg.AllGather(ctx, g, all, mine); err != nil {
+		return 0, err
+	}
+	for theirs := range slices.Chunk(all, len(mine)) {
+		if theirs[0] == mine[0] {
+			for i := range mine {
+				mine[i] |= theirs[i]
+			}
+		}
+	}
+	n := 0
+	for _, word := range mine[1:] {
+		n += bits.OnesCount64(word)
+	}
+	return n, nil
+}
+
 	wrong   int64
 	touched int64     // wrong elements of touched calls on this rank
 	times   []float64 // of touched calls
@@ -196,6 +233,7 @@ type run struct {
 
 // allocate makes the two buffers. Uneven counts may take twice the size, and a size of less than an
 // element a rank is rounded up.
+	share   bool    // the ranks share processors
 func (r *run) allocate() error {
 	r.room = (2*r.Max + 8*r.g.Size() + 2*margin + 63) &^ 63
 	n := r.room*max(1, r.Queue) + 64
@@ -411,7 +449,6 @@ func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 // processors, each begins when it gets one, and a call takes from the first rank's beginning to the
 // last rank's end: a late rank finds what others have done meanwhile.
 func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
-	share := r.g.LocalSize() == r.g.Size() && r.g.Size() > tuning.Cores()
 	r.times = r.times[:0]
 	for range n {
 		in.first++
@@ -419,14 +456,14 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 		if err := r.g.Barrier(ctx); err != nil {
 			return 0, err
 		}
-		if !share {
+		if !r.share {
 			machine.together()
 		}
 		began := machine.now()
 		if err := in.call(ctx); err != nil {
 			return 0, err
 		}
-		if ended := machine.now(); share {
+		if ended := machine.now(); r.share {
 			r.times = append(r.times, -began.Seconds(), ended.Seconds())
 		} else {
 			r.times = append(r.times, (ended - began).Seconds())
@@ -440,7 +477,7 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 		return 0, err
 	}
 	times := r.times
-	if share {
+	if r.share {
 		times = spans(times)
 	}
 	slices.Sort(times)

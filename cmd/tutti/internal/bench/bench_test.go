@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -12,6 +13,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"tutti/internal/cpus"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -192,6 +194,45 @@ func TestTouchWritesAndReadsAroundEveryCall(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// The processors that count are those that the ranks may run on, not all of the machine: ranks that
+// are bound to fewer than they are share them, and ranks with one each do not.
+func TestProcessorsOfTheRanks(t *testing.T) {
+	allowed, err := cpus.Allowed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range [][2]cpus.Set{{allowed[:1], allowed[:1]}, {allowed[:1], allowed[len(allowed)-1:]}} {
+		gs, err := pg.Local(2, pg.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := 1
+		if c[0][0] != c[1][0] {
+			want = 2
+		}
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			wg.Go(func() {
+				defer g.Close()
+				runtime.LockOSThread() // and the thread ends with this goroutine
+				if err := cpus.Bind(0, c[i]); err != nil {
+					t.Error(err)
+				}
+				s := Spec{Ops: []string{"barrier"}, Min: 8, Max: 8, Factor: 2, Iters: 1, Rounds: 1, Touch: true}
+				_, err := Run(t.Context(), g, s, func(e Event) {
+					if e.Header != nil && e.Header.Cores != want {
+						t.Errorf("ranks on processors %v: %d, want %d", c, e.Header.Cores, want)
+					}
+				})
+				if err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+	}
 }
 
 // A call that does nothing is seen, for the next call's result is another one.

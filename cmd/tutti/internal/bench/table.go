@@ -152,8 +152,8 @@ func (p *Printer) head() {
 	if h.Queue > 0 {
 		loop += fmt.Sprintf("; %d started at a time, time of one", h.Queue)
 	}
-	p.print(p.dim(fmt.Sprintf("# %d ranks on %s (%d cores), transport %s: %s; %s memory; %s; best of %d rounds, "+
-		"slowest rank", h.Ranks, h.Host, h.Cores, h.Transport, h.Topology, memory, loop, h.Rounds)))
+	p.print(p.dim(fmt.Sprintf("# %d ranks on %d core(s) of %s, transport %s: %s; %s memory; %s; best of %d rounds, "+
+		"slowest rank", h.Ranks, h.Cores, h.Host, h.Transport, h.Topology, memory, loop, h.Rounds)))
 }
 
 func (p *Printer) heading(op string) {
