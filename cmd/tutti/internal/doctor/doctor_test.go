@@ -22,6 +22,7 @@ import (
 
 	"pgregory.net/rapid"
 )
+	"golang.org/x/sys/unix"
 
 // machine is a host made of files and variables.
 func machine(t *testing.T, files map[string]string, vars ...string) *Host {
@@ -82,9 +83,65 @@ func TestThisMachine(t *testing.T) {
 }
 
 func TestPeerMemory(t *testing.T) {
-	yama := machine(t, map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"})
-	if o := peerMemory(t.Context(), yama); !strings.Contains(o.detail, "through rings") || o.advice == "" {
-		t.Errorf("%+v", o)
+	if err := tryReadv(); err != nil {
+		t.Skip(err) // so does the check say
+	}
+	for _, c := range []struct {
+		scope, caps string
+		state       State
+	}{
+		{"", "0000000000000000", Found},
+		{"0", "0000000000000000", Found},
+		{"1", "000001ffff1fffff", Found}, // CAP_SYS_PTRACE is bit 19
+		{"2", "0000000000080000", Found},
+		{"1", "000001fffff7ffff", Missing},
+		{"2", "0000000000000000", Missing},
+		{"2", "", Missing},
+		{"3", "000001ffffffffff", Missing},
+	} {
+		files := map[string]string{"proc/self/status": "Name:\ttutti\nCapPrm:\t000001ffffffffff\nCapEff:\t" + c.caps +
+			"\nCapBnd:\t000001ffffffffff\n"}
+		if c.scope != "" {
+			files["proc/sys/kernel/yama/ptrace_scope"] = c.scope + "\n"
+		}
+		o := peerMemory(t.Context(), machine(t, files))
+		if o.state != c.state || strings.Contains(o.detail, "through rings") == (c.state == Found) ||
+			(o.advice == "") == (c.state == Missing) {
+			t.Errorf("%+v: %+v", c, o)
+		}
+	}
+}
+
+// CAP_IPC_LOCK lifts the limit of locked memory, but not that of a container's own users.
+func TestLockedMemory(t *testing.T) {
+	var was unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &was); err != nil {
+		t.Fatal(err)
+	}
+	low := was
+	low.Cur = min(was.Max, 64<<10)
+	if err := unix.Setrlimit(unix.RLIMIT_MEMLOCK, &low); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Setrlimit(unix.RLIMIT_MEMLOCK, &was)
+	const whole = "         0          0 4294967295\n"
+	for _, c := range []struct {
+		caps, users string
+		state       State
+	}{
+		{"000001ffffffffff", whole, Found}, // CAP_IPC_LOCK is bit 14
+		{"0000000000004000", whole, Found},
+		{"0000000000004000", "", Found}, // a kernel without user namespaces
+		{"0000000000004000", "         0     100000      65536\n", Warning},
+		{"0000000000004000", "         0       1000          1\n         1     100000      65536\n", Warning},
+		{"000001ffffffbfff", whole, Warning},
+		{"0000000000000000", whole, Warning},
+	} {
+		o := lockedMemory(t.Context(), machine(t, map[string]string{"proc/self/status": "CapEff:\t" + c.caps + "\n",
+			"proc/self/uid_map": c.users, "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"}))
+		if o.state != c.state || (o.advice == "") != (c.state == Found) || !strings.HasPrefix(o.detail, "up to ") {
+			t.Errorf("%+v: %+v", c, o)
+		}
 	}
 }
 

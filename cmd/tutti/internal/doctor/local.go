@@ -71,21 +71,37 @@ func devShm(_ context.Context, h *Host) outcome {
 		bytes(s.Bavail*uint64(s.Bsize))))
 }
 
-// peerMemory tries process_vm_readv, by which ranks read plain memory of each other.
+// peerMemory tries process_vm_readv, by which ranks read plain memory of each other. Yama never
+// refuses it to a process that reads its own memory, as here, or that of one which it has started.
 func peerMemory(_ context.Context, h *Host) outcome {
-	from, to := uint64(0x7475747469), uint64(0)
-	size := int(unsafe.Sizeof(from))
-	_, err := unix.ProcessVMReadv(os.Getpid(), []unix.Iovec{{Base: (*byte)(unsafe.Pointer(&to)), Len: uint64(size)}},
-		[]unix.RemoteIovec{{Base: uintptr(unsafe.Pointer(&from)), Len: size}}, 0)
+	const rings = "; plain memory of peers is copied through rings"
+	if err := tryReadv(); err != nil {
+		return missing(err.Error()+rings, "")
+	}
 	scope := h.read("/proc/sys/kernel/yama/ptrace_scope")
+	refused := "process_vm_readv is refused between ranks (ptrace_scope " + scope + ")" + rings
 	switch {
-	case err != nil || from != to:
-		return missing(fmt.Sprintf("process_vm_readv: %v; plain memory of peers is copied through rings", err), "")
-	case scope != "" && scope != "0":
-		return missing("process_vm_readv is refused between ranks (ptrace_scope "+scope+"); plain memory of peers is "+
-			"copied through rings", "sysctl kernel.yama.ptrace_scope=0 permits it; registered memory needs none")
+	case scope == "3": // until the machine starts again
+		return missing(refused, "registered memory needs none; a lower kernel.yama.ptrace_scope has to be set at boot")
+	case scope != "" && scope != "0" && !h.capable(unix.CAP_SYS_PTRACE):
+		return missing(refused, "sysctl kernel.yama.ptrace_scope=0 permits it, and so does CAP_SYS_PTRACE; registered "+
+			"memory needs none")
 	}
 	return found("process_vm_readv works between processes of a user: plain memory of peers can be read in place")
+}
+
+func tryReadv() error {
+	from, to := uint64(0x7475747469), uint64(0)
+	size := int(unsafe.Sizeof(from))
+	n, err := unix.ProcessVMReadv(os.Getpid(), []unix.Iovec{{Base: (*byte)(unsafe.Pointer(&to)), Len: uint64(size)}},
+		[]unix.RemoteIovec{{Base: uintptr(unsafe.Pointer(&from)), Len: size}}, 0)
+	if err != nil {
+		return fmt.Errorf("process_vm_readv: %w", err)
+	}
+	if n != size || from != to {
+		return fmt.Errorf("process_vm_readv has read %d of %d bytes, and %x for %x", n, size, to, from)
+	}
+	return nil
 }
 
 // processes checks what the launcher needs to leave no process behind.

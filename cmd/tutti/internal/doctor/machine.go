@@ -228,11 +228,32 @@ func lockedMemory(_ context.Context, h *Host) outcome {
 		return found("unlimited")
 	}
 	detail := "up to " + bytes(r.Cur)
+	if h.capable(unix.CAP_IPC_LOCK) && h.initialUsers() {
+		return found(detail + ", which does not bound this process: it has CAP_IPC_LOCK")
+	}
 	const advice = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the service"
 	if devices := h.rdmaDevices(); len(devices) > 0 {
 		return warn(detail+", which bounds what "+strings.Join(devices, ", ")+" can register", advice)
 	}
 	return missing(detail, "only RDMA needs more: "+advice)
+}
+
+// capable reports whether this process has a capability in effect, in its user namespace.
+func (h *Host) capable(capability int) bool {
+	for line := range strings.Lines(h.read("/proc/self/status")) {
+		if set, ok := strings.CutPrefix(line, "CapEff:"); ok {
+			bits, err := strconv.ParseUint(strings.TrimSpace(set), 16, 64)
+			return err == nil && bits&(1<<capability) != 0
+		}
+	}
+	return false
+}
+
+// initialUsers reports whether this process is in the initial user namespace, which has all users.
+// The kernel takes no capability of another one for a right to lock memory.
+func (h *Host) initialUsers() bool {
+	f := strings.Fields(h.read("/proc/self/uid_map"))
+	return len(f) == 0 || len(f) == 3 && f[0] == "0" && f[1] == "0" && f[2] == "4294967295"
 }
 
 func limit(n uint64) string {
