@@ -19,10 +19,12 @@ import (
 	"tutti/bootstrap"
 	"tutti/internal/cpus"
 	"tutti/p2p/registry"
+	"tutti/rdma"
+	"tutti/rdma/soft"
 
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 )
-	"golang.org/x/sys/unix"
 
 // machine is a host made of files and variables.
 func machine(t *testing.T, files map[string]string, vars ...string) *Host {
@@ -234,10 +236,14 @@ func TestVerbs(t *testing.T) {
 		t.Errorf("card without library: %+v", o)
 	}
 	files["usr/lib64/libibverbs.so.1"] = ""
-	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Warning || !strings.Contains(o.detail, "uverbs0") {
+	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Warning || !strings.Contains(o.detail, "uverbs") {
 		t.Errorf("card without device file: %+v", o)
 	}
-	files["dev/infiniband/uverbs0"] = ""
+	files["dev/infiniband/rdma_cm"] = ""
+	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Warning {
+		t.Errorf("card without device file, beside another one: %+v", o)
+	}
+	files["dev/infiniband/uverbs3"] = "" // the container has the fourth one alone
 	if o := verbsLibrary(t.Context(), machine(t, files)); o.state != Found ||
 		o.detail != "mlx5_0, /usr/lib64/libibverbs.so.1" {
 		t.Errorf("card: %+v", o)
@@ -267,6 +273,42 @@ func TestVerbs(t *testing.T) {
 	if o := verbsLibrary(t.Context(), machine(t, conf)); !strings.Contains(o.detail,
 		"/opt/ofed/lib/libibverbs.so.1, no device") {
 		t.Errorf("library elsewhere: %+v", o)
+	}
+}
+
+// guarded is a provider that does not open all of its devices.
+type guarded struct {
+	rdma.Provider
+	closed []string
+}
+
+func (g guarded) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	if slices.Contains(g.closed, name) {
+		return nil, fmt.Errorf("open %s: %w", name, os.ErrPermission)
+	}
+	return g.Provider.Open(name, notify)
+}
+
+// A device that cannot be opened does not hide those that can.
+func TestDevicesThatOpen(t *testing.T) {
+	f := soft.New(soft.Config{})
+	defer f.Close()
+	all, err := f.Devices()
+	if err != nil || len(all) < 2 {
+		t.Fatal(all, err)
+	}
+	for _, c := range []struct {
+		closed, want []string
+	}{{nil, all}, {all[:1], all[1:]}, {all[1:], all[:1]}, {all, nil}} {
+		got, why := openable(guarded{f, c.closed})
+		if !slices.Equal(got, c.want) || (why != nil) != (c.closed != nil) {
+			t.Errorf("%v closed: %v, %v", c.closed, got, why)
+		}
+		for _, name := range c.closed {
+			if !strings.Contains(oneLine(why), name) || strings.Contains(oneLine(why), "\n") {
+				t.Errorf("%v closed: %q", c.closed, oneLine(why))
+			}
+		}
 	}
 }
 

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -43,42 +44,61 @@ func verbsLibrary(_ context.Context, h *Host) outcome {
 			}
 		}
 		return missing(detail, "without a card: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev IFACE")
-	case !h.exists("/dev/infiniband/uverbs0"):
-		return warn(devices+", but no /dev/infiniband/uverbs0", "modprobe ib_uverbs, or give the container the device")
+	case !strings.Contains(strings.Join(h.list("/dev/infiniband"), " "), "uverbs"):
+		return warn(devices+", but no /dev/infiniband/uverbs*", "modprobe ib_uverbs, or give the container the device")
 	case h.Root != "":
-		return found(devices + ", " + lib + h.rdmaOrder())
+		return found(devices + ", " + lib + h.rdmaOrder(h.rdmaDevices()))
 	}
 	p, err := verbs.Load()
 	if err != nil {
 		return warn(devices+", but "+err.Error(), "install what is missing; the header is needed only to build tutti")
 	}
-	usable, err := p.Devices()
-	if err != nil {
-		return warn(devices+", but "+err.Error(), "look at the rights of /dev/infiniband/uverbs*")
-	}
-	for _, name := range usable {
-		d, err := p.Open(name, nil)
+	usable, err := openable(p)
+	switch {
+	case len(usable) > 0:
+		detail := fmt.Sprintf("%s, %s%s; in a fork %s", strings.Join(usable, ", "), lib, h.rdmaOrder(usable),
+			p.ForkSupport())
 		if err != nil {
-			return warn(devices+", but "+err.Error(), "look at the rights of /dev/infiniband/uverbs*")
+			detail += "; not used: " + oneLine(err)
 		}
-		d.Close()
+		return found(detail)
+	case err != nil:
+		return warn(devices+", but "+oneLine(err), "look at the rights of /dev/infiniband/uverbs*")
 	}
-	if len(usable) == 0 {
-		return warn(devices+", but libibverbs has no driver for them",
-			"install ibverbs-providers, or the vendor's package")
-	}
-	return found(fmt.Sprintf("%s, %s%s; in a fork %s", strings.Join(usable, ", "), lib, h.rdmaOrder(), p.ForkSupport()))
+	return warn(devices+", but libibverbs has no driver for them", "install ibverbs-providers, or the vendor's package")
 }
 
-// rdmaOrder says which ports the links of a rank use, the nearest first, "" if there is none.
-func (h *Host) rdmaOrder() string {
+// openable returns the devices that can be opened, and why others cannot: links use those that can.
+func openable(p rdma.Provider) (names []string, why error) {
+	all, err := p.Devices()
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range all {
+		d, err := p.Open(name, nil)
+		if err != nil {
+			why = errors.Join(why, err)
+			continue
+		}
+		d.Close()
+		names = append(names, name)
+	}
+	return names, why
+}
+
+// oneLine returns the text of an error in a line.
+func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", "; ") }
+
+// rdmaOrder says which ports of devices the links of a rank use, the nearest first, "" if there is
+// none.
+func (h *Host) rdmaOrder(devices []string) string {
 	o, root := rdmaOptions(h), filepath.Join("/", h.Root, infiniband)
 	filter, err := rdma.ParseDevices(o.RDMADevices)
 	if err != nil {
 		return "" // rdmaDevice says it
 	}
 	var ports []rdma.Place
-	for _, d := range h.rdmaDevices() {
+	for _, d := range devices {
 		for _, p := range h.list(filepath.Join(infiniband, d, "ports")) {
 			number, err := strconv.Atoi(p)
 			at := rdma.DevicePort{Device: d, Port: number}
