@@ -11,10 +11,32 @@ import (
 	"testing"
 	"time"
 
+	"tutti/endpoint/internal/wire"
 	"tutti/endpoint/stats"
 	"tutti/internal/trust"
 	"tutti/mem"
 )
+
+// Metrics have a counter for each reason before anything fails, by the list of package stats.
+func TestReasonsAreAllListed(t *testing.T) {
+	failed, refused := stats.Reasons()
+	var all, told []string
+	for why := range causes {
+		all = append(all, why.String())
+	}
+	for _, why := range codeCauses[wire.OK+1:] {
+		told = append(told, why.String())
+	}
+	for _, l := range [][]string{failed, refused, all, told} {
+		slices.Sort(l)
+	}
+	if !slices.Equal(failed, all) {
+		t.Errorf("operations fail for %q, not %q", all, failed)
+	}
+	if !slices.Equal(refused, told) {
+		t.Errorf("requests are refused for %q, not %q", told, refused)
+	}
+}
 
 func TestStatsCountWhatHappens(t *testing.T) {
 	a, b, pb, pa := pair(t, Config{})

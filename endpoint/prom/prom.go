@@ -39,7 +39,7 @@ func (e *Exporter) Close() { e.e.Close() }
 
 // Endpoints returns a collector of the metrics of all endpoints of this process, at the time of
 // each collection. Labels are the endpoint's name and id; its counters begin at zero when it is
-// made.
+// made, but those of a kind of operations are there from its first one on.
 func Endpoints() prometheus.Collector { return collector{} }
 
 type collector struct{}
@@ -78,13 +78,25 @@ func each[T any](of func(*stats.Endpoint) map[string]T, f func(T) float64) func(
 	}
 }
 
+// reasons returns a value for each reason, so that the first failure increases a counter that is
+// there.
+func reasons(all []string, of func(*stats.Endpoint) map[string]uint64) func(*stats.Endpoint, func(float64, ...string)) {
+	return func(s *stats.Endpoint, put func(float64, ...string)) {
+		counts := of(s)
+		for _, why := range all {
+			put(float64(counts[why]), why)
+		}
+	}
+}
+
 func times(c stats.Count) float64 { return float64(c.N) }
 func bytes(c stats.Count) float64 { return float64(c.Bytes) }
-func same(n uint64) float64       { return float64(n) }
 
 func done(s *stats.Endpoint) map[string]stats.Count   { return s.Done }
 func served(s *stats.Endpoint) map[string]stats.Count { return s.Served }
 func direct(s *stats.Endpoint) map[string]stats.Count { return s.Direct }
+
+var failed, refused = stats.Reasons()
 
 var all = []metric{
 	counter("operations_total", "Operations of this end that ended well, by kind.", each(done, times), "kind"),
@@ -93,14 +105,14 @@ var all = []metric{
 	counter("direct_bytes_total", "Bytes of these.", each(direct, bytes), "kind"),
 	counter("detours_total", "RDMA paths that failed.", number(func(s *stats.Endpoint) uint64 { return s.Detours })),
 	counter("failures_total", "Operations of this end that failed, by reason.",
-		each(func(s *stats.Endpoint) map[string]uint64 { return s.Failed }, same), "reason"),
+		reasons(failed, func(s *stats.Endpoint) map[string]uint64 { return s.Failed }), "reason"),
 	gauge("pending_operations", "Operations of this end that are under way, by kind.",
 		each(func(s *stats.Endpoint) map[string]int { return s.Pending }, func(n int) float64 { return float64(n) }),
 		"kind"),
 	counter("served_total", "Requests of peers that were done, by kind.", each(served, times), "kind"),
 	counter("served_bytes_total", "Bytes of these.", each(served, bytes), "kind"),
 	counter("refused_total", "Requests of peers that were refused or failed, by reason.",
-		each(func(s *stats.Endpoint) map[string]uint64 { return s.Refused }, same), "reason"),
+		reasons(refused, func(s *stats.Endpoint) map[string]uint64 { return s.Refused }), "reason"),
 	gauge("waiting_messages", "Messages that have arrived and were not received.",
 		number(func(s *stats.Endpoint) uint64 { return s.Waiting.N })),
 	gauge("waiting_message_bytes", "Bytes of these.",

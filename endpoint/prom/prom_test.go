@@ -59,12 +59,15 @@ func TestMetricsOfEndpoints(t *testing.T) {
 			`operations_total{endpoint="end0",id="%s",kind="read"} 1`,
 			`operation_bytes_total{endpoint="end0",id="%s",kind="read"} 42`,
 			`failures_total{endpoint="end0",id="%s",reason="no region"} 1`,
+			`failures_total{endpoint="end0",id="%s",reason="broken"} 0`, // there before the first one
+			`refused_total{endpoint="end0",id="%s",reason="stale"} 0`,
 			`connected_peers{endpoint="end0",id="%s"} 1`,
 			`sessions_total{endpoint="end0",id="%s"} 1`,
 		}, {
 			`served_total{endpoint="end1",id="%s",kind="read"} 1`,
 			`served_bytes_total{endpoint="end1",id="%s",kind="read"} 42`,
 			`refused_total{endpoint="end1",id="%s",reason="no region"} 1`,
+			`failures_total{endpoint="end1",id="%s",reason="authentication"} 0`,
 			`regions{endpoint="end1",id="%s"} 1`,
 			`region_bytes{endpoint="end1",id="%s"} 100`,
 		}}[i] {

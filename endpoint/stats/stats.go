@@ -25,8 +25,8 @@ type Endpoint struct {
 	Failed  map[string]uint64 `json:"failed,omitempty"` // operations by reason: "broken", "timeout", …
 
 	// Requests of peers: "read" and "write". Refused and failed requests are counted by the reason
-	// that the peer was told: "no region", "stale", "rights", "bounds", "failed", "cancelled",
-	// and "refused" for clients that asked for this.
+	// that the peer was told: "no region", "stale", "rights", "bounds", "failed", "busy",
+	// "cancelled", and "refused" for clients that asked for this.
 	Served  map[string]Count  `json:"served,omitempty"`
 	Refused map[string]uint64 `json:"refused,omitempty"`
 
@@ -51,6 +51,12 @@ type Endpoint struct {
 
 	Regions     int   `json:"regions"`
 	RegionBytes int64 `json:"region_bytes"`
+}
+
+// Reasons returns all reasons that Failed and Refused may have.
+func Reasons() (failed, refused []string) {
+	refused = []string{"cancelled", "no region", "stale", "rights", "bounds", "failed", "busy", "refused"}
+	return append([]string{"other", "timeout", "broken", "closed", "size", "authentication"}, refused...), refused
 }
 
 // Count is a number of operations or messages, and their bytes.

@@ -179,6 +179,14 @@ func (o Outcome) String() string {
 	return outcomeNames[o]
 }
 
+// Failures returns the outcomes of operations that did not end well.
+func Failures() (all []Outcome) {
+	for o := OK + 1; o < outcomes; o++ {
+		all = append(all, o)
+	}
+	return all
+}
+
 // Record is one operation in the ring: 64 bytes, one cache line, without pointers. Times are
 // nanoseconds since 1970 by the coarse clock.
 type Record struct {

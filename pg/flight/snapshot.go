@@ -225,9 +225,9 @@ func (im *Image) Fill(s *Snapshot) {
 			s.Totals[Call(k).Name()] = t
 		}
 	}
-	for o, n := range im.Failures {
-		if n > 0 && Outcome(o) > OK {
-			s.Failures[Outcome(o).String()] = int(n)
+	for _, o := range Failures() {
+		if n := im.Failures[o]; n > 0 {
+			s.Failures[o.String()] = int(n)
 		}
 	}
 	slices.Reverse(im.records)

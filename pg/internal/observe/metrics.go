@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"tutti/pg/flight"
 )
 
 // collector computes metrics from a snapshot.
@@ -18,7 +20,8 @@ func (o *Observer) collector() prometheus.Collector {
 		"rank": strconv.Itoa(self.Rank)}, &collector{o})
 }
 
-// The metrics, besides the labels job and rank. Counters begin at zero when a rank joins.
+// The metrics, besides the labels job and rank. Counters begin at zero when a rank joins; those of
+// a kind of operations are there from its first one on, and those of a peer from its first link on.
 var (
 	descOperations = desc("operations_total", "Collectives and messages that ended well, by kind.", "kind")
 	descBytes      = desc("operation_bytes_total", "Bytes of these: the vector, or all ranks' parts.", "kind")
@@ -31,7 +34,7 @@ var (
 	descFailed = desc("failed_groups", "Groups that have failed.")
 	descWaited = desc("waited_seconds_total",
 		"Time spent waiting for a peer, in waits that were long enough to look at the clock.", "peer")
-	descLinks = desc("links", "Links that are up, by transport.", "transport")
+	descLinks = desc("links", "Links that are up, by transport; 0 of one that has lost all.", "transport")
 	descSent  = desc("link_sent_bytes_total",
 		"Payload sent to a peer through its link. Memory that peers map is not counted.", "peer")
 	descReceived = desc("link_received_bytes_total", "Payload received from a peer through its link.", "peer")
@@ -55,8 +58,9 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 }
 
 // Collect implements prometheus.Collector.
-func (c *collector) Collect(ch chan<- prometheus.Metric) {
-	s := c.o.snapshot(0, "")
+func (c *collector) Collect(ch chan<- prometheus.Metric) { collect(c.o.snapshot(0, ""), ch) }
+
+func collect(s *flight.Snapshot, ch chan<- prometheus.Metric) {
 	put := func(d *prometheus.Desc, t prometheus.ValueType, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, t, v, labels...)
 	}
@@ -64,8 +68,8 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		put(descOperations, prometheus.CounterValue, float64(t.Operations), kind)
 		put(descBytes, prometheus.CounterValue, float64(t.Bytes), kind)
 	}
-	for why, n := range s.Failures {
-		put(descFailures, prometheus.CounterValue, float64(n), why)
+	for _, o := range flight.Failures() {
+		put(descFailures, prometheus.CounterValue, float64(s.Failures[o.String()]), o.String())
 	}
 	put(descEpoch, prometheus.GaugeValue, float64(s.View.Epoch))
 	put(descActive, prometheus.GaugeValue, float64(len(s.View.Active)))
@@ -95,8 +99,11 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		put(descPutBytes, prometheus.CounterValue, float64(l.BytesPut), peer)
 		put(descGets, prometheus.CounterValue, float64(l.Gets), peer)
 		put(descGetBytes, prometheus.CounterValue, float64(l.BytesGot), peer)
-		if l.Up {
-			up[l.Transport]++
+		switch n := up[l.Transport]; {
+		case l.Up:
+			up[l.Transport] = n + 1
+		case l.Transport != "": // that of the last link
+			up[l.Transport] = n
 		}
 	}
 	for transport, n := range up {

@@ -2,6 +2,7 @@ package observe
 
 import (
 	"log/slog"
+	"maps"
 	"testing"
 	"time"
 
@@ -11,6 +12,46 @@ import (
 	"tutti/p2p"
 	"tutti/pg/flight"
 )
+
+// metricsOf collects the metrics of a snapshot.
+type metricsOf struct{ *flight.Snapshot }
+
+func (m metricsOf) Describe(ch chan<- *prometheus.Desc) { (&collector{}).Describe(ch) }
+func (m metricsOf) Collect(ch chan<- prometheus.Metric) { collect(m.Snapshot, ch) }
+
+// A rule such as increase(tutti_failures_total[5m]) > 0 sees the first failure only if the counter
+// was there before, and one for too few links only if the gauge stays.
+func TestMetricsAreThereBeforeAndAfter(t *testing.T) {
+	s := &flight.Snapshot{Failures: map[string]int{"timed out": 3}, Links: []flight.Link{
+		{Rank: 1, Transport: "rdma"}, {Rank: 2, Up: true, Transport: "shm"}, {Rank: 3, Transport: "shm"}, {Rank: 4}}}
+	all := prometheus.NewRegistry()
+	if err := all.Register(metricsOf{s}); err != nil {
+		t.Fatal(err)
+	}
+	families, err := all.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	failures, links := map[string]float64{}, map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			switch f.GetName() {
+			case "tutti_failures_total":
+				failures[m.GetLabel()[0].GetValue()] = m.GetCounter().GetValue()
+			case "tutti_links":
+				links[m.GetLabel()[0].GetValue()] = m.GetGauge().GetValue()
+			}
+		}
+	}
+	want := map[string]float64{"rank failed": 0, "timed out": 3, "cancelled": 0, "mismatch": 0, "closed": 0,
+		"failed": 0, "aborted": 0}
+	if !maps.Equal(failures, want) {
+		t.Errorf("failures %v, want %v", failures, want)
+	}
+	if want := map[string]float64{"rdma": 0, "shm": 1}; !maps.Equal(links, want) {
+		t.Errorf("links %v, want %v", links, want)
+	}
+}
 
 // A message that the program waits for is running, one that it has started is not.
 func TestRunningMessages(t *testing.T) {
