@@ -74,11 +74,12 @@ Operations: ` + joined(collectives.Kinds()),
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "16M", "largest `size`; its fastest algorithm is used for all larger ones, "+
-		"over shared memory if it is at least 128K")
+		"over shared memory only if it is at least 32K, of an allreduce 128K")
 	fl.IntVar(&f.factor, "factor", 4, "from one size to the next; between two with different results it is "+
 		"looked closer")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the median counts")
-	fl.DurationVar(&f.time, "time", 90*time.Second, "approximate duration of the measurement")
+	fl.DurationVar(&f.time, "time", 90*time.Second, "approximate duration; when one and a half of it have passed, "+
+		"the operations that are left are not measured and keep the built-in choices")
 	fl.StringVarP(&f.out, "output", "o", "",
 		"`file` to write (default: TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config)")
 	fl.BoolVar(&f.asJSON, "json", false, "print every measurement as a JSON object")
@@ -187,10 +188,18 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	if err := v.file.Save(path); err != nil {
 		return fmt.Errorf("writing the table: %w", err)
 	}
+	notes := io.Writer(stdout)
+	if f.asJSON {
+		notes = os.Stderr
+	} else {
+		v.summary(&s)
+	}
+	if v.leftOut != nil {
+		fmt.Fprintf(notes, "# not measured, --time is over: %s; they keep the built-in choices\n", joined(v.leftOut))
+	}
 	if f.asJSON {
 		return nil
 	}
-	v.summary(&s)
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs
 	}
@@ -234,6 +243,7 @@ type tuneView struct {
 	progress *os.File // a terminal; nil: none
 	json     bool
 	points   []*bench.TunePoint
+	leftOut  []collectives.Kind
 	file     *tuning.File
 }
 
@@ -249,6 +259,8 @@ func (v *tuneView) show(r io.Reader) error {
 		switch {
 		case e.File != nil:
 			v.file = e.File
+		case e.LeftOut != nil:
+			v.leftOut = e.LeftOut
 		case e.Point != nil:
 			if v.points = append(v.points, e.Point); v.json {
 				if b, err := json.Marshal(e.Point); err == nil {

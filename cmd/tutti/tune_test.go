@@ -95,6 +95,19 @@ func TestTune(t *testing.T) {
 	if _, err := tuning.Load(own, tuning.Here(2, "shm")); err != nil {
 		t.Error(err)
 	}
+	for _, flag := range []string{"--json=false", "--json"} {
+		j := command("tune", "-n", "2", "--op", "allgather,barrier", "--max", "64", "--rounds", "1", "--time", "1ns",
+			"-o", own, flag)
+		j.start().End(0)
+		out, notes := j.Out.String(), j.Err.String()
+		if flag == "--json" {
+			out, notes = notes, out
+		}
+		const left = "# not measured, --time is over: "
+		if !strings.Contains(out, left) || strings.Contains(notes, left) {
+			t.Errorf("%s: stdout %s, stderr %s", flag, j.Out.String(), j.Err.String())
+		}
+	}
 	s.empty()
 
 	for _, c := range []struct {

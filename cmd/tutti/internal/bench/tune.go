@@ -38,11 +38,12 @@ type TunePoint struct {
 	All         map[collectives.Algo]float64 `json:"all_us"` // every algorithm that was measured
 }
 
-// TuneEvent is a step of Tune: what is measured now, or a result.
+// TuneEvent is a step of Tune: what is measured now, a result, or that the time is over.
 type TuneEvent struct {
-	Percent int        `json:"percent"`
-	Next    string     `json:"next,omitempty"`
-	Point   *TunePoint `json:"point,omitempty"`
+	Percent int                `json:"percent"`
+	Next    string             `json:"next,omitempty"`
+	Point   *TunePoint         `json:"point,omitempty"`
+	LeftOut []collectives.Kind `json:"left_out,omitempty"` // not measured
 }
 
 const (
@@ -73,8 +74,8 @@ type tuner struct {
 // Hierarchical algorithms, which need several hosts, are omitted. Every rank of g calls it, with
 // all ranks on one host; all get the same rules. Contenders take turns round by round and medians
 // count. Every algorithm's result is checked; a wrong one is an error. report is called at rank 0.
-// When the time is exceeded by half, the remaining collectives get no rules; the first one always
-// has some.
+// When the time is exceeded by half, the remaining collectives are left out and get no rules; the
+// first one always has some.
 func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 	report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
 	if g.Rank() != 0 {
@@ -104,12 +105,13 @@ func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 	}
 	t.expected += t.expected / 4 // for crossovers
 	rules := map[collectives.Kind][]collectives.Rule{}
-	for _, k := range spec.Kinds {
+	for i, k := range spec.Kinds {
 		elapsed, err := t.elapsed(ctx)
 		if err != nil {
 			return nil, err
 		}
-		if len(rules) > 0 && elapsed > spec.Time*3/2 {
+		if i > 0 && elapsed > spec.Time*3/2 {
+			report(TuneEvent{LeftOut: spec.Kinds[i:]})
 			break
 		}
 		own, err := t.kind(ctx, k)
@@ -121,12 +123,18 @@ func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 	return rules, nil
 }
 
+// sizes returns the sizes that are measured before crossovers are searched, the last of which is
+// Max: rules for larger ones follow from it.
 func (t *tuner) sizes(k collectives.Kind) []int {
 	if k == collectives.Barrier {
 		return []int{0}
 	}
 	s := Spec{Min: t.Min, Max: t.Max, Factor: t.Factor}
-	return s.sizes()
+	all := s.sizes()
+	if all[len(all)-1] < t.Max {
+		all = append(all, t.Max)
+	}
+	return all
 }
 
 // contenders returns the algorithms for plain memory, without those with the same plans as another
