@@ -130,13 +130,11 @@ func (s *Spec) plan(ranks int) (all []series, skip []string, err error) {
 }
 
 func (s *Spec) sizes() (sizes []int) {
-	for b := s.Min; b <= s.Max; b *= s.Factor {
-		sizes = append(sizes, b)
-		if b > math.MaxInt/s.Factor {
-			break
+	for b := s.Min; ; b *= s.Factor {
+		if sizes = append(sizes, b); b > s.Max/s.Factor {
+			return sizes
 		}
 	}
-	return sizes
 }
 
 // Run runs the measurement. Every rank of g calls it; report is called at rank 0, from this

@@ -107,15 +107,16 @@ type answer struct {
 // rows returns the rows without their figures.
 func (s *Spec) rows() (rows []Row) {
 	for _, op := range []string{sendrecv, read, write} {
-		for _, depth := range []int{1, s.Depth} {
-			for n := s.Min; n <= s.Max; n *= s.Factor {
-				rows = append(rows, Row{Op: op, Bytes: n, Depth: depth})
+		for _, depth := range slices.Compact([]int{1, s.Depth}) {
+			for n := s.Min; ; n *= s.Factor {
+				if rows = append(rows, Row{Op: op, Bytes: n, Depth: depth}); n > s.Max/s.Factor {
+					break
+				}
 			}
 		}
 	}
-	rows = append(rows, Row{Op: batch, Bytes: pieces * pieceSize, Depth: 1},
+	return append(rows, Row{Op: batch, Bytes: pieces * pieceSize, Depth: 1},
 		Row{Op: batch, Bytes: pieces * pieceSize, Depth: pieces})
-	return slices.CompactFunc(rows, func(a, b Row) bool { return a == b }) // Depth may be 1
 }
 
 // Run measures, with the process that calls Serve at the other ends of in and out, and gives the

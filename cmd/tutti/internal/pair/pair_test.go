@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"testing"
 	"time"
 
@@ -71,6 +72,30 @@ func checkPaths(t *testing.T, mine, theirs endpoint.RDMA) {
 		}
 		if r.Path != want {
 			t.Errorf("%+v: want path %q", r, want)
+		}
+	}
+}
+
+// Each row comes once, and sizes end although the next one would be too large for an int.
+func TestRows(t *testing.T) {
+	for _, c := range []struct {
+		depth, factor int
+		want          []int // depths and sizes
+	}{
+		{1, 2, []int{1, 64, 1, 128}},
+		{3, 2, []int{1, 64, 1, 128, 3, 64, 3, 128}},
+		{1, 1 << 62, []int{1, 64}},
+	} {
+		s := Spec{Min: 64, Max: 200, Factor: c.factor, Depth: c.depth}
+		got := map[string][]int{}
+		for _, r := range s.rows() {
+			got[r.Op] = append(got[r.Op], r.Depth, r.Bytes)
+		}
+		for _, op := range []string{sendrecv, read, write} {
+			if !slices.Equal(got[op], c.want) {
+				t.Errorf("%d calls under way, factor %d: %s with depths and sizes %v, want %v", c.depth, c.factor, op,
+					got[op], c.want)
+			}
 		}
 	}
 }
