@@ -116,7 +116,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core if there are enough, as mpirun does, else to its "+
 		"share of them")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
-	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
+	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row, and what is skipped on standard error")
 	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to continue when one is killed, and "+
 		"to take its replacement in (-n, --rounds, --transport, --json)")
 	fl.BoolVar(&f.emit, "emit", false, "")
@@ -231,9 +231,12 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	rootInRange := func(n int) error {
+	check := func(n int) error {
 		if f.root < 0 || f.root >= n {
 			return usagef(cmd, "--root %d: expected 0..%d", f.root, n-1)
+		}
+		if err := s.Measurable(n); err != nil {
+			return usagef(cmd, "%v", err)
 		}
 		return nil
 	}
@@ -251,15 +254,15 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 			return usagef(cmd, "--transport inproc is for ranks of one process, but this is a rank that a "+
 				"launcher started (%s)", l.Source)
 		}
-		if err := rootInRange(l.Size); err != nil {
+		if err := check(l.Size); err != nil {
 			return err
 		}
 		return f.rank(cmd.Context(), s, l.Rank)
 	}
-	if err := rootInRange(f.n); err != nil {
+	if err := check(f.n); err != nil {
 		return err
 	}
-	p := &bench.Printer{Out: stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
+	p := f.printer()
 	if launch.Terminal(os.Stderr) {
 		p.Progress = os.Stderr
 	}
@@ -267,6 +270,10 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 		return f.inProcess(cmd.Context(), s, p, cmp.Or(f.timeout, l.Timeout))
 	}
 	return f.processes(cmd.Context(), p)
+}
+
+func (f *benchFlags) printer() *bench.Printer {
+	return &bench.Printer{Out: stdout, Notes: os.Stderr, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
 }
 
 // bound returns how n ranks that are measured are bound, if they are: like mpirun's, to a core each
@@ -348,7 +355,7 @@ func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
 		enc := json.NewEncoder(os.Stdout)
 		report = func(e bench.Event) { enc.Encode(e) }
 	default:
-		p = &bench.Printer{Out: stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
+		p = f.printer()
 		report = p.Show
 	}
 	g, err := pg.Join(ctx, pg.Config{Timeout: f.timeout, Transport: f.transport})

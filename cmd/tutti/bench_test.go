@@ -62,10 +62,20 @@ func TestBench(t *testing.T) {
 		if n == 0 {
 			t.Errorf("%v: no rows: %s", flags, j.Err.String())
 		}
+		if err := j.Err.String(); strings.Contains(err, "skipped: ") != slices.Contains(flags, "all") {
+			t.Errorf("%v: stderr %q", flags, err)
+		}
+	}
+
+	j := s.command("bench", "-n", "1", "--op", "put", "--json")
+	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+	j.start().End(codeUsage)
+	if !strings.Contains(j.Err.String(), "nothing to measure: put: needs 2 ranks") {
+		t.Errorf("one rank puts: %s", j.Err.String())
 	}
 
 	// As a rank of an existing job: rank 0 prints, the others are silent.
-	j := s.command("run", "-n", "2", proctest.Self(), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
+	j = s.command("run", "-n", "2", proctest.Self(), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 	j.start().End(0)
 	if out := j.Out.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") ||

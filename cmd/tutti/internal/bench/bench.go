@@ -7,6 +7,7 @@ import (
 	"math/bits"
 	"os"
 	"slices"
+	"strings"
 	"time"
 	"unsafe"
 
@@ -129,6 +130,16 @@ func (s *Spec) plan(ranks int) (all []series, skip []string, err error) {
 	return all, skip, nil
 }
 
+// Measurable returns an error that says why nothing can be measured with so many ranks, nil if
+// something can.
+func (s *Spec) Measurable(ranks int) error {
+	all, skip, err := s.plan(ranks)
+	if err == nil && len(all) == 0 {
+		err = fmt.Errorf("nothing to measure: %s", strings.Join(skip, "; "))
+	}
+	return err
+}
+
 func (s *Spec) sizes() (sizes []int) {
 	for b := s.Min; ; b *= s.Factor {
 		if sizes = append(sizes, b); b > s.Max/s.Factor {
@@ -147,8 +158,12 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 	if err != nil {
 		return 0, err
 	}
+	cores, err := processors(ctx, g)
+	if err != nil {
+		return 0, err
+	}
 	host, _ := os.Hostname()
-	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(),
+	h := Header{Ranks: g.Size(), Host: host, Cores: cores, Transport: s.Transport, Topology: g.Topology(),
 		Registered: s.Registered, Touch: s.Touch, Queue: s.Queue, Rounds: s.Rounds}
 	for _, p := range all {
 		if h.Rows++; p.op.name != "barrier" {
@@ -156,10 +171,6 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		}
 	}
 	report(Event{Header: &h})
-	cores, err := processors(ctx, g)
-	if err != nil {
-		return 0, err
-	}
 	for _, text := range skip {
 		report(Event{Skip: text})
 	}
@@ -184,15 +195,6 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 	return r.wrong, nil
 }
 
-type run struct {
-	Spec
-	g       *pg.Group
-	report  func(Event)
-	mem     arena
-	win     *window // nil: there are no puts
-	room    int     // bytes of a buffer for one operation
-	raw     [2][]byte
-	op      string // what is being measured
 // processors returns how many processors the ranks on this rank's machine may run on, together:
 // each of them may be bound to some.
 func processors(ctx context.Context, g *pg.Group) (int, error) {
@@ -224,6 +226,16 @@ func processors(ctx context.Context, g *pg.Group) (int, error) {
 	return n, nil
 }
 
+type run struct {
+	Spec
+	g       *pg.Group
+	report  func(Event)
+	mem     arena
+	win     *window // nil: there are no puts
+	room    int     // bytes of a buffer for one operation
+	share   bool    // the ranks share processors
+	raw     [2][]byte
+	op      string // what is being measured
 	wrong   int64
 	touched int64     // wrong elements of touched calls on this rank
 	times   []float64 // of touched calls
@@ -231,7 +243,6 @@ func processors(ctx context.Context, g *pg.Group) (int, error) {
 
 // allocate makes the two buffers. Uneven counts may take twice the size, and a size of less than an
 // element a rank is rounded up.
-	share   bool    // the ranks share processors
 func (r *run) allocate() error {
 	r.room = (2*r.Max + 8*r.g.Size() + 2*margin + 63) &^ 63
 	n := r.room*max(1, r.Queue) + 64

@@ -382,6 +382,19 @@ func TestBusBandwidth(t *testing.T) {
 	}
 }
 
+// What leaves nothing to measure is known before ranks are started.
+func TestNothingToMeasure(t *testing.T) {
+	put := Spec{Ops: []string{"put", "allreduce"}, DTypes: []kernels.DType{kernels.Bool},
+		RedOps: []kernels.Op{kernels.Avg}}
+	if err := put.Measurable(1); err == nil || err.Error() !=
+		"nothing to measure: put: needs 2 ranks; allreduce of avg bool: not defined" {
+		t.Errorf("one rank: %v", err)
+	}
+	if err := put.Measurable(2); err != nil {
+		t.Errorf("two ranks: %v", err)
+	}
+}
+
 func TestPrinter(t *testing.T) {
 	show := func(p *Printer, events ...Event) string {
 		var b strings.Builder
@@ -409,7 +422,12 @@ func TestPrinter(t *testing.T) {
 	if p := (&Printer{}); !strings.Contains(show(p, row(false, -1), row(true, -1)), "not checked") || p.Wrong != 0 {
 		t.Error("unchecked results are shown as checked")
 	}
-	js := show(&Printer{JSON: true}, Event{Header: &Header{}}, row(false, 0), Event{Next: "y"}, row(true, 1))
+	var notes strings.Builder
+	js := show(&Printer{JSON: true, Notes: &notes}, Event{Header: &Header{}}, Event{Skip: "x: not defined"},
+		row(false, 0), Event{Next: "y"}, row(true, 1))
+	if got := notes.String(); got != "skipped: x: not defined\n" {
+		t.Errorf("beside JSON: %q", got)
+	}
 	if n := strings.Count(js, "\n"); n != 2 || !strings.Contains(js,
 		`"in_place":true,"time_us":12.3456,"algbw_gbs":1,"busbw_gbs":2,"wrong":1}`) {
 		t.Errorf("JSON: %s", js)

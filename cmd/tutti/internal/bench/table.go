@@ -14,7 +14,8 @@ import (
 // Except for Out, the zero value of a field is a default.
 type Printer struct {
 	Out      io.Writer
-	Progress *os.File // a terminal, for a line that is overwritten; nil: none
+	Notes    io.Writer // with JSON, what is not measured, and why; nil: nowhere
+	Progress *os.File  // a terminal, for a line that is overwritten; nil: none
 	JSON     bool
 	Colour   bool
 
@@ -38,13 +39,11 @@ func (p *Printer) Show(e Event) {
 			p.head()
 		}
 	case e.Skip != "":
-		if p.JSON {
-			if p.Progress != nil {
-				fmt.Fprintf(p.Progress, "\r\x1b[Kskipped: %s\n", e.Skip)
-			}
-			return
+		if !p.JSON {
+			p.print(p.dim("# skipped: " + e.Skip))
+		} else if p.Notes != nil {
+			fmt.Fprintf(p.Notes, "skipped: %s\n", e.Skip)
 		}
-		p.print(p.dim("# skipped: " + e.Skip))
 	case e.Next != "":
 		if p.Progress != nil {
 			term.Progress(p.Progress, fmt.Sprintf("%3d%%  %s", 100*p.lines/max(1, p.header.Rows), e.Next))
