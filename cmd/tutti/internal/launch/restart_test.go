@@ -840,7 +840,7 @@ func TestNodeIsStartedAgain(t *testing.T) {
 	defer m.Close()
 	killed, w := m.Open(), watching{m.Open(), make(chan struct{})}
 	putNode(t, killed, nil)
-	s := &store{handle: w, node: 1, nodes: 2, record: []byte("new")}
+	s := &store{handle: w, node: 1, nodes: 2, me: 1, record: []byte("new")}
 	entered := make(chan error, 1)
 	go func() { entered <- s.enter(t.Context(), "x") }()
 	get(t, "the wait for the lease's end", w.watched)

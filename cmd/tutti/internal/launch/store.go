@@ -368,14 +368,24 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	s.refused.Store(false) // the store did not listen yet
 	cfg.DialTimeout = 0
 	s.open = func(ctx context.Context) (bootstrap.Store, error) { return bootstrap.DialStore(ctx, cfg) }
-	s.back = s.handle.TTL() + 2*time.Second
 	host, _ := os.Hostname()
 	s.me = ident.New()
-	me := nodeRecord{N: l.N, Nodes: l.Nodes, Incarnation: s.me, Host: host, Failure: l.onFailure(), Master: master}
+	return s.gather(ctx, l, address, nodeRecord{N: l.N, Nodes: l.Nodes, Incarnation: s.me, Host: host,
+		Failure: l.onFailure(), Master: master})
+}
+
+// gather is meet for a launcher that has a handle on the store at address, and the record me.
+func (s *store) gather(ctx context.Context, l *launcher, address string, me nodeRecord) (master string, err error) {
+	s.back = s.handle.TTL() + 2*time.Second
+	master = me.Master
 	if s.record, err = json.Marshal(me); err != nil {
 		return "", err
 	}
-	if err := s.enter(ctx, l.Job); err != nil {
+	enter := func(ctx context.Context) error { return s.enter(ctx, l.Job) }
+	if err = enter(ctx); away(err) {
+		err = s.renew(ctx, err, enter)
+	}
+	if err != nil {
 		return "", err
 	}
 	if there, err := s.handle.List(ctx, nodeKeys); err == nil && !l.Quiet {
@@ -416,8 +426,15 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		_, n, ok := s.other(e.Key)
 		switch {
 		case !open || e.Err != nil:
-			return "", cmp.Or(refusal, fmt.Errorf("wait for the other nodes: %w",
-				cmp.Or(e.Err, bootstrap.ErrStoreClosed)))
+			err := cmp.Or(e.Err, bootstrap.ErrStoreClosed)
+			if refusal == nil && away(err) {
+				err = s.renew(ctx, err, enter)
+			}
+			if refusal != nil || err != nil {
+				return "", cmp.Or(refusal, fmt.Errorf("wait for the other nodes: %w", err))
+			}
+			nodes, met = s.handle.Watch(wctx, nodeKeys), map[int]uint64{s.node: me.Incarnation}
+			continue
 		case !ok:
 			continue
 		case !e.Exists && refusal != nil && n == refused:
@@ -466,9 +483,17 @@ func (s *store) other(key string) (prefix string, n int, ok bool) {
 	return prefix, n, err == nil && base == strconv.Itoa(n) && n >= 0 && n < s.nodes && n != s.node
 }
 
-// enter puts this node's record into the store. If there is one, it waits for it to go, at most a
-// lease's TTL and a second, since its launcher may be dead. It removes what a node of an earlier
-// job has reported.
+// occupied says that this node's record in the store is another launcher's.
+type occupied struct{ error }
+
+// away reports whether err is that the store cannot be reached, or that the lease was lost.
+func away(err error) bool {
+	return errors.Is(err, bootstrap.ErrStoreAway) || errors.Is(err, bootstrap.ErrLeaseLost)
+}
+
+// enter puts this node's record into the store. If there is another launcher's, it waits for it to
+// go, at most a lease's TTL and a second, since that launcher may be dead. It removes what a node
+// of an earlier job has reported.
 func (s *store) enter(ctx context.Context, job string) error {
 	wctx, cancel := context.WithTimeout(ctx, s.handle.TTL()+time.Second)
 	defer cancel()
@@ -480,7 +505,12 @@ func (s *store) enter(ctx context.Context, job string) error {
 		case e.Exists:
 			var err error
 			if other, err = readNode(e.Value); err != nil {
-				return fmt.Errorf("node %d's record in the store: %w", s.node, err)
+				return occupied{fmt.Errorf("node %d's record in the store: %w", s.node, err)}
+			}
+			if other.Incarnation == s.me { // the store has not seen yet that its lease was lost
+				if err := s.handle.Adopt(ctx, s.key(), s.record); !errors.Is(err, bootstrap.ErrConflict) {
+					return err
+				}
 			}
 		default:
 			if err := s.handle.Delete(ctx, doneKeys+strconv.Itoa(s.node)); err != nil {
@@ -494,8 +524,8 @@ func (s *store) enter(ctx context.Context, job string) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	return fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank", s.node, job,
-		other.Host)
+	return occupied{fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank",
+		s.node, job, other.Host)}
 }
 
 // onFailure returns the ranks' setting of OnFailure.
@@ -660,7 +690,9 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 		case !ok:
 			return
 		case e.Err != nil:
-			err := s.renew(ctx, e.Err)
+			err := s.renew(ctx, e.Err, func(ctx context.Context) error {
+				return s.handle.Put(ctx, s.key(), s.record, true)
+			})
 			switch {
 			case err == nil:
 			case s.served:
@@ -693,23 +725,24 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event, met map
 // renewPause is the pause before each attempt of renew.
 const renewPause = 500 * time.Millisecond
 
-// renew puts this node's record into the store again, by another handle if the lease was lost. It
-// gives up when a store that a launcher serves refuses connections, as one that has ended does, and
-// when the store has been away for viewAway. Then it returns the last error.
-func (s *store) renew(ctx context.Context, last error) error {
+// renew puts this node's record into the store again, by put, and by another handle if the lease
+// was lost. It gives up when the record's place is occupied, when a store that a launcher serves
+// refuses connections, as one that has ended does, and when the store has been away for viewAway.
+// Then it returns the last error.
+func (s *store) renew(ctx context.Context, last error, put func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, viewAway)
 	defer cancel()
 	for !s.refused.Load() && ctx.Err() == nil {
 		pause(ctx, renewPause)
-		if last = s.reenter(ctx); last == nil {
-			return nil
+		if last = s.reenter(ctx, put); last == nil || errors.As(last, new(occupied)) {
+			return last
 		}
 	}
 	return last
 }
 
 // reenter is one attempt of renew.
-func (s *store) reenter(ctx context.Context) error {
+func (s *store) reenter(ctx context.Context, put func(context.Context) error) error {
 	if old := s.handle; old.Err() != nil {
 		fresh, err := s.open(ctx)
 		if err != nil {
@@ -720,7 +753,7 @@ func (s *store) reenter(ctx context.Context) error {
 		s.mu.Unlock()
 		defer old.Close() // the record is under the new lease then
 	}
-	return s.handle.Put(ctx, s.key(), s.record, true)
+	return put(ctx)
 }
 
 // failed yields the first failure of another node.
