@@ -167,7 +167,19 @@ func (l *Launch) HowToMeet() string {
 const (
 	setStore  = "set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
 	otherWays = "start the ranks with tutti run, or " + setStore
+	// if another job is where this one meets
+	otherPlaces = "give the job another name, the same at all its ranks (TUTTI_JOB, or Job of the configuration), or " +
+		otherWays
 )
+
+// place names the place where the processes of the launch meet. Its jobs have places of their own,
+// except the one that has the launch's name.
+func (l *Launch) place() string {
+	if l.Job == "" || l.Job == l.name {
+		return l.name
+	}
+	return l.name + "/" + l.Job // no name contains a slash
+}
 
 // Meet brings the processes of a launch without a configured store (Launch.Store) together. Rank 0
 // serves a store from its memory until Meeting.Close; the others return when they know its address.
@@ -176,8 +188,9 @@ const (
 // inherited from its launcher.
 //
 // A launch can meet once through PMI, which serves one program for each rank, and otherwise again
-// and again. On one host a rank gets the invitation of rank 0's present meeting, unless one of the
-// two has refused that (Meeting.Refuse). Meet blocks until ctx ends.
+// and again, also for jobs of other names (Launch.Job) at the same time. On one host a rank gets
+// the invitation of rank 0's present meeting for its job, unless one of the two has refused that
+// (Meeting.Refuse). Meet blocks until ctx ends.
 func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
 	how := l.way()
 	if how == noWay {
@@ -203,7 +216,7 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 			m.leave = func() {
 				ctx, cancel := context.WithTimeout(context.Background(), tellTime)
 				defer cancel()
-				askHost(ctx, l.name, leaves, l.Rank, text.Meeting) // else rank 0 has ended
+				askHost(ctx, l.place(), leaves, l.Rank, text.Meeting) // else rank 0 has ended
 			}
 		}
 		return m, nil
@@ -217,7 +230,12 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 		return nil, err
 	}
 	served, err := serveStore(ctx, host, port, own, log)
-	if err != nil {
+	switch op := new(*net.OpError); {
+	case err == nil:
+	case how == byName && errors.Is(err, syscall.EADDRINUSE) && errors.As(err, op):
+		return nil, fmt.Errorf("serving the job's store: port %s of this host, where launch %s meets, is taken: %s: %w",
+			port, l.place(), otherPlaces, *op)
+	default:
 		return nil, fmt.Errorf("serving the job's store: %w", err)
 	}
 	m := &Meeting{Store: served.address, Secret: own, served: served}
@@ -227,6 +245,9 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 	}
 	if m.stop, err = l.tell(ctx, how, text); err != nil {
 		m.end()
+		if errors.Is(err, syscall.EADDRINUSE) {
+			err = fmt.Errorf("%w: %s", err, otherPlaces)
+		}
 		return nil, fmt.Errorf("telling the other ranks where to meet: %w", err)
 	}
 	return m, nil
@@ -263,7 +284,7 @@ func (l *Launch) meetingHost(how way) (host, port string, err error) {
 	case byHost:
 		return "127.0.0.1", "0", nil
 	case byName:
-		return l.MasterAddr, meetingPort(l.name), nil
+		return l.MasterAddr, meetingPort(l.place()), nil
 	}
 	if !l.ChoosesAddress() {
 		return "127.0.0.1", "0", nil
@@ -290,8 +311,8 @@ func (l *Launch) Invites() bool {
 	return how == byHost || how == byPMI
 }
 
-// meetingPort returns the port at which the processes of a launch of this name meet: below Linux's
-// ephemeral ports, and above most services.
+// meetingPort returns the port of the place of this name: below Linux's ephemeral ports, and above
+// most services.
 func meetingPort(name string) string {
 	sum := sha256.Sum256([]byte(name))
 	return strconv.Itoa(20000 + (int(sum[0])<<8|int(sum[1]))%10000)
@@ -339,7 +360,7 @@ func (l *Launch) tell(ctx context.Context, how way, i invitation) (stop func(), 
 	}
 	switch how {
 	case byHost:
-		return inviteHost(ctx, l.name, l.Size, i.Meeting, b)
+		return inviteHost(ctx, l.place(), l.Size, i.Meeting, b)
 	case byPMI:
 		_, err = exchange(ctx, l.pmi, hex.EncodeToString(b))
 	}
@@ -350,14 +371,14 @@ func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
 	var b []byte
 	switch how {
 	case byHost:
-		b, err = hearHost(ctx, l.name, l.Rank)
+		b, err = hearHost(ctx, l.place(), l.Rank)
 	case byPMI:
 		var text string
 		if text, err = exchange(ctx, l.pmi, ""); err == nil {
 			b, err = hex.DecodeString(text)
 		}
 	case byName:
-		return invitation{Store: "tutti://" + net.JoinHostPort(l.MasterAddr, meetingPort(l.name))}, nil
+		return invitation{Store: "tutti://" + net.JoinHostPort(l.MasterAddr, meetingPort(l.place()))}, nil
 	default:
 		err = errors.New(l.HowToMeet())
 	}
@@ -372,7 +393,7 @@ func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
 func exchange(ctx context.Context, a pmi.Address, text string) (got string, err error) {
 	c, err := pmi.Dial(ctx, a)
 	if err != nil {
-		return "", err
+		return "", fmt.Errorf("%w (PMI serves the first job of a launch only: for others, %s)", err, otherWays)
 	}
 	defer func() {
 		if cerr := c.Close(); err == nil {
@@ -390,8 +411,8 @@ func exchange(ctx context.Context, a pmi.Address, text string) (got string, err 
 	return c.Get(ctx, kvsKey)
 }
 
-// meetingSocket returns the abstract Unix socket of a launch on this host, in this network
-// namespace.
+// meetingSocket returns the abstract Unix socket of the place of this name on this host, in this
+// network namespace.
 func meetingSocket(name string) *net.UnixAddr {
 	sum := sha256.Sum256([]byte(strconv.Itoa(os.Getuid()) + "\x00" + name))
 	return &net.UnixAddr{Net: "unix", Name: "@tutti-meeting-" + hex.EncodeToString(sum[:16])}
@@ -445,8 +466,7 @@ func taken(ctx context.Context, name string, err error) error {
 	if err := peerUser(c.(*net.UnixConn)); err != nil {
 		return fmt.Errorf("launch %s on this host: %w", name, err)
 	}
-	return fmt.Errorf("another process of this user is rank 0 of launch %s on this host: set TUTTI_JOB to "+
-		"another name: %w", name, err)
+	return fmt.Errorf("a process of this user is rank 0 of launch %s on this host already: %w", name, err)
 }
 
 // host is rank 0's side of inviteHost.

@@ -206,7 +206,8 @@ func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.Meet(ctx, nil, nil); err == nil || !strings.Contains(err.Error(), a.Job) {
+	if _, err := a.Meet(ctx, nil, nil); err == nil || !strings.Contains(err.Error(), a.Job) ||
+		!strings.Contains(err.Error(), "give the job another name") {
 		t.Errorf("a second rank 0: %v", err)
 	}
 	m.Close(ctx)
@@ -214,6 +215,38 @@ func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
 		t.Errorf("a later launch of that name: %v", err)
 	}
 	m.Close(ctx)
+}
+
+// The jobs of a launch meet each in a place of its own, at the same time.
+func TestJobsOfLaunchMeetApart(t *testing.T) {
+	secret := []byte("a secret for the tests of this package")
+	for how, env := range map[way]string{
+		byHost: "RANK=%d WORLD_SIZE=2 LOCAL_RANK=%[1]d LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=" + fresh(t),
+		byName: "SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_STEP_ID=1 SLURM_JOB_ID=" +
+			fmt.Sprint(os.Getpid()),
+	} {
+		var meetings [][]*Meeting
+		for _, job := range []string{"", " TUTTI_JOB=a", " TUTTI_JOB=b"} {
+			ranks := func(i int) string { return fmt.Sprintf(env, i) + job }
+			all, errs := together(t, ranks, 2, [][]byte{secret, secret})
+			if err := errors.Join(errs...); err != nil {
+				t.Fatal(err)
+			}
+			meetings = append(meetings, all)
+		}
+		l, err := FromEnv(vars(fmt.Sprintf(env, 0)))
+		if err != nil || l.way() != how {
+			t.Fatalf("way %d, %v", l.way(), err)
+		}
+		// One that is there already
+		if _, err := l.Meet(meetContext(t), secret, nil); err == nil || !strings.Contains(err.Error(), l.name) ||
+			!strings.Contains(err.Error(), "give the job another name") || strings.Contains(err.Error(), "range") {
+			t.Errorf("a second rank 0: %v", err)
+		}
+		for _, all := range meetings {
+			meets(t, all)
+		}
+	}
 }
 
 // Rank 0 says who has the name of its launch, and what else keeps it from having that.
@@ -234,7 +267,7 @@ func TestNameOfLaunchIsTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer stop()
-	invite(name, "another process of this user is rank 0 of launch "+name)
+	invite(name, "a process of this user is rank 0 of launch "+name)
 
 	// A process that does not listen may be of any user.
 	name = fresh(t) + "-2"
@@ -575,11 +608,16 @@ func kvsLauncher(t *testing.T) (fds [2]int) {
 
 func TestRanksMeetThroughKeyValueSpace(t *testing.T) {
 	fds := kvsLauncher(t)
-	all, errs := together(t, func(i int) string {
-		return fmt.Sprintf("PMI_RANK=%d PMI_SIZE=2 PMI_FD=%d TUTTI_IFNAME=lo", i, fds[i])
-	}, 2, make([][]byte, 2))
+	env := func(i int) string { return fmt.Sprintf("PMI_RANK=%d PMI_SIZE=2 PMI_FD=%d TUTTI_IFNAME=lo", i, fds[i]) }
+	all, errs := together(t, env, 2, make([][]byte, 2))
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
+	}
+	_, errs = together(t, env, 2, make([][]byte, 2))
+	for i, err := range errs {
+		if err == nil || !strings.Contains(err.Error(), otherWays) {
+			t.Errorf("rank %d in another job: %v", i, err)
+		}
 	}
 	meets(t, all)
 }

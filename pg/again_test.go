@@ -18,38 +18,43 @@ import (
 	"tutti/pg"
 )
 
-// Ranks leave a job and join the next one, of the same or another name, while rank 0 is in the
-// first: they find the first one's store. Both jobs run, whatever their ranks do after failures.
+// Environments of ranks that meet through their launcher: of a rank of three, process and test.
+const (
+	byName = "SLURM_PROCID=%[1]d SLURM_NTASKS=3 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%[2]d " +
+		"SLURM_STEP_ID=%[3]d TUTTI_IFNAME=lo"
+	byHost = "RANK=%[1]d WORLD_SIZE=3 LOCAL_RANK=%[1]d LOCAL_WORLD_SIZE=3 TUTTI_JOB=again-%[2]d-%[3]d"
+)
+
+// launched is the configuration of a rank of the i-th test in such an environment.
+func launched(env string, rank, i int) pg.Config {
+	vars := map[string]string{}
+	for kv := range strings.FieldsSeq(fmt.Sprintf(env, rank, os.Getpid(), i)) {
+		name, value, _ := strings.Cut(kv, "=")
+		vars[name] = value
+	}
+	return pg.Config{Timeout: 20 * time.Second, NoSignal: true, Secret: []byte("a secret of this test alone"),
+		Getenv: func(name string) string { return vars[name] }}
+}
+
+// Ranks leave a job and join the next one of that name while rank 0 is in the first: they find the
+// first one's store. Both jobs run, whatever their ranks do after failures.
 func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
 	const n = 3
-	const step = "SLURM_PROCID=%[1]d SLURM_NTASKS=3 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%[2]d " +
-		"SLURM_STEP_ID=%[3]d TUTTI_IFNAME=lo"
-	const host = "RANK=%[1]d WORLD_SIZE=3 LOCAL_RANK=%[1]d LOCAL_WORLD_SIZE=3 TUTTI_JOB=again-%[2]d-%[3]d"
 	for i, c := range []struct {
 		name, env string
 		onFailure pg.OnFailure
-		next      string // name of the second job; "": the launch's
 	}{
-		{"by name", step, pg.Report, ""},
-		{"by name, other job", step, pg.Report, "next"},
-		{"by name, shrink", step, pg.Shrink, ""},
-		{"by name, shrink, other job", step, pg.Shrink, "next"},
-		{"by host, shrink", host, pg.Shrink, ""}, // with Report rank 0 does not invite them again
-		{"by host, shrink, other job", host, pg.Shrink, "next"},
+		{"by name", byName, pg.Report},
+		{"by name, shrink", byName, pg.Shrink},
+		{"by host, shrink", byHost, pg.Shrink}, // with Report rank 0 does not invite them again
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			there := make(chan struct{}, n) // has the ranks that are at the first store again
 			eg, ctx := errgroup.WithContext(t.Context())
 			for rank := range n {
-				vars := map[string]string{}
-				for kv := range strings.FieldsSeq(fmt.Sprintf(c.env, rank, os.Getpid(), i)) {
-					name, value, _ := strings.Cut(kv, "=")
-					vars[name] = value
-				}
-				cfg := pg.Config{OnFailure: c.onFailure, Timeout: 20 * time.Second, NoSignal: true,
-					Secret: []byte("a secret of this test alone"),
-					Getenv: func(name string) string { return vars[name] }}
+				cfg := launched(c.env, rank, i)
+				cfg.OnFailure = c.onFailure
 				eg.Go(func() error {
 					err := work(ctx, cfg, func() {
 						for came := 0; rank == 0 && came < n-1 && ctx.Err() == nil; came++ {
@@ -62,7 +67,7 @@ func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
 					if err != nil {
 						return fmt.Errorf("rank %d: %w", rank, err)
 					}
-					cfg.Job, cfg.Dialer = c.next, signals(there)
+					cfg.Dialer = signals(there)
 					if err := work(ctx, cfg, func() {}); err != nil {
 						return fmt.Errorf("rank %d in the next job: %w", rank, err)
 					}
@@ -100,5 +105,36 @@ func signals(there chan<- struct{}) pg.Dialer {
 			once.Do(func() { there <- struct{}{} })
 		}
 		return c, err
+	}
+}
+
+// Ranks that meet through their launcher may be in several jobs at a time.
+func TestJobsOfLaunch(t *testing.T) {
+	for name, env := range map[string]string{"by name": byName, "by host": byHost} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			eg, ctx := errgroup.WithContext(t.Context())
+			for rank := range 3 {
+				eg.Go(func() (err error) {
+					for _, job := range []string{"", "second", "third"} {
+						cfg := launched(env, rank, 100)
+						cfg.Job = job
+						g, err := pg.Join(ctx, cfg)
+						if err != nil {
+							return fmt.Errorf("rank %d, job %q: %w", rank, job, err)
+						}
+						defer func() {
+							if err := errors.Join(g.Barrier(ctx), g.Close()); err != nil {
+								t.Errorf("rank %d, job %q: %v", rank, job, err)
+							}
+						}()
+					}
+					return nil
+				})
+			}
+			if err := eg.Wait(); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }

@@ -26,8 +26,9 @@ type Config struct {
 	// StoreAddr is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default
 	// TUTTI_STORE. If that is not set either, ranks meet through their launcher, where it has a
 	// way: rank 0 then serves a store, its Close waits until the other ranks have closed their
-	// groups, and the job ends with rank 0. Else the default is etcd://MASTER_ADDR:MASTER_PORT. A
-	// group of one rank needs no store.
+	// groups, and the job ends with rank 0. Jobs of different names may do so at a time, except
+	// through PMI. Else the default is etcd://MASTER_ADDR:MASTER_PORT. A group of one rank needs no
+	// store.
 	StoreAddr string
 	// Store is a store of the program, used instead of one at StoreAddr. It is a map that all ranks
 	// see or, if it is a bootstrap.Elastic, one with leases. A job over a store without leases is

@@ -254,7 +254,9 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	if s.Store != nil || s.StoreAddr != "" || s.MaxSize < 2 || !l.Meets() || s.Rank != l.Rank || s.Size != l.Size {
 		return nil
 	}
-	if s.meeting, err = l.Meet(ctx, s.Secret, s.Logger); err != nil {
+	at := *l
+	at.Job = s.Job
+	if s.meeting, err = at.Meet(ctx, s.Secret, s.Logger); err != nil {
 		return s.failed(err)
 	}
 	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
