@@ -261,6 +261,9 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	}
 	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
 	s.listened, s.guest = l.Invites(), s.meeting.Guest
+	// What the program or the environment says besides is about a site's store.
+	s.StoreUser, s.StorePassword, s.StoreTLS = "", "", nil
+	l.StoreCA, l.StoreCert, l.StoreKey = "", "", ""
 	return nil
 }
 
