@@ -66,10 +66,14 @@ func (s *fixedStore) fail(ctx context.Context, op, key string, err error) error 
 	if err == nil {
 		return nil
 	}
+	why := ErrStoreAway
 	if ctx.Err() != nil {
-		return fmt.Errorf("%s %s in the caller's store: %w", op, key, errors.Join(err, context.Cause(ctx)))
+		why = context.Cause(ctx)
 	}
-	return fmt.Errorf("%s %s in the caller's store: %w: %w", op, key, ErrStoreAway, err)
+	if errors.Is(err, why) {
+		return fmt.Errorf("%s %s in the caller's store: %w", op, key, err)
+	}
+	return fmt.Errorf("%s %s in the caller's store: %w: %w", op, key, why, err)
 }
 
 func (s *fixedStore) Put(ctx context.Context, key string, value []byte, lease bool) error {
@@ -205,7 +209,7 @@ func (s *fixedStore) TTL() time.Duration    { return 0 }
 func (s *fixedStore) Lost() <-chan struct{} { return nil }
 func (s *fixedStore) Err() error            { return nil }
 
-// Close removes what was put under a lease.
+// Close removes what was put under a lease. It asks a store that is silent only once.
 func (s *fixedStore) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), closeFixed)
 	defer cancel()
@@ -213,8 +217,13 @@ func (s *fixedStore) Close() error {
 	keys := slices.Collect(maps.Keys(s.owned))
 	s.mu.Unlock()
 	var errs []error
-	for _, key := range keys {
-		errs = append(errs, s.Delete(ctx, key))
+	for i, key := range keys {
+		err := s.Delete(ctx, key)
+		if err != nil && ctx.Err() != nil {
+			return fmt.Errorf("the caller's store: %w: it was silent for %v, and keeps %d keys of this rank",
+				ErrStoreAway, closeFixed, len(keys)-i)
+		}
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }
