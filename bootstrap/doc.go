@@ -22,7 +22,9 @@
 //
 // All keys of a job live under /tutti/<job>/. Those of this package:
 //
-//	size           the number of ranks, decimal; the first rank writes it, the others must agree
+//	size           the number of ranks that the job may grow to, decimal; the first rank writes it,
+//	               the others must agree
+//	terms          the Terms of the ranks, JSON; likewise
 //	ranks/<slot>   the Record of the slot's live incarnation, under that process's lease
 //	vacant/<slot>  why the slot of a lost rank may be taken by a process on standby
 //	.store/...     the job's lease, and the handles that are open

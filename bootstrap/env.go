@@ -181,12 +181,13 @@ var launchers = []launcher{
 
 // FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs
 // are the file of TUTTI_SECRET_FILE and, to name a job, the command lines of this process's
-// ancestors with MPICH's mpiexec and the namespace of its pod in Kubernetes. Of several launchers
-// the first complete one counts, in this order: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as
-// torchrun sets them; Open MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes
-// indexed job. An incomplete set is a *PlaceError that names what is missing, a contradiction one
-// that names both variables. Without any the process is rank 0 of 1; with a *PlaceError FromEnv
-// returns that, and the settings. No error contains a secret or a password.
+// ancestors with MPICH's mpiexec, the namespace of its pod in Kubernetes and, where ranks meet at a
+// loopback address, its machine and network namespace. Of several launchers the first complete one
+// counts, in this order: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open
+// MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. An incomplete
+// set is a *PlaceError that names what is missing, a contradiction one that names both variables.
+// Without any the process is rank 0 of 1; with a *PlaceError FromEnv returns that, and the
+// settings. No error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
 	e := env{get: WithoutServices(getenv)}
 	l := Launch{Size: 1, LocalRank: -1, Source: "none"}

@@ -20,7 +20,7 @@ import (
 type KV interface {
 	// Set sets key unconditionally.
 	Set(ctx context.Context, key string, value []byte) error
-	// Get returns the value of key, empty if it has none. It does not wait.
+	// Get returns the value of key, empty if it has none. It should not wait for one.
 	Get(ctx context.Context, key string) ([]byte, error)
 	// Wait returns the value of key as soon as it has one.
 	Wait(ctx context.Context, key string) ([]byte, error)
@@ -38,7 +38,9 @@ type Elastic interface {
 }
 
 // OpenStore returns a handle on a caller's store for a job: kv's own if it is Elastic, else one
-// without leases for a fixed job. Keys begin with Prefix(job).
+// without leases for a fixed job. Keys begin with Prefix(job). A KV does not tell who has set a
+// key: Create and CompareAndSwap of the handle without leases return nil, too, if the key has the
+// new value already.
 func OpenStore(ctx context.Context, kv KV, job string) (Store, error) {
 	if e, ok := kv.(Elastic); ok {
 		return e.Open(ctx)

@@ -465,7 +465,8 @@ func (f *Formation) own(key string) []byte {
 	return slices.Clone(f.values[key])
 }
 
-// Get implements KV. A member that is gone has no record.
+// Get implements KV. A member that is gone has no record; others have, and Get waits until they
+// have begun the Formation.
 func (f *Formation) Get(ctx context.Context, key string) ([]byte, error) {
 	r, ok := f.peer(key)
 	if !ok {

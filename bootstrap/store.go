@@ -22,7 +22,7 @@ type Store interface {
 	// Put sets key unconditionally.
 	Put(ctx context.Context, key string, value []byte, lease bool) error
 	// Create sets key if it does not exist; else it returns a *ConflictError with the present
-	// value.
+	// value. See OpenStore for an exception.
 	Create(ctx context.Context, key string, value []byte, lease bool) error
 	// Get returns the value of key; an error that wraps ErrNoKey if there is none.
 	Get(ctx context.Context, key string) ([]byte, error)
@@ -30,7 +30,7 @@ type Store interface {
 	List(ctx context.Context, prefix string) (map[string][]byte, error)
 	// CompareAndSwap replaces old by new, which belongs to the job, atomically; else it returns a
 	// *ConflictError with the present value. A nil old means that key must not exist, a nil new
-	// removes it.
+	// removes it. See OpenStore for an exception.
 	CompareAndSwap(ctx context.Context, key string, old, new []byte) error
 	// Adopt puts key under this handle's lease, in one step, if it has value; else it returns a
 	// *ConflictError with the present value.
