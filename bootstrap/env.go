@@ -58,6 +58,7 @@ type Launch struct {
 	MaxSize              int           // 0: not set
 	Uniform, AutoAdmit   bool
 	Standby              bool // a spare process, which has no rank yet
+	Restarted            bool // this rank's process has died, and this is another one
 	StoreUser            string
 	StorePassword        string
 	StoreCA              string // paths of PEM files
@@ -131,6 +132,8 @@ func Variables() []Variable {
 		{"TUTTI_AUTO_ADMIT", "1: waiting ranks are admitted between two operations, without Admit", "0"},
 		{"TUTTI_STANDBY", "number of this spare process, which has no rank: it waits for a slot that becomes free",
 			"none"},
+		{"TUTTI_RESTART", "how often this rank was started again: if another process has its slot by then, it waits " +
+			"until that is gone", "none; tutti run --max-restarts sets it"},
 		{"TUTTI_LOG", "log level on standard error: debug, info, warn, error or off", "warn"},
 		{"TUTTI_LOG_DIR", "directory for flight records: the last operations of a rank, in files that outlive it; " +
 			"also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
@@ -644,7 +647,11 @@ func (e env) settings(l *Launch) error {
 		}
 		l.RDMAPairs = n
 	}
-	var err error
+	_, restarts, err := e.number([]string{"TUTTI_RESTART"}, 0)
+	if err != nil {
+		return err
+	}
+	l.Restarted = restarts > 0
 	if l.RDMA, err = rdma.ParseSettings(e.get); err != nil {
 		return fmt.Errorf("environment: %w", err)
 	}

@@ -28,19 +28,36 @@ import (
 //
 // A process on standby (TUTTI_STANDBY) waits until a slot is free, bounded by ctx alone. If another
 // process takes the slot first, or the ranks do not admit this one within Config.Timeout, it waits
-// again.
+// again. So does a rank that was started again (TUTTI_RESTART) while another process, which may
+// have been on standby, has its slot.
 func Join(ctx context.Context, cfg Config) (*Group, error) {
 	if ctx == nil {
 		return nil, noContext("join")
 	}
-	s, err := cfg.fromEnv()
-	if err != nil {
-		return nil, err
+	for {
+		s, err := cfg.fromEnv()
+		if err != nil {
+			return nil, err
+		}
+		g, err := s.enter(ctx)
+		taken := (*bootstrap.SlotError)(nil)
+		if !s.again() || !errors.As(err, &taken) || ctx.Err() != nil {
+			return g, err
+		}
+		s.Logger.Warn("another process has the place of this one, which waits until that is gone",
+			"pid", taken.Holder.PID, "host", taken.Holder.Host)
+		if js, err := s.session(); err == nil { // else the next attempt says why
+			join.AwaitSlot(ctx, js)
+		}
 	}
-	return s.enter(ctx)
 }
 
-// enter is Join.
+// again reports whether this process is a rank of its launcher's job that was started again.
+func (s *settings) again() bool {
+	return s.launch.Restarted && s.Rank == s.launch.Rank && s.Job == s.launch.Job
+}
+
+// enter is an attempt of Join.
 func (s *settings) enter(ctx context.Context) (*Group, error) {
 	s.preload()
 	if !s.launch.Standby {

@@ -89,7 +89,7 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 // ofJobs reports whether a variable of the environment concerns a job and not a member.
 func ofJobs(name string) bool {
 	switch name {
-	case "TUTTI_JOB", "TUTTI_MAX_SIZE", "TUTTI_ON_FAILURE", "TUTTI_AUTO_ADMIT", "TUTTI_STANDBY":
+	case "TUTTI_JOB", "TUTTI_MAX_SIZE", "TUTTI_ON_FAILURE", "TUTTI_AUTO_ADMIT", "TUTTI_STANDBY", "TUTTI_RESTART":
 		return true
 	}
 	return strings.HasPrefix(name, "TUTTI_STORE")

@@ -1,10 +1,12 @@
 package pg_test
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"slices"
 	"strings"
@@ -342,6 +344,55 @@ func TestCallersElasticStore(t *testing.T) {
 				}
 			}
 			t.Errorf("rank %d is not in a view of ranks 0 and 1: %v", r, g.View())
+		})
+	}
+	wg.Wait()
+}
+
+// A rank that was started again waits while another process has its slot, and is admitted when that
+// one has gone.
+func TestRestartWaitsForItsSlot(t *testing.T) {
+	groups, config := elasticJob(t, 2, 2)
+	log, warn := io.Pipe()
+	cfg := config(1)
+	cfg.Size, cfg.Rank, cfg.Job, cfg.Logger = 0, 0, "default", slog.New(slog.NewTextHandler(warn, nil))
+	cfg.Getenv = func(name string) string {
+		return map[string]string{"RANK": "1", "WORLD_SIZE": "2", "TUTTI_JOB": "default", "TUTTI_RESTART": "1"}[name]
+	}
+	var again *pg.Group
+	var failed error
+	joined := make(chan struct{})
+	go func() {
+		defer close(joined)
+		again, failed = pg.Join(t.Context(), cfg)
+		warn.Close()
+	}()
+	text := bufio.NewScanner(log)
+	for waits := false; !waits; waits = strings.Contains(text.Text(), "another process has the place of this one") {
+		if !text.Scan() {
+			<-joined
+			t.Fatalf("it did not wait: %v", failed)
+		}
+	}
+	go io.Copy(io.Discard, log)
+	groups[1].Close()
+	for admitted := 0; admitted == 0; {
+		var err error
+		if admitted, err = groups[0].Admit(t.Context()); err != nil && !errors.As(err, new(*pg.RankError)) {
+			t.Fatal(err)
+		}
+	}
+	if <-joined; failed != nil {
+		t.Fatal(failed)
+	}
+	groups[1] = again
+	var wg sync.WaitGroup
+	for r, g := range groups {
+		wg.Go(func() {
+			defer g.Close()
+			if err := g.Barrier(t.Context()); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
 		})
 	}
 	wg.Wait()

@@ -104,7 +104,8 @@ one on (PMI on a descriptor: MPICH's mpiexec, srun --mpi=pmi2).`,
 		"`what` to do when a rank dies: end the others; or leave them to go on: shrink (the operation in flight "+
 			"fails), retry (it runs again) (default: TUTTI_ON_FAILURE, else end)")
 	fl.IntVar(&f.restarts, "max-restarts", 0,
-		"with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
+		"with shrink or retry: how often a rank that died is started again, with TUTTI_RESTART set; it joins at the "+
+			"others' next Admit")
 	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and "+
 		"take its place")
 	fl.BoolVar(&f.autoAdmit, "auto-admit", false,

@@ -961,8 +961,15 @@ func TestRunStandby(t *testing.T) {
 }
 
 // A spare process takes the place of a rank that died before that is back. What was started again
-// belongs to nothing then, and is ended when the group is over.
+// waits then: it is ended when the group is over, or takes the place of the spare if that dies.
 func TestRunReplaced(t *testing.T) {
+	for _, how := range []string{"stays", "dies"} {
+		t.Run("the spare "+how, func(t *testing.T) { replace(t, how == "dies") })
+	}
+}
+
+// replace is TestRunReplaced.
+func replace(t *testing.T, spareDies bool) {
 	s := newStage(t)
 	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--",
 		proctest.Self())
@@ -990,14 +997,29 @@ func TestRunReplaced(t *testing.T) {
 		}
 	}
 	j.Err.Await(t, "standby 0 has taken the place of rank 1\n")
-	for _, p := range []*puppet{stays, spare} {
-		again.do("print %q", "still waiting\n")
+	again.tell("join")
+	j.Err.Await(t, "another process has the place of this one")
+	ranks := []*puppet{stays, spare}
+	if spareDies {
+		stays.tell("replace")
+		spare.tell("kill 9")
+		ranks[1] = again
+		for _, p := range ranks {
+			if got := p.hear(); got != "ok" {
+				t.Fatalf("rank %s: %s", p.rank(), got)
+			}
+		}
+	}
+	for _, p := range ranks {
 		p.do("close")
 		p.tell("exit 0")
 		p.gone()
 	}
 	again.gone()
 	j.End(0)
+	if text := j.Err.String(); strings.Count(text, "starting it again") != 1 {
+		t.Errorf("rank 1 was to be started again once: %q", text)
+	}
 	s.empty()
 }
 

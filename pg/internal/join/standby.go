@@ -158,6 +158,23 @@ func claim(ctx context.Context, store bootstrap.Store, slot int, id uint64) erro
 	return err
 }
 
+// AwaitSlot waits until no process is registered in the slot of s, or the store cannot tell. Unlike
+// a Session it has no listeners meanwhile.
+func AwaitSlot(ctx context.Context, s *Settings) {
+	dctx, dialed := Within(ctx, s.Timeout)
+	store, err := s.open(dctx)
+	dialed()
+	if err != nil {
+		return
+	}
+	defer store.Close()
+	for e := range store.Watch(ctx, bootstrap.RankKey(s.Rank)) {
+		if e.Err != nil || !e.Exists {
+			return
+		}
+	}
+}
+
 // Release releases the claim. joined says whether the process has joined with the slot.
 func (c *Claim) Release(joined bool) {
 	if c.told && joined {
