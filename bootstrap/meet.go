@@ -158,7 +158,8 @@ func (l *Launch) MeetsInPrivate() bool {
 func (l *Launch) HowToMeet() string {
 	if l.Source == "openmpi" || l.Source == "pmix" {
 		return "the launcher (PMIx) does not tell ranks of several hosts where to meet: start one tutti run on each, " +
-			"as mpirun --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM does, or " + setStore
+			"as mpirun --bind-to none --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM does, " +
+			"or " + setStore
 	}
 	return otherWays
 }

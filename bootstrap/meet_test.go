@@ -670,7 +670,7 @@ func TestInvitationsAreChecked(t *testing.T) {
 func TestMeetingPointIsRequired(t *testing.T) {
 	const ompi = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1"
 	for env, says := range map[string]string{
-		ompi:                                  "mpirun --map-by ppr:1:node tutti run",
+		ompi:                                  "mpirun --bind-to none --map-by ppr:1:node tutti run",
 		"PMI_RANK=0 PMI_SIZE=2":               "TUTTI_STORE",
 		"JOB_COMPLETION_INDEX=0 TUTTI_SIZE=2": "tutti run",
 	} {

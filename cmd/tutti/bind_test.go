@@ -100,6 +100,10 @@ func TestRunRespectsItsOwnBinding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	online, err := cpus.Online(os.DirFS("/sys/devices/system"))
+	if err != nil {
+		t.Fatal(err)
+	}
 	last := allowed[len(allowed)-1:]
 	s := newStage(t)
 	j := s.command("run", "-n", "2", proctest.Self())
@@ -116,6 +120,9 @@ func TestRunRespectsItsOwnBinding(t *testing.T) {
 		p.tell("exit 0")
 	}
 	j.End(0)
+	if says := strings.Contains(j.Err.String(), "2 ranks on 1 processor of "); says != (len(online) > 1) {
+		t.Errorf("of processors %v it has %v, and says %q", online, last, j.Err.String())
+	}
 }
 
 // A rank that is started again has the processors of the first; a spare process gets those of the

@@ -111,6 +111,9 @@ func Read(sys fs.FS, allowed Set) ([]CPU, error) {
 	return all, nil
 }
 
+// Online returns the processors that the machine has in use, from a directory as for Read.
+func Online(sys fs.FS) (Set, error) { return readSet(sys, "cpu/online") }
+
 // Nodes returns the NUMA nodes that have one of the processors, in ascending order.
 func Nodes(machine []CPU) []int {
 	var nodes []int

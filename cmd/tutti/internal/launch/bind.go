@@ -48,6 +48,17 @@ func Processors() ([]cpus.CPU, error) {
 	return cpus.Read(os.DirFS("/sys/devices/system"), allowed)
 }
 
+// sayCrowded says that the ranks have to share processors although the machine has more: a launcher
+// may have bound this one to a core, as mpirun does.
+func (l *launcher) sayCrowded() {
+	allowed, err := cpus.Allowed()
+	online, oerr := cpus.Online(os.DirFS("/sys/devices/system"))
+	if err == nil && oerr == nil && l.N > len(allowed) && len(online) > len(allowed) {
+		l.tell("%s on %s of %d: what started this command has bound it there (mpirun: --bind-to none; srun: -c)",
+			count(l.N, "rank"), count(len(allowed), "processor"), len(online))
+	}
+}
+
 // bindTo gives local process i the processors of a slot, if that is of this node.
 func (l *launcher) bindTo(i, slot int) {
 	at := slot - l.base

@@ -271,6 +271,7 @@ func (l *launcher) run(ctx context.Context) error {
 	l.clearFlights()
 	l.command, l.env = cmd, env
 	l.divide()
+	l.sayCrowded()
 	for i := range l.ranks {
 		if err := l.start(i); err != nil {
 			return err
