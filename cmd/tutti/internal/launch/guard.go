@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -218,7 +219,7 @@ func (g *Guard) Start(id int, c Command, stdin, stdout, stderr *os.File) error {
 func (g *Guard) Bind(id int, s cpus.Set) error { return g.tell(order{ID: id, Bind: s}) }
 
 // Signal sends sig to the process group of process id, or of every process if id < 0. Processes
-// that have ended are skipped.
+// that have ended are skipped, and for SIGUSR1 and SIGUSR2 those that do not expect it.
 func (g *Guard) Signal(id int, sig syscall.Signal) error { return g.tell(order{ID: id, Signal: sig}) }
 
 func (g *Guard) tell(o order, files ...int) error {
@@ -426,11 +427,13 @@ func GuardMain() int {
 					}
 				}
 			default:
+				var groups []int
 				for pid, id := range running {
 					if d.ID < 0 || d.ID == id {
-						unix.Kill(-pid, d.Signal)
+						groups = append(groups, pid)
 					}
 				}
+				signalGroups(groups, d.Signal)
 			}
 			closeAll(d.files)
 		case <-chld:
@@ -563,6 +566,27 @@ func reap(first *ends, exited func(pid int, s syscall.WaitStatus)) (more bool) {
 	}
 }
 
+// signalGroups sends sig to process groups. SIGUSR1 and SIGUSR2, which end a process that does
+// nothing about them, are for those alone that handle them, or block them to wait for them: a rank
+// may be run by a script, and have helpers.
+func signalGroups(groups []int, sig syscall.Signal) {
+	if sig != syscall.SIGUSR1 && sig != syscall.SIGUSR2 {
+		for _, g := range groups {
+			unix.Kill(-g, sig)
+		}
+		return
+	}
+	for _, pid := range processes() {
+		if g, err := unix.Getpgid(pid); err != nil || !slices.Contains(groups, g) {
+			continue
+		}
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		if err == nil && hasSignal(status, sig, "SigCgt", "SigBlk") {
+			unix.Kill(pid, sig)
+		}
+	}
+}
+
 // killGroup kills the process group of a leader that has just been waited for. While a child of
 // this process is in the group, its number is not reused; without one the leader left no process
 // behind, and the number may belong to a stranger.
@@ -586,20 +610,22 @@ func killChildren(chld <-chan os.Signal, first *ends, exited func(pid int, s sys
 	}
 }
 
-// children lists the processes whose parent is this one.
-func children() []int {
-	self := strconv.Itoa(os.Getpid())
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return nil
-	}
-	var pids []int
+// processes lists all processes.
+func processes() (pids []int) {
+	entries, _ := os.ReadDir("/proc")
 	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
+		if pid, err := strconv.Atoi(e.Name()); err == nil {
+			pids = append(pids, pid)
 		}
-		stat, err := os.ReadFile("/proc/" + e.Name() + "/stat")
+	}
+	return pids
+}
+
+// children lists the processes whose parent is this one.
+func children() (pids []int) {
+	self := strconv.Itoa(os.Getpid())
+	for _, pid := range processes() {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 		if err != nil {
 			continue
 		}

@@ -231,6 +231,44 @@ func TestGuardSaysWhyNothingStarts(t *testing.T) {
 	}
 }
 
+// TestSignalsForRanksSpareHelpers: SIGUSR1 reaches the process of a group that handles it, and does
+// not end another one.
+func TestSignalsForRanksSpareHelpers(t *testing.T) {
+	g := newTestGuard(t)
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	// The shell's exit code is that of its helper. Of two signals the lower number ends that.
+	const script = `sleep 1000 & trap 'kill -TERM $!; wait $!; exit $?' USR1; echo; while wait; do sleep 1; done`
+	err = g.Start(0, Command{Path: "/bin/sh", Args: []string{"-c", script}, Env: os.Environ()}, null, w, null)
+	w.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Read(make([]byte, 1)); err != nil {
+		t.Fatalf("the shell does not say that it is ready: %v", err)
+	}
+	if err := g.Signal(-1, syscall.SIGUSR1); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		e := get(t, "the shell's end", g.Events())
+		if e.Exited {
+			if code := e.Status.ExitStatus(); code != 128+int(syscall.SIGTERM) {
+				t.Errorf("the shell ends with %d, as its helper: want %d", code, 128+int(syscall.SIGTERM))
+			}
+			return
+		}
+	}
+}
+
 // TestSignalsWithoutRanks: what is only passed on to ranks does not end the launcher when there are
 // none.
 func TestSignalsWithoutRanks(t *testing.T) {

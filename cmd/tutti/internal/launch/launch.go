@@ -477,14 +477,8 @@ func dying(pid int) bool {
 		_, err := os.Stat("/proc/self")
 		return err == nil
 	}
-	for line := range strings.Lines(string(status)) {
-		name, text, _ := strings.Cut(line, ":")
-		if name != "SigPnd" && name != "ShdPnd" {
-			continue
-		}
-		if set, _ := strconv.ParseUint(strings.TrimSpace(text), 16, 64); set&(1<<(syscall.SIGKILL-1)) != 0 {
-			return true
-		}
+	if hasSignal(status, syscall.SIGKILL, "SigPnd", "ShdPnd") {
+		return true
 	}
 	stat, _ := os.ReadFile(dir + "stat") // after status: the flag follows the pending signal
 	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
@@ -493,6 +487,18 @@ func dying(pid int) bool {
 	}
 	flags, _ := strconv.ParseUint(fields[6], 10, 64)
 	return flags&signaled != 0
+}
+
+// hasSignal reports whether s is in one of these sets of a process's status.
+func hasSignal(status []byte, s syscall.Signal, sets ...string) bool {
+	for line := range strings.Lines(string(status)) {
+		name, text, _ := strings.Cut(line, ":")
+		set, _ := strconv.ParseUint(strings.TrimSpace(text), 16, 64)
+		if slices.Contains(sets, name) && set&(1<<(s-1)) != 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // outcome returns the exit code and the description of a status.
