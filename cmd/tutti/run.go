@@ -38,13 +38,19 @@ func newRun() *cobra.Command {
 		Short: "Start a program as the ranks of a job",
 		Long: `Start PROGRAM N times as the ranks of a job, show their output, and end them all when one fails.
 
-A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
-failed first (128+S if it was killed by signal S; if it exited while a signal was killing another
-rank of this node, that one's on this node). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the
-ranks, which have --grace to end before they are killed; a second one kills them at once. With
---on-failure shrink or retry the others continue when a rank dies; the exit code is then 0 if a rank
-succeeds and so do all that are alive then.
-No process that a rank has started outlives the command, even if the command is killed.
+A .go file or a directory of Go files is built first. No process that a rank has started outlives the
+command, even if the command is killed. The exit code is 0, or that of the rank that failed first (128+S
+if it was killed by signal S; if it exited while a signal was killing another rank of this node, that
+one's on this node). With --on-failure shrink or retry the others continue when a rank dies; the exit
+code is then 0 if a rank succeeds and so do all that are alive then. The command has codes of its own:
+1 if the job could not be started or kept running, 2 for wrong flags, 126 or 127 if PROGRAM cannot be
+run or found, 141 if nobody reads the output any more, and 128+S if signal S interrupted it and no rank
+gave another code.
+
+SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which have --grace to end before they
+are killed. A second one kills them at once, unless it is a SIGHUP, or the same signal within half a
+second: timeout and terminals send two. SIGUSR1 and SIGUSR2 are passed on to those processes of the ranks
+that handle or block them.
 
 Each rank runs on an equal share of the processors that the command may run on, whole cores of one
 NUMA node where there are enough; ranks share processors only if there are more ranks than these.

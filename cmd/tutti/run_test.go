@@ -229,12 +229,30 @@ func TestRunSignals(t *testing.T) {
 		for _, p := range all {
 			p.hear()
 		}
-		j.Signal(syscall.SIGINT)
+		j.Signal(syscall.SIGTERM) // the same one, so soon, may be the first again
 		for _, p := range all {
 			p.gone()
 		}
 		j.End(137)
 		j.says("killed 2 ranks")
+	})
+	t.Run("a terminal hangs up", func(t *testing.T) { // the shell and the kernel say so
+		s := newStage(t)
+		j := s.run("run", "-n", "1", "--grace", "1h", proctest.Self())
+		p := s.arrive(1)[0]
+		p.do("catch %d", syscall.SIGHUP)
+		p.do("catch %d", syscall.SIGUSR1)
+		j.Signal(syscall.SIGHUP)
+		if got := p.hear(); got != "caught" {
+			t.Fatal(got)
+		}
+		j.Signal(syscall.SIGHUP)
+		j.Signal(syscall.SIGUSR1)
+		if got := p.hear(); got != "caught" {
+			t.Fatal(got)
+		}
+		p.tell("exit 0")
+		j.End(0)
 	})
 }
 

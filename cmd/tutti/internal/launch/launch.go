@@ -117,9 +117,12 @@ type launcher struct {
 	running  int            // ranks that were still running then
 	stopping bool           // SIGTERM or the user's signal has been sent
 	user     syscall.Signal // the user's signal, if any
+	request  syscall.Signal // the first signal that asked this process to end
+	since    time.Time      // when that came
 	killed   int            // ranks that had to be killed
-	killing  bool
+	killedAt time.Time      // when SIGKILL was sent
 	grace    <-chan time.Time
+	overdue  <-chan time.Time // dieBy after SIGKILL
 
 	command Command
 	shares  []cpus.Set // by local rank: its processors; nil: the ranks are not bound
@@ -218,7 +221,7 @@ func (l *launcher) unlessInterrupted(wait func()) (by syscall.Signal) {
 		case <-done:
 			return by
 		case s := <-l.signals:
-			if interrupts(s) {
+			if l.interrupts(s) {
 				by = s.(syscall.Signal)
 				l.out.Hurry()
 			}
@@ -230,7 +233,12 @@ func (l *launcher) unlessInterrupted(wait func()) (by syscall.Signal) {
 func (l *launcher) close() (gone bool, err error) {
 	done := make(chan error, 1)
 	go func() { done <- l.guard.Close() }()
-	late := time.NewTimer(dieBy)
+	since, wait := time.Now(), dieBy
+	if !l.killedAt.IsZero() {
+		since = l.killedAt
+		wait = max(dieBy-time.Since(since), time.Second) // the guard has work of its own
+	}
+	late := time.NewTimer(wait)
 	defer late.Stop()
 	select {
 	case err := <-done:
@@ -245,8 +253,8 @@ func (l *launcher) close() (gone bool, err error) {
 			}
 		}
 		return false, fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a "+
-			"device or a file system (%s); the guard process stays to wait for them", dieBy,
-			strings.Join(stuck, ", "))
+			"device or a file system (%s); the guard process stays to wait for them",
+			time.Since(since).Round(time.Second), strings.Join(stuck, ", "))
 	}
 }
 
@@ -402,6 +410,8 @@ func (l *launcher) supervise(ctx context.Context) error {
 		case <-l.hold.elsewhere(): // the job has begun to end
 		case <-l.grace:
 			l.kill()
+		case <-l.overdue:
+			return nil // close says which processes are left
 		case <-broken:
 			broken = nil
 			l.fail(128+int(syscall.SIGPIPE), "the output has no reader any more")
@@ -543,17 +553,29 @@ func (l *launcher) end(s syscall.Signal) {
 	l.grace = time.After(l.Grace)
 }
 
-// interrupts reports whether s asks the launcher to end. SIGUSR1 and SIGUSR2 are for the ranks,
-// while there are any; SIGPIPE says what writing to the broken pipe reports, too.
-func interrupts(s os.Signal) bool {
-	return s != syscall.SIGPIPE && s != syscall.SIGUSR1 && s != syscall.SIGUSR2
+// echo is how long after a signal another one of its number may be the same request.
+const echo = 500 * time.Millisecond
+
+// interrupts reports whether s asks the launcher to end or, if it was asked before, to end at once.
+// SIGUSR1 and SIGUSR2 are for the ranks, while there are any; SIGPIPE says what writing to the
+// broken pipe reports, too. One request may come as two signals: timeout signals its child and then
+// its process group, and when a terminal hangs up, both the shell and the kernel send SIGHUP.
+func (l *launcher) interrupts(s os.Signal) bool {
+	switch {
+	case s == syscall.SIGPIPE || s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
+		return false
+	case l.request == 0:
+		l.request, l.since = s.(syscall.Signal), time.Now()
+		return true
+	}
+	return s != syscall.SIGHUP && (s != l.request || time.Since(l.since) >= echo)
 }
 
 func (l *launcher) signal(s syscall.Signal) {
 	switch {
 	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
 		l.guard.Signal(-1, s)
-	case !interrupts(s):
+	case !l.interrupts(s):
 	case l.user != 0 || l.code != 0:
 		l.kill()
 		l.out.Hurry()
@@ -561,16 +583,16 @@ func (l *launcher) signal(s syscall.Signal) {
 		l.user = s
 		l.end(s)
 		if !l.Quiet {
-			l.say(fmt.Sprintf("%s: passed on to %s; what has not ended in %v is killed, and at once if the "+
-				"signal comes again", unix.SignalName(s), count(l.live, "rank"), l.Grace))
+			l.say(fmt.Sprintf("%s: passed on to %s; what has not ended in %v is killed, and at once if SIGINT or "+
+				"SIGTERM follows", unix.SignalName(s), count(l.live, "rank"), l.Grace))
 		}
 	}
 }
 
 func (l *launcher) kill() {
 	l.grace = nil
-	if !l.killing {
-		l.killing, l.killed = true, l.live
+	if l.killedAt.IsZero() {
+		l.killed, l.killedAt, l.overdue = l.live, time.Now(), time.After(dieBy)
 		l.guard.Signal(-1, syscall.SIGKILL)
 	}
 }
@@ -697,7 +719,7 @@ func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
 				}
 			}
 		case s := <-l.signals:
-			if interrupts(s) {
+			if l.interrupts(s) {
 				l.stopping, l.user, l.code = true, s.(syscall.Signal), 128+int(s.(syscall.Signal))
 				l.guard.Signal(-1, syscall.SIGKILL)
 			}

@@ -5,7 +5,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -30,6 +33,63 @@ func TestDirectoryDoesNotHideProgram(t *testing.T) {
 	if c, err := l.program(t.Context()); err != nil || c.Path != filepath.Join(bin, "tool") {
 		t.Errorf("%q, %v", c.Path, err)
 	}
+}
+
+// TestOneRequestOfTwoSignals: a signal that comes with another of its number is no second request,
+// nor is a second SIGHUP ever.
+func TestOneRequestOfTwoSignals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for _, c := range []struct {
+			first, second syscall.Signal
+			after         time.Duration
+			want          bool
+		}{
+			{syscall.SIGTERM, syscall.SIGTERM, time.Millisecond, false},
+			{syscall.SIGTERM, syscall.SIGTERM, time.Second, true},
+			{syscall.SIGTERM, syscall.SIGINT, time.Millisecond, true},
+			{syscall.SIGHUP, syscall.SIGHUP, time.Hour, false},
+			{syscall.SIGINT, syscall.SIGHUP, time.Hour, false},
+			{syscall.SIGHUP, syscall.SIGTERM, time.Millisecond, true},
+		} {
+			l := &launcher{}
+			if l.interrupts(syscall.SIGUSR1) || !l.interrupts(c.first) {
+				t.Errorf("%v is not the first request", c.first)
+			}
+			time.Sleep(c.after)
+			if got := l.interrupts(c.second); got != c.want {
+				t.Errorf("%v %v after %v is another request: %v", c.second, c.after, c.first, got)
+			}
+		}
+	})
+}
+
+// TestProcessesThatSIGKILLDoesNotEnd: the launcher does not wait for them for ever.
+func TestProcessesThatSIGKILLDoesNotEnd(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fds[1]) // nobody reads what the guard is told
+	conn, err := unixConn(fds[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFake(t, 1, 0, 0)
+		f.Elastic, f.signals, f.out = false, make(chan os.Signal, 1), &Output{broken: make(chan struct{}),
+			hurry: make(chan struct{})}
+		f.guard = &Guard{conn: conn, events: make(chan Event)}
+		began := time.Now()
+		f.kill()
+		go func() {
+			time.Sleep(dieBy / 2)
+			f.signals <- syscall.SIGINT
+		}()
+		if err := f.supervise(t.Context()); err != nil || time.Since(began) != dieBy || f.live != 1 {
+			t.Errorf("%v after %v; %d processes are left", err, time.Since(began), f.live)
+		}
+	})
 }
 
 // TestTooFewDescriptors: the launcher that serves the store has connections to all ranks and

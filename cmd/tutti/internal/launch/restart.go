@@ -172,12 +172,10 @@ func (l *launcher) learn(i int) {
 // verdict returns the exit code that follows from the ends of all ranks, and the reason.
 func (l *launcher) verdict() (int, string) {
 	switch {
-	case l.user != 0 && !l.dismissed:
-		if l.well == 0 {
-			return 128 + int(l.user), ""
-		}
 	case l.late.code != 0:
 		return l.late.code, l.late.why + ", after other ranks had ended well"
+	case l.user != 0 && !l.dismissed && l.well == 0:
+		return 128 + int(l.user), ""
 	case !l.ending() && l.first.code != 0 && l.deaths == 1:
 		return l.first.code, l.first.why
 	case !l.ending() && l.first.code != 0:

@@ -173,6 +173,16 @@ func TestRestarts(t *testing.T) {
 		f.die(1, 7)
 		f.means(t, 7)
 	})
+	t.Run("interrupted after a failure that counts", func(t *testing.T) {
+		f := newFake(t, 3, 0, 0)
+		f.die(0, 0)
+		f.user = syscall.SIGINT
+		f.means(t, 0)
+		f.die(1, 7)
+		f.means(t, 7)
+		f.die(2, 0)
+		f.means(t, 7)
+	})
 	t.Run("only spares are left", func(t *testing.T) {
 		f := newFake(t, 1, 0, 2)
 		f.useViews()

@@ -311,7 +311,7 @@ func (l *launcher) interruptible(ctx context.Context, f func(context.Context) er
 			}
 			return err
 		case s := <-l.signals:
-			if interrupts(s) {
+			if l.interrupts(s) {
 				l.user = s.(syscall.Signal)
 				cancel()
 			}
@@ -834,7 +834,7 @@ func (s *store) others(ctx context.Context, l *launcher) error {
 			l.fail(f.code, f.why)
 			late = time.After(l.Grace + dieBy)
 		case sig := <-l.signals:
-			if interrupts(sig) {
+			if l.interrupts(sig) {
 				l.user = sig.(syscall.Signal)
 				l.fail(128+int(l.user), "")
 				return nil
