@@ -13,11 +13,19 @@ import (
 	"tutti/internal/proctest"
 )
 
-// Two launchers that Open MPI's has started on this host, without a flag or a secret.
+// Two launchers that Open MPI's has started on this host, without a secret, and without the flags
+// that tell what it does.
 func TestRunFindsNodesOfOuterLauncher(t *testing.T) {
+	for _, flags := range [][2]string{{"", ""}, {"--nnodes 2", "--node-rank 1"}} {
+		t.Run(flags[0], func(t *testing.T) { meetOnHost(t, flags) })
+	}
+}
+
+// meetOnHost is TestRunFindsNodesOfOuterLauncher.
+func meetOnHost(t *testing.T, flags [2]string) {
 	s := newStage(t)
 	start := func(node int) *tutti {
-		j := s.command("run", "-n", "2", proctest.Self())
+		j := s.command(append(append([]string{"run", "-n", "2"}, strings.Fields(flags[node])...), proctest.Self())...)
 		j.cmd.Env = append(j.cmd.Env, fmt.Sprintf("OMPI_COMM_WORLD_RANK=%d", node), "OMPI_COMM_WORLD_SIZE=2",
 			fmt.Sprintf("OMPI_COMM_WORLD_LOCAL_RANK=%d", node), "OMPI_COMM_WORLD_LOCAL_SIZE=2",
 			fmt.Sprintf("PMIX_NAMESPACE=test-%d", os.Getpid()))
@@ -85,6 +93,24 @@ func TestRunInASlurmStep(t *testing.T) {
 		j := node(s, 0, "SLURM_STEP_NUM_TASKS=4")
 		j.End(codeUsage)
 		j.says("--ntasks-per-node=1")
+	})
+	for _, c := range [][]string{{"--nnodes", "3"}, {"--node-rank", "0"}} {
+		t.Run("contradicts "+c[0], func(t *testing.T) {
+			s := newStage(t)
+			j := node(s, 1, "SLURM_STEP_NUM_TASKS=2", c...)
+			j.End(codeUsage)
+			j.says(strings.Join(c, " ") + " contradicts slurm, which started this command as node 1 of 2")
+		})
+	}
+	t.Run("one node, whatever started it", func(t *testing.T) {
+		s := newStage(t)
+		j := node(s, 1, "SLURM_STEP_NUM_TASKS=4", "--nnodes", "1")
+		p := s.arrive(1)[0]
+		if p.Env["WORLD_SIZE"] != "1" {
+			t.Errorf("%v", p.Env)
+		}
+		p.tell("exit 0")
+		j.End(0)
 	})
 	t.Run("flags are preferred", func(t *testing.T) {
 		s := newStage(t)

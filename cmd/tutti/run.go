@@ -142,14 +142,25 @@ func launched(code int, err error) error {
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
 	given := cmd.Flags().Changed
 	outer := bootstrap.Launch{Size: 1}
-	if !given("nnodes") && !given("node-rank") {
+	if !(given("nnodes") && (given("node-rank") || f.nodes == 1)) { // else all is said
 		var err error
 		if outer, err = bootstrap.NodeFromEnv(getenv); err != nil {
 			return launch.Options{}, usagef(cmd, "%v; or give --nnodes and --node-rank", err)
 		}
-		f.nodes, f.node = outer.Size, outer.Rank
-	} else if !given("nnodes") {
-		f.nodes = 1
+		started := fmt.Sprintf("%s, which started this command as node %d of %d: give both --nnodes and --node-rank, "+
+			"or neither", outer.Source, outer.Rank, outer.Size)
+		switch several := outer.Size > 1; {
+		case given("nnodes") && several && f.nodes != outer.Size:
+			return launch.Options{}, usagef(cmd, "--nnodes %d contradicts %s", f.nodes, started)
+		case given("node-rank") && several && f.node != outer.Rank:
+			return launch.Options{}, usagef(cmd, "--node-rank %d contradicts %s", f.node, started)
+		}
+		if !given("nnodes") {
+			f.nodes = outer.Size
+		}
+		if !given("node-rank") {
+			f.node = outer.Rank
+		}
 	}
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
 		Grace: f.grace, Verbose: f.verbose, Quiet: f.quiet}
