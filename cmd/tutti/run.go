@@ -176,7 +176,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	case f.n < 1 || f.n > 1<<16:
 		return o, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<16)
 	case f.nodes < 1 || f.nodes > 1<<16:
-		return o, usagef(cmd, "--nnodes %d: expected 1 or more", f.nodes)
+		return o, usagef(cmd, "--nnodes %d: expected 1 to %d", f.nodes, 1<<16)
 	case f.node < 0 || f.node >= f.nodes:
 		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1,
 			f.nodes)
@@ -191,8 +191,10 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
 	case f.nodes == 1 && f.rdzv != "" && outer.Source == "none":
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
-	case f.restarts < 0 || f.standby < 0 || f.standby > 1<<16:
-		return o, usagef(cmd, "--max-restarts %d --standby %d: expected 0 or more", f.restarts, f.standby)
+	case f.restarts < 0:
+		return o, usagef(cmd, "--max-restarts %d: expected 0 or more", f.restarts)
+	case f.standby < 0 || f.standby > 1<<16:
+		return o, usagef(cmd, "--standby %d: expected 0 to %d", f.standby, 1<<16)
 	case f.transport != "" && !transports(f.transport):
 		return o, usagef(cmd, "--transport %s: expected auto, %s", f.transport, registry.Names())
 	case f.verbose && f.quiet:

@@ -27,7 +27,7 @@ as a rank or as another client. To other holders of the same credential it can a
 endpoint: give each program its own, and share one only among processes that may trust each other.
 The same secret and name always give the same credential. The job's secret comes from TUTTI_SECRET,
 TUTTI_SECRET_FILE or --secret-file.`,
-		Example: `  export TUTTI_SECRET=$(tutti secret)     in a batch script; srun and mpirun pass it on
+		Example: `  export TUTTI_SECRET=$(tutti secret)     in a batch script; srun passes it on, mpirun with -x
   tutti secret --file ~/job.secret        on a file system that all nodes share
   tutti secret | kubectl create secret generic train --from-file=secret=/dev/stdin
   tutti secret --client web-1 --secret-file ~/job.secret --file ~/web-1.credential`,
