@@ -227,7 +227,7 @@ const VacantKeys = "vacant/"
 // *SlotError. It waits until ctx ends while dead, which may be nil, says that the holder is dead:
 // an etcd that has elected a leader keeps all leases for another TTL, or longer. If other ranks of
 // the job have another size, it returns a *SizeError, and if they have other Terms, a *TermsError;
-// it then publishes nothing.
+// it then publishes nothing. When the store cannot be reached, or ctx ends, r may be published.
 func Register(ctx context.Context, s Store, r Record, dead func(context.Context, Record) bool) error {
 	value, err := r.Encode()
 	if err != nil {
@@ -245,7 +245,9 @@ func Register(ctx context.Context, s Store, r Record, dead func(context.Context,
 			err = agree(ctx, s, r, TermsKey, terms, dead)
 		}
 	}
-	if err == nil || errors.Is(err, ErrStoreAway) { // a write without an answer may come late: the lease ends it
+	// A write without an answer may come late: the lease ends it. So it does the record of a caller
+	// that gives up, which may have been there before.
+	if err == nil || errors.Is(err, ErrStoreAway) || ctx.Err() != nil {
 		return err
 	}
 	dctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)

@@ -1042,6 +1042,38 @@ func TestRegister(t *testing.T) {
 	})
 }
 
+// listed is a store that calls a function before it lists keys.
+type listed struct {
+	bootstrap.Store
+	before func()
+}
+
+func (s listed) List(ctx context.Context, prefix string) (map[string][]byte, error) {
+	s.before()
+	return s.Store.List(ctx, prefix)
+}
+
+// A rank that is registered, and gives up to register again, stays registered.
+func TestRegisterGivenUp(t *testing.T) {
+	s := storetest.NewMemory().Open()
+	defer s.Close()
+	rec := bootstrap.NewRecord(0, 2, 1, nil)
+	if err := bootstrap.Register(t.Context(), s, rec, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Put(t.Context(), bootstrap.SizeKey, []byte("3"), false); err != nil { // of an earlier job
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	if err := bootstrap.Register(ctx, listed{s, cancel}, rec, nil); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if _, err := s.Get(t.Context(), bootstrap.RankKey(0)); err != nil {
+		t.Error(err)
+	}
+}
+
 // A live holder does not go: the newcomer gives up by itself.
 func TestRegisterTaken(t *testing.T) {
 	e := startEtcd(t)

@@ -26,6 +26,9 @@ import (
 // at the ranks that had met the lost one. In a running job it fails if a rank is lost while it
 // admits this one.
 //
+// A rank that loses its lease before all have joined, because it was stopped or the store was away,
+// takes another one. Join fails if another process has taken its place meanwhile.
+//
 // A process on standby (TUTTI_STANDBY) waits until a slot is free, bounded by ctx alone. If another
 // process takes the slot first, or the ranks do not admit this one within Config.Timeout, it waits
 // again. So does a rank that was started again (TUTTI_RESTART) while another process, which may
@@ -172,12 +175,17 @@ func (s *settings) failed(err error) error {
 func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, again bool, err error) {
 	j := newJob(s)
 	j.session = join.New(js)
-	if err = j.session.Connect(ctx, join.Hooks{Link: j.link, Status: j.status}); err == nil {
+	jctx, lost := context.WithCancelCause(ctx)
+	defer lost(nil)
+	if err = j.session.Connect(ctx, join.Hooks{Link: j.link, Status: j.status, Lost: lost}); err == nil {
 		j.proxy = j.session.Proxy
-		g, err = j.enterJob(ctx)
+		g, err = j.enterJob(jctx)
 	}
 	if err == nil {
 		return g, false, nil
+	}
+	if jctx.Err() != nil && ctx.Err() == nil {
+		err = context.Cause(jctx)
 	}
 	if unfit := new(*RankError); errors.Is(err, p2p.ErrUnfit) && errors.As(err, unfit) {
 		j.session.Stay(ctx, (*unfit).Rank)

@@ -558,6 +558,82 @@ func TestAdmitWithoutStore(t *testing.T) {
 	}
 }
 
+// early joins rank 0 of a job of two in the background. The lease with which it has registered is
+// lost when early returns.
+func early(t *testing.T, m *storetest.Memory, how pg.OnFailure, before func(bootstrap.Store)) (
+	config func(int) pg.Config, joined chan error, group chan *pg.Group) {
+	t.Helper()
+	handles := make(chan bootstrap.Store, 100)
+	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) {
+		h := m.Open()
+		handles <- h
+		return h, nil
+	}}
+	config = func(rank int) pg.Config {
+		cfg := fixed(kv, rank)
+		cfg.Size, cfg.OnFailure = 2, how
+		return cfg
+	}
+	joined, group = make(chan error, 1), make(chan *pg.Group, 1)
+	go func() {
+		g, err := pg.Join(t.Context(), config(0))
+		if err == nil {
+			group <- g
+		}
+		joined <- err
+	}()
+	observer := m.Open()
+	t.Cleanup(func() { observer.Close() })
+	if _, err := observer.Wait(t.Context(), bootstrap.RankKey(0)); err != nil {
+		t.Fatal(err)
+	}
+	before(observer)
+	m.Expire(<-handles)
+	return config, joined, group
+}
+
+// A rank that loses its lease while it waits for another one joins with that nevertheless.
+func TestJoinOutlastsLease(t *testing.T) {
+	for _, how := range []pg.OnFailure{pg.Report, pg.Shrink} {
+		m := storetest.NewMemory()
+		t.Cleanup(m.Close)
+		var observer bootstrap.Store
+		config, joined, group := early(t, m, how, func(s bootstrap.Store) { observer = s })
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		if _, err := observer.Wait(ctx, bootstrap.RankKey(0)); err != nil {
+			t.Fatal("the rank is not registered again: ", err)
+		}
+		g, err := pg.Join(ctx, config(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		if err := <-joined; err != nil {
+			t.Fatal(err)
+		}
+		defer (<-group).Close()
+	}
+}
+
+// A rank that has lost its lease, and its place to another process, fails in Join, which says so.
+func TestJoinLosesPlace(t *testing.T) {
+	m := storetest.NewMemory()
+	t.Cleanup(m.Close)
+	_, joined, _ := early(t, m, pg.Shrink, func(s bootstrap.Store) {
+		rec, err := bootstrap.NewRecord(0, 2, 9, nil).Encode()
+		if err == nil { // no lease of the rank's ends it
+			err = s.Put(t.Context(), bootstrap.RankKey(0), rec, true)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	})
+	if err := <-joined; !errors.As(err, new(*bootstrap.SlotError)) || !errors.Is(err, bootstrap.ErrLeaseLost) {
+		t.Errorf("%v, want a SlotError after the loss of a lease", err)
+	}
+}
+
 // A rank that has the outcome of an agreement and closes the group leaves it to one that is late.
 func TestOutcomeStaysForLateRank(t *testing.T) {
 	ctx, m, open := t.Context(), storetest.NewMemory(), make(chan struct{})

@@ -37,10 +37,18 @@ func (ss *Session) awaitHost(ctx context.Context) error {
 	for {
 		select {
 		case e, open := <-changes:
-			if err := ended(ctx, e, open); err != nil || e.Exists {
+			switch err := ended(ctx, e, open); {
+			case away(err):
+				changes = nil // until the next tick
+			case err != nil || e.Exists:
 				return err
 			}
 		case <-again.C:
+			if changes == nil {
+				changes = ss.Store().Watch(wctx, bootstrap.RankKey(0))
+			}
+		case <-ctx.Done():
+			return context.Cause(ctx)
 		}
 		if ss.settings.Ends(ctx, ss.Store()) {
 			return bootstrap.ErrStoreEnds
@@ -72,6 +80,9 @@ func (st *Start) Watch(ctx context.Context, cancel context.CancelCauseFunc) (sto
 					lacks = e.Exists && err == nil && !v.Has(ss.Self.Rank, ss.Self.Incarnation)
 				}
 			case <-again.C:
+				if changes == nil {
+					changes = ss.Store().Watch(ctx, membership.ViewKey)
+				}
 			case <-ctx.Done():
 			}
 			if !lacks {

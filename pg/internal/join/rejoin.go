@@ -76,7 +76,8 @@ func (a *Admission) Await(ctx context.Context, ro *roster.Roster) error {
 // It may already be linked with ranks that belong to the new job.
 func (a *Admission) Undo(ctx context.Context, ro *roster.Roster) error {
 	ss, over := a.ss, a.Job.View
-	if err := ro.Unask(ctx); err != nil {
+	ss.keep()
+	if err := ss.persist(ctx, func() error { return ro.Unask(ctx) }); err != nil {
 		return err
 	}
 	ss.mu.Lock()

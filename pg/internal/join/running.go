@@ -39,10 +39,12 @@ func (ss *Session) Running(ctx context.Context) (*Job, error) {
 	for job == nil && err == nil {
 		select {
 		case e, open := <-changes:
-			if err = ended(ctx, e, open); errors.Is(err, bootstrap.ErrStoreAway) && ss.Store().Err() == nil {
+			if err = ended(ctx, e, open); away(err) {
 				changes, err = nil, nil // the store elects a leader, say: the ticker goes on
 			}
 		case <-again.C:
+		case <-ctx.Done():
+			err = context.Cause(ctx)
 		}
 		if err == nil {
 			job, err = ss.look(ctx)
@@ -55,7 +57,7 @@ func (ss *Session) Running(ctx context.Context) (*Job, error) {
 	return job, err
 }
 
-// look is running for a rank that joins: the store may be away for a while.
+// look is running for a rank that joins: the store, or the lease, may be away for a while.
 func (ss *Session) look(ctx context.Context) (job *Job, err error) {
 	err = ss.persist(ctx, func() (err error) {
 		job, err = ss.running(ctx)

@@ -2,6 +2,7 @@ package join
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -71,6 +72,8 @@ type Hooks struct {
 	Link func(peer p2p.Identity, err error)
 	// Status answers a status request with at most ops operations.
 	Status func(ctx context.Context, ops int) ([]byte, error)
+	// Lost is called, once at most, when this rank has lost its lease and cannot have another.
+	Lost func(err error)
 }
 
 // A Session is the state of one incarnation of a rank in its job. New and Connect set its fields;
@@ -86,23 +89,30 @@ type Session struct {
 	record   bootstrap.Record
 	server   *bootstrap.Server
 	client   *bootstrap.Client
+	lost     func(error) // Hooks.Lost
 	met      atomic.Bool
 
+	// Of keep until HandOver, and then of the caller of Reconnect.
+	next   bootstrap.Store   // replaces store when the record is under its lease; nil: there is none yet
+	former []bootstrap.Store // predecessors of next that were lost, until the record is under its lease
+	unkeep func()            // ends keep
+
 	mu      sync.Mutex
-	store   bootstrap.Store
-	former  []bootstrap.Store        // lost handles, until the record is under the lease of store
+	store   bootstrap.Store          // this rank's record is under its lease, or was
+	renewed time.Time                // when store last replaced another one
 	records map[int]bootstrap.Record // the records by which ranks were last reached
 }
 
 // New makes a new incarnation of a rank. Other ranks cannot find it before Connect.
 func New(s *Settings) *Session {
-	return &Session{settings: s, log: s.Logger, records: map[int]bootstrap.Record{},
+	return &Session{settings: s, log: s.Logger, records: map[int]bootstrap.Record{}, unkeep: func() {},
 		Self: p2p.Identity{Rank: s.Rank, Incarnation: ident.New()}}
 }
 
 // Connect makes this process a rank that others can find: its listeners answer and, unless it is
-// the only rank, its record is in the store. It waits for the store until ctx ends, unless
-// Settings.Listened. After an error the Session must still be closed.
+// the only rank, its record is in the store, and comes back there after the loss of a lease until
+// HandOver. It waits for the store until ctx ends, unless Settings.Listened. After an error the
+// Session must still be closed.
 func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
 	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Secret, Resolve: ss.resolve,
@@ -130,7 +140,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	// The round trips of the store and the handshake overlap with the transports' self-tests.
 	eg, ectx := errgroup.WithContext(ctx)
 	eg.Go(func() (err error) {
-		ss.store, err = s.open(ectx)
+		ss.store, err = s.open(ectx, 0)
 		return err
 	})
 	ready := make(chan struct{})
@@ -164,29 +174,38 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	machine := fnv.New64a()
 	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
 	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped
-	dead := ss.dead()
-	return ss.persist(ctx, func() error { return bootstrap.Register(ctx, ss.store, ss.record, dead) })
+	ss.lost = h.Lost
+	if err := ss.hold(ctx); err != nil {
+		return err
+	}
+	ss.keep()
+	return nil
 }
 
-// open opens a handle on the store. It waits for a store that is away until ctx ends, unless
-// s.Listened. In that case it returns bootstrap.ErrStoreEnds if the ranks can meet again.
-func (s *Settings) open(ctx context.Context) (bootstrap.Store, error) {
-	for warned := (time.Time{}); ; {
+// open opens a handle on the store. It waits for a store that is away until ctx ends or, if
+// s.Listened, for patience. In that case it returns bootstrap.ErrStoreEnds if the ranks can meet
+// again.
+func (s *Settings) open(ctx context.Context, patience time.Duration) (bootstrap.Store, error) {
+	var warned time.Time
+	var waited time.Duration
+	for last := time.Now(); ; {
 		store, err := s.OpenStore(ctx)
-		switch away := errors.Is(err, bootstrap.ErrStoreAway); {
-		case away && s.Listened && s.Ends != nil:
-			return nil, fmt.Errorf("%w (%w)", bootstrap.ErrStoreEnds, err)
-		case !away || s.Listened || ctx.Err() != nil:
+		now := time.Now()
+		waited += min(now.Sub(last), storeTry)
+		last = now
+		switch over := s.Listened && waited >= patience; {
+		case !errors.Is(err, bootstrap.ErrStoreAway) || errors.Is(err, context.Cause(ctx)):
 			return store, err
-		}
-		if time.Since(warned) >= storeWarning {
+		case over && s.Ends != nil:
+			return nil, fmt.Errorf("%w (%w)", bootstrap.ErrStoreEnds, err)
+		case over:
+			return nil, err
+		case now.Sub(warned) >= storeWarning:
 			s.Logger.Warn("the job's store cannot be reached: this process waits for it", "err", err)
-			warned = time.Now()
+			warned = now
 		}
-		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("%w: %w", err, context.Cause(ctx))
-		case <-time.After(storePause):
+		if err := pause(ctx, err); err != nil {
+			return nil, err
 		}
 	}
 }
@@ -194,22 +213,111 @@ func (s *Settings) open(ctx context.Context) (bootstrap.Store, error) {
 const (
 	storePause   = 100 * time.Millisecond // between two attempts to reach the store
 	storeWarning = 30 * time.Second       // between two warnings about it
+	// How long a store may be away that ends with its rank, which may be stopped, when this rank
+	// has lost its lease.
+	storePatience = 30 * time.Second
+	// The most that one attempt counts towards storePatience: this process may be stopped in it.
+	storeTry = 5 * time.Second
 )
 
-// persist calls f again while that finds the store away, as it is when it elects a leader. It ends
-// with ctx or the lease. A caller's store without leases is not asked again.
+// pause waits for storePause. If ctx ends before, it returns err with the cause.
+func pause(ctx context.Context, err error) error {
+	select {
+	case <-ctx.Done():
+		return fmt.Errorf("%w: %w", err, context.Cause(ctx))
+	case <-time.After(storePause):
+		return nil
+	}
+}
+
+// persist calls f again while that finds the store away, as it is when it elects a leader, or the
+// handle lost or closed, which keep replaces. It ends with ctx. A caller's store without leases is
+// not asked again.
 func (ss *Session) persist(ctx context.Context, f func() error) error {
 	for {
 		err := f()
-		if store := ss.Store(); !errors.Is(err, bootstrap.ErrStoreAway) || store.TTL() == 0 || store.Err() != nil {
+		if !away(err) || errors.Is(err, context.Cause(ctx)) || ss.Store().TTL() == 0 {
 			return err
 		}
-		select {
-		case <-ctx.Done():
+		if err := pause(ctx, err); err != nil {
 			return err
-		case <-time.After(storePause):
 		}
 	}
+}
+
+// away reports whether err says that the store is away, or a lease lost, which both can pass, or
+// that the handle was closed: then another has replaced it meanwhile.
+func away(err error) bool {
+	return errors.Is(err, bootstrap.ErrStoreAway) || errors.Is(err, bootstrap.ErrLeaseLost) ||
+		errors.Is(err, bootstrap.ErrStoreClosed)
+}
+
+// hold puts this rank's record under the lease of the handle in use, or of another one if that is
+// lost. It waits for the store as Connect says, and for one that has ended for storePatience.
+func (ss *Session) hold(ctx context.Context) error {
+	dead := ss.dead()
+	var ended error
+	err := ss.persist(ctx, func() error {
+		if store := ss.Store(); store.Err() == nil {
+			return bootstrap.Register(ctx, store, ss.record, dead)
+		}
+		ended = ss.prepare(func() (bootstrap.Store, error) { return ss.settings.open(ctx, storePatience) })
+		if ended != nil {
+			return nil
+		}
+		err := ss.move(ctx, dead)
+		if err == nil {
+			ss.replace()
+		}
+		return err
+	})
+	return cmp.Or(ended, err)
+}
+
+// keep has a goroutine take another lease whenever one is lost, until HandOver or Close. If that
+// cannot be, because another process has the slot or another job the store, it calls Hooks.Lost.
+func (ss *Session) keep() {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	ss.unkeep = func() {
+		cancel()
+		<-done
+	}
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case <-ss.Store().Lost():
+			case <-ctx.Done():
+				return
+			}
+			err := ss.hold(ctx)
+			switch {
+			case ctx.Err() != nil:
+				return
+			case err != nil:
+				ss.log.Warn("this rank has lost its lease and cannot have another", "err", err)
+				if ss.lost != nil {
+					ss.lost(err)
+				}
+				return
+			}
+			ss.log.Info("this rank has another lease")
+		}
+	}()
+}
+
+// HandOver ends what has taken another lease so far when one was lost. From now on the caller does,
+// with Reconnect: Store may be a lost handle already. It returns when this rank last was without a
+// lease, zero if it never was.
+func (ss *Session) HandOver() time.Time {
+	ss.unkeep()
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	if ss.store != nil && ss.store.Err() != nil {
+		return time.Now()
+	}
+	return ss.renewed
 }
 
 // Table returns this rank's table of algorithms, nil for the default one.
@@ -219,8 +327,13 @@ func (ss *Session) Table() *collectives.Table { return ss.settings.Table }
 func (ss *Session) Met() bool { return ss.met.Load() }
 
 // Explain returns err. If this rank, or the store that it serves, refused connections of another
-// secret or another build, the error says so.
+// secret or another build, the error says so. It also says so if this rank has no lease, unless
+// that has nothing to do with err.
 func (ss *Session) Explain(err error) error {
+	if store := ss.Store(); store != nil && store.Err() != nil && !away(err) && !differing(err) &&
+		!errors.Is(err, p2p.ErrUnfit) {
+		err = fmt.Errorf("%w (this rank has no lease in the job's store: %w)", err, store.Err())
+	}
 	var r bootstrap.Refused
 	if ss.server != nil {
 		r = ss.server.Refused()
@@ -249,8 +362,12 @@ func (ss *Session) Close() error {
 	if ss.server != nil {
 		ss.server.Close()
 	}
+	ss.unkeep()
 	ss.release()
-	if store := ss.Store(); store != nil {
+	for _, store := range []bootstrap.Store{ss.next, ss.Store()} {
+		if store == nil {
+			continue
+		}
 		// a store that has ended before this rank is no failure of the rank
 		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) {
 			errs = multierror.Append(errs, err)
@@ -262,7 +379,8 @@ func (ss *Session) Close() error {
 	return errs.ErrorOrNil()
 }
 
-// Store returns the handle on the job's store. A lost lease replaces the handle. It is nil for the
+// Store returns the handle on the job's store under whose lease this rank's record is. If the lease
+// is lost, another handle replaces it when the record is under the lease of that. It is nil for the
 // only rank of a job.
 func (ss *Session) Store() bootstrap.Store {
 	ss.mu.Lock()
@@ -270,52 +388,77 @@ func (ss *Session) Store() bootstrap.Store {
 	return ss.store
 }
 
-// Reconnect replaces a store handle whose lease was lost, and registers this rank again. A record
-// that the store still has does not disappear meanwhile: others would take this rank to be dead. If
-// another incarnation has taken the slot, the next view shows it. After an error the next call goes
-// on with the handle that this one has opened.
+// Reconnect replaces the store handle lost, and registers this rank again. If another incarnation
+// has taken the slot, the next view shows it. It is for the time after HandOver. After an error the
+// next call goes on with the handle that this one has opened.
 func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
-	store := ss.Store()
-	if store == lost || store.Err() != nil {
+	if ss.Store() != lost {
+		return nil
+	}
+	if err := ss.prepare(func() (bootstrap.Store, error) {
 		octx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 		defer cancel()
-		fresh, err := ss.settings.OpenStore(octx)
-		if err != nil {
-			return err
-		}
-		ss.mu.Lock()
-		ss.store, ss.former = fresh, append(ss.former, store)
-		ss.mu.Unlock()
-		store = fresh
+		return ss.settings.OpenStore(octx)
+	}); err != nil {
+		return err
 	}
-	rctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
+	mctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
+	if err := ss.move(mctx, nil); err != nil && !errors.As(err, new(*bootstrap.SlotError)) {
+		return err
+	}
+	ss.replace()
+	return nil
+}
+
+// prepare opens the handle that is to replace the one in use, unless an earlier call has and its
+// lease is not lost.
+func (ss *Session) prepare(open func() (bootstrap.Store, error)) error {
+	if ss.next != nil && ss.next.Err() == nil {
+		return nil
+	}
+	fresh, err := open()
+	if err != nil {
+		return err
+	}
+	if ss.next != nil {
+		ss.former = append(ss.former, ss.next)
+	}
+	ss.next = fresh
+	return nil
+}
+
+// move puts this rank's record under the lease of next. A record that the store still has does not
+// disappear meanwhile: others would take this rank to be dead. See bootstrap.Register for dead.
+func (ss *Session) move(ctx context.Context, dead func(context.Context, bootstrap.Record) bool) error {
 	record, err := ss.record.Encode()
 	if err != nil {
 		return err
 	}
-	if err = store.Adopt(rctx, bootstrap.RankKey(ss.Self.Rank), record); errors.Is(err, bootstrap.ErrConflict) {
-		err = bootstrap.Register(rctx, store, ss.record, nil)
+	if err = ss.next.Adopt(ctx, bootstrap.RankKey(ss.Self.Rank), record); errors.Is(err, bootstrap.ErrConflict) {
+		err = bootstrap.Register(ctx, ss.next, ss.record, dead)
 	}
-	if err != nil && !errors.As(err, new(*bootstrap.SlotError)) {
-		return err
-	}
+	return err
+}
+
+// replace makes next the handle in use.
+func (ss *Session) replace() {
+	ss.mu.Lock()
+	ss.former = append(ss.former, ss.store)
+	ss.store, ss.next, ss.renewed = ss.next, nil, time.Now()
+	ss.mu.Unlock()
 	ss.release()
-	return nil
 }
 
 // release closes the former handles. The store may see the ends of their leases later than this
 // process does, so that the record must not be under one of these any more.
 func (ss *Session) release() {
-	ss.mu.Lock()
-	former := ss.former
-	ss.former = nil
-	ss.mu.Unlock()
-	for _, store := range former {
+	for _, store := range ss.former {
 		if err := store.Close(); err != nil {
 			ss.log.Debug("a lost lease could not be given back", "err", err)
 		}
 	}
+	ss.former = nil
 }
 
 // Known returns the record by which a rank was last reached.
@@ -432,19 +575,18 @@ func differing(err error) bool {
 // earlier job. After it has found another of them, Stay waits no longer than Register does, and in
 // all no longer than for two.
 func (ss *Session) Stay(ctx context.Context, rank int) {
-	store, key := ss.Store(), bootstrap.RankKey(rank)
-	limit := store.TTL() + 2*time.Second
+	key, limit := bootstrap.RankKey(rank), ss.Store().TTL()+2*time.Second
 	ctx, cancel := context.WithTimeout(ctx, 2*limit)
 	defer cancel()
 	again := time.NewTicker(lookPause)
 	defer again.Stop()
-	first, err := store.Get(ctx, key)
-	if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
-		return
-	}
-	for seen, newest := map[string][]byte{}, time.Now(); ; {
-		records, err := store.List(ctx, bootstrap.RankKeys) // a caller's store cannot watch them all
-		left := false
+	var first []byte // the record of rank at first
+	for seen, newest, listed := map[string][]byte{}, time.Now(), false; ; {
+		records, err := ss.Store().List(ctx, bootstrap.RankKeys) // a caller's store cannot watch them all
+		left := errors.Is(err, bootstrap.ErrStoreClosed)         // another handle has replaced it
+		if err == nil && !listed {
+			first, listed = records[key], true
+		}
 		for k, b := range records {
 			rec, bad := bootstrap.DecodeRecord(b)
 			if k == key && bytes.Equal(b, first) || bad == nil && ss.record.Compare(&rec) != nil {
@@ -454,7 +596,7 @@ func (ss *Session) Stay(ctx context.Context, rank int) {
 				}
 			}
 		}
-		if err != nil || !left || time.Since(newest) >= limit {
+		if !left || time.Since(newest) >= limit {
 			return
 		}
 		select {
@@ -465,11 +607,15 @@ func (ss *Session) Stay(ctx context.Context, rank int) {
 	}
 }
 
-// lookup asks the store for a rank's record. Before all ranks have met it waits for the rank to
-// register; afterwards a rank without a record is gone.
-func (ss *Session) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
+// lookup asks the store for a rank's record. Before all ranks have met it waits for the store, and
+// for the rank to register; afterwards a rank without a record is gone.
+func (ss *Session) lookup(ctx context.Context, rank int) (rec bootstrap.Record, err error) {
 	if !ss.Met() {
-		return bootstrap.Lookup(ctx, ss.Store(), rank)
+		err = ss.persist(ctx, func() error {
+			rec, err = bootstrap.Lookup(ctx, ss.Store(), rank)
+			return err
+		})
+		return rec, err
 	}
 	b, err := ss.Store().Get(ctx, bootstrap.RankKey(rank))
 	if errors.Is(err, bootstrap.ErrNoKey) {

@@ -101,7 +101,7 @@ func TestWaitForStoreTellsWhy(t *testing.T) {
 			}}
 		ctx, cancel := context.WithTimeout(t.Context(), storeWarning+storePause*3/2)
 		defer cancel()
-		_, err := s.open(ctx)
+		_, err := s.open(ctx, 0)
 		if !errors.Is(err, bootstrap.ErrStoreAway) || !errors.Is(err, context.DeadlineExceeded) ||
 			!errors.Is(err, why) {
 			t.Errorf("%v after %v, want %v and why the wait ended", err, time.Since(began), why)
@@ -129,16 +129,16 @@ func TestWaitForStoreEnds(t *testing.T) {
 			want = 1
 		}
 		attempts = 0
-		if _, err := s.open(ctx); !errors.Is(err, bootstrap.ErrStoreAway) || attempts != want {
+		if _, err := s.open(ctx, 0); !errors.Is(err, bootstrap.ErrStoreAway) || attempts != want {
 			t.Errorf("Listened %v: %v after %d attempts, want ErrStoreAway after %d", s.Listened, err, attempts, want)
 		}
 	}
 	s.Listened, s.Ends = true, bootstrap.StoreEnds
-	if _, err := s.open(t.Context()); !errors.Is(err, bootstrap.ErrStoreEnds) {
+	if _, err := s.open(t.Context(), 0); !errors.Is(err, bootstrap.ErrStoreEnds) {
 		t.Errorf("%v where ranks can meet again, want ErrStoreEnds", err)
 	}
 	s.OpenStore = func(context.Context) (bootstrap.Store, error) { return nil, trust.ErrAuth }
-	if _, err := s.open(t.Context()); !errors.Is(err, trust.ErrAuth) {
+	if _, err := s.open(t.Context(), 0); !errors.Is(err, trust.ErrAuth) {
 		t.Errorf("%v, want ErrAuth", err)
 	}
 }

@@ -32,7 +32,7 @@ type Claim struct {
 // Settings.Timeout. The claim holds until Release.
 func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 	dctx, dialed := Within(ctx, s.Timeout)
-	store, err := s.open(dctx)
+	store, err := s.open(dctx, 0)
 	dialed()
 	for err == nil {
 		var c *Claim
@@ -53,7 +53,7 @@ func StandBy(ctx context.Context, s *Settings) (*Claim, error) {
 func (s *Settings) reopen(ctx context.Context) (bootstrap.Store, error) {
 	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, bootstrap.JobTTL))
 	defer cancel()
-	return s.open(ctx)
+	return s.open(ctx, 0)
 }
 
 // await claims a slot; id is that of this process and the handle.
@@ -162,7 +162,7 @@ func claim(ctx context.Context, store bootstrap.Store, slot int, id uint64) erro
 // a Session it has no listeners meanwhile.
 func AwaitSlot(ctx context.Context, s *Settings) {
 	dctx, dialed := Within(ctx, s.Timeout)
-	store, err := s.open(dctx)
+	store, err := s.open(dctx, 0)
 	dialed()
 	if err != nil {
 		return

@@ -48,6 +48,10 @@ type Config struct {
 type Directory interface {
 	// Store returns the handle in use.
 	Store() bootstrap.Store
+	// HandOver ends what has taken another lease so far when one was lost. From then on Reconnect
+	// does, and Store may be a lost handle already. It returns when this rank was last without a
+	// lease, zero if it never was.
+	HandOver() time.Time
 	// Reconnect replaces a handle whose lease was lost, and registers this rank again.
 	Reconnect(ctx context.Context, lost bootstrap.Store) error
 	// Known returns the record by which a rank was last reached.
@@ -151,6 +155,10 @@ func (ro *Roster) Start() {
 		default:
 			ro.proxy.MarkDeadUnlinked(r, 0, NoProcess(r))
 		}
+	}
+	if without := ro.dir.HandOver(); !without.IsZero() {
+		ro.lapsed.Store(true)
+		ro.unproven = without.Add(ro.regain())
 	}
 	ro.wg.Add(3)
 	go ro.run()

@@ -39,8 +39,9 @@ type fixture struct {
 	mu      sync.Mutex
 	opened  func(bootstrap.Store) bootstrap.Store // wraps the handles of Reconnect; nil: it does not
 	known   map[int]bootstrap.Record
-	answers bool // every rank answers
-	refuses bool // connections are refused
+	without time.Time // what HandOver returns
+	answers bool      // every rank answers
+	refuses bool      // connections are refused
 	events  []string
 	awaited []int
 }
@@ -85,6 +86,8 @@ func newFixtureOf(t *testing.T, members, ranks int, transports ...p2p.Transport)
 }
 
 func (f *fixture) Store() bootstrap.Store { f.mu.Lock(); defer f.mu.Unlock(); return f.store }
+
+func (f *fixture) HandOver() time.Time { return f.without }
 
 func (f *fixture) Reconnect(_ context.Context, lost bootstrap.Store) error {
 	lost.Close()
@@ -544,6 +547,25 @@ func TestLeaseLostBeforeFirstViewBesideAnotherJob(t *testing.T) {
 				t.Errorf("the other job's view is now %q, %v", b, err)
 			}
 		})
+	}
+}
+
+// So does a rank that was without a lease before its roster was started.
+func TestLeaseLostBeforeStartBesideAnotherJob(t *testing.T) {
+	const theirs = 997
+	f := newFixture(t, 2)
+	other := f.open()
+	view := membership.EncodeStored(theirs, membership.First([]uint64{theirs, theirs + 1}))
+	if err := other.CompareAndSwap(t.Context(), membership.ViewKey, nil, view); err != nil {
+		t.Fatal(err)
+	}
+	f.recordIn(other, 0, theirs)
+	f.recordIn(other, 1, theirs+1)
+	f.without = time.Now()
+	f.Start()
+	f.until("the rank is out", func() bool { return f.told("evicted") })
+	if b, err := other.Get(t.Context(), membership.ViewKey); !bytes.Equal(b, view) {
+		t.Errorf("the other job's view is now %q, %v", b, err)
 	}
 }
 

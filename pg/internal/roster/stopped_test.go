@@ -33,7 +33,8 @@ func (s *stopping) List(ctx context.Context, prefix string) (map[string][]byte, 
 // have ended while both were stopped, or when the store was away.
 func TestAwaitedRankRegistersAgain(t *testing.T) {
 	const back = 2 * time.Second // of the other rank, after this one
-	for what, lost := range map[string]bool{"this rank was stopped": false, "this rank's lease was lost": true} {
+	for _, what := range []string{"this rank was stopped", "this rank's lease was lost",
+		"this rank's lease was lost before its roster's start"} {
 		t.Run(what, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newFixture(t, 2)
@@ -42,20 +43,24 @@ func TestAwaitedRankRegistersAgain(t *testing.T) {
 				f.awaited = []int{1}
 				continued := make(chan struct{})
 				var standstill sync.Once
-				f.store = &stopping{Store: first, ttl: func() {
-					if !lost {
+				switch what {
+				case "this rank was stopped":
+					f.store = &stopping{Store: first, ttl: func() {
 						standstill.Do(func() {
 							time.Sleep(10 * time.Second)
 							close(continued)
 						})
-					}
-				}}
+					}}
+				case "this rank's lease was lost before its roster's start":
+					f.without = time.Now()
+					close(continued)
+				}
 				f.opened = func(s bootstrap.Store) bootstrap.Store {
 					close(continued)
 					return s
 				}
 				f.Start()
-				if lost {
+				if what == "this rank's lease was lost" {
 					f.mem.Expire(first)
 				}
 				<-continued

@@ -231,7 +231,7 @@ func (ro *Roster) begin(v membership.View) {
 	// Looks of a rank that has had no lease, in a row, that find no other. Their number is the time
 	// for which this process has looked: it does not look while it is stopped.
 	alone := 0
-	for try, over := lowest, false; ; {
+	for try, over := lowest && !ro.lapsed.Load(), false; ; {
 		if try && ro.publishFirst(ro.ctx, v) == nil || over && ro.over() {
 			return
 		}
