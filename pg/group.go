@@ -825,9 +825,9 @@ func (g *Group) slotOf(rank int) int {
 // rank that computes answers within some tens of milliseconds. After operations in which every rank
 // needs data of all others, as AllReduce or Barrier, Close does not wait. At the first rank of a
 // subgroup, Close also removes the outcome of its last Agree from the store, if all members have
-// it: it waits a second for them, and two for the store. Close returns in bounded time. A rank 0
-// that serves the store (see Config.StoreAddr) waits until the other ranks have left it, at most
-// for Config.Timeout, or 5 minutes if that is no bound.
+// it: it waits a second for them, and two for the store. Close returns in bounded time, but a rank
+// 0 that serves the store (see Config.StoreAddr) waits until the other ranks have left it, as long
+// as Config.Timeout.
 func (g *Group) Close() (err error) {
 	g.closed.Store(true)
 	g.ending.Do(func() { err = g.close() })

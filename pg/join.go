@@ -49,8 +49,11 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 		}
 		s.Logger.Warn("another process has the place of this one, which waits until that is gone",
 			"pid", taken.Holder.PID, "host", taken.Holder.Host)
-		if js, err := s.session(); err == nil { // else the next attempt says why
-			join.AwaitSlot(ctx, js)
+		if js, bad := s.session(); bad == nil { // else the next attempt says why
+			join.AwaitSlot(ctx, js, taken.Holder.Incarnation)
+		}
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("%w (%w)", err, context.Cause(ctx))
 		}
 	}
 }
@@ -270,9 +273,11 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	g.firstView(membership.First(incarnations))
 	g.warn()
 	j.meeting = nil
-	// A peer was lost after it met this rank; other ranks may not have met that incarnation.
-	if mctx.Err() != nil && ctx.Err() == nil {
-		return nil, context.Cause(mctx)
+	// A peer was lost after it met this rank, and other ranks may not have met that incarnation; or
+	// another process has the place of this one. The end of a caller's time is none of these.
+	if cause := context.Cause(mctx); cause != nil && !errors.Is(cause, context.DeadlineExceeded) &&
+		!errors.Is(cause, context.Canceled) {
+		return nil, cause
 	}
 	start.Met()
 	if s.fixed() {
@@ -540,5 +545,8 @@ func (j *job) rejoin(ctx context.Context, met bool) (*Group, error) {
 		return nil, err
 	}
 	s.listened, s.guest = met || j.settings.listened, j.settings.guest
+	if met {
+		s.withoutSite()
+	}
 	return s.enter(ctx)
 }

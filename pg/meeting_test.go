@@ -23,6 +23,9 @@ func setMeeting(t *testing.T, outer *pg.Group) {
 	for _, name := range []string{"TUTTI_RANK", "TUTTI_SIZE", "TUTTI_STORE", "TUTTI_SECRET"} {
 		t.Setenv(name, "")
 	}
+	for _, name := range []string{"USER", "PASSWORD", "CA", "CERT", "KEY"} { // of a site's store
+		t.Setenv("TUTTI_STORE_"+name, "/none")
+	}
 	rank, size := fmt.Sprint(outer.Rank()), fmt.Sprint(outer.Size())
 	t.Setenv("RANK", rank)
 	t.Setenv("LOCAL_RANK", rank)

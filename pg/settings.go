@@ -56,8 +56,8 @@ func (c Config) fromEnv() (*settings, error) {
 	return s, s.check()
 }
 
-// check returns an *ArgumentError for a field with which no rank could join. bootstrap.FromEnv has
-// checked what the environment says.
+// check returns an *ArgumentError for a field that cannot be right. bootstrap.FromEnv has checked
+// what the environment says.
 func (s *settings) check() error {
 	if _, err := ports.ParseSpec(s.Ports); err != nil {
 		return unreadable("join", "Ports", s.Ports, err)
@@ -261,17 +261,21 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	}
 	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
 	s.listened, s.guest = l.Invites(), s.meeting.Guest
-	// What the program or the environment says besides is about a site's store.
-	s.StoreUser, s.StorePassword, s.StoreTLS = "", "", nil
-	l.StoreCA, l.StoreCert, l.StoreKey = "", "", ""
+	s.withoutSite()
 	return nil
 }
 
-// part leaves a meeting, a *bootstrap.Meeting that may be nil, and the formation. If this rank
-// serves the store, part first waits until the other ranks have left, or until ctx or
-// Config.Timeout ends, or its default if it is no bound.
-func (s *settings) part(ctx context.Context, meeting interface{ Close(context.Context) }) {
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Timeout, defaultTimeout))
+// withoutSite drops what the program or the environment says about a site's store: that of a
+// meeting is another one.
+func (s *settings) withoutSite() {
+	s.StoreUser, s.StorePassword, s.StoreTLS = "", "", nil
+	s.launch.StoreCA, s.launch.StoreCert, s.launch.StoreKey = "", "", ""
+}
+
+// part leaves a meeting, which may be nil, and the formation. If this rank serves the store, part
+// first waits until the other ranks have left, or until ctx or Config.Timeout ends.
+func (s *settings) part(ctx context.Context, meeting *bootstrap.Meeting) {
+	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
 	meeting.Close(ctx)
 	if s.formation != nil {

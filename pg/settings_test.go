@@ -10,8 +10,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	"tutti/p2p/registry"
 )
@@ -223,35 +221,5 @@ func TestWrongFieldsAreArgumentErrors(t *testing.T) {
 		if _, err := Join(t.Context(), cfg); !errors.As(err, &wrong) || !strings.HasPrefix(wrong.Arg, arg) {
 			t.Errorf("%s: %v, want an *ArgumentError about it", arg, err)
 		}
-	}
-}
-
-// served is a meeting whose other ranks do not leave.
-type served struct{ ended chan struct{} }
-
-func (m served) Close(ctx context.Context) {
-	<-ctx.Done()
-	close(m.ended)
-}
-
-func TestWaitForOtherRanksToLeaveEnds(t *testing.T) {
-	for timeout, want := range map[time.Duration]time.Duration{
-		time.Minute: time.Minute, 0: defaultTimeout, -1: defaultTimeout,
-	} {
-		synctest.Test(t, func(t *testing.T) {
-			s, err := Config{Size: 2, Timeout: timeout}.resolve(func(string) string { return "" })
-			if err != nil {
-				t.Fatal(err)
-			}
-			begin, meeting := time.Now(), served{make(chan struct{})}
-			go s.part(t.Context(), meeting)
-			select {
-			case <-meeting.ended:
-			case <-time.After(24 * time.Hour):
-			}
-			if waited := time.Since(begin); waited != want {
-				t.Errorf("with a timeout of %v it waits for %v, want %v", timeout, waited, want)
-			}
-		})
 	}
 }

@@ -608,11 +608,18 @@ func TestJoinOutlastsLease(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer g.Close()
-		if err := <-joined; err != nil {
+		if err := errors.Join(<-joined, g.Close()); err != nil {
 			t.Fatal(err)
 		}
-		defer (<-group).Close()
+		alone := <-group
+		defer alone.Close()
+		for goes := how == pg.Report; !goes; { // also if all others leave at once
+			err := alone.Barrier(ctx)
+			if err != nil && lostRank(err) != 1 {
+				t.Fatal(err)
+			}
+			goes = err == nil && len(alone.View().Active) == 1
+		}
 	}
 }
 

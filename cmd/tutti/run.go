@@ -48,9 +48,9 @@ run or found, 141 if nobody reads the output any more, and 128+S if signal S int
 gave another code.
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which have --grace to end before they
-are killed. A second one kills them at once, unless it is a SIGHUP, or the same signal within half a
-second: timeout and terminals send two. SIGUSR1 and SIGUSR2 are passed on to those processes of the ranks
-that handle or block them.
+are killed. A second one kills them at once, unless it is a SIGHUP, or the same signal (or SIGTERM after
+SIGHUP) within half a second: timeout, sudo and terminals send two. SIGUSR1 and SIGUSR2 are passed on to
+those processes of the ranks that handle or block them.
 
 Each rank runs on an equal share of the processors that the command may run on, whole cores of one
 NUMA node where there are enough; ranks share processors only if there are more ranks than these.

@@ -443,15 +443,15 @@ func TestHandOverWithoutRecord(t *testing.T) {
 		}
 		return s
 	})
-	if without := ss.HandOver(); !without.IsZero() {
-		t.Errorf("the rank, which has its lease, was without one at %v", without)
+	if without, late := ss.HandOver(); !without.IsZero() || late {
+		t.Errorf("the rank, which has its lease, was without one at %v, late: %v", without, late)
 	}
 	lost := ss.Store()
 	mem.Expire(lost.(*counted).Store)
 	began := time.Now()
 	ss.keep()
 	<-asked
-	if without := ss.HandOver(); without.Before(began) || ss.Store() != lost {
+	if without, late := ss.HandOver(); without.Before(began) || !late || ss.Store() != lost {
 		t.Errorf("the rank was last without a lease at %v, before %v, or its handle is one without its record", without,
 			began)
 	}
@@ -467,8 +467,13 @@ func TestHandOverWithoutRecord(t *testing.T) {
 	if _, err := ss.Store().Get(t.Context(), bootstrap.RankKey(0)); err != nil {
 		t.Error(err)
 	}
-	if without := ss.HandOver(); without.Before(began) {
-		t.Errorf("the rank was last without a lease at %v, before %v", without, began)
+	without, late := ss.HandOver()
+	if without.Before(began) || !late {
+		t.Errorf("the rank was last without a lease at %v, before %v, or not late: %v", without, began, late)
+	}
+	ss.linked.Store(without.UnixNano() + 1) // the others cannot have met before
+	if again, late := ss.HandOver(); !again.Equal(without) || late {
+		t.Errorf("with a later link it was without a lease at %v, not %v, or late: %v", again, without, late)
 	}
 	if err := ss.Close(); err != nil || closed != opened {
 		t.Errorf("%d of %d handles are closed: %v", closed, opened, err)

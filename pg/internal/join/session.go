@@ -91,6 +91,7 @@ type Session struct {
 	client   *bootstrap.Client
 	lost     func(error) // Hooks.Lost
 	met      atomic.Bool
+	linked   atomic.Int64 // when a link last came up, in nanoseconds since 1970
 
 	// Of keep until HandOver, and then of the caller of Reconnect.
 	next   bootstrap.Store   // replaces store when the record is under its lease; nil: there is none yet
@@ -115,7 +116,15 @@ func New(s *Settings) *Session {
 // Session must still be closed.
 func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
-	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Secret, Resolve: ss.resolve,
+	notify := func(peer p2p.Identity, err error) {
+		if err == nil {
+			ss.linked.Store(time.Now().UnixNano())
+		}
+		if h.Link != nil {
+			h.Link(peer, err)
+		}
+	}
+	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: notify, Secret: s.Secret, Resolve: ss.resolve,
 		Logger: s.Logger, Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second), Progress: s.Progress,
 		Patient:        func() bool { return !ss.Met() },
 		Oversubscribed: true} // until the places of all ranks are known
@@ -309,15 +318,15 @@ func (ss *Session) keep() {
 
 // HandOver ends what has taken another lease so far when one was lost. From now on the caller does,
 // with Reconnect: Store may be a lost handle already. It returns when this rank last was without a
-// lease, zero if it never was.
-func (ss *Session) HandOver() time.Time {
+// lease, zero if it never was. late: no link has come up since, so that the others may have met.
+func (ss *Session) HandOver() (without time.Time, late bool) {
 	ss.unkeep()
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
-	if ss.store != nil && ss.store.Err() != nil {
-		return time.Now()
+	if without = ss.renewed; ss.store != nil && ss.store.Err() != nil {
+		without = time.Now()
 	}
-	return ss.renewed
+	return without, !without.IsZero() && without.UnixNano() >= ss.linked.Load()
 }
 
 // Table returns this rank's table of algorithms, nil for the default one.

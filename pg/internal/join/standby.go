@@ -158,21 +158,75 @@ func claim(ctx context.Context, store bootstrap.Store, slot int, id uint64) erro
 	return err
 }
 
-// AwaitSlot waits until no process is registered in the slot of s, or the store cannot tell. Unlike
-// a Session it has no listeners meanwhile.
-func AwaitSlot(ctx context.Context, s *Settings) {
-	dctx, dialed := Within(ctx, s.Timeout)
-	store, err := s.open(dctx, 0)
-	dialed()
-	if err != nil {
-		return
-	}
-	defer store.Close()
-	for e := range store.Watch(ctx, bootstrap.RankKey(s.Rank)) {
-		if e.Err != nil || !e.Exists {
+// AwaitSlot waits until the process of holder, which has the slot of s, is gone: it was removed
+// from the job's view, or has had no record for longer than a rank takes to have another lease. It
+// ends with ctx. Unlike a Session it has no listeners meanwhile.
+func AwaitSlot(ctx context.Context, s *Settings, holder uint64) {
+	again := time.NewTicker(lookPause)
+	defer again.Stop()
+	var store bootstrap.Store
+	defer func() {
+		if store != nil {
+			store.Close()
+		}
+	}()
+	// Looks in a row that did not find the holder. Their number is the time for which this process
+	// has looked: it does not look while it is stopped.
+	vain := 0
+	for in := false; ; { // in: the holder has been in the view
+		var err error
+		if store == nil {
+			store, err = s.reopen(ctx)
+		}
+		if err == nil {
+			var has, listed bool
+			if has, listed, err = held(ctx, store, s.Rank, holder); err == nil {
+				if in = in || has; in && !has {
+					return
+				}
+				if vain++; listed {
+					vain = 0
+				}
+				if time.Duration(vain)*lookPause > store.TTL()+2*time.Second {
+					return
+				}
+			}
+		}
+		if err != nil {
+			vain = 0
+		}
+		if store != nil && store.Err() != nil {
+			store.Close()
+			store = nil
+		}
+		select {
+		case <-ctx.Done():
 			return
+		case <-again.C:
 		}
 	}
+}
+
+// held reports whether an incarnation is in a slot of the job's view, and whether it is registered.
+func held(ctx context.Context, store bootstrap.Store, slot int, incarnation uint64) (has, listed bool, err error) {
+	b, err := store.Get(ctx, membership.ViewKey)
+	if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
+		return false, false, err
+	}
+	if err == nil {
+		if _, v, bad := membership.DecodeStored(b); bad == nil {
+			has = v.Has(slot, incarnation)
+		}
+	}
+	b, err = store.Get(ctx, bootstrap.RankKey(slot))
+	if err != nil {
+		if errors.Is(err, bootstrap.ErrNoKey) {
+			err = nil
+		}
+		return has, false, err
+	}
+	rec, bad := bootstrap.DecodeRecord(b)
+	return has, bad == nil && rec.Incarnation == incarnation, nil
 }
 
 // Release releases the claim. joined says whether the process has joined with the slot.

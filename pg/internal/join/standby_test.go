@@ -324,3 +324,79 @@ func TestStandbyWaitsForStore(t *testing.T) {
 func TestStandbyOutlastsLease(t *testing.T) {
 	standBy(t, func(s bootstrap.Store) bootstrap.Store { return s }, (*storetest.Memory).Expire)
 }
+
+// A process whose slot another one has waits until that is gone, and not while that takes another
+// lease.
+func TestAwaitSlot(t *testing.T) {
+	const holder = 9
+	for _, gone := range []string{"it was removed", "it has no record", "the wait is given up"} {
+		synctest.Test(t, func(t *testing.T) {
+			mem := storetest.NewMemory()
+			job := mem.Open()
+			defer job.Close()
+			register := func() bootstrap.Store {
+				s := mem.Open()
+				record, err := bootstrap.NewRecord(1, 2, holder, nil).Encode()
+				if err == nil {
+					err = s.Put(t.Context(), bootstrap.RankKey(1), record, true)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				return s
+			}
+			other := register()
+			view := membership.First([]uint64{8, holder})
+			put(t, job, view, true)
+			var mine bootstrap.Store
+			ss := session(1, func() bootstrap.Store {
+				mine = mem.Open()
+				return mine
+			})
+			defer ss.Close()
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			over := make(chan struct{})
+			go func() {
+				defer close(over)
+				AwaitSlot(ctx, ss.settings, holder)
+			}()
+			waits := func(d time.Duration) {
+				t.Helper()
+				time.Sleep(d)
+				select {
+				case <-over:
+					t.Fatal("it does not wait")
+				default:
+				}
+			}
+			waits(time.Minute)
+			mem.Expire(other)
+			other.Close()
+			waits(job.TTL() + time.Second)
+			other = register()
+			waits(time.Minute)
+			mem.Expire(mine)
+			waits(time.Minute)
+			began := time.Now()
+			switch gone {
+			case "it was removed":
+				view.Epoch, view.Slots[1] = 2, membership.Slot{Left: 2}
+				put(t, job, view, true)
+			case "it has no record":
+				other.Close()
+			default:
+				cancel()
+			}
+			<-over
+			limit := lookPause
+			if gone == "it has no record" {
+				limit = job.TTL() + 5*time.Second
+			}
+			if took := time.Since(began); took > limit {
+				t.Errorf("%s: it waits for another %v", gone, took)
+			}
+			other.Close()
+		})
+	}
+}

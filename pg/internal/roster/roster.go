@@ -50,8 +50,8 @@ type Directory interface {
 	Store() bootstrap.Store
 	// HandOver ends what has taken another lease so far when one was lost. From then on Reconnect
 	// does, and Store may be a lost handle already. It returns when this rank was last without a
-	// lease, zero if it never was.
-	HandOver() time.Time
+	// lease, zero if it never was, and whether the job may have begun by then.
+	HandOver() (without time.Time, late bool)
 	// Reconnect replaces a handle whose lease was lost, and registers this rank again.
 	Reconnect(ctx context.Context, lost bootstrap.Store) error
 	// Known returns the record by which a rank was last reached.
@@ -156,8 +156,8 @@ func (ro *Roster) Start() {
 			ro.proxy.MarkDeadUnlinked(r, 0, NoProcess(r))
 		}
 	}
-	if without := ro.dir.HandOver(); !without.IsZero() {
-		ro.lapsed.Store(true)
+	if without, late := ro.dir.HandOver(); !without.IsZero() {
+		ro.lapsed.Store(late)
 		ro.unproven = without.Add(ro.regain())
 	}
 	ro.wg.Add(3)

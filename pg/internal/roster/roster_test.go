@@ -87,7 +87,7 @@ func newFixtureOf(t *testing.T, members, ranks int, transports ...p2p.Transport)
 
 func (f *fixture) Store() bootstrap.Store { f.mu.Lock(); defer f.mu.Unlock(); return f.store }
 
-func (f *fixture) HandOver() time.Time { return f.without }
+func (f *fixture) HandOver() (time.Time, bool) { return f.without, !f.without.IsZero() }
 
 func (f *fixture) Reconnect(_ context.Context, lost bootstrap.Store) error {
 	lost.Close()

@@ -1340,6 +1340,7 @@ static Task message(OpType type, const char* title, int32_t kind, Staged::Use us
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
+  group("tutti:send");
   check_peer("send", to, size_);
   Task task = message(OpType::SEND, "tutti:send", TUTTI_OP_SEND, Staged::kRead, tensors, to, tag);
   set_timeout(task, c10d::kUnsetTimeout);
@@ -1347,6 +1348,7 @@ WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
 }
 
 WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
+  group("tutti:recv");
   check_peer("recv", from, size_); // TUTTI_ANY_RANK is for recvAnysource alone
   Task task = message(OpType::RECV, "tutti:recv", TUTTI_OP_RECV, Staged::kWrite, tensors, from, tag);
   set_timeout(task, c10d::kUnsetTimeout);

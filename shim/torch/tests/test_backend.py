@@ -429,7 +429,7 @@ def closed_while_resuming(rank, size, port):
         before = peer.num_keys()
         thread = threading.Thread(target=resume)
         thread.start()
-        while peer.num_keys() <= before:  # it registers, and then waits for the other rank
+        while peer.num_keys() <= before + 1 and thread.is_alive():  # it meets, registers, and waits for the other rank
             time.sleep(0.001)
         suspended.shutdown()
         peer.set("closed", "")

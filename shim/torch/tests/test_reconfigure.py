@@ -61,6 +61,8 @@ def without_members(rank, size, port):
         lambda: tutti_torch.agree(True),
         lambda: tutti_torch.empty(3),
         lambda: group.new_window(torch.ones(1)),
+        lambda: backend.send([torch.ones(1)], 1, 0),
+        lambda: backend.recv([torch.ones(1)], 1, 0),
         dist.barrier,
         tutti_torch.active_ranks,
         tutti_torch.admit,

@@ -234,7 +234,7 @@ func (l *launcher) close() (gone bool, err error) {
 	done := make(chan error, 1)
 	go func() { done <- l.guard.Close() }()
 	since, wait := time.Now(), dieBy
-	if !l.killedAt.IsZero() {
+	if !l.killedAt.IsZero() && l.live > 0 {
 		since = l.killedAt
 		wait = max(dieBy-time.Since(since), time.Second) // the guard has work of its own
 	}
@@ -410,8 +410,14 @@ func (l *launcher) supervise(ctx context.Context) error {
 		case <-l.hold.elsewhere(): // the job has begun to end
 		case <-l.grace:
 			l.kill()
-		case <-l.overdue:
-			return nil // close says which processes are left
+		case <-l.overdue: // close says which processes are left
+			if l.Elastic && l.code == 0 {
+				l.code, l.why = l.verdict()
+			}
+			if l.code == 0 && l.user != 0 {
+				l.code = 128 + int(l.user)
+			}
+			return nil
 		case <-broken:
 			broken = nil
 			l.fail(128+int(syscall.SIGPIPE), "the output has no reader any more")
@@ -553,13 +559,14 @@ func (l *launcher) end(s syscall.Signal) {
 	l.grace = time.After(l.Grace)
 }
 
-// echo is how long after a signal another one of its number may be the same request.
+// echo is how long after a signal another one may be the same request.
 const echo = 500 * time.Millisecond
 
 // interrupts reports whether s asks the launcher to end or, if it was asked before, to end at once.
 // SIGUSR1 and SIGUSR2 are for the ranks, while there are any; SIGPIPE says what writing to the
 // broken pipe reports, too. One request may come as two signals: timeout signals its child and then
-// its process group, and when a terminal hangs up, both the shell and the kernel send SIGHUP.
+// its process group, when a terminal hangs up both the shell and the kernel send SIGHUP, and sudo
+// and systemd send SIGHUP beside SIGTERM.
 func (l *launcher) interrupts(s os.Signal) bool {
 	switch {
 	case s == syscall.SIGPIPE || s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
@@ -568,14 +575,19 @@ func (l *launcher) interrupts(s os.Signal) bool {
 		l.request, l.since = s.(syscall.Signal), time.Now()
 		return true
 	}
-	return s != syscall.SIGHUP && (s != l.request || time.Since(l.since) >= echo)
+	same := s == l.request || s == syscall.SIGTERM && l.request == syscall.SIGHUP
+	return s != syscall.SIGHUP && (!same || time.Since(l.since) >= echo)
 }
 
 func (l *launcher) signal(s syscall.Signal) {
+	first := l.request == 0
 	switch {
 	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
 		l.guard.Signal(-1, s)
 	case !l.interrupts(s):
+	case first && l.code != 0 && (s == syscall.SIGTERM || s == syscall.SIGHUP):
+		// The ranks are being ended because one has failed, which may be why the signal comes: srun
+		// ends a step like that.
 	case l.user != 0 || l.code != 0:
 		l.kill()
 		l.out.Hurry()

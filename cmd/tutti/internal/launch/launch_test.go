@@ -35,8 +35,8 @@ func TestDirectoryDoesNotHideProgram(t *testing.T) {
 	}
 }
 
-// TestOneRequestOfTwoSignals: a signal that comes with another of its number is no second request,
-// nor is a second SIGHUP ever.
+// TestOneRequestOfTwoSignals: a signal that comes with another of its number, or with SIGHUP, is no
+// second request, nor is a second SIGHUP ever.
 func TestOneRequestOfTwoSignals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, c := range []struct {
@@ -49,7 +49,9 @@ func TestOneRequestOfTwoSignals(t *testing.T) {
 			{syscall.SIGTERM, syscall.SIGINT, time.Millisecond, true},
 			{syscall.SIGHUP, syscall.SIGHUP, time.Hour, false},
 			{syscall.SIGINT, syscall.SIGHUP, time.Hour, false},
-			{syscall.SIGHUP, syscall.SIGTERM, time.Millisecond, true},
+			{syscall.SIGHUP, syscall.SIGTERM, time.Millisecond, false},
+			{syscall.SIGHUP, syscall.SIGTERM, time.Second, true},
+			{syscall.SIGHUP, syscall.SIGINT, time.Millisecond, true},
 		} {
 			l := &launcher{}
 			if l.interrupts(syscall.SIGUSR1) || !l.interrupts(c.first) {
@@ -86,8 +88,9 @@ func TestProcessesThatSIGKILLDoesNotEnd(t *testing.T) {
 			time.Sleep(dieBy / 2)
 			f.signals <- syscall.SIGINT
 		}()
-		if err := f.supervise(t.Context()); err != nil || time.Since(began) != dieBy || f.live != 1 {
-			t.Errorf("%v after %v; %d processes are left", err, time.Since(began), f.live)
+		if err := f.supervise(t.Context()); err != nil || time.Since(began) != dieBy || f.live != 1 ||
+			f.code != 128+int(syscall.SIGINT) {
+			t.Errorf("%v after %v; %d processes are left, code %d", err, time.Since(began), f.live, f.code)
 		}
 	})
 }

@@ -521,8 +521,11 @@ func (s *store) enter(ctx context.Context, job string) error {
 			}
 		}
 	}
-	if ctx.Err() != nil {
+	switch {
+	case ctx.Err() != nil:
 		return context.Cause(ctx)
+	case other.Incarnation == 0 || other.Incarnation == s.me:
+		return fmt.Errorf("node %d's record in the store: %w", s.node, bootstrap.ErrStoreAway)
 	}
 	return occupied{fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank",
 		s.node, job, other.Host)}

@@ -855,11 +855,13 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     @entry
     def send(self, tensors, to, tag):
+        self._handle("tutti:send")
         self._check_peer("send", to)
         return self._launch(_message(OpType.SEND, "tutti:send", api.OP_SEND, tensors, READ, "send", to, tag))
 
     @entry
     def recv(self, tensors, source, tag):
+        self._handle("tutti:recv")
         self._check_peer("recv", source)  # api.ANY_RANK is for recv_anysource alone
         return self._launch(_message(OpType.RECV, "tutti:recv", api.OP_RECV, tensors, WRITE, "recv", source, tag))
 
