@@ -85,9 +85,9 @@ func TestSiteRefusals(t *testing.T) {
 		within              time.Duration // the second is found out after half of it
 	}{
 		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address", true,
-			2 * time.Second},
+			4 * time.Second},
 		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address, false,
-			6 * time.Second},
+			10 * time.Second},
 	} {
 		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: c.address, Job: "test",
 			DialTimeout: c.within})

@@ -827,7 +827,7 @@ func (g *Group) slotOf(rank int) int {
 // subgroup, Close also removes the outcome of its last Agree from the store, if all members have
 // it: it waits a second for them, and two for the store. Close returns in bounded time, but a rank
 // 0 that serves the store (see Config.StoreAddr) waits until the other ranks have left it, as long
-// as Config.Timeout.
+// as Config.Timeout, or without a bound if that is none.
 func (g *Group) Close() (err error) {
 	g.closed.Store(true)
 	g.ending.Do(func() { err = g.close() })

@@ -37,22 +37,31 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	if ctx == nil {
 		return nil, noContext("join")
 	}
+	var former bootstrap.Store
 	for {
 		s, err := cfg.fromEnv()
 		if err != nil {
 			return nil, err
 		}
 		g, err := s.enter(ctx)
+		if former != nil {
+			former.Close()
+		}
 		taken := (*bootstrap.SlotError)(nil)
 		if !s.again() || !errors.As(err, &taken) || ctx.Err() != nil {
 			return g, err
 		}
 		s.Logger.Warn("another process has the place of this one, which waits until that is gone",
 			"pid", taken.Holder.PID, "host", taken.Holder.Host)
-		if js, bad := s.session(); bad == nil { // else the next attempt says why
-			join.AwaitSlot(ctx, js, taken.Holder.Incarnation)
+		js, bad := s.session()
+		if bad != nil {
+			return nil, bad
 		}
+		former = join.AwaitSlot(ctx, js, taken.Holder.Incarnation)
 		if ctx.Err() != nil {
+			if former != nil {
+				former.Close()
+			}
 			return nil, fmt.Errorf("%w (%w)", err, context.Cause(ctx))
 		}
 	}
@@ -180,7 +189,8 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 	j.session = join.New(js)
 	jctx, lost := context.WithCancelCause(ctx)
 	defer lost(nil)
-	if err = j.session.Connect(ctx, join.Hooks{Link: j.link, Status: j.status, Lost: lost}); err == nil {
+	hooks := join.Hooks{Link: j.link, Status: j.status, Lost: func(err error) { lost(&placeError{err}) }}
+	if err = j.session.Connect(ctx, hooks); err == nil {
 		j.proxy = j.session.Proxy
 		g, err = j.enterJob(jctx)
 	}
@@ -198,6 +208,11 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 	j.shut()
 	return nil, again, err
 }
+
+// placeError says that a rank cannot have its place any more.
+type placeError struct{ error }
+
+func (e *placeError) Unwrap() error { return e.error }
 
 // elsewhere reports whether a rank that had not met all others failed with err because of another
 // rank. A link that this process has no room for names its peer, too.
@@ -274,9 +289,8 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	g.warn()
 	j.meeting = nil
 	// A peer was lost after it met this rank, and other ranks may not have met that incarnation; or
-	// another process has the place of this one. The end of a caller's time is none of these.
-	if cause := context.Cause(mctx); cause != nil && !errors.Is(cause, context.DeadlineExceeded) &&
-		!errors.Is(cause, context.Canceled) {
+	// another process has the place of this one.
+	if cause := context.Cause(mctx); cause != nil && (ctx.Err() == nil || errors.As(cause, new(*placeError))) {
 		return nil, cause
 	}
 	start.Met()

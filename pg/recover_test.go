@@ -708,7 +708,7 @@ func TestTimeoutEvicts(t *testing.T) {
 			t.Errorf("the stuck rank got %v", err)
 			return
 		}
-		short, end := context.WithTimeout(ctx, 4*time.Second) // a rank that has waited for half of it votes
+		short, end := context.WithTimeout(ctx, 8*time.Second) // a rank that has waited for half of it votes
 		defer end()
 		err := g.Barrier(short)
 		var late *pg.TimeoutError

@@ -237,6 +237,7 @@ func TestRunSignals(t *testing.T) {
 		j.says("killed 2 ranks")
 	})
 	t.Run("a terminal hangs up", func(t *testing.T) { // the shell and the kernel say so
+		hearHangup(t)
 		s := newStage(t)
 		j := s.run("run", "-n", "1", "--grace", "1h", proctest.Self())
 		p := s.arrive(1)[0]

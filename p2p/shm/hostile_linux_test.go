@@ -703,7 +703,7 @@ func TestClientsAreRefused(t *testing.T) {
 func TestSilentAndInvalidConnectionsAreClosed(t *testing.T) {
 	linktest.NoLeaks(t, "All", func(t *testing.T) {
 		tr := New(Config{RingBytes: 1})
-		tr.timeout = 2 * time.Second
+		tr.timeout = 4 * time.Second
 		b := linktest.Listen(t, tr, linktest.NewHost(1))
 		b.Allow(func(from p2p.Identity) error {
 			if from.Rank != 0 {

@@ -55,16 +55,20 @@ func TestLeaseIsTakenAgainBeforeMeeting(t *testing.T) {
 	if err := early.Connect(ctx, Hooks{}); err != nil {
 		t.Fatal(err)
 	}
+	resolve := func(ss *Session, rank int) error {
+		for { // an attempt takes a second at most
+			if _, err := ss.resolve(ctx, rank); !errors.Is(err, context.DeadlineExceeded) || ctx.Err() != nil {
+				return err
+			}
+		}
+	}
 	found := make(chan error, 1)
-	go func() {
-		_, err := early.resolve(ctx, 1)
-		found <- err
-	}()
+	go func() { found <- resolve(early, 1) }()
 	mem.Expire(early.Store())
 	if err := late.Connect(ctx, Hooks{}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := late.resolve(ctx, 0); err != nil {
+	if err := resolve(late, 0); err != nil {
 		t.Error("the rank whose lease has ended: ", err)
 	}
 	if err := <-found; err != nil {
@@ -471,7 +475,7 @@ func TestHandOverWithoutRecord(t *testing.T) {
 	if without.Before(began) || !late {
 		t.Errorf("the rank was last without a lease at %v, before %v, or not late: %v", without, began, late)
 	}
-	ss.linked.Store(without.UnixNano() + 1) // the others cannot have met before
+	ss.linked.Store(true) // the others cannot have met before
 	if again, late := ss.HandOver(); !again.Equal(without) || late {
 		t.Errorf("with a later link it was without a lease at %v, not %v, or late: %v", again, without, late)
 	}

@@ -91,7 +91,7 @@ type Session struct {
 	client   *bootstrap.Client
 	lost     func(error) // Hooks.Lost
 	met      atomic.Bool
-	linked   atomic.Int64 // when a link last came up, in nanoseconds since 1970
+	linked   atomic.Bool // a link has come up since the latest handle on the store was opened
 
 	// Of keep until HandOver, and then of the caller of Reconnect.
 	next   bootstrap.Store   // replaces store when the record is under its lease; nil: there is none yet
@@ -118,7 +118,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
 	notify := func(peer p2p.Identity, err error) {
 		if err == nil {
-			ss.linked.Store(time.Now().UnixNano())
+			ss.linked.Store(true)
 		}
 		if h.Link != nil {
 			h.Link(peer, err)
@@ -323,10 +323,10 @@ func (ss *Session) HandOver() (without time.Time, late bool) {
 	ss.unkeep()
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
-	if without = ss.renewed; ss.store != nil && ss.store.Err() != nil {
-		without = time.Now()
+	if ss.store != nil && ss.store.Err() != nil {
+		return time.Now(), true
 	}
-	return without, !without.IsZero() && without.UnixNano() >= ss.linked.Load()
+	return ss.renewed, !ss.renewed.IsZero() && !ss.linked.Load()
 }
 
 // Table returns this rank's table of algorithms, nil for the default one.
@@ -430,6 +430,7 @@ func (ss *Session) prepare(open func() (bootstrap.Store, error)) error {
 	if err != nil {
 		return err
 	}
+	ss.linked.Store(false) // others see the record, and link, later
 	if ss.next != nil {
 		ss.former = append(ss.former, ss.next)
 	}

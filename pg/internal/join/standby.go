@@ -159,74 +159,70 @@ func claim(ctx context.Context, store bootstrap.Store, slot int, id uint64) erro
 }
 
 // AwaitSlot waits until the process of holder, which has the slot of s, is gone: it was removed
-// from the job's view, or has had no record for longer than a rank takes to have another lease. It
-// ends with ctx. Unlike a Session it has no listeners meanwhile.
-func AwaitSlot(ctx context.Context, s *Settings, holder uint64) {
+// from the job's view, or no process of that is registered for longer than one takes to have
+// another lease. It also ends with ctx, and if the store cannot be asked. Unlike a Session it has
+// no listeners meanwhile. The caller closes the handle, if there is one, when it has another: the
+// job must not end between the two.
+func AwaitSlot(ctx context.Context, s *Settings, holder uint64) bootstrap.Store {
+	store, err := s.reopen(ctx)
 	again := time.NewTicker(lookPause)
 	defer again.Stop()
-	var store bootstrap.Store
-	defer func() {
-		if store != nil {
-			store.Close()
-		}
-	}()
 	// Looks in a row that did not find the holder. Their number is the time for which this process
 	// has looked: it does not look while it is stopped.
 	vain := 0
-	for in := false; ; { // in: the holder has been in the view
-		var err error
-		if store == nil {
-			store, err = s.reopen(ctx)
-		}
-		if err == nil {
-			var has, listed bool
-			if has, listed, err = held(ctx, store, s.Rank, holder); err == nil {
-				if in = in || has; in && !has {
-					return
-				}
-				if vain++; listed {
-					vain = 0
-				}
-				if time.Duration(vain)*lookPause > store.TTL()+2*time.Second {
-					return
-				}
-			}
-		}
-		if err != nil {
+	for in := false; err == nil; { // in: the holder has been in the view
+		has, keeps, bad := held(ctx, store, s.Rank, holder)
+		switch {
+		case bad != nil && !away(bad):
+			return store
+		case bad == nil && in && !has:
+			return store
+		case bad != nil || keeps:
 			vain = 0
+		default:
+			vain++
 		}
-		if store != nil && store.Err() != nil {
-			store.Close()
-			store = nil
+		if in = in || has; time.Duration(vain)*lookPause > store.TTL()+2*time.Second {
+			return store
+		}
+		if store.Err() != nil {
+			former := store
+			store, err = s.reopen(ctx)
+			former.Close()
 		}
 		select {
 		case <-ctx.Done():
-			return
+			return store
 		case <-again.C:
 		}
 	}
+	return nil
 }
 
-// held reports whether an incarnation is in a slot of the job's view, and whether it is registered.
-func held(ctx context.Context, store bootstrap.Store, slot int, incarnation uint64) (has, listed bool, err error) {
-	b, err := store.Get(ctx, membership.ViewKey)
+// held reports whether an incarnation is in a slot of the job's view, and whether it keeps the
+// slot: it is registered, or others of the view are, which decide on it.
+func held(ctx context.Context, store bootstrap.Store, slot int, incarnation uint64) (has, keeps bool, err error) {
+	b, err := store.Get(ctx, bootstrap.RankKey(slot))
 	if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
 		return false, false, err
 	}
 	if err == nil {
-		if _, v, bad := membership.DecodeStored(b); bad == nil {
-			has = v.Has(slot, incarnation)
-		}
+		rec, bad := bootstrap.DecodeRecord(b)
+		keeps = bad == nil && rec.Incarnation == incarnation
 	}
-	b, err = store.Get(ctx, bootstrap.RankKey(slot))
+	b, err = store.Get(ctx, membership.ViewKey)
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return false, keeps, nil
+	}
 	if err != nil {
-		if errors.Is(err, bootstrap.ErrNoKey) {
-			err = nil
-		}
-		return has, false, err
+		return false, false, err
 	}
-	rec, bad := bootstrap.DecodeRecord(b)
-	return has, bad == nil && rec.Incarnation == incarnation, nil
+	_, view, bad := membership.DecodeStored(b)
+	if has = bad == nil && view.Has(slot, incarnation); has && !keeps {
+		other, err := registered(ctx, store, view, slot)
+		return has, other != nil, err
+	}
+	return has, keeps, nil
 }
 
 // Release releases the claim. joined says whether the process has joined with the slot.

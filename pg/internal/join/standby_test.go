@@ -359,7 +359,7 @@ func TestAwaitSlot(t *testing.T) {
 			over := make(chan struct{})
 			go func() {
 				defer close(over)
-				AwaitSlot(ctx, ss.settings, holder)
+				AwaitSlot(ctx, ss.settings, holder).Close()
 			}()
 			waits := func(d time.Duration) {
 				t.Helper()
@@ -385,6 +385,11 @@ func TestAwaitSlot(t *testing.T) {
 				put(t, job, view, true)
 			case "it has no record":
 				other.Close()
+				waits(time.Minute) // the others decide
+				if err := job.Delete(t.Context(), bootstrap.RankKey(0)); err != nil {
+					t.Fatal(err)
+				}
+				began = time.Now()
 			default:
 				cancel()
 			}
@@ -400,3 +405,26 @@ func TestAwaitSlot(t *testing.T) {
 		})
 	}
 }
+
+// A process that waits for its slot does not wait for a store that refuses it.
+func TestAwaitSlotWithoutStore(t *testing.T) {
+	refused := errors.New("refused")
+	ss := session(1, storetest.NewMemory().Open)
+	defer ss.Close()
+	ss.settings.OpenStore = func(context.Context) (bootstrap.Store, error) { return nil, refused }
+	if store := AwaitSlot(t.Context(), ss.settings, 9); store != nil {
+		t.Error("there is a handle")
+	}
+	ss.settings.OpenStore = func(context.Context) (bootstrap.Store, error) {
+		return &mute{storetest.NewMemory().Open(), refused}, nil
+	}
+	AwaitSlot(t.Context(), ss.settings, 9).Close()
+}
+
+// mute is a store that answers no question.
+type mute struct {
+	bootstrap.Store
+	why error
+}
+
+func (s *mute) Get(context.Context, string) ([]byte, error) { return nil, s.why }

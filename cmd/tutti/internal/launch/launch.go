@@ -181,8 +181,8 @@ func Run(ctx context.Context, o Options) (int, error) {
 	l.views.close()
 	if l.hold != nil {
 		code, why := l.code, l.why
-		if err != nil && code == 0 { // the guard was killed
-			code, why = CodeLaunch, err.Error()
+		if err != nil && why == "" { // the guard was killed, or there still are processes
+			code, why = cmp.Or(code, CodeLaunch), err.Error()
 		}
 		l.hold.finish(code, why, l.endsAll() || err != nil)
 	}

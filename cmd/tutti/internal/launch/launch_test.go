@@ -65,23 +65,51 @@ func TestOneRequestOfTwoSignals(t *testing.T) {
 	})
 }
 
-// TestProcessesThatSIGKILLDoesNotEnd: the launcher does not wait for them for ever.
-func TestProcessesThatSIGKILLDoesNotEnd(t *testing.T) {
+// TestSignalBesideAFailure: a signal that comes while ranks are being ended, because one has
+// failed, leaves them their time, as the failure may be why it comes. The next one does not.
+func TestSignalBesideAFailure(t *testing.T) {
+	for _, c := range []struct {
+		signals []syscall.Signal
+		kills   bool
+	}{{[]syscall.Signal{syscall.SIGTERM}, false}, {[]syscall.Signal{syscall.SIGTERM, syscall.SIGINT}, true},
+		{[]syscall.Signal{syscall.SIGINT}, true}} {
+		f := newFake(t, 1, 0, 0)
+		f.guard, f.out = deafGuard(t), &Output{hurry: make(chan struct{})}
+		f.code = 3
+		for _, s := range c.signals {
+			f.signal(s)
+		}
+		if kills := !f.killedAt.IsZero(); kills != c.kills || f.code != 3 {
+			t.Errorf("%v: the ranks are killed: %v, and the code is %d", c.signals, kills, f.code)
+		}
+	}
+}
+
+// deafGuard is a guard that does nothing and tells nothing.
+func deafGuard(t *testing.T) *Guard {
+	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unix.Close(fds[1]) // nobody reads what the guard is told
+	t.Cleanup(func() { unix.Close(fds[1]) }) // nobody reads what the guard is told
 	conn, err := unixConn(fds[0])
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Close()
+	t.Cleanup(func() { conn.Close() })
+	return &Guard{conn: conn}
+}
+
+// TestProcessesThatSIGKILLDoesNotEnd: the launcher does not wait for them for ever.
+func TestProcessesThatSIGKILLDoesNotEnd(t *testing.T) {
+	guard := deafGuard(t)
 	synctest.Test(t, func(t *testing.T) {
 		f := newFake(t, 1, 0, 0)
 		f.Elastic, f.signals, f.out = false, make(chan os.Signal, 1), &Output{broken: make(chan struct{}),
 			hurry: make(chan struct{})}
-		f.guard = &Guard{conn: conn, events: make(chan Event)}
+		f.guard = guard
+		f.guard.events = make(chan Event)
 		began := time.Now()
 		f.kill()
 		go func() {
