@@ -211,8 +211,9 @@ func (s *Set) Drain(ctx context.Context) error {
 
 // Reset drains the set and resets its queue pairs. Then it calls connect for each, which has to
 // move the queue pair to Ready, in agreement with the peer. What was submitted before has ended,
-// and what comes later begins a new life. It fails with errors.ErrUnsupported on a device that
-// cannot reset queue pairs; the set has to be closed and made anew then, as after any other error.
+// and what comes later begins a new life, which may have failed, too, when Reset returns nil: see
+// Err. It fails with errors.ErrUnsupported on a device that cannot reset queue pairs; the set has
+// to be closed and made anew then, as after any other error.
 func (s *Set) Reset(ctx context.Context, connect func(i int, qp rdma.QP) error) error {
 	s.changing.Lock()
 	defer s.changing.Unlock()
@@ -234,19 +235,19 @@ func (s *Set) Reset(ctx context.Context, connect func(i int, qp rdma.QP) error) 
 	s.cause = nil
 	clear(s.parts)
 	s.mu.Unlock()
+	var err error
 	for _, q := range s.queues {
-		if err := q.renew(); err != nil {
+		if err = q.renew(); err != nil {
 			s.Fail(err)
 			break
 		}
 	}
-	if err := s.Err(); err != nil { // Fail had no effect on queues that were not renewed yet
+	if s.Err() != nil { // Fail had no effect on queues that were not renewed yet
 		for _, q := range s.queues {
 			q.fail()
 		}
-		return err
 	}
-	return nil
+	return err
 }
 
 // Close closes the queue pairs. What is under way ends with rdma.ErrClosed. An error means that
