@@ -207,7 +207,8 @@ func TestWorkFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	after, err := s.Record()
-	if err == nil {
+	known := err == nil // else the work has failed before the call, which the driver refuses
+	if known {
 		err = after.Wait(t.Context())
 	}
 	for what, err := range map[string]error{"the event": err, "a copy": s.Copy(m, m), "a record": wait(s)} {
@@ -220,7 +221,7 @@ func TestWorkFails(t *testing.T) {
 	if !reached.Done() || reached.Wait(t.Context()) != nil {
 		t.Error("an event that was reached has failed")
 	}
-	if err := s.Close(); err != nil {
+	if err := s.Close(); err != nil && known {
 		t.Errorf("closing a stream whose failure is known: %v", err)
 	}
 	// The context is the process's: the code that has opened the device before the failure closes
