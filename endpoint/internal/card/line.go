@@ -162,6 +162,7 @@ func (l *Line) retire(c *endpoint.Connection, drained func()) {
 	k.end()
 	k.failed(errors.New("the connection was ended"))
 	if k.set != nil {
+		_ = k.set.Drain(context.Background()) // so that each request ends with its own status
 		err := k.set.Close()
 		for pause := time.Millisecond; err != nil && pause < closing; pause *= 2 {
 			time.Sleep(pause) // a device that is being reset refuses it for some time
