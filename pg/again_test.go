@@ -3,6 +3,7 @@
 package pg_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -15,6 +16,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tutti/bootstrap"
 	"tutti/pg"
 )
 
@@ -36,6 +38,34 @@ func launched(env string, rank, i int) pg.Config {
 		Getenv: func(name string) string { return vars[name] }}
 }
 
+// places returns a number, at least i, for launched in such an environment: the jobs of these names
+// meet at ports that differ, and that nobody listens at.
+func places(t *testing.T, env string, i int, jobs ...string) int {
+	t.Helper()
+	free := func() bool {
+		for _, job := range jobs {
+			l, err := bootstrap.FromEnv(launched(env, 0, i).Getenv)
+			if err != nil {
+				t.Fatal(err)
+			}
+			l.Job = cmp.Or(job, l.Job)
+			_, port, err := l.MeetingHost()
+			if err != nil {
+				t.Fatal(err)
+			}
+			at, err := net.Listen("tcp", "localhost:"+port)
+			if err != nil {
+				return false
+			}
+			defer at.Close()
+		}
+		return true
+	}
+	for ; !free(); i++ {
+	}
+	return i
+}
+
 // Ranks leave a job and join the next one of that name while rank 0 is in the first: they find the
 // first one's store. Both jobs run, whatever their ranks do after failures.
 func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
@@ -51,6 +81,7 @@ func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			there := make(chan struct{}, n) // has the ranks that are at the first store again
+			i := places(t, c.env, 10*i, "")
 			eg, ctx := errgroup.WithContext(t.Context())
 			for rank := range n {
 				cfg := launched(c.env, rank, i)
@@ -116,11 +147,13 @@ func TestJobsOfLaunch(t *testing.T) {
 	for name, env := range map[string]string{"by name": byName + site, "by host": byHost + site} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
+			jobs := []string{"", "second", "third"}
+			i := places(t, env, 100, jobs...)
 			eg, ctx := errgroup.WithContext(t.Context())
 			for rank := range 3 {
 				eg.Go(func() (err error) {
-					for _, job := range []string{"", "second", "third"} {
-						cfg := launched(env, rank, 100)
+					for _, job := range jobs {
+						cfg := launched(env, rank, i)
 						cfg.Job = job
 						g, err := pg.Join(ctx, cfg)
 						if err != nil {

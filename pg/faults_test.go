@@ -128,7 +128,7 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("%s/%d", algo, n), func(t *testing.T) {
 				t.Parallel() // they mostly wait
-				each(t, n, Config{Timeout: 4 * time.Second, Algorithm: algo},
+				each(t, n, Config{Timeout: 6 * time.Second, Algorithm: algo},
 					func(ctx context.Context, g *Group) error {
 						if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
 							return err
@@ -156,7 +156,7 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 func TestTimeoutNamesRankThatWaitedBefore(t *testing.T) {
 	const n, late, missing = 5, 2, 3
 	t.Parallel() // the ranks mostly wait
-	gs, err := Local(n, Config{Timeout: 4 * time.Second, Algorithm: "ring"})
+	gs, err := Local(n, Config{Timeout: 6 * time.Second, Algorithm: "ring"})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -103,7 +103,7 @@ func TestStandbyOutlastsTimeout(t *testing.T) {
 	}
 	log := make(heard, 1000)
 	cfg := Config{Size: 2, Job: "spared", StoreAddr: site.Address, Secret: []byte("a secret of this test alone"),
-		OnFailure: Shrink, Timeout: 2 * time.Second, Logger: slog.New(log)}
+		OnFailure: Shrink, Timeout: 5 * time.Second, Logger: slog.New(log)}
 	use := func(g *Group, err error) error {
 		if err != nil {
 			return err

@@ -509,14 +509,17 @@ func TestPacketsAwaitNobodyAfterwards(t *testing.T) {
 func TestPacketsTimeout(t *testing.T) {
 	for _, started := range []bool{false, true} {
 		const limit = 300 * time.Millisecond
-		timedOut := make(chan struct{})
+		begun, timedOut := make(chan struct{}), make(chan struct{})
 		onPackets(t, 2, fake.Config{}, Config{}, func(ctx context.Context, r packetRank) error {
 			s, m, op, err := r.begun(ctx)
+			if r.Rank() == 1 {
+				close(begun)
+			}
 			if err != nil {
 				return err
 			}
 			defer s.Close()
-			if r.Rank() == 1 {
+			if <-begun; r.Rank() == 1 {
 				<-timedOut
 			} else {
 				if started {
@@ -842,7 +845,12 @@ func (r packetRank) graphsOfEveryKind(ctx context.Context, p *program.Program, s
 // The launch of a graph that another rank does not repeat ends when Config.Timeout is over, and the
 // next operation fails with that.
 func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
-	onPackets(t, 2, fake.Config{}, Config{Timeout: 2 * time.Second}, func(ctx context.Context, r packetRank) error {
+	over := make(chan struct{}) // closed when rank 0's launch has ended
+	end := sync.OnceFunc(func() { close(over) })
+	onPackets(t, 2, fake.Config{}, Config{Timeout: 4 * time.Second}, func(ctx context.Context, r packetRank) error {
+		if r.Rank() == 0 {
+			defer end()
+		}
 		p := program.Open(t, r.f.Path, 0)
 		s, err := p.Stream()
 		if err != nil {
@@ -866,7 +874,9 @@ func TestPacketsOfAGraphThatWaitsInVain(t *testing.T) {
 			if err := errors.Join(graph.Launch(s), p.Finish(s, 20*time.Second)); err != nil {
 				return err
 			}
+			end()
 		}
+		<-over
 		err = r.Barrier(ctx)
 		var late *TimeoutError
 		if err == nil || r.Rank() == 0 && (!strings.Contains(err.Error(), "waiting for rank 1 ") ||

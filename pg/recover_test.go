@@ -820,6 +820,7 @@ func TestSkippedOperationsHaveTheirOwnReasons(t *testing.T) {
 			if _, err := pg.Recv(ctx, g, make([]byte, 1), late, 5); err != nil {
 				t.Fatal(err)
 			}
+			pgtest.InjectFaults(t).Await(0, 5) // the barrier, two messages and both operations
 			pgtest.Kill(t)
 		}
 		if err := sum(ctx); lostRank(err) != victim {
@@ -829,7 +830,7 @@ func TestSkippedOperationsHaveTheirOwnReasons(t *testing.T) {
 			t.Fatalf("afterwards: %v, %v", err, x)
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}),
-		pgtest.Expect(victim, syscall.SIGKILL))
+		pgtest.Expect(victim, syscall.SIGKILL), pgtest.Faults(nil))
 }
 
 // lateRecover runs a program of four reductions at four ranks. Rank 3 dies, and all others get an

@@ -1116,6 +1116,8 @@ func TestRunReplacesRankThatDiesInJoin(t *testing.T) {
 				if got := p.hear(); got != "ok" {
 					t.Fatalf("rank %q: %s", p.rank(), got)
 				}
+			}
+			for _, p := range []*puppet{of["0"], of["1"], instead} {
 				p.tell("exit 0")
 			}
 			j.End(0)

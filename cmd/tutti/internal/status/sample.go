@@ -21,12 +21,10 @@ import (
 	"tutti/pg/flight"
 )
 
-// AnswerWithin bounds a rank's answer.
-const AnswerWithin = time.Second
-
 const (
-	maxAsked = 64      // ranks at once
-	maxSize  = 1 << 20 // of a job
+	within   = time.Second // bounds a rank's answer
+	maxAsked = 64          // ranks at once
+	maxSize  = 1 << 20     // of a job
 )
 
 // ErrNoRanks says that the store has no record of a rank of the job.
@@ -37,6 +35,7 @@ type Sampler struct {
 	job    string
 	store  bootstrap.Store
 	client *bootstrap.Client
+	within time.Duration
 	size   int
 	joined bool          // all ranks had met at some time
 	reads  chan struct{} // bounds the answers that are read at once: one may become much memory
@@ -56,7 +55,7 @@ func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
 func New(job string, store bootstrap.Store, secret []byte) *Sampler {
 	self := bootstrap.NewRecord(-1, 0, ident.New(), nil) // not a rank, only a client with the secret
 	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self,
-		Secret: secret}), reads: make(chan struct{}, runtime.GOMAXPROCS(0))}
+		Secret: secret}), within: within, reads: make(chan struct{}, runtime.GOMAXPROCS(0))}
 }
 
 // Close closes the store's handle.
@@ -70,7 +69,7 @@ type Sample struct {
 }
 
 // Sample asks all ranks, each for at most ops operations. It takes as long as the store and then
-// the slowest rank, at most AnswerWithin for each 64 of them. An error means that the store could
+// the slowest rank, at most a second for each 64 of them. An error means that the store could
 // not be asked, or (ErrNoRanks) has no records; a rank that does not answer is no error.
 func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	records, err := s.store.List(ctx, bootstrap.RankKeys)
@@ -139,9 +138,9 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 
 // ask asks a rank and stores its answer in r.
 func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record, ops int) {
-	late := fmt.Errorf("no answer within %v", AnswerWithin)
+	late := fmt.Errorf("no answer within %v", s.within)
 	reading := ctx
-	ctx, cancel := context.WithTimeoutCause(ctx, AnswerWithin, late)
+	ctx, cancel := context.WithTimeoutCause(ctx, s.within, late)
 	defer cancel()
 	b, err := s.client.Status(ctx, rec, ops)
 	silent := err != nil && ctx.Err() != nil
