@@ -93,7 +93,7 @@ func TestDeviceBatches(t *testing.T) {
 // TestDeviceFailureAndReset: a request that the peer refuses, and a failure under load, end every
 // transfer; after a reset at both ends everything works.
 func TestDeviceFailureAndReset(t *testing.T) {
-	a, b := deviceEnds(t, rdma.Quirks{}, 2, 16, 1<<20, Config{Chunk: 4})
+	a, b := deviceEnds(t, rdma.Quirks{}, 2, 16, 1<<20, Config{Chunk: 4, Timeout: time.Minute})
 	for round := range 6 {
 		var all []*Transfer
 		for i := range uint64(20) {
@@ -105,7 +105,10 @@ func TestDeviceFailureAndReset(t *testing.T) {
 				batch.Ops[3].RemoteKey++
 			}
 			tr, err := a.s.Submit(soon(t), batch)
-			if err != nil { // the set has failed
+			if err != nil {
+				if a.s.Err() == nil {
+					t.Fatal(err)
+				}
 				break
 			}
 			all = append(all, tr)

@@ -308,6 +308,23 @@ func TestFatalStatusIsThatOfItsBatch(t *testing.T) {
 	}
 }
 
+// Queue pairs complete in any order: a fatal status is that of its batch also if another part of it
+// was flushed before.
+func TestFatalStatusOfAPartThatEndsLater(t *testing.T) {
+	w, _, s := newModel(t, 2, 8, 1, Config{})
+	// One request to each queue pair.
+	bad, err := s.Submit(t.Context(), &Batch{Ops: []Op{{Kind: rdma.Write, Local: 1 << 20, Len: 2 * DefaultSpread}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.qps[0].state = rdma.StateFailed
+	w.qps[0].end(rdma.Success) // it is flushed
+	w.qps[1].end(rdma.RemoteAccess)
+	if err := bad.Wait(soon(t)); !rdma.Fatal(err) {
+		t.Error(err)
+	}
+}
+
 // A transfer that is cancelled ends when the device has flushed it, or else by force.
 func TestCancelledTransferEndsWhenFlushed(t *testing.T) {
 	for name, c := range map[string]struct {

@@ -14,8 +14,8 @@ type Transfer struct {
 	set *Set
 
 	mu      sync.Mutex
-	pending int   // records, and Submit
-	err     error // the first
+	pending int // records, and Submit
+	err     error
 	bell    chan struct{}
 }
 
@@ -43,16 +43,25 @@ func (t *Transfer) fail(err error) {
 	t.failLocked(err)
 }
 
+// failLocked keeps the first error that is no consequence of another failure of the set.
 func (t *Transfer) failLocked(err error) {
-	if t.err != nil || err == nil || t.pending == 0 {
+	if err == nil || t.pending == 0 || t.err != nil && (follows(err) || !follows(t.err)) {
 		return
 	}
-	if status := (*rdma.StatusError)(nil); errors.As(err, &status) && status.Status == rdma.Flushed {
+	if flushed(err) {
 		if cause := t.set.Err(); cause != nil {
 			err = fmt.Errorf("%w, because of: %w", err, cause)
 		}
 	}
 	t.err = err
+}
+
+// follows reports whether a request has err because another one failed before it.
+func follows(err error) bool { return flushed(err) || errors.Is(err, ErrFailed) }
+
+func flushed(err error) bool {
+	var status *rdma.StatusError
+	return errors.As(err, &status) && status.Status == rdma.Flushed
 }
 
 // Done returns a channel that is closed when the transfer has ended. A goroutine has to poll.
@@ -76,8 +85,9 @@ func (t *Transfer) Ended() bool {
 	return t.pending == 0
 }
 
-// Err returns the result of a transfer that has ended: nil, or the first error, a *rdma.StatusError
-// or why the rest of the batch was not posted. It returns nil before.
+// Err returns the result of a transfer that has ended: nil, or an error, a *rdma.StatusError or why
+// the rest of the batch was not posted. It is the first one, unless that was a consequence of a
+// failure (a flush, ErrFailed) and another one of the batch was not. It returns nil before.
 func (t *Transfer) Err() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
