@@ -289,8 +289,9 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	g.warn()
 	j.meeting = nil
 	// A peer was lost after it met this rank, and other ranks may not have met that incarnation; or
-	// another process has the place of this one.
-	if cause := context.Cause(mctx); cause != nil && (ctx.Err() == nil || errors.As(cause, new(*placeError))) {
+	// another process has the place of this one. Only the end of the caller's time does not matter.
+	cause := context.Cause(mctx)
+	if cause != nil && (ctx.Err() == nil || elsewhere(cause) || errors.As(cause, new(*placeError))) {
 		return nil, cause
 	}
 	start.Met()
