@@ -423,8 +423,8 @@ func draw(r *rand.Rand, k Kind, a Algo, n int) call {
 	return c
 }
 
-// TestSweep runs every algorithm of every kind for 1 to 64 ranks, over random shapes, memories and
-// schedules.
+// TestSweep runs every algorithm of every kind for 1 to 24 ranks and some numbers up to 64, over
+// random shapes, memories and schedules.
 func TestSweep(t *testing.T) {
 	for _, k := range Kinds() {
 		for _, a := range Algorithms(k) {
