@@ -65,7 +65,7 @@ func publish(t *testing.T, d *directory.Directory, name string, i endpoint.Info)
 
 func TestEntriesComeAndGo(t *testing.T) {
 	each(t, func(t *testing.T, address string) {
-		d, o := open(t, address), open(t, address)
+		d, o := lasting(t, address), open(t, address)
 		noName(t, o, "a")
 		waited := make(chan directory.Entry, 1)
 		go func() {
@@ -164,7 +164,7 @@ func TestNamesAndEndpointsAreChecked(t *testing.T) {
 func TestTakenName(t *testing.T) {
 	t.Parallel()
 	address := site(t)
-	d, o := open(t, address), open(t, address)
+	d, o := lasting(t, address), open(t, address) // a publisher that waits does so as long as its lease, and a bit
 	p := publish(t, d, "a", info(1))
 	var taken *directory.TakenError
 	if _, err := o.Publish(within(t), "a", info(2)); !errors.As(err, &taken) || taken.Name != "a" ||
@@ -183,7 +183,7 @@ func TestTakenName(t *testing.T) {
 	}
 	has(t, d, "a", info(2))
 	// The endpoint itself has it at once, under a lease of its own.
-	same := open(t, address)
+	same := lasting(t, address)
 	publish(t, same, "a", info(2))
 	if err := o.Close(); err != nil {
 		t.Fatal(err)
@@ -261,15 +261,10 @@ func TestKilledPublisherIsFollowed(t *testing.T) {
 	// Without another process the entry goes.
 	up, kill = process(t, address, "lonely", "x")
 	up()
+	w := watch(t, d)
+	w.until("lonely", false)
 	kill()
-	for ev, err := range d.Watch(within(t)) {
-		if err != nil {
-			t.Fatal(err)
-		}
-		if ev.Name == "lonely" && ev.Gone {
-			break
-		}
-	}
+	w.until("lonely", true)
 }
 
 func TestConnectTakesTheNewAddress(t *testing.T) {
@@ -463,6 +458,21 @@ func (f *follower) next(name string, id uint64) {
 		}
 	case <-time.After(patience):
 		f.t.Fatalf("no event, want name %s and id %d", name, id)
+	}
+}
+
+// until skips the events before that of a name that is there, or gone.
+func (f *follower) until(name string, gone bool) {
+	f.t.Helper()
+	for late := time.After(patience); ; {
+		select {
+		case e := <-f.events:
+			if e.Name == name && e.Gone == gone {
+				return
+			}
+		case <-late:
+			f.t.Fatalf("no event of name %s, gone: %v", name, gone)
+		}
 	}
 }
 

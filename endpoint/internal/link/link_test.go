@@ -661,57 +661,53 @@ func TestAwaitLeavesTheWorkToTheLoopUnderContention(t *testing.T) {
 	}
 }
 
-// slow is a handler that drops all frames, and takes its time.
-type slow struct{}
-
-func (slow) Frame(*Conn, wire.Header, []byte) (Sink, error) {
-	time.Sleep(100 * time.Microsecond)
-	return Sink{}, nil
+// chain is a handler that drops each frame, and sends the next one to the connection before.
+type chain struct {
+	from  int // the other end's descriptor
+	frame []byte
+	left  int // frames that are not sent
 }
-func (slow) End(*Conn, Sink, bool) error { return nil }
-func (slow) Broken(*Conn, error)         {}
+
+func (h *chain) Frame(*Conn, wire.Header, []byte) (_ Sink, err error) {
+	if h.left > 0 {
+		h.left--
+		_, err = unix.Write(h.from, h.frame)
+	}
+	return Sink{}, err
+}
+func (h *chain) End(*Conn, Sink, bool) error { return nil }
+func (h *chain) Broken(*Conn, error)         {}
 
 // A waiter ends with its context also if frames come all the time, for others.
 func TestWaitersGiveUpUnderTraffic(t *testing.T) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer unix.Close(fds[0])
 	l, err := NewLoop()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close(errLoopClosed)
-	if err := unix.SetNonblock(fds[1], true); err != nil {
-		t.Fatal(err)
-	}
-	c, err := l.Add(fds[1], wire.Guard{}, slow{}, func(c *Conn) { c.waiters.Add(1) }) // the loop leaves it alone
+	h := &chain{from: fds[0], frame: wire.Bulk(nil, wire.Data, 0, 0, 0), left: 10 * seldom}
+	c, err := l.Add(fds[1], wire.Guard{}, h, func(c *Conn) { c.waiters.Add(1) }) // the loop leaves it alone
 	if err != nil {
 		t.Fatal(err)
 	}
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	defer unix.Shutdown(fds[0], unix.SHUT_RDWR)
-	wg.Go(func() {
-		defer unix.Close(fds[0])
-		frame := append(wire.Bulk(nil, wire.Data, 0, 64<<10, 0), make([]byte, 64<<10)...)
-		for err := error(nil); err == nil; {
-			_, err = unix.Write(fds[0], frame)
-		}
-	})
-	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
-	defer cancel()
-	left := make(chan bool)
-	go func() {
-		for ctx.Err() == nil { // it may also find that polling does not pay
-			poll(ctx, []*Conn{c}, pongs{newSink(), 1})
-		}
-		close(left)
-	}()
-	select {
-	case <-left:
-	case <-time.After(patience / 4): // the traffic may have a gap later
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := unix.Write(fds[0], h.frame); err != nil {
+		t.Fatal(err)
+	}
+	if poll(ctx, []*Conn{c}, pongs{newSink(), 1}) || c.Err() != nil {
+		t.Errorf("what was not sent has come, or %v", c.Err())
+	}
+	switch h.left {
+	case 0: // the frames have ended
 		t.Error("a waiter does not end with its context")
+	case 10 * seldom:
+		t.Error("no frame has come")
 	}
 }
 
@@ -727,7 +723,7 @@ func TestBacklogCountsWhatIsBeingSent(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close(errLoopClosed)
-	c, err := l.Add(fds[1], wire.Guard{}, slow{}, func(c *Conn) { c.waiters.Add(1) }) // the loop leaves it alone
+	c, err := l.Add(fds[1], wire.Guard{}, &chain{}, func(c *Conn) { c.waiters.Add(1) }) // the loop leaves it alone
 	if err != nil {
 		t.Fatal(err)
 	}
