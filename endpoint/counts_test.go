@@ -39,7 +39,7 @@ func TestReasonsAreAllListed(t *testing.T) {
 }
 
 func TestStatsCountWhatHappens(t *testing.T) {
-	a, b, pb, pa := pair(t, Config{})
+	a, b, pb, pa := pair(t, Config{Checksum: true}) // without RDMA: what goes by it is not served
 	if _, err := b.Register("rw", mem.Host(make([]byte, 100), mem.Anywhere), RegionConfig{Rights: Read |
 		Write}); err != nil {
 		t.Fatal(err)

@@ -16,7 +16,7 @@ import (
 
 func init() { hostTimeout = 3 * time.Second }
 
-// tooLong is longer than a host may be silent.
+// tooLong is longer than a host may be silent, counted from the start of an operation.
 const tooLong = 4 * time.Second
 
 // flows has the connections that a dialer makes.
@@ -65,17 +65,23 @@ func TestSilentHostLosesItsSession(t *testing.T) {
 	cases := []struct {
 		name   string
 		conns  int
-		giveUp func(ctx context.Context, p *Peer) error
+		giveUp func(p *Peer) error
 		p      *Peer
 		beside *Future
 		given  chan error
 	}{
-		{name: "read", conns: 1, giveUp: func(_ context.Context, p *Peer) error { return start(p, OpRead) }},
-		{name: "write beside another connection", conns: 2,
-			giveUp: func(_ context.Context, p *Peer) error { return start(p, OpWrite) }},
-		{name: "cancelled read", conns: 1,
-			giveUp: func(ctx context.Context, p *Peer) error { return p.Read(make([]byte, 1), "r", 0).Wait(ctx) }},
-		{name: "lookup", conns: 1, giveUp: func(ctx context.Context, p *Peer) error {
+		{name: "read", conns: 1, giveUp: func(p *Peer) error { return start(p, OpRead) }},
+		{name: "write beside another connection", conns: 2, giveUp: func(p *Peer) error { return start(p, OpWrite) }},
+		{name: "cancelled read", conns: 1, giveUp: func(p *Peer) error {
+			f := p.Read(make([]byte, 1), "r", 0)
+			ctx, cancel := context.WithTimeout(context.Background(), tooLong)
+			defer cancel()
+			return f.Wait(ctx)
+		}},
+		{name: "lookup", conns: 1, giveUp: func(p *Peer) error {
+			// It may start long after its time has begun.
+			ctx, cancel := context.WithTimeout(context.Background(), hostTimeout+tooLong)
+			defer cancel()
 			_, err := p.Lookup(ctx, "r")
 			return err
 		}},
@@ -93,11 +99,7 @@ func TestSilentHostLosesItsSession(t *testing.T) {
 		wait(t, c.p.Read(make([]byte, 1), "r", 0))
 		f.cut(t)
 		c.beside, c.given = c.p.Read(make([]byte, 1), "r", 0), make(chan error, 1)
-		go func() {
-			ctx, cancel := context.WithTimeout(context.Background(), tooLong)
-			defer cancel()
-			c.given <- c.giveUp(ctx, c.p)
-		}()
+		go func() { c.given <- c.giveUp(c.p) }()
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {

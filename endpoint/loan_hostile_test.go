@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,7 +22,7 @@ type player struct {
 	domain *card.Domain
 	line   *card.Line
 	frames chan played // that do not belong to the path
-	joined chan []byte
+	joined chan played
 }
 
 type played struct {
@@ -32,14 +33,20 @@ type played struct {
 // newPlayer connects a player to e, which sees it as the peer.
 func newPlayer(t *testing.T, e *Endpoint, r RDMA) (*player, *Peer) {
 	t.Helper()
-	p := &player{raw: dialDirect(t, e, testSecret), frames: make(chan played, 100), joined: make(chan []byte, 1)}
+	p := &player{raw: dialDirect(t, e, testSecret), frames: make(chan played, 100), joined: make(chan played, maxOwed)}
+	var joins atomic.Uint64
 	p.domain, p.line = rawLine(t, r, func(ctx context.Context, request []byte) ([]byte, error) {
-		p.send(frame(wire.Join, 1, nil, request...))
-		select {
-		case b := <-p.joined:
-			return b, nil
-		case <-ctx.Done():
-			return nil, ctx.Err()
+		n := joins.Add(1)
+		p.send(frame(wire.Join, n, nil, request...))
+		for {
+			select {
+			case f := <-p.joined:
+				if f.h.Address == n { // not the late answer to another one
+					return f.body, nil
+				}
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			}
 		}
 	})
 	over := make(chan struct{})
@@ -59,7 +66,7 @@ func newPlayer(t *testing.T, e *Endpoint, r RDMA) (*player, *Peer) {
 				}
 				p.Write(frame(wire.Joined, h.Address, nil, reply...))
 			case wire.Joined:
-				p.joined <- body
+				p.joined <- played{h, body}
 			case wire.Claim:
 				p.Write(frame(wire.Key, h.Address, wire.Words(nil, 0, 0)))
 			case wire.Key:

@@ -430,7 +430,9 @@ func TestMessagesWhilePortsGoDown(t *testing.T) {
 		until(t, "a detour", func() bool { return detours() > before })
 		f.SetPort(device, 1, true)
 		sent := directOf(p, OpSend)
-		until(t, "RDMA", func() bool { return directOf(p, OpSend) > sent })
+		until(t, "RDMA", func() bool {
+			return directOf(p, OpSend) > sent && p.Path() == PathDirect && q.Path() == PathDirect
+		})
 	}
 	close(stop)
 	wg.Wait()
@@ -475,8 +477,8 @@ func TestMessagesToAPeerThatRestarts(t *testing.T) {
 	a, b, p, q := messengers(t, r)
 	fs := []*Future{p.Send(pattern(long, 1)), p.Send(pattern(long, 2))}
 	wait(t, q.Recv(make([]byte, long)))
-	b.Close()
 	wait(t, fs[0])
+	b.Close()
 	if err := fs[1].Wait(t.Context()); !errors.Is(err, ErrBroken) {
 		t.Errorf("a send to a peer that ended: %v", err)
 	}

@@ -527,7 +527,7 @@ func TestPortsGoDownUnderLoad(t *testing.T) {
 		until(t, "a detour", func() bool { return a.Stats().Detours > detours })
 		f.SetPort(device, 1, true)
 		before := directOf(p, OpRead)
-		until(t, "RDMA", func() bool { return directOf(p, OpRead) > before })
+		until(t, "RDMA", func() bool { return directOf(p, OpRead) > before && p.Path() == PathDirect })
 	}
 	close(stop)
 	wg.Wait()
