@@ -10,14 +10,14 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
+	"tutti/internal/leaktest"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // cluster is n proxies of one process that know each other.
 func cluster(t interface{ Fatal(...any) }, n, window int, wrap func(p2p.Transport) p2p.Transport) []*p2p.Proxy {

@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/leaktest"
 	"tutti/p2p"
 	"tutti/p2p/linktest"
 )
@@ -21,7 +21,7 @@ func TestMain(m *testing.M) {
 		return
 	}
 	linktest.PeerMain(func(string) (p2p.Transport, error) { return New(local(Config{})), nil }, nil)
-	goleak.VerifyTestMain(m)
+	leaktest.Main(m)
 }
 
 var secret = []byte("the secret of a test's job")

@@ -15,9 +15,9 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/leaktest"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/linktest"
@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 		}
 		return New(over(p, 0)), nil
 	}, map[string]linktest.Role{"putter": putter})
-	goleak.VerifyTestMain(m)
+	leaktest.Main(m)
 }
 
 // putter exposes memory to the process that has sent it the description of its own, and puts to

@@ -12,8 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"tutti/internal/leaktest"
 	"tutti/rdma"
 	"tutti/rdma/endpoint"
 	"tutti/rdma/endpoint/endpointtest"
@@ -21,7 +20,7 @@ import (
 	"tutti/rdma/soft"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // fabric returns a fabric, and the names of its devices. No object may be left on it.
 func fabric(t *testing.T, cfg soft.Config) (*soft.Fabric, []string) {
