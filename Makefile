@@ -184,7 +184,7 @@ bench-rdma: ## writes over rdma/queue beside ib_write_bw and ib_write_lat, and t
 	@$(GO) build -o .build/rdmabench ./tests/rdmabench
 	@tests/softroce/vmexec .build/rdmabench $(RDMA_FLAGS)
 	@$(GO) test -count=1 -v -run '^TestSimultaneousOpens$$' ./rdma/endpoint -bars
-	@$(GO) test -p 1 -count=1 -v -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDeviceLinkDownAndUp$$' \
+	@$(GO) test -p 1 -count=1 -v -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDevice(LinkDownAndUp|Returns)$$' \
 		./rdma/endpoint ./p2p/verbs -bars
 	@VMLIMIT=900 $(GO) test -count=1 -v -timeout 15m -exec $(CURDIR)/tests/softroce/vmexec \
 		-run '^TestDevice(SimultaneousOpens|KilledProcesses)$$' ./rdma/endpoint -opens 10000 -kills 25

@@ -478,22 +478,14 @@ func TestDeviceReturns(t *testing.T) {
 		if l := inner(a); l.m.gen == gen || l.tx == nil || l.tx.out.seq < seq+frames {
 			t.Errorf("%s: ring %d after %d; frames do not go over it", name, l.m.gen, gen)
 		}
-		// The same rings are as fast as before; the factor and the repetitions are for other work
-		// of the machine.
-		for range 10 {
-			if after >= before/3 {
-				break
-			}
-			after = round(frames, nil)
-		}
-		if after < before/3 {
+		if *timed && after < before/3 { // the same rings are as fast as before
 			t.Errorf("%s: %.0f frames a second, and %.0f before", name, after, before)
 		}
 	}
 }
 
-// timed has TestDeviceLinkDownAndUp fail if it takes longer than it may on a machine that does
-// nothing else.
+// timed has TestDeviceReturns and TestDeviceLinkDownAndUp compare times and speeds with those of a
+// machine that does nothing else.
 var timed = flag.Bool("bars", false, "assert times as well, on a machine that does nothing else")
 
 // stream is puts of a side to slots of the other one, with a signal each, again and again.
@@ -571,7 +563,8 @@ func (s *stream) turn(again bool) {
 
 // TestDeviceLinkDownAndUp: puts both ways over a link that goes down and comes back are never
 // wrong, and none is lost. When it is back, also after longer than packets are repeated, the device
-// moves as many bytes a second as before.
+// moves bytes as fast as before: with -bars at the same speed, else at a quarter of the slowest,
+// because the machine may have got other work.
 func TestDeviceLinkDownAndUp(t *testing.T) {
 	p, _ := rdmatest.Devices(t, verbs.Load)
 	devices, down, up := rdmatest.Veth(t)
@@ -604,11 +597,15 @@ func TestDeviceLinkDownAndUp(t *testing.T) {
 		if before == 0 {
 			t.Fatal("the device moves nothing")
 		}
+		enough := rates[0] / 4
+		if *timed {
+			enough = 0.95 * before
+		}
 		down()
 		meanwhile := rate(outage)
 		up()
 		begin, best := time.Now(), 0.0
-		for best < 0.95*before {
+		for best == 0 || best < enough {
 			if best = max(best, rate(window)); time.Since(begin) > linktest.Patience {
 				t.Fatalf("%.1f MiB/s before the link was down, and at most %.1f since", before, best)
 			}

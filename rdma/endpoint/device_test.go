@@ -65,7 +65,8 @@ const soonest = 2 * time.Second
 
 // TestDeviceLinkDownAndUp: a link that is down under load ends no batch without an error, and when
 // it is up again the bandwidth comes back, also if it was down for longer than packets are
-// repeated.
+// repeated: with -bars all of it, else a quarter of the least, because the machine may have got
+// other work.
 func TestDeviceLinkDownAndUp(t *testing.T) {
 	p, _ := rdmatest.Devices(t, verbs.Load)
 	devices, down, up := rdmatest.Veth(t)
@@ -88,7 +89,10 @@ func TestDeviceLinkDownAndUp(t *testing.T) {
 			rates = append(rates, rate())
 		}
 		slices.Sort(rates)
-		before := rates[len(rates)/2]
+		before, enough := rates[len(rates)/2], rates[0]/4
+		if *bars {
+			enough = 0.95 * before
+		}
 		errs := len(l.errors())
 		down()
 		await(t, both[1].events, rdma.PortLost)
@@ -97,7 +101,7 @@ func TestDeviceLinkDownAndUp(t *testing.T) {
 		begin := time.Now()
 		await(t, both[1].events, rdma.PortUp)
 		best := 0.0
-		for best < 0.95*before {
+		for best == 0 || best < enough {
 			if best = max(best, rate()); time.Since(begin) > endpointtest.Patience {
 				t.Fatalf("%.1f MiB/s before the link was down, and at most %.1f since", before, best)
 			}
