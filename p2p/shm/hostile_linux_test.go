@@ -447,6 +447,7 @@ func TestHostileRegions(t *testing.T) {
 		}
 	})
 	linktest.NoLeaks(t, "NobodyWaits", func(t *testing.T) {
+		before := mappings(t) // links of other tests that are not garbage yet have some
 		l, c, _ := captive(t)
 		if m, err := l.Link.(p2p.Mapper).Map(1); m != nil || err != nil {
 			t.Fatal(m, err)
@@ -459,8 +460,8 @@ func TestHostileRegions(t *testing.T) {
 			t.Fatal(m, err)
 		}
 		defer m.Release()
-		if n := mappings(t); n != 3 { // both ends' of the ring, and region 3
-			t.Errorf("%d mappings, want 3: what was dropped is still mapped", n)
+		if n := mappings(t); n > before+3 { // both ends' of the ring, and region 3
+			t.Errorf("%d mappings, %d before, want 3 more: what was dropped is still mapped", n, before)
 		}
 	})
 	linktest.NoLeaks(t, "Never", func(t *testing.T) {
@@ -621,7 +622,7 @@ func TestFreedRegionsAreUnmappedByPeers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for deadline := time.Now().Add(linktest.Patience); mappings(t) != before; runtime.Gosched() {
+	for deadline := time.Now().Add(linktest.Patience); mappings(t) > before; runtime.Gosched() {
 		if time.Now().After(deadline) {
 			t.Fatalf("%d mappings, %d before", mappings(t), before)
 		}

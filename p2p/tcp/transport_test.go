@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/ports"
 	"tutti/internal/trust"
 	"tutti/p2p"
 )
@@ -80,11 +81,17 @@ func TestListenTakesFreePortOfRange(t *testing.T) {
 		t.Errorf("a range that is taken: %v, %v", e, err)
 	}
 	wide := fmt.Sprintf("%d-%d", first, min(65535, first+300))
-	tr, e, err := open(wide)
+	_, e, err := open(wide)
 	if err != nil || portsOf(t, e)[0] < first+2 {
 		t.Fatalf("range %s of which two are taken: %v, %v", wide, e, err)
 	}
-	mine := fmt.Sprint(portsOf(t, e)[0])
+	held := must(ports.Reserve()) // from other processes, also while no transport listens
+	defer held.Close()
+	mine := fmt.Sprint(held.Port)
+	tr, _, err := open(mine)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if _, _, err := open(mine); !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("another rank's port: %v", err)
 	}
