@@ -8,13 +8,12 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tutti/collectives"
+	"tutti/internal/leaktest"
 	"tutti/kernels"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // each runs f on n local ranks and fails the test with every rank's error.
 func each(t testing.TB, n int, cfg Config, f func(ctx context.Context, g *Group) error) {

@@ -14,10 +14,10 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"go.uber.org/goleak"
 	"go.uber.org/zap"
 
 	"tutti/bootstrap"
+	"tutti/internal/leaktest"
 	"tutti/internal/proctest"
 )
 
@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 		fmt.Println(s.Address())
 		select {} // until it is killed
 	}
-	goleak.VerifyTestMain(m)
+	leaktest.Main(m)
 }
 
 var secret = []byte("a secret for the tests of this package")

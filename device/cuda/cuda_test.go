@@ -5,13 +5,12 @@ package cuda
 import (
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"tutti/device/cuda/fake"
 	"tutti/device/devicetest"
+	"tutti/internal/leaktest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // start returns a fake driver and a library that is open.
 func start(t *testing.T, c fake.Config) (*fake.Driver, *Driver) {

@@ -4,14 +4,13 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tutti/device"
 	"tutti/device/devicetest"
+	"tutti/internal/leaktest"
 	"tutti/mem"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 func TestHostPassesSuite(t *testing.T) {
 	devicetest.Suite(t, func(*testing.T) devicetest.Harness {

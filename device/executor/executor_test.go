@@ -12,16 +12,15 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tutti/collectives"
 	"tutti/device"
 	"tutti/device/devicetest"
+	"tutti/internal/leaktest"
 	"tutti/kernels"
 	"tutti/mem"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // A node is one rank of a test: its device, its memories, its end of the network.
 type node struct {

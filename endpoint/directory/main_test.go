@@ -12,11 +12,10 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tutti/bootstrap"
 	"tutti/endpoint"
 	"tutti/endpoint/directory"
+	"tutti/internal/leaktest"
 	"tutti/internal/proctest"
 	"tutti/internal/sitetest"
 	"tutti/mem"
@@ -38,7 +37,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	goleak.VerifyTestMain(m)
+	leaktest.Main(m)
 }
 
 func within(t testing.TB) context.Context {

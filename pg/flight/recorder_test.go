@@ -14,17 +14,17 @@ import (
 	"time"
 	"unsafe"
 
-	"go.uber.org/goleak"
 	"golang.org/x/sync/errgroup"
 	"pgregory.net/rapid"
 
 	"tutti/collectives"
+	"tutti/internal/leaktest"
 	"tutti/internal/plain"
 	"tutti/internal/proctest"
 	"tutti/kernels"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 var me = Identity{Job: "train", Rank: 3, Size: 8, Incarnation: 0xabc, Host: "node1"}
 

@@ -12,15 +12,14 @@ import (
 	"time"
 	"unsafe"
 
-	"go.uber.org/goleak"
-
 	"tutti/collectives"
+	"tutti/internal/leaktest"
 	"tutti/kernels"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // patience bounds what ends at once when all is well.
 const patience = 30 * time.Second

@@ -15,16 +15,15 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
+	"tutti/internal/leaktest"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 	"tutti/pg/membership"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // patience bounds what happens soon when all is well.
 const patience = 20 * time.Second
