@@ -1,8 +1,10 @@
 """Runs a function as several ranks, each in a process of its own."""
 
+import contextlib
 import multiprocessing
 import os
 import queue
+import socket
 import sys
 import traceback
 import unittest
@@ -49,6 +51,18 @@ def meet(port, name, size):
     if common.add(name, 1) == size:
         common.set(name + "/all", "")
     common.wait([name + "/all"])
+
+
+@contextlib.contextmanager
+def reserved_port(host="127.0.0.1"):
+    """Reserves a port for listeners that are made meanwhile. The kernel gives it to nobody who asks for any.
+
+    It is bound and does not listen, so that a listener which sets SO_REUSEADDR, as Go's do, succeeds.
+    """
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((host, 0))
+        yield s.getsockname()[1]
 
 
 def _rank(function, rank, size, port, results, environment, arguments):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -61,9 +60,9 @@ def run(size, flags, code, arguments=(), environment=()):
 @contextlib.contextmanager
 def etcd():
     """Serves a plain etcd, such as a site has, and gives its address, for TUTTI_STORE."""
-    with tempfile.TemporaryDirectory() as directory:
-        with socket.create_server(("127.0.0.1", 0)) as client, socket.create_server(("127.0.0.1", 0)) as peer:
-            at = ["{}:{}".format(*s.getsockname()) for s in (client, peer)]
+    port = harness.reserved_port
+    with tempfile.TemporaryDirectory() as directory, port() as client, port() as peer:
+        at = [f"127.0.0.1:{client}", f"127.0.0.1:{peer}"]
         member = {"Name": "site", "Dir": directory, "Client": at[0], "Peer": at[1]}
         # The tutti command serves a member, to measure stores, until its standard input ends.
         variables = dict(os.environ, TUTTI_ETCD_MEMBER=json.dumps({"All": [member], "Own": 0}))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 import unittest
@@ -773,22 +772,21 @@ def inherited_options(rank, size, port):
 
 def one_port(rank, size, port):
     """A single port of the environment is that of the first group of a process."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        os.environ.update(TUTTI_PORT=str(free.getsockname()[1]), TUTTI_TRANSPORT="shm")
-    for _ in range(2):
-        harness.init(rank, size, port, timeout=timedelta(seconds=20))
-        for group in (None, dist.new_group(), dist.new_group(pg_options=tutti_torch.Options())):
-            if harness.has("suspend"):
-                backend(group).suspend()
-                backend(group).resume()
-            dist.all_reduce(x := torch.ones(1), group=group)
-            assert x.item() == size
-        dist.destroy_process_group()
-    if harness.has("reconfigure"):
-        harness.init(rank, size, port, enable_reconfigure=True)
-        assert dist._get_reconfigure_handle()
-        dist.destroy_process_group()
+    with harness.reserved_port("") as free:
+        os.environ.update(TUTTI_PORT=str(free), TUTTI_TRANSPORT="shm")
+        for _ in range(2):
+            harness.init(rank, size, port, timeout=timedelta(seconds=20))
+            for group in (None, dist.new_group(), dist.new_group(pg_options=tutti_torch.Options())):
+                if harness.has("suspend"):
+                    backend(group).suspend()
+                    backend(group).resume()
+                dist.all_reduce(x := torch.ones(1), group=group)
+                assert x.item() == size
+            dist.destroy_process_group()
+        if harness.has("reconfigure"):
+            harness.init(rank, size, port, enable_reconfigure=True)
+            assert dist._get_reconfigure_handle()
+            dist.destroy_process_group()
 
 
 def grows(rank, size, port):
