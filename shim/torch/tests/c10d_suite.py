@@ -6,6 +6,7 @@ cannot make a group then, so that nothing is left to it. With TUTTI_SUITE=gloo t
 tests as they are.
 """
 
+import datetime
 import importlib.util
 import os
 import re
@@ -85,6 +86,12 @@ class Suite(cases.TestDistBackend, cases.DistributedTest._DistTestBase):
             )
 
         self._start_processes(process)
+
+    def test_barrier_timeout_full_group(self):
+        # With torch's second the group must also form within it, which a busy machine may not do.
+        timeout = datetime.timedelta(seconds=5)
+        _, group, _ = self._init_full_group_test(timeout=timeout)
+        self._test_barrier_timeout(group, timeout)
 
     @classmethod
     def _run(cls, rank, test_name, file_name, pipe, environment, **kwargs):
