@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import sys
 import traceback
@@ -63,6 +64,25 @@ def reserved_port(host="127.0.0.1"):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind((host, 0))
         yield s.getsockname()[1]
+
+
+def handle_later(handler):
+    """Has a signal handler call handler once the call that the main thread makes next has begun.
+
+    It is called in the fourth tick of a timer. Where the process makes no progress, for however long, there
+    is one tick: only what waits has several.
+    """
+    ticks = 0
+
+    def tick(number, frame):
+        nonlocal ticks
+        ticks += 1
+        if ticks == 4:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            handler(number, frame)
+
+    signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.25, 0.25)
 
 
 def _rank(function, rank, size, port, results, environment, arguments):

@@ -215,13 +215,12 @@ def windows_are_interrupted(rank, size, port):
                 window.put(x, 1, 0, True)
 
         x, begin = torch.ones(1 << 20), time.monotonic()
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 2)
+        harness.handle_later(handler)
         raises(KeyboardInterrupt, "", puts)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        harness.handle_later(handler)
         raises(KeyboardInterrupt, "", window.wait_signal, 1, False)
         first = window.wait_signal(1, True)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        harness.handle_later(handler)
         raises(KeyboardInterrupt, "", window.wait_signal, 1, False)  # behind the first
         assert time.monotonic() - begin < 10, "a call has waited for its target"
         harness.meet(port, "over", size)

@@ -159,8 +159,7 @@ def raise_late(rank, port, call):
         time.sleep(2)
         raise KeyError("late")
 
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 2)
+    harness.handle_later(handler)
     raises(KeyError, "late", call)
     return None
 
@@ -218,11 +217,9 @@ def handler_calls(rank, size, port):
 
         def first(*_):
             assert tutti_torch.agree(True, group)
-            signal.signal(signal.SIGALRM, second)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            harness.handle_later(second)
 
-        signal.signal(signal.SIGALRM, first)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        harness.handle_later(first)
         raises(KeyError, "second", tutti_torch.agree, True)
     else:
         tutti_torch.agree(True, group)

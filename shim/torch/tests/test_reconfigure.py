@@ -272,8 +272,7 @@ def interrupted(rank, size, port):
         def handler(*_):
             raise KeyboardInterrupt
 
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        harness.handle_later(handler)
         raises(KeyboardInterrupt, "", dist._reconfigure, 1, handles)
     share(rank, size, port, "over", "1")
     if rank != 0:
