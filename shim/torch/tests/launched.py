@@ -31,6 +31,16 @@ def raises(kind, text, function, *arguments, **keywords):
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
+# Rank lost dies, when the others are through with what they have called: the loss would fail a rank
+# that is still in an operation which this one has left.
+def loses(lost):
+    store = dist.distributed_c10d._get_default_store()
+    names = {r: f"through with {lost}/{r}" for r in range(dist.get_world_size()) if r != lost}
+    if dist.get_rank() == lost:
+        store.wait(list(names.values()))
+        die()
+    store.set(names[dist.get_rank()], "")
+
 # An operation during which rank lost dies fails at all ranks. It succeeds without lost at all
 # ranks if none had begun it when the loss was noticed. Returns whether it failed.
 def outlives(lost, function, *arguments, **keywords):

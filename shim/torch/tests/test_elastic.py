@@ -28,8 +28,7 @@ HOLE = (
     + """
 lost = int(os.environ["DIES"])
 dist.barrier()
-if rank == lost:
-    die()
+loses(lost)
 x = torch.ones(3)
 work = dist.all_reduce(x, async_op=True)
 left = [r for r in range(size) if r != lost]
@@ -112,8 +111,7 @@ for lost in (0, 2):
     if done > (0 if lost == 0 else 1) or (rank == lost and restarted):
         continue
     dist.barrier()
-    if rank == lost:
-        die()
+    loses(lost)
     outlives(lost, dist.barrier)
     while tutti_torch.admit() == 0:
         pass
@@ -154,8 +152,7 @@ RETRY = (
 dist.barrier()
 source = torch.full((1000,), rank + 1.0)
 out = torch.zeros(size, 1000)
-if rank == 1:
-    die()
+loses(1)
 dist.all_gather_into_tensor(out, source)  # runs again without rank 1: there is no error
 assert out[:, 0].tolist()[0::2] == [1.0, 3.0], out[:, 0]
 print("retried")
@@ -169,8 +166,7 @@ SUBGROUP = (
 pair = dist.new_group([0, 2])
 trio = dist.new_group([0, 1, 2])
 dist.barrier()
-if rank == 1:
-    die()
+loses(1)
 outlives(1, dist.all_reduce, torch.ones(1), group=trio)
 dist.all_reduce(x := torch.ones(1), group=trio)
 assert x.item() == 2 and tutti_torch.active_ranks(trio) == [0, 2]
@@ -237,12 +233,8 @@ REPORTS = """
 options = tutti_torch.Options()
 options.on_failure = "report"
 dist.init_process_group("tutti", init_method="tutti://", pg_options=options)
-rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 dist.barrier()
-if rank == 1:
-    store.wait(["through0", "through2"])
-    die()
-store.set(f"through{rank}", "")
+loses(1)
 for _ in range(2):  # until recover
     raises(dist.DistBackendError, "rank 1", dist.all_reduce, torch.ones(1))
 tutti_torch.recover()
@@ -263,8 +255,7 @@ else:
     dist.all_reduce(x := torch.ones(1))
     assert x.item() == 3
     step += 1
-    if rank == 0:
-        die()
+    loses(0)
     outlives(0, dist.barrier)
     dist.all_reduce(x := torch.ones(1))
     assert x.item() == 2, x  # the same processes go on

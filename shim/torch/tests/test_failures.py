@@ -398,6 +398,7 @@ def irreplaceable(rank, size, port):
     """A group over a c10d store cannot recover from the loss of a rank, and says so."""
     harness.init(rank, size, port)
     dist.barrier()
+    harness.meet(port, "through", size)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     raises(dist.DistBackendError, "rank 2", dist.barrier)
@@ -410,6 +411,7 @@ def dies(rank, size, port):
     harness.init(rank, size, port)
     x = torch.ones(1000)
     dist.all_reduce(x)
+    harness.meet(port, "through", size)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(x, async_op=True)

@@ -254,6 +254,7 @@ def dies(rank, size, port):
     handles = start(rank, size, port)
     dist._reconfigure(1, handles)
     works(rank, size)
+    harness.meet(port, "through", size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     raises(dist.DistBackendError, "rank 1", lambda: [dist.barrier() for _ in range(10)])
