@@ -827,8 +827,18 @@ func (g *Group) slotOf(rank int) int {
 // subgroup, Close also removes the outcome of its last Agree from the store, if all members have
 // it: it waits a second for them, and two for the store. Close returns in bounded time, but a rank
 // 0 that serves the store (see Config.StoreAddr) waits until the other ranks have left it, as long
-// as Config.Timeout, or without a bound if that is none.
-func (g *Group) Close() (err error) {
+// as Config.Timeout, or without a bound if that is none. After a Rejoin that has failed, Close of
+// the group of all ranks does that.
+func (g *Group) Close() error {
+	err := g.closeOnce()
+	if g.name == worldName { // programs need not close the subgroups that Rejoin has closed
+		g.job.leave()
+	}
+	return err
+}
+
+// closeOnce closes the group, if it is not closed.
+func (g *Group) closeOnce() (err error) {
 	g.closed.Store(true)
 	g.ending.Do(func() { err = g.close() })
 	return err

@@ -53,10 +53,19 @@ type job struct {
 	mu        sync.Mutex
 	refs      int                   // groups that are open
 	imported  map[importer]struct{} // whose memory has been mapped
-	rejoining bool                  // a call of Rejoin is under way, or has joined
-	kept      bool                  // Rejoin has the meeting
+	rejoining rejoining             // decides who leaves the meeting
 	ended     chan struct{}         // closed when the last group has been closed and the job has ended here
 }
+
+// rejoining says what has become of the calls of Rejoin.
+type rejoining int
+
+const (
+	noRejoin     rejoining = iota // none was made: the meeting is left with the last group
+	rejoins                       // one is under way, or has joined, and has the meeting
+	rejoinFailed                  // Rejoin may be called again, or rank 0 leaves the meeting in Close
+	rejoinOver                    // rank 0 leaves the meeting, or has left it
+)
 
 func newJob(s *settings) *job {
 	j := &job{settings: s, log: s.Logger, timeout: s.Timeout, refs: 1, groups: map[*Group]struct{}{},
@@ -241,7 +250,7 @@ func (j *job) release() error {
 	j.mu.Lock()
 	j.refs--
 	last, meeting := j.refs == 0, j.settings.meeting
-	if j.kept {
+	if j.rejoining != noRejoin {
 		meeting = nil
 	}
 	j.mu.Unlock()
@@ -254,6 +263,20 @@ func (j *job) release() error {
 	}
 	defer j.settings.part(context.Background(), meeting)
 	return j.shut()
+}
+
+// leave has the rank that serves the store wait for the others after a Rejoin that has failed,
+// which has closed all groups without that.
+func (j *job) leave() {
+	j.mu.Lock()
+	if j.rejoining == rejoinFailed && j.settings.serves() {
+		j.rejoining = rejoinOver
+	}
+	leaves := j.rejoining == rejoinOver
+	j.mu.Unlock()
+	if leaves {
+		j.settings.part(context.Background(), j.settings.meeting)
+	}
 }
 
 // evicted reports whether the others go on without this rank.

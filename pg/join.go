@@ -497,9 +497,13 @@ func Local(n int, cfg Config) ([]*Group, error) {
 // incarnation. It is for a rank that was evicted and is alive. It returns the new group of all
 // ranks when the others have admitted this one. A Split that runs meanwhile fails with ErrClosed,
 // or its group is closed, too. If ctx ends before the groups are closed, Rejoin returns, and they
-// are closed in the background. After an error it may be called again. If this rank serves the
-// job's store from its memory, the store stays: while Rejoin runs, and after an error until all
-// others have left the job.
+// are closed in the background. After an error it may be called again.
+//
+// If this rank serves the job's store from its memory, the store stays: while Rejoin runs, and
+// after an error until no other rank is connected with it. Then a further call fails at once with
+// ErrClosed. A program that gives up closes the group of all ranks, although Rejoin has done that:
+// Close waits for the others. If they have left already, the first call waits for them to come
+// back, because their launcher may start them again: then the job begins anew.
 func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	if ctx == nil {
 		return nil, noContext("rejoin")
@@ -513,9 +517,9 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	defer end()
 	j.mu.Lock()
 	meeting := j.settings.meeting
-	busy, over := j.rejoining, meeting.Over()
+	busy, over := j.rejoining == rejoins, j.rejoining == rejoinOver || meeting.Over()
 	if !busy && !over {
-		j.rejoining, j.kept = true, true
+		j.rejoining = rejoins
 	}
 	j.mu.Unlock()
 	switch {
@@ -523,8 +527,8 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 		return nil, fmt.Errorf("rejoining job %q: another call of Rejoin is under way, "+
 			"or has joined: %w", j.settings.Job, ErrClosed)
 	case over:
-		return nil, fmt.Errorf("rejoining job %q: all ranks that could have let this one in have left, and so "+
-			"its store was closed: %w", j.settings.Job, ErrClosed)
+		return nil, fmt.Errorf("rejoining job %q: all ranks that could have let this one in have left, or this one "+
+			"has, and so its store was closed: %w", j.settings.Job, ErrClosed)
 	}
 	again, err := j.rejoin(ctx, meeting != nil)
 	if err == nil {
@@ -532,7 +536,7 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 		return again, nil // the job of the old incarnation is over
 	}
 	j.mu.Lock()
-	j.rejoining = false
+	j.rejoining = rejoinFailed
 	j.mu.Unlock()
 	meeting.CloseLater()
 	return nil, err
@@ -544,7 +548,7 @@ func (j *job) rejoin(ctx context.Context, met bool) (*Group, error) {
 	j.proxy.Lock()
 	j.leaving = true
 	for g := range j.groups {
-		go g.Close()
+		go g.closeOnce()
 	}
 	j.proxy.Unlock()
 	select {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -125,6 +126,133 @@ func TestRejoinOfTheStoresRankAlone(t *testing.T) {
 				t.Fatal("it came in though no rank is there")
 			}
 			cancel()
+		}
+	})
+}
+
+// said is a log that gives a value for each message that contains text.
+type said struct {
+	text string
+	each chan<- struct{}
+}
+
+func (s said) Write(b []byte) (int, error) {
+	if strings.Contains(string(b), s.text) {
+		s.each <- struct{}{}
+	}
+	return len(b), nil
+}
+
+// After a Rejoin that has failed, Close of the rank that serves the store waits until the others
+// have left, although Rejoin has closed the groups, or closes them still. Close of a subgroup does
+// not wait, and Rejoin may be called again.
+func TestCloseAfterFailedRejoinKeepsTheStore(t *testing.T) {
+	for name, short := range map[string]time.Duration{"closed": 300 * time.Millisecond, "being closed": 1} {
+		t.Run(name, func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, outer *pg.Group) {
+				ctx := t.Context()
+				setMeeting(t, outer)
+				waits := make(chan struct{}, 10)
+				g, err := pg.Join(ctx, pg.Config{OnFailure: pg.Shrink, Timeout: time.Minute,
+					Logger: slog.New(slog.NewTextHandler(said{"waits for other ranks", waits}, nil))})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer g.Close()
+				sub, err := g.Split(ctx, 0, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				together := func() {
+					t.Helper()
+					if err := outer.Barrier(ctx); err != nil {
+						t.Fatal(err)
+					}
+				}
+				together()
+				if g.Rank() != 0 {
+					evict(t, g, 0)
+					together()                                            // rank 0 has failed
+					together()                                            // it is in Close
+					if ok, err := g.Agree(ctx, true); !ok || err != nil { // it needs the store
+						t.Errorf("without rank 0: %v, %v", ok, err)
+					}
+					if err := errors.Join(sub.Close(), g.Close()); err != nil {
+						t.Error(err)
+					}
+					return
+				}
+				awaitEviction(t, g)
+				rejoin := func(d time.Duration) error {
+					short, cancel := context.WithTimeout(ctx, d)
+					defer cancel()
+					_, err := g.Rejoin(short)
+					return err
+				}
+				if err := rejoin(short); !errors.Is(err, context.DeadlineExceeded) {
+					t.Fatalf("no rank admits it: %v, want that the deadline is exceeded", err)
+				}
+				if err := sub.Close(); err != nil { // it does not give up the job
+					t.Fatal(err)
+				}
+				if err := rejoin(300 * time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
+					t.Fatalf("no rank admits it: %v, want that the deadline is exceeded", err)
+				}
+				together()
+				closed := make(chan error, 1)
+				go func() { closed <- g.Close() }()
+				select {
+				case <-waits:
+				case err := <-closed:
+					t.Fatalf("Close returned before the others had left: %v", err)
+				}
+				if _, err := g.Rejoin(ctx); !errors.Is(err, pg.ErrClosed) {
+					t.Errorf("Rejoin while Close waits: %v, want ErrClosed", err)
+				}
+				together()
+				if err := <-closed; err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
+// The first Rejoin of the rank that serves the store waits if all others have left: their launcher
+// starts them again, and the job begins anew.
+func TestRejoinBeforeOthersComeBack(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, outer *pg.Group) {
+		ctx := t.Context()
+		g := meet(t, outer)
+		together := func() {
+			t.Helper()
+			if err := outer.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}
+		together()
+		if g.Rank() == 0 {
+			awaitEviction(t, g)
+		} else {
+			evict(t, g, 0)
+			if err := errors.Join(g.Barrier(ctx), g.Close()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		together()
+		var err error
+		if g.Rank() == 0 {
+			g, err = g.Rejoin(ctx)
+		} else {
+			g, err = pg.Join(ctx, pg.Config{OnFailure: pg.Shrink, Timeout: time.Minute})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		x := []int64{1}
+		if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
+			t.Errorf("in the new job: %v, %v", x, err)
 		}
 	})
 }

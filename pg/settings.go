@@ -225,7 +225,7 @@ func (s *settings) session() (*join.Settings, error) {
 	if s.guest != 0 {
 		js.Ends = bootstrap.StoreEnds
 	}
-	if js.Serves = s.meeting != nil && s.Rank == 0; js.Serves {
+	if js.Serves = s.serves(); js.Serves {
 		js.Refused = s.meeting.Refused
 	}
 	if s.MaxSize == 1 {
@@ -264,6 +264,9 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	s.withoutSite()
 	return nil
 }
+
+// serves reports whether this rank serves the job's store.
+func (s *settings) serves() bool { return s.meeting != nil && s.Rank == 0 }
 
 // withoutSite drops what the program or the environment says about a site's store: that of a
 // meeting is another one.
