@@ -130,7 +130,6 @@ test-gpu: ## the tests of a GPU, on this machine's, with a table of bandwidths
 	@tests/gpu/run.sh
 
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
-	@mkdir -p .build/torture
 	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 0 -torture.duration 4h -torture.out $(CURDIR)/.build/torture $(TORTURE_FLAGS)
 
 torture-brief: ## two minutes of it, with a seed that the commit gives

@@ -10,6 +10,7 @@ import (
 	"go/token"
 	"go/types"
 	"maps"
+	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -290,6 +291,42 @@ func TestWindowsAreChecked(t *testing.T) {
 				t.Errorf("findings %v, want one with %q", r.rep.Findings, test.text)
 			}
 		})
+	}
+}
+
+// errorsOf collects the errors of a test.
+type errorsOf struct {
+	testing.TB
+	all []string
+}
+
+func (e *errorsOf) Error(args ...any) { e.all = append(e.all, fmt.Sprint(args...)) }
+func (e *errorsOf) Errorf(format string, args ...any) {
+	e.all = append(e.all, fmt.Sprintf(format, args...))
+}
+
+// A finding fails the test, wherever its program goes. What cannot be written is printed.
+func TestFindingFails(t *testing.T) {
+	missing := filepath.Join(t.TempDir(), "missing")
+	for _, test := range []struct {
+		out     string
+		on      bool // the run continues
+		printed bool
+	}{{"", false, true}, {t.TempDir(), true, false}, {missing, true, true}} {
+		e := &errorsOf{TB: t}
+		o := Options{Out: test.out}
+		on := o.report(e, &Summary{}, map[string]bool{}, &Found{Finding: Finding{Kind: "wrong"}, Source: "its program"})
+		if on != test.on || len(e.all) != 1 || strings.Contains(e.all[0], "its program") != test.printed {
+			t.Errorf("directory %q: the run continues %v, errors %q", test.out, on, e.all)
+		}
+	}
+}
+
+func TestDirectoryOfFindingsIsMade(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "a", "b")
+	Run(t, Options{Transport: "inproc", Duration: 1, Out: out})
+	if _, err := os.Stat(out); err != nil {
+		t.Error(err)
 	}
 }
 

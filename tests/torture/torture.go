@@ -59,6 +59,11 @@ func Run(t *testing.T, o Options) *Summary {
 	g.avoid = o.Avoid
 	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{},
 		GPUs: map[string]int{}, cov: g.cov}
+	if o.Out != "" {
+		if err := os.MkdirAll(o.Out, 0o777); err != nil {
+			t.Fatal(err)
+		}
+	}
 	s := open(t, o.Transport)
 	began := time.Now()
 	sum.began = began
@@ -162,8 +167,8 @@ func key(f *Finding) string {
 	return f.Kind + " " + numbers.ReplaceAllString(line[:min(len(line), 160)], "#")
 }
 
-// report records a finding. It reports whether the run continues.
-func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *Found) bool {
+// report records a finding, which fails the test. It reports whether the run continues.
+func (o *Options) report(t testing.TB, sum *Summary, known map[string]bool, f *Found) bool {
 	k := key(&f.Finding)
 	if known[k] || o.Ignore != nil && o.Ignore.MatchString(f.String()) {
 		sum.Ignored++
@@ -179,10 +184,11 @@ func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *F
 	name := filepath.Join(o.Out,
 		fmt.Sprintf("%s-%s-%d.txt", time.Now().Format("0102-150405"), f.Kind, len(sum.Findings)))
 	if err := os.WriteFile(name, []byte(text), 0o644); err != nil {
-		t.Error(err)
+		t.Errorf("%v\n%s", err, text)
+		return true
 	}
 	line, _, _ := strings.Cut(f.String(), "\n")
-	t.Logf("after %v: %s (%s)", time.Since(sum.began).Round(time.Second), line[:min(len(line), 400)], name)
+	t.Errorf("after %v: %s (%s)", time.Since(sum.began).Round(time.Second), line[:min(len(line), 400)], name)
 	return true
 }
 

@@ -20,9 +20,10 @@ var (
 	duration  = flag.Duration("torture.duration", 0, "of TestTorture, for all transports together; 0: some seconds")
 	transport = flag.String("torture.transport", "shm,tcp,hosts,soft,inproc", "transports of TestTorture")
 	faults    = flag.Float64("torture.faults", 0.15, "part of the programs that have faults from outside")
-	out       = flag.String("torture.out", "", "directory for what TestTorture finds: it goes on then")
-	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
-	avoid     = flag.String("torture.avoid", "",
+	out       = flag.String("torture.out", "",
+		"directory for what TestTorture finds: it goes on then, and fails at its end")
+	ignore = flag.String("torture.ignore", "", "findings that match this expression are not reported")
+	avoid  = flag.String("torture.avoid", "",
 		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, evicts, "+
 			"standby, grow, gpus, …")
 	verbose   = flag.Bool("torture.slow", false, "log calls that take longer than a second")
