@@ -11,8 +11,8 @@
 //     pattern when an operation returns, and checked some steps later and at the end;
 //   - every call ends by its deadline and a stated slack;
 //   - ranks agree on views, outcomes, counts and epochs;
-//   - the resources of a process (files, mappings, goroutines, heap) do not grow from program to
-//     program.
+//   - the resources of a process of one rank (files, mappings, goroutines, heap) do not grow from
+//     program to program.
 //
 // A program that fails is run again, reduced as long as it still fails, and printed as a Go test.
 //

@@ -24,8 +24,8 @@ var (
 		"directory for what TestTorture finds: it goes on then, and fails at its end")
 	ignore = flag.String("torture.ignore", "", "findings that match this expression are not reported")
 	avoid  = flag.String("torture.avoid", "",
-		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, evicts, "+
-			"standby, grow, gpus, …")
+		"what programs do not have: windows (of disturbance), groups (during faults), free, cancel, kill, stop, "+
+			"evicts, standby, grow, gpus, …")
 	verbose   = flag.Bool("torture.slow", false, "log calls that take longer than a second")
 	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
 )
