@@ -16,7 +16,8 @@ import (
 // newDatum).
 const maxRanks = 5
 
-// generator makes jobs and programs from a seed.
+// generator makes a job and its programs from a seed and the job's number. They depend on no other
+// job, which may end early: what a run does next must not depend on that.
 type generator struct {
 	rnd       *rand.Rand
 	transport string
@@ -30,8 +31,8 @@ func (g *generator) avoids(what string) bool {
 	return slices.Contains(strings.Split(g.avoid, ","), what)
 }
 
-func newGenerator(seed uint64, transport string, faults float64) *generator {
-	return &generator{rnd: rand.New(rand.NewPCG(seed, 0x7075747469)), transport: transport, faults: faults,
+func newGenerator(seed uint64, job int, transport string, faults float64) *generator {
+	return &generator{rnd: rand.New(rand.NewPCG(seed, uint64(job))), transport: transport, faults: faults,
 		cov: newCover()}
 }
 

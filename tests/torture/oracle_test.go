@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -341,7 +342,7 @@ func TestGrowthIsFound(t *testing.T) {
 
 func TestSeedGivesTheSamePrograms(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp", "hosts", "soft", "inproc"} {
-		a, b := newGenerator(5, transport, 0.5), newGenerator(5, transport, 0.5)
+		a, b := newGenerator(5, 0, transport, 0.5), newGenerator(5, 0, transport, 0.5)
 		for range 20 {
 			j, k := a.job(), b.job()
 			p, q := a.program(j), b.program(k)
@@ -360,19 +361,74 @@ func TestSeedGivesTheSamePrograms(t *testing.T) {
 	}
 }
 
+// record is a place that runs nothing.
+type record struct {
+	jobs     []Job
+	programs [][]*Program // of each job
+	fails    func(job int) bool
+	loses    func(job, program int) bool
+}
+
+func (r *record) start(job Job) (work, *Finding) {
+	r.jobs, r.programs = append(r.jobs, job), append(r.programs, []*Program{})
+	if r.fails(len(r.jobs) - 1) {
+		return nil, &Finding{Kind: "stuck"}
+	}
+	return r, nil
+}
+
+func (r *record) run(p *Program) *Result {
+	job := len(r.jobs) - 1
+	r.programs[job] = append(r.programs[job], p)
+	return &Result{Ops: 1, Lost: r.loses(job, len(r.programs[job])-1)}
+}
+
+func (r *record) finish() *Finding { return nil }
+
+func (r *record) reduce(Job, []*Program, Finding, Options, *Found) string { return "" }
+
+// A job that is lost, or that cannot be started, changes none of those after it. A run that begins
+// at a job has the same from there on.
+func TestLostJobChangesNoOther(t *testing.T) {
+	o := Options{Transport: "shm", Seed: 5, Ops: 150, Faults: 0.5, Avoid: "gpus", Ignore: regexp.MustCompile("")}
+	all := &record{fails: func(int) bool { return false }, loses: func(int, int) bool { return false }}
+	run(t, o, all)
+	some := &record{fails: func(job int) bool { return job%3 == 1 },
+		loses: func(job, program int) bool { return job%3 == 0 && program == 2 }}
+	run(t, o, some)
+	later := &record{fails: all.fails, loses: all.loses}
+	o.Job = 2
+	run(t, o, later)
+	same := func(a, b *record, from int) {
+		n := min(len(a.jobs)-from, len(b.jobs))
+		if n < 3 {
+			t.Fatalf("%d jobs, want more to compare", n)
+		}
+		for i := range n {
+			p, q := a.programs[from+i], b.programs[i]
+			if k := min(len(p), len(q)); a.jobs[from+i] != b.jobs[i] || !reflect.DeepEqual(p[:k], q[:k]) {
+				t.Errorf("job %d, or one of %d programs, differs", from+i, k)
+			}
+		}
+	}
+	same(all, some, 0)
+	same(all, later, 2)
+}
+
 // TestEveryPairIsGenerated looks at what a run of some minutes consists of.
 func TestEveryPairIsGenerated(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp", "soft", "inproc"} {
-		g := newGenerator(1, transport, 0.3)
-		for range 40 {
+		cov := newCover()
+		for number := range 40 {
+			g := newGenerator(1, number, transport, 0.3)
 			job := g.job()
 			for range 50 {
-				g.program(job)
+				cov.add(g.program(job))
 			}
 		}
 		var rare []string
 		for _, k := range wanted(transport) {
-			if g.cov.pairs[k] < 50 {
+			if cov.pairs[k] < 50 {
 				rare = append(rare, k[0]+" with "+k[1])
 			}
 		}
@@ -383,7 +439,7 @@ func TestEveryPairIsGenerated(t *testing.T) {
 }
 
 func TestProgramIsReduced(t *testing.T) {
-	g := newGenerator(3, "shm", 1)
+	g := newGenerator(3, 0, "shm", 1)
 	job := g.job()
 	p := g.program(job)
 	at := slices.IndexFunc(p.Steps, func(s Step) bool { return s.Op == AllReduce })
@@ -415,7 +471,7 @@ func TestPrintedProgramIsGo(t *testing.T) {
 	}
 	for _, transport := range []string{"inproc", "shm", "tcp", "hosts", "soft"} {
 		for seed := range uint64(40) {
-			g := newGenerator(seed, transport, 1)
+			g := newGenerator(seed, 0, transport, 1)
 			job := g.job()
 			text := source("TestFound", job, []*Program{g.program(job)}, "It found something.")
 			file, err := parser.ParseFile(token.NewFileSet(), "found_test.go", text, parser.AllErrors)

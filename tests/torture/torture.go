@@ -24,6 +24,7 @@ import (
 type Options struct {
 	Transport string
 	Seed      uint64
+	Job       int           // number of the first job
 	Ops       int           // operations of ranks; 0: as many as there is time for
 	Duration  time.Duration // 0: as long as Ops take
 	Faults    float64       // of programs, those with faults from outside
@@ -50,41 +51,45 @@ type Summary struct {
 type Found struct {
 	Finding
 	Source string // of a Go test
-	Seed   string // flags that repeat the whole run
+	Again  string // a command that runs the job again
 }
 
 // Run runs programs.
 func Run(t *testing.T, o Options) *Summary {
-	g := newGenerator(o.Seed, o.Transport, o.Faults)
-	g.avoid = o.Avoid
-	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{},
-		GPUs: map[string]int{}, cov: g.cov}
 	if o.Out != "" {
 		if err := os.MkdirAll(o.Out, 0o777); err != nil {
 			t.Fatal(err)
 		}
 	}
-	s := open(t, o.Transport)
+	return run(t, o, open(t, o.Transport))
+}
+
+// run runs programs at a place.
+func run(t *testing.T, o Options, s place) *Summary {
+	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{},
+		GPUs: map[string]int{}, cov: newCover()}
 	began := time.Now()
 	sum.began = began
 	over := func() bool {
 		return o.Duration > 0 && time.Since(began) > o.Duration || o.Ops > 0 && sum.Ops >= o.Ops
 	}
 	known, failed := map[string]bool{}, 0
-	for !over() {
+	for number := o.Job; !over(); number++ {
+		g := newGenerator(o.Seed, number, o.Transport, o.Faults)
+		g.avoid = o.Avoid
 		made := g.job()
 		sum.Jobs++
 		job, why := made.possible()
 		if why != nil && !errors.Is(why, compiled.ErrNoCompiler) {
 			t.Fatalf("the fake CUDA driver: %v", why)
 		} else if why != nil {
-			t.Logf("job %d has no GPUs (%q), which are those of the fake CUDA driver: %v", sum.Jobs, made.GPUs, why)
+			t.Logf("job %d has no GPUs (%q), which are those of the fake CUDA driver: %v", number, made.GPUs, why)
 		}
 		sum.GPUs[cmp.Or(string(job.GPUs), "none")]++
 		j, f := s.start(job)
 		if f != nil {
 			f.Text = fmt.Sprintf("starting a job: %s (%+v)", f.Text, job)
-			if !o.report(t, sum, known, &Found{Finding: *f, Seed: o.again()}) {
+			if !o.report(t, sum, known, &Found{Finding: *f, Again: o.again(number)}) {
 				return sum
 			}
 			if failed++; failed == 3 {
@@ -100,9 +105,10 @@ func Run(t *testing.T, o Options) *Summary {
 			history = append(history, p)
 			res := j.run(p)
 			sum.Programs++
+			sum.cov.add(p)
 			if o.Verbose {
 				for _, slow := range res.Slow {
-					t.Logf("job %d, program %d: %s", sum.Jobs, n, slow)
+					t.Logf("job %d, program %d: %s", number, n, slow)
 				}
 			}
 			sum.Ops += res.Ops
@@ -118,7 +124,7 @@ func Run(t *testing.T, o Options) *Summary {
 			}
 			if len(res.Findings) > 0 {
 				f := res.Findings[0]
-				found := &Found{Finding: f, Seed: o.again()}
+				found := &Found{Finding: f, Again: o.again(number)}
 				var all []string
 				for _, g := range res.Findings {
 					all = append(all, g.String())
@@ -140,7 +146,7 @@ func Run(t *testing.T, o Options) *Summary {
 			}
 		}
 		if j != nil {
-			if f := j.finish(); f != nil && !o.report(t, sum, known, &Found{Finding: *f, Seed: o.again()}) {
+			if f := j.finish(); f != nil && !o.report(t, sum, known, &Found{Finding: *f, Again: o.again(number)}) {
 				break
 			}
 		}
@@ -149,9 +155,11 @@ func Run(t *testing.T, o Options) *Summary {
 	return sum
 }
 
-func (o *Options) again() string {
+// again returns a command that runs a job again, with time for all of its programs.
+func (o *Options) again(job int) string {
 	return fmt.Sprintf("go test ./tests/torture -run TestTorture -torture.transport %s -torture.seed %#x "+
-		"-torture.faults %g -torture.avoid %q", o.Transport, o.Seed, o.Faults, o.Avoid)
+		"-torture.job %d -torture.faults %g -torture.avoid %q -torture.duration 5m", o.Transport, o.Seed, job, o.Faults,
+		o.Avoid)
 }
 
 // calls matches the call and the memory of a finding, which differ each time.
@@ -176,7 +184,7 @@ func (o *Options) report(t testing.TB, sum *Summary, known map[string]bool, f *F
 	}
 	known[k] = true
 	sum.Findings = append(sum.Findings, f)
-	text := fmt.Sprintf("%s\n\nthe whole run again: %s\n\n%s", f.String(), f.Seed, f.Source)
+	text := fmt.Sprintf("%s\n\nthe job again: %s\n\n%s", f.String(), f.Again, f.Source)
 	if o.Out == "" {
 		t.Errorf("%s", text)
 		return false

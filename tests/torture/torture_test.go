@@ -15,6 +15,7 @@ import (
 
 var (
 	seed = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
+	job  = flag.Int("torture.job", 0, "number of the first job of TestTorture")
 	ops  = flag.Int("torture.ops", 0,
 		"operations of TestTorture, for each transport; 0: as many as there is time for")
 	duration  = flag.Duration("torture.duration", 0, "of TestTorture, for all transports together; 0: some seconds")
@@ -48,7 +49,7 @@ func TestTorture(t *testing.T) {
 	var found []*Found
 	for _, tr := range all {
 		t.Run(tr, func(t *testing.T) {
-			o := Options{Transport: tr, Seed: from, Ops: *ops, Duration: d / time.Duration(len(all)),
+			o := Options{Transport: tr, Seed: from, Job: *job, Ops: *ops, Duration: d / time.Duration(len(all)),
 				Faults: *faults, Avoid: *avoid, Verbose: *verbose, Out: *out, Shrink: *shrinking}
 			if *ignore != "" {
 				o.Ignore = regexp.MustCompile(*ignore)
