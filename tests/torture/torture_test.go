@@ -54,7 +54,7 @@ func TestTorture(t *testing.T) {
 			if *ignore != "" {
 				o.Ignore = regexp.MustCompile(*ignore)
 			}
-			t.Logf("to have the same programs again: -torture.seed %#x", from)
+			t.Logf("to have the same programs again: -torture.seed %#x -torture.job %d", from, *job)
 			sum := Run(t, o)
 			var b strings.Builder
 			sum.Print(&b, tr)
