@@ -258,7 +258,7 @@ func (j *job) release() error {
 		return nil
 	}
 	defer close(j.ended)
-	if j.settings.OnFailure == Report || j.settings.Rank == 0 && !j.evicted() { // else a job goes on that lets ranks in
+	if j.refuses() {
 		meeting.Refuse()
 	}
 	defer j.settings.part(context.Background(), meeting)
@@ -269,14 +269,24 @@ func (j *job) release() error {
 // which has closed all groups without that.
 func (j *job) leave() {
 	j.mu.Lock()
-	if j.rejoining == rejoinFailed && j.settings.serves() {
+	first := j.rejoining == rejoinFailed && j.settings.serves()
+	if first {
 		j.rejoining = rejoinOver
 	}
 	leaves := j.rejoining == rejoinOver
 	j.mu.Unlock()
+	if first && j.refuses() {
+		j.settings.meeting.Refuse()
+	}
 	if leaves {
 		j.settings.part(context.Background(), j.settings.meeting)
 	}
+}
+
+// refuses reports whether a rank that leaves the job refuses its meeting: else a job goes on that
+// lets ranks in.
+func (j *job) refuses() bool {
+	return j.settings.OnFailure == Report || j.settings.Rank == 0 && !j.evicted()
 }
 
 // evicted reports whether the others go on without this rank.

@@ -209,7 +209,7 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 	return nil, again, err
 }
 
-// placeError says that a rank cannot have its place any more.
+// placeError says that this incarnation of a rank cannot have its place in the job any more.
 type placeError struct{ error }
 
 func (e *placeError) Unwrap() error { return e.error }
@@ -268,11 +268,12 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	}
 	mctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	fail := func(err error) { cancel(&placeError{err}) }
 	if s.OnFailure != Report {
-		defer start.Watch(mctx, cancel)()
+		defer start.Watch(mctx, fail)()
 	}
 	j.proxy.Lock()
-	j.meeting = cancel
+	j.meeting = fail
 	j.proxy.Unlock()
 	if err := g.meet(mctx); err != nil {
 		// A rank that times out names whom it waited for, and then leaves: that is no loss.
@@ -290,8 +291,7 @@ func (j *job) first(ctx context.Context, start *join.Start) (*Group, error) {
 	j.meeting = nil
 	// A peer was lost after it met this rank, and other ranks may not have met that incarnation; or
 	// another process has the place of this one. Only the end of the caller's time does not matter.
-	cause := context.Cause(mctx)
-	if cause != nil && (ctx.Err() == nil || elsewhere(cause) || errors.As(cause, new(*placeError))) {
+	if cause := context.Cause(mctx); errors.As(cause, new(*placeError)) {
 		return nil, cause
 	}
 	start.Met()

@@ -283,7 +283,8 @@ TUTTI_API int tutti_split(tutti_group group, int32_t color, int32_t key, int64_t
  * invalid; works of the group stay valid until they are released. It returns in bounded time. If
  * the ranks have met through their launcher, without a store, rank 0 serves the job's store: its
  * last tutti_close waits until the others have left, at most for the group's timeout, without a
- * bound if that is none. Closing 0 does nothing. */
+ * bound if that is none. After a tutti_rejoin that has failed, that of the group of all ranks
+ * does. Closing 0 does nothing. */
 TUTTI_API int tutti_close(tutti_group group);
 
 /* ---- About a group ---- */

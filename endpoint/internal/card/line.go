@@ -159,10 +159,12 @@ func (l *Line) retire(c *endpoint.Connection, drained func()) {
 	k := l.conns[c]
 	delete(l.conns, c)
 	l.mu.Unlock()
-	k.end()
 	k.failed(errors.New("the connection was ended"))
 	if k.set != nil {
 		_ = k.set.Drain(context.Background()) // so that each request ends with its own status
+	}
+	k.end()
+	if k.set != nil {
 		err := k.set.Close()
 		for pause := time.Millisecond; err != nil && pause < closing; pause *= 2 {
 			time.Sleep(pause) // a device that is being reset refuses it for some time
