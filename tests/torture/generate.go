@@ -2,6 +2,8 @@ package torture
 
 import (
 	"fmt"
+	"hash/fnv"
+	"io"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -31,8 +33,12 @@ func (g *generator) avoids(what string) bool {
 	return slices.Contains(strings.Split(g.avoid, ","), what)
 }
 
+// newGenerator returns a generator. The transport is a part of the seed, so that transports have
+// different jobs.
 func newGenerator(seed uint64, job int, transport string, faults float64) *generator {
-	return &generator{rnd: rand.New(rand.NewPCG(seed, uint64(job))), transport: transport, faults: faults,
+	h := fnv.New64a()
+	io.WriteString(h, transport)
+	return &generator{rnd: rand.New(rand.NewPCG(seed^h.Sum64(), uint64(job))), transport: transport, faults: faults,
 		cov: newCover()}
 }
 

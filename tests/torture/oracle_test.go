@@ -341,6 +341,10 @@ func TestGrowthIsFound(t *testing.T) {
 }
 
 func TestSeedGivesTheSamePrograms(t *testing.T) {
+	other := newGenerator(5, 0, "tcp", 0.5).job()
+	if other.Transport = "shm"; other == newGenerator(5, 0, "shm", 0.5).job() {
+		t.Error("two transports have the same job")
+	}
 	for _, transport := range []string{"shm", "tcp", "hosts", "soft", "inproc"} {
 		a, b := newGenerator(5, 0, transport, 0.5), newGenerator(5, 0, transport, 0.5)
 		for range 20 {
