@@ -145,12 +145,15 @@ func (a audience) ViewChanged() {
 	}
 }
 
-// Evicted ends the operations in flight in all groups.
+// Evicted ends the operations in flight in all groups, and graphs that wait for other ranks.
 func (a audience) Evicted() {
 	for g := range a.groups {
 		err := g.job.eviction()
 		g.coll.Fail(err)
 		g.msgs.Fail(err)
+		if x := g.packets.now; x != nil {
+			x.Stop()
+		}
 	}
 }
 

@@ -627,8 +627,12 @@ func (g *Group) end(x *exchange) {
 	}
 }
 
-// repeated returns why work that a graph has repeated has no result, or nil. With the proxy's lock.
+// repeated returns why work that a graph has repeated has no result, or nil. At an evicted rank the
+// operations say why themselves. With the proxy's lock.
 func (g *Group) repeated() error {
+	if ro := g.job.roster; ro != nil && ro.EvictedLocked() {
+		return nil
+	}
 	for _, x := range g.packets.former {
 		if why := x.unreported(); why != nil {
 			return &graphError{

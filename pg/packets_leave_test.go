@@ -216,3 +216,54 @@ func TestDeathAmongShortKinds(t *testing.T) {
 		}
 	}
 }
+
+// A graph of a rank that is evicted ends when the rank learns of it, and the next operation says
+// that it was evicted.
+func TestEvictionEndsGraphs(t *testing.T) {
+	const victim = 1
+	cfg := pg.Config{OnFailure: pg.Shrink, Timeout: 5 * time.Minute}
+	onFlow(t, fake.Config{}, 4, cfg, func(t *testing.T, f *flow, g *pg.Group) {
+		ctx := t.Context()
+		p := program.Open(t, f.d.fake.Path, 0)
+		s, err := p.Stream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Destroy(s)
+		op := pg.AllReduceOp{Dst: pg.DeviceBuffer(f.m, pg.Uint32, f.d.Borrow(s)), Op: pg.Sum}
+		if err := g.Do(ctx, op); err != nil {
+			t.Fatal(err)
+		}
+		graph, err := p.Capture(s, func() error { return g.Start(op).Wait(ctx) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer graph.Close()
+		if g.Rank() != victim {
+			through(t, g, victim)
+			if _, err := pg.Recv(ctx, g, make([]byte, 1), victim, 0); err != nil {
+				t.Fatal(err)
+			}
+			if err := g.Evict(ctx, victim); err != nil {
+				t.Fatal(err)
+			}
+			return
+		}
+		through(t, g, victim)
+		if err := graph.Launch(s); err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range []int{0, 2} {
+			if err := pg.Send(ctx, g, []byte{1}, r, 0); err != nil && !errors.Is(err, pg.ErrEvicted) {
+				t.Fatal(err)
+			}
+		}
+		if err := p.Finish(s, 30*time.Second); err != nil {
+			g.Abort(err) // nothing is freed before the graph ends
+			t.Fatal(err)
+		}
+		if err := g.Barrier(ctx); !errors.Is(err, pg.ErrEvicted) {
+			t.Errorf("after the launch: %v", err)
+		}
+	})
+}
