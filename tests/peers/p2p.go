@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -22,6 +21,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"tutti/internal/ports"
 	"tutti/internal/proctest"
 	"tutti/tests/internal/stats"
 )
@@ -371,10 +371,12 @@ func (c *p2pContest) beside(ctx context.Context, server, client, args []string) 
 	defer proctest.KillAll()
 	ctx, cancel := context.WithTimeout(ctx, c.o.Deadline)
 	defer cancel()
-	port, err := freePort()
+	reserved, err := ports.Reserve() // the servers set SO_REUSEADDR
 	if err != nil {
 		return nil, err
 	}
+	defer reserved.Close()
+	port := int(reserved.Port)
 	s := command(ctx, append(slices.Clone(server), strconv.Itoa(port)))
 	s.Env, s.Dir = append(os.Environ(), overLoopback...), c.tmp
 	p, err := proctest.Start(s)
@@ -389,15 +391,6 @@ func (c *p2pContest) beside(ctx context.Context, server, client, args []string) 
 	cancel() // the server has done its work
 	p.Wait()
 	return out, err
-}
-
-func freePort() (int, error) {
-	l, err := net.Listen("tcp", ":0")
-	if err != nil {
-		return 0, err
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port, nil
 }
 
 // listening waits until a process listens at a port. It asks the kernel: these servers take the

@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"tutti/internal/ports"
 )
 
 func TestParseP2P(t *testing.T) {
@@ -66,10 +68,12 @@ func TestListeningFindsAListenerWithoutConnecting(t *testing.T) {
 		cancel()
 		l.Close()
 	}
-	port, err := freePort()
+	reserved, err := ports.Reserve()
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer reserved.Close()
+	port := int(reserved.Port)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := listening(ctx, port); err == nil {
