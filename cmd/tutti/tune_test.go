@@ -21,7 +21,7 @@ func TestTune(t *testing.T) {
 	dir := t.TempDir()
 	command := func(args ...string) *tutti {
 		j := s.command(args...)
-		j.cmd.Env = append(j.cmd.Env, asRanks+"=1", "XDG_CONFIG_HOME="+dir)
+		j.cmd.Env = append(j.cmd.Env, asRanks+"=1", "TUTTI_LEASE=60s", "XDG_CONFIG_HOME="+dir)
 		return j
 	}
 	path := filepath.Join(dir, "tutti", "tune.json")

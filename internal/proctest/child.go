@@ -16,7 +16,7 @@ import (
 
 // Patience bounds every wait for a Child, unless it has another one. No test depends on its value,
 // except for the time of a failure.
-const Patience = 30 * time.Second
+const Patience = 2 * time.Minute
 
 // Self returns the path of this program.
 func Self() string {

@@ -218,6 +218,6 @@ func TestDeadProcess(t *testing.T) {
 			}
 			b.must(g.Barrier(t.Context()), v.Free(m))
 		}, pgtest.Transport("shm"), pgtest.Expect(victim, syscall.SIGKILL),
-			pgtest.Config(pg.Config{Devices: device.List{v}, OnFailure: pg.Shrink}))
+			pgtest.Config(pg.Config{Devices: device.List{v}, OnFailure: pg.Shrink, Uniform: true}))
 	})
 }

@@ -37,7 +37,7 @@ func TestAllFigures(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Chdir(filepath.Join(dir, "../..")) // the repository, whose tutti is built
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
 	defer cancel()
 	var out strings.Builder
 	if _, err := run(ctx, &out, o); err != nil {

@@ -26,8 +26,8 @@ import (
 	"tutti/internal/proctest"
 )
 
-// Patience bounds every wait.
-const Patience = proctest.Patience
+// Patience bounds every wait for a rank.
+const Patience = 30 * time.Second
 
 // A Stage holds the processes of a test's jobs: their temporary directory, their /dev/shm (as
 // root), and the socket to which the ranks connect.
