@@ -62,8 +62,9 @@ type Config struct {
 	// Dialer makes the connections of this rank to its peers and to the store, through a proxy for
 	// example. Default: net.Dialer.
 	Dialer Dialer
-	// Algorithm forces one algorithm for the collectives that have it. All ranks must have the same
-	// Algorithm. Default TUTTI_ALGO, else chosen by size and topology.
+	// Algorithm forces one algorithm for the collectives that have it, and that GPUs do not do
+	// alone (see "Reproducible results"). All ranks must have the same Algorithm. Default
+	// TUTTI_ALGO, else chosen by size and topology.
 	Algorithm string
 	// Tuning is the path of a table of algorithms that tutti tune has measured, or "off" for none.
 	// A table is refused with a warning if it was measured on other hardware, by another version,

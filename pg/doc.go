@@ -149,9 +149,12 @@
 // Ranks, sizes and the algorithm fix the order in which a reduction combines its inputs; timing
 // does not: the same inputs give the same bits on every run, and on every rank. 16-bit and 8-bit
 // floats are summed in float32 and rounded once. The order depends on what all ranks know alike:
-// kind, bytes, ranks, machines, and the table in use. It is the same for memory of Alloc and for
-// other memory of the host. On another number of ranks or another machine the order may differ;
-// Config.Algorithm fixes it.
+// kind, bytes, ranks, their distribution over machines, whether they share processors, and the
+// table in use. It is the same for memory of Alloc and for other memory of the host. On another
+// number of ranks, another machine or with other processors the order may differ;
+// Config.Algorithm fixes it. Reductions that GPUs do alone, which are short ones in their memory
+// and those of a captured graph, combine in the order of the ranks, whatever Algorithm says: a
+// captured reduction may differ in the last bits from one that is not captured.
 //
 // # Trust
 //

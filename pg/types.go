@@ -21,7 +21,9 @@ type (
 )
 
 // Number constrains the elements of reductions. F16 and BF16 are accumulated in float32. The 8-bit
-// floats support only Sum.
+// floats support only Sum. A type of the program's own counts as its underlying type: one over F16,
+// or a half-precision type of another package, as the integer that holds its bits. To reduce those
+// as floats, convert the slice, or set the DType of a Buffer and call Group.Do.
 type Number interface {
 	~int8 | ~int16 | ~int32 | ~int64 | ~int | ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~uint | ~float32 | ~float64
 }
@@ -67,6 +69,8 @@ type Reduction = kernels.Op
 
 // The reductions. The ranks, their number, the size and the algorithm fix the order in which
 // elements are combined, so that the same inputs give the same bits on every run and every rank.
+// Avg is the sum divided by the number of active ranks. The sum of integers wraps in their type,
+// and its average is cut towards zero.
 const (
 	Sum     = kernels.Sum
 	Product = kernels.Product

@@ -335,7 +335,7 @@ enum { /* reductions */
 	TUTTI_PRODUCT = 2,
 	TUTTI_MIN = 3,
 	TUTTI_MAX = 4,
-	TUTTI_AVG = 5,
+	TUTTI_AVG = 5,         /* the sum divided by the number of active ranks, of integers cut towards 0 */
 	TUTTI_BIT_AND = 6,
 	TUTTI_BIT_OR = 7,
 	TUTTI_BIT_XOR = 8
