@@ -117,7 +117,9 @@ type Config struct {
 	// closed the group, or the group has entered another view since the capture. At the others it
 	// fails with a RankError that names the lost rank, or else the one that has noticed. Then the
 	// graph is to be captured again, after Recover if the group has failed, and after a short
-	// collective outside of a capture. A group of one rank needs none.
+	// collective outside of a capture. Each view of a group in which a graph was captured keeps up
+	// to 6 MiB of a GPU's memory until the device is closed, also if the graph is not used any
+	// more. A group of one rank needs none.
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to

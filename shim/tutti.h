@@ -380,7 +380,8 @@ enum { /* kinds of operations: see the functions below for their fields */
  * also in tutti_start. After one was run, a stream that is being captured into a graph
  * (cudaStreamBeginCapture) takes collectives of any length by tutti_start, if all parts are of
  * equal length, and no messages. Each launch of the graph is the operation then, and has no result
- * after the group has entered another view; the next operation says so.
+ * after the group has entered another view; the next operation says so. Each view of a group in
+ * which a graph was captured keeps up to 6 MiB of a GPU's memory while the process lives.
  *
  * TUTTI_EUNSUPPORTED: there is no driver, or no such device. (Since 1.2.) */
 typedef struct tutti_buffer {

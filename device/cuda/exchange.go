@@ -289,7 +289,9 @@ func (w *words) readLocked() {
 	if w.m.Len() == 0 {
 		return
 	}
-	w.again = w.m.Word(2*mem.WordSize).Swap(0) != 0 || w.again
+	if again := w.m.Word(2 * mem.WordSize); again.Load() != 0 && again.Swap(0) != 0 {
+		w.again = true
+	}
 	if w.why != nil || w.m.Word(mem.WordSize).Load() == 0 {
 		return
 	}
