@@ -154,8 +154,10 @@ func (e *Error) advice() string {
 		return "install a newer driver"
 	case 803, 804: // SYSTEM_DRIVER_MISMATCH, COMPAT_NOT_SUPPORTED_ON_DEVICE
 		return "install libcuda of the version that the kernel's module has"
-	case 900, 901: // STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_INVALIDATED
+	case 900, 901, 906: // STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_IMPLICIT
 		return "end the capture of the program's stream first"
+	case 908: // STREAM_CAPTURE_WRONG_THREAD
+		return "end the capture on the thread that has begun it, or begin it in the relaxed mode"
 	case 999: // UNKNOWN
 		return "look at dmesg; after a suspend, reload nvidia_uvm"
 	case 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719: // ends the context

@@ -386,7 +386,9 @@ func (g *gpu) destroyQueue(q queue) error {
 
 // capturing reports whether the driver refuses a call because the program captures a stream. It
 // says nothing about the work then, and is asked again later.
-func capturing(r C.int) bool { return r == codeCaptureUnsupported || r == codeCaptureInvalidated }
+func capturing(r C.int) bool {
+	return r == codeCaptureUnsupported || r == codeCaptureInvalidated || r == codeCaptureImplicit
+}
 
 // idle reports whether all work of a queue has ended, or nothing more can be known about it. An
 // error with false says that the driver does not tell now: see capturing.

@@ -50,6 +50,7 @@ const (
 	codeNotSupported       = 801
 	codeCaptureUnsupported = 900
 	codeCaptureInvalidated = 901
+	codeCaptureImplicit    = 906
 )
 
 // ImportIPC maps an allocation of another process, which owner names: the incarnation of a peer. An

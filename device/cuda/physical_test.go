@@ -668,13 +668,14 @@ func TestUnmappingDuringCaptures(t *testing.T) {
 	s, err := v.Import(1, key)
 	must(t, err)
 	one, two, three := alloc(t, v, physicalBytes), alloc(t, v, physicalBytes), alloc(t, v, physicalBytes)
+	four := alloc(t, v, physicalBytes)
 	alloc(t, again, physicalBytes)
 	capture(true, func() error { return s.Release(true) })
-	mapped("released during a capture", 0, 4)
+	mapped("released during a capture", 0, 5)
 	capture(false, func() error { return v.Free(one) })
-	mapped("freed during a capture", 0, 4)
+	mapped("freed during a capture", 0, 5)
 	must(t, v.Free(two))
-	mapped("freed after it", 0, 2)
+	mapped("freed after it", 0, 3)
 	capture(false, func() error {
 		err := again.Close()
 		if e, ok := errors.AsType[*Error](err); !ok || e.Code != fake.CaptureUnsupported ||
@@ -683,9 +684,12 @@ func TestUnmappingDuringCaptures(t *testing.T) {
 		}
 		return nil
 	})
-	mapped("closed during a capture", 0, 2)
+	mapped("closed during a capture", 0, 3)
 	f.Fail("cuCtxSynchronize", 1, fake.CaptureInvalidated)
 	must(t, v.Free(three))
-	mapped("freed during a capture that has failed", 0, 2)
+	mapped("freed during a capture that has failed", 0, 3)
+	f.Fail("cuCtxSynchronize", 1, fake.CaptureImplicit)
+	must(t, v.Free(four))
+	mapped("freed while a stream that waits for the default one is captured", 0, 3)
 	must(t, p.Destroy(q))
 }

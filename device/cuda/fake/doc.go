@@ -13,6 +13,7 @@ const (
 
 	CaptureUnsupported = 900
 	CaptureInvalidated = 901
+	CaptureImplicit    = 906
 )
 
 // Work stands for the work of streams where a call is named: what fails then is the work itself,

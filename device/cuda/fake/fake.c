@@ -19,7 +19,9 @@
 //     kernel runs, and copies that are enqueued meanwhile wait for the load.
 //   - A stream that is captured records its kernels, copies and functions of the host into a graph,
 //     and refuses other work. A graph is launched any number of times. Meanwhile nothing waits for
-//     the context, in any mode of the thread: cuCtxSynchronize fails, and so does the capture.
+//     the context, in any mode of the thread: cuCtxSynchronize fails, and so does the capture. So
+//     does every call that the real library may take for unsafe, unless the thread's mode is
+//     RELAXED. The thread that has begun a capture ends it.
 //   - Functions of the host are work of streams. They may call the library; the real one forbids
 //     that.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
@@ -54,6 +56,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -79,6 +82,8 @@ enum { // CUresult
 	LAUNCH_FAILED = 719,
 	CAPTURE_UNSUPPORTED = 900,
 	CAPTURE_INVALIDATED = 901,
+	CAPTURE_IMPLICIT = 906,
+	CAPTURE_WRONG_THREAD = 908,
 	NOT_SUPPORTED = 801,
 };
 
@@ -107,6 +112,10 @@ static const struct {
 	 "operation not permitted when stream is capturing"},
 	{CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
 	 "operation failed due to a previous error during capture"},
+	{CAPTURE_IMPLICIT, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+	 "operation would make the legacy stream depend on a capturing blocking stream"},
+	{CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+	 "attempt to terminate a thread-local capture sequence from another thread"},
 };
 
 struct tutti_host_kernel {
@@ -201,6 +210,7 @@ typedef struct stream {
 	context *context;
 	queue *queue;
 	int pending, destroyed, capturing;
+	long thread; // that has begun to capture it
 	struct graph *graph; // that gets its work while it is captured; NULL: the test says that it is
 } stream;
 
@@ -693,6 +703,7 @@ EXPORT int cuFuncLoad(void *f)
 EXPORT int cuMemAlloc_v2(uint64_t *at, size_t n)
 {
 	BEGIN_IN;
+	result = result ? result : unsafe();
 	if (!result && !n)
 		result = INVALID_VALUE;
 	block *b = result ? NULL : add(c, n, 0);
@@ -706,11 +717,13 @@ EXPORT int cuMemAlloc_v2(uint64_t *at, size_t n)
 EXPORT int cuMemFree_v2(uint64_t at)
 {
 	BEGIN_IN;
-	if (c) {
+	int forbidden = unsafe();
+	if (c && !forbidden) {
 		rest(c);
 		int r = discard(at, c, 0);
 		result = result ? result : r;
 	}
+	result = forbidden ? forbidden : result;
 	END;
 }
 
@@ -1153,6 +1166,7 @@ EXPORT int cuFlushGPUDirectRDMAWrites(int target, int scope)
 EXPORT int cuMemHostAlloc(void **at, size_t n, unsigned flags)
 {
 	BEGIN_IN;
+	result = result ? result : unsafe();
 	if (!result && (!n || flags != 3)) // PORTABLE, DEVICEMAP
 		result = INVALID_VALUE;
 	block *b = result ? NULL : add(c, n, 1);
@@ -1391,6 +1405,7 @@ static stream *stream_of(context *c, void *handle)
 EXPORT int cuStreamCreate(void **found, unsigned flags)
 {
 	BEGIN_IN;
+	result = result ? result : unsafe();
 	if (!result && flags != 1) // NON_BLOCKING
 		result = INVALID_VALUE;
 	if (!result)
@@ -1417,8 +1432,12 @@ EXPORT int cuStreamIsCapturing(void *s, int *status)
 EXPORT int cuStreamDestroy_v2(void *s)
 {
 	BEGIN_IN;
-	((stream *)s)->destroyed = 1; // it ends when its work is done
-	leave(s);
+	int forbidden = unsafe();
+	if (!forbidden) {
+		((stream *)s)->destroyed = 1; // it ends when its work is done
+		leave(s);
+	}
+	result = forbidden ? forbidden : result;
 	END;
 }
 
@@ -1490,6 +1509,7 @@ EXPORT int cuStreamBeginCapture_v2(void *s, int mode)
 		g->last = &g->first;
 		stream_of(c, s)->graph = g;
 		stream_of(c, s)->capturing = 1;
+		stream_of(c, s)->thread = syscall(SYS_gettid);
 		captures++, c->captures++;
 	}
 	END;
@@ -1500,6 +1520,8 @@ EXPORT int cuStreamEndCapture(void *s, void **found)
 	BEGIN_IN;
 	if (!result && !stream_of(c, s)->graph)
 		result = INVALID_VALUE;
+	if (!result && stream_of(c, s)->thread != syscall(SYS_gettid))
+		result = CAPTURE_WRONG_THREAD;
 	if (!result) {
 		*found = stream_of(c, s)->graph;
 		stream_of(c, s)->graph = NULL;
@@ -1521,6 +1543,7 @@ static work *copy_work(const work *w)
 EXPORT int cuGraphInstantiateWithFlags(void **found, void *from, unsigned long long flags)
 {
 	BEGIN_IN;
+	result = result ? result : unsafe();
 	if (!result && flags)
 		result = INVALID_VALUE;
 	if (!result) {
@@ -1540,6 +1563,7 @@ EXPORT int cuGraphInstantiateWithFlags(void **found, void *from, unsigned long l
 EXPORT int cuGraphLaunch(void *from, void *s)
 {
 	BEGIN_IN;
+	result = result ? result : unsafe();
 	if (!result && stream_of(c, s)->capturing)
 		result = CAPTURE_UNSUPPORTED;
 	for (work *w = ((graph *)from)->first; w && !result; w = w->next) {
@@ -1569,7 +1593,10 @@ EXPORT int cuGraphDestroy(void *g)
 EXPORT int cuGraphExecDestroy(void *g)
 {
 	BEGIN_IN;
-	end_graph(g);
+	int forbidden = unsafe();
+	if (!forbidden)
+		end_graph(g);
+	result = forbidden ? forbidden : result;
 	END;
 }
 

@@ -54,29 +54,23 @@ static int use(program *p, int ordinal)
 
 static int unuse(program *p) { return p->release(p->number); }
 
+// IN calls a function in the context. Another thread may be capturing a stream: most functions
+// would then fail, and end that capture, unless this thread's mode is RELAXED, 2.
 #define IN(call) \
 	void *was; \
-	int r = p->push(p->context); \
+	int mode = 2, r = p->push(p->context); \
 	if (r) \
 		return r; \
+	p->mode(&mode); \
 	r = (call); \
+	p->mode(&mode); \
 	p->pop(&was); \
 	return r
 
-// relaxed asks for a stream while another thread may be capturing one.
-static int relaxed(program *p, uintptr_t s)
-{
-	int mode = 2; // RELAXED
-	p->mode(&mode);
-	int r = p->query((void *)s);
-	p->mode(&mode);
-	return r;
-}
-
 static int stream(program *p, uintptr_t *s) { IN(p->stream((void **)s, 1)); }
 static int destroy(program *p, uintptr_t s) { IN(p->destroy((void *)s)); }
-static int query(program *p, uintptr_t s) { IN(relaxed(p, s)); }
-static int begin(program *p, uintptr_t s) { IN(p->begin((void *)s, 0)); }
+static int query(program *p, uintptr_t s) { IN(p->query((void *)s)); }
+static int begin(program *p, uintptr_t s) { IN(p->begin((void *)s, 0)); } // GLOBAL, as PyTorch does
 
 static int instantiate(program *p, uintptr_t s, void **graph)
 {
@@ -192,8 +186,11 @@ type Graph struct {
 	exec unsafe.Pointer
 }
 
-// Capture records what f gives a stream.
+// Capture records what f gives a stream. The goroutine keeps its thread meanwhile: the driver ends
+// a capture only on the thread that has begun it.
 func (p *Program) Capture(stream uintptr, f func() error) (*Graph, error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	if err := failed(C.begin(p.p, C.uintptr_t(stream)), "begin a capture"); err != nil {
 		return nil, err
 	}
