@@ -29,8 +29,8 @@ type Device struct {
 
 	mu        sync.Mutex
 	closed    bool
-	running   sync.WaitGroup // functions of during and behind, and freeLarge
-	failed    error          // the first of behind and freeLarge
+	running   sync.WaitGroup // functions of during and behind
+	failed    error          // the first of behind
 	streams   map[*stream]struct{}
 	exchanges map[*exchange]struct{} // that were not freed
 	memory    map[uint64]allocation  // by address, of Alloc

@@ -101,7 +101,8 @@
 //
 // Nothing is freed by itself. Free, and releasing what was imported by an IPC handle, may wait
 // until all work on the GPU has ended, as the driver does: do not call them while a stream waits
-// for something that the caller is to do. [Device.Close] closes what is left.
+// for something that the caller is to do. FreeHost does not wait, and keeps the memory for later
+// blocks of the same size. [Device.Close] closes what is left.
 //
 // Do not free memory of Alloc that has a descriptor while the program captures a stream of the GPU:
 // the driver refuses to wait, and the capture fails. Such memory is unmapped by the next Free of

@@ -14,10 +14,12 @@ import (
 	"tutti/mem"
 )
 
-// Pinned memory comes from the driver in chunks, because freeing waits for all work on the GPU.
-// Blocks of up to largestBlock are parts of a chunk of chunkSize, and go to a free list; larger
-// ones are chunks of their own, which a goroutine gives back to the driver: the work may be waiting
-// for an operation whose rank calls FreeHost.
+// Pinned memory comes from the driver in chunks, which stay until the device is closed. The driver
+// frees one when all work on the GPU has ended, and does not say whether its other calls wait
+// meanwhile. The work may be waiting for what this process does by such a call, so that neither the
+// caller of FreeHost nor another goroutine can have the driver free anything. Blocks of up to
+// largestBlock are parts of a chunk of chunkSize, larger ones are chunks of their own, and all go
+// to free lists: there is as much of each size as was in use at once.
 const (
 	smallestBlock = 64
 	largestBlock  = 256 << 10
@@ -38,9 +40,6 @@ type heap struct {
 	free   map[int][]unsafe.Pointer // by size
 	rest   []byte                   // of the newest chunk
 	left   []block                  // freed, but a stream may remember words in them
-
-	large []unsafe.Pointer // chunks that the driver is to free
-	freer bool             // a goroutine has it do so
 }
 
 // A block is memory that AllocHost has given.
@@ -54,8 +53,16 @@ func (b block) holds(p unsafe.Pointer) bool { return uintptr(p)-uintptr(b.at) < 
 
 func newHeap() heap { return heap{used: map[unsafe.Pointer]int{}, free: map[int][]unsafe.Pointer{}} }
 
-// class returns the size of the block for n bytes.
-func class(n int) int { return max(smallestBlock, 1<<bits.Len(uint(n-1))) }
+// class returns the size of the block for n bytes: a power of two, or for large ones one of the
+// seven between two of them, so that they have an eighth more than they need at most.
+func class(n int) int {
+	size := max(smallestBlock, 1<<bits.Len(uint(n-1)))
+	if n > largestBlock {
+		step := size / 16
+		size = (n + step - 1) / step * step
+	}
+	return size
+}
 
 // take returns a block for n bytes, or nil if the heap needs another chunk.
 func (h *heap) take(n int) unsafe.Pointer {
@@ -64,7 +71,7 @@ func (h *heap) take(n int) unsafe.Pointer {
 		h.free[size] = l[:len(l)-1]
 		return l[len(l)-1]
 	}
-	if len(h.rest) < size {
+	if n > largestBlock || len(h.rest) < size {
 		return nil
 	}
 	p := unsafe.Pointer(unsafe.SliceData(h.rest))
@@ -103,21 +110,16 @@ func (v *Device) AllocHost(n int) (mem.Memory, error) {
 	if err := v.open(); err != nil {
 		return mem.Memory{}, err
 	}
-	small := n <= largestBlock
-	if small {
-		if m, ok := v.block(n); ok {
-			return m, nil
-		}
+	if m, ok := v.block(n); ok {
+		return m, nil
 	}
 	v.settle()
-	if small {
-		if m, ok := v.block(n); ok {
-			return m, nil
-		}
+	if m, ok := v.block(n); ok {
+		return m, nil
 	}
-	c := chunk{n: n}
-	if small {
-		c.n = chunkSize
+	small, c := n <= largestBlock, chunk{n: chunkSize}
+	if !small {
+		c.n = class(n)
 	}
 	var err error
 	if c.at, c.device, err = v.gpu.allocHost(c.n); err != nil {
@@ -135,7 +137,7 @@ func (v *Device) AllocHost(n int) (mem.Memory, error) {
 	return mem.Host(unsafe.Slice((*byte)(c.at), n), mem.Anywhere), nil
 }
 
-// block returns a small block, if there is one.
+// block returns a block, if there is one.
 func (v *Device) block(n int) (mem.Memory, bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -147,9 +149,9 @@ func (v *Device) block(n int) (mem.Memory, bool) {
 	return mem.Host(unsafe.Slice((*byte)(p), n), mem.Anywhere), true
 }
 
-// FreeHost implements device.HostAllocator. It does not wait. Memory of more than 256 KiB goes back
-// to the driver when the work on the GPU has ended; Close returns what the driver says. Memory with
-// words that a stream has waited for may stay until that stream is given more work, or is closed.
+// FreeHost implements device.HostAllocator. It does not wait. The memory is used again for blocks
+// of the same size, and goes back to the driver when the device is closed. Memory with words that a
+// stream has waited for is used again when that stream has been given more work, or was closed.
 func (v *Device) FreeHost(m mem.Memory) error {
 	var at unsafe.Pointer
 	if m.Loc().Host() {
@@ -182,36 +184,10 @@ func (v *Device) settle() {
 	defer v.mu.Unlock()
 	v.host.left = append(v.host.left, kept...)
 	for _, b := range left {
-		switch {
-		case slices.Contains(kept, b):
-		case b.n <= largestBlock:
+		if !slices.Contains(kept, b) {
 			size := class(b.n)
 			v.host.free[size] = append(v.host.free[size], b.at)
-		case !v.closed: // Close frees all chunks
-			v.host.chunks = slices.DeleteFunc(v.host.chunks, func(c chunk) bool { return c.at == b.at })
-			v.host.large = append(v.host.large, b.at)
-			if !v.host.freer {
-				v.host.freer = true
-				v.running.Go(v.freeLarge)
-			}
 		}
-	}
-}
-
-// freeLarge has the driver free chunks, which waits for the work on the GPU.
-func (v *Device) freeLarge() {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for h := &v.host; ; {
-		if len(h.large) == 0 {
-			h.freer = false
-			return
-		}
-		at := h.large[0]
-		h.large = slices.Delete(h.large, 0, 1)
-		v.mu.Unlock()
-		v.fail(v.gpu.freeHost(at))
-		v.mu.Lock()
 	}
 }
 

@@ -30,6 +30,7 @@ type Config struct {
 	DMABuf      bool // memory can be exported as DMA buffers
 	Unordered   bool // what other devices write has to be flushed
 	Isolated    bool // no GPU has access to another one's memory
+	LockedFrees bool // all other calls wait while one frees memory
 
 	NoVMM         bool            // memory has IPC handles only
 	NoDescriptors bool            // memory of cuMemCreate has no descriptors

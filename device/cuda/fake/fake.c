@@ -26,7 +26,8 @@
 //     that.
 //   - A stream takes 1024 operations; the calls that give it more wait until it has done some.
 //   - Kernels access the memory of another device of the process after cuCtxEnablePeerAccess only.
-//   - Freeing waits until all streams of the context have done their work.
+//   - Freeing waits until all streams of the context have done their work. If the test says so,
+//     all other calls wait meanwhile: the real library may hold a lock.
 //   - After work of a stream has failed, every call that concerns the context returns its error.
 //   - An IPC handle leads other processes with this library to an allocation: to the file of its
 //     contents. The process that has made the handle cannot open it. Memory that is freed while
@@ -224,6 +225,7 @@ static pthread_cond_t changed; // anything
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int initialized, devices = 2, memory_operations = 1, capability = 9, queue_limit, dma_buffers, ordering = 100;
 static int isolated; // the devices have no access to each other's memory
+static int locked_frees, freeing; // calls wait while one frees; one does
 static int vmm = 1, descriptors = 1, cliques[MAX_DEVICES]; // of the fabric; 0: none
 static queue *shared[64]; // with a limit
 static int created; // streams
@@ -278,6 +280,8 @@ static int enter(const char *call)
 #define BEGIN                                                                                             \
 	pthread_once(&once, prepare);                                                                     \
 	pthread_mutex_lock(&lock);                                                                        \
+	while (freeing)                                                                                   \
+		await();                                                                                  \
 	int result = enter(__func__)
 #define END                                                                                               \
 	pthread_cond_broadcast(&changed);                                                                 \
@@ -389,6 +393,14 @@ static void rest(context *c)
 {
 	while (c->busy > 0 || (c->working > 0 && !c->error))
 		await();
+}
+
+// rest_to_free is rest of a call that frees memory.
+static void rest_to_free(context *c)
+{
+	freeing = locked_frees;
+	rest(c);
+	freeing = 0;
 }
 
 EXPORT int cuInit(unsigned flags)
@@ -719,7 +731,7 @@ EXPORT int cuMemFree_v2(uint64_t at)
 	BEGIN_IN;
 	int forbidden = unsafe();
 	if (c && !forbidden) {
-		rest(c);
+		rest_to_free(c);
 		int r = discard(at, c, 0);
 		result = result ? result : r;
 	}
@@ -816,7 +828,7 @@ EXPORT int cuIpcCloseMemHandle(uint64_t at)
 {
 	BEGIN_IN;
 	if (c)
-		rest(c);
+		rest_to_free(c);
 	int found = 0;
 	for (block **p = &blocks; *p; p = &(*p)->next) {
 		block *b = *p;
@@ -1182,7 +1194,7 @@ EXPORT int cuMemFreeHost(void *at)
 	BEGIN_IN;
 	int forbidden = unsafe();
 	if (c && !forbidden) {
-		rest(c);
+		rest_to_free(c);
 		int r = discard((uintptr_t)at, c, 1);
 		result = result ? result : r;
 	}
@@ -1698,8 +1710,9 @@ EXPORT int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned 
 }
 
 // fake_configure sets what the machine has. Before cuInit.
-EXPORT void fake_configure(int n, int operations, int major, int limit, int buffers, int order, int apart)
+EXPORT void fake_configure(int n, int operations, int major, int limit, int buffers, int order, int apart, int locked)
 {
+	locked_frees = locked;
 	isolated = apart;
 	dma_buffers = buffers;
 	ordering = order;

@@ -14,7 +14,7 @@ typedef struct {
 } census;
 
 typedef struct {
-	void (*configure)(int, int, int, int, int, int, int);
+	void (*configure)(int, int, int, int, int, int, int, int);
 	void (*handles)(int, int, const int *);
 	const char *(*kernels)(const char *);
 	int (*fail)(const char *, int, int);
@@ -41,9 +41,9 @@ static const char *load(const char *path, functions *f)
 }
 
 static void configure(functions *f, int n, int operations, int major, int queues, int buffers,
-		      int ordering, int isolated)
+		      int ordering, int isolated, int locked)
 {
-	f->configure(n, operations, major, queues, buffers, ordering, isolated);
+	f->configure(n, operations, major, queues, buffers, ordering, isolated, locked);
 }
 static void handles(functions *f, int vmm, int descriptors, const int *cliques)
 {
@@ -145,7 +145,11 @@ func Load(dir string, from Files, c Config) (*Driver, error) {
 	if c.Isolated {
 		isolated = 1
 	}
-	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering, isolated)
+	locked := C.int(0)
+	if c.LockedFrees {
+		locked = 1
+	}
+	C.configure(&d.f, devices, operations, major, C.int(c.Queues), dmaBuf, ordering, isolated, locked)
 	vmm, descriptors, cliques := C.int(1), C.int(1), [maxDevices]C.int{}
 	if c.NoVMM {
 		vmm = 0
