@@ -121,11 +121,12 @@ func (v *Device) Info() Info { return v.info }
 // Location implements device.Device.
 func (v *Device) Location() mem.Location { return v.loc }
 
-// Alloc implements device.Device. Other processes map memory of a granule and more, which is 2 MiB
-// with most drivers, by a descriptor (Info.VMM), and smaller memory by an IPC handle: see Share.
-func (v *Device) Alloc(n int) (mem.Memory, error) { return v.alloc(n, false) }
+// Alloc implements device.Device. Other processes map the memory by a descriptor (Info.VMM), or by
+// an IPC handle: see Share. So nothing else is in its pages, and any memory takes a multiple of
+// 2 MiB with most drivers: a program that needs many small buffers divides one allocation.
+func (v *Device) Alloc(n int) (mem.Memory, error) { return v.alloc(n, true) }
 
-// alloc allocates memory, which has a descriptor whatever its size if it is to be shared.
+// alloc allocates memory, which need not be shared.
 func (v *Device) alloc(n int, shared bool) (mem.Memory, error) {
 	if n < 0 {
 		return mem.Memory{}, fmt.Errorf("cuda: allocating %d bytes on %s: %w", n, v.loc, device.ErrMemory)
@@ -136,15 +137,18 @@ func (v *Device) alloc(n int, shared bool) (mem.Memory, error) {
 	if n == 0 {
 		return mem.Device(0, 0, v.loc), nil
 	}
-	a := allocation{n: n}
+	a, size := allocation{n: n}, uint64(n)
 	var at uint64
 	var err error
-	if a.physical, err = v.allocPhysical(n, shared); err != nil {
-		return mem.Memory{}, err
+	if shared {
+		size = (size + ipcBlock - 1) / ipcBlock * ipcBlock
+		if a.physical, err = v.allocPhysical(n); err != nil {
+			return mem.Memory{}, err
+		}
 	}
 	if a.physical != nil {
 		at = a.physical.at
-	} else if at, err = v.gpu.alloc(n); err != nil {
+	} else if at, err = v.gpu.alloc(size); err != nil {
 		return mem.Memory{}, err
 	}
 	v.mu.Lock()

@@ -76,13 +76,15 @@
 // because the driver may return the old mapping.
 //
 // Keys are of three kinds. Memory that [Device.Alloc] has given has a descriptor, if the driver can
-// do that (in terms of CUDA, virtual memory management: cuMemCreate and cuMemMap) and it is not
-// small. The importing process asks the owner's for it by an Unix socket, so that both have to be
-// in one network namespace and of one user. Such memory lives until nobody has it mapped, nor has
+// do that (in terms of CUDA, virtual memory management: cuMemCreate and cuMemMap). The importing
+// process asks the owner's for it by an Unix socket, so that both have to be in one network
+// namespace and of one user. Such memory lives until nobody has it mapped, nor has
 // imported it in this process: what Free has freed may count as used for a while. It also
 // has a handle of the fabric of NVSwitches if the GPU was opened by [Driver.OpenIn], which a GPU of
 // the same clique uses. All other memory, that of the program included, has IPC handles, which
 // [Device.ExportIPC], [Device.ImportIPC], [Device.ForgetIPC] and [Device.WithdrawIPC] give alone.
+// The driver takes allocations that are no multiple of 2 MiB from blocks with others, and a handle
+// is one of the block: such memory of the program is not shared.
 // CUDA does not define what work on it does after its owner has freed it, and such work of the same
 // process ends the context: free it only when no stream of another rank may load from it any more.
 //

@@ -18,6 +18,8 @@ import (
 	"strings"
 	"sync"
 	"unsafe"
+
+	"tutti/device"
 )
 
 // Driver is the CUDA driver. Its methods may be called by any goroutine.
@@ -290,7 +292,7 @@ func (g *gpu) loadFunction(f function, name string) error {
 		g.name)
 }
 
-func (g *gpu) alloc(n int) (uint64, error) {
+func (g *gpu) alloc(n uint64) (uint64, error) {
 	var at C.uint64_t
 	r := C.tutti_cuda_alloc(g.d.lib, g.ptr, C.size_t(n), &at)
 	return uint64(at), g.d.failure(r, "cuMemAlloc", "allocate %d bytes on %s", n, g.name)
@@ -328,6 +330,11 @@ func (g *gpu) shared(at uint64) (h IPCHandle, err error) {
 	if h.Base, h.Size, err = g.allocation(at); err != nil {
 		return h, err
 	}
+	if h.Base%ipcBlock != 0 || h.Size%ipcBlock != 0 {
+		return h, fmt.Errorf("cuda: an allocation of %d bytes at %#x on %s may be in a block with others, which its "+
+			"IPC handle would share: allocate a multiple of %d bytes: %w", h.Size, h.Base, g.name, ipcBlock,
+			errors.ErrUnsupported)
+	}
 	if h.Number, err = g.number(at); err != nil {
 		return h, err
 	}
@@ -346,7 +353,11 @@ func (g *gpu) number(at uint64) (uint64, error) {
 func (g *gpu) openShared(h IPCHandle) (at uint64, err error) {
 	var a C.uint64_t
 	r := C.tutti_cuda_ipc_open(g.d.lib, g.ptr, (*C.struct_tutti_cuda_ipc)(unsafe.Pointer(&h.Driver)), &a)
-	return uint64(a), g.d.failure(r, "cuIpcOpenMemHandle", "map memory of another process for %s", g.name)
+	err = g.d.failure(r, "cuIpcOpenMemHandle", "map memory of another process for %s", g.name)
+	if r == codeAlreadyMapped { // other memory is mapped that was there, and will be unmapped
+		err = fmt.Errorf("%w: %w", err, device.ErrLater)
+	}
+	return uint64(a), err
 }
 
 func (g *gpu) closeShared(at uint64) error {

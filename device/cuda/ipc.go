@@ -14,7 +14,9 @@ import (
 // and where m begins in it. The allocation may be any in the GPU's primary context. It must
 // not be freed before no other process has it mapped. The error wraps errors.ErrUnsupported if the
 // driver cannot share it so: memory of cuMemCreate, also that of Alloc, of cuMemAllocAsync, and in
-// PyTorch of expandable segments. Share shares what Alloc has given.
+// PyTorch of expandable segments. Share shares what Alloc has given. It does so too if the begin or
+// the length of the allocation is no multiple of 2 MiB: the driver takes several of these from one
+// block, and a handle is one of the block. What PyTorch allocates from the driver are whole blocks.
 func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error) {
 	switch {
 	case m.Loc() != v.loc || m.Len() == 0:
@@ -41,10 +43,14 @@ func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error)
 	return h, offset, nil
 }
 
+// ipcBlock is what the driver takes small allocations from.
+const ipcBlock = 2 << 20
+
 // Codes of errors that do not mean a failure, CUresult.
 const (
 	codeInvalidValue       = 1
 	codeInvalidDevice      = 101
+	codeAlreadyMapped      = 208
 	codePeerUnsupported    = 217
 	codeNotPermitted       = 800
 	codeNotSupported       = 801
@@ -103,7 +109,8 @@ func (g *gpu) openImport(r region) (uint64, error) {
 	}
 	base, size, err := g.allocation(at)
 	if err == nil && (base != at || size < h.Size) {
-		err = fmt.Errorf("cuda: a handle of %d bytes names an allocation of %d: %w", h.Size, size, device.ErrMemory)
+		err = fmt.Errorf("cuda: a handle of %d bytes, mapped at %#x, names an allocation of %d at %#x: %w", h.Size, at,
+			size, base, device.ErrMemory)
 	}
 	return at, err
 }

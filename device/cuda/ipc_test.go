@@ -28,7 +28,7 @@ func TestOwner(t *testing.T) {
 	if os.Getenv(asOwner) == "" {
 		return
 	}
-	f, v := open(t, fake.Config{})
+	f, v := open(t, fake.Config{NoVMM: true})
 	var m mem.Memory
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
 		var err error
@@ -218,7 +218,7 @@ func TestIPC(t *testing.T) {
 // TestIPCRefuses: handles that name nothing, or less than they say, and calls that fail, leave
 // nothing behind. The cleanup of open checks that; what is still mapped then is unmapped by Close.
 func TestIPCRefuses(t *testing.T) {
-	f, v := open(t, fake.Config{})
+	f, v := open(t, fake.Config{NoVMM: true})
 	own, err := v.Alloc(1000)
 	if err != nil {
 		t.Fatal(err)
@@ -229,11 +229,12 @@ func TestIPCRefuses(t *testing.T) {
 	if _, _, err := v.ExportIPC(own.Slice(0, 0)); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("no memory: %v", err)
 	}
-	if _, _, err := v.ExportIPC(mem.Device(own.Address()+900, 200, v.Location())); !errors.Is(err, device.ErrMemory) {
+	if _, _, err := v.ExportIPC(mem.Device(own.Address()+ipcBlock-100, 200, v.Location())); !errors.Is(err,
+		device.ErrMemory) {
 		t.Errorf("more than there is: %v", err)
 	}
 	h, offset, err := v.ExportIPC(own.Slice(10, 20))
-	if err != nil || offset != 10 || h.Base != own.Address() || h.Size != 1000 || h.Number == 0 {
+	if err != nil || offset != 10 || h.Base != own.Address() || h.Size != ipcBlock || h.Number == 0 {
 		t.Fatalf("%+v at %d, %v", h, offset, err)
 	}
 	if _, err := v.ImportIPC(1, h); err == nil {
@@ -250,7 +251,7 @@ func TestIPCRefuses(t *testing.T) {
 	o := startOwner(t)
 	theirs, _ := o.allocate()
 	large, garbage := theirs, theirs
-	large.Size = 20000
+	large.Size = 2 * ipcBlock
 	garbage.Driver[0]++
 	if _, err := v.ImportIPC(1, large); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("a handle that says too much: %v", err)
@@ -265,6 +266,10 @@ func TestIPCRefuses(t *testing.T) {
 		}
 		f.Until(t, call+" fails, and nothing is mapped", func(n fake.Census) bool { return n.Imported == 0 })
 	}
+	f.Fail("cuIpcOpenMemHandle_v2", 1, fake.AlreadyMapped)
+	if _, err := v.ImportIPC(1, theirs); !errors.Is(err, device.ErrLater) {
+		t.Errorf("a block that is mapped already: %v", err)
+	}
 	i, err := v.ImportIPC(1, theirs)
 	if err != nil {
 		t.Fatal(err)
@@ -278,12 +283,31 @@ func TestIPCRefuses(t *testing.T) {
 	}
 }
 
+// Memory of the program that may be in a block with other memory is not shared, because the handle
+// would be one of the block.
+func TestIPCRefusesPartsOfBlocks(t *testing.T) {
+	_, v := open(t, fake.Config{})
+	for n, whole := range map[uint64]bool{1000: false, 1 << 20: false, ipcBlock: true, ipcBlock + 512: false,
+		10 * ipcBlock: true} {
+		at, err := v.gpu.alloc(n)
+		must(t, err)
+		key, offset, err := v.Share(mem.Device(at+10, 100, v.Location()))
+		switch {
+		case whole && (err != nil || key[0] != kindIPC || offset != 10):
+			t.Errorf("%d bytes: offset %d, %v", n, offset, err)
+		case !whole && (!errors.Is(err, errors.ErrUnsupported) || !strings.Contains(err.Error(), "a multiple of ")):
+			t.Errorf("%d bytes: %v", n, err)
+		}
+		must(t, v.gpu.free(at))
+	}
+}
+
 // Import does not wait for the work on the GPU, which may wait for its caller, when a handle says
 // more than there is.
 func TestIPCRefusesWithoutWaiting(t *testing.T) {
 	f, v := open(t, fake.Config{})
 	h, _ := startOwner(t).allocate()
-	h.Size = 20000
+	h.Size = 2 * ipcBlock
 	s, word := newStreamOf(t, v), wordsOf(t, v, 1)[0]
 	must(t, s.WaitValue(word, 1))
 	refused := make(chan error, 1)

@@ -95,14 +95,13 @@ func refusal(err error) bool {
 	return ok && (e.Code == codeNotPermitted || e.Code == codeNotSupported)
 }
 
-// allocPhysical decides which handles memory has. It returns nil for memory with IPC handles only:
-// the device has no others, or the memory fills no granule and need not be shared, so that most of
-// it would be empty.
-func (v *Device) allocPhysical(n int, shared bool) (*physical, error) {
+// allocPhysical decides which handles memory has. It returns nil for memory with IPC handles only,
+// because the device has no others.
+func (v *Device) allocPhysical(n int) (*physical, error) {
 	k := &v.kinds
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for k.granule > 0 && (shared || uint64(n) >= k.granule) {
+	for k.granule > 0 {
 		p, err := v.newPhysical(n)
 		switch {
 		case !refusal(err):

@@ -90,7 +90,7 @@ func (r *rooms) addLocked(v *Device, capacity int) (*room, error) {
 	x := &room{capacity: capacity}
 	size := capacity * int(gpukernels.PlaceSize)
 	if r.rest.Len() < size {
-		m, err := v.Alloc(max(size, roomChunk))
+		m, err := v.alloc(max(size, roomChunk), false)
 		if err != nil {
 			return nil, err
 		}

@@ -15,7 +15,13 @@ import (
 // Keys of this process lead to the memory itself, those of other GPUs too. A key lasts as long as
 // its allocation.
 func TestKeyLastsAsLongAsAllocation(t *testing.T) {
-	f, v := open(t, fake.Config{})
+	for name, c := range map[string]fake.Config{"descriptors": {}, "IPC": {NoVMM: true}} {
+		t.Run(name, func(t *testing.T) { keyLasts(t, c) })
+	}
+}
+
+func keyLasts(t *testing.T, c fake.Config) {
+	f, v := open(t, c)
 	other, err := v.gpu.d.Open(1)
 	if err != nil {
 		t.Fatal(err)
@@ -40,7 +46,7 @@ func TestKeyLastsAsLongAsAllocation(t *testing.T) {
 	if got, err := s.Memory(100, 50); err != nil || got != m.Slice(100, 50) {
 		t.Errorf("%v, %v, want the memory itself", got, err)
 	}
-	if _, err := s.Memory(9999, 2); !errors.Is(err, device.ErrMemory) {
+	if _, err := s.Memory(mustDecode(t, key).Size-1, 2); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("bytes behind the allocation: %v", err)
 	}
 	if err := s.Release(true); err != nil {
@@ -109,7 +115,7 @@ func TestKeysOfIsolatedGPUs(t *testing.T) {
 
 // Memory on a GPU is reached while a Device of it is open in the process.
 func TestKeysOfClosedGPUs(t *testing.T) {
-	f, v := open(t, fake.Config{})
+	f, v := open(t, fake.Config{NoVMM: true})
 	var others [2]*Device
 	for i := range others {
 		var err error

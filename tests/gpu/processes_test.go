@@ -32,8 +32,7 @@ func raw(x []float32) []byte {
 }
 
 // TestProcesses: processes that share the GPU load from each other's memory, and every operation,
-// blocking or started on a stream, has the result that it has on the host. Short vectors have IPC
-// handles, long ones descriptors if the driver has them.
+// blocking or started on a stream, has the result that it has on the host.
 func TestProcesses(t *testing.T) {
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		for _, n := range []int{2, 4} {
@@ -97,9 +96,9 @@ func operate(t *testing.T, g *pg.Group, v *cuda.Device) {
 	b.must(g.Barrier(t.Context()))
 }
 
-// TestHandles: memory that fills a granule has a descriptor, if the driver says that it can, and
-// smaller memory an IPC handle. Another process reads and writes both, maps each once, and what it
-// has mapped stays when the owner frees it, in the case of a descriptor.
+// TestHandles: memory has a descriptor, if the driver says that it can, or else an IPC handle.
+// Another process reads and writes it, maps it once, and what it has mapped stays when the owner
+// frees it, in the case of a descriptor.
 func TestHandles(t *testing.T) {
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) { exchangeMemory(t, g, v) }, pgtest.Transport("shm"))
@@ -116,7 +115,7 @@ func exchangeMemory(t *testing.T, g *pg.Group, v *cuda.Device) {
 		b.fill(local, make([]byte, n))
 		mine, offset, err := v.Share(own)
 		b.must(err)
-		if byDescriptor := mine[0] != 1; byDescriptor != (n > 4096 && v.Info().VMM) || offset >= uint64(most) {
+		if byDescriptor := mine[0] != 1; byDescriptor != v.Info().VMM || offset >= uint64(most) {
 			t.Errorf("the key of %d bytes has kind %d, and the driver has VMM: %v", n, mine[0], v.Info().VMM)
 		}
 		const room = device.MaxKey + 2

@@ -7,6 +7,7 @@ const (
 	InvalidValue   = 1
 	OutOfMemory    = 2
 	InvalidDevice  = 101
+	AlreadyMapped  = 208
 	NotPermitted   = 800
 	NotSupported   = 801
 	IllegalAddress = 700 // ends the context

@@ -28,6 +28,9 @@
 //   - Kernels access the memory of another device of the process after cuCtxEnablePeerAccess only.
 //   - Freeing waits until all streams of the context have done their work. If the test says so,
 //     all other calls wait meanwhile: the real library may hold a lock.
+//   - Memory of cuMemAlloc begins at a multiple of 2 MiB, unless it is smaller: then it is a part
+//     of such a block. Its IPC handle is one of the block. A process maps a block once, and is told
+//     the block where it asks for the allocation.
 //   - After work of a stream has failed, every call that concerns the context returns its error.
 //   - An IPC handle leads other processes with this library to an allocation: to the file of its
 //     contents. The process that has made the handle cannot open it. Memory that is freed while
@@ -78,6 +81,7 @@ enum { // CUresult
 	NOT_READY = 600,
 	NOT_PERMITTED = 800,
 	ILLEGAL_ADDRESS = 700,
+	ALREADY_MAPPED = 208,
 	PEER_UNSUPPORTED = 217,
 	ALREADY_ENABLED = 704,
 	LAUNCH_FAILED = 719,
@@ -104,6 +108,7 @@ static const struct {
 	{NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
 	{NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
 	{ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+	{ALREADY_MAPPED, "CUDA_ERROR_ALREADY_MAPPED", "resource already mapped"},
 	{PEER_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
 	{ALREADY_ENABLED, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
 	{LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
@@ -126,7 +131,14 @@ struct tutti_host_kernel {
 };
 
 enum { MAX_DEVICES = 8, MAX_FAULTS = 8, MAX_CALLS = 112, MAX_PARAMS = 4096,
-       PLACE = 472 }; // bytes of a place
+       PLACE = 472, // bytes of a place
+       BLOCK = 2 << 20 }; // of which cuMemAlloc gives parts
+
+typedef struct shelf { // the addresses of a block
+	uintptr_t at;
+	size_t used;
+	int parts; // that are allocated
+} shelf;
 
 typedef struct context {
 	int device, references, error; // error: of work that has failed
@@ -135,6 +147,7 @@ typedef struct context {
 	int delayed;		       // copies that wait for a load
 	int captures;		       // streams that are captured into graphs
 	struct stream *standard;       // the default stream, from its first use
+	shelf *filled;		       // of which the next parts are
 } context;
 
 typedef struct physical { // memory of cuMemCreate, with handles here
@@ -159,6 +172,10 @@ typedef struct block { // memory
 	int file;		 // of the contents; -1 for pinned memory
 	uint64_t number;	 // no other block of the process has had it
 	int opened;		 // of another process: how often; else 0
+	shelf *of_shelf;	 // that it is a part of; else NULL
+	int owner;		 // with opened: the process, and where its block is there and the
+	uintptr_t owners_block;	 // memory in it
+	size_t offset;
 	int exported;		 // other processes may have it mapped
 	physical *of;		 // what cuMemMap has mapped; else NULL
 	unsigned access;	 // to it: a bit for each device
@@ -320,6 +337,52 @@ static int accesses(context *c, uintptr_t at, size_t n)
 	return !b || !b->of || b->access & 1u << c->device;
 }
 
+// addresses reserves n bytes of addresses from a multiple of BLOCK on. NULL: there are none.
+static void *addresses(size_t n)
+{
+	char *all = mmap(NULL, n + BLOCK, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (all == MAP_FAILED)
+		return NULL;
+	size_t before = -(uintptr_t)all % BLOCK;
+	if (before)
+		munmap(all, before);
+	munmap(all + before + n, BLOCK - before);
+	return all + before;
+}
+
+// place finds addresses for memory of a device.
+static void *place(block *b, context *c)
+{
+	if (b->mapped > BLOCK)
+		return addresses(b->mapped);
+	if (!c->filled || c->filled->used + b->mapped > BLOCK) {
+		void *at = addresses(BLOCK);
+		if (!at)
+			return NULL;
+		c->filled = calloc(1, sizeof *c->filled);
+		c->filled->at = (uintptr_t)at;
+	}
+	b->of_shelf = c->filled;
+	void *at = (void *)(c->filled->at + c->filled->used);
+	c->filled->used += b->mapped;
+	c->filled->parts++;
+	return at;
+}
+
+// leave_place gives the addresses back.
+static void leave_place(block *b, context *c)
+{
+	shelf *s = b->of_shelf;
+	if (!s)
+		munmap((void *)b->at, b->mapped);
+	else if (--s->parts == 0) {
+		munmap((void *)s->at, BLOCK);
+		if (c->filled == s)
+			c->filled = NULL;
+		free(s);
+	}
+}
+
 static block *add(context *c, size_t n, int host)
 {
 	block *b = calloc(1, sizeof *b);
@@ -333,13 +396,10 @@ static block *add(context *c, size_t n, int host)
 	}
 	b->contents = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE,
 			   host ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, b->file, 0);
-	void *at = b->contents;
-	if (!host && at != MAP_FAILED) {
-		at = mmap(NULL, b->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-		if (at == MAP_FAILED)
+	void *at = b->contents == MAP_FAILED ? NULL : host ? b->contents : place(b, c);
+	if (!at) {
+		if (b->contents != MAP_FAILED)
 			munmap(b->contents, b->mapped);
-	}
-	if (at == MAP_FAILED) {
 		if (!host)
 			close(b->file);
 		free(b);
@@ -378,7 +438,7 @@ static int discard(uintptr_t at, context *c, int host)
 		*p = b->next;
 		munmap(b->contents, b->mapped);
 		if (!host) {
-			munmap((void *)b->at, b->mapped);
+			leave_place(b, c);
 			close(b->file);
 		}
 		free(b);
@@ -746,7 +806,7 @@ EXPORT int cuMemGetAddressRange_v2(uint64_t *base, size_t *n, uint64_t at)
 	if (!result && (!b || b->file < 0))
 		result = INVALID_VALUE;
 	if (!result)
-		*base = b->at, *n = b->n;
+		*base = b->at - b->offset, *n = b->opened && !b->of && b->n < BLOCK ? BLOCK : b->n;
 	END;
 }
 
@@ -765,8 +825,8 @@ EXPORT int cuPointerGetAttribute(void *v, int attribute, uint64_t at)
 typedef struct {
 	char magic[8];
 	int32_t process, file, device;
-	uint64_t inode, size;
-	char padding[24];
+	uint64_t inode, size, block, offset;
+	char padding[8];
 } ipc_handle;
 
 EXPORT int cuIpcGetMemHandle(ipc_handle *h, uint64_t at)
@@ -780,6 +840,7 @@ EXPORT int cuIpcGetMemHandle(ipc_handle *h, uint64_t at)
 		memset(h, 0, sizeof *h);
 		memcpy(h->magic, "fake IPC", 8);
 		h->process = getpid(), h->file = b->file, h->device = b->context->device, h->inode = s.st_ino, h->size = b->n;
+		h->block = b->of_shelf ? b->of_shelf->at : b->at, h->offset = b->at - h->block;
 		b->exported = 1;
 	}
 	END;
@@ -801,6 +862,10 @@ EXPORT int cuIpcOpenMemHandle_v2(uint64_t *at, ipc_handle h, unsigned flags)
 			*at = b->at;
 			END;
 		}
+	for (block *b = blocks; !result && b; b = b->next)
+		if (b->opened && !b->of && b->context == c && b->owner == h.process && b->owners_block == h.block &&
+		    h.size < BLOCK)
+			result = ALREADY_MAPPED;
 	int file = -1;
 	if (!result) {
 		char path[64];
@@ -813,10 +878,12 @@ EXPORT int cuIpcOpenMemHandle_v2(uint64_t *at, ipc_handle h, unsigned flags)
 	if (b) {
 		b->mapped = s.st_size;
 		b->contents = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-		void *reserved = mmap(NULL, b->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-		if (b->contents == MAP_FAILED || reserved == MAP_FAILED)
+		void *reserved = addresses(b->mapped + h.offset);
+		if (b->contents == MAP_FAILED || !reserved)
 			abort();
-		b->context = c, b->at = (uintptr_t)reserved, b->n = h.size, b->file = file, b->opened = 1, b->next = blocks;
+		b->owner = h.process, b->owners_block = h.block, b->offset = h.offset;
+		b->context = c, b->at = (uintptr_t)reserved + h.offset, b->n = h.size, b->file = file;
+		b->opened = 1, b->next = blocks;
 		blocks = b;
 		*at = b->at;
 	} else if (file >= 0)
@@ -838,7 +905,7 @@ EXPORT int cuIpcCloseMemHandle(uint64_t at)
 		if (--b->opened == 0) { // what the test wants to fail is done all the same
 			*p = b->next;
 			munmap(b->contents, b->mapped);
-			munmap((void *)b->at, b->mapped);
+			munmap((void *)(b->at - b->offset), b->mapped + b->offset);
 			close(b->file);
 			free(b);
 		}
