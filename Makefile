@@ -22,7 +22,7 @@ MPI_ENV     ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/mpi
 CUDA_DEPS   := clang-19 g++ python3-venv
 PTXAS       := 13.5.37
 PTXAS_ENV   := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/ptxas
-# What test-gpu finds accesses outside of memory with, in the user's cache.
+# What tests/gpu/run.sh --sanitizer finds accesses outside of memory with, in the user's cache.
 SANITIZER     := 13.5.25
 SANITIZER_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/sanitizer
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
@@ -212,7 +212,7 @@ deps-cuda: ## what compiles the kernels for CUDA devices, and ptxas $(PTXAS) in 
 	$(APT_GET) install -y -qq --no-install-recommends $(CUDA_DEPS)
 	@kernels/cuda/package.sh nvidia-cuda-nvcc $(PTXAS) ptxas $(PTXAS_ENV)
 
-deps-gpu: ## compute-sanitizer $(SANITIZER) for test-gpu in $(SANITIZER_ENV), 60 MB, once
+deps-gpu: ## compute-sanitizer $(SANITIZER) for tests/gpu/run.sh --sanitizer in $(SANITIZER_ENV), 60 MB, once
 	@kernels/cuda/package.sh nvidia-cuda-sanitizer-api $(SANITIZER) compute-sanitizer $(SANITIZER_ENV)
 
 deps-torch: ## a virtual environment with torch $(TORCH) in $(TORCH_ENV), several GB, once

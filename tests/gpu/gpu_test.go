@@ -10,8 +10,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"os/exec"
-	"strings"
 	"testing"
 	"time"
 
@@ -28,17 +26,26 @@ import (
 var (
 	ordinal  = flag.Int("gpu.device", 0, "the GPU to test")
 	required = flag.Bool("gpu.required", false, "fail without a GPU, instead of skipping the tests")
+	table    = flag.String("gpu.table", "", "a file that gets the rows of the table, too")
+	sanitize = flag.Bool("gpu.sanitizer", false, "run the kernels under compute-sanitizer, for minutes")
 )
 
-// table is printed after all tests.
-var table strings.Builder
-
-func TestMain(m *testing.M) {
-	code := m.Run()
-	if table.Len() > 0 {
-		fmt.Print("\n", table.String())
+// row prints a row of the table at once: the process may not come to its end.
+func row(t *testing.T, format string, args ...any) {
+	t.Helper()
+	text := fmt.Sprintf(format+"\n", args...)
+	fmt.Print(text)
+	if *table == "" {
+		return
 	}
-	os.Exit(code)
+	f, err := os.OpenFile(*table, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o666)
+	if err == nil {
+		_, err = f.WriteString(text)
+		err = errors.Join(err, f.Close())
+	}
+	if err != nil {
+		t.Error(err)
+	}
 }
 
 // patience bounds waits that end soon unless the test fails.
@@ -47,7 +54,8 @@ const patience = time.Minute
 // library is the path of the driver of the test that runs.
 var library string
 
-// everywhere runs a test on the fake driver and on the machine's GPU.
+// everywhere runs a test on the fake driver and on the machine's GPU. The fake has as many queues
+// as a GPU has where CUDA_DEVICE_MAX_CONNECTIONS says nothing else.
 func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
 	on := func(t *testing.T, d *cuda.Driver, path string, n int) {
 		library = path
@@ -63,7 +71,7 @@ func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
 		f(t, v)
 	}
 	t.Run("fake", func(t *testing.T) {
-		path := fake.New(t, fake.Config{}).Path
+		path := fake.New(t, fake.Config{Queues: 8}).Path
 		d, err := cuda.LoadLibrary(path)
 		if err != nil {
 			t.Fatal(err)
@@ -164,8 +172,11 @@ func TestSuite(t *testing.T) {
 // Every operation on every type has the bits of package kernels, for several numbers of sources,
 // lengths and alignments, divided and not, in place and elsewhere; nothing around it is written.
 func TestReductions(t *testing.T) {
+	most, margin := 9, 64
+	if testing.Short() { // under a sanitizer
+		most = 3
+	}
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
-		const most, margin = 9, 64
 		b, r := newBench(t, v), rand.New(rand.NewPCG(5, 6))
 		lengths := []int{1, 3, 16, 100, 5000}
 		room := 2*margin + 5000*8
@@ -236,6 +247,10 @@ func differ(a, b []byte) int {
 func TestNearFloat64(t *testing.T) {
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		const most, margin, room, poison = 4, 64, 2*64 + 1003*8, 0xFB
+		counts := []int{1, 7, 16, 33, 1003}
+		if testing.Short() { // under a sanitizer
+			counts = counts[3:]
+		}
 		b, r := newBench(t, v), rand.New(rand.NewPCG(7, 8))
 		all := b.alloc((most + 1) * room)
 		host := make([]byte, all.Len())
@@ -244,7 +259,7 @@ func TestNearFloat64(t *testing.T) {
 				if !kernels.Supported(op, dt) {
 					continue
 				}
-				for _, count := range []int{1, 7, 16, 33, 1003} {
+				for _, count := range counts {
 					size, n := count*dt.Size(), 1+r.IntN(most)
 					for i := range host {
 						host[i] = poison
@@ -346,57 +361,22 @@ func TestBandwidths(t *testing.T) {
 			return best
 		}
 		i := v.Info()
-		fmt.Fprintf(&table, "%s, %d MiB, GB/s read and written\n", i.Name, size>>20)
-		row := func(what string, rate, of float64) {
-			fmt.Fprintf(&table, "%-32s %8.1f", what, rate/1e9)
-			if of > 0 {
-				fmt.Fprintf(&table, "  %.2f of the copy", rate/of)
-			}
-			fmt.Fprintln(&table)
-		}
+		row(t, "%s, %d MiB, GB/s read and written", i.Name, size>>20)
+		note := func(what string, rate float64, more string) { row(t, "%-32s %8.1f%s", what, rate/1e9, more) }
 		whole := rate(2*size, func() error { return b.s.Copy(dst, srcs[0]) })
-		row("copy, device to device", whole, 0)
+		note("copy, device to device", whole, "")
 		for _, dt := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
 			for n := 2; n <= 8; n++ {
 				what, r := fmt.Sprintf("sum of %d, %v", n, dt), rate((n+1)*size, func() error {
 					return b.s.Reduce(kernels.Sum, dt, dst, srcs[:n], 0)
 				})
-				if row(what, r, whole); !faked(v) && r < 0.92*whole {
+				note(what, r, fmt.Sprintf("  %.2f of the copy", r/whole))
+				if !faked(v) && r < 0.92*whole {
 					t.Errorf("%s: %.2f of the copy's bandwidth, want at least 0.92", what, r/whole)
 				}
 			}
 		}
-		row("copy, pinned host to device", rate(size, func() error { return b.s.Copy(dst, pinned) }), 0)
-		row("copy, device to pinned host", rate(size, func() error { return b.s.Copy(pinned, dst) }), 0)
+		note("copy, pinned host to device", rate(size, func() error { return b.s.Copy(dst, pinned) }), "")
+		note("copy, device to pinned host", rate(size, func() error { return b.s.Copy(pinned, dst) }), "")
 	})
-}
-
-// The script runs the tests that make its table on the fake driver, prints the table last, and
-// fails without a GPU.
-func TestScript(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	run := func(args ...string) (string, error) {
-		text, err := exec.CommandContext(t.Context(), "./run.sh", append(args, "--binary", self)...).CombinedOutput()
-		return string(text), err
-	}
-	text, err := run("--fake", "--table")
-	lines := strings.Split(strings.TrimSpace(text), "\n")
-	if err != nil || !strings.HasPrefix(lines[len(lines)-1], "staging 1 MiB") {
-		t.Errorf("run.sh --fake --table: %v\n%s", err, text)
-	}
-	for _, row := range []string{"sum of 8, bfloat16", "copy, device to pinned host", "allreduce of 4 ranks",
-		"16384 bytes, graph", "first after Join"} {
-		if !strings.Contains(text, row) {
-			t.Errorf("the table has no row %q:\n%s", row, text)
-		}
-	}
-	if _, err := cuda.Load(); err == nil {
-		return // the script runs on a GPU, which this test leaves alone
-	}
-	if text, err := run(); err == nil || !strings.Contains(text, "no GPU can be used") {
-		t.Errorf("run.sh without a GPU: %v\n%s", err, text)
-	}
 }

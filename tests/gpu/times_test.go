@@ -5,6 +5,7 @@ package gpu
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -30,41 +31,44 @@ func faked(v *cuda.Device) bool { return strings.HasPrefix(v.Info().Name, "fake"
 // atLeast says on which side of the target the value should be.
 func note(t *testing.T, v *cuda.Device, what string, value float64, unit string, target float64, atLeast bool) {
 	t.Helper()
-	fmt.Fprintf(&table, "%-48s %9.2f %s", what, value, unit)
+	measured := fmt.Sprintf("%-48s %9.2f %s", what, value, unit)
 	if target == 0 {
-		fmt.Fprintln(&table)
+		row(t, "%s", measured)
 		return
 	}
 	side := "at most"
 	if atLeast {
 		side = "at least"
 	}
-	fmt.Fprintf(&table, ", target %s %.2f\n", side, target)
+	row(t, "%s, target %s %.2f", measured, side, target)
 	if !faked(v) && (atLeast && value < target || !atLeast && value > target) {
 		t.Errorf("%s: %.2f %s, want %s %.2f", what, value, unit, side, target)
 	}
 }
 
-// local runs f on n ranks of this process that share the device, and returns their first error.
+// local runs f on n ranks of this process that share the device. If one fails, so does the test, at
+// once: what it has measured is nothing.
 func local(t *testing.T, v *cuda.Device, n int, f func(ctx context.Context, g *pg.Group) error) {
 	t.Helper()
 	groups, err := pg.Local(n, pg.Config{Devices: device.List{v}, Timeout: patience})
 	if err != nil {
 		t.Fatal(err)
 	}
+	errs := make([]error, n)
 	var ranks sync.WaitGroup
-	for _, g := range groups {
+	for i, g := range groups {
 		ranks.Go(func() {
 			if err := f(t.Context(), g); err != nil {
-				t.Errorf("rank %d: %v", g.Rank(), err)
+				errs[i] = fmt.Errorf("rank %d: %w", g.Rank(), err)
 			}
 		})
 	}
 	ranks.Wait()
 	for _, g := range groups {
-		if err := g.Close(); err != nil {
-			t.Error(err)
-		}
+		errs = append(errs, g.Close())
+	}
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -403,9 +407,6 @@ func TestFirstCollective(t *testing.T) {
 				return g.Barrier(ctx)
 			})
 		}
-		if t.Failed() {
-			return
-		}
 		note(t, v, "allreduce of 1 MiB, first after Join", float64(median(early))/float64(median(late)),
 			"of the hundredth's time", 1.5, false)
 	})
@@ -450,37 +451,47 @@ func TestStaging(t *testing.T) {
 			return nil
 		})
 		if !bytes.Equal(b.bytes(in.Slice(0, 4096)), b.bytes(out.Slice(0, 4096))) {
-			t.Error("another result")
+			t.Fatal("another result")
 		}
 		note(t, v, fmt.Sprintf("staging %d MiB to the host and back", size>>20), float64(driver)/float64(staged),
 			"of the driver's rate", 0.9, true)
 	})
 }
 
-// TestSanitizer runs the tests of all kernels under NVIDIA's compute-sanitizer, if there is one: it
-// reports accesses outside of allocations, and threads that race in shared memory.
+// sanitizerTime is how long one tool of the sanitizer may take.
+const sanitizerTime = 2 * time.Minute
+
+// TestSanitizer runs the tests of all kernels under NVIDIA's compute-sanitizer, which reports
+// accesses outside of allocations, and threads that race in shared memory.
 func TestSanitizer(t *testing.T) {
+	if !*sanitize {
+		t.Skip("without -gpu.sanitizer")
+	}
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
 		if faked(v) {
 			t.Skip("compute-sanitizer needs a GPU")
 		}
 		sanitizer, err := sanitizer()
 		if err != nil {
-			t.Skip(err)
+			t.Fatal(err)
 		}
 		self, err := os.Executable()
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, tool := range []string{"memcheck", "racecheck"} {
-			cmd := exec.CommandContext(t.Context(), sanitizer, "--tool", tool, "--error-exitcode", "77", self,
+			ctx, cancel := context.WithTimeout(t.Context(), sanitizerTime)
+			defer cancel()
+			cmd := exec.CommandContext(ctx, sanitizer, "--tool", tool, "--error-exitcode", "77", self,
 				"-test.count=1", "-test.run=^Test(Reductions|NearFloat64|Short)$/^GPU$", "-test.short", "-gpu.required",
 				fmt.Sprint("-gpu.device=", *ordinal))
-			if text, err := cmd.CombinedOutput(); err != nil {
+			cmd.WaitDelay = time.Second
+			text, err := cmd.CombinedOutput()
+			if err = errors.Join(err, ctx.Err()); err != nil {
 				t.Errorf("%s: %v\n%s", tool, err, text)
 				continue
 			}
-			fmt.Fprintf(&table, "compute-sanitizer %s: clean\n", tool)
+			row(t, "compute-sanitizer %s: clean", tool)
 		}
 	})
 }
