@@ -69,6 +69,17 @@ func (g *Group) SentPast() (n uint64) {
 	return n
 }
 
+// MakeAlone makes a subgroup of this rank as Split does when all ranks have met.
+func (g *Group) MakeAlone() (*Group, error) {
+	name := g.job.proxy.Reserve(2)
+	defer g.job.proxy.Settle(name)
+	self := g.job.session.Self
+	g.job.proxy.Lock()
+	view := g.job.view()
+	g.job.proxy.Unlock()
+	return newGroup(g.job, []int{self.Rank}, 0, name, []uint64{self.Incarnation}, []uint64{name.Number}, view, 0)
+}
+
 // JobView returns the slots that are active in the job's view; the group may not have entered it.
 func (g *Group) JobView() []int {
 	g.job.proxy.Lock()

@@ -165,6 +165,11 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 		j.proxy.Unlock()
 		return fail(ErrClosed)
 	}
+	if j.roster != nil && j.roster.EvictedLocked() {
+		err := j.eviction()
+		j.proxy.Unlock()
+		return fail(err)
+	}
 	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.v.Active})
 	g.joins = incarnations == nil && epoch < at.Epoch
 	g.shown.Store(g.v)

@@ -349,6 +349,25 @@ func TestCallersElasticStore(t *testing.T) {
 	wg.Wait()
 }
 
+// A rank that is evicted while it makes a subgroup gets none: the operations of that would not be
+// told of the eviction.
+func TestNoSubgroupOfAnEvictedRank(t *testing.T) {
+	groups, _ := elasticJob(t, 2, 2)
+	for _, g := range groups {
+		defer g.Close()
+	}
+	if err := groups[0].Evict(t.Context(), 1); err != nil {
+		t.Fatal(err)
+	}
+	var err error
+	for err == nil || lostRank(err) >= 0 {
+		err = groups[1].Barrier(t.Context())
+	}
+	if _, split := groups[1].MakeAlone(); !errors.Is(err, pg.ErrEvicted) || !errors.Is(split, pg.ErrEvicted) {
+		t.Errorf("%v; a subgroup: %v, want ErrEvicted", err, split)
+	}
+}
+
 // A rank that was started again waits while another process has its slot, and is admitted when that
 // one has gone.
 func TestRestartWaitsForItsSlot(t *testing.T) {
