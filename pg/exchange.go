@@ -698,8 +698,8 @@ func (g *Group) settled() {
 
 // pause waits for a moment for notices of missing ranks or, if there are none, for any event.
 func (g *Group) pause(missing []int) error {
-	if at := g.job.isolated(); at.Why != "" && time.Since(at.Since) > g.job.settings.Window {
-		return fmt.Errorf("%w: %s", ErrIsolated, at.Why)
+	if err := g.job.stranded(); err != nil {
+		return err
 	}
 	if len(missing) == 0 {
 		return g.job.proxy.Progress(&g.wait)

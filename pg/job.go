@@ -110,6 +110,15 @@ func (j *job) isolated() roster.Isolation {
 	return j.roster.IsolatedLocked()
 }
 
+// stranded returns ErrIsolated, with the reason, if this rank could not take part in decisions on
+// the membership for longer than Config.Window, else nil. With the proxy's lock.
+func (j *job) stranded() error {
+	if at := j.isolated(); at.Why != "" && time.Since(at.Since) > j.settings.Window {
+		return fmt.Errorf("%w: %s", ErrIsolated, at.Why)
+	}
+	return nil
+}
+
 // follow starts the roster from view, which may not contain this rank yet.
 func (j *job) follow(view membership.View, first uint64) error {
 	s, self := j.settings, j.session.Self

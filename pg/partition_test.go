@@ -270,7 +270,7 @@ func TestCallsEndWithoutStore(t *testing.T) {
 				t.Errorf("%s: %v is not a *TimeoutError", c.name, err)
 			}
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: timeout}))
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: timeout, Window: time.Minute}))
 }
 
 // Calls on other goroutines that wait for the store end when the group is closed.

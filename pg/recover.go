@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -277,7 +278,9 @@ func (j *job) judging() bool {
 
 // Evict removes a rank from the job, alive or not. The rank's next call returns ErrEvicted, and it
 // may come back by Rejoin. Any single rank may call Evict. It returns when the view has changed;
-// the others go on as after a failure. After a *TimeoutError the view may still change later.
+// the others go on as after a failure. It returns an error that wraps ErrIsolated if this rank
+// cannot take part in the decision. After that, a *TimeoutError or ErrAborted the view may still
+// change later.
 func (g *Group) Evict(ctx context.Context, rank int) error {
 	if ctx == nil {
 		return noContext("evict")
@@ -308,19 +311,30 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	}
 	ro.Tell(membership.Evict{Slot: r})
 	for {
+		hopeless := g.undecided() // before the look at the view, which may have changed by then
 		var in bool
 		if err := ro.Ask(b.ctx, func(m *membership.Machine) {
 			in = m.View().Has(r, was) && m.Member()
 		}); err != nil {
 			return b.why(err)
 		}
-		if !in {
+		switch {
+		case !in:
 			return nil
+		case hopeless != nil:
+			return hopeless
 		}
 		if !b.pause(2 * time.Millisecond) {
 			return b.why(b.ctx.Err())
 		}
 	}
+}
+
+// undecided returns why a decision on the membership is not waited for, or nil.
+func (g *Group) undecided() error {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return cmp.Or(g.halted(), g.job.stranded())
 }
 
 // bound is the deadline of a call that waits for the store: the earlier one of its ctx and

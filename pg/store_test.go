@@ -300,8 +300,10 @@ type elastic struct {
 
 func (e elastic) Open(ctx context.Context) (bootstrap.Store, error) { return e.open(ctx) }
 
-// elasticJob joins n ranks of a job that shrinks and may grow, over a store in this process.
-func elasticJob(t *testing.T, n, most int) (groups []*pg.Group, config func(rank int) pg.Config) {
+// elasticJob joins n ranks of a job that shrinks and may grow, over a store in this process. change
+// changes its configuration.
+func elasticJob(t *testing.T, n, most int, change ...func(*pg.Config)) (groups []*pg.Group,
+	config func(rank int) pg.Config) {
 	t.Helper()
 	m := storetest.NewMemory()
 	t.Cleanup(m.Close)
@@ -309,6 +311,9 @@ func elasticJob(t *testing.T, n, most int) (groups []*pg.Group, config func(rank
 	config = func(rank int) pg.Config {
 		cfg := fixed(kv, rank)
 		cfg.Size, cfg.MaxSize, cfg.OnFailure = n, most, pg.Shrink
+		for _, f := range change {
+			f(&cfg)
+		}
 		return cfg
 	}
 	groups, errs := make([]*pg.Group, n), make([]error, n)
@@ -347,6 +352,59 @@ func TestCallersElasticStore(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// full is a store that may be too full to change what it has.
+type full struct {
+	bootstrap.Store
+	is *atomic.Bool
+}
+
+func (s full) CompareAndSwap(ctx context.Context, key string, old, new []byte) error {
+	if s.is.Load() {
+		return errors.New("it is full")
+	}
+	return s.Store.CompareAndSwap(ctx, key, old, new)
+}
+
+// Evict waits for a store that does not accept the decision no longer than other calls do, whatever
+// its deadline, and Abort ends it.
+func TestEvictEndsWithoutDecision(t *testing.T) {
+	for name, c := range map[string]struct {
+		window time.Duration
+		aborts bool
+		want   error
+	}{
+		"the rank is isolated": {100 * time.Millisecond, false, pg.ErrIsolated},
+		"the group is aborted": {time.Hour, true, pg.ErrAborted},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var is atomic.Bool
+			groups, _ := elasticJob(t, 2, 2, func(cfg *pg.Config) {
+				kv := cfg.Store.(elastic)
+				cfg.Store = elastic{kv.shared, func(ctx context.Context) (bootstrap.Store, error) {
+					s, err := kv.open(ctx)
+					return full{s, &is}, err
+				}}
+				cfg.Window, cfg.Timeout = c.window, -1
+			})
+			is.Store(true)
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			defer cancel()
+			evicted := make(chan error, 1)
+			go func() { evicted <- groups[0].Evict(ctx, 1) }()
+			if c.aborts {
+				groups[0].Abort(errors.New("enough"))
+			}
+			if err := <-evicted; !errors.Is(err, c.want) || errors.As(err, new(*pg.TimeoutError)) {
+				t.Errorf("%v, want %v, and no timeout", err, c.want)
+			}
+			is.Store(false)
+			for _, g := range groups {
+				g.Close()
+			}
+		})
+	}
 }
 
 // A rank that is evicted while it makes a subgroup gets none: the operations of that would not be
