@@ -111,15 +111,15 @@ type Config struct {
 	// with collectives of any length whose ranks have parts of equal length: Start on the stream
 	// ends at once, and each launch of the graph is the operation. Graphs, and short collectives
 	// beside them, come in the same order at all ranks. A launch waits for Timeout at most, and
-	// ends at most a second after a rank has closed the group. If it has had no result, the group's
-	// next operation but Split and Admit fails: with a TimeoutError if a rank was late, with a
-	// MismatchError if ranks did different things, with a RankError if a rank was lost or has
-	// closed the group, or the group has entered another view since the capture. At the others it
-	// fails with a RankError that names the lost rank, or else the one that has noticed. Then the
-	// graph is to be captured again, after Recover if the group has failed, and after a short
-	// collective outside of a capture. Each view of a group in which a graph was captured keeps up
-	// to 6 MiB of a GPU's memory until the device is closed, also if the graph is not used any
-	// more. A group of one rank needs none.
+	// ends at most a second after a rank has closed the group or called Recover. If it has had no
+	// result, the group's next operation but Split and Admit fails: with a TimeoutError if a rank
+	// was late, with a MismatchError if ranks did different things, with a RankError if a rank was
+	// lost, has closed the group or has called Recover, or the group has entered another view since
+	// the capture. At the others it fails with a RankError that names the lost rank, or else the
+	// one that has noticed. Then the graph is to be captured again, after Recover if the group has
+	// failed, and after a short collective outside of a capture. Each view of a group in which a
+	// graph was captured keeps up to 6 MiB of a GPU's memory until the device is closed, also if
+	// the graph is not used any more. A group of one rank needs none.
 	PeerDevices string
 	// SingleCopy says whether collectives may read large plain buffers straight from the processes
 	// of ranks on the same machine, where the system permits that: "auto" (where that is found to

@@ -246,6 +246,9 @@ func (g *Group) hear(slot, key int, value []byte) {
 			}
 			g.rough = true
 			g.answer()
+			if g.sync.At().Before(t.At) { // the rank does nothing more in this one
+				g.orphan(slot, p2p.ErrLeft)
+			}
 		}
 	case noticeBallot:
 		var b ballot

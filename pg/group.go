@@ -174,7 +174,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	g.joins = incarnations == nil && epoch < at.Epoch
 	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
-	g.msgs.OnLeft(g.orphan)
+	g.msgs.OnLeft(func(slot int) { g.orphan(slot, errDeserted) })
 	g.track.Open(o.Recorder(), g.id(), g.rank, g.v.ranks)
 	g.wait.OnSleep(g.track.Awaits)
 	j.groups[g] = struct{}{}

@@ -166,6 +166,20 @@ func (a audience) Evicted() {
 	}
 }
 
+// Isolated ends graphs that wait for lost ranks, which the view may keep.
+func (a audience) Isolated() {
+	if a.stranded() == nil {
+		return
+	}
+	for g := range a.groups {
+		for _, slot := range g.v.Active {
+			if why := a.proxy.Down(g.jobRank(slot)); why != nil {
+				g.orphan(slot, why)
+			}
+		}
+	}
+}
+
 func (a audience) Accused() {
 	for g := range a.groups {
 		g.rough = true
@@ -201,7 +215,7 @@ func (j *job) link(peer p2p.Identity, err error) {
 		j.roster.LinkLocked(peer, err)
 	} else if err != nil {
 		for g := range j.groups {
-			g.orphan(slices.Index(g.v.ranks, peer.Rank))
+			g.orphan(slices.Index(g.v.ranks, peer.Rank), err)
 		}
 	}
 }

@@ -49,9 +49,10 @@ import (
 // of operations. The launches of the graph do have one among each other and among the group's other
 // operations in packets, which the program keeps the same at all ranks, and apart in time as the
 // stream of a rank does. A kernel of a graph waits for Config.Timeout at most, and for a moment
-// after a rank has left the group; what it has failed with is the error of the group's next
-// operation. The exchange of a former view is stopped, so that a graph from there ends without a
-// result, and the next operation says that it has to be captured again.
+// after a rank has left the group or the view, as in Recover, or is lost and cannot be removed.
+// What it has failed with is the error of the group's next operation. The exchange of a former view
+// is stopped, so that a graph from there ends without a result, and the next operation says that it
+// has to be captured again.
 
 // packets is a group's state of its exchanges. All fields are under the proxy's lock.
 type packets struct {
@@ -70,8 +71,9 @@ type exchange struct {
 	// Under the proxy's lock.
 	recording int         // calls of Group.record under way
 	recorded  bool        // a stream has recorded work
-	stops     *time.Timer // which stops it: see Group.orphan; nil: no rank has left
-	left      int         // the slot that has left first
+	stops     *time.Timer // which stops it: see Group.orphan; nil: no rank has left it
+	left      int         // the slot that has left it first
+	why       error       // of that: errDeserted, p2p.ErrLeft, or why the rank cannot be reached
 	// Kernels of operations that have not been settled. What they fail with is their operation's.
 	live atomic.Int32
 	// The first failure is that of an operation, or was reported; operations that the device has
@@ -279,15 +281,16 @@ func (g *Group) endRecording(x *exchange, has bool) {
 	}
 }
 
-// orphan handles that a rank has closed or aborted the group, or is lost: it does no more work of
-// the exchange. What it has a result of was under way at all others when it left, and ends well
-// there. So grace is enough for that, and what waits after it waits in vain. With the proxy's lock.
-func (g *Group) orphan(slot int) {
+// orphan handles that a rank does no more work of the exchange, and why: it has closed or aborted
+// the group (errDeserted), has left the view or is in Recover (p2p.ErrLeft), or is lost. What it
+// has a result of was under way at all others when it left, and ends well there. So grace is enough
+// for that, and what waits after it waits in vain. With the proxy's lock.
+func (g *Group) orphan(slot int, why error) {
 	if g.halted() != nil { // an abort has ended the exchange
 		return
 	}
 	if x := g.packets.now; x != nil && x.stops == nil && slices.Contains(x.active, slot) {
-		x.left, x.stops = slot, time.AfterFunc(grace, x.Stop)
+		x.left, x.why, x.stops = slot, why, time.AfterFunc(grace, x.Stop)
 	}
 }
 
@@ -452,8 +455,14 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 		if g.sync.At() == at && g.halted() == nil {
 			g.packets.now = x
 			for _, slot := range x.active { // what was said before is not said again
-				if g.msgs.Closed(slot) || g.job.roster == nil && p.Down(g.jobRank(slot)) != nil {
-					g.orphan(slot)
+				if down := p.Down(g.jobRank(slot)); g.job.roster == nil && down != nil {
+					g.orphan(slot, down)
+				}
+				if g.msgs.Closed(slot) {
+					g.orphan(slot, errDeserted)
+				}
+				if t, ok := g.sync.Heard(slot); ok && at.Before(t.At) {
+					g.orphan(slot, p2p.ErrLeft)
 				}
 			}
 		} else { // other ranks may have begun the operation
@@ -667,7 +676,7 @@ func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 	switch ours := why.Ours.String() + " in " + graphCall; {
 	case why.Stopped && x.stops != nil:
 		e.is = &RankError{Rank: x.left, Epoch: x.epoch, Call: graphCall, Reporter: g.rank,
-			Err: cmp.Or(g.job.proxy.Down(g.jobRank(x.left)), errDeserted)}
+			Err: cmp.Or(g.job.proxy.Down(g.jobRank(x.left)), x.why)}
 	case why.Stopped:
 		e.is = g.overtaken(x.epoch, graphCall)
 	case why.Differs:
@@ -698,7 +707,7 @@ func (g *Group) overtakenAbort(err error, text string, now p2p.Token) *wireAbort
 	}
 	lost, ok := err.(*RankError)
 	switch {
-	case !ok || errors.As(lost.Err, new(mishap)):
+	case !ok || errors.As(lost.Err, new(mishap)) || lost.Err == p2p.ErrLeft:
 	case lost.Err == errDeserted:
 		return &wireAbort{Kind: abortDeserted, A: g.rank, B: lost.Rank, Call: now}
 	case lost.Epoch == g.v.epoch || !slices.Contains(g.v.Active, lost.Rank):
@@ -746,7 +755,11 @@ func (g *Group) fate(x *exchange, why *device.ExchangeError) error {
 			return err
 		}
 		if x.stops != nil {
-			return &p2p.PeerError{Rank: g.v.ranks[x.left], Err: p2p.ErrPeerGone}
+			gone := p2p.ErrPeerGone
+			if x.why == p2p.ErrLeft {
+				gone = x.why
+			}
+			return &p2p.PeerError{Rank: g.v.ranks[x.left], Err: gone}
 		}
 		return errMoved
 	case why.Recorded:

@@ -70,10 +70,22 @@ func joinLeaseless(t *testing.T, g *pg.Group, cfg pg.Config) *pg.Group {
 	return h
 }
 
-// A graph of a process that waits for another one, which closes the group and stays in the job, or
-// dies in a job without leases, ends without a call of this one. The next operation names the rank.
+// joinMeeting has the ranks of g join a job whose rank 0 serves the store.
+func joinMeeting(t *testing.T, g *pg.Group, cfg pg.Config) *pg.Group {
+	setMeeting(t, g)
+	cfg.Window, cfg.LeaseTTL = time.Second, 2*time.Second
+	h, err := pg.Join(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// A graph of a process that waits for another one ends without a call of this one, if that one
+// closes the group and stays in the job, or dies and cannot be removed from the view: in a job
+// without leases, or with the store. The next operation names the rank.
 func TestLeavingEndsGraphsOfOtherProcesses(t *testing.T) {
-	const n, victim = 3, 1
+	const n = 3
 	split := func(t *testing.T, g *pg.Group, _ pg.Config) *pg.Group {
 		sub, err := g.Split(t.Context(), 0, g.Rank())
 		if err != nil {
@@ -82,14 +94,17 @@ func TestLeavingEndsGraphsOfOtherProcesses(t *testing.T) {
 		return sub
 	}
 	for name, c := range map[string]struct {
-		group func(t *testing.T, g *pg.Group, cfg pg.Config) *pg.Group
-		dies  bool
+		group  func(t *testing.T, g *pg.Group, cfg pg.Config) *pg.Group
+		victim int
+		dies   bool
 	}{
-		"it closes a subgroup":                {split, false},
-		"it closes the group, without leases": {joinLeaseless, false},
-		"it dies, without leases":             {joinLeaseless, true},
+		"it closes a subgroup":                {split, 1, false},
+		"it closes the group, without leases": {joinLeaseless, 1, false},
+		"it dies, without leases":             {joinLeaseless, 1, true},
+		"it dies with the store":              {joinMeeting, 0, true},
 	} {
 		t.Run(name, func(t *testing.T) {
+			victim := c.victim
 			d := openGPUOf(t, ofRank(), fake.Config{})
 			cfg := pg.Config{Devices: device.List{d}, Timeout: 5 * time.Minute}
 			opts := []pgtest.Option{pgtest.Transport("shm"), pgtest.Config(cfg)}
@@ -127,7 +142,7 @@ func TestLeavingEndsGraphsOfOtherProcesses(t *testing.T) {
 						t.Fatal(err)
 					}
 					through(t, g, victim)
-					if err := p.Finish(s, 20*time.Second); err != nil {
+					if err := p.Finish(s, 30*time.Second); err != nil {
 						h.Abort(err) // nothing is freed before the graph ends
 						t.Fatal(err)
 					}

@@ -22,6 +22,7 @@ import (
 	"tutti/device/cuda/fake"
 	"tutti/device/cuda/program"
 	"tutti/mem"
+	"tutti/p2p"
 )
 
 // A packetRank is a rank with a GPU of the fake driver.
@@ -1021,8 +1022,9 @@ func (r packetRank) launched(ctx context.Context, t *testing.T, h *Group, count 
 	})
 }
 
-// A graph that waits for a rank which leaves the group ends when this rank has heard of that,
-// without a call of this rank, and the next operation names the rank.
+// A graph that waits for a rank which leaves the group, or has called Recover instead of launching
+// it, ends when this rank has heard of that, without a call of this rank, and the next operation
+// names the rank.
 func TestLeavingEndsGraphsOfOthers(t *testing.T) {
 	gone := func(text string) func(err error) bool {
 		return func(err error) bool {
@@ -1030,15 +1032,26 @@ func TestLeavingEndsGraphsOfOthers(t *testing.T) {
 			return errors.As(err, &lost) && lost.Rank == 1 && strings.Contains(err.Error(), text)
 		}
 	}
+	ends := func(_ context.Context, h *Group) error { return h.Close() }
+	aborts := func(_ context.Context, h *Group) error { h.Abort(errors.New("enough")); return nil }
+	stays := func(context.Context, *Group) error { return nil }
 	for name, c := range map[string]struct {
 		subgroup bool
-		leave    func(h *Group) error
+		leave    func(ctx context.Context, h *Group) error
 		is       func(err error) bool
+		after    func(ctx context.Context, h *Group) error
 	}{
-		"it aborts the group": {false, func(h *Group) error { h.Abort(errors.New("enough")); return nil },
-			func(err error) bool { return errors.Is(err, ErrAborted) }},
-		"it closes the group":  {false, (*Group).Close, gone("it closed its group")},
-		"it closes a subgroup": {true, (*Group).Close, gone(errDeserted.Error())},
+		"it aborts the group":  {false, aborts, func(err error) bool { return errors.Is(err, ErrAborted) }, stays},
+		"it closes the group":  {false, ends, gone("it closed its group"), stays},
+		"it closes a subgroup": {true, ends, gone(errDeserted.Error()), stays},
+		"it recovers": {false, func(ctx context.Context, h *Group) error {
+			given, cancel := context.WithCancel(ctx)
+			cancel()
+			if err := h.Barrier(given); !errors.Is(err, context.Canceled) {
+				return fmt.Errorf("a barrier that is given up: %w", err)
+			}
+			return h.Recover(ctx)
+		}, gone(p2p.ErrLeft.Error()), func(ctx context.Context, h *Group) error { return h.Recover(ctx) }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			launched := make(chan struct{})
@@ -1055,7 +1068,7 @@ func TestLeavingEndsGraphsOfOthers(t *testing.T) {
 				return r.launched(ctx, t, h, 1, func(launch func() error, sum func() (uint32, error)) error {
 					if r.Rank() == 1 {
 						<-launched
-						return c.leave(h)
+						return c.leave(ctx, h)
 					}
 					err := launch()
 					close(launched)
@@ -1068,7 +1081,7 @@ func TestLeavingEndsGraphsOfOthers(t *testing.T) {
 					if err := h.Barrier(ctx); !c.is(err) {
 						return fmt.Errorf("the next operation: %w", err)
 					}
-					return nil
+					return c.after(ctx, h)
 				})
 			})
 		})
@@ -1076,7 +1089,7 @@ func TestLeavingEndsGraphsOfOthers(t *testing.T) {
 }
 
 // Every rank has the results of the last graph that it has launched, although others have closed
-// the group as soon as they had theirs.
+// the group, or called Recover, as soon as they had theirs.
 func TestLeavingTakesNothingFromGraphs(t *testing.T) {
 	const n, rounds, count = 3, 20, device.ShortVector / 2 // which takes two rounds of packets
 	cfg := Config{Progress: true}                          // the others hear of it at once
@@ -1092,6 +1105,9 @@ func TestLeavingTakesNothingFromGraphs(t *testing.T) {
 				}
 				if got, err := sum(); err != nil || got != 6*n {
 					return fmt.Errorf("%d, want %d: %w", got, 6*n, err)
+				}
+				if i%2 == 1 {
+					return h.Recover(ctx)
 				}
 				return nil
 			})

@@ -24,6 +24,7 @@ func (alone) ViewChanged()                {}
 func (alone) Evicted()                    {}
 func (alone) Accused()                    {}
 func (alone) Judged()                     {}
+func (alone) Isolated()                   {}
 func (alone) Awaited(time.Duration) []int { return nil }
 
 // listing is a store that tells of each List before it answers.

@@ -70,6 +70,7 @@ type Groups interface {
 	Evicted()     // this rank is not a member any more
 	Accused()     // a verdict is outstanding, before which no operation begins
 	Judged()      // a verdict has been reached
+	Isolated()    // at each tick at which this rank cannot take part in decisions
 	// Awaited returns the ranks that operations have been waiting for longer than d.
 	Awaited(d time.Duration) []int
 }
@@ -298,6 +299,11 @@ func (ro *Roster) run() {
 			ro.proxy.Idle()
 			ro.doubt()
 			ro.expire()
+			if ro.isolated.Why != "" { // only this goroutine changes it
+				ro.proxy.Lock()
+				ro.groups.Isolated()
+				ro.proxy.Unlock()
+			}
 			acts = ro.m.Step(membership.Tick{})
 		case <-ro.ctx.Done():
 			return

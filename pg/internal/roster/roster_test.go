@@ -128,6 +128,7 @@ func (f *fixture) ViewChanged() { f.note("view") }
 func (f *fixture) Evicted()     { f.note("evicted") }
 func (f *fixture) Accused()     { f.note("accused") }
 func (f *fixture) Judged()      { f.note("judged") }
+func (f *fixture) Isolated()    { f.note("isolated") }
 
 func (f *fixture) Awaited(time.Duration) []int {
 	f.mu.Lock()
@@ -369,6 +370,7 @@ func TestRestoredStoreIsolates(t *testing.T) {
 	if !strings.Contains(why, "a view of epoch 1 that does not follow the view of epoch 2") {
 		t.Error(why)
 	}
+	f.until("the groups are told", func() bool { return f.told("isolated") })
 }
 
 // late is a store whose first watch begins before the first compare-and-swap and is delivered late.
