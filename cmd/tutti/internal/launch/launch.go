@@ -133,7 +133,8 @@ type launcher struct {
 	again     chan int      // ranks whose next start is due
 	pending   int           // the number of planned starts
 	views     *views        // not nil if processes may wait for admission
-	in        map[int]entry // by pid: the admitted ones
+	in        map[int]entry // by pid: the admitted ones of the ranks
+	early     []entry       // of processes that are not known, while some start
 	asked     bool          // views was asked whether the group is over
 	well      int           // ranks that ended with code 0
 	deaths    int           // ranks that failed
@@ -455,6 +456,11 @@ func (l *launcher) event(e Event) error {
 		l.tell("%s is not bound: %s", l.who(e.ID), e.Unbound)
 	case !e.Exited:
 		r.started, r.pid = true, e.PID
+		early := l.early
+		l.early = nil
+		for _, in := range early {
+			l.enter(in)
+		}
 	default:
 		l.learn(e.ID)
 		l.live--

@@ -128,11 +128,18 @@ func (l *launcher) revive(i int) {
 	}
 }
 
-// enter handles the admission of a process to the group.
+// enter handles the admission of a process to the group. Processes that are not the launcher's, or
+// have ended, are ignored: their numbers may come again.
 func (l *launcher) enter(e entry) {
 	i := slices.IndexFunc(l.ranks, func(r rank) bool { return r.started && !r.ended && r.pid == e.group })
+	if i < 0 {
+		if slices.ContainsFunc(l.ranks, func(r rank) bool { return !r.started && !r.ended }) {
+			l.early = append(l.early, e) // the number of one that starts is not known yet
+		}
+		return
+	}
 	if e.gone && i < l.N {
-		return // its end has been judged
+		return // its end is judged without
 	}
 	e.late = l.ending()
 	l.in[e.group] = e

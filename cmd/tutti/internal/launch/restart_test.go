@@ -494,6 +494,41 @@ func TestEntriesOfEndedProcesses(t *testing.T) {
 	}
 }
 
+// TestEntriesOfStrangers: a rank that is started again may get the number of an admitted process
+// that another launcher has started on this machine. The store may show its own admission before
+// the guard has told its number.
+func TestEntriesOfStrangers(t *testing.T) {
+	f := newFake(t, 2, 2, 0)
+	f.useViews()
+	starts := func(pid int, early ...int) {
+		t.Helper()
+		f.die(0, 9)
+		if got := get(t, "a restart", f.again); got != 0 {
+			t.Fatalf("%d is due", got)
+		}
+		r := &f.ranks[0]
+		r.due, r.started, r.ended = nil, false, false
+		f.pending--
+		f.live++
+		for slot, pid := range early {
+			f.enter(entry{group: pid, slot: slot, incarnation: uint64(pid)})
+		}
+		if err := f.event(Event{ID: 0, PID: pid}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f.enter(entry{group: 4000, slot: 2, incarnation: 7})
+	if starts(4000); f.part(0) {
+		t.Error("a stranger's admission counts for the rank that got its number")
+	}
+	if starts(4001, 4001, 4002); !f.part(0) || f.in[4001].incarnation != 4001 {
+		t.Error("the rank was admitted before its number was known, and does not count")
+	}
+	if len(f.in) != 1 || len(f.early) != 0 {
+		t.Errorf("%+v are in, and %+v kept, want the rank alone", f.in, f.early)
+	}
+}
+
 func TestJobIsOver(t *testing.T) {
 	m := storetest.NewMemory()
 	defer m.Close()
