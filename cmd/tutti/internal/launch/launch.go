@@ -94,6 +94,7 @@ type rank struct {
 	dying          bool // a signal was killing it when the launcher began to end the ranks
 	pid            int
 	restarts       int
+	quick          int         // processes in a row that ended soon
 	since          time.Time   // start of the present process
 	due            *time.Timer // until the next start; nil: none is planned
 }
@@ -327,6 +328,7 @@ func (l *launcher) who(i int) string {
 
 // start starts local rank i with pipes to the output.
 func (l *launcher) start(i int) error {
+	l.ranks[i].since = time.Now()
 	c := l.command
 	c.Env, c.Sweep = l.env(i), l.Elastic
 	if n := l.ranks[i].restarts; n > 0 {
@@ -361,7 +363,7 @@ func (l *launcher) start(i int) error {
 	}
 	l.live++
 	r := &l.ranks[i]
-	r.started, r.ended, r.since = false, false, time.Now()
+	r.started, r.ended = false, false
 	return nil
 }
 

@@ -10,9 +10,12 @@ import (
 // The launcher's behaviour with Options.Elastic: ranks that die leave the others running, are
 // started again, and may be replaced by a process on standby.
 
-// restartPause is the pause before the restart of a rank that died soon after its start, doubled
-// each time.
-const restartPause = 100 * time.Millisecond
+// A rank is started again at once, unless its process and the one before it ended soon after their
+// starts. Then restartPause comes first, doubled with each further one in a row, up to 25.6 s.
+const (
+	soon         = time.Minute
+	restartPause = 100 * time.Millisecond
+)
 
 // death is how a rank failed; Code 0: none did.
 type death struct {
@@ -99,9 +102,13 @@ func (l *launcher) rankEnded(i, code int, how string) {
 			}
 			l.tell("%s; the others go on", d.why)
 		case i < l.N && r.restarts < l.MaxRestarts:
+			r.restarts++
+			if r.quick++; time.Since(r.since) >= soon {
+				r.quick = 0
+			}
 			pause := time.Duration(0)
-			if r.restarts++; r.restarts > 1 && time.Since(r.since) < time.Minute {
-				pause = restartPause << min(r.restarts-2, 8)
+			if r.quick > 1 {
+				pause = restartPause << min(r.quick-2, 8)
 			}
 			l.pending++
 			r.due = time.AfterFunc(pause, func() { l.again <- i }) // the channel has room for all

@@ -195,6 +195,56 @@ func TestRestarts(t *testing.T) {
 	})
 }
 
+// TestPausesBeforeRestarts: the pauses grow with the processes in a row that ended soon, and not
+// with all that a job of months has lost.
+func TestPausesBeforeRestarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFake(t, 1, 1000, 0)
+		dies := func(after, pause time.Duration) {
+			t.Helper()
+			time.Sleep(after)
+			died := time.Now()
+			f.die(0, 9)
+			f.restart(t, 0)
+			if got := time.Since(died); got != pause {
+				t.Errorf("restart %d comes after %v, want %v", f.ranks[0].restarts, got, pause)
+			}
+			f.ranks[0].since = time.Now()
+		}
+		for range 2 {
+			for range 20 {
+				dies(soon, 0)
+			}
+			dies(0, 0)
+			for n := range 10 {
+				dies(soon-1, min(restartPause<<n, 256*restartPause))
+			}
+		}
+		if got := f.ranks[0].restarts; got != 62 {
+			t.Errorf("%d restarts are used up, want 62", got)
+		}
+	})
+}
+
+// TestRestartThatFails: where a rank cannot be started again, the pauses are those of one that ends
+// soon, however long its last process had run.
+func TestRestartThatFails(t *testing.T) {
+	f := newFake(t, 1, 9, 0)
+	f.env = func(int) []string { return nil }
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	null.Close()
+	f.Stdin = null
+	f.ranks[0].since = time.Now().Add(-time.Hour)
+	f.ranks[0].due = time.NewTimer(0)
+	f.live, f.pending = 0, 1
+	if f.revive(0); f.ranks[0].quick != 1 || f.pending != 1 {
+		t.Errorf("%+v: the start counts as that of a process that ran", f.ranks[0])
+	}
+}
+
 // A rank that a signal kills may take longer to end than the ranks that exit because of it: it is
 // named, and gives the exit code. One that is killed while the launcher ends the ranks does not.
 func TestKilledRankIsNamedAfterItsVictims(t *testing.T) {
