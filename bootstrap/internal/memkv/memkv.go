@@ -25,11 +25,13 @@ import (
 )
 
 const (
-	maxBytes  = 64 << 20 // of all keys and values
-	maxLog    = 4096     // events that a watch can begin with
-	maxQueue  = 1 << 16  // events waiting in a stream of watches
-	maxTTL    = 9e9      // seconds, as in etcd
-	oneMember = 1        // the number of the cluster, and of its member
+	maxBytes      = 64 << 20 // of all keys and values
+	maxLog        = 4096     // events that a watch can begin with
+	maxLogBytes   = 8 << 20  // of their keys and values
+	maxQueue      = 1 << 16  // events waiting in a stream of watches
+	maxQueueBytes = 64 << 20 // of their keys and values
+	maxTTL        = 9e9      // seconds, as in etcd
+	oneMember     = 1        // the number of the cluster, and of its member
 )
 
 // Server holds the data and implements the services. Use New.
@@ -43,7 +45,8 @@ type Server struct {
 	keys      map[string]*mvccpb.KeyValue // never changed in place
 	bytes     int
 	leases    map[int64]*lease
-	log       []*mvccpb.Event // the latest events
+	log       []*mvccpb.Event // the latest events: up to twice maxLog and maxLogBytes
+	logBytes  int             // of their keys and values
 	compacted int64           // revision of the last event that is no longer in log
 	watches   map[*watch]struct{}
 	closed    bool
@@ -200,13 +203,27 @@ func (c *change) commit() {
 	}
 	s.revision++
 	s.log = append(s.log, c.events...)
+	s.logBytes += weight(c.events)
 	for w := range s.watches {
 		w.offerLocked(c.events, s.revision)
 	}
-	if drop := len(s.log) - maxLog; drop > maxLog {
+	if len(s.log) > 2*maxLog || s.logBytes > 2*maxLogBytes {
+		drop := 0
+		for len(s.log)-drop > maxLog || s.logBytes > maxLogBytes {
+			s.logBytes -= weight(s.log[drop : drop+1])
+			drop++
+		}
 		s.compacted = s.log[drop-1].Kv.ModRevision
 		s.log = slices.Clone(s.log[drop:])
 	}
+}
+
+// weight returns the number of bytes of the events' keys and values.
+func weight(events []*mvccpb.Event) (n int) {
+	for _, e := range events {
+		n += len(e.Kv.Key) + len(e.Kv.Value)
+	}
+	return n
 }
 
 // Range implements etcd's KV.
@@ -493,6 +510,7 @@ type queue struct {
 	mu     sync.Mutex
 	all    []*pb.WatchResponse
 	events int
+	bytes  int // of their keys and values
 	full   bool
 	more   chan struct{} // holds a token after put
 }
@@ -500,7 +518,9 @@ type queue struct {
 func (q *queue) put(r *pb.WatchResponse) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.events += len(r.Events); q.events > maxQueue {
+	q.events += len(r.Events)
+	q.bytes += weight(r.Events)
+	if q.events > maxQueue || q.bytes > maxQueueBytes {
 		q.full = true
 	} else {
 		q.all = append(q.all, r)
@@ -514,7 +534,7 @@ func (q *queue) put(r *pb.WatchResponse) {
 func (q *queue) take() (all []*pb.WatchResponse, full bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	all, q.all, q.events = q.all, nil, 0
+	all, q.all, q.events, q.bytes = q.all, nil, 0, 0
 	return all, q.full
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -207,28 +208,71 @@ func TestWatchDeliversEventsSinceRevision(t *testing.T) {
 }
 
 func TestWatchOfCompactedRevisionIsRefused(t *testing.T) {
-	s := New()
-	first := put(t, s, "k", "0", 0)
-	for i := range 2*maxLog + 1 {
-		put(t, s, "k", fmt.Sprint(i), 0)
+	for _, c := range []struct {
+		what  string
+		value string
+		puts  int
+	}{
+		{"many events", "", 2*maxLog + 1},
+		{"long values", strings.Repeat("v", 1<<16), 2*maxLogBytes>>16 + 1},
+		{"one long value", strings.Repeat("v", 2*maxLogBytes+1), 1},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			s := New()
+			first := put(t, s, "k", c.value, 0)
+			for i := range c.puts {
+				put(t, s, "k", c.value+fmt.Sprint(i), 0)
+			}
+			if n, b := len(s.log), weight(s.log); n > 2*maxLog || b > 2*maxLogBytes || b != s.logBytes {
+				t.Errorf("%d events of %d bytes are kept, and counted as %d bytes", n, b, s.logBytes)
+			}
+			w := watchStream(t, s)
+			w.create("k", "", first)
+			if r := w.next(t); !r.Created {
+				t.Fatal(r)
+			}
+			r := w.next(t)
+			if !r.Canceled || r.CompactRevision <= first {
+				t.Fatalf("%d events come; those since revision %d are kept", len(r.Events), r.CompactRevision)
+			}
+			put(t, s, "k", "last", 0)
+			w.create("k", "", r.CompactRevision)
+			w.next(t)
+			if r := w.next(t); r.Canceled || len(r.Events) != len(s.log) || r.Events[0].Kv != s.log[0].Kv {
+				t.Errorf("it begins with %d events of %d", len(r.Events), len(s.log))
+			}
+		})
 	}
-	w := watchStream(t, s)
-	w.create("k", "", first)
-	if r := w.next(t); !r.Created {
-		t.Fatal(r)
-	}
-	r := w.next(t)
-	if !r.Canceled || r.CompactRevision <= first {
-		t.Fatal(r)
-	}
-	w.create("k", "", r.CompactRevision)
-	w.next(t)
-	if r := w.next(t); r.Canceled || len(r.Events) != len(s.log) ||
-		r.Events[0].Kv != s.log[0].Kv {
-		t.Error(r)
-	}
-	if len(s.log) > 2*maxLog {
-		t.Errorf("%d events are kept", len(s.log))
+}
+
+// TestQueueIsBounded: a watcher that does not take its events is sent away before they fill the
+// memory.
+func TestQueueIsBounded(t *testing.T) {
+	const most = 1 << 10
+	for what, n := range map[string]int{"many events": maxQueue / most, "long values": maxQueueBytes / most / most} {
+		value := []byte{}
+		if what == "long values" {
+			value = make([]byte, most)
+		}
+		r := &pb.WatchResponse{}
+		for range most {
+			r.Events = append(r.Events, &mvccpb.Event{Kv: &mvccpb.KeyValue{Value: value}})
+		}
+		q := &queue{more: make(chan struct{}, 1)}
+		for range 2 { // what was taken does not count
+			for range n {
+				q.put(r)
+			}
+			if all, full := q.take(); full || len(all) != n {
+				t.Errorf("%s: %d of %d responses are there, full: %v", what, len(all), n, full)
+			}
+		}
+		for range n + 1 {
+			q.put(r)
+		}
+		if all, full := q.take(); !full || len(all) != n {
+			t.Errorf("%s: %d responses are there, want %d, full: %v", what, len(all), n, full)
+		}
 	}
 }
 
