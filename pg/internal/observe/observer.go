@@ -48,7 +48,7 @@ type Observer struct {
 	dumping  sync.Mutex
 	failures int           // for which a dump was made
 	last     time.Time     // when the last one was
-	files    []dumped      // of the last ones, the oldest first
+	files    flight.Kept   // of them
 	pause    time.Duration // failurePause
 	signals  chan os.Signal
 	done     chan struct{} // closed by Stop
@@ -57,14 +57,8 @@ type Observer struct {
 	wg       sync.WaitGroup
 }
 
-// dumped is a file that dump has made.
-type dumped struct {
-	path string
-	info os.FileInfo
-}
-
 const (
-	maxFailures  = 64                     // of which an incarnation of a rank keeps files
+	maxFailures  = flight.MaxKept         // of which an incarnation of a rank keeps files
 	failurePause = 10 * time.Second       // between two dumps of later failures
 	dumpAwait    = 200 * time.Millisecond // how long a failing operation waits for its dump
 )
@@ -215,24 +209,7 @@ func (o *Observer) dump(reason string) {
 	}
 	o.cfg.Logger.Info("flight record", "file", path)
 	if reason != onSignal {
-		o.keepLocked(path)
-	}
-}
-
-// keepLocked notes a failure's file, and removes the oldest one if there are too many. That one may
-// have been moved, and its name be that of another rank's or job's file by now.
-func (o *Observer) keepLocked(path string) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return
-	}
-	o.files = append(o.files, dumped{path, info})
-	if len(o.files) > maxFailures {
-		old := o.files[0]
-		o.files = slices.Delete(o.files, 0, 1)
-		if now, err := os.Stat(old.path); err == nil && os.SameFile(now, old.info) {
-			os.Remove(old.path)
-		}
+		o.files.Add(path)
 	}
 }
 

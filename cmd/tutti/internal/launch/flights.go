@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -81,12 +82,32 @@ func (l *launcher) clearFlights() {
 	}
 }
 
-// landed turns the flight records of a rank that has failed into JSON. how describes its end.
-// incarnation is that of the process, 0 if unknown: another one may have taken its place already.
-func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how string) {
+// left returns the records of failed operations that a process which has failed as rank has
+// written since its start, if it may be started again. It looks only into a directory of the job's
+// own, since it reads what is there.
+func (l *launcher) left(rank, pid int, since time.Time) (paths []string) {
+	if l.LogDir == "" || l.MaxRestarts == 0 {
+		return nil
+	}
+	for _, path := range flightFiles(l.LogDir, rank, ".json") {
+		if info, err := os.Lstat(path); err != nil || info.ModTime().Before(since) {
+			continue
+		}
+		s, err := flight.ReadFile(path)
+		if err == nil && (s.Job == l.Job || s.PID == pid) && s.Reason != "signal" {
+			paths = append(paths, path)
+		}
+	}
+	return paths
+}
+
+// landed turns the flight records of a rank that has failed into JSON, and returns the files. how
+// describes its end. incarnation is that of the process, 0 if unknown: another one may have taken
+// its place already.
+func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how string) (paths []string) {
 	dir := l.flightDir()
 	if dir == "" {
-		return
+		return nil
 	}
 	suffix := ".bin"
 	if incarnation != 0 {
@@ -100,7 +121,10 @@ func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how strin
 		}
 		if err == nil && code != 0 {
 			s.Reason = how
-			_, err = s.Write(filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)))
+			var written string
+			if written, err = s.Write(filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank))); err == nil {
+				paths = append(paths, written)
+			}
 		}
 		if err == nil || code == 0 {
 			os.Remove(path)
@@ -108,4 +132,5 @@ func (l *launcher) landed(rank, pid int, incarnation uint64, code int, how strin
 			l.say(fmt.Sprintf("rank %d's flight record: %v", rank, err))
 		}
 	}
+	return paths
 }

@@ -23,6 +23,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/internal/cpus"
 	"tutti/internal/files"
+	"tutti/pg/flight"
 )
 
 // Exit codes besides the ranks' own; a rank killed by signal s counts as 128+s, as in shells.
@@ -97,6 +98,7 @@ type rank struct {
 	quick          int         // processes in a row that ended soon
 	since          time.Time   // start of the present process
 	due            *time.Timer // until the next start; nil: none is planned
+	flights        flight.Kept // the records of its failures
 }
 
 // launcher is one Run.
@@ -468,11 +470,15 @@ func (l *launcher) event(e Event) error {
 		l.live--
 		r.ended = true
 		code, how := outcome(e.Status)
+		slot, incarnation := l.name(e.ID), uint64(0)
 		if in, ok := l.in[e.PID]; ok {
-			l.landed(in.slot, e.PID, in.incarnation, code, how)
-		} else {
-			l.landed(l.name(e.ID), e.PID, 0, code, how)
+			slot, incarnation = in.slot, in.incarnation
 		}
+		var records []string
+		if code != 0 {
+			records = l.left(slot, e.PID, r.since)
+		}
+		r.flights.Add(append(records, l.landed(slot, e.PID, incarnation, code, how)...)...)
 		switch {
 		case l.Elastic && !l.stopping:
 			l.rankEnded(e.ID, code, how)

@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -174,6 +176,100 @@ func TestRecordOfEndedRank(t *testing.T) {
 	l.landed(1, dead, 0, 1, "exited with code 1") // ended by another process
 	l.clearFlights()
 	expect("flight-rank1-0000000000000005.bin flight-rank10-0000000000000002.bin")
+}
+
+// TestRecordsOfManyEnds: of a rank that is started again and again, the records of the last ends
+// are kept, and all of one end.
+func TestRecordsOfManyEnds(t *testing.T) {
+	f := newFake(t, 2, 1000, 0)
+	f.Job, f.LogDir = "x", t.TempDir()
+	incarnation := uint64(0)
+	ends := func(i, records int) {
+		t.Helper()
+		for range records {
+			incarnation++
+			r, err := flight.Open(f.LogDir, flight.Identity{Job: "x", Rank: i, Size: 2, Incarnation: incarnation})
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Close(true)
+		}
+		f.ranks[i].since, f.ranks[i].quick = time.Now(), 0 // it need not pause
+		if err := f.event(Event{ID: i, PID: f.ranks[i].pid, Exited: true, Status: 9 << 8}); err != nil {
+			t.Fatal(err)
+		}
+		f.restart(t, i)
+	}
+	has := func(i int, first, last uint64) {
+		t.Helper()
+		all := map[string]bool{}
+		for _, path := range flightFiles(f.LogDir, i, ".json") {
+			s, err := flight.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all[s.Incarnation] = true
+		}
+		for n := first; n <= last; n++ {
+			if !all[fmt.Sprintf("%016x", n)] {
+				t.Errorf("rank %d's record %d is not there", i, n)
+			}
+		}
+		if len(all) != int(last-first)+1 {
+			t.Errorf("%d records of rank %d are there, want %d to %d", len(all), i, first, last)
+		}
+	}
+	ends(0, 1)
+	for range flight.MaxKept + 3 {
+		ends(1, 1)
+	}
+	has(1, 5, flight.MaxKept+4)
+	ends(1, flight.MaxKept+2) // of as many jobs
+	has(1, flight.MaxKept+5, 2*flight.MaxKept+6)
+	ends(1, 1)
+	has(1, flight.MaxKept+8, 2*flight.MaxKept+7)
+	has(0, 1, 1)
+}
+
+// TestRecordsOfRestartedRanks: of a rank that is started again and again, the records are kept that
+// the last processes have written themselves.
+func TestRecordsOfRestartedRanks(t *testing.T) {
+	f := newFake(t, 1, 1000, 0)
+	f.Job, f.LogDir = "x", t.TempDir()
+	now := time.Now()
+	write := func(name, job string, pid int) string {
+		t.Helper()
+		_, reason, _ := strings.Cut(name, "-")
+		s := &flight.Snapshot{Version: flight.Version, Job: job, Size: 1, PID: pid, Reason: reason}
+		path, err := s.Write(filepath.Join(f.LogDir, "flight-"+name))
+		if err == nil {
+			err = os.Chtimes(path, now, now)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	kept := []string{write("rank0-failure", "x", dead)} // by an earlier process
+	var left []string
+	for n := range flight.MaxKept + 3 {
+		now = now.Add(time.Hour)
+		f.ranks[0].since, f.ranks[0].quick = now, 0
+		if n == 0 {
+			kept = append(kept, write("rank0-failure", "another", dead), write("rank0-signal", "x", dead))
+			left = append(left, write("rank0-failure", "named-by-the-program", f.ranks[0].pid))
+		}
+		left = append(left, write("rank0-timeout", "x", dead))
+		if err := f.event(Event{ID: 0, PID: f.ranks[0].pid, Exited: true, Status: 9 << 8}); err != nil {
+			t.Fatal(err)
+		}
+		f.restart(t, 0)
+	}
+	want := append(kept, left[len(left)-flight.MaxKept:]...)
+	slices.Sort(want)
+	if got := flightFiles(f.LogDir, 0, ".json"); !slices.Equal(got, want) {
+		t.Errorf("there are %q, want %q", got, want)
+	}
 }
 
 // TestRecordsOfAnotherJob: jobs may share a directory of records.
