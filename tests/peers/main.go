@@ -69,16 +69,18 @@
 // geometric means follow. "of limit" = tutti-reg's (else tutti's) time / limit's, 1 being perfect;
 // shown from 64 KiB, since below it latency rules. The peers have no 16-bit floats: for --dtypes
 // bfloat16,float16 the other side is Tutti's own float32 at the same bytes. A cell says "-" where
-// nothing ran and "fail" where the contestant crashed, was killed at its deadline or gave a wrong
-// result; the notes say which. Shared memory with more ranks than cores makes MPICH spin through
-// whole time slices and sometimes crash. broadcast and reduce are one-way: with --tight a library
-// may overlap calls, and small ones then cost less than a trip from one rank to another.
+// nothing ran, and "fail" where the contestant crashed, was killed at its deadline or gave a wrong
+// result in a round, behind the median of its other rounds; the notes say which. Shared memory with
+// more ranks than cores makes MPICH spin through whole time slices and sometimes crash. broadcast
+// and reduce are one-way: with --tight a library may overlap calls, and small ones then cost less
+// than a trip from one rank to another.
 //
-// What misses a bar is listed, worst first, and the command fails unless --lenient is set. The
-// bars: no row below 1 with its whole interval (without an interval: below 1) between 2 ranks from
-// 24 KiB on, of short calls up to 512 B and barriers between 2 and 4 ranks, of allreduces of up to
-// 32 KiB among 8 and more ranks, over tcp, and of puts; a geometric mean of 1.2 on shared memory,
-// 1.5 on registered memory, 1.3 over tcp. A bar without a figure is listed as not measured.
+// What misses a bar is listed, worst first, and the command fails unless --lenient is set. It fails
+// in any case if Tutti does not build, or fails in a round. The bars: no row below 1 with its whole
+// interval (without an interval: below 1) between 2 ranks from 24 KiB on, of short calls up to 512
+// bytes and barriers between 2 and 4 ranks, of allreduces of up to 32 KiB among 8 and more ranks,
+// over tcp, and of puts; a geometric mean of 1.2 on shared memory, 1.5 on registered memory, 1.3
+// over tcp. A bar without a figure is listed as not measured.
 //
 // # Endpoints
 //
@@ -280,6 +282,7 @@ func compare(ctx context.Context, o options) error {
 	}
 	defer work.close()
 	var contestants []contestant
+	var broken []error // what Tutti failed at; --lenient is for bars
 	for _, name := range o.Peers {
 		err := work.build(ctx, name)
 		if err == nil {
@@ -287,6 +290,9 @@ func compare(ctx context.Context, o options) error {
 		}
 		if err != nil {
 			work.note("%s does not take part: %v", name, err)
+			if contestant(name).ours() {
+				broken = append(broken, fmt.Errorf("%s: %w", name, err))
+			}
 			continue
 		}
 		contestants = append(contestants, contestant(name))
@@ -319,11 +325,14 @@ func compare(ctx context.Context, o options) error {
 								continue
 							}
 							if err != nil && ctx.Err() == nil {
+								if c.ours() && failures[h.String()] == 0 {
+									broken = append(broken, fmt.Errorf("%s: %w", h, err))
+								}
 								failures[h.String()]++
 								if errors.Is(err, context.DeadlineExceeded) {
 									failures[h.String()]++
 								}
-								res.fail(h, o)
+								res.fail(h, rows, o)
 								work.note("%s, after %d rows: %v", h, len(rows), err)
 							}
 						}
@@ -350,10 +359,13 @@ func compare(ctx context.Context, o options) error {
 			return fmt.Errorf("writing the results: %w", err)
 		}
 	}
-	if err := context.Cause(ctx); err != nil || o.lenient {
+	if err := context.Cause(ctx); err != nil {
 		return err
 	}
-	return v.err()
+	if !o.lenient {
+		broken = append(broken, v.err())
+	}
+	return errors.Join(broken...)
 }
 
 // machine describes the machine of the measurement.

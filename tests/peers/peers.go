@@ -399,8 +399,8 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 			return rows, err
 		}
 	}
-	if len(launches) > 0 && len(rows) == 0 {
-		return nil, fmt.Errorf("it ended well but printed no result")
+	if sizes := len(w.o.sizes(h.op)); len(launches) > 0 && len(rows) == 0 || h.who.ours() && len(rows) < sizes {
+		return rows, fmt.Errorf("it ended well but printed %d results for %d sizes", len(rows), sizes)
 	}
 	for _, r := range rows {
 		if r.Wrong > 0 {

@@ -191,12 +191,13 @@ func TestReport(t *testing.T) {
 		res.add(h(limit, "shm", "float32"), []row{{Bytes: 1 << 20, TimeUs: 40, Variant: "copy-" + v},
 			{Bytes: 1 << 20, TimeUs: 50, Variant: "sum-" + v}}, o)
 	}
-	res.fail(h(mpich, "tcp", "float32"), o)
+	res.fail(h(mpich, "tcp", "float32"), nil, o)
+	res.fail(h(tutti, "tcp", "float32"), []row{{Bytes: 64, Wrong: 1}, {Bytes: 4096}, {Bytes: 1 << 20}}, o) // in a round
 	rep := res.report(o)
 
 	first := rep.Rows[0]
 	if first.Transport != "tcp" || first.Bytes != 64 || first.Ratio != 0.5 ||
-		!slices.Equal(first.Failed, []string{"mpich"}) {
+		!slices.Equal(first.Failed, []string{"mpich", "tutti"}) {
 		t.Errorf("the worst row is %+v", first)
 	}
 	if !slices.IsSortedFunc(rep.Rows, func(a, b comparison) int {
@@ -243,7 +244,8 @@ func TestReport(t *testing.T) {
 		table = append(table, strings.Fields(l))
 	}
 	for _, want := range []string{
-		"tcp allreduce float32 2 64 5.00 fail - - - 10.00 - 0.50 - - - - -",
+		"tcp allreduce float32 2 64 5.00 fail - - - 10.00 fail - 0.50 - - - - -",
+		"tcp allreduce float32 2 4K - fail - - - - - - - - - - -",
 		"shm allreduce float32 2 64 2.00 3.00 - - - 1.00 0.50 2.00 - 4.00 - - -",
 		"shm allreduce float32 2 1M - - - - - 30.00 24.00 - - - - 20.00 1.20",
 		"0.50 tcp float32",
@@ -516,7 +518,7 @@ func TestTryCopies(t *testing.T) {
 }
 
 // A tutti that answers as the contract says: 2 us plus a microsecond for each KiB; half that for
-// registered memory; alltoall is not for it.
+// registered memory. It cannot do alltoall, one allgather is wrong, and a broadcast lacks sizes.
 const fakeTutti = `#!/bin/sh
 [ "$1" = bench ] || exit 9
 shift
@@ -534,35 +536,48 @@ while [ $# -gt 0 ]; do
 done
 echo "# a comment"
 [ $op = alltoall ] && { echo "no such luck" >&2; exit 7; }
+wrong=0
+[ $op = allgather ] && [ ! -e "$0.spoilt" ] && { : >"$0.spoilt"; wrong=1; }
+[ $op = broadcast ] && max=$((max / factor))
 while [ $min -le $max ]; do
   echo "{\"op\":\"$op\",\"dtype\":\"$dtype\",\"ranks\":$n,\"bytes\":$min,\"count\":1,` +
 	`\"time_us\":$(( (2 + min / 1024) * 10 / div ))e-1,\"in_place\":true,\"touch\":$touch,` +
-	`\"transport\":\"$transport\",\"wrong\":0}"
+	`\"transport\":\"$transport\",\"wrong\":$wrong}"
   min=$((min * factor))
 done
 `
 
-func TestCompareWithFakeTutti(t *testing.T) {
+// compareFake compares the fake with itself, and returns what was written.
+func compareFake(t *testing.T, ops string, more ...string) (rep report, failure error) {
+	t.Helper()
 	dir := t.TempDir()
-	o, err := parseOptions([]string{"--tutti", filepath.Join(dir, "tutti"), "--json", filepath.Join(dir, "out.json"),
-		"--peers", "tutti,tutti-reg", "--ops", "allreduce,alltoall",
-		"--ranks", "2", "--transports", "shm", "--sizes", "64,4K,12K", "--rounds", "3", "--deadline", "30s"})
+	o, err := parseOptions(append([]string{"--tutti", filepath.Join(dir, "tutti"), "--json",
+		filepath.Join(dir, "out.json"), "--peers", "tutti,tutti-reg", "--ops", ops,
+		"--ranks", "2", "--transports", "shm", "--sizes", "64,4K,12K", "--rounds", "3", "--deadline", "30s"}, more...))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := os.WriteFile(o.tuttiPath, []byte(fakeTutti), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := compare(t.Context(), o); err != nil {
-		t.Fatal(err)
-	}
+	failure = compare(t.Context(), o)
 	b, err := os.ReadFile(o.jsonPath)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var rep report
 	if err := json.Unmarshal(b, &rep); err != nil {
 		t.Fatal(err)
+	}
+	return rep, failure
+}
+
+func TestCompareWithFakeTutti(t *testing.T) {
+	if _, err := compareFake(t, "allreduce"); err != nil {
+		t.Fatal(err)
+	}
+	rep, err := compareFake(t, "allreduce,alltoall")
+	if err == nil || strings.Count(err.Error(), "no such luck") != 2 { // one for each contestant
+		t.Errorf("alltoall fails, and this is said of it: %v", err)
 	}
 	seen := 0
 	for _, r := range rep.Rows {
@@ -585,6 +600,59 @@ func TestCompareWithFakeTutti(t *testing.T) {
 	// one for each contestant
 	if n := strings.Join(rep.Notes, "\n"); strings.Count(n, "exit status 7 no such luck") != 2 {
 		t.Errorf("notes:\n%s", n)
+	}
+}
+
+// A wrong result in one round of several is a failure, and so are results that are not there, also
+// where bars may be missed.
+func TestTuttiFailsInARound(t *testing.T) {
+	rep, err := compareFake(t, "allgather", "--lenient")
+	if err == nil || !strings.Contains(err.Error(),
+		"tutti shm allgather float32 on 2 ranks: 1 wrong elements at 64 bytes") {
+		t.Errorf("a wrong result: %v", err)
+	}
+	for _, r := range rep.Rows {
+		wrong, samples := r.Bytes != 12<<10, 3 // the others were measured by the same process
+		if wrong {
+			samples = 2
+		}
+		if slices.Contains(r.Failed, "tutti") != wrong || len(r.Samples["tutti"]) != samples {
+			t.Errorf("a wrong result: %+v", r)
+		}
+	}
+	if rep, err = compareFake(t, "broadcast", "--lenient"); err == nil || !strings.Contains(err.Error(),
+		"1 results for 3 sizes") {
+		t.Errorf("missing results: %v: %+v", err, rep.Rows)
+	}
+}
+
+// A comparison without Tutti, because it does not build, is a failure.
+func TestTuttiDoesNotBuild(t *testing.T) {
+	dir := t.TempDir()
+	t.Chdir(dir)
+	bin := filepath.Join(dir, "mpi", "mpich", "bin")
+	for _, err := range []error{
+		os.MkdirAll(bin, 0o755), os.MkdirAll("cmd/tutti", 0o755),
+		os.WriteFile("go.mod", []byte("module tutti\n\ngo 1.24\n"), 0o644),
+		os.WriteFile("cmd/tutti/main.go", []byte("package main\n\nfunc main() { broken }\n"), 0o644),
+		os.WriteFile(filepath.Join(bin, "mpicc"), []byte("#!/bin/sh\n"), 0o755),
+		os.WriteFile(filepath.Join(bin, "mpiexec"), []byte(`#!/bin/sh
+for op in alltoall allreduce; do
+  echo "{\"op\":\"$op\",\"bytes\":64,\"time_us\":1,\"touch\":true,\"single_copies\":1}"
+done
+`), 0o755),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	o, err := parseOptions([]string{"--mpi", filepath.Join(dir, "mpi"), "--peers", "mpich5,tutti", "--ops", "allreduce",
+		"--ranks", "2", "--transports", "shm", "--sizes", "64", "--rounds", "1", "--lenient"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := compare(t.Context(), o); err == nil || !strings.Contains(err.Error(), "go build ./cmd/tutti") {
+		t.Errorf("got %v", err)
 	}
 }
 

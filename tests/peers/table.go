@@ -159,10 +159,16 @@ func (s *results) add(h heat, rows []row, o options) {
 	}
 }
 
-// fail records that h failed, for cells without figures.
-func (s *results) fail(h heat, o options) {
+// fail records that h failed in a turn that gave these rows, for cells without a right figure.
+func (s *results) fail(h heat, rows []row, o options) {
 	for _, size := range o.sizes(h.op) {
-		s.failed[cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}] = true
+		of := slices.DeleteFunc(slices.Clone(rows), func(r row) bool {
+			at, ok := nearest(r.Bytes, o.sizes(h.op), h.least())
+			return !ok || at != size
+		})
+		if len(of) == 0 || slices.ContainsFunc(of, func(r row) bool { return r.Wrong > 0 }) {
+			s.failed[cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}] = true
+		}
 	}
 }
 
@@ -330,9 +336,12 @@ func (r *report) print(w io.Writer) error {
 		anyLimit = anyLimit || m.Median["limit"] > 0
 		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t", m.Transport, m.Op, m.Dtype, m.Ranks, sizeString(m.Bytes))
 		for _, c := range columns {
-			if m.Median[c] == 0 && slices.Contains(m.Failed, c) {
+			switch failed := slices.Contains(m.Failed, c); {
+			case failed && m.Median[c] == 0:
 				fmt.Fprint(t, "fail\t")
-			} else {
+			case failed:
+				fmt.Fprintf(t, "%s fail\t", num(m.Median[c]))
+			default:
 				fmt.Fprintf(t, "%s\t", num(m.Median[c]))
 			}
 		}
