@@ -18,11 +18,14 @@
 // Machines are noisy, so nothing is compared across time: for each (transport, ranks, operation)
 // the contestants take turns, A B C D, A B C D, …, for --rounds rounds, and medians over rounds are
 // compared. Within a turn every program does the same at every size: check the result of one call,
-// warm up, find how many calls fill the time budget, then repeat that --reps times. Each call is
-// measured as programs use it: every rank writes its input, other numbers than for the call before;
-// all meet in a barrier; each takes the time, calls, takes the time; and reads and checks its
-// result. If each rank has a processor, the ranks begin together, at a tick of the machine's clock,
-// and a call takes as long as its slowest rank. If ranks share processors, a call takes from the
+// warm up, find how many calls fill the time budget, then repeat that --reps times; a repetition
+// that takes less than half of the budget, because something has disturbed that search, does not
+// count. Each call is measured as programs use it: every rank writes its input, other numbers than
+// for the call before; all meet in a barrier; each takes the time, calls, takes the time; and reads
+// and checks its result. If each rank has a processor, the ranks begin together, at a tick of the
+// machine's clock, and a call takes as long as its slowest rank. The interval of the ticks is that
+// of internal/tick, the same for all contestants of a transport: long beside the time between the
+// first and the last rank that leave a barrier. If ranks share processors, a call takes from the
 // first rank's beginning to the last rank's end. A repetition's time is its median call, and the
 // best repetition is the turn's figure.
 //

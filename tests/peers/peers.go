@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"tutti/internal/proctest"
+	"tutti/internal/tick"
 )
 
 //go:embed src
@@ -316,7 +317,8 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	}
 	program := []string{filepath.Join(w.dir, string(h.who)), h.op, strings.Join(list, ","), inPlace,
 		strconv.Itoa(w.o.Reps),
-		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5), touch}
+		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5), touch,
+		strconv.FormatInt(tick.Of(h.transport).Microseconds(), 10)}
 	switch h.who {
 	case limit:
 		return []launch{{argv: [][]string{append(program, n)}}}, nil

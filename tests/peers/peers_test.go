@@ -22,6 +22,7 @@ import (
 	"pgregory.net/rapid"
 
 	"tutti/internal/proctest"
+	"tutti/internal/tick"
 )
 
 func TestParseOptions(t *testing.T) {
@@ -408,9 +409,20 @@ func TestLaunches(t *testing.T) {
 		t.Errorf("gloo: %q and %q", a, b)
 	}
 	// A rank that is bound cannot see whether all share processors.
-	for cores, touch := range map[int]string{2: " 65 1 0 2 ", 1: " 65 2 0 2 "} {
-		if got := argv(heat{gloo, "tcp", "allreduce", "float32", 2}, cores); !strings.Contains(got, touch) {
+	interval := strconv.FormatInt(tick.Network.Microseconds(), 10)
+	for cores, touch := range map[int]string{2: " 65 1 ", 1: " 65 2 "} {
+		if got := argv(heat{gloo, "tcp", "allreduce", "float32", 2}, cores); !strings.Contains(got,
+			touch+interval+" 0 2 ") {
 			t.Errorf("2 ranks, cores: %d: %s", cores, got)
+		}
+	}
+	// All contestants of a transport begin their calls at the same ticks.
+	for transport, want := range map[string]time.Duration{"shm": tick.Memory, "tcp": tick.Network} {
+		for _, who := range []contestant{openMPI, mpich, openMPI5, mpich5} {
+			got := argv(heat{who, transport, "allreduce", "float32", 2}, 2)
+			if want := " 1 " + strconv.FormatInt(want.Microseconds(), 10); !strings.HasSuffix(got, want) {
+				t.Errorf("%s over %s: %q does not end with %q", who, transport, got, want)
+			}
 		}
 	}
 	if ls, err := w.launches(heat{limit, "shm", "allreduce", "float32", 2}, 2); err != nil || ls != nil {
@@ -716,7 +728,7 @@ static void maxima(void *a, double *x, size_t n) { /* another rank began a secon
 }
 int main(int argc, char **argv) {
   settings s = parse(argc, argv);
-  mode = argv[8];
+  mode = argv[9];
   t = prepare(&s, s.sizes[0], 0, 1);
   subject b = {call, slowest, write_one, read_one, barrier, maxima, NULL};
   call(&t);
@@ -726,26 +738,120 @@ int main(int argc, char **argv) {
 }
 `
 
-// Each call of a peer's follows a write of another input and a barrier, and its result is read and
-// checked.
-func TestPeersTouchTheirBuffers(t *testing.T) {
+// buildFake compiles a program that includes measure.h.
+func buildFake(t *testing.T, source string) (program string) {
+	t.Helper()
 	dir := t.TempDir()
 	header, err := sources.ReadFile("src/measure.h")
 	if err == nil {
 		err = errors.Join(os.WriteFile(filepath.Join(dir, "measure.h"), header, 0o600),
-			os.WriteFile(filepath.Join(dir, "fake.c"), []byte(fakeLibrary), 0o600))
+			os.WriteFile(filepath.Join(dir, "fake.c"), []byte(source), 0o600))
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	program := filepath.Join(dir, "fake")
+	program = filepath.Join(dir, "fake")
 	if out, err := exec.Command("gcc", "-std=gnu11", "-O3", "-Wall", "-Werror", "-o", program,
 		filepath.Join(dir, "fake.c")).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
+	return program
+}
+
+// A library whose calls take 2 us, one of which something holds up, by a clock of its own that goes
+// on when it is read. It prints how much of the budget the calls of a repetition fill that counts,
+// in the worst case, and, if they are to begin at ticks, how far behind one a call began.
+const fakeClock = `#include <sched.h>
+#include <time.h>
+static double at = 1;
+static int read_clock(clockid_t id, struct timespec *t) {
+  (void)id;
+  at += 1e-7;
+  t->tv_sec = (time_t)at;
+  t->tv_nsec = (long)((at - (double)t->tv_sec) * 1e9);
+  return 0;
+}
+static int stay(void) { return 0; }
+#define clock_gettime read_clock
+#define sched_yield stay
+#include "measure.h"
+static settings s;
+static long calls, held;
+static double hold, behind;
+static void call(void *a) {
+  (void)a;
+  double ticks = at / s.tick, rest = (ticks - (double)(long)ticks) * s.tick;
+  if (rest > behind) behind = rest;
+  at += 2e-6;
+  if (++calls == held) at += hold;
+}
+static long all[100], rounds; /* calls until the end of each repetition */
+static double slowest(void *a, double x) {
+  (void)a;
+  if (x > 0) all[++rounds] = calls;
+  return x;
+}
+static void write_one(void *a, long nr) { (void)a; (void)nr; }
+static long read_one(void *a, long nr) { (void)a; (void)nr; return 0; }
+static void barrier(void *a) { (void)a; at += 5e-6; }
+static void maxima(void *a, double *x, size_t n) { /* calls of one repetition, their beginnings, or its time */
+  if (n == 1 && all[rounds] < calls) slowest(a, *x);
+}
+int main(int argc, char **argv) {
+  s = parse(argc, argv);
+  subject b = {call, slowest, write_one, read_one, barrier, maxima, NULL};
+  double least = 1e9;
+  for (int i = 0; i < 2; i++) {
+    hold = i ? 3e-3 : 0.7e-3;
+    for (held = 1; held < 4000; held += 1 + held / 8) {
+      calls = rounds = 0;
+      double began = at;
+      timing r = measure(&b, &s);
+      double each = (at - began - (held <= calls ? hold : 0)) / (double)calls;
+      for (int last = 0; last < r.reps; last++) {
+        double filled = (double)(all[rounds - last] - all[rounds - last - 1]) * each / s.budget;
+        if (filled < least) least = filled;
+      }
+    }
+  }
+  printf("{\"filled\":%f,\"behind_us\":%f}\n", least, behind * 1e6);
+  return 0;
+}
+`
+
+// What holds up one call does not make the repetitions that count shorter, also if there is one.
+func TestPeersFillTheBudget(t *testing.T) {
+	program := buildFake(t, fakeClock)
+	for _, touch := range []string{"0", "1"} {
+		for _, reps := range []string{"1", "3"} {
+			for _, interval := range []string{"2", "64"} {
+				out, err := exec.Command(program, "allreduce", "64", "0", reps, "5000", "60", touch, interval).Output()
+				var r struct {
+					Filled float64 `json:"filled"`
+					Behind float64 `json:"behind_us"`
+				}
+				if err != nil || json.Unmarshal(out, &r) != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+				if r.Filled < 0.4 { // half, but for what is around the calls
+					t.Errorf("touch %s, %s repetitions: the calls that count fill %v of the budget", touch, reps,
+						r.Filled)
+				}
+				if touch == "1" && r.Behind > 0.5 {
+					t.Errorf("a call began %v us behind a tick of %s us", r.Behind, interval)
+				}
+			}
+		}
+	}
+}
+
+// Each call of a peer's follows a write of another input and a barrier, and its result is read and
+// checked.
+func TestPeersTouchTheirBuffers(t *testing.T) {
+	program := buildFake(t, fakeLibrary)
 	measure := func(mode, touch string) (row, string) {
 		t.Helper()
-		cmd := exec.Command(program, "allreduce", "16400", "0", "2", "1000", "60", touch, mode)
+		cmd := exec.Command(program, "allreduce", "16400", "0", "2", "1000", "60", touch, "2", mode)
 		var stderr strings.Builder
 		cmd.Stderr = &stderr
 		out, err := cmd.Output()

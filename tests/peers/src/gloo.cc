@@ -1,6 +1,6 @@
 // Gloo's collectives over its tcp transport, measured as measure.h says.
 //
-//   gloo OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH RANK RANKS STORE_DIRECTORY SPIN
+//   gloo OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH TICK_US RANK RANKS STORE_DIRECTORY SPIN
 //
 // The driver starts one process for each rank; they meet in a directory. Where Gloo has several
 // algorithms, each is a variant, and the fastest counts: for allreduce the ring (its default, what
@@ -163,14 +163,14 @@ static std::vector<way> ways(task &t, const context &c, const context &spinning)
 
 int main(int argc, char **argv) {
   settings s = parse(argc, argv);
-  if (argc < 12) {
+  if (argc < 13) {
     fprintf(stderr, "gloo: rank, ranks, directory and spin are missing\n");
     return 2;
   }
-  int rank = atoi(argv[8]), n = atoi(argv[9]);
+  int rank = atoi(argv[9]), n = atoi(argv[10]);
   auto device = gloo::transport::tcp::CreateDevice("127.0.0.1");
-  context c = connect(rank, n, argv[10], "plain", device, false), spinning;
-  if (atoi(argv[11])) spinning = connect(rank, n, argv[10], "sync", device, true);
+  context c = connect(rank, n, argv[11], "plain", device, false), spinning;
+  if (atoi(argv[12])) spinning = connect(rank, n, argv[11], "sync", device, true);
   for (int i = 0; i < s.nsizes; i++) {
     // Algorithms of the older form take slots, and buffers, at construction: fresh ones for each
     // way.

@@ -2,7 +2,7 @@
  * nothing else to do: no flags, no waiting for a peer. Among n ranks every rank reads S bytes and
  * writes S bytes (n = 2: 2*S reads and 2*S writes in all, 4*S moved).
  *
- *   limit allreduce SIZES 0 REPS BUDGET_US DEADLINE_S TOUCH RANKS
+ *   limit allreduce SIZES 0 REPS BUDGET_US DEADLINE_S TOUCH TICK_US RANKS
  *
  * n processes at once, each on a core of its own where there are enough, on memory that all of them
  * map. Variants: "copy", each process copies S bytes with memcpy; "sum", each process adds up its
@@ -167,7 +167,7 @@ static void rank_main(const settings *s, meeting *m, float *arena, size_t arena_
 
 int main(int argc, char **argv) {
   settings s = parse(argc, argv);
-  int n = argc > 8 ? atoi(argv[8]) : 2;
+  int n = argc > 9 ? atoi(argv[9]) : 2;
   if (n < 1 || n > MAX_RANKS) {
     fprintf(stderr, "limit: 1 to %d ranks, not %d\n", MAX_RANKS, n);
     return 2;

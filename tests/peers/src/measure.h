@@ -1,17 +1,19 @@
 /* What every program here shares, so that all peers are measured alike: the arguments, the test
  * pattern and its check, the timing loop and the output line. C99, and C++ for Gloo.
  *
- *   PROGRAM OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH
+ *   PROGRAM OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH TICK_US
  *
  * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The
  * program ends itself after DEADLINE_S, whatever became of the process that started it. With TOUCH
  * 1 every rank writes its input before each call and reads its result after it, as programs do; 2
- * says that the ranks share processors, too; with 0 calls follow each other at once. "bytes" is the
- * largest buffer of a rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the
- * whole input for reduce_scatter; the whole output for allgather; the whole input, which is as long
- * as the output, for alltoall; for put what a rank puts to the next; a barrier has none. */
+ * says that the ranks share processors, too; with 0 calls follow each other at once. TICK_US is the
+ * interval of the times at which ranks begin a call together. "bytes" is the largest buffer of a
+ * rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the whole input for
+ * reduce_scatter; the whole output for allgather; the whole input, which is as long as the output,
+ * for alltoall; for put what a rank puts to the next; a barrier has none. */
 #ifndef MEASURE_H
 #define MEASURE_H
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,13 +29,14 @@ typedef struct {
   long sizes[64];
   int nsizes, in_place, reps, touch;
   double budget; /* seconds that one repetition may take */
+  double tick;   /* seconds */
 } settings;
 
 static inline settings parse(int argc, char **argv) {
   settings s;
   memset(&s, 0, sizeof s);
-  if (argc < 8) {
-    fprintf(stderr, "usage: %s OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH\n", argv[0]);
+  if (argc < 9) {
+    fprintf(stderr, "usage: %s OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH TICK_US\n", argv[0]);
     exit(2);
   }
   int op = 0;
@@ -51,8 +54,9 @@ static inline settings parse(int argc, char **argv) {
   s.in_place = atoi(argv[3]) && (s.op == ALLREDUCE || s.op == REDUCE);
   s.reps = atoi(argv[4]);
   s.budget = atof(argv[5]) * 1e-6;
-  if (s.nsizes == 0 || s.sizes[0] <= 0 || s.reps < 1 || s.budget <= 0) {
-    fprintf(stderr, "%s: sizes, repetitions and budget are to be positive\n", argv[0]);
+  s.tick = atof(argv[8]) * 1e-6;
+  if (s.nsizes == 0 || s.sizes[0] <= 0 || s.reps < 1 || s.budget <= 0 || s.tick <= 0) {
+    fprintf(stderr, "%s: sizes, repetitions, budget and tick are to be positive\n", argv[0]);
     exit(2);
   }
   alarm((unsigned)atoi(argv[6]));
@@ -213,10 +217,12 @@ static inline double tight(const subject *b, long iters, double *usec) {
 }
 
 /* Returns at the next tick of the machine's clock but one. Ranks that leave a barrier one after the
-   other begin the next call together. */
-static inline void together(void) {
-  const double tick = 2e-6;
+   other begin the next call together. Until shortly before, threads of the library may have the
+   processor, for the other ranks may still wait in the barrier for what they do. */
+static inline void together(double tick) {
+  const double spin = 10e-6;
   double until = ((double)(long)(now() / tick) + 2) * tick;
+  while (now() < until - spin) sched_yield();
   while (now() < until) continue;
 }
 
@@ -225,14 +231,15 @@ static inline void together(void) {
    processors, each begins when it gets one, and a call takes from the first rank's beginning to the
    last rank's end: a late rank finds what others have done meanwhile. The data of no two calls in a
    row are alike. */
-static inline double touched(const subject *b, int share, long iters, double *usec, long *bad) {
+static inline double touched(const subject *b, const settings *s, long iters, double *usec, long *bad) {
+  int share = s->touch == 2;
   static double times[MAX_TOUCHED], begun[MAX_TOUCHED];
   static long nr;
   double began = now();
   for (long i = 0; i < iters; i++) {
     b->write(b->arg, ++nr);
     b->barrier(b->arg);
-    if (!share) together();
+    if (!share) together(s->tick);
     double t = now();
     b->call(b->arg);
     times[i] = now() - (share ? 0 : t);
@@ -252,32 +259,41 @@ static inline double touched(const subject *b, int share, long iters, double *us
 }
 
 static inline double timed(const subject *b, const settings *s, long iters, double *usec, long *bad) {
-  return s->touch ? touched(b, s->touch == 2, iters, usec, bad) : tight(b, iters, usec);
+  return s->touch ? touched(b, s, iters, usec, bad) : tight(b, iters, usec);
 }
 
-/* Warm up, double the number of calls until it takes an eighth of the budget, then repeat for the
- * budget each time. Every decision hangs on the slowest rank's time, which all ranks know, so all
- * make the same number of calls. A call that is itself far over budget is repeated fewer times. */
+/* How many calls take the budget if iters of them take d. */
+static inline long filling(const settings *s, long iters, double d, long most) {
+  double n = (double)iters * s->budget / d;
+  return n < 1 ? 1 : n > (double)most ? most : (long)n;
+}
+
+/* Warm up for a quarter of the budget, double the number of calls meanwhile and until it takes an
+ * eighth, then repeat for the budget each time. A repetition that takes less than half of it, since
+ * something had disturbed that search, does not count, and more calls are made next. Every decision
+ * hangs on the slowest rank's time, which all ranks know, so all make the same number of calls.
+ * tutti bench does the same (cmd/tutti/internal/bench). Only here is a call that is itself far over
+ * budget repeated fewer times. */
 static inline timing measure(const subject *b, const settings *s) {
   timing r = {1e30, 1, 0, 0, 0};
   long most = s->touch ? MAX_TOUCHED : 1 << 24;
-  double usec, d = timed(b, s, 2, &usec, &r.wrong), spent = 0;
+  double usec, d, warm = 0, spent = 0;
   for (;;) {
     d = timed(b, s, r.iters, &usec, &r.wrong);
-    if (d >= s->budget / 8 || r.iters >= most / 4) break;
-    r.iters *= 2;
+    if ((warm >= s->budget / 4 && d >= s->budget / 8) || r.iters >= most / 4) break;
+    warm += d;
+    if (d < s->budget / 8) r.iters *= 2;
   }
-  double n = (double)r.iters * s->budget / d;
-  r.iters = n < 1 ? 1 : n > (double)most ? most : (long)n;
+  r.iters = filling(s, r.iters, d, most);
   while (r.reps < s->reps && (r.reps == 0 || spent < 2 * s->reps * s->budget)) {
     d = timed(b, s, r.iters, &usec, &r.wrong);
+    if (d < s->budget / 2 && r.iters < most) { /* at least twice as many next */
+      r.iters = filling(s, r.iters, d, most);
+      continue;
+    }
     spent += d;
     r.reps++;
     if (usec < r.usec) r.usec = usec;
-    if (d < s->budget / 2) { /* something had disturbed the calibration */
-      n = (double)r.iters * s->budget / d;
-      r.iters = n > (double)most ? most : (long)n;
-    }
   }
   return r;
 }

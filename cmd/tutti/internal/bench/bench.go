@@ -13,6 +13,7 @@ import (
 
 	"tutti/internal/cpus"
 	"tutti/internal/ident"
+	"tutti/internal/tick"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -335,17 +336,9 @@ func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) err
 			return err
 		}
 	}
-	iters, err := r.calibrate(ctx, in)
+	best, err := r.best(func(n int) (float64, float64, error) { return r.round(ctx, in, n) })
 	if err != nil {
 		return err
-	}
-	best := math.Inf(1)
-	for range max(1, r.Rounds) {
-		t, err := r.round(ctx, in, iters)
-		if err != nil {
-			return err
-		}
-		best = min(best, t)
 	}
 	if err := r.tally(ctx, row, r.touched); err != nil {
 		return err
@@ -403,74 +396,112 @@ func (r *run) tally(ctx context.Context, row *Row, w int64) error {
 	return nil
 }
 
-// calibrate determines the number of calls in a round, from the same times at all ranks.
-func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
-	if r.Iters > 0 {
-		return r.Iters, nil
+// A round makes n calls. It returns the slowest rank's seconds for one of them, and for all with
+// what is done around them: all ranks get the same.
+type round func(n int) (call, all float64, err error)
+
+// best returns the time of a call in the best of several rounds. A round whose calls take less than
+// half of RoundTime does not count, since something has disturbed the calibration, and is repeated
+// with as many as fill it. The programs of tests/peers do the same (measure.h).
+func (r *run) best(do round) (float64, error) {
+	n, err := r.calibrate(do)
+	if err != nil {
+		return 0, err
 	}
-	most := 1 << 20
-	if r.Touch { // its times are kept
-		most = 1 << 16
-	}
-	goal := r.RoundTime.Seconds()
-	for n := 1; ; n *= 4 {
-		began := time.Now()
-		t, err := r.round(ctx, in, n)
+	best := math.Inf(1)
+	for rounds := 0; rounds < max(1, r.Rounds); {
+		call, all, err := do(n)
 		if err != nil {
 			return 0, err
 		}
-		if r.Touch { // what is not measured takes time, too
-			all := []float64{time.Since(began).Seconds() / float64(n)}
-			if err := pg.AllReduce(ctx, r.g, all, pg.Max); err != nil {
-				return 0, err
-			}
-			t = all[0]
+		if r.Iters == 0 && all < r.RoundTime.Seconds()/2 && n < r.most() {
+			n = r.filling(n, all) // at least twice as many
+			continue
 		}
-		if t*float64(n) >= goal/8 || n >= most {
-			return int(min(max(1, goal/max(t, 1e-9)), float64(most))), nil
+		best = min(best, call)
+		rounds++
+	}
+	return best, nil
+}
+
+// calibrate determines the number of calls in a round, after calls for a quarter of its time, so
+// that one that takes long, as the first ones of a process do, does not decide.
+func (r *run) calibrate(do round) (int, error) {
+	if r.Iters > 0 {
+		return r.Iters, nil
+	}
+	goal, warm := r.RoundTime.Seconds(), 0.0
+	for n := 1; ; {
+		_, all, err := do(n)
+		if err != nil {
+			return 0, err
+		}
+		if warm >= goal/4 && all >= goal/8 || n >= r.most()/4 {
+			return r.filling(n, all), nil
+		}
+		if warm += all; all < goal/8 {
+			n *= 2
 		}
 	}
 }
 
-// round returns the slowest rank's seconds for a call, over n calls.
-func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
+// filling returns how many calls fill a round if n of them take so many seconds.
+func (r *run) filling(n int, all float64) int {
+	return int(min(max(1, float64(n)*r.RoundTime.Seconds()/max(all, 1e-9)), float64(r.most())))
+}
+
+// most returns how many calls a round has at most.
+func (r *run) most() int {
+	if r.Touch { // their times are kept
+		return 1 << 16
+	}
+	return 1 << 20
+}
+
+// round is a round of in.
+func (r *run) round(ctx context.Context, in *instance, n int) (call, all float64, err error) {
 	if r.Touch {
 		return r.touch(ctx, in, n)
 	}
 	if err := r.g.Barrier(ctx); err != nil {
-		return 0, err
+		return 0, 0, err
 	}
 	began := time.Now()
 	for range n {
 		if err := in.call(ctx); err != nil {
-			return 0, err
+			return 0, 0, err
 		}
 	}
-	t := []float64{time.Since(began).Seconds() / float64(n)}
-	err := pg.AllReduce(ctx, r.g, t, pg.Max)
-	return t[0], err
+	t := []float64{time.Since(began).Seconds()}
+	err = pg.AllReduce(ctx, r.g, t, pg.Max)
+	return t[0] / float64(n), t[0], err
 }
 
 // touch is a round in the way in which programs use collectives: before each call every rank writes
 // new inputs, and after it reads its result; all have written when the call begins. Only the calls
-// are measured. It returns the median over the calls. If each rank has a processor, the ranks of a
+// are measured. call is the median over the calls. If each rank has a processor, the ranks of a
 // machine begin a call together, and it takes as long as its slowest rank. If they share
 // processors, each begins when it gets one, and a call takes from the first rank's beginning to the
 // last rank's end: a late rank finds what others have done meanwhile.
-func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
+func (r *run) touch(ctx context.Context, in *instance, n int) (call, all float64, err error) {
 	r.times = r.times[:0]
+	interval := tick.Of(r.Transport)
+	if r.g.LocalSize() < r.g.Size() {
+		interval = tick.Network
+	}
+	start := machine.now()
 	for range n {
 		in.first++
 		in.write()
 		if err := r.g.Barrier(ctx); err != nil {
-			return 0, err
+			return 0, 0, err
 		}
 		if !r.share {
-			machine.together()
+			machine.together(interval)
 		}
 		began := machine.now()
 		if err := in.call(ctx); err != nil {
-			return 0, err
+			return 0, 0, err
 		}
 		if ended := machine.now(); r.share {
 			r.times = append(r.times, -began.Seconds(), ended.Seconds())
@@ -482,13 +513,15 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 		}
 		r.touched += in.result()
 	}
+	r.times = append(r.times, (machine.now() - start).Seconds())
 	if err := pg.AllReduce(ctx, r.g, r.times, pg.Max); err != nil {
-		return 0, err
+		return 0, 0, err
 	}
-	times := r.times
+	last := len(r.times) - 1
+	times, all := r.times[:last], r.times[last]
 	if r.share {
 		times = spans(times)
 	}
 	slices.Sort(times)
-	return (times[(n-1)/2] + times[n/2]) / 2, nil
+	return (times[(n-1)/2] + times[n/2]) / 2, all, nil
 }

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 	"unsafe"
 
 	"pgregory.net/rapid"
@@ -178,8 +179,8 @@ func TestTouchWritesAndReadsAroundEveryCall(t *testing.T) {
 			in.call = func(context.Context) error { did = append(did, "call"); return nil }
 			in.result = func() int64 { did = append(did, "read"); return 1 }
 			r := &run{Spec: Spec{Touch: true}, g: g}
-			if us, err := r.round(t.Context(), in, calls); err != nil || us <= 0 {
-				t.Errorf("%v, %v", us, err)
+			if call, all, err := r.round(t.Context(), in, calls); err != nil || call <= 0 || all < call {
+				t.Errorf("%v, %v, %v", call, all, err)
 			}
 			var want []string
 			for i := range calls {
@@ -194,6 +195,49 @@ func TestTouchWritesAndReadsAroundEveryCall(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// What holds up a call, wherever in the calibration, does not make the rounds that count shorter.
+func TestDisturbedCalibration(t *testing.T) {
+	const goal, call = 5e-3, 2e-6 // seconds
+	for _, touch := range []bool{false, true} {
+		for _, hold := range []float64{0.7e-3, 3e-3} {
+			for held := range 20 { // the round in which something does
+				r := &run{Spec: Spec{Touch: touch, Rounds: 3, RoundTime: 5 * time.Millisecond}}
+				var rounds []int
+				best, err := r.best(func(n int) (float64, float64, error) {
+					all := call * float64(n)
+					if len(rounds) == held {
+						all += hold
+					}
+					rounds = append(rounds, n)
+					return float64(n), all, nil // the shortest round would be the best
+				})
+				if err != nil || best*call < goal/2 {
+					t.Errorf("round %d takes %v s longer: the best of the rounds that count has %v calls, %v", held,
+						hold, best, err)
+				}
+				last := rounds[len(rounds)-3:]
+				if float64(slices.Min(last)) != best {
+					t.Errorf("round %d takes %v s longer: rounds of %v calls, and the best has %v", held, hold, rounds,
+						best)
+				}
+			}
+		}
+	}
+}
+
+// A number of calls that is asked for is kept, however short a round is.
+func TestCallsThatAreAskedFor(t *testing.T) {
+	r := &run{Spec: Spec{Iters: 3, Rounds: 4, RoundTime: time.Second}}
+	var rounds []int
+	_, err := r.best(func(n int) (float64, float64, error) {
+		rounds = append(rounds, n)
+		return 1, 1e-6, nil
+	})
+	if err != nil || !slices.Equal(rounds, []int{3, 3, 3, 3}) {
+		t.Errorf("rounds of %v calls, %v", rounds, err)
+	}
 }
 
 // The processors that count are those that the ranks may run on, not all of the machine: ranks that
@@ -258,7 +302,7 @@ func TestTouchDetectsStaleResults(t *testing.T) {
 		}
 		in.call = func(context.Context) error { return nil }
 		r.touched = 0
-		if _, err := r.round(t.Context(), in, 1); err != nil || r.touched == 0 {
+		if _, _, err := r.round(t.Context(), in, 1); err != nil || r.touched == 0 {
 			t.Errorf("%s: %v, %d elements are wrong", o.name, err, r.touched)
 		}
 	}

@@ -5,11 +5,10 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-)
 
-// tick is the interval of the times at which the ranks of a machine begin a call together. It is
-// long beside the time between the first and the last rank that leave a barrier.
-const tick = 2 * time.Microsecond
+	"tutti/internal/tick"
+	"tutti/internal/yield"
+)
 
 // clock reads the monotonic clock of the machine, which is the same in all processes, without a
 // call of the system.
@@ -40,10 +39,16 @@ func (c *clock) now() time.Duration {
 	return c.offset + time.Since(c.origin)
 }
 
-// together returns at the next tick but one. Ranks that leave a barrier one after the other begin
-// what follows together: otherwise a root that leaves it first is ahead of those that wait for it.
-func (c *clock) together() {
-	for until := (c.now()/tick + 2) * tick; c.now() < until; {
+// together returns at the next multiple of an interval but one. Ranks that leave a barrier one
+// after the other begin what follows together: else a root that leaves it first is ahead of those
+// that wait for it. Until shortly before, other threads may have the processor (see measure.h of
+// tests/peers).
+func (c *clock) together(interval time.Duration) {
+	until := (c.now()/interval + 2) * interval
+	for c.now() < until-tick.Spin {
+		yield.Now()
+	}
+	for c.now() < until {
 	}
 }
 

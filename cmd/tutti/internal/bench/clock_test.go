@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/tick"
 )
 
 // The clock is the machine's: two of them agree.
@@ -27,12 +29,14 @@ func TestClocksAgree(t *testing.T) {
 
 func TestTogetherReturnsAtTick(t *testing.T) {
 	var c clock
-	for range 100 {
-		before := c.now()
-		c.together()
-		if after := c.now(); after/tick < before/tick+2 {
-			t.Fatalf("called at %v, it returned at %v: the next tick but one is at %v", before, after,
-				(before/tick+2)*tick)
+	for _, interval := range []time.Duration{tick.Memory, tick.Network} {
+		for range 100 {
+			before := c.now()
+			c.together(interval)
+			if after, next := c.now(), (before/interval+2)*interval; after < next {
+				t.Fatalf("called at %v, it returned at %v: the next tick of %v but one is at %v", before, after,
+					interval, next)
+			}
 		}
 	}
 }

@@ -401,7 +401,7 @@ func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registe
 					return nil, fmt.Errorf("%v, %d bytes in %s memory: %w", a, in.bytes, memory, err)
 				}
 			}
-			s, err := r.round(ctx, in, iters[i])
+			s, _, err := r.round(ctx, in, iters[i])
 			if err != nil {
 				return nil, fmt.Errorf("%v, %d bytes in %s memory: %w", a, in.bytes, memory, err)
 			}
@@ -454,7 +454,7 @@ func (t *tuner) prepare(ctx context.Context, r *run, in *instance, o *operation)
 	if row.Wrong > 0 {
 		return 0, fmt.Errorf("%d wrong elements", row.Wrong)
 	}
-	return r.calibrate(ctx, in)
+	return r.calibrate(func(n int) (float64, float64, error) { return r.round(ctx, in, n) })
 }
 
 // usual returns the default table's choice for bytes in total.
