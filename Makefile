@@ -192,8 +192,8 @@ bench-against: ## this tree beside commit BASE; fails if a row is slower beyond 
 	@test -n "$(BASE)" || { echo "which commit? make bench-against BASE=COMMIT"; exit 2; }
 	$(GO) run ./tests/against $(AGAINST_FLAGS) $(BASE)
 
-plots: ## draw docs/plots/*.svg from what bench-peers measured last
-	$(GO) run ./tests/plots -o docs/plots .build/peers.json
+plots: ## draw docs/plots/*.svg from what bench-peers and bench-torch measured last
+	$(GO) run ./tests/plots -o docs/plots $$(ls .build/peers.json .build/torch.json 2>/dev/null)
 
 deps: ## install the Debian packages that building and testing need (as root)
 	$(APT_GET) update -qq

@@ -1,8 +1,8 @@
-// Command plots draws the results of tests/peers: time against size, one picture for each
-// transport, operation and number of ranks.
+// Command plots draws the results of tests/peers and of shim/torch/bench.py: time against size, one
+// picture for each transport, operation and number of ranks.
 //
-//	make bench-peers plots                                   measure, then draw
-//	go run ./tests/plots [-o docs/plots] [.build/peers.json]
+//	make bench-peers bench-torch plots                       measure, then draw
+//	go run ./tests/plots [-o docs/plots] [FILE ...]          .build/peers.json without files
 //
 // A picture is docs/plots/TRANSPORT-OPERATION-RANKS.svg, such as shm-allreduce-2.svg. Its colours
 // are chosen to be legible on white and on dark pages, lines differ in their marks too, and the
@@ -99,20 +99,27 @@ var contestants = []contestant{
 func main() {
 	out := flag.String("o", "docs/plots", "`directory` for the pictures")
 	flag.Parse()
-	path := ".build/peers.json"
-	if flag.NArg() == 1 {
-		path = flag.Arg(0)
+	paths := flag.Args()
+	if len(paths) == 0 {
+		paths = []string{".build/peers.json"}
 	}
-	if err := run(path, *out, flag.NArg() > 1); err != nil {
+	if err := run(*out, paths...); err != nil {
 		fmt.Fprintln(os.Stderr, "plots:", err)
 		os.Exit(1)
 	}
 }
 
-func run(path, dir string, extra bool) error {
-	if extra {
-		return errors.New("expected one file of figures")
+func run(dir string, paths ...string) error {
+	for _, path := range paths {
+		if err := drawFile(dir, path); err != nil {
+			return err
+		}
 	}
+	return nil
+}
+
+// drawFile draws the pictures of one file of figures.
+func drawFile(dir, path string) error {
 	b, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("%w: make bench-peers writes it", err)

@@ -173,22 +173,32 @@ func TestRefuses(t *testing.T) {
 func TestRun(t *testing.T) {
 	dir := t.TempDir()
 	in, out := filepath.Join(dir, "peers.json"), filepath.Join(dir, "docs", "plots")
-	if err := run(in, out, false); err == nil || !strings.Contains(err.Error(), "make bench-peers") {
+	if err := run(out, in); err == nil || !strings.Contains(err.Error(), "make bench-peers") {
 		t.Error(err)
 	}
 	if err := os.WriteFile(in, encode(t, synthetic()), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if err := run(in, out, false); err != nil {
+		if err := run(out, in); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if all, err := os.ReadDir(out); err != nil || len(all) != 8 {
 		t.Errorf("%v, %v", all, err)
 	}
-	if err := run(in, out, true); err == nil {
-		t.Error("took two files")
+	// and those of another file
+	torch := filepath.Join(dir, "torch.json")
+	times := map[string]float64{"tutti": 1, "gloo": 2}
+	if err := os.WriteFile(torch, encode(t, report{Rows: []row{{"pytorch", "all_reduce", "float32", 2, 64, times},
+		{"pytorch", "all_reduce", "float32", 2, 4096, times}}}), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := run(out, in, torch); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(filepath.Join(out, "pytorch-all_reduce-2.svg")); err != nil {
+		t.Error(err)
 	}
 }
 
