@@ -189,7 +189,6 @@ bench-rdma: ## writes over rdma/queue beside ib_write_bw and ib_write_lat, and t
 		-run '^TestDevice(SimultaneousOpens|KilledProcesses)$$' ./rdma/endpoint -opens 10000 -kills 25
 
 bench-against: ## this tree beside commit BASE; fails if a row is slower beyond its interval (AGAINST_FLAGS=--help)
-	@test -n "$(BASE)" || { echo "which commit? make bench-against BASE=COMMIT"; exit 2; }
 	$(GO) run ./tests/against $(AGAINST_FLAGS) $(BASE)
 
 plots: ## draw docs/plots/*.svg from what bench-peers and bench-torch measured last

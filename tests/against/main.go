@@ -74,7 +74,7 @@ func parseOptions(args []string) (o options, err error) {
 		return o, err
 	}
 	if o.base = f.Arg(0); f.NArg() > 1 || (o.base == "") == (o.old == "") {
-		return o, errors.New("expected one commit to compare with, or --old")
+		return o, errors.New("expected one commit to compare with (of make: BASE=COMMIT), or --old")
 	}
 	split := func(s string) []string {
 		return strings.FieldsFunc(s, func(r rune) bool { return r == ',' })
