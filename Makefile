@@ -175,7 +175,7 @@ bench-ranks: ## an allreduce of many ranks beside Open MPI; fails if a bar is mi
 bench-scale: ## many processes, many messages and small floats beside their bars; fails if one is missed (SCALE_FLAGS="--parts start --ranks 64")
 	$(GO) run ./tests/scale --json .build/scale.json $(SCALE_FLAGS)
 
-bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL (P2P_FLAGS="--sizes 64,1M --rounds 3")
+bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL; fails if a bar is missed (P2P_FLAGS="--sizes 64,1M --rounds 3")
 	$(GO) run ./tests/peers p2p --nixl $(NIXL_ENV) $(P2P_FLAGS)
 
 bench-rdma: ## writes over rdma/queue beside ib_write_bw and ib_write_lat, and the times of connections and of links that come back (RDMA_FLAGS="-rounds 3")
