@@ -3,6 +3,7 @@ package pg
 import (
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
 	"sync"
 	"testing"
@@ -62,5 +63,26 @@ func TestAbortEndsRecoverAndAgree(t *testing.T) {
 				g.Close()
 			}
 		}
+	}
+}
+
+// What Abort ends fails with its cause, also if that is the end of a context.
+func TestAbortWithTheEndOfAContext(t *testing.T) {
+	for _, cause := range []error{context.Canceled, context.DeadlineExceeded, ErrClosed} {
+		each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+			if g.Rank() == 1 {
+				return nil
+			}
+			x := []byte{0}
+			works := []*Work{g.Start(BarrierOp{}), g.Start(RecvOp{X: BufferOf(x), From: 1})}
+			g.Abort(cause)
+			works = append(works, g.Start(BarrierOp{}))
+			for i, w := range works {
+				if err := w.Wait(ctx); !errors.Is(err, ErrAborted) || !errors.Is(err, cause) {
+					return fmt.Errorf("operation %d: %v", i, err)
+				}
+			}
+			return nil
+		})
 	}
 }

@@ -669,6 +669,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var earlier *earlierError
 	var graph *graphError
 	switch {
+	case errors.Is(err, ErrAborted), errors.Is(err, ErrEvicted): // whatever the cause of an abort is
+		return nil, err
 	case errors.As(err, new(*unfitError)):
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 	case errors.As(err, &graph):
@@ -712,8 +714,6 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return a, g.told(a)
 	case errors.Is(err, p2p.ErrClosed):
 		return nil, ErrClosed
-	case errors.Is(err, ErrAborted), errors.Is(err, ErrEvicted):
-		return nil, err
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},

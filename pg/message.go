@@ -123,6 +123,8 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 	var peer *p2p.PeerError
 	var aborted *p2p.Aborted
 	switch {
+	case errors.Is(err, ErrAborted): // whatever its cause is
+		return err
 	case errors.As(err, &aborted): // only Group.Abort ends messages
 		if a, bad := decodeAbort(aborted.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
 			return g.told(a)
