@@ -444,6 +444,41 @@ func TestFailedSendsAreNotQueued(t *testing.T) {
 	}
 }
 
+// It can be asked before whether a send or a receive would fail because the peer has left: a receive
+// of a message that came before does not.
+func TestWhatWouldFail(t *testing.T) {
+	x := broken(t, 0)
+	x.open(1)
+	p, c := x.m[1], x.c[1]
+	check := func(send bool, recvs map[[2]int]bool) {
+		t.Helper()
+		p.Lock()
+		defer p.Unlock()
+		if err := c.SendFails(0); errors.As(err, new(*p2p.PeerError)) != send || (err != nil) != send {
+			t.Errorf("a send: %v, want that it fails: %v", err, send)
+		}
+		for r, want := range recvs {
+			err := c.RecvFails(r[0], int64(r[1]))
+			if errors.As(err, new(*p2p.PeerError)) != want || (err != nil) != want {
+				t.Errorf("a receive from %d with tag %d: %v, want that it fails: %v", r[0], r[1], err, want)
+			}
+		}
+	}
+	check(false, map[[2]int]bool{{0, 5}: false, {p2p.AnySlot, p2p.AnyTag}: false})
+	x.send(5, "came")
+	x.c[0].Close()
+	for left := false; !left; runtime.Gosched() {
+		p.Lock()
+		p.Look()
+		left = c.Closed(0)
+		p.Unlock()
+	}
+	check(true, map[[2]int]bool{{0, 5}: false, {0, p2p.AnyTag}: false, {p2p.AnySlot, 5}: false,
+		{p2p.AnySlot, p2p.AnyTag}: false, {0, 6}: true, {p2p.AnySlot, 6}: true})
+	x.want(t, 5, "came")
+	check(true, map[[2]int]bool{{0, 5}: true, {p2p.AnySlot, p2p.AnyTag}: true})
+}
+
 // overLinks sends messages of size bytes with tag 5, each of which arrives and is not received,
 // over links that break one after the other: together they are longer than a window.
 func overLinks(t *testing.T, window int) (x *couple, size, sent int) {

@@ -446,8 +446,15 @@ func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 // message has ended.
 func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []byte) {
 	*r = RecvReq{buf: buf, from: slot, tag: tag, meta: meta}
-	var best *stream
-	at := 0
+	c.posted.add(r)
+	if st, i := c.kept(slot, tag); st != nil {
+		c.consume(r, st, i)
+	}
+}
+
+// kept returns where the first kept message is that a receive from slot with tag takes, nil if
+// there is none.
+func (c *Channel) kept(slot int, tag int64) (best *stream, at int) {
 	for s, st := range c.fast {
 		if st == nil || slot != AnySlot && s != slot {
 			continue
@@ -461,10 +468,19 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 			}
 		}
 	}
-	c.posted.add(r)
-	if best != nil {
-		c.consume(r, best, at)
+	return best, at
+}
+
+// SendFails returns why a message to slot that is posted now would fail, or nil. With the lock.
+func (c *Channel) SendFails(slot int) error { return (&SendReq{st: c.stream(slot)}).fails(c) }
+
+// RecvFails returns why a receive that is posted now would fail, or nil: also if a message for it
+// is here, whatever has become of its sender. slot and tag are those of PostMsg. With the lock.
+func (c *Channel) RecvFails(slot int, tag int64) error {
+	if st, _ := c.kept(slot, tag); st != nil {
+		return nil
 	}
+	return (&RecvReq{from: slot}).fails(c)
 }
 
 // OnMore has f called with the number of bytes that are in the buffer of r, a receive that was just

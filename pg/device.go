@@ -743,22 +743,17 @@ func (g *Group) across(v *visit) (here bool, err error) {
 	return here && (v.apart() || v.passed()), err
 }
 
-// deliver waits until the stream of the operation that runs has the result, as long as for a peer.
-// A failure of a rank does not end the wait: this rank has its data.
+// deliver waits until the stream of the operation that runs has the result, as long as for a peer,
+// unless the group ends. A failure of a rank does not end the wait: this rank has its data.
 func (g *Group) deliver(v *visit) error {
-	v.mu.Lock()
-	e, err := v.event, v.err
-	v.mu.Unlock()
-	if err != nil {
-		return err
-	}
 	g.beginWait()
-	err = g.holdLocked(func() (bool, error) {
-		if e.Done() {
-			return true, nil
+	return g.holdLocked(func() (bool, error) {
+		if had, err := v.had(); had || err != nil {
+			return had, err
 		}
-		if g.closed.Load() {
-			return false, ErrClosed
+		g.job.proxy.Look() // a peer may have aborted the group
+		if err := g.halted(); err != nil {
+			return false, err
 		}
 		if err := g.wait.Err(); err != nil {
 			return false, &TimeoutError{Call: exec.Spell(g.run.Token()) + ", whose stream is held up,",
@@ -766,10 +761,6 @@ func (g *Group) deliver(v *visit) error {
 		}
 		return false, nil
 	})
-	if err != nil {
-		return err
-	}
-	return e.Wait(context.Background())
 }
 
 // beginWait has the time of the operation that runs count from now, unless it has waited before.
@@ -794,15 +785,23 @@ func (g *Group) holdLocked(done func() (bool, error)) error {
 	}
 }
 
-// have waits until the stream has done what it was given.
-func (v *visit) have(ctx context.Context) error {
+// had reports whether the stream has done what it was given, or returns why it does not.
+func (v *visit) had() (bool, error) {
 	v.mu.Lock()
 	e, err := v.event, v.err
 	v.mu.Unlock()
 	if err != nil {
-		return err
+		return false, err
 	}
-	return e.Wait(ctx)
+	return reached(e)
+}
+
+// reached reports whether a stream has reached an event, or returns why it does not.
+func reached(e device.Event) (bool, error) {
+	if !e.Done() {
+		return false, nil
+	}
+	return true, e.Wait(context.Background())
 }
 
 // A feed brings a visit's data to the runner, which uses the first pieces of long vectors while the

@@ -148,10 +148,12 @@ func (g *Group) pollStreams() {
 	defer p.Unlock()
 	for len(x.messages) > 0 {
 		all = append(all[:0], x.messages...)
+		p.Look() // no other goroutine may be polling
+		halted := g.halted()
 		p.Unlock()
 		moved := false
 		for _, c := range all {
-			did, over := c.look()
+			did, over := c.look(halted)
 			moved, c.gone = moved || did, over
 		}
 		if moved {
@@ -169,10 +171,11 @@ func (g *Group) pollStreams() {
 }
 
 // look does what the stream's progress allows. It reports whether that was something, and whether
-// the device message does not wait for its stream any more. Without the lock.
-func (c *deviceMessage) look() (did, over bool) {
+// the device message does not wait for its stream any more. halted is why the group cannot be used,
+// nil if it can. Without the lock.
+func (c *deviceMessage) look(halted error) (did, over bool) {
 	if c.ended.Load() {
-		return c.leave()
+		return c.leave(halted)
 	}
 	p := c.g.job.proxy
 	n, lost := c.v.here(), c.v.lost()
@@ -193,13 +196,13 @@ func (c *deviceMessage) look() (did, over bool) {
 }
 
 // leave is look for a message that has been received, or has failed.
-func (c *deviceMessage) leave() (did, over bool) {
-	closed, now := c.g.closed.Load(), time.Now()
-	using, lost := c.v.using(closed), c.v.lost()
+func (c *deviceMessage) leave(halted error) (did, over bool) {
+	now := time.Now()
+	using, lost := c.v.using(halted == ErrClosed), c.v.lost()
 	if c.late.IsZero() {
 		c.late = now.Add(grace)
 	}
-	timely := c.err == nil && (c.due.IsZero() || now.Before(c.due))
+	timely := c.err == nil && halted == nil && (c.due.IsZero() || now.Before(c.due))
 	if using && lost == nil && (now.Before(c.late) || timely) {
 		return false, false
 	}
@@ -214,8 +217,8 @@ func (c *deviceMessage) leave() (did, over bool) {
 	case err != nil || c.v.passed():
 	case lost != nil:
 		err = fmt.Errorf("%s from rank %d, to the device: %w", c.m.name(), c.m.r.From, lost)
-	case closed:
-		err = ErrClosed
+	case halted != nil:
+		err = halted
 	case c.v.came():
 		err = &TimeoutError{Call: c.m.what() + ", whose stream is held up", Reporter: c.g.rank,
 			Err: context.DeadlineExceeded}
@@ -244,7 +247,7 @@ func (g *Group) doDeviceMessage(ctx context.Context, m *message) (Status, error)
 	err := error(nil)
 	if m.recv || small { // a short message may be sent before the receiver asks for it
 		within, cancel := limited(ctx, limit)
-		err = g.bring(within, c.v)
+		err = g.hold(within, c.fails, c.v.brought)
 		cancel()
 	}
 	if limit > 0 {
@@ -278,31 +281,54 @@ func (g *Group) doDeviceMessage(ctx context.Context, m *message) (Status, error)
 	return w.Status(), w.Err()
 }
 
-// bring waits until a visit's stream has come to the operation, with all of the source, at most
-// until ctx ends.
-func (g *Group) bring(ctx context.Context, v *visit) error {
-	return g.hold(ctx, func() (bool, error) {
-		if v.arrived() {
-			return true, nil
-		}
-		return false, v.lost()
-	})
+// fails returns why the message, which has yet to be posted, would fail, or nil. With the proxy's
+// lock.
+func (c *deviceMessage) fails() error {
+	if m := c.m; m.recv {
+		return c.g.msgs.RecvFails(m.peer, int64(m.tag))
+	}
+	return c.g.msgs.SendFails(c.m.peer)
 }
 
-// hold waits for something that a stream does, until ctx ends, the group is closed, or done returns
-// an error.
-func (g *Group) hold(ctx context.Context, done func() (bool, error)) error {
+// brought reports whether a visit's stream has come to the operation, with all of the source, or
+// returns why it does not.
+func (v *visit) brought() (bool, error) {
+	if v.arrived() {
+		return true, nil
+	}
+	return false, v.lost()
+}
+
+// hold waits for something that a stream does, until ctx ends, the group cannot be used any more,
+// or done returns an error. So does fails, unless it is nil: with the proxy's lock, it returns why
+// the caller waits in vain.
+func (g *Group) hold(ctx context.Context, fails func() error, done func() (bool, error)) error {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
 	for {
 		if ok, err := done(); ok || err != nil {
 			return err
 		}
-		if g.closed.Load() {
-			return ErrClosed
+		if err := g.noticed(fails); err != nil {
+			return err
 		}
 		if err := pace.Wait(ctx); err != nil {
 			return err
 		}
 	}
+}
+
+// noticed handles what other ranks have sent, and returns why a call that waits for its stream must
+// not wait any longer, or nil.
+func (g *Group) noticed(fails func() error) error {
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	if !g.closed.Load() { // else the proxy may be closed
+		p.Look()
+	}
+	if err := g.halted(); err != nil || fails == nil {
+		return err
+	}
+	return fails()
 }

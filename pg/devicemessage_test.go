@@ -729,7 +729,7 @@ func TestMessagesOnDevicesEndOnce(t *testing.T) {
 			watching = g.devices.watching
 			p.Unlock()
 		}
-		if _, over := c.look(); !over || times != 1 {
+		if _, over := c.look(nil); !over || times != 1 {
 			return fmt.Errorf("over %v, ended %d times", over, times)
 		}
 		return g.Barrier(ctx)

@@ -473,11 +473,28 @@ func (g *Group) connect(ctx context.Context, c *exec.Call, d device.Exchanger, l
 }
 
 // newExchange makes this rank's part of an exchange. The device may be doing what the program has
-// given it before, as long as for a peer.
-func (g *Group) newExchange(ctx context.Context, d device.Exchanger, v *groupView) (device.Exchange, error) {
-	ctx, cancel := limited(ctx, g.job.timeout)
+// given it before, as long as for a peer, unless the group ends.
+func (g *Group) newExchange(ctx context.Context, d device.Exchanger, v *groupView) (made device.Exchange, err error) {
+	ctx, end := limited(ctx, g.job.timeout)
+	defer end()
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	return d.NewExchange(ctx, slices.Index(v.Active, g.rank), len(v.Active))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		made, err = d.NewExchange(ctx, slices.Index(v.Active, g.rank), len(v.Active))
+	}()
+	_ = g.hold(ctx, nil, func() (bool, error) { // what the group ended with is the error of the next step
+		select {
+		case <-done:
+			return true, nil
+		default:
+			return false, nil
+		}
+	})
+	cancel()
+	<-done
+	return made, err
 }
 
 // retire frees an exchange that no stream has recorded, nil if there is none, and unmaps its
@@ -819,7 +836,7 @@ func (f *packetFeed) Do() error {
 	if err != nil {
 		return err
 	}
-	if err := v.have(context.Background()); err != nil {
+	if _, err := v.had(); err != nil {
 		return fmt.Errorf("its stream has failed: %w", err)
 	}
 	defer l.settle()

@@ -1144,3 +1144,58 @@ func TestMessagesOfOneView(t *testing.T) {
 		}
 	}
 }
+
+// A device makes its part of an exchange behind work of the program that does not end, without a
+// time limit. The call ends when the group is aborted or closed.
+func TestExchangeThatIsHeldUpEndsWithTheGroup(t *testing.T) {
+	for name, c := range ends {
+		if name == "a close by peer" { // the time limit bounds it
+			continue
+		}
+		for _, started := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, started %v", name, started), func(t *testing.T) {
+				waits := make(chan struct{})
+				waiting := sync.OnceFunc(func() { close(waits) })
+				f := fake.Config{Devices: 2, Queues: 1}
+				onPackets(t, 2, f, Config{Timeout: -1}, func(ctx context.Context, r packetRank) error {
+					defer waiting()
+					if err := r.Barrier(ctx); err != nil { // links the ranks
+						return err
+					}
+					if r.Rank() == 1 {
+						if <-waits; c.peer {
+							return c.do(r.Group)
+						}
+						return nil
+					}
+					m, err := r.number(1)
+					if err != nil {
+						return err
+					}
+					s, err := r.d.Stream()
+					if err != nil {
+						return err
+					}
+					defer s.Close()
+					let, err := hold(r.d, s)
+					if err != nil {
+						return err
+					}
+					blocks := r.f.Census().DeviceBlocks
+					wait := func() {
+						for r.f.Census().DeviceBlocks == blocks {
+							time.Sleep(time.Millisecond)
+						}
+					}
+					op := AllReduceOp{Dst: DeviceBuffer(m, Uint32, nil), Op: Sum}
+					return endHeld(r.Group, c, waiting, wait, let, func() error {
+						if started {
+							return r.Start(op).Wait(ctx)
+						}
+						return r.Do(ctx, op)
+					})
+				})
+			})
+		}
+	}
+}

@@ -205,12 +205,14 @@ func (g *Group) board(ctx context.Context, limit time.Duration, o *stay, waits b
 	ctx, cancel := limited(ctx, limit)
 	defer cancel()
 	began := time.Now()
-	late := g.hold(ctx, func() (bool, error) { return try(), nil })
+	late := g.hold(ctx, nil, func() (bool, error) { return try(), nil })
 	switch {
 	case late == nil:
 		return v, err
 	case g.closed.Load():
 		return nil, ErrClosed
+	case late != ctx.Err():
+		return nil, late
 	}
 	return nil, &TimeoutError{Call: o.call + ", for which there was no room in the host memory of operations on " +
 		"devices (Config.StagingLimit),", After: time.Since(began), Reporter: g.rank, Err: late}

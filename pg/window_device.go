@@ -149,14 +149,11 @@ func (c *carriage) direct(ctx context.Context) (done bool, err error) {
 	}
 	if c.stream != nil {
 		event, err := c.stream.Record()
-		if err == nil {
-			err = g.hold(ctx, func() (bool, error) { return event.Done(), nil })
-		}
-		if err == nil {
-			err = event.Wait(ctx) // it has failed, perhaps
-		}
 		if err != nil {
-			return false, c.explain(ctx, err)
+			return false, fmt.Errorf("%s: %w", c.name, err)
+		}
+		if err := c.wait(ctx, c.fails, func() (bool, error) { return reached(event) }); err != nil {
+			return false, err
 		}
 	}
 	k, p, err := w.enter(ctx, c.name, c.rank, c.offset, c.x.n)
@@ -231,7 +228,7 @@ func (c *carriage) free(ctx context.Context, v *visit) error {
 	w := c.w
 	p := w.g.job.proxy
 	if len(v.out) > 0 {
-		return c.explain(ctx, v.have(ctx))
+		return c.wait(ctx, c.fails, v.had)
 	}
 	p.Lock()
 	part, err := w.part(c.name, c.rank)
@@ -255,15 +252,31 @@ func (c *carriage) free(ctx context.Context, v *visit) error {
 	return k.leave(c.rank, err)
 }
 
-// explain returns the error of a call whose stream has ended a wait with err.
-func (c *carriage) explain(ctx context.Context, err error) error {
-	switch {
-	case err == nil || errors.Is(err, ErrClosed):
+// wait waits for something that the stream does, and returns the call's error: see Group.hold.
+func (c *carriage) wait(ctx context.Context, fails func() error, done func() (bool, error)) error {
+	err := c.w.g.hold(ctx, fails, func() (ok bool, err error) {
+		if ok, err = done(); err != nil {
+			err = fmt.Errorf("%s: %w", c.name, err)
+		}
+		return ok, err
+	})
+	if err == nil || err != ctx.Err() {
 		return err
-	case ctx.Err() == nil:
-		return fmt.Errorf("%s: %w", c.name, err)
 	}
 	return &TimeoutError{Call: c.name + ", whose stream has not come to it", Reporter: c.w.g.rank, Err: expiry(err)}
+}
+
+// fails returns why the call would fail if the stream came now, or nil. With the proxy's lock.
+func (c *carriage) fails() error {
+	w := c.w
+	if _, err := w.part(c.name, c.rank); err != nil || c.rank == w.g.rank {
+		return err
+	}
+	if err := w.g.msgs.SendFails(c.rank); err != nil {
+		k := call{w: w, name: c.name}
+		return k.explain(c.rank, err)
+	}
+	return nil
 }
 
 // putPieces puts the pieces, each while the stream brings the next one.
@@ -276,8 +289,8 @@ func (w *Window) putPieces(ctx context.Context, c *carriage) error {
 			return err
 		}
 		v := c.visits[i]
-		if err := w.g.bring(ctx, v); err != nil {
-			return c.explain(ctx, err)
+		if err := c.wait(ctx, c.fails, v.brought); err != nil {
+			return err
 		}
 		at, _ := c.at(i)
 		if err := w.put(ctx, c.name, c.rank, c.offset+at, v.from.Bytes(), v, -1, false); err != nil {
@@ -296,8 +309,8 @@ func (w *Window) getPieces(ctx context.Context, c *carriage) error {
 			return err
 		}
 		v := c.visits[i]
-		if err := w.g.bring(ctx, v); err != nil {
-			return c.explain(ctx, err)
+		if err := c.wait(ctx, c.fails, v.brought); err != nil {
+			return err
 		}
 		at, _ := c.at(i)
 		if err := w.Get(ctx, c.rank, c.offset+at, v.to.Bytes()); err != nil {
@@ -306,8 +319,8 @@ func (w *Window) getPieces(ctx context.Context, c *carriage) error {
 		v.release(v.to.Len())
 		v.end()
 	}
-	for _, v := range c.visits {
-		if err := c.explain(ctx, v.have(ctx)); err != nil {
+	for _, v := range c.visits { // all data is here, whatever becomes of the rank
+		if err := c.wait(ctx, nil, v.had); err != nil {
 			return err
 		}
 	}
