@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,9 +45,10 @@ type devices struct {
 	copies  atomic.Uint64 // operations that have used it
 
 	mu      sync.Mutex
-	own     map[Location]*ownStream // for buffers without one
-	waiting map[Location]*ownStream // for those of operations in packets: kernels wait in them
-	direct  []device.Device         // of direct visits
+	own     map[Location]*ownStream        // for buffers without one
+	waiting map[Location]*ownStream        // for those of operations in packets: kernels wait in them
+	direct  []device.Device                // of direct visits
+	late    map[device.Stream]device.Event // that settle has waited for in vain
 	closed  bool
 
 	// Under the proxy's lock.
@@ -413,18 +415,47 @@ func (v *visit) using(closed bool) bool {
 	return (reads || writes) && (v.came() || !closed)
 }
 
-// settle waits until the stream does not use the memory on the device any more. If it does not come
-// to the operation, it uses the memory later.
+// settle waits until the stream does not use the memory on the device any more, or grace is over.
+// It does not wait for a stream that has yet to pass another operation of the group, which has
+// waited so long: operations that end one after the other, because the group cannot be used any
+// more, wait once. If the stream does not come to the operation, it uses the memory later.
 func (g *Group) settle(v *visit) {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
 	ctx, cancel := context.WithTimeout(context.Background(), grace)
 	defer cancel()
-	for v.using(g.closed.Load()) && v.lost() == nil && pace.Wait(ctx) == nil {
+	x := &g.devices
+	for v.using(g.closed.Load()) && v.lost() == nil && (v.launch == nil && v.came() || !x.abandoned(v.stream)) {
+		if pace.Wait(ctx) != nil {
+			x.abandon(v)
+			break
+		}
 	}
 	if v.launch != nil {
 		v.account()
 	}
+}
+
+// abandon says that grace was over before a visit's stream has passed it.
+func (x *devices) abandon(v *visit) {
+	v.mu.Lock()
+	e := v.event
+	v.mu.Unlock()
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	maps.DeleteFunc(x.late, func(_ device.Stream, e device.Event) bool { return e.Done() })
+	if x.late == nil {
+		x.late = map[device.Stream]device.Event{}
+	}
+	x.late[v.stream] = e
+}
+
+// abandoned reports whether a stream has yet to pass a visit that was abandoned.
+func (x *devices) abandoned(s device.Stream) bool {
+	x.mu.Lock()
+	e := x.late[s]
+	x.mu.Unlock()
+	return e != nil && !e.Done()
 }
 
 // A place is where the elements of a buffer are, and the stream to which they belong.

@@ -7,7 +7,9 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"tutti/device"
@@ -284,6 +286,92 @@ func TestHeldReceiveOfMessageThatCame(t *testing.T) {
 		}
 		if got := d.Bytes(mem.Device(uint64(uintptr(on[0].Ptr)), 1, d.Location())); got[0] != 5 {
 			return fmt.Errorf("got %d", got[0])
+		}
+		return nil
+	})
+}
+
+// A mark is an event.
+type mark struct{ done atomic.Bool }
+
+func (m *mark) Done() bool                 { return m.done.Load() }
+func (m *mark) Wait(context.Context) error { return nil }
+
+// Of the operations that end on a stream that does not come, the first waits for it, and the others
+// do not until it has passed the first. One that the stream has come to is waited for.
+func TestOperationsWaitOnceForAStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		type stream struct{ device.Stream }
+		g, s, other := &Group{}, &stream{}, &stream{}
+		visitOf := func(s device.Stream, e *mark) *visit {
+			words, _, err := device.Words(device.NewHost(), bufferWords)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return &visit{words: words, at: 2, in: []int{1}, stream: s, event: e}
+		}
+		came := visitOf(s, new(mark))
+		came.words[wordArrived].Word(0).Store(1)
+		kernel := &visit{stream: s, event: new(mark), launch: &launch{x: &exchange{}}}
+		kernel.launch.given.Store(true)
+		first := new(mark)
+		for i, step := range []struct {
+			v    *visit
+			want time.Duration
+		}{
+			{visitOf(s, first), grace},
+			{visitOf(s, new(mark)), 0},
+			{kernel, 0},
+			{visitOf(other, new(mark)), grace},
+			{came, grace},
+			{visitOf(s, new(mark)), 0},
+		} {
+			began := time.Now()
+			g.settle(step.v)
+			if took := time.Since(began); took != step.want {
+				t.Errorf("step %d took %v, want %v", i, took, step.want)
+			}
+		}
+		for _, e := range g.devices.late {
+			e.(*mark).done.Store(true)
+		}
+		began := time.Now()
+		if g.settle(visitOf(s, new(mark))); time.Since(began) != grace {
+			t.Errorf("after the stream has gone on: %v, want %v", time.Since(began), grace)
+		}
+		if len(g.devices.late) != 1 {
+			t.Errorf("%d events are kept", len(g.devices.late))
+		}
+	})
+}
+
+// Many operations on a stream that does not come end soon after an abort, and pass when it comes.
+func TestManyOperationsOfAHeldStreamEndTogether(t *testing.T) {
+	const many = 20
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	each(t, 2, Config{Devices: device.List{d}, Timeout: -1}, func(ctx context.Context, g *Group) error {
+		if g.Rank() == 1 {
+			return nil
+		}
+		on, let, release, err := heldStreams(d, 1, 4000)
+		if err != nil {
+			return err
+		}
+		defer release()
+		defer let()
+		var works []*Work
+		for range many {
+			works = append(works, g.Start(AllReduceOp{Dst: on[0], Op: Sum}))
+		}
+		began := time.Now()
+		g.Abort(errors.New("enough"))
+		for _, w := range works {
+			if err := w.Wait(ctx); !errors.Is(err, ErrAborted) {
+				return err
+			}
+		}
+		if took := time.Since(began); took > many*grace/2 {
+			return fmt.Errorf("%d operations ended after %v", many, took)
 		}
 		return nil
 	})

@@ -1145,6 +1145,45 @@ func TestMessagesOfOneView(t *testing.T) {
 	}
 }
 
+// A group is closed with many operations in packets on a stream that does not come: Close does not
+// wait for each of them. They pass when the stream comes.
+func TestCloseWithManyPacketsOfAHeldStream(t *testing.T) {
+	const many = 20
+	onPackets(t, 2, fake.Config{Devices: 2}, Config{}, func(ctx context.Context, r packetRank) error {
+		s, _, op, err := r.begun(ctx)
+		if err != nil {
+			return err
+		}
+		defer s.Close()
+		if r.Rank() == 1 {
+			return nil
+		}
+		let, err := hold(r.d, s)
+		if err != nil {
+			return err
+		}
+		defer let()
+		var works []*Work
+		for range many {
+			works = append(works, r.Start(op))
+		}
+		began := time.Now()
+		if err := r.Close(); err != nil {
+			return err
+		}
+		if took := time.Since(began); took > many*grace/2 {
+			return fmt.Errorf("Close took %v", took)
+		}
+		for _, w := range works {
+			if err := w.Wait(ctx); !errors.Is(err, ErrClosed) {
+				return err
+			}
+		}
+		let()
+		return reach(ctx, s)
+	})
+}
+
 // A device makes its part of an exchange behind work of the program that does not end, without a
 // time limit. The call ends when the group is aborted or closed.
 func TestExchangeThatIsHeldUpEndsWithTheGroup(t *testing.T) {

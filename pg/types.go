@@ -100,9 +100,10 @@ type Buffer struct {
 	//
 	// After an operation has ended the stream does not use the memory, with one exception: it has
 	// failed because, or while, the stream had not come to it, and the stream did not come within a
-	// second more. What the stream was given is done when it comes, and the memory must exist until
-	// then: the source is read and, if the operation was started, anything is written to the
-	// destination.
+	// second more. (Of the operations of a group on one stream that end before it has passed the
+	// first of them, only that one waits.) What the stream was given is done when it comes, and the
+	// memory must exist until then: the source is read and, if the operation was started, anything
+	// is written to the destination.
 	Stream device.Stream
 }
 

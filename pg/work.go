@@ -19,10 +19,11 @@ import (
 //
 // When it has ended, the buffers are the program's again, with one exception: an operation on a
 // stream that the stream has not come to ends a second after it has failed (because a rank was
-// lost, at its deadline, by Abort or Close), and the stream passes it when it comes. Until then the
-// stream may read the source and write anything to the destination: memory of a failed operation
-// must not be freed or given to another stream before work that its own stream was given later is
-// done. The stream waits for no rank then.
+// lost, at its deadline, by Abort or Close), and the stream passes it when it comes. Others behind
+// it on the stream, which have failed by then, end with it. Until it comes the stream may read the
+// source and write anything to the destination: memory of a failed operation must not be freed or
+// given to another stream before work that its own stream was given later is done. The stream waits
+// for no rank then.
 //
 // Streams of other ranks may load from a buffer in a GPU's memory, also for a while after the
 // operation has failed here. Such memory may be freed all the same if it is of cuda.Device.Alloc
