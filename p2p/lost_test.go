@@ -444,8 +444,8 @@ func TestFailedSendsAreNotQueued(t *testing.T) {
 	}
 }
 
-// It can be asked before whether a send or a receive would fail because the peer has left: a receive
-// of a message that came before does not.
+// It can be asked before whether a send or a receive would fail because the peer has left: a
+// receive of a message that came before does not.
 func TestWhatWouldFail(t *testing.T) {
 	x := broken(t, 0)
 	x.open(1)
