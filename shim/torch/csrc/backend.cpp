@@ -664,6 +664,10 @@ void Backend::place(Task& task) {
   if (!device) {
     return;
   }
+  for (const at::Tensor& tensor : task.keep) { // place_of is called with all tensors of a task
+    TORCH_INTERNAL_ASSERT(tensor.device() == *device, task.title, " uses the memory of ", tensor.device(), " and ",
+                          *device);
+  }
   const c10::Stream current = current_stream(*device);
   const c10::Stream stream = task.waits ? current : stream_for(task, *device);
   if (stream != current) {
@@ -825,12 +829,13 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
   check_alike("all_reduce_coalesced", tensors[0], tensors, false);
   const Reduction how = reduction_of("all_reduce_coalesced", opts.reduceOp, tensors[0].scalar_type());
   Task task(OpType::ALLREDUCE_COALESCED, "tutti:all_reduce_coalesced");
+  const c10::Device place = place_of({tensors});
   std::vector<Staged> parts;
   if (total_bytes(tensors) <= kFlatten && !how.factor) {
-    parts.emplace_back(tensors, place_of({tensors}), Staged::kReadWrite, how.as);
+    parts.emplace_back(tensors, place, Staged::kReadWrite, how.as);
   } else {
     for (const auto& tensor : tensors) {
-      parts.push_back(reduced(tensor, place_of({tensor}), how, Staged::kReadWrite));
+      parts.push_back(reduced(tensor, place, how, Staged::kReadWrite));
     }
   }
   for (const Staged& part : parts) {
@@ -929,8 +934,8 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
 }
 
 // Adds to task the gathering of input in output.
-static void gather_into(Task& task, const char* what, const at::Tensor& output, const at::Tensor& input, int rank,
-                        int size, Staged::Use use) {
+static void gather_into(Task& task, const char* what, const at::Tensor& output, const at::Tensor& input,
+                        c10::Device place, int rank, int size, Staged::Use use) {
   check_dense(what, input);
   check_alike(what, input, {output}, false);
   if (output.numel() != input.numel() * size) {
@@ -939,7 +944,6 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
                                          " ranks"));
   }
   const Wire wire = wire_of(input.scalar_type());
-  const c10::Device place = place_of({input, output});
   Staged source(input, place, Staged::kRead);
   Staged target(output, place, use);
   const auto* own = static_cast<const char*>(target.memory().data_ptr()) + rank * source.memory().nbytes();
@@ -957,7 +961,7 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   Task task(OpType::_ALLGATHER_BASE, "tutti:_all_gather_base");
-  gather_into(task, "all_gather_into_tensor", output, input, rank_, size_, gathered());
+  gather_into(task, "all_gather_into_tensor", output, input, place_of({input, output}), rank_, size_, gathered());
   task.inputs = {input};
   task.outputs = {{output}};
   bound(task, opts);
@@ -971,8 +975,9 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
                                          inputs.size(), " inputs"));
   }
   Task task(OpType::COALESCED, "tutti:all_gather_into_tensor_coalesced");
+  const c10::Device place = place_of({inputs, outputs});
   for (size_t i = 0; i < inputs.size(); i++) {
-    gather_into(task, "all_gather_into_tensor_coalesced", outputs[i], inputs[i], rank_, size_, gathered());
+    gather_into(task, "all_gather_into_tensor_coalesced", outputs[i], inputs[i], place, rank_, size_, gathered());
   }
   task.inputs = inputs;
   task.outputs = {outputs};
@@ -991,12 +996,15 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
         c10::str("tutti ", what, ": requires a list for each of the ", size_, " ranks, got ", outputs.size()));
   }
   Task task(OpType::ALLGATHER_COALESCED, "tutti:all_gather_coalesced");
+  Tensors all = inputs;
   for (const Tensors& list : outputs) {
     if (list.size() != inputs.size()) {
       throw std::invalid_argument(
           c10::str("tutti ", what, ": a list of outputs has ", list.size(), " tensors, expected ", inputs.size()));
     }
+    all.insert(all.end(), list.begin(), list.end());
   }
+  const c10::Device place = place_of({all});
   for (size_t i = 0; i < inputs.size(); i++) {
     Tensors ranks;
     for (const Tensors& list : outputs) {
@@ -1005,7 +1013,6 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     check_dense(what, inputs[i]);
     check_alike(what, inputs[i], ranks, true);
     const Wire wire = wire_of(inputs[i].scalar_type());
-    const c10::Device place = place_of({inputs[i], ranks});
     Staged source(inputs[i], place, Staged::kRead);
     Staged target(ranks, place, gathered());
     if (overlap(source, target)) {
@@ -1208,10 +1215,10 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
         c10::str("tutti ", what, ": ", outputs.size(), " outputs and ", inputs.size(), " inputs"));
   }
   Task task(OpType::COALESCED, "tutti:reduce_scatter_tensor_coalesced");
+  const c10::Device place = place_of({outputs, inputs});
   for (size_t i = 0; i < inputs.size(); i++) {
     check_scatter(what, outputs[i], inputs[i], size_);
     const Reduction how = reduction_of(what, opts.reduceOp, outputs[i].scalar_type());
-    const c10::Device place = place_of({outputs[i], inputs[i]});
     scatter_into(task, how, outputs[i], place, Staged(inputs[i], place, Staged::kRead, how.as));
   }
   task.inputs = inputs;
@@ -1520,7 +1527,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   const at::Tensor mine = at::tensor(shape, at::kLong);
   const at::Tensor all = at::full({size_, static_cast<int64_t>(shape.size())}, kEmptySlot, at::kLong);
   Task meta(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");
-  gather_into(meta, what, all, mine, rank_, size_, gathered());
+  gather_into(meta, what, all, mine, at::kCPU, rank_, size_, gathered());
   bound(meta, opts);
   begin(std::move(meta))->wait();
   std::vector<int64_t> elements, index_counts, value_counts; // by rank

@@ -3,6 +3,7 @@
 The device is one of tests, over the fake CUDA driver: see device.cpp.
 """
 
+import itertools
 import os
 import signal
 import threading
@@ -325,6 +326,54 @@ def beside(rank, size, port):
     gate.open()
     with device.stream(second):
         assert torch.equal(b.cpu(), torch.full((5000,), float(want)))
+    dist.destroy_process_group()
+
+
+def several(rank, size, port):
+    """Coalesced operations on tensors of several devices, or of the host and a device, are of the host."""
+    init(rank, size, port)
+    dist.all_reduce(on(torch.ones(1)))  # ranks have met
+    group, twice = dist.group.WORLD, dist.AllreduceCoalescedOptions()
+    twice.reduceOp = dist._make_nccl_premul_sum(2.0)
+    total = size * (size + 1.0) / 2
+    places = [f"{DEVICE}:{device.number}", f"{DEVICE}:3", "cpu"]
+
+    def made(shape, value):
+        return [torch.full(shape, value).to(place) for place in chosen]
+
+    for turn, chosen in enumerate((places[:2], places[1:], places)):
+        for count, name in itertools.product((40, 300_000), ("reduced", "twice", "gathered", "lists", "scattered")):
+            inputs = made((size * count,) if name == "scattered" else (count,), rank + 1.0)
+            outputs, want = inputs, torch.full((count,), 2 * total if name == "twice" else total)
+            if name in ("gathered", "lists"):
+                want = torch.arange(1.0, size + 1).repeat_interleave(count)
+            if rank != 0:  # until then no operation ends
+                harness.meet(port, f"rank 0 has begun {turn} {count} {name}", size)
+            if name == "reduced":
+                work = group.allreduce_coalesced(inputs)
+            elif name == "twice":
+                work = group.allreduce_coalesced(inputs, twice)
+            elif name == "gathered":
+                outputs = made((size * count,), 0.0)
+                work = group.allgather_into_tensor_coalesced(outputs, inputs)
+            elif name == "lists":
+                lists = [made((count,), 0.0) for _ in range(size)]
+                work = group.allgather_coalesced(lists, inputs)
+                outputs = None
+            else:
+                outputs = made((count,), 0.0)
+                work = group.reduce_scatter_tensor_coalesced(outputs, inputs)
+            if rank == 0:
+                # Else the program goes on in the order of one of the streams.
+                assert not work.get_future().done(), (chosen, count, name)
+                harness.meet(port, f"rank 0 has begun {turn} {count} {name}", size)
+            work.wait()
+            assert work.is_completed()
+            if outputs is None:
+                outputs = [torch.cat([part.cpu() for part in parts]) for parts in zip(*lists, strict=True)]
+            for got in outputs:
+                same(got, want, f"{name} {count} on {chosen}")
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -670,6 +719,9 @@ class Device(unittest.TestCase):
 
     def test_streams_go_on_beside_operations(self):
         harness.run(beside, 3)
+
+    def test_coalesced_operations_on_several_devices(self):
+        harness.run(several, 2)
 
     def test_groups_do_not_hold_up_each_other(self):
         harness.run(groups, 2)
