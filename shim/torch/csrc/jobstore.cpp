@@ -1,5 +1,7 @@
 #include "jobstore.h"
 
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <random>
 
@@ -20,6 +22,9 @@ using std::chrono::nanoseconds;
 constexpr milliseconds kKey{100};
 constexpr milliseconds kRequest{1000};
 constexpr milliseconds kLongest{8000}; // of requests whose answers take long
+
+// The most bytes of a key of the library's store. A hash stands for a longer one.
+constexpr size_t kLongestKey = 248;
 
 // A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
 // some random bytes then, so that ranks that write the same sum at the same time differ.
@@ -81,9 +86,10 @@ bool JobStore::ask(Function f, const std::string& key, milliseconds time, Bytes&
                    const Bytes& expected) {
   Bytes room(TUTTI_MAX_VALUE);
   char why[512] = "";
+  const std::string name = key.size() <= kLongestKey ? key : "sha1/" + c10::sha1(key).str();
   tutti_kv_call call{};
   call.struct_size = sizeof call;
-  call.key = key.c_str();
+  call.key = name.c_str();
   call.value = value.data();
   call.value_len = value.size();
   call.expected = expected.data();

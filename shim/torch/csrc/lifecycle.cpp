@@ -1,4 +1,5 @@
 // What happens to a group besides its operations: it is made smaller, suspended, watched.
+#include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -45,12 +46,14 @@ c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ra
     place += std::to_string(++shrinks_);
   }
   std::vector<int> remaining;
+  std::string list;
   for (int r = 0; r < size_; r++) {
     if (excluded.count(r) == 0) {
-      place += "-" + std::to_string(r);
+      list += "-" + std::to_string(r);
       remaining.push_back(r);
     }
   }
+  place += "-" + c10::sha1(list).str(); // as long for any number of ranks: stores bound their keys
   auto store = c10::make_intrusive<c10d::PrefixStore>(place, another(store_));
   return part(store, remaining, opts_override);
 }

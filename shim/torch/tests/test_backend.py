@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import tutti_torch
 from test_failures import raises
+from test_guest import PythonStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -360,6 +361,28 @@ def shrinks(rank, size, port):
     dist.barrier()
     if rank == 0:
         harness.store(port).set("over", "")
+    dist.destroy_process_group()
+
+
+def names_shrunk(rank, size, port):
+    """The keys of a smaller group are as long as those of a smaller one still: stores bound them."""
+    keys = []
+
+    class Listed(PythonStore):
+        def set(self, key, value):
+            keys.append(key)
+            super().set(key, value)
+
+    store = Listed(port)
+    dist.init_process_group("tutti", store=store, rank=rank, world_size=size)
+    own, groups = backend(), []
+    for excluded in ([2], [1, 2]):
+        if rank not in excluded:
+            groups.append(own.shrink(excluded, 0, None))
+    if rank == 0:
+        secrets = [key for key in keys if "shrunk/" in key and key.endswith("/secret")]
+        assert len(secrets) == 2 and len(secrets[0]) == len(secrets[1]), secrets
+    harness.meet(port, "shrunk", size)
     dist.destroy_process_group()
 
 
@@ -907,6 +930,10 @@ class Backend(unittest.TestCase):
     @needs("shrink")
     def test_shrink(self):
         harness.run(shrinks, 4)
+
+    @needs("shrink")
+    def test_keys_of_a_shrunk_group(self):
+        harness.run(names_shrunk, 3)
 
     @needs("suspend")
     def test_suspend_and_resume(self):

@@ -199,6 +199,10 @@ if rank == 0:
     store.set("go", bytes(range(256)))
 assert store.get("go") == bytes(range(256))
 assert store.get("empty") == b""
+long = "k" * 300
+store.set(f"{long}{rank}", str(rank))
+store.wait([f"{long}{r}" for r in range(size)])
+assert [store.get(f"{long}{r}") for r in range(size)] == [str(r).encode() for r in range(size)]
 raises(dist.DistStoreError, "too long", store.set, "long", "x" * 70000)
 print("stored")
 """

@@ -94,6 +94,9 @@ def mixed(rank, size, port):
     window.wait_signal((rank - 1) % size, False)
     window.tensor_deregister()
     dist.all_reduce(x, group=dist.new_group([0, 1])) if rank < 2 else dist.new_group([0, 1])
+    if rank < 2:
+        smaller = group._get_backend(torch.device("cpu")).shrink([2], 0, None)
+        smaller.barrier(dist.BarrierOptions()).wait()
     dist.barrier()
     dist.destroy_process_group()
 

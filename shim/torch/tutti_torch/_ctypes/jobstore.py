@@ -1,6 +1,7 @@
 """The job's own store as a store of c10d."""
 
 import ctypes
+import hashlib
 import math
 import os
 import secrets
@@ -17,6 +18,9 @@ from .work import check, milliseconds
 # Seconds of a wait, and of another request that may be repeated, without a look at signals.
 _SLICE, _REQUEST = 0.1, 1
 _LONGEST = 8  # of requests whose answers take long
+
+# The most bytes of a key of the library's store. A hash stands for a longer one.
+_LONGEST_KEY = 248
 
 # A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
 # some random bytes then, so that ranks that write the same sum at the same time differ.
@@ -36,6 +40,14 @@ def _shown(value):
 
 def _bytes(value):
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _name(key):
+    """Returns the key of the library's store, the same as that of the C++ module."""
+    name = _bytes(key)
+    if len(name) <= _LONGEST_KEY:
+        return name
+    return b"sha1/" + hashlib.sha1(name, usedforsecurity=False).hexdigest().encode()
 
 
 def _end(timeout):
@@ -88,7 +100,7 @@ class JobStore(torch._C._distributed_c10d.Store):
         call = api.KVCall(
             struct_size=ctypes.sizeof(api.KVCall),
             error_cap=len(why),
-            key=_bytes(key),
+            key=_name(key),
             value=ctypes.addressof(value),
             value_len=len(value),
             expected=ctypes.addressof(expected),

@@ -1,6 +1,6 @@
 """What happens to a group besides its operations: it is made smaller, suspended, watched."""
 
-
+import hashlib
 
 from . import api, groups
 from .groups import entry
@@ -98,7 +98,9 @@ class Lifecycle:
             self._shrinks += 1
             place = f"{self._prefix}shrunk/{self._shrinks}"
         remaining = [rank for rank in range(self._size) if rank not in excluded]
-        place += "".join(f"-{rank}" for rank in remaining)
+        # It is as long for any number of ranks: stores bound their keys.
+        ranks = "".join(f"-{rank}" for rank in remaining)
+        place += "-" + hashlib.sha1(ranks.encode(), usedforsecurity=False).hexdigest()
         store = C10D.PrefixStore(place, another(self._store))
         return self._part(store, remaining, opts_override)
 
