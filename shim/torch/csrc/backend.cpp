@@ -1376,11 +1376,11 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   return launch(std::move(task));
 }
 
-// The ranks report to rank 0 in the store, so that the group stays usable when one does not come. A
-// group that replacements come into does not use the store.
+// The ranks report to rank 0 in the store, so that the group stays usable when one does not come.
+// In a group that goes on without lost ranks, rank 0 may be one of those.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   refuse_if_forked("tutti monitored_barrier");
-  if (prefix_.empty()) {
+  if (outlives_) {
     if (WorkPtr work = barrier(opts)) {
       work->wait();
     }

@@ -129,6 +129,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       prefix_ = "tutti/members/" + uuid + "/" + c10::sha1(handles[0]).str() + "/";
       seq_ = barriers_ = deleted_ = shrinks_ = 0;
       formed_ = true;
+      outlives_ = false;
       options_->global_ranks_in_group.clear(); // they are not known
       running_->name("", {});
       suspended_ = false;

@@ -163,13 +163,18 @@ dist.destroy_process_group()
 SUBGROUP = (
     INIT
     + """
-pair = dist.new_group([0, 2])
+from datetime import timedelta
+lost = int(os.environ["DIES"])
+left = [r for r in range(size) if r != lost]
+pair = dist.new_group(left)
 trio = dist.new_group([0, 1, 2])
+trio.monitored_barrier()
 dist.barrier()
-loses(1)
-outlives(1, dist.all_reduce, torch.ones(1), group=trio)
+loses(lost)
+outlives(lost, dist.all_reduce, torch.ones(1), group=trio)
 dist.all_reduce(x := torch.ones(1), group=trio)
-assert x.item() == 2 and tutti_torch.active_ranks(trio) == [0, 2]
+assert x.item() == 2 and tutti_torch.active_ranks(trio) == left
+trio.monitored_barrier(timedelta(seconds=60))
 dist.all_reduce(x := torch.ones(1), group=pair)
 assert x.item() == 2 and tutti_torch.active_ranks(pair) == [0, 1]  # ranks of the group
 print("subgroups go on")
@@ -322,8 +327,10 @@ class Elastic(unittest.TestCase):
         self.assertEqual(out.count("reported"), 2)
 
     def test_subgroups_go_on(self):
-        out, _ = launched.run(3, SHRINK, SUBGROUP)
-        self.assertEqual(out.count("subgroups go on"), 2)
+        for lost in (1, 0):
+            with self.subTest(lost=lost):
+                out, _ = launched.run(3, SHRINK, SUBGROUP, environment={"DIES": str(lost)})
+                self.assertEqual(out.count("subgroups go on"), 2)
 
     def test_store_of_the_job(self):
         out, _ = launched.run(3, [], STORE)

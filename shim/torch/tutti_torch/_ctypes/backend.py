@@ -877,11 +877,11 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
     def monitored_barrier(self, timeout=timedelta(milliseconds=-1), wait_all_ranks=False):
         """The ranks report to rank 0 in the store, so that the group stays usable when one does not come.
 
-        A group that replacements come into does not use the store. C++ gives options, not a timeout.
+        In a group that goes on without lost ranks, rank 0 may be one of those. C++ gives options, not a timeout.
         """
         refuse_if_forked()
         timeout = getattr(timeout, "timeout", timeout)
-        if not self._prefix:
+        if self._outlives:
             opts = C10D.BarrierOptions()
             opts.timeout = timeout
             self.barrier(opts).wait()
