@@ -24,32 +24,42 @@ import (
 	"tutti/pg"
 )
 
-// The defaults of max_procs and memory_limit.
-const (
-	defaultProcs  = 4
-	defaultMemory = 1 << 30
+// bound is a limit of the Go runtime that the host may set once.
+type bound struct {
+	variable string // of the environment, which wins
+	standard int64  // applies until the host sets the limit
+	apply    func(n int64)
+
+	used, given sync.Once
+}
+
+// set applies n if it is the first value above 0, and the standard if there has been none. The
+// runtime has read its variables when the library was loaded, as os.Getenv has.
+func (b *bound) set(n int64) {
+	if os.Getenv(b.variable) != "" {
+		return
+	}
+	b.used.Do(func() { b.apply(b.standard) })
+	if n > 0 {
+		b.given.Do(func() { b.apply(n) })
+	}
+}
+
+// What max_procs and memory_limit set.
+var (
+	maxProcs = bound{variable: "GOMAXPROCS", standard: int64(min(4, runtime.NumCPU())),
+		apply: func(n int64) { runtime.GOMAXPROCS(int(n)) }}
+	memoryLimit = bound{variable: "GOMEMLIMIT", standard: 1 << 30, apply: func(n int64) { debug.SetMemoryLimit(n) }}
 )
 
 var setUp sync.Once
 
-// moderate bounds what the Go runtime uses of the host's processors and memory, the first time it
-// is called. The runtime has read its variables when the library was loaded, as os.Getenv has.
+// moderate bounds what the Go runtime uses of the host's processors and memory. Every function that
+// may be the first one that the host calls calls it.
 func moderate(c *C.tutti_config) {
+	maxProcs.set(int64(c.max_procs))
+	memoryLimit.set(int64(c.memory_limit))
 	setUp.Do(func() {
-		if os.Getenv("GOMAXPROCS") == "" {
-			n := int(c.max_procs)
-			if n <= 0 {
-				n = min(defaultProcs, runtime.NumCPU())
-			}
-			runtime.GOMAXPROCS(n)
-		}
-		if os.Getenv("GOMEMLIMIT") == "" {
-			n := int64(c.memory_limit)
-			if n <= 0 {
-				n = defaultMemory
-			}
-			debug.SetMemoryLimit(n)
-		}
 		watchDescriptors()
 		if fd := C.tutti_lifeline(); fd >= 0 {
 			lifeline.Set(os.NewFile(uintptr(fd), "lifeline")) // which Go's epoll instance watches

@@ -216,11 +216,12 @@ typedef struct tutti_config {
 	int32_t auto_admit;        /* 1: waiting ranks are admitted between operations */
 	int32_t progress;          /* 1: frames are received while the program computes */
 	/* The number of threads that run Go code at a time. It applies to the whole process; the first
-	 * tutti_join, tutti_local, tutti_member_new or tutti_store_open sets it, unless the environment
-	 * had GOMAXPROCS when the library was loaded. 0: 4, or the number of cores if that is less. */
+	 * tutti_join, tutti_local, tutti_member_new or tutti_store_open that gives one sets it, unless
+	 * the environment had GOMAXPROCS when the library was loaded. As long as none has given one, it
+	 * is 4, or the number of cores if that is less. */
 	int32_t max_procs;
 	/* The soft limit of Go's heap in bytes, in the same way; the environment's variable is
-	 * GOMEMLIMIT. 0: 1 GiB. Memory of tutti_alloc and of windows does not count. */
+	 * GOMEMLIMIT. Not given: 1 GiB. Memory of tutti_alloc and of windows does not count. */
 	int64_t memory_limit;
 } tutti_config;
 

@@ -6,7 +6,7 @@
     dist.init_process_group("tutti")
 
 Importing this package registers the backend "tutti" for CPU and CUDA tensors. It starts no threads
-and does not open Tutti's library: the first group does.
+and does not open Tutti's library: the first group does, or the first store of tutti://.
 """
 
 import os
