@@ -130,8 +130,13 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
       if (factor == nullptr) {
         invalid(what, "ReduceOp.PREMUL_SUM has no factor: make it with torch.distributed._make_nccl_premul_sum");
       }
-      r.factor = factor->tensor_factor.defined() ? factor->tensor_factor
+      r.factor = factor->tensor_factor.defined() ? factor->tensor_factor.reshape({})
                                                  : at::scalar_tensor(factor->double_factor, at::kDouble);
+      if (!c10::isComplexType(type) && (!c10::isFloatingType(type) || r.factor->is_complex())) {
+        invalid(what, "ReduceOp.PREMUL_SUM multiplies floating-point tensors by a real number, and complex ones by "
+                      "any, got a tensor of type ", c10::toString(type), " and a factor of type ",
+                c10::toString(r.factor->scalar_type()));
+      }
       r.op = TUTTI_SUM;
       break;
     }
@@ -166,7 +171,7 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
   const bool bits = r.op == TUTTI_BIT_AND || r.op == TUTTI_BIT_OR || r.op == TUTTI_BIT_XOR;
   bool known = number && !(bits && c10::isFloatingType(type));
   if (type == ScalarType::Bool) { // a sum is "any", a product is "all"
-    known = r.op != TUTTI_AVG && !r.factor;
+    known = r.op != TUTTI_AVG;
     r.op = r.op == TUTTI_SUM ? TUTTI_MAX : r.op == TUTTI_PRODUCT ? TUTTI_MIN : r.op;
     r.wire = {TUTTI_UINT8, 1};
   } else if (c10::isComplexType(type)) {

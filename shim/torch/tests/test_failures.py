@@ -37,6 +37,10 @@ def arguments(rank, size, port):
     x = torch.ones(4)
     raises(ValueError, "BAND", dist.all_reduce, x, dist.ReduceOp.BAND)
     raises(ValueError, "AVG", dist.all_reduce, x.bool(), dist.ReduceOp.AVG)
+    half, turn = dist._make_nccl_premul_sum(0.5), dist._make_nccl_premul_sum(torch.tensor(1j))
+    for wrong, factor in ((x.int(), half), (x.to(torch.uint16), half), (x.bool(), half), (x, turn)):
+        raises(ValueError, "PREMUL_SUM multiplies", dist.all_reduce, wrong, factor)
+        assert torch.equal(wrong.float(), x), wrong
     raises(ValueError, "single tensor", group.allreduce, [x, x])
     raises(ValueError, "the root is 7", group.broadcast, x, 7)
     raises(ValueError, "the root is -1", group.reduce, x, -1)

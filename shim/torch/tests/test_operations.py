@@ -214,10 +214,16 @@ def reductions(rank, size, port):
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
         same(x, torch.tensor(want).bool(), f"all_reduce {op} of bool")
 
-    for factor in (0.5, torch.tensor([2.0])):
-        x = torch.full((3,), rank + 1.0)
+    for factor, shape in itertools.product((0.5, torch.tensor([2.0]), torch.tensor([[2]])), ((3,), ())):
+        x = torch.full(shape, rank + 1.0)
         dist.all_reduce(x, dist._make_nccl_premul_sum(factor))
-        same(x, torch.full((3,), float(factor) * size * (size + 1) / 2), "all_reduce PREMUL_SUM")
+        same(x, torch.full(shape, float(factor) * size * (size + 1) / 2), "all_reduce PREMUL_SUM")
+    turn = dist.AllreduceOptions()
+    turn.reduceOp = dist._make_nccl_premul_sum(torch.tensor(2j))
+    for dtype in COMPLEX:
+        x = torch.full((3,), rank + 1.0).to(dtype)
+        dist.group.WORLD.allreduce([x], turn).wait()
+        same(x, torch.full((3,), 1j * size * (size + 1)).to(dtype), f"all_reduce PREMUL_SUM {dtype}")
     for dtype in FLOAT8:
         x = torch.full((3,), rank + 1.0).to(dtype)
         dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))

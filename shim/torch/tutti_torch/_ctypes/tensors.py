@@ -105,12 +105,18 @@ def reduction_of(what, op, dtype):
     r = Reduction(_REDUCTIONS[name], wire_of(dtype))
     if name == "PREMUL_SUM":
         factor = op.factor
-        r.factor = factor.cpu() if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=torch.float64)
+        own = isinstance(factor, torch.Tensor)
+        r.factor = factor.cpu().reshape(()) if own else torch.tensor(factor, dtype=torch.float64)
+        if not dtype.is_complex and (not dtype.is_floating_point or r.factor.is_complex()):
+            raise ValueError(
+                f"tutti {what}: ReduceOp.PREMUL_SUM multiplies floating-point tensors by a real number, and complex "
+                f"ones by any, got a tensor of type {name_of(dtype)} and a factor of type {name_of(r.factor.dtype)}"
+            )
     bits = r.op in (api.BIT_AND, api.BIT_OR, api.BIT_XOR)
     integral = dtype in _WIRES and not dtype.is_floating_point and dtype != torch.bool
     known = (dtype.is_floating_point or integral) and not (bits and dtype.is_floating_point)
     if dtype == torch.bool:  # a sum is "any", a product is "all"
-        known = r.op != api.AVG and r.factor is None
+        known = r.op != api.AVG
         r.op = {api.SUM: api.MAX, api.PRODUCT: api.MIN}.get(r.op, r.op)
         r.wire = (api.UINT8, 1)
     elif dtype.is_complex:
