@@ -451,6 +451,7 @@ func (l *launcher) event(e Event) error {
 	case e.Error != "":
 		l.live--
 		r.ended = true
+		l.enterEarly()
 		if r.restarts > 0 && !l.stopping {
 			l.rankEnded(e.ID, CodeNoExec, "could not be started again: "+e.Error)
 		} else {
@@ -460,11 +461,7 @@ func (l *launcher) event(e Event) error {
 		l.tell("%s is not bound: %s", l.who(e.ID), e.Unbound)
 	case !e.Exited:
 		r.started, r.pid = true, e.PID
-		early := l.early
-		l.early = nil
-		for _, in := range early {
-			l.enter(in)
-		}
+		l.enterEarly()
 	default:
 		l.learn(e.ID)
 		l.live--

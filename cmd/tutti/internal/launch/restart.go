@@ -135,6 +135,16 @@ func (l *launcher) revive(i int) {
 	}
 }
 
+// enterEarly handles the admissions that came before a process was known, which has started now, or
+// has not.
+func (l *launcher) enterEarly() {
+	early := l.early
+	l.early = nil
+	for _, in := range early {
+		l.enter(in)
+	}
+}
+
 // enter handles the admission of a process to the group. Processes that are not the launcher's, or
 // have ended, are ignored: their numbers may come again.
 func (l *launcher) enter(e entry) {

@@ -548,11 +548,15 @@ func TestEntriesOfEndedProcesses(t *testing.T) {
 // that another launcher has started on this machine. The store may show its own admission before
 // the guard has told its number.
 func TestEntriesOfStrangers(t *testing.T) {
-	f := newFake(t, 2, 2, 0)
+	f := newFake(t, 2, 4, 0)
 	f.useViews()
-	starts := func(pid int, early ...int) {
+	failed := false
+	starts := func(pid int, early ...int) { // 0: it does not
 		t.Helper()
-		f.die(0, 9)
+		if !failed {
+			f.die(0, 9)
+		}
+		failed = pid == 0
 		if got := get(t, "a restart", f.again); got != 0 {
 			t.Fatalf("%d is due", got)
 		}
@@ -563,7 +567,11 @@ func TestEntriesOfStrangers(t *testing.T) {
 		for slot, pid := range early {
 			f.enter(entry{group: pid, slot: slot, incarnation: uint64(pid)})
 		}
-		if err := f.event(Event{ID: 0, PID: pid}); err != nil {
+		e := Event{ID: 0, PID: pid}
+		if failed {
+			e.Error = "no such file"
+		}
+		if err := f.event(e); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -576,6 +584,10 @@ func TestEntriesOfStrangers(t *testing.T) {
 	}
 	if len(f.in) != 1 || len(f.early) != 0 {
 		t.Errorf("%+v are in, and %+v kept, want the rank alone", f.in, f.early)
+	}
+	starts(0, 4003)
+	if starts(4003); f.part(0) || len(f.early) != 0 {
+		t.Errorf("a stranger's admission beside a start that failed counts for the next process; %+v kept", f.early)
 	}
 }
 
