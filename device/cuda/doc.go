@@ -83,8 +83,8 @@
 // has a handle of the fabric of NVSwitches if the GPU was opened by [Driver.OpenIn], which a GPU of
 // the same clique uses. All other memory, that of the program included, has IPC handles, which
 // [Device.ExportIPC], [Device.ImportIPC], [Device.ForgetIPC] and [Device.WithdrawIPC] give alone.
-// The driver takes allocations that are no multiple of 2 MiB from blocks with others, and a handle
-// is one of the block: such memory of the program is not shared.
+// The driver takes allocations of less than 2 MiB from blocks with others, and a handle is one of
+// the block: such memory of the program is not shared.
 // CUDA does not define what work on it does after its owner has freed it, and such work of the same
 // process ends the context: free it only when no stream of another rank may load from it any more.
 //

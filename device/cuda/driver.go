@@ -330,9 +330,9 @@ func (g *gpu) shared(at uint64) (h IPCHandle, err error) {
 	if h.Base, h.Size, err = g.allocation(at); err != nil {
 		return h, err
 	}
-	if h.Base%ipcBlock != 0 || h.Size%ipcBlock != 0 {
+	if h.Base%ipcBlock != 0 || h.Size < ipcBlock {
 		return h, fmt.Errorf("cuda: an allocation of %d bytes at %#x on %s may be in a block with others, which its "+
-			"IPC handle would share: allocate a multiple of %d bytes: %w", h.Size, h.Base, g.name, ipcBlock,
+			"IPC handle would share: allocate %d bytes or more: %w", h.Size, h.Base, g.name, ipcBlock,
 			errors.ErrUnsupported)
 	}
 	if h.Number, err = g.number(at); err != nil {

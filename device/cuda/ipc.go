@@ -14,9 +14,9 @@ import (
 // and where m begins in it. The allocation may be any in the GPU's primary context. It must
 // not be freed before no other process has it mapped. The error wraps errors.ErrUnsupported if the
 // driver cannot share it so: memory of cuMemCreate, also that of Alloc, of cuMemAllocAsync, and in
-// PyTorch of expandable segments. Share shares what Alloc has given. It does so too if the begin or
-// the length of the allocation is no multiple of 2 MiB: the driver takes several of these from one
-// block, and a handle is one of the block. What PyTorch allocates from the driver are whole blocks.
+// PyTorch of expandable segments. Share shares what Alloc has given. It does so too for
+// allocations of less than 2 MiB: the driver takes several of these from one block, and a handle is
+// one of the block. What PyTorch allocates from the driver is 2 MiB or more.
 func (v *Device) ExportIPC(m mem.Memory) (h IPCHandle, offset uint64, err error) {
 	switch {
 	case m.Loc() != v.loc || m.Len() == 0:
