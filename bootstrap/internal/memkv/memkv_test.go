@@ -245,8 +245,8 @@ func TestWatchOfCompactedRevisionIsRefused(t *testing.T) {
 	}
 }
 
-// TestQueueIsBounded: a watcher that does not take its events is sent away before they fill the
-// memory.
+// TestQueueIsBounded: events that a watcher does not take are dropped before they fill the memory,
+// and it is sent away when it takes again.
 func TestQueueIsBounded(t *testing.T) {
 	const most = 1 << 10
 	for what, n := range map[string]int{"many events": maxQueue / most, "long values": maxQueueBytes / most / most} {

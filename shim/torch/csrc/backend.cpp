@@ -1588,7 +1588,10 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
       index += index_counts[r];
       value += value_counts[r];
     }
-    tensor.copy_(sum.coalesce().to(tensor.device()));
+    sum = sum.coalesce();
+    const at::Tensor values = sum._values();
+    overflow(values, tensor.scalar_type());
+    tensor.copy_(sum.to(tensor.device()));
   };
   auto work = begin(std::move(task)); // copies the counts
   work->wait();

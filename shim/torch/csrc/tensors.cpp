@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 
 namespace tutti_torch {
@@ -172,8 +173,6 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
   bool known = number && !(bits && c10::isFloatingType(type));
   if (type == ScalarType::Bool) { // a sum is "any", a product is "all"
     known = r.op != TUTTI_AVG;
-    r.op = r.op == TUTTI_SUM ? TUTTI_MAX : r.op == TUTTI_PRODUCT ? TUTTI_MIN : r.op;
-    r.wire = {TUTTI_UINT8, 1};
   } else if (c10::isComplexType(type)) {
     known = adds && r.wire.dtype != TUTTI_UINT8; // not bytes, as types that wire_of does not know
   } else if (is_float8(type) && (r.wire.dtype == TUTTI_UINT8 || r.op != TUTTI_SUM || r.factor)) {
@@ -279,7 +278,16 @@ tutti_buffer Staged::buffer(Wire wire) const {
   return b;
 }
 
+void overflow(const at::Tensor& values, ScalarType type) {
+  if (type == ScalarType::Float8_e4m3fn && values.scalar_type() != type) {
+    values.masked_fill_(values.abs() > 464, std::numeric_limits<double>::quiet_NaN()); // 464 is rounded to 448
+  }
+}
+
 void Staged::restore() const {
+  if (!tensors_.empty()) {
+    overflow(memory_, tensors_[0].scalar_type());
+  }
   if (tensors_.size() == 1) {
     tensors_[0].copy_(memory_.view(tensors_[0].sizes()));
     return;

@@ -82,6 +82,10 @@ class Staged {
   bool copied_ = false;
 };
 
+// Makes values NaN that a type is too small for, if it has no infinity: torch would make them its
+// largest. So it is in a sum.
+void overflow(const at::Tensor& values, at::ScalarType type);
+
 // Reports whether two pieces of memory share a byte.
 bool overlap(const Staged& a, const Staged& b);
 

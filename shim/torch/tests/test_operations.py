@@ -213,6 +213,22 @@ def reductions(rank, size, port):
         x = flags.clone()
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
         same(x, torch.tensor(want).bool(), f"all_reduce {op} of bool")
+    for op, want in [("BAND", [1, 0]), ("BXOR", [1, 0]), ("BOR", [1, 1]), ("SUM", [1, 1]), ("MIN", [1, 0])]:
+        x = torch.tensor([2 << rank, 0 if rank == 2 else 2 << rank], dtype=torch.uint8)  # any byte but 0 is true
+        dist.all_reduce(x.view(torch.bool), getattr(dist.ReduceOp, op))
+        same(x, torch.tensor(want, dtype=torch.uint8), f"all_reduce {op} of bool bytes")
+
+    # What overflows is not the largest number.
+    for dtype in FLOAT8:
+        largest = torch.finfo(dtype).max
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist._make_nccl_premul_sum(2.0)):
+            x = torch.tensor([largest, -largest, 1.0]).to(dtype)
+            dist.all_reduce(x, op)
+            assert x.float().isfinite().tolist() == [False, False, True], f"all_reduce {op} {dtype}: {x}"
+        x = torch.sparse_coo_tensor([[0, 2]], torch.tensor([largest, 1.0]), (4,)).to(dtype)
+        dist.all_reduce(x)
+        x = x.to(torch.float32).to_dense()
+        assert x.isfinite().tolist() == [False, True, True, True], f"all_reduce of a sparse tensor {dtype}: {x}"
 
     for factor, shape in itertools.product((0.5, torch.tensor([2.0]), torch.tensor([[2]])), ((3,), ())):
         x = torch.full(shape, rank + 1.0)

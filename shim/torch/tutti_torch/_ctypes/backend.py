@@ -27,6 +27,7 @@ from .tensors import (
     check_alike,
     check_dense,
     only,
+    overflow,
     overlap,
     raw,
     reduction_of,
@@ -1023,7 +1024,9 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
                 )
                 result = part if result is None else result + part
                 at += n
-            tensor.copy_(result.coalesce().to(tensor.device))
+            result = result.coalesce()
+            overflow(result._values(), tensor.dtype)
+            tensor.copy_(result.to(tensor.device))
 
         task.after.append(add)
         work = self._launch(task, opts.timeout)

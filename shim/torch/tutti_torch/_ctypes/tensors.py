@@ -117,8 +117,6 @@ def reduction_of(what, op, dtype):
     known = (dtype.is_floating_point or integral) and not (bits and dtype.is_floating_point)
     if dtype == torch.bool:  # a sum is "any", a product is "all"
         known = r.op != api.AVG
-        r.op = {api.SUM: api.MAX, api.PRODUCT: api.MIN}.get(r.op, r.op)
-        r.wire = (api.UINT8, 1)
     elif dtype.is_complex:
         known = r.op in (api.SUM, api.AVG) and r.wire[0] != api.UINT8  # not bytes, as types that wire_of does not know
     elif _is_float8(dtype) and (r.wire[0] == api.UINT8 or r.op != api.SUM or r.factor is not None):
@@ -242,8 +240,16 @@ class Staged:
 
     def restore(self):
         """Writes the memory to the tensors, if it is a copy."""
+        if self._tensors:
+            overflow(self.memory, self._tensors[0].dtype)
         for tensor, place in self._places(self._tensors):
             tensor.copy_(place)
+
+
+def overflow(values, dtype):
+    """Makes values NaN that a type is too small for, if it has no infinity: torch would make them its largest."""
+    if dtype == getattr(torch, "float8_e4m3fn", None) and values.dtype != dtype:
+        values.masked_fill_(values.abs() > 464, float("nan"))  # 464 is rounded to 448
 
 
 def overlap(a, b):
