@@ -26,7 +26,8 @@ type deviceMessage struct {
 	v     *visit
 	began time.Time // when the message was posted
 	due   time.Time // when its time is over, zero: not set
-	late  time.Time // until then it waits for its stream after the message has ended, zero: not set
+	late  time.Time // until then it waits for its stream after the message or the group has ended, zero: not set
+	dead  bool      // the group has
 
 	filled int         // bytes of a message to send that the proxy knows of; of post, then of pollStreams
 	gone   bool        // for pollStreams: it did not wait for its stream any more
@@ -144,12 +145,16 @@ func (g *Group) pollStreams() {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
 	var all []*deviceMessage
+	var look lookout
+	var halted error
 	p.Lock()
 	defer p.Unlock()
 	for len(x.messages) > 0 {
 		all = append(all[:0], x.messages...)
-		p.Look() // no other goroutine may be polling
-		halted := g.halted()
+		if look.due(time.Now()) {
+			p.Look() // no other goroutine may be polling
+			halted = g.halted()
+		}
 		p.Unlock()
 		moved := false
 		for _, c := range all {
@@ -199,8 +204,8 @@ func (c *deviceMessage) look(halted error) (did, over bool) {
 func (c *deviceMessage) leave(halted error) (did, over bool) {
 	now := time.Now()
 	using, lost := c.v.using(halted == ErrClosed), c.v.lost()
-	if c.late.IsZero() {
-		c.late = now.Add(grace)
+	if c.late.IsZero() || halted != nil && !c.dead {
+		c.late, c.dead = now.Add(grace), halted != nil
 	}
 	timely := c.err == nil && halted == nil && (c.due.IsZero() || now.Before(c.due))
 	if using && lost == nil && (now.Before(c.late) || timely) {
@@ -299,18 +304,43 @@ func (v *visit) brought() (bool, error) {
 	return false, v.lost()
 }
 
+// A lookout says when a wait for streams looks at the group. It looks at the streams more often,
+// which takes no lock.
+type lookout struct{ next time.Time }
+
+// due reports whether a look at the group is due.
+func (l *lookout) due(now time.Time) bool {
+	if l.next.IsZero() || !now.Before(l.next) {
+		l.next = now.Add(time.Millisecond)
+		return true
+	}
+	return false
+}
+
 // hold waits for something that a stream does, until ctx ends, the group cannot be used any more,
 // or done returns an error. So does fails, unless it is nil: with the proxy's lock, it returns why
-// the caller waits in vain.
+// the caller waits in vain. It has to be so for a second, since a link may come back.
 func (g *Group) hold(ctx context.Context, fails func() error, done func() (bool, error)) error {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
+	var look lookout
+	var since time.Time // of when the caller waits in vain
 	for {
 		if ok, err := done(); ok || err != nil {
 			return err
 		}
-		if err := g.noticed(fails); err != nil {
-			return err
+		if now := time.Now(); look.due(now) {
+			halted, vain := g.noticed(fails)
+			switch {
+			case halted != nil:
+				return halted
+			case vain == nil:
+				since = time.Time{}
+			case since.IsZero():
+				since = now
+			case now.Sub(since) >= grace:
+				return vain
+			}
 		}
 		if err := pace.Wait(ctx); err != nil {
 			return err
@@ -318,17 +348,17 @@ func (g *Group) hold(ctx context.Context, fails func() error, done func() (bool,
 	}
 }
 
-// noticed handles what other ranks have sent, and returns why a call that waits for its stream must
-// not wait any longer, or nil.
-func (g *Group) noticed(fails func() error) error {
+// noticed handles what other ranks have sent. It returns why the group cannot be used, and what
+// fails returns, if that is not nil.
+func (g *Group) noticed(fails func() error) (halted, vain error) {
 	p := g.job.proxy
 	p.Lock()
 	defer p.Unlock()
 	if !g.closed.Load() { // else the proxy may be closed
 		p.Look()
 	}
-	if err := g.halted(); err != nil || fails == nil {
-		return err
+	if halted = g.halted(); halted == nil && fails != nil {
+		vain = fails()
 	}
-	return fails()
+	return halted, vain
 }

@@ -1,7 +1,6 @@
 package pg
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -279,8 +278,8 @@ func (j *job) judging() bool {
 // Evict removes a rank from the job, alive or not. The rank's next call returns ErrEvicted, and it
 // may come back by Rejoin. Any single rank may call Evict. It returns when the view has changed;
 // the others go on as after a failure. It returns an error that wraps ErrIsolated if this rank
-// cannot take part in the decision. After that, a *TimeoutError or ErrAborted the view may still
-// change later.
+// cannot take part in the decision. After that or a *TimeoutError the view may still change later.
+// The decision is the job's: Abort of the group does not end it.
 func (g *Group) Evict(ctx context.Context, rank int) error {
 	if ctx == nil {
 		return noContext("evict")
@@ -311,7 +310,9 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	}
 	ro.Tell(membership.Evict{Slot: r})
 	for {
-		hopeless := g.undecided() // before the look at the view, which may have changed by then
+		g.job.proxy.Lock()
+		hopeless := g.job.stranded() // before the look at the view, which may have changed by then
+		g.job.proxy.Unlock()
 		var in bool
 		if err := ro.Ask(b.ctx, func(m *membership.Machine) {
 			in = m.View().Has(r, was) && m.Member()
@@ -328,13 +329,6 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 			return b.why(b.ctx.Err())
 		}
 	}
-}
-
-// undecided returns why a decision on the membership is not waited for, or nil.
-func (g *Group) undecided() error {
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
-	return cmp.Or(g.halted(), g.job.stranded())
 }
 
 // bound is the deadline of a call that waits for the store: the earlier one of its ctx and

@@ -33,7 +33,7 @@ func (w *Window) PutBuffer(ctx context.Context, rank, offset int, src Buffer) er
 
 // GetBuffer is Get for a Buffer, which may be in a device's memory; offset is in bytes. The
 // device's memory is written in the order of the buffer's stream, and GetBuffer waits for that:
-// nothing is written after it has returned. Data takes the ways of PutBuffer.
+// nothing is written after it has returned nil. Data takes the ways of PutBuffer.
 func (w *Window) GetBuffer(ctx context.Context, rank, offset int, dst Buffer) error {
 	return w.move(ctx, "get", rank, offset, dst, false)
 }

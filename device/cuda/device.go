@@ -29,8 +29,8 @@ type Device struct {
 
 	mu        sync.Mutex
 	closed    bool
-	running   sync.WaitGroup // functions of during and behind
-	failed    error          // the first of behind
+	running   sync.WaitGroup // functions of during and behind, and freeLarge
+	failed    error          // the first of behind and freeLarge
 	streams   map[*stream]struct{}
 	exchanges map[*exchange]struct{} // that were not freed
 	memory    map[uint64]allocation  // by address, of Alloc

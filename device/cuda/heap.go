@@ -14,16 +14,17 @@ import (
 	"tutti/mem"
 )
 
-// Pinned memory comes from the driver in chunks, which stay until the device is closed. The driver
-// frees one when all work on the GPU has ended, and does not say whether its other calls wait
-// meanwhile. The work may be waiting for what this process does by such a call, so that neither the
-// caller of FreeHost nor another goroutine can have the driver free anything. Blocks of up to
-// largestBlock are parts of a chunk of chunkSize, larger ones are chunks of their own, and all go
-// to free lists: there is as much of each size as was in use at once.
+// Pinned memory comes from the driver in chunks, which stay until the device is closed, as far as
+// that is bounded. The driver frees one when all work on the GPU has ended, and does not say
+// whether its other calls wait meanwhile, as the work may for what this process does by such a
+// call. Blocks of up to largestBlock are parts of a chunk of chunkSize, larger ones are chunks of
+// their own, and all go to free lists: there is as much of each size as was in use at once. Large
+// blocks that would make more than maxSpare bytes of free ones are given back by a goroutine.
 const (
 	smallestBlock = 64
 	largestBlock  = 256 << 10
 	chunkSize     = 1 << 20
+	maxSpare      = 1 << 30
 )
 
 // A chunk is pinned memory.
@@ -40,6 +41,10 @@ type heap struct {
 	free   map[int][]unsafe.Pointer // by size
 	rest   []byte                   // of the newest chunk
 	left   []block                  // freed, but a stream may remember words in them
+
+	spare, most int              // bytes of large blocks in free, at most
+	large       []unsafe.Pointer // chunks that the driver is to free
+	freer       bool             // a goroutine has it do so
 }
 
 // A block is memory that AllocHost has given.
@@ -51,7 +56,9 @@ type block struct {
 // holds reports whether p points into the block.
 func (b block) holds(p unsafe.Pointer) bool { return uintptr(p)-uintptr(b.at) < uintptr(b.n) }
 
-func newHeap() heap { return heap{used: map[unsafe.Pointer]int{}, free: map[int][]unsafe.Pointer{}} }
+func newHeap() heap {
+	return heap{used: map[unsafe.Pointer]int{}, free: map[int][]unsafe.Pointer{}, most: maxSpare}
+}
 
 // class returns the size of the block for n bytes: a power of two, or for large ones one of the
 // seven between two of them, so that they have an eighth more than they need at most.
@@ -69,6 +76,9 @@ func (h *heap) take(n int) unsafe.Pointer {
 	size := class(n)
 	if l := h.free[size]; len(l) > 0 {
 		h.free[size] = l[:len(l)-1]
+		if n > largestBlock {
+			h.spare -= size
+		}
 		return l[len(l)-1]
 	}
 	if n > largestBlock || len(h.rest) < size {
@@ -150,8 +160,9 @@ func (v *Device) block(n int) (mem.Memory, bool) {
 }
 
 // FreeHost implements device.HostAllocator. It does not wait. The memory is used again for blocks
-// of the same size, and goes back to the driver when the device is closed. Memory with words that a
-// stream has waited for is used again when that stream has been given more work, or was closed.
+// of the same size, and goes back to the driver when the device is closed, or, beyond 1 GiB of free
+// memory, when the work on the GPU has ended; Close returns what the driver says. Memory with words
+// that a stream has waited for is free when that stream has been given more work, or was closed.
 func (v *Device) FreeHost(m mem.Memory) error {
 	var at unsafe.Pointer
 	if m.Loc().Host() {
@@ -183,11 +194,41 @@ func (v *Device) settle() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.host.left = append(v.host.left, kept...)
+	h := &v.host
 	for _, b := range left {
-		if !slices.Contains(kept, b) {
-			size := class(b.n)
-			v.host.free[size] = append(v.host.free[size], b.at)
+		size := class(b.n)
+		switch {
+		case slices.Contains(kept, b):
+		case b.n <= largestBlock:
+			h.free[size] = append(h.free[size], b.at)
+		case h.spare+size <= h.most:
+			h.free[size] = append(h.free[size], b.at)
+			h.spare += size
+		case !v.closed: // Close frees all chunks
+			h.chunks = slices.DeleteFunc(h.chunks, func(c chunk) bool { return c.at == b.at })
+			h.large = append(h.large, b.at)
+			if !h.freer {
+				h.freer = true
+				v.running.Go(v.freeLarge)
+			}
 		}
+	}
+}
+
+// freeLarge has the driver free chunks, which waits for the work on the GPU.
+func (v *Device) freeLarge() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for h := &v.host; ; {
+		if len(h.large) == 0 {
+			h.freer = false
+			return
+		}
+		at := h.large[0]
+		h.large = slices.Delete(h.large, 0, 1)
+		v.mu.Unlock()
+		v.fail(v.gpu.freeHost(at))
+		v.mu.Lock()
 	}
 }
 

@@ -347,6 +347,32 @@ func TestPinnedMemory(t *testing.T) {
 	}
 }
 
+// What is freed goes back to the driver beyond what is kept for other blocks, whatever their sizes.
+func TestFreePinnedMemoryIsBounded(t *testing.T) {
+	f, v := open(t, fake.Config{})
+	v.host.most = 4 << 20
+	was := f.Census().HostBlocks
+	for size := largestBlock * 2; size <= 4<<20; size *= 2 {
+		var all []mem.Memory
+		for range 4 << 20 / size {
+			m, err := v.AllocHost(size)
+			must(t, err)
+			all = append(all, m)
+		}
+		for _, m := range all {
+			must(t, v.FreeHost(m))
+		}
+	}
+	f.Until(t, "the rest is freed", func(n fake.Census) bool { return n.HostBlocks-was == 4<<20/(largestBlock*2) })
+	before := f.Calls()["cuMemHostAlloc"]
+	m, err := v.AllocHost(largestBlock * 2)
+	must(t, err)
+	must(t, v.FreeHost(m))
+	if f.Calls()["cuMemHostAlloc"] != before {
+		t.Error("nothing was kept")
+	}
+}
+
 // pin allocates and frees pinned memory.
 func pin(t *testing.T, v *Device) {
 	r := rand.New(rand.NewPCG(3, 4))
