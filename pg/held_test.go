@@ -160,6 +160,19 @@ func TestBlockingCallsOfHeldStreamsEndWithTheGroup(t *testing.T) {
 	})
 }
 
+// A link that is broken for a moment does not end a call that waits for its stream.
+func TestHeldCallsOutlastABrokenLink(t *testing.T) {
+	each(t, 1, Config{}, func(ctx context.Context, g *Group) error {
+		looks := 0
+		return g.hold(ctx, func() error {
+			if looks++; looks%5 < 3 {
+				return errors.New("the link is broken")
+			}
+			return nil
+		}, func() (bool, error) { return looks > 20, nil })
+	})
+}
+
 // A tellingStream tells when it is given a copy.
 type tellingStream struct {
 	device.Stream

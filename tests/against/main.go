@@ -15,6 +15,9 @@
 // interval lies above 1 is measured again, and has become slower if it does so both times: of many
 // rows, some lie above 1 once by chance.
 //
+// Each build measures itself. Where the way of measuring has changed between them, as that of calls
+// over tcp has with package internal/tick, rows with --tight are alike.
+//
 // The exit code is 1 if a row has become slower, and 2 if there is no result.
 package main
 

@@ -34,7 +34,7 @@ type Spec struct {
 	Check      bool
 	Touch      bool   // each rank writes its inputs before every call and reads its result after it
 	Queue      int    // 0: blocking calls; else operations that are started before the first wait
-	Transport  string // as requested; only shown
+	Transport  string // as requested; shown, and decides when calls begin: see tick.Of
 
 	corrupt func(op string, rank int, output []byte) // tests spoil results here
 }
@@ -400,28 +400,34 @@ func (r *run) tally(ctx context.Context, row *Row, w int64) error {
 // what is done around them: all ranks get the same.
 type round func(n int) (call, all float64, err error)
 
-// best returns the time of a call in the best of several rounds. A round whose calls take less than
-// half of RoundTime does not count, since something has disturbed the calibration, and is repeated
-// with as many as fill it. The programs of tests/peers do the same (measure.h).
+// best returns the time of a call in the best of several rounds.
 func (r *run) best(do round) (float64, error) {
 	n, err := r.calibrate(do)
 	if err != nil {
 		return 0, err
 	}
 	best := math.Inf(1)
-	for rounds := 0; rounds < max(1, r.Rounds); {
-		call, all, err := do(n)
+	for range max(1, r.Rounds) {
+		call, err := r.counted(do, &n)
 		if err != nil {
 			return 0, err
 		}
-		if r.Iters == 0 && all < r.RoundTime.Seconds()/2 && n < r.most() {
-			n = r.filling(n, all) // at least twice as many
-			continue
-		}
 		best = min(best, call)
-		rounds++
 	}
 	return best, nil
+}
+
+// counted returns the time of a call in a round of n calls. A round whose calls take less than half
+// of RoundTime does not count, since something has disturbed the calibration: it is repeated with
+// as many as fill it, which n is set to. The programs of tests/peers do the same (measure.h).
+func (r *run) counted(do round, n *int) (float64, error) {
+	for {
+		call, all, err := do(*n)
+		if err != nil || r.Iters > 0 || all >= r.RoundTime.Seconds()/2 || *n >= r.most() {
+			return call, err
+		}
+		*n = r.filling(*n, all) // at least twice as many
+	}
 }
 
 // calibrate determines the number of calls in a round, after calls for a quarter of its time, so
@@ -479,16 +485,13 @@ func (r *run) round(ctx context.Context, in *instance, n int) (call, all float64
 
 // touch is a round in the way in which programs use collectives: before each call every rank writes
 // new inputs, and after it reads its result; all have written when the call begins. Only the calls
-// are measured. call is the median over the calls. If each rank has a processor, the ranks of a
-// machine begin a call together, and it takes as long as its slowest rank. If they share
+// are measured. call is the median over the calls. If each rank has a processor, a call takes as
+// long as its slowest rank, and ranks that are all on one machine begin it together. If they share
 // processors, each begins when it gets one, and a call takes from the first rank's beginning to the
 // last rank's end: a late rank finds what others have done meanwhile.
 func (r *run) touch(ctx context.Context, in *instance, n int) (call, all float64, err error) {
 	r.times = r.times[:0]
-	interval := tick.Of(r.Transport)
-	if r.g.LocalSize() < r.g.Size() {
-		interval = tick.Network
-	}
+	together := !r.share && r.g.LocalSize() == r.g.Size() // machines have clocks of their own
 	start := machine.now()
 	for range n {
 		in.first++
@@ -496,8 +499,8 @@ func (r *run) touch(ctx context.Context, in *instance, n int) (call, all float64
 		if err := r.g.Barrier(ctx); err != nil {
 			return 0, 0, err
 		}
-		if !r.share {
-			machine.together(interval)
+		if together {
+			machine.together(tick.Of(r.Transport))
 		}
 		began := machine.now()
 		if err := in.call(ctx); err != nil {

@@ -401,7 +401,7 @@ func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registe
 					return nil, fmt.Errorf("%v, %d bytes in %s memory: %w", a, in.bytes, memory, err)
 				}
 			}
-			s, _, err := r.round(ctx, in, iters[i])
+			s, err := r.counted(func(n int) (float64, float64, error) { return r.round(ctx, in, n) }, &iters[i])
 			if err != nil {
 				return nil, fmt.Errorf("%v, %d bytes in %s memory: %w", a, in.bytes, memory, err)
 			}

@@ -190,6 +190,10 @@ func (m *measurer) row(s *Spec, r *Row) error {
 	for range s.Rounds {
 		for _, w := range who {
 			d, err := m.turn(turn{Who: w, Op: r.Op, N: r.Bytes, Depth: r.Depth, Count: count[w]})
+			for err == nil && s.Iters == 0 && d < s.RoundTime/2 && count[w] < most { // calibrate was disturbed
+				count[w] = filling(s, count[w], d)
+				d, err = m.turn(turn{Who: w, Op: r.Op, N: r.Bytes, Depth: r.Depth, Count: count[w]})
+			}
 			if err != nil {
 				return err
 			}
@@ -229,11 +233,19 @@ func (m *measurer) calibrate(s *Spec, t turn) (int, error) {
 			return 0, err
 		case s.Iters > 0:
 			return s.Iters, nil
-		case d >= s.RoundTime/4 || t.Count >= 1<<24:
-			return max(1, int(float64(t.Count)*float64(s.RoundTime)/float64(d))), nil
+		case d >= s.RoundTime/4 || t.Count >= most:
+			return filling(s, t.Count, d), nil
 		}
 		t.Count *= 4
 	}
+}
+
+// most bounds the calls of a turn.
+const most = 1 << 24
+
+// filling returns how many calls make a turn if n of them take d.
+func filling(s *Spec, n int, d time.Duration) int {
+	return int(min(max(1, float64(n)*float64(s.RoundTime)/float64(max(d, 1))), most))
 }
 
 // warmMessages sends the messages of a turn until they go by RDMA, if they can.
