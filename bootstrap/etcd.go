@@ -558,6 +558,9 @@ func (s *etcdStore) reason(err error) string {
 	}
 	full := rpctypes.ErrorDesc(rpctypes.ErrGRPCNoSpace)
 	if errors.Is(err, rpctypes.ErrNoSpace) || status.Convert(err).Message() == full {
+		if s.addr.Scheme == "tutti" {
+			return "it is full: keep fewer or smaller values in it, or give the job an etcd of its own (TUTTI_STORE)"
+		}
 		return "it is full (its alarm NOSPACE is on): compact and defragment it or raise its quota, " +
 			"then disarm the alarm (etcdctl alarm disarm)"
 	}

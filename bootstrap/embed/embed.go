@@ -10,6 +10,7 @@
 package embed
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -47,11 +48,14 @@ type Config struct {
 	Ports     string // see ports.ParseSpec; default "0"
 	Dir       string // where the data directory is made; default os.TempDir()
 	Logger    *slog.Logger
+
+	live int64 // tests: in place of maxLive
 }
 
 // Server is a running store.
 type Server struct {
 	etcd    *etcd.Server
+	history *history
 	l       *proof.Listener
 	dir     string
 	held    *lockdir.Held // dir
@@ -62,7 +66,6 @@ type Server struct {
 
 const (
 	dirPrefix = "tutti-store-"
-	quota     = 64 << 20
 	minFiles  = 150 // etcd ends its process if it may not have more
 )
 
@@ -109,17 +112,18 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	}
 	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Admit: s.admit,
 		Refused: trust.LogRefused(cfg.Logger, "store"), Failing: trust.LogFailing(cfg.Logger, "store")})
-	c := s.config()
-	serving := make(chan struct{})
-	c.ServiceRegister = func(g *grpc.Server) {
-		close(serving)
-		go g.Serve(s.l) // returns when the listener is closed
-	}
+	history := newHistory(cmp.Or(cfg.live, maxLive))
+	c := s.config(history)
+	serving := make(chan *grpc.Server, 1)
+	c.ServiceRegister = func(g *grpc.Server) { serving <- g }
 	if s.etcd, err = etcd.Start(ctx, c); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
 	select {
-	case <-serving: // which follows
+	case g := <-serving: // which follows
+		s.history = history
+		go s.history.run(s.etcd.Core())
+		go g.Serve(s.l) // returns when the listener is closed
 		return s, s.check(ctx, cfg.Secret)
 	case err := <-s.etcd.Err():
 		return nil, fmt.Errorf("embedded store: %w", err)
@@ -158,14 +162,14 @@ var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{
 		e.AppendString("tutti: the embedded store ends this process:")
 	}}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
 
-func (s *Server) config() *embed.Config {
+func (s *Server) config(h *history) *embed.Config {
 	c := etcd.Config(filepath.Join(s.dir, "data"))
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(lastWords).Named("store"))
 	c.PreVote = false
 	c.SnapshotCount, c.SnapshotCatchUpEntries = 1000, 100
-	c.MaxSnapFiles, c.MaxWalFiles = 1, 1
-	c.AutoCompactionMode, c.AutoCompactionRetention = embed.CompactorModeRevision, "1000"
-	c.QuotaBackendBytes = quota
+	c.MaxSnapFiles = 1
+	c.MaxWalFiles, c.QuotaBackendBytes = 0, -1 // neither is etcd's to bound: see history
+	c.CompactionSleepInterval = time.Millisecond
 	c.Metrics = "basic"
 	c.MaxRequestBytes = 2 * bootstrap.MaxValue
 	c.GRPCKeepAliveMinTime = time.Second
@@ -173,7 +177,7 @@ func (s *Server) config() *embed.Config {
 	// The address of a Unix socket has no room for a long path.
 	etcd.Listen(c, url.URL{Scheme: "unix", Path: fmt.Sprintf("/proc/self/fd/%d/etcd", s.held.Dir.Fd())})
 	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}),
-		grpc.ConnectionTimeout(proof.Timeout)}
+		grpc.ConnectionTimeout(proof.Timeout), grpc.ChainUnaryInterceptor(h.admit)}
 	return c
 }
 
@@ -185,6 +189,9 @@ func (s *Server) Close() error {
 	s.once.Do(func() {
 		if s.l != nil {
 			s.l.CloseAll() // etcd would wait seconds for its clients to leave
+		}
+		if s.history != nil {
+			s.history.stop()
 		}
 		if s.etcd != nil {
 			s.etcd.Stop()

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"go.etcd.io/etcd/server/v3/embed"
+	"go.etcd.io/etcd/server/v3/etcdserver"
 	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
 )
@@ -92,6 +93,9 @@ func Start(ctx context.Context, c *embed.Config) (*Server, error) {
 
 // Address returns where clients connect to, HOST:PORT.
 func (s *Server) Address() string { return s.e.Clients[0].Addr().String() }
+
+// Core returns the member itself.
+func (s *Server) Core() *etcdserver.EtcdServer { return s.e.Server }
 
 // Err reports the end of the member for another reason than Stop.
 func (s *Server) Err() <-chan error { return s.e.Err() }
