@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -15,16 +16,26 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
 	"tutti/internal/leaktest"
 	"tutti/internal/proctest"
 )
 
-const childDir = "EMBED_TEST_CHILD_DIR"
+const (
+	childDir   = "EMBED_TEST_CHILD_DIR"
+	childSpace = "EMBED_TEST_CHILD_SPACE" // how many further bytes of addresses it may have; default any
+)
 
 func TestMain(m *testing.M) {
 	if dir := os.Getenv(childDir); dir != "" {
+		if text := os.Getenv(childSpace); text != "" {
+			if err := limitSpace(text); err != nil {
+				fmt.Println("error", err)
+				os.Exit(1)
+			}
+		}
 		s, err := Start(context.Background(), Config{Secret: secret, Dir: dir})
 		if err != nil {
 			fmt.Println("error", err)
@@ -34,6 +45,23 @@ func TestMain(m *testing.M) {
 		select {} // until it is killed
 	}
 	leaktest.Main(m)
+}
+
+func limitSpace(text string) error {
+	more, err := strconv.ParseUint(text, 10, 64)
+	if err != nil {
+		return err
+	}
+	b, err := os.ReadFile("/proc/self/statm")
+	if err != nil {
+		return err
+	}
+	var pages uint64
+	if _, err := fmt.Sscan(string(b), &pages); err != nil {
+		return err
+	}
+	limit := pages*uint64(os.Getpagesize()) + more
+	return unix.Setrlimit(unix.RLIMIT_AS, &unix.Rlimit{Cur: limit, Max: limit})
 }
 
 var secret = []byte("a secret for the tests of this package")
@@ -220,6 +248,19 @@ func TestSideBySide(t *testing.T) {
 }
 
 // A store that was killed leaves no port, and its directory goes at the next start.
+// A store runs where addresses are few, as for a program under ulimit -v.
+func TestLimitedAddressSpace(t *testing.T) {
+	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + t.TempDir(), childSpace + "=" + fmt.Sprint(4<<30)}))
+	c, err := dial(t, p.Hear())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.Put(t.Context(), "k", make([]byte, bootstrap.MaxValue), true); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
 	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir}))

@@ -12,13 +12,18 @@ import (
 
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.etcd.io/etcd/server/v3/etcdserver"
+	"go.etcd.io/etcd/server/v3/storage/backend"
 	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
 )
 
-// etcd takes the size of its log's segments from a global. The default would preallocate 128 MB for
-// each member.
-func init() { wal.SegmentSizeBytes = 4 << 20 }
+// etcd takes two sizes from globals. The defaults would preallocate 128 MB of log for each member,
+// and map 10 GiB for its database, which a limit of the address space (RLIMIT_AS) may not allow. A
+// database that grows beyond its map is mapped anew.
+func init() {
+	wal.SegmentSizeBytes = 4 << 20
+	backend.InitialMmapSize = 256 << 20
+}
 
 // Config returns the configuration of an etcd of one member with its data in dir, whose port the
 // kernel chooses.
