@@ -112,7 +112,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	}
 	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Admit: s.admit,
 		Refused: trust.LogRefused(cfg.Logger, "store"), Failing: trust.LogFailing(cfg.Logger, "store")})
-	history := newHistory(cmp.Or(cfg.live, maxLive))
+	history := newHistory(cmp.Or(cfg.live, maxLive), cfg.Logger)
 	c := s.config(history)
 	serving := make(chan *grpc.Server, 1)
 	c.ServiceRegister = func(g *grpc.Server) { serving <- g }
@@ -122,7 +122,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	select {
 	case g := <-serving: // which follows
 		s.history = history
-		go s.history.run(s.etcd.Core())
+		s.history.start(s.etcd.Core())
 		go g.Serve(s.l) // returns when the listener is closed
 		return s, s.check(ctx, cfg.Secret)
 	case err := <-s.etcd.Err():

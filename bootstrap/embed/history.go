@@ -3,63 +3,105 @@ package embed
 import (
 	"context"
 	"errors"
-	"sync/atomic"
+	"log/slog"
+	"sync"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"go.etcd.io/etcd/client/pkg/v3/fileutil"
 	"go.etcd.io/etcd/server/v3/etcdserver"
 	"go.etcd.io/etcd/server/v3/storage"
 	"go.etcd.io/etcd/server/v3/storage/mvcc"
-	"go.etcd.io/etcd/server/v3/storage/schema"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/status"
+
+	"tutti/bootstrap"
+	"tutti/internal/files"
 )
 
-// maxLive bounds the bytes of the keys that exist, and their values.
+// maxLive bounds the cost of the keys that exist, in bytes.
 const maxLive = 64 << 20
+
+// small is the cost of a write that is not held up for the sake of the larger ones.
+const small = bootstrap.MaxValue / 4
 
 // history bounds what the store keeps by bytes. etcd keeps every value that a key ever had until it
 // is told to compact. Its own compactors go by the clock, and its quota counts the database's file,
-// which never shrinks: at the quota it refuses writes, and goes on to when all data is gone. Here
-// the writes are counted. After each period of them a round removes what was overwritten or deleted
-// before the period began. The file reuses the space, and so is bounded without a quota.
+// which never shrinks: at the quota it refuses writes, and goes on to when all data is gone. Here a
+// watch counts the live data, and writes are refused while that is too much. The writes are counted
+// too: after each period of them a round removes what was overwritten or deleted before the period
+// began. The file reuses the space, and so is bounded without a quota.
 //
-// A watch that is further behind than a period of writes ends, and its client begins another one.
+// A watch that is more than about a period of writes behind ends, however much data is live. Its
+// client begins another one.
 type history struct {
-	live    int64 // bound of the live bytes
+	live    int64 // bound of kept
 	period  int64 // bytes of writes between two rounds
-	written atomic.Int64
-	full    atomic.Bool
-	due     chan struct{}  // holds one token when a round is due
-	asks    chan chan bool // see room
+	log     *slog.Logger
+	retry   time.Duration // time between two attempts of a round, or to purge the log
+	compact func(ctx context.Context, revision int64) error
+	due     chan struct{} // holds one token when a round may be due
+	events  mvcc.WatchStream
+	wg      sync.WaitGroup
 	ctx     context.Context
 	cancel  context.CancelFunc
-	done    chan struct{} // closed at the end of run
+
+	mu       sync.Mutex
+	kept     int64         // the live bytes, as of the revision seen
+	seen     int64         // the last revision that the watch told
+	answered int64         // the last revision that an answer told
+	written  int64         // bytes of admitted writes that no round has taken account of
+	changed  chan struct{} // closed when the watch or a round got on; nil while nobody waits
 }
 
-func newHistory(live int64) *history {
-	h := &history{live: live, period: live / 4, due: make(chan struct{}, 1), asks: make(chan chan bool),
-		done: make(chan struct{})}
+func newHistory(live int64, log *slog.Logger) *history {
+	h := &history{live: live, period: live / 4, log: log, retry: time.Second, due: make(chan struct{}, 1)}
 	h.ctx, h.cancel = context.WithCancel(context.Background())
 	return h
 }
 
+// start begins to count and to make rounds. Nobody may have written to the server yet.
+func (h *history) start(s *etcdserver.EtcdServer) {
+	h.compact = func(ctx context.Context, revision int64) error {
+		_, err := s.Compact(ctx, &pb.CompactionRequest{Revision: revision, Physical: true})
+		if errors.Is(err, mvcc.ErrCompacted) {
+			return nil
+		}
+		return err
+	}
+	h.seen = s.KV().Rev()
+	h.events = s.Watchable().NewWatchStream()
+	h.events.Watch(h.ctx, 0, []byte{0}, []byte{}, 0) // all keys, from now
+	h.wg.Go(func() { h.count(h.events.Chan()) })
+	h.wg.Go(h.rounds)
+	h.wg.Go(func() { h.purge(s.Cfg.WALDir()) })
+}
+
+// stop ends what start began. The server must still run: it never answers a compaction that its end
+// interrupts.
+func (h *history) stop() {
+	h.cancel()
+	h.events.Close()
+	h.wg.Wait()
+}
+
 // admit is an interceptor. It refuses writes while the live data is beyond its bound, and delays
-// those that are two periods ahead of the rounds.
+// those that are two periods ahead of the rounds, small ones at four.
 func (h *history) admit(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 	if n := cost(req); n > 0 {
-		if (h.full.Load() || h.written.Load() >= 2*h.period) && !h.room(ctx) {
-			return nil, rpctypes.ErrGRPCNoSpace
-		}
-		if h.written.Add(n) >= h.period {
-			select {
-			case h.due <- struct{}{}:
-			default:
-			}
+		if err := h.reserve(ctx, n); err != nil {
+			return nil, err
 		}
 	}
-	return next(ctx, req)
+	resp, err := next(ctx, req)
+	if r, ok := resp.(interface{ GetHeader() *pb.ResponseHeader }); ok && err == nil {
+		h.mu.Lock()
+		h.answered = max(h.answered, r.GetHeader().GetRevision())
+		h.mu.Unlock()
+	}
+	return resp, err
 }
 
 // cost returns what a request adds to the store, in bytes, as etcd's quota estimates it.
@@ -71,84 +113,169 @@ func cost(req any) int64 {
 	return 0
 }
 
-// room reports, after the round that is due, whether there is room for further data.
-func (h *history) room(ctx context.Context) bool {
-	answer := make(chan bool, 1)
-	select {
-	case h.asks <- answer:
-		return <-answer
-	case <-ctx.Done():
-	case <-h.done:
+// reserve waits until a write that costs n bytes may be made, and counts it.
+func (h *history) reserve(ctx context.Context, n int64) error {
+	limit := 2 * h.period
+	if n <= small {
+		limit = 4 * h.period
 	}
-	return true // whatever comes of the request
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.kept > h.live {
+		if err := h.catchUp(ctx); err != nil {
+			return err
+		}
+	}
+	for h.kept <= h.live && h.written >= limit {
+		if err := h.wait(ctx); err != nil {
+			return err
+		}
+	}
+	if h.kept > h.live {
+		return rpctypes.ErrGRPCNoSpace
+	}
+	if h.written += n; h.written >= h.period {
+		select {
+		case h.due <- struct{}{}:
+		default:
+		}
+	}
+	return nil
 }
 
-// run makes the rounds, and removes old parts of the log, until stop. etcd would let 30 seconds of
-// the log come together.
-func (h *history) run(s *etcdserver.EtcdServer) {
-	defer close(h.done)
-	purged, _ := fileutil.PurgeFileWithDoneNotify(nil, s.Cfg.WALDir(), "wal", 1, time.Second, h.ctx.Done())
-	defer func() { <-purged }()
-	var last int64 // the store's revision at the last round
+// catchUp waits until all is counted that clients know to be done. The caller holds h.mu.
+func (h *history) catchUp(ctx context.Context) error {
+	for answered := h.answered; h.seen < answered; {
+		if err := h.wait(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// wait waits for a change of what h.mu guards, which the caller holds.
+func (h *history) wait(ctx context.Context) error {
+	if h.changed == nil {
+		h.changed = make(chan struct{})
+	}
+	changed := h.changed
+	h.mu.Unlock()
+	defer h.mu.Lock()
+	select {
+	case <-changed:
+		return nil
+	case <-ctx.Done():
+		return status.FromContextError(ctx.Err()).Err()
+	case <-h.ctx.Done():
+		return rpctypes.ErrGRPCStopped
+	}
+}
+
+// tell ends the present waits. The caller holds h.mu.
+func (h *history) tell() {
+	if h.changed != nil {
+		close(h.changed)
+		h.changed = nil
+	}
+}
+
+// count keeps account of the live data, until stop.
+func (h *history) count(changes <-chan mvcc.WatchResponse) {
+	costs := map[string]int64{} // of the keys that exist
+	for c := range changes {
+		h.mu.Lock()
+		for _, e := range c.Events {
+			key := string(e.Kv.Key)
+			h.kept -= costs[key]
+			if e.Type == mvccpb.Event_PUT {
+				costs[key] = cost(&pb.PutRequest{Key: e.Kv.Key, Value: e.Kv.Value})
+				h.kept += costs[key]
+			} else {
+				delete(costs, key)
+			}
+			h.seen = e.Kv.ModRevision
+		}
+		h.tell()
+		h.mu.Unlock()
+	}
+}
+
+// rounds makes the rounds that are due, until stop.
+func (h *history) rounds() {
+	failed := h.failing("the store cannot remove what was overwritten, and holds up writes")
+	last := int64(1) // revision at the last round; that of an empty store
 	for {
 		select {
 		case <-h.due:
-			last = h.round(s, last)
-		case answer := <-h.asks:
-			last = h.round(s, last)
-			answer <- !h.full.Load()
 		case <-h.ctx.Done():
 			return
 		}
+		now, err := h.round(last)
+		for ; err != nil; now, err = h.round(last) {
+			if !failed(err) {
+				return
+			}
+		}
+		last = now
 	}
 }
 
-// stop ends run. The server must still run: it never answers a compaction that its end interrupts.
-func (h *history) stop() {
-	h.cancel()
-	<-h.done
-}
-
-// round compacts to the revision of the last round, and to the present one if too much remains. It
-// sets full, and returns the present revision. It does nothing if nothing has changed.
-func (h *history) round(s *etcdserver.EtcdServer, last int64) int64 {
-	now := s.KV().Rev()
-	if now == last {
-		return last
+// round compacts to the revision of the last round, and returns that of this one. It does nothing
+// if less than a period was written since. Then writes that waited go on.
+func (h *history) round(last int64) (now int64, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	written := h.written
+	if written < h.period {
+		return last, nil
 	}
-	written := h.written.Load()
-	full, err := h.compact(s, last)
-	if full && err == nil {
-		full, err = h.compact(s, now)
+	if err := h.catchUp(h.ctx); err != nil {
+		return 0, err
 	}
+	now = h.seen // no compaction overtakes the watch
+	h.mu.Unlock()
+	err = h.compact(h.ctx, last)
+	h.mu.Lock()
 	if err != nil {
-		return last // a later write tries again
+		return 0, err
 	}
-	h.written.Add(-written)
-	h.full.Store(full)
-	return now
+	h.written -= written
+	h.tell()
+	return now, nil
 }
 
-// compact removes what was overwritten or deleted up to a revision, and reports whether what
-// remains is beyond the bound.
-func (h *history) compact(s *etcdserver.EtcdServer, revision int64) (full bool, err error) {
-	if revision > 0 {
-		_, err := s.Compact(h.ctx, &pb.CompactionRequest{Revision: revision, Physical: true})
-		if err != nil && !errors.Is(err, mvcc.ErrCompacted) {
-			return false, err
+// purge removes old parts of the log every second, until stop. etcd would let 30 seconds of it come
+// together.
+func (h *history) purge(dir string) {
+	failed := h.failing("the store cannot remove old parts of its log for now")
+	for {
+		done, errs := fileutil.PurgeFileWithDoneNotify(nil, dir, "wal", 1, time.Second, h.ctx.Done())
+		<-done
+		select {
+		case err := <-errs: // it gave up
+			if failed(err) {
+				continue
+			}
+		default:
+		}
+		return
+	}
+}
+
+// failing returns a function that logs an error, at most once a minute, and waits until the next
+// attempt. It returns false at stop.
+func (h *history) failing(text string) func(error) bool {
+	var last time.Time
+	return func(err error) bool {
+		if h.ctx.Err() == nil && time.Since(last) >= time.Minute {
+			last = time.Now()
+			h.log.Warn(text, "err", files.Explain(err))
+		}
+		select {
+		case <-time.After(h.retry):
+			return true
+		case <-h.ctx.Done():
+			return false
 		}
 	}
-	b := s.Backend()
-	if b.SizeInUse() <= h.live {
-		return false, nil
-	}
-	left := h.live // pages in use may be half empty
-	tx := b.ConcurrentReadTx()
-	tx.RLock()
-	defer tx.RUnlock()
-	tx.UnsafeForEach(schema.Key, func(k, v []byte) error {
-		left -= int64(len(k) + len(v))
-		return nil
-	})
-	return left < 0, nil
 }

@@ -4,14 +4,23 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"log/slog"
 	"maps"
 	"net"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"go.etcd.io/etcd/server/v3/storage/mvcc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"tutti/bootstrap"
 )
@@ -76,6 +85,191 @@ func TestFullStore(t *testing.T) {
 		}
 		if err = c.Put(ctx, "k", make([]byte, size), false); err != nil {
 			t.Fatal(err)
+		}
+	}
+}
+
+// Writers that are ahead of the rounds share them: there is one for each period of writes, and none
+// for writes that are refused, or for deletions.
+func TestWritersShareRounds(t *testing.T) {
+	const live, writers, each = 1 << 20, 200, 5
+	s := start(t, Config{Dir: t.TempDir(), live: live})
+	h, core := s.history, s.etcd.Core()
+	var rounds, written atomic.Int64
+	compact := h.compact
+	h.compact = func(ctx context.Context, revision int64) error {
+		rounds.Add(1)
+		return compact(ctx, revision)
+	}
+	do := func(req any) error {
+		_, err := h.admit(t.Context(), req, nil, func(ctx context.Context, _ any) (any, error) {
+			if req, ok := req.(*pb.DeleteRangeRequest); ok {
+				return core.DeleteRange(ctx, req)
+			}
+			written.Add(cost(req))
+			return core.Put(ctx, req.(*pb.PutRequest))
+		})
+		return err
+	}
+	var deleted atomic.Int64
+	var wg sync.WaitGroup
+	for i := range writers {
+		wg.Go(func() {
+			for n := 0; n < each; {
+				err := do(&pb.PutRequest{Key: fmt.Append(nil, "k", i), Value: make([]byte, bootstrap.MaxValue)})
+				if err == nil {
+					n++
+				} else if errors.Is(err, rpctypes.ErrGRPCNoSpace) {
+					err = do(&pb.DeleteRangeRequest{Key: fmt.Append(nil, "k", deleted.Add(1)%writers)})
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if n := rounds.Load(); n == 0 || n > written.Load()/h.period {
+		t.Errorf("%d rounds for %d bytes of writes, with periods of %d", n, written.Load(), h.period)
+	}
+}
+
+// fakeHistory returns a history with rounds that call compact, of a store in which nothing is live.
+func fakeHistory(t *testing.T, log io.Writer, compact func(context.Context) error) *history {
+	h := newHistory(1<<20, slog.New(slog.NewTextHandler(log, nil)))
+	h.retry = time.Millisecond
+	h.compact = func(ctx context.Context, _ int64) error { return compact(ctx) }
+	h.wg.Go(h.rounds)
+	t.Cleanup(func() {
+		h.cancel()
+		h.wg.Wait()
+	})
+	return h
+}
+
+// fill reserves for large writes until further ones wait.
+func fill(t *testing.T, h *history) {
+	t.Helper()
+	for range 2 * h.period / bootstrap.MaxValue {
+		if err := h.reserve(t.Context(), bootstrap.MaxValue); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := h.reserve(ended, bootstrap.MaxValue); status.Code(err) != codes.Canceled {
+		t.Fatalf("a write ahead of a round that has not ended: %v", err)
+	}
+}
+
+// Small writes do not wait behind large ones that are ahead of the rounds.
+func TestSmallWritesPass(t *testing.T) {
+	goOn := make(chan struct{})
+	h := fakeHistory(t, io.Discard, func(ctx context.Context) error {
+		select {
+		case <-goOn:
+		case <-ctx.Done():
+		}
+		return ctx.Err()
+	})
+	fill(t, h)
+	for range 4 {
+		if err := h.reserve(t.Context(), small); err != nil {
+			t.Error(err)
+		}
+	}
+	close(goOn)
+	if err := h.reserve(t.Context(), bootstrap.MaxValue); err != nil {
+		t.Error(err)
+	}
+}
+
+// After a failed compaction writes wait for one that succeeds.
+func TestFailedCompaction(t *testing.T) {
+	results := make(chan error)
+	var log strings.Builder
+	h := fakeHistory(t, &log, func(ctx context.Context) error {
+		select {
+		case err := <-results:
+			return err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
+	fill(t, h)
+	for range 3 {
+		results <- errors.New("too many requests")
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := h.reserve(ended, bootstrap.MaxValue); status.Code(err) != codes.Canceled {
+		t.Errorf("a write after a failed compaction: %v", err)
+	}
+	results <- nil
+	if err := h.reserve(t.Context(), bootstrap.MaxValue); err != nil {
+		t.Error(err)
+	}
+	h.cancel()
+	h.wg.Wait()
+	if n := strings.Count(log.String(), "too many requests"); n != 1 {
+		t.Errorf("%d records of 3 errors: %s", n, &log)
+	}
+}
+
+type writerFunc func([]byte)
+
+func (f writerFunc) Write(b []byte) (int, error) {
+	f(b)
+	return len(b), nil
+}
+
+// Old parts of the log are removed, though an attempt failed.
+func TestPurgeGoesOn(t *testing.T) {
+	dir := t.TempDir()
+	made, wal := filepath.Join(dir, "made"), filepath.Join(dir, "wal")
+	if err := os.Mkdir(made, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"1.wal", "2.wal", "3.wal"} {
+		if err := os.WriteFile(filepath.Join(made, name), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	logged := make(chan string, 1)
+	h := fakeHistory(t, writerFunc(func(b []byte) { logged <- string(b) }), nil)
+	h.wg.Go(func() { h.purge(wal) })
+	if text := <-logged; !strings.Contains(text, "no such file") {
+		t.Error(text)
+	}
+	if err := os.Rename(made, wal); err != nil {
+		t.Fatal(err)
+	}
+	for len(entries(t, wal)) > 1 {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// A watch that is less than a period of writes behind goes on, however much data is live.
+func TestHistoryOfPeriod(t *testing.T) {
+	const live, n = 1 << 20, 14
+	s := start(t, Config{Dir: t.TempDir(), live: live})
+	c, err := dial(t, s.Address())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	core := s.etcd.Core()
+	var revisions []int64 // after each write
+	for i := range 6 * n {
+		if err := c.Put(t.Context(), fmt.Sprint("k", i%n), make([]byte, bootstrap.MaxValue), false); err != nil {
+			t.Fatal(err)
+		}
+		revisions = append(revisions, core.KV().Rev())
+		behind := max(0, i+1-live/4/bootstrap.MaxValue)
+		req := &pb.RangeRequest{Key: []byte("k"), Revision: revisions[behind]}
+		if _, err := core.Range(t.Context(), req); err != nil {
+			t.Fatalf("write %d: the state after write %d: %v", i, behind, err)
 		}
 	}
 }
