@@ -247,7 +247,6 @@ func TestSideBySide(t *testing.T) {
 	}
 }
 
-// A store that was killed leaves no port, and its directory goes at the next start.
 // A store runs where addresses are few, as for a program under ulimit -v.
 func TestLimitedAddressSpace(t *testing.T) {
 	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + t.TempDir(), childSpace + "=" + fmt.Sprint(4<<30)}))
@@ -261,6 +260,7 @@ func TestLimitedAddressSpace(t *testing.T) {
 	}
 }
 
+// A store that was killed leaves no port, and its directory goes at the next start.
 func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
 	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir}))

@@ -21,10 +21,11 @@ import (
 	"tutti/internal/files"
 )
 
-// maxLive bounds the cost of the keys that exist, in bytes.
+// maxLive bounds the cost of the keys that exist, in bytes. Small writes have a quarter more.
 const maxLive = 64 << 20
 
-// small is the cost of a write that is not held up for the sake of the larger ones.
+// small is the cost of a write that is not held up, or refused, for the sake of the larger ones:
+// the records of a job are small.
 const small = bootstrap.MaxValue / 4
 
 // history bounds what the store keeps by bytes. etcd keeps every value that a key ever had until it
@@ -115,24 +116,27 @@ func cost(req any) int64 {
 
 // reserve waits until a write that costs n bytes may be made, and counts it.
 func (h *history) reserve(ctx context.Context, n int64) error {
-	limit := 2 * h.period
+	full, limit := h.live, 2*h.period
 	if n <= small {
-		limit = 4 * h.period
+		full, limit = h.live+h.live/4, 4*h.period
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.kept > h.live {
-		if err := h.catchUp(ctx); err != nil {
-			return err
+	for {
+		if h.kept > full {
+			if err := h.catchUp(ctx); err != nil {
+				return err
+			}
+			if h.kept > full {
+				return rpctypes.ErrGRPCNoSpace
+			}
 		}
-	}
-	for h.kept <= h.live && h.written >= limit {
+		if h.written < limit {
+			break
+		}
 		if err := h.wait(ctx); err != nil {
 			return err
 		}
-	}
-	if h.kept > h.live {
-		return rpctypes.ErrGRPCNoSpace
 	}
 	if h.written += n; h.written >= h.period {
 		select {
@@ -225,14 +229,14 @@ func (h *history) rounds() {
 func (h *history) round(last int64) (now int64, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	written := h.written
-	if written < h.period {
+	if h.written < h.period {
 		return last, nil
 	}
 	if err := h.catchUp(h.ctx); err != nil {
 		return 0, err
 	}
-	now = h.seen // no compaction overtakes the watch
+	written := h.written // all that the watch has told was counted before
+	now = h.seen         // no compaction overtakes the watch
 	h.mu.Unlock()
 	err = h.compact(h.ctx, last)
 	h.mu.Lock()

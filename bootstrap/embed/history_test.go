@@ -72,14 +72,19 @@ func TestFullStore(t *testing.T) {
 			!strings.Contains(err.Error(), "TUTTI_STORE") || strings.Contains(err.Error(), "etcdctl") {
 			t.Fatalf("after %d bytes of at most %d: %v", n*size, live, err)
 		}
-		if err = c.Create(ctx, "another", []byte("value"), true); err == nil {
-			t.Fatal("a full store takes a key")
+		err = nil
+		few := 0 // such as the records of a job
+		for ; err == nil; few++ {
+			err = c.Put(ctx, fmt.Sprint("few", few), make([]byte, size/2), true)
+		}
+		if few*size/2 < live/8 || few*size/2 > live/2 || !strings.Contains(err.Error(), "it is full") {
+			t.Fatalf("after %d bytes of small values in a store that is full for larger ones: %v", few*size/2, err)
 		}
 		if _, err := c.Get(ctx, "k0"); err != nil {
 			t.Error(err)
 		}
 		for i := range n {
-			if err := c.Delete(ctx, fmt.Sprint("k", i)); err != nil {
+			if err := errors.Join(c.Delete(ctx, fmt.Sprint("k", i)), c.Delete(ctx, fmt.Sprint("few", i))); err != nil {
 				t.Fatal(err)
 			}
 		}
