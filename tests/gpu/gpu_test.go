@@ -55,7 +55,7 @@ const patience = time.Minute
 var library string
 
 // everywhere runs a test on the fake driver and on the machine's GPU. The fake has as many queues
-// as a GPU has where CUDA_DEVICE_MAX_CONNECTIONS says nothing else.
+// as run.sh gives a GPU: ranks of one process need as many as they have streams.
 func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
 	on := func(t *testing.T, d *cuda.Driver, path string, n int) {
 		library = path
@@ -71,7 +71,7 @@ func everywhere(t *testing.T, f func(t *testing.T, v *cuda.Device)) {
 		f(t, v)
 	}
 	t.Run("fake", func(t *testing.T) {
-		path := fake.New(t, fake.Config{Queues: 8}).Path
+		path := fake.New(t, fake.Config{Queues: 32}).Path
 		d, err := cuda.LoadLibrary(path)
 		if err != nil {
 			t.Fatal(err)

@@ -464,12 +464,12 @@ const sanitizerTime = 2 * time.Minute
 // TestSanitizer runs the tests of all kernels under NVIDIA's compute-sanitizer, which reports
 // accesses outside of allocations, and threads that race in shared memory.
 func TestSanitizer(t *testing.T) {
-	if !*sanitize {
-		t.Skip("without -gpu.sanitizer")
-	}
 	everywhere(t, func(t *testing.T, v *cuda.Device) {
-		if faked(v) {
+		switch {
+		case faked(v):
 			t.Skip("compute-sanitizer needs a GPU")
+		case !*sanitize:
+			t.Skip("without -gpu.sanitizer")
 		}
 		sanitizer, err := sanitizer()
 		if err != nil {
