@@ -20,8 +20,8 @@ cd "$root/tests/gpu"
 binary=$root/.build/gpu.test
 kind=GPU device=0 compile=yes run=yes limit=80 sanitizer=
 
-# The tests in their order: first a short one, then those that measure. Those after a + may have more
-# streams than a GPU has queues: they run again at the end with the driver's number of these, 8.
+# The tests in their order: first a short one, then those that measure. Those after a + may have
+# more streams than a GPU has queues: they run again at the end with as many as the driver has, 8.
 first=Reductions
 times='Bandwidths +GraphReplay +AllReduceOfLocalRanks +FirstCollective Staging'
 rest='Short +GraphKinds NearFloat64 Suite Processes Handles DeadProcess'
