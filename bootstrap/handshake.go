@@ -372,16 +372,19 @@ func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
 	addr := netip.AddrPortFrom(ip, port).String()
 	self := trust.Hello{FromRank: uint32(s.cfg.Rank), ToRank: uint32(s.cfg.Rank), FromIncarnation: s.cfg.Incarnation,
 		ToIncarnation: s.cfg.Incarnation}
-	ctx, cancel := context.WithTimeout(ctx, proofTimeout)
+	within, cancel := context.WithTimeout(ctx, proofTimeout)
 	defer cancel()
-	conn, err := dialPeer(ctx, nil, addr, s.cfg.Secret, self)
+	conn, err := dialPeer(within, nil, addr, s.cfg.Secret, self)
 	if err == nil {
-		_, err = describe(ctx, conn, s.cfg.Incarnation)
+		_, err = describe(within, conn, s.cfg.Incarnation)
 	}
-	if err != nil {
-		return fmt.Errorf("handshake: the endpoint at %s does not answer itself (is there a firewall?): %w", addr, err)
+	switch {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		return fmt.Errorf("handshake: the check of the endpoint at %s was ended: %w", addr, context.Cause(ctx))
 	}
-	return nil
+	return fmt.Errorf("handshake: the endpoint at %s does not answer itself (is there a firewall?): %w", addr, err)
 }
 
 // Addrs returns the addresses to publish, IP:PORT, best first.

@@ -244,13 +244,16 @@ func TestFormWithoutOneMember(t *testing.T) {
 // A cancelled Form ends at all members.
 func TestFormCancelled(t *testing.T) {
 	ms := members(t, 2, pg.Config{})
-	ctx, cancel := context.WithCancel(t.Context())
-	time.AfterFunc(30*time.Millisecond, cancel)
-	if _, err := ms[0].Form(ctx, "u", handles(ms...)); !errors.Is(err, context.Canceled) {
-		t.Errorf("the member that was cancelled: %v", err)
-	}
-	if _, err := ms[1].Form(t.Context(), "u", handles(ms...)); !errors.As(err, new(*pg.RankError)) {
-		t.Errorf("the other one: %v", err)
+	for i := range 40 { // the last time in what waits for the other one
+		uuid := fmt.Sprint("u", i)
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(time.Duration(i)*time.Millisecond, cancel)
+		if _, err := ms[0].Form(ctx, uuid, handles(ms...)); !errors.Is(err, context.Canceled) {
+			t.Errorf("the member that was cancelled after %d ms: %v", i, err)
+		}
+		if _, err := ms[1].Form(t.Context(), uuid, handles(ms...)); !errors.As(err, new(*pg.RankError)) {
+			t.Errorf("the other one: %v", err)
+		}
 	}
 }
 

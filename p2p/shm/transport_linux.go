@@ -103,6 +103,9 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	conn, err := t.connect(ctx, e, h.Self())
 	if err != nil {
 		t.Close()
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("shm: the check of the listener was ended: %w", context.Cause(ctx))
+		}
 		return nil, fmt.Errorf("shm: the listener does not answer itself: %w", err)
 	}
 	conn.Read(make([]byte, 1)) // waits until the other end of the probe is closed, too
