@@ -778,13 +778,16 @@ func (g *Group) across(v *visit) (here bool, err error) {
 // unless the group ends. A failure of a rank does not end the wait: this rank has its data.
 func (g *Group) deliver(v *visit) error {
 	g.beginWait()
+	var look lookout
 	return g.holdLocked(func() (bool, error) {
 		if had, err := v.had(); had || err != nil {
 			return had, err
 		}
-		g.job.proxy.Look() // a peer may have aborted the group
-		if err := g.halted(); err != nil {
-			return false, err
+		if look.due(time.Now()) {
+			g.job.proxy.Look() // a peer may have aborted the group
+			if err := g.halted(); err != nil {
+				return false, err
+			}
 		}
 		if err := g.wait.Err(); err != nil {
 			return false, &TimeoutError{Call: exec.Spell(g.run.Token()) + ", whose stream is held up,",
