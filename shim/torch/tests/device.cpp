@@ -39,6 +39,7 @@ constexpr int kDevices = 4, kPool = 4, kNotReady = 600;
   X(cuStreamCreate, (void**, unsigned))                                 \
   X(cuStreamQuery, (void*))                                             \
   X(cuStreamIsCapturing, (void*, int*))                                 \
+  X(cuThreadExchangeStreamCaptureMode, (int*))                          \
   X(cuStreamBeginCapture_v2, (void*, int))                              \
   X(cuStreamEndCapture, (void*, void**))                                \
   X(cuGraphInstantiateWithFlags, (void**, void*, unsigned long long))   \
@@ -57,6 +58,17 @@ void* (*contents)(uint64_t, size_t); // where the host finds memory of a device
     const int result_ = (call);                              \
     TORCH_CHECK(result_ == 0, #call, " gives ", result_);    \
   } while (0)
+
+// Relaxed allows calls beside a capture that are no part of it, as torch's own allocator does.
+struct Relaxed {
+  int mode = 2; // CU_STREAM_CAPTURE_MODE_RELAXED; then the thread's
+  Relaxed() {
+    CU(cu.cuThreadExchangeStreamCaptureMode(&mode));
+  }
+  ~Relaxed() {
+    cu.cuThreadExchangeStreamCaptureMode(&mode);
+  }
+};
 
 struct Gpu {
   void* context = nullptr;
@@ -93,6 +105,7 @@ void* handle_of(int number, c10::StreamId id) {
 
 c10::StreamId new_stream(int number) {
   In in(number);
+  Relaxed relaxed;
   void* stream;
   CU(cu.cuStreamCreate(&stream, 1));
   std::lock_guard<std::mutex> guard(mutex);
@@ -167,6 +180,7 @@ Word take_word(int number) {
     }
   }
   In in(number);
+  Relaxed relaxed;
   void* at;
   CU(cu.cuMemHostAlloc(&at, 8, 3));
   static_cast<std::atomic<uint64_t>*>(at)->store(0);
@@ -242,6 +256,7 @@ struct Memory final : c10::Allocator {
     if (block == nullptr) {
       block = new Block{number, 0, n, 0, {}, {}, {}};
       In in(number);
+      Relaxed relaxed;
       CU(cu.cuMemAlloc_v2(&block->at, n));
     }
     block->stream = current[number];
