@@ -283,7 +283,6 @@ func TestDevicePrograms(t *testing.T) {
 			}
 		}
 	})
-	p.moved()
 }
 
 // TestDeviceKilledPutter: a process that is killed while it puts and gets leaves no write behind.

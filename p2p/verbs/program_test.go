@@ -70,7 +70,8 @@ func (p *program) fatalf(format string, args ...any) {
 	p.t.Fatalf("after %v: %s", p.count, fmt.Sprintf(format, args...))
 }
 
-// run runs steps of the program, with a fault in one of so many, and ends what is under way.
+// run runs steps of the program, with a fault in one of so many, and ends what is under way. It
+// runs more steps until the devices have moved data both ways.
 func (p *program) run(steps, faults int, fault func()) {
 	p.t.Helper()
 	p.count = map[string]int{}
@@ -83,7 +84,8 @@ func (p *program) run(steps, faults int, fault func()) {
 		p.wins = append(p.wins, w)
 		p.expose(w)
 	}
-	for step := range steps {
+	late := time.Now().Add(linktest.Patience)
+	for step := 0; step < steps || !p.movedBoth() && time.Now().Before(late); step++ {
 		if faults > 0 && step%faults == faults-1 {
 			p.count["faults"]++
 			fault()
@@ -108,7 +110,7 @@ func (p *program) run(steps, faults int, fault func()) {
 			p.turn(p.r.IntN(2), 1+p.r.IntN(8))
 		}
 	}
-	for late := time.Now().Add(linktest.Patience); len(p.ops) > 0; {
+	for late = time.Now().Add(linktest.Patience); len(p.ops) > 0; {
 		p.turn(0, 1)
 		p.turn(1, 1)
 		if time.Now().After(late) {
@@ -123,20 +125,25 @@ func (p *program) run(steps, faults int, fault func()) {
 	for _, w := range p.wins {
 		p.unchanged(w)
 	}
+	put, got := p.bytesMoved()
+	p.t.Logf("%v; the devices have put %d bytes and got %d", p.count, put, got)
+	if !p.movedBoth() {
+		p.t.Error("they have not moved data both ways")
+	}
 }
 
-// moved logs what has happened, and checks that the devices have moved some of the data.
-func (p *program) moved() {
-	p.t.Helper()
-	var put, got uint64
+// bytesMoved counts what the devices have moved.
+func (p *program) bytesMoved() (put, got uint64) {
 	for _, s := range p.sides {
 		a, b := bytesMoved(s)
 		put, got = put+a, got+b
 	}
-	p.t.Logf("%v; the devices have put %d bytes and got %d", p.count, put, got)
-	if put == 0 || got == 0 {
-		p.t.Error("they have not moved data both ways")
-	}
+	return put, got
+}
+
+func (p *program) movedBoth() bool {
+	put, got := p.bytesMoved()
+	return put > 0 && got > 0
 }
 
 func (p *program) expose(w *testWindow) {
@@ -361,7 +368,6 @@ func TestPrograms(t *testing.T) {
 					f.Restore(device)
 				}
 			})
-			p.moved()
 		})
 	}
 }
