@@ -310,11 +310,11 @@ type lookout struct{ next time.Time }
 
 // due reports whether a look at the group is due.
 func (l *lookout) due(now time.Time) bool {
-	if l.next.IsZero() || !now.Before(l.next) {
-		l.next = now.Add(time.Millisecond)
-		return true
+	if now.Before(l.next) {
+		return false
 	}
-	return false
+	l.next = now.Add(time.Millisecond)
+	return true
 }
 
 // hold waits for something that a stream does, until ctx ends, the group cannot be used any more,

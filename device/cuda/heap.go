@@ -199,11 +199,11 @@ func (v *Device) settle() {
 		size := class(b.n)
 		switch {
 		case slices.Contains(kept, b):
-		case b.n <= largestBlock:
+		case b.n <= largestBlock || h.spare+size <= h.most:
 			h.free[size] = append(h.free[size], b.at)
-		case h.spare+size <= h.most:
-			h.free[size] = append(h.free[size], b.at)
-			h.spare += size
+			if b.n > largestBlock {
+				h.spare += size
+			}
 		case !v.closed: // Close frees all chunks
 			h.chunks = slices.DeleteFunc(h.chunks, func(c chunk) bool { return c.at == b.at })
 			h.large = append(h.large, b.at)

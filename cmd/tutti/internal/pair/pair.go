@@ -189,13 +189,16 @@ func (m *measurer) row(s *Spec, r *Row) error {
 	m.direct, m.done = 0, 0
 	for range s.Rounds {
 		for _, w := range who {
-			d, err := m.turn(turn{Who: w, Op: r.Op, N: r.Bytes, Depth: r.Depth, Count: count[w]})
-			for err == nil && s.Iters == 0 && d < s.RoundTime/2 && count[w] < most { // calibrate was disturbed
-				count[w] = filling(s, count[w], d)
-				d, err = m.turn(turn{Who: w, Op: r.Op, N: r.Bytes, Depth: r.Depth, Count: count[w]})
-			}
-			if err != nil {
-				return err
+			var d time.Duration
+			for {
+				var err error
+				if d, err = m.turn(turn{Who: w, Op: r.Op, N: r.Bytes, Depth: r.Depth, Count: count[w]}); err != nil {
+					return err
+				}
+				if s.Iters > 0 || d >= s.RoundTime/2 || count[w] >= most {
+					break
+				}
+				count[w] = filling(s, count[w], d) // calibrate was disturbed
 			}
 			times[w] = append(times[w], d.Seconds()*1e6/float64(count[w]))
 		}
