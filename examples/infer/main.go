@@ -136,7 +136,7 @@ func write(ctx context.Context, m *model, o options, given []byte, out io.Writer
 }
 
 // compare computes on this rank alone the logits of the same text, and returns the largest
-// difference.
+// difference: not a number if any of them is none.
 func compare(ctx context.Context, o options, text []byte, logits []float32, out io.Writer) (float64, error) {
 	m, err := newModel(o.shape, o.seed, 0, 1, alone{})
 	if err != nil {
@@ -148,10 +148,7 @@ func compare(ctx context.Context, o options, text []byte, logits []float32, out 
 	}
 	worst, largest := 0.0, 0.0
 	for i, v := range want {
-		d := math.Abs(float64(v - logits[i]))
-		if !(d <= worst) { // keeps what is not a number
-			worst = d
-		}
+		worst = max(worst, math.Abs(float64(v-logits[i]))) // what is not a number stays
 		largest = math.Max(largest, math.Abs(float64(v)))
 	}
 	fmt.Fprintf(out, "%d logits of up to %.3g differ by at most %.3g\n", len(want), largest, worst)

@@ -3,7 +3,9 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
 	"math"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -202,5 +204,28 @@ func TestComparison(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// What is not a number is a difference, whatever comes before and after it.
+func TestComparisonKeepsWhatIsNoNumber(t *testing.T) {
+	o := options{shape: small, prompt: "some", tokens: 5, seed: 1}
+	m, err := newModel(o.shape, o.seed, 0, 1, alone{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, logits, err := write(t.Context(), m, o, nil, io.Discard, "alone")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d, err := compare(t.Context(), o, text, logits, io.Discard); d != 0 || err != nil {
+		t.Fatalf("the logits differ from themselves by %g: %v", d, err)
+	}
+	for _, at := range []int{0, len(logits) / 2, len(logits) - 1} {
+		wrong := slices.Clone(logits)
+		wrong[at] = float32(math.NaN())
+		if d, err := compare(t.Context(), o, text, wrong, io.Discard); !math.IsNaN(d) || err != nil {
+			t.Errorf("logit %d of %d is not a number: they differ by %g, %v", at, len(logits), d, err)
+		}
 	}
 }
