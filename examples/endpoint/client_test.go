@@ -355,7 +355,6 @@ for i in range(66):
 	s.same("output", c.ok(), nil)
 }
 
-// A program asks the client for its state, which it does not tell.
 // A client of another version than the endpoint says so.
 func TestClientOfAnotherVersion(t *testing.T) {
 	s := serve(t, secret)
@@ -371,6 +370,7 @@ func TestClientOfAnotherVersion(t *testing.T) {
 	c.fails("the endpoint's frames are of version 2, and this client's of version 9")
 }
 
+// A program asks the client for its state, which it does not tell.
 func TestClientTellsNoState(t *testing.T) {
 	s := serve(t, secret)
 	c := s.start("recv")
