@@ -98,6 +98,37 @@ func TestMPIOnOneHostNeedsNothing(t *testing.T) {
 	}
 }
 
+// The launchers of other systems than Debian have other names, and may be anywhere.
+func TestMPILaunchersAreFound(t *testing.T) {
+	const says = "#!/bin/sh\necho \"${0##*/} $*\"\n"
+	for script, names := range map[string]struct{ variable, debian, plain string }{
+		"openmpi.sh": {"MPIRUN", "mpirun.openmpi", "mpirun"},
+		"mpich.sh":   {"MPIEXEC", "mpiexec.mpich", "mpiexec"},
+	} {
+		t.Run(script, func(t *testing.T) {
+			own := file(t, "own", says, 0o755)
+			plain, debian := file(t, names.plain, says, 0o755), file(t, names.debian, says, 0o755)
+			both := filepath.Dir(plain) + ":" + filepath.Dir(debian)
+			for _, c := range []struct{ path, variable, want string }{
+				{filepath.Dir(plain), "", names.plain},
+				{both, "", names.debian},
+				{both, own, "own"},
+				{filepath.Dir(plain), "own", ""}, // not there
+			} {
+				cmd := exec.CommandContext(t.Context(), example(t, script), "3", "program")
+				cmd.Env = []string{"PATH=" + c.path, names.variable + "=" + c.variable}
+				want := c.want + " -n 3 program\n"
+				if c.want == "" {
+					want = ""
+				}
+				if out, err := cmd.Output(); string(out) != want || (err == nil) != (c.want != "") {
+					t.Errorf("with PATH=%s, %s=%s: %q, %v; want %q", c.path, names.variable, c.variable, out, err, want)
+				}
+			}
+		})
+	}
+}
+
 // A rank's script may run one program after the other. Each meets its own ranks.
 func TestMPIRunsProgramsInARow(t *testing.T) {
 	const times, n = 4, 3
