@@ -2,18 +2,28 @@
 // trainers publish a version of the weights again and again, each rank its own shard; the servers
 // fetch every new version while they serve the one before, and cut it into parts of their own. Try
 //
-//	tutti secret > secret; export TUTTI_SECRET_FILE=$PWD/secret
+//	tutti secret --file ~/weights.secret
+//	export TUTTI_SECRET_FILE=$HOME/weights.secret
 //	tutti run -n 4 ./examples/weights train --wait 3
 //
-// and, with the address of the store that it prints, three times in other terminals
+// and three servers, each in a terminal of its own, with the address of the store that the trainers
+// print:
 //
-//	TUTTI_STORE=tutti://127.0.0.1:PORT go run ./examples/weights serve --part 0/3
+//	export TUTTI_SECRET_FILE=$HOME/weights.secret TUTTI_STORE=tutti://127.0.0.1:PORT
+//	go run ./examples/weights serve --part 0/3
+//
+//	export TUTTI_SECRET_FILE=$HOME/weights.secret TUTTI_STORE=tutti://127.0.0.1:PORT
+//	go run ./examples/weights serve --part 1/3
+//
+//	export TUTTI_SECRET_FILE=$HOME/weights.secret TUTTI_STORE=tutti://127.0.0.1:PORT
+//	go run ./examples/weights serve --part 2/3
 //
 // The trainers are found by their names, weights/0 and so on, in a directory in the store of their
 // job, or in a site's store, TUTTI_STORE=etcd://HOST:PORT. Version v of a shard is the region "v".
 // Rank 0 publishes the manifest of a version when all ranks have published their shards. A shard is
 // unregistered two versions later: a server that still reads it gets an error, and turns to the
-// latest version.
+// latest version. A server that ends can be started again, or another one in its place: with --wait
+// the trainers wait for it, as long as their group's timeout lets them.
 package main
 
 import (
