@@ -3,11 +3,10 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"tutti/endpoint"
 	"tutti/mem"
@@ -53,11 +52,17 @@ func (t *trainer) run(ctx context.Context) error {
 		return err
 	}
 	defer s.close()
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
 	if _, err := s.d.Publish(ctx, fmt.Sprintf("weights/%d", g.Rank()), s.e.Info()); err != nil {
 		return err
 	}
+	words := make(chan word)
 	if g.Rank() == 0 {
 		fmt.Printf("servers find the trainers with TUTTI_STORE=%s\n", s.l.Store)
+		if t.wait > 0 {
+			go listen(ctx, s.e, words)
+		}
 	}
 	if t.size == 0 {
 		t.size = 1 << 30
@@ -89,7 +94,7 @@ func (t *trainer) run(ctx context.Context) error {
 		}
 		if g.Rank() == 0 {
 			fmt.Printf("version %d: %s in %d shards\n", m.Version, bytesOf(float64(4*m.Weights)), m.Shards)
-			if err := t.report(ctx, s.e, m.Version); err != nil {
+			if err := t.report(ctx, words, m.Version); err != nil {
 				return err
 			}
 		}
@@ -120,39 +125,69 @@ func (t *trainer) publish(ctx context.Context, g *pg.Group, e *endpoint.Endpoint
 	return err
 }
 
-// report waits for t.wait servers that have a version. A server says so in a message.
-func (t *trainer) report(ctx context.Context, e *endpoint.Endpoint, version int) error {
-	if t.wait == 0 {
-		return nil
+// word is what a server says: which version of its part it serves.
+type word struct {
+	server  uint64 // the identity of its endpoint
+	part    string
+	version int
+}
+
+// listen passes on what the programs say that connect, until ctx or the endpoint ends.
+func listen(ctx context.Context, e *endpoint.Endpoint, words chan<- word) {
+	for {
+		p, err := e.Accept(ctx)
+		if err != nil {
+			return
+		}
+		go hear(ctx, p, words)
 	}
-	for len(e.Peers()) < t.wait {
-		if _, err := e.Accept(ctx); err != nil {
-			return err
+}
+
+// hear passes on what a program says, as long as it is connected. Servers say which versions they
+// have. Others may look at the regions, or at the state, and say nothing.
+func hear(ctx context.Context, p *endpoint.Peer, words chan<- word) {
+	defer p.Close() // so that Accept returns it if it comes again
+	for {
+		text := make([]byte, 100)
+		f := p.Recv(text)
+		if f.Wait(ctx) != nil {
+			// It has said nothing for long, or the connection is lost. Without one, a Recv waits
+			// until the program comes again, which may be never. A program that is there answers.
+			if _, err := p.Lookup(ctx, "any"); err != nil && !errors.Is(err, endpoint.ErrNoRegion) {
+				return
+			}
+			continue
+		}
+		w := word{server: p.ID()}
+		text = text[:f.Result(0).N]
+		if _, err := fmt.Sscanf(string(text), "%s %d", &w.part, &w.version); err != nil {
+			fmt.Fprintf(os.Stderr, "weights: %v is no server: it says %q\n", p, text)
+			return
+		}
+		select {
+		case words <- w:
+		case <-ctx.Done():
+			return
 		}
 	}
-	var all errgroup.Group
-	for _, p := range e.Peers() {
-		all.Go(func() error {
-			for {
-				word := make([]byte, 100)
-				f := p.Start(endpoint.Op{Kind: endpoint.OpRecv, Local: mem.Host(word, mem.Anywhere),
-					Timeout: endpoint.NoTimeout})
-				if err := f.Wait(ctx); err != nil {
-					return err
-				}
-				var part string
-				var has int
-				if _, err := fmt.Sscanf(string(word[:f.Result(0).N]), "%s %d", &part, &has); err != nil {
-					return fmt.Errorf("%v says %q", p, word)
-				}
-				if has == version {
-					fmt.Fprintf(os.Stderr, "part %s serves version %d\n", part, has)
-					return nil
-				}
+}
+
+// report waits for t.wait servers that have a version. A server that is lost before is replaced by
+// any other one.
+func (t *trainer) report(ctx context.Context, words <-chan word, version int) error {
+	have := map[uint64]bool{}
+	for len(have) < t.wait {
+		select {
+		case w := <-words:
+			if w.version == version && !have[w.server] {
+				have[w.server] = true
+				fmt.Fprintf(os.Stderr, "part %s serves version %d\n", w.part, w.version)
 			}
-		})
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
-	return all.Wait()
+	return nil
 }
 
 func pause(ctx context.Context, d time.Duration) error {
