@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"os"
 	"strconv"
 	"strings"
@@ -102,35 +103,16 @@ func latest(ctx context.Context, p *endpoint.Peer) func(yield func(manifest, err
 	return func(yield func(manifest, error) bool) {
 		ctx, stop := context.WithCancel(ctx)
 		defer stop()
-		names, ended := make(chan string, 1), make(chan error, 1)
-		go func() {
-			for e, err := range p.Watch(ctx) {
-				switch {
-				case err != nil:
-					ended <- err
-				case !e.Gone && strings.HasPrefix(e.Name, manifestPrefix):
-					select {
-					case <-names: // an earlier one
-					default:
-					}
-					names <- e.Name
-				}
-			}
-		}()
+		versions, ended := highest(p.Watch(ctx))
 		seen := 0
 		for {
 			select {
-			case name := <-names:
-				version, err := strconv.Atoi(name[len(manifestPrefix):])
-				if err == nil && version <= seen { // the list is in the order of the names
+			case version := <-versions:
+				if version <= seen {
 					continue
 				}
-				var m manifest
-				if err == nil {
-					seen = version
-					m, err = read(ctx, p, name)
-				}
-				if !yield(m, err) {
+				seen = version
+				if !yield(read(ctx, p, fmt.Sprint(manifestPrefix, version))) {
 					return
 				}
 			case err := <-ended:
@@ -139,6 +121,33 @@ func latest(ctx context.Context, p *endpoint.Peer) func(yield func(manifest, err
 			}
 		}
 	}
+}
+
+// highest has in versions the highest version that was published since one was last taken, and in
+// ended the error that ends events. The versions that are there at first come in the order of their
+// names: 10 before 9.
+func highest(events iter.Seq2[endpoint.RegionEvent, error]) (versions <-chan int, ended <-chan error) {
+	out, end := make(chan int, 1), make(chan error, 1)
+	go func() {
+		for e, err := range events {
+			if err != nil {
+				end <- err
+				return
+			}
+			text, ok := strings.CutPrefix(e.Name, manifestPrefix)
+			version, err := strconv.Atoi(text)
+			if e.Gone || !ok || err != nil {
+				continue
+			}
+			select {
+			case earlier := <-out:
+				version = max(version, earlier)
+			default:
+			}
+			out <- version
+		}
+	}()
+	return out, end
 }
 
 // read reads a manifest.
