@@ -21,10 +21,11 @@ type server struct {
 	part, parts int
 	until       int
 	site        *site
-	trainers    map[int]*endpoint.Peer
+	trainers    map[int]*endpoint.Peer // by shard
 
 	mu       sync.RWMutex // held for reading during a request
 	serving  *model
+	spare    *model // for the next version
 	requests atomic.Int64
 }
 
@@ -42,6 +43,9 @@ func (s *server) setPart(text string) error {
 	return nil
 }
 
+// final is an error that other trainers would not change.
+type final struct{ error }
+
 func (s *server) run(ctx context.Context) (err error) {
 	s.parts = max(s.parts, 1)
 	if s.site, err = open(ctx, fmt.Sprintf("server %d/%d", s.part, s.parts), "none"); err != nil {
@@ -50,51 +54,73 @@ func (s *server) run(ctx context.Context) (err error) {
 	defer s.site.close()
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
-	s.serving = &model{}
+	s.serving, s.spare = &model{}, &model{}
 	go s.serve(ctx)
-	spare := &model{}
+	return s.attend(ctx)
+}
+
+// attend follows the trainers. When they are lost it looks for them again.
+func (s *server) attend(ctx context.Context) error {
 	for {
-		s.trainers = map[int]*endpoint.Peer{}
-		first, err := s.trainer(ctx, 0)
+		err := s.follow(ctx)
+		var f final
+		switch {
+		case err == nil:
+			return nil
+		case errors.As(err, &f):
+			return f.error
+		case ctx.Err() != nil:
+			return ctx.Err()
+		}
+		fmt.Fprintln(os.Stderr, "weights: looking for the trainers again:", err)
+	}
+}
+
+// follow fetches versions until one of the trainers is lost. It returns nil after the last version.
+func (s *server) follow(ctx context.Context) error {
+	s.trainers = map[int]*endpoint.Peer{}
+	defer func() { // those that follow may be other endpoints
+		for _, p := range s.trainers {
+			p.Close()
+		}
+	}()
+	first, err := s.trainer(ctx, 0)
+	if err != nil {
+		return err
+	}
+	for m, err := range latest(ctx, first) {
+		if err == nil {
+			err = s.fetch(ctx, s.spare, m)
+		}
+		if errors.Is(err, endpoint.ErrStale) || errors.Is(err, endpoint.ErrNoRegion) {
+			continue // there is a later version
+		}
 		if err != nil {
 			return err
 		}
-		for m, err := range latest(ctx, first) {
-			if err == nil {
-				err = s.fetch(ctx, spare, m)
-			}
-			if errors.Is(err, endpoint.ErrStale) || errors.Is(err, endpoint.ErrNoRegion) {
-				continue // there is a later version
-			}
-			if err != nil {
-				fmt.Fprintln(os.Stderr, "weights: looking for the trainers again:", err)
-				break
-			}
-			s.mu.Lock()
-			s.serving, spare = spare, s.serving
-			s.mu.Unlock()
-			word := fmt.Sprintf("%d/%d %d", s.part, s.parts, m.Version)
-			if err := first.Send([]byte(word)).Wait(ctx); err != nil {
-				return err
-			}
-			if m.Version == s.until {
-				return nil
-			}
-		}
-		if err := ctx.Err(); err != nil {
+		s.mu.Lock()
+		s.serving, s.spare = s.spare, s.serving
+		s.mu.Unlock()
+		word := fmt.Sprintf("%d/%d %d", s.part, s.parts, m.Version)
+		if err := first.Send([]byte(word)).Wait(ctx); err != nil {
 			return err
 		}
+		if m.Version == s.until {
+			return nil
+		}
 	}
+	return endpoint.ErrBroken
 }
 
 // trainer returns the peer that has a shard.
 func (s *server) trainer(ctx context.Context, shard int) (p *endpoint.Peer, err error) {
 	if p = s.trainers[shard]; p == nil {
-		if p, err = s.site.d.Connect(ctx, s.site.e, fmt.Sprintf("weights/%d", shard)); err == nil {
-			s.trainers[shard] = p
+		if p, err = s.site.d.Connect(ctx, s.site.e, fmt.Sprintf("weights/%d", shard)); err != nil {
+			return nil, final{err} // Connect tries again by itself
 		}
+		s.trainers[shard] = p
 	}
-	return p, err
+	return p, nil
 }
 
 // latest returns the manifests of the versions that p publishes. Those that come while the caller
