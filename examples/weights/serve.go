@@ -241,7 +241,7 @@ func (s *server) fetch(ctx context.Context, to *model, m manifest) error {
 	s.progress(m, "\n", done, done, began)
 	for i, w := range to.weights {
 		if want := weight(from+i, m.Version); w != want {
-			return fmt.Errorf("weight %d of version %d is %v, want %v", from+i, m.Version, w, want)
+			return final{fmt.Errorf("weight %d of version %d is %v, want %v", from+i, m.Version, w, want)}
 		}
 	}
 	return nil

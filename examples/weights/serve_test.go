@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 
 	"tutti/bootstrap"
@@ -119,6 +120,19 @@ func TestServerOutlivesTrainer(t *testing.T) {
 	}
 	if n := other.Stats().Sessions; n != 2 {
 		t.Errorf("the server has connected %d times to a trainer that it lost sight of, want 2", n)
+	}
+}
+
+// A server does not fetch again what the trainers have wrong.
+func TestWrongWeightEndsServer(t *testing.T) {
+	d, e := newDirectory(t), newShard(t)
+	m := manifest{Version: 3, Weights: 8, Shards: 1}
+	registerShard(t, e, m, 0)[6] = 1
+	registerManifest(t, e, m)
+	publish(t, d, 0, e)
+	err := (&server{}).run(within(t))
+	if err == nil || !strings.Contains(err.Error(), "weight 6 of version 3 is 1, want 6.0") {
+		t.Errorf("%v", err)
 	}
 }
 

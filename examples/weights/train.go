@@ -74,14 +74,13 @@ func (t *trainer) run(ctx context.Context) error {
 		weights[i] = weight(from+i, 0)
 	}
 	var snapshots [2]snapshot
-	gradient := make([]float32, 1)
 	for m.Version = 1; m.Version <= t.versions; m.Version++ {
-		gradient[0] = 1 / float32(64*g.Size()) // the training, of which only the sum over the ranks is left
-		if err := pg.AllReduce(ctx, g, gradient, pg.Sum); err != nil {
+		change, err := step(ctx, g)
+		if err != nil {
 			return err
 		}
 		for i := range weights {
-			weights[i] += gradient[0]
+			weights[i] += change
 		}
 		now := &snapshots[m.Version%2]
 		now.withdraw()
@@ -103,6 +102,14 @@ func (t *trainer) run(ctx context.Context) error {
 		}
 	}
 	return g.Barrier(ctx) // rank 0 has heard of all servers
+}
+
+// step is the training, of which only a sum over the ranks is left. It returns what each weight
+// changes by: 1/64, whatever the number of ranks, as sums of small whole numbers are exact.
+func step(ctx context.Context, g *pg.Group) (float32, error) {
+	gradient := []float32{1}
+	err := pg.AllReduce(ctx, g, gradient, pg.Sum)
+	return gradient[0] / float32(64*g.Size()), err
 }
 
 // publish registers this rank's shard of a version and then, when all ranks have done so, the

@@ -2,10 +2,13 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
 	"tutti/endpoint"
+	"tutti/pg"
+	"tutti/pg/pgtest"
 )
 
 const secret = "a secret for the tests of this package"
@@ -128,5 +131,18 @@ func until(t *testing.T, f func() bool) {
 		case <-ctx.Done():
 			t.Fatal("it does not come")
 		}
+	}
+}
+
+// The sum over any number of ranks changes the weights by the same.
+func TestStepIsExact(t *testing.T) {
+	for _, n := range []int{1, 2, 3, 10, 11, 12, 13, 25} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			pgtest.RunLocal(t, n, func(t *testing.T, g *pg.Group) {
+				if change, err := step(t.Context(), g); change != 1./64 || err != nil {
+					t.Errorf("%v, %v; want %v", change, err, 1./64)
+				}
+			})
+		})
 	}
 }
