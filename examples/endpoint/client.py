@@ -24,13 +24,17 @@ def credential(text):
     return b"", key
 
 class Client:
-    """A connection to an endpoint."""
+    """A connection to an endpoint, which ends it 5 minutes after the last call, unless its program says otherwise.
+    From then on, and once an answer took longer than timeout, calls raise Error or OSError: make another Client."""
     def __init__(self, address, secret, timeout=30):
         if not (m := re.fullmatch(r"\[?([^\[\]]+)\]?:([0-9]{1,5})", address)) or not 0 < int(m[2]) < 65536:
             raise Error(f"{address!r} is not HOST:PORT")
         self.requests = self.sent = self.received = 0  # number of the last request, message sent and message received
         self.credit, self.kept = 0, []  # what was received of Message frames; frames that no call waited for
         self.sock = socket.create_connection((m[1], int(m[2])), timeout)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # recv fails if the endpoint's host is gone
+        for option in {"TCP_KEEPIDLE", "TCP_KEEPINTVL"} & set(dir(socket)):
+            self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), 15)  # seconds
         self.input = self.sock.makefile("rb")
         identity, session = secrets.randbits(63) + 1, secrets.randbits(63) + 1
         self.handshake(*credential(secret), identity)
@@ -154,10 +158,14 @@ class Client:
         self.check(frame, "send")
 
     def recv(self):
-        """Waits for the next message and returns it."""
-        self.sock.settimeout(None)
+        """Waits for the next message, however long that takes, and returns it."""
+        timeout = self.sock.gettimeout()
         while True:
-            op, number, body = self.wait(None, MESSAGE, OFFER, DROPPED)
+            self.sock.settimeout(None)
+            try:
+                op, number, body = self.wait(None, MESSAGE, OFFER, DROPPED)
+            finally:
+                self.sock.settimeout(timeout)
             if number <= self.received:  # this is another Dropped of a message that has ended
                 continue
             self.received = number

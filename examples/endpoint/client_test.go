@@ -447,3 +447,32 @@ func TestClientIsRefused(t *testing.T) {
 	checked := serveWith(t, endpoint.Config{Secret: secret, Checksum: true})
 	checked.start("ls").fails("refused: it takes connections with checksums alone")
 }
+
+// A message may take long to come. What the endpoint answers may not, also after a message.
+func TestClientWaitsLongForMessagesAlone(t *testing.T) {
+	s := serve(t, secret)
+	const program = `
+import socket, sys, client
+c = client.Client(sys.argv[1], sys.argv[2])
+assert c.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "a host that is gone is not noticed"
+c.sock.settimeout(0.1)
+c.recv()
+c.recv()
+try:
+    c.send(bytes(100000))  # is offered, and nobody receives it
+except OSError as e:
+    print(e)
+`
+	c := &client{s: s, cmd: exec.CommandContext(s.ctx, s.python, "-c", program, s.Info().Addrs[0], secret)}
+	c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
+	if err := c.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := s.peer()
+	for range 2 {
+		if err := p.Send([]byte("m")).Wait(s.ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.same("output", c.ok(), []byte("timed out\n"))
+}
