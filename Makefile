@@ -1,7 +1,7 @@
 GO      ?= go
 BIN     := bin
 # Debian packages: the compiler for cgo, the header of RDMA devices and Python, network namespaces and traffic control, and what the peer programs are built and run with.
-DEPS       := gcc g++ libc6-dev libibverbs-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
+DEPS       := gcc g++ libc6-dev pkgconf libibverbs-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
 PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev iperf3 ucx-utils
 # What a target ends with that has skipped all of its tests: in CI that is an error.
 UNLESS_CI   := [ "$$CI" != true ]
@@ -48,7 +48,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
+.PHONY: help build shim install torch test-torch test-c10d bench-torch deps-torch test test-unit test-race race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -59,16 +59,29 @@ build: ## bin/tutti and all packages
 
 # Without debugging information, which is a third of it. Only tutti_* is exported, and the library stays loaded once it is: the Go runtime cannot end.
 SHIM_LDFLAGS := -Wl,--version-script=$(CURDIR)/shim/tutti.map -Wl,-z,nodelete -Wl,-soname,libtutti.so
-PREFIX       ?= /usr/local
 # What tutti_version returns: the tag of this commit, "devel" without one. It is a flag of all C code, so that another one builds that anew.
 SHIM_VERSION = $(shell git describe --tags --exact-match --dirty 2>/dev/null)
 
-shim: ## the C library: bin/libtutti.so, its headers, tutti.pc (PREFIX is where they will be installed)
+shim: ## the C library: bin/libtutti.so and its headers
 	@mkdir -p $(BIN)
 	$(if $(SHIM_VERSION),CGO_CFLAGS="$$($(GO) env CGO_CFLAGS) -DTUTTI_VERSION=\"$(SHIM_VERSION)\"") $(GO) build -buildmode=c-shared -ldflags '-w -extldflags "$(SHIM_LDFLAGS)"' -o $(BIN)/libtutti.so ./shim
 	rm -f $(BIN)/libtutti.h
 	cp shim/tutti.h shim/tutti_dl.h $(BIN)/
-	sed 's|@PREFIX@|$(PREFIX)|' shim/tutti.pc.in >$(BIN)/tutti.pc
+
+PREFIX    ?= /usr/local
+# Where the files go now: a package is made of those in DESTDIR, and has them in PREFIX.
+INSTALLED = $(DESTDIR)$(abspath $(PREFIX))
+
+# It builds nothing, so that root needs no Go.
+install: ## after make build shim: bin/tutti, the C library and tutti.pc to PREFIX, /usr/local without one (DESTDIR counts)
+	@for file in tutti libtutti.so tutti.h tutti_dl.h; do [ -e $(BIN)/$$file ] || { \
+		echo "there is no $(BIN)/$$file: run make build shim first" >&2; exit 1; }; done
+	install -d $(INSTALLED)/bin $(INSTALLED)/lib/pkgconfig $(INSTALLED)/include
+	install $(BIN)/tutti $(INSTALLED)/bin/
+	install -m 644 $(BIN)/libtutti.so $(INSTALLED)/lib/
+	install -m 644 $(BIN)/tutti.h $(BIN)/tutti_dl.h $(INSTALLED)/include/
+	install -m 644 shim/tutti.pc.in $(INSTALLED)/lib/pkgconfig/tutti.pc
+	sed -i 's|@PREFIX@|$(abspath $(PREFIX))|' $(INSTALLED)/lib/pkgconfig/tutti.pc
 
 torch: shim deps-torch ## the PyTorch backend, shim/torch, for torch $(TORCH) (TORCH=2.5.1 for another one)
 	@cd shim/torch && TUTTI_OBJECTS=$(CURDIR)/.build/torch $(TORCH_ENV)/bin/python -m tutti_torch.build

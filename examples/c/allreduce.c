@@ -3,6 +3,8 @@
  *
  *     cc allreduce.c $(pkg-config --cflags --libs tutti) -o allreduce
  *     tutti run -n 4 -- ./allreduce
+ *
+ * This needs an installed library: docs/c.md says how, and how to do without.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -2,6 +2,8 @@
 //
 //     c++ raii.cc $(pkg-config --cflags --libs tutti) -o raii
 //     tutti run -n 4 -- ./raii
+//
+// This needs an installed library: docs/c.md says how, and how to do without.
 #include <cstdio>
 #include <numeric>
 #include <stdexcept>

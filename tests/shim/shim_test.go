@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -317,9 +318,29 @@ func TestOnlyTheInterfaceIsExported(t *testing.T) {
 	}
 }
 
-// The file has the prefix, the library and the version of the interface.
+// withCommand is built, and the directory has the tutti command.
+func withCommand(t *testing.T) string {
+	t.Helper()
+	dir := built(t)
+	if _, err := command("go", "build", "-o", filepath.Join(dir, "tutti"), "./cmd/tutti"); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// The file has the prefix, the library and the version of the interface. A package has the prefix,
+// and not the directory in which it is made.
 func TestPkgConfigFile(t *testing.T) {
-	text, err := os.ReadFile(filepath.Join(built(t), "tutti.pc"))
+	dest := t.TempDir()
+	if _, err := command("make", "install", "BIN="+withCommand(t), "DESTDIR="+dest, "PREFIX=/usr"); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"bin/tutti", "lib/libtutti.so", "include/tutti.h", "include/tutti_dl.h"} {
+		if _, err := os.Stat(filepath.Join(dest, "usr", name)); err != nil {
+			t.Error(err)
+		}
+	}
+	text, err := os.ReadFile(filepath.Join(dest, "usr/lib/pkgconfig/tutti.pc"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -331,10 +352,87 @@ func TestPkgConfigFile(t *testing.T) {
 	if version == nil {
 		t.Fatal("tutti.h has no version")
 	}
-	for _, want := range []string{"prefix=/usr/local\n", "-ltutti\n",
+	for _, want := range []string{"prefix=/usr\n", "-ltutti\n",
 		fmt.Sprintf("Version: %s.%s\n", version[1], version[2])} {
 		if !strings.Contains(string(text), want) {
 			t.Errorf("tutti.pc has no %q:\n%s", want, text)
 		}
 	}
+}
+
+// code returns the lines of a file, up to a line, that begin with a prefix, without it.
+func code(t *testing.T, name, end, prefix string) []string {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(root, name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	head, _, found := strings.Cut(string(text), end)
+	var lines []string
+	for line := range strings.Lines(head) {
+		if after, ok := strings.CutPrefix(line, prefix); ok {
+			lines = append(lines, strings.TrimSpace(after))
+		}
+	}
+	if !found || len(lines) == 0 {
+		t.Fatalf("%s has no line with %q before %q", name, prefix, end)
+	}
+	return lines
+}
+
+// The commands of docs/c.md and of the examples work as they are written. They run in a tree that
+// has been built, with a home of their own.
+func TestDocumentedCommands(t *testing.T) {
+	if _, err := exec.LookPath("pkg-config"); err != nil {
+		t.Skipf("skipped: there is no pkg-config: %v", err)
+	}
+	tree, home := t.TempDir(), t.TempDir()
+	for name, to := range map[string]string{"Makefile": root + "/Makefile", "shim": root + "/shim",
+		"examples": root + "/examples", "bin": withCommand(t)} {
+		if err := os.Symlink(to, filepath.Join(tree, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range []string{"allreduce.c", "raii.cc"} {
+		if err := os.Symlink(filepath.Join(root, "examples", "c", name), filepath.Join(tree, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const build, install = "make build shim", "make install "
+	doc := code(t, "docs/c.md", "\n## ", "    ")
+	if !strings.HasPrefix(doc[0], build+" ") {
+		t.Fatalf("the first command of docs/c.md is %q", doc[0])
+	}
+	doc = doc[1:] // it is done
+	at := slices.IndexFunc(doc, func(line string) bool { return strings.HasPrefix(line, install) })
+	if at < 0 {
+		t.Fatalf("docs/c.md does not say %q", install)
+	}
+	installed := append(doc[at:], code(t, "examples/c/allreduce.c", "*/", " *     ")...)
+	installed = append(installed, code(t, "examples/c/raii.cc", "#include", "//     ")...)
+	const n = 4
+	run := func(lines []string, want map[string]int) {
+		t.Helper()
+		cmd := exec.CommandContext(t.Context(), "sh", "-exc", strings.Join(lines, "\n"))
+		cmd.Dir, cmd.Env = tree, append(os.Environ(), "HOME="+home)
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		for line, times := range want {
+			if strings.Count(string(out), line+"\n") != times {
+				t.Errorf("want %d times %q:\n%s", times, line, out)
+			}
+		}
+	}
+	want := func(allreduce, raii int) map[string]int {
+		lines := map[string]int{}
+		for r := range n {
+			lines[fmt.Sprintf("rank %d of %d: %d", r, n, n*(n-1)/2+n*10)] = allreduce
+			lines[fmt.Sprintf("rank %d of %d: %d %d", r, n, n*(n-1)/2, 2*n*100)] = raii
+		}
+		return lines
+	}
+	run(doc[:at], want(1, 0))
+	run(installed, want(2, 1))
 }
