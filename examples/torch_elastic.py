@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 teacher = torch.nn.Linear(32, 8)
 net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+torch.manual_seed(1 + rank)  # each rank draws inputs of its own
 # DDP's own collectives, of its construction and of its second step, are off: a replacement would be
 # alone in them.
 model = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
@@ -32,15 +33,15 @@ step = torch.zeros(1, dtype=torch.long)
 
 
 def catch_up():
-    """Takes over the state of a rank that has made the most steps."""
+    """Takes over all of the state of a rank that has made the most steps, or nothing if that one dies."""
     steps = torch.full((size,), -1)
     dist.all_gather_into_tensor(steps, step)  # an empty slot stays -1
     root = int(steps.argmax())
-    for tensor in (step, *net.state_dict().values()):
-        dist.broadcast(tensor, root)
-    state = [optimizer.state_dict()]
-    dist.broadcast_object_list(state, root)
-    optimizer.load_state_dict(state[0])
+    state = [net.state_dict(), optimizer.state_dict()]
+    dist.broadcast_object_list(state, root)  # what has not come as a whole changes nothing
+    net.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    step.copy_(steps[root])
 
 
 fresh = True  # this rank, or another one, may lack the state

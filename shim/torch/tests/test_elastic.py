@@ -1,6 +1,8 @@
 """Groups go on when ranks die, and take replacements in."""
 
+import ast
 import contextlib
+import copy
 import inspect
 import os
 import re
@@ -282,6 +284,75 @@ HAS_INIT_SYNC = "init_sync" in inspect.signature(torch.nn.parallel.DistributedDa
 needs_init_sync = unittest.skipUnless(HAS_INIT_SYNC, "DDP of this version of torch has no init_sync")
 
 
+EXAMPLE = os.path.join(launched.ROOT, "examples", "torch_elastic.py")
+
+# The example, whose ranks also print the loss that they begin with, before it is that of all.
+WATCHED = f"""
+import runpy
+all_reduce, seen = dist.all_reduce, []
+
+def watch(tensor, *arguments, **keywords):
+    if tensor.shape == (2,) and not seen and not restarted:
+        seen.append(tensor)
+        print(f"rank {{dist.get_rank()}} has a loss of {{tensor[0]:.9f}}", flush=True)
+    return all_reduce(tensor, *arguments, **keywords)
+
+dist.all_reduce = watch
+runpy.run_path({EXAMPLE!r}, run_name="__main__")
+"""
+
+
+class Life:
+    """A rank that runs the catch_up of the example, and what that uses of torch.distributed.
+
+    It has made step steps; steps has those of all ranks. The root, which is made with None, notes in sent
+    what it broadcasts. Other ranks get what is in sent, and then the root is lost.
+    """
+
+    def __init__(self, step, steps, sent):
+        self.steps, self.place, self.root = torch.tensor(steps), 0, sent is None
+        self.sent = [] if self.root else sent
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        for _ in range(step):
+            self.optimizer.zero_grad()
+            self.net(torch.ones(2)).sum().backward()
+            self.optimizer.step()
+        self.step = torch.tensor([step])
+        with open(EXAMPLE) as f:
+            [function] = [part for part in ast.parse(f.read()).body if getattr(part, "name", "") == "catch_up"]
+        scope = {"torch": torch, "dist": self, "size": len(steps)}
+        scope |= {"net": self.net, "optimizer": self.optimizer, "step": self.step}
+        exec(compile(ast.Module([function], []), EXAMPLE, "exec"), scope)
+        self.catch_up = scope["catch_up"]
+
+    def state(self):
+        return repr((self.step, self.net.state_dict(), self.optimizer.state_dict()))
+
+    def all_gather_into_tensor(self, output, _):
+        output.copy_(self.steps)
+
+    def broadcast(self, tensor, _):
+        if self.root:
+            self.sent.append(tensor.clone())
+        elif self.place < len(self.sent):
+            tensor.copy_(self.sent[self.place])
+            self.place += 1
+        else:
+            tensor.fill_(-7)  # a part of it may have come
+            raise ConnectionError("the root is lost")
+
+    def broadcast_object_list(self, objects, _):
+        if self.root:
+            self.sent.append(copy.deepcopy(objects))
+        elif self.place < len(self.sent):
+            objects[:] = copy.deepcopy(self.sent[self.place])
+            self.place += 1
+        else:
+            raise ConnectionError("the root is lost")
+
+
 class Elastic(unittest.TestCase):
     @needs_init_sync
     def test_operations_leave_empty_slots_as_they_were(self):
@@ -349,10 +420,11 @@ class Elastic(unittest.TestCase):
 
     @needs_init_sync
     def test_example(self):
-        example = os.path.join(launched.ROOT, "examples", "torch_elastic.py")
         for lost in (1, 0):
             with self.subTest(lost=lost):
-                out, err = launched.run(3, [*SHRINK, "--max-restarts", "1"], example, environment={"DIES": str(lost)})
+                out, err = launched.run(3, [*SHRINK, "--max-restarts", "1"], WATCHED, environment={"DIES": str(lost)})
+                losses = dict(re.findall(r"rank (\d) has a loss of (.*)", out))
+                self.assertEqual(len(set(losses.values())), 3, f"ranks have the same inputs: {losses}")
                 # Ranks that notice the loss between two operations go on without an error.
                 if "repeats step 20" in out:
                     self.assertIn("begins at step 20 with ranks " + str([r for r in range(3) if r != lost]), out)
@@ -362,6 +434,22 @@ class Elastic(unittest.TestCase):
                 begins = [int(step) for step in re.findall(r"begins at step (\d+) with ranks \[0, 1, 2\]", out)]
                 self.assertGreaterEqual(max(begins), 20, "the replacement began anew")
                 self.assertLess(float(ends[0][1]), 0.01)
+
+    def test_example_takes_over_a_whole_state_or_nothing(self):
+        root = Life(5, [0, 5, 5], None)
+        root.catch_up()
+        self.assertGreater(len(root.sent), 0)
+        for steps, made in ((5, "another rank"), (0, "a replacement")):
+            for lives in range(len(root.sent) + 1):
+                with self.subTest(f"{made}, and the root dies after {lives} of {len(root.sent)} broadcasts"):
+                    other = Life(steps, [0, 5, 5], root.sent[:lives])
+                    before = other.state()
+                    if lives < len(root.sent):
+                        self.assertRaises(ConnectionError, other.catch_up)
+                        self.assertEqual(other.state(), before)
+                    else:
+                        other.catch_up()
+                        self.assertEqual(other.state(), root.state())
 
     def test_kills_of_every_rank(self):
         times = measure_kill.measure(4, 1024)  # every rank once
