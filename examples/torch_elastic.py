@@ -1,6 +1,7 @@
-"""Data-parallel training that goes on when a rank dies, and takes a replacement in.
+r"""Data-parallel training that goes on when a rank dies, and takes a replacement in: after make torch
 
-    tutti run -n 3 --on-failure shrink --max-restarts 1 -- python examples/torch_elastic.py
+    PYTHONPATH=shim/torch go run ./cmd/tutti run -n 3 --on-failure shrink --max-restarts 1 -- \
+        ~/.cache/tutti/torch-2.15.0/bin/python examples/torch_elastic.py
 
 Rank 1 kills itself (DIES=0 for another one). The others go on at once, with their processes, model
 and optimizer. tutti run starts the rank again; it takes its slot and gets the others' state.

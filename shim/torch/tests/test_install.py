@@ -1,6 +1,7 @@
 """The package as pip installs it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,15 @@ class Install(unittest.TestCase):
 
 
 class Sources(unittest.TestCase):
+    def test_documented_commands_name_the_version(self):
+        def read(name):
+            with open(os.path.join(ROOT, name)) as f:
+                return f.read()
+
+        version = re.search(r"(?m)^TORCH +\?= (\S+)$", read("Makefile"))[1]
+        for name in ("README.md", "docs/pytorch.md", "examples/torch_elastic.py"):
+            self.assertEqual(set(re.findall(r"/torch-([0-9.]+)/bin/python", read(name))), {version}, name)
+
     def test_sources(self):
         with tempfile.TemporaryDirectory() as directory:
             package = os.path.join(directory, "torch", "tutti_torch")
