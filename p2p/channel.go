@@ -838,9 +838,27 @@ func (c *Channel) sever(st *stream, err error) {
 	st.sendq = nil
 }
 
+// errSevered says that a peer's traffic of this epoch has ended with an earlier link.
+var errSevered = fmt.Errorf("%w; operations with it work again after a recovery", ErrLost)
+
+// severed ends the traffic with a peer where it has ended with an earlier link. If this rank had
+// none then, sever has not ended it here. The lane of a channel that is not open is not known: open
+// takes this back if it is the tagged one.
+func (c *Channel) severed(st *stream) {
+	if c.tagged {
+		return
+	}
+	if st.lost == nil {
+		st.lost = errSevered
+	}
+	if st.posted.size > 0 { // as in sever
+		c.fail(st.gone())
+	}
+}
+
 // renew begins the traffic with a peer over a new link, with new credits. Lost messages of an
-// ordered channel stay lost. Tagged messages that have come whole may still be received if the link
-// is with the same incarnation.
+// ordered channel stay lost; attach tells the peer. Tagged messages that have come whole may still
+// be received if the link is with the same incarnation.
 func (c *Channel) renew(st *stream, same bool) {
 	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq, followed: st.followed, notices: st.notices}
 	if !c.tagged {

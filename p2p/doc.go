@@ -108,11 +108,14 @@
 // a frame with the full name, and a number that replaces it in later headers. Proxy.MarkDead frees
 // a rank's place: the next incarnation that proves the job's secret may link. Frames that the rank
 // sent before it left may still arrive: its link stays until the peer has ended it, for
-// Config.Linger at most. A channel of the tagged lane has no epochs: its traffic with a peer fails
-// with the link and begins anew with the next one. If that is with the same incarnation, messages
-// that had come whole are still received, a window of them at most. Short messages that were sent
-// and did not come are missed: each end says over the next link how many it has sent. All receives
-// from the peer that are posted then fail with [ErrLost], or else the next one that no earlier
-// message matches. So no receive gets a message in the place of a lost one before a receive has
-// said that some are lost; of which tags is not known.
+// Config.Linger at most. Traffic of an epoch that has begun with a peer ends with the link, and
+// does not begin anew with the next one: it fails until the next epoch. Over the next link with the
+// same incarnation an end says that its traffic has ended: the peer may have had none, and would
+// wait for a message that was lost. Waits there fail with [ErrLost]. A channel of the tagged lane
+// has no epochs: its traffic with a peer fails with the link and begins anew with the next one. If
+// that is with the same incarnation, messages that had come whole are still received, a window of
+// them at most. Short messages that were sent and did not come are missed: each end says over the
+// next link how many it has sent. All receives from the peer that are posted then fail with
+// [ErrLost], or else the next one that no earlier message matches. So no receive gets a message in
+// the place of a lost one before a receive has said that some are lost; of which tags is not known.
 package p2p

@@ -8,8 +8,8 @@ import (
 
 var errLeft = errors.New("it closed its group")
 
-// ErrLost says that short messages that a peer had sent were lost with the link, which has been
-// made anew.
+// ErrLost says that messages that a peer had sent were lost with the link, which has been made
+// anew: short ones of the tagged lane, or those of an epoch of the ordered lane.
 var ErrLost = errors.New("messages that it had sent were lost with the link to it, which broke")
 
 // ErrWrongSize says that a message had another length or type than the receive that matched it.

@@ -277,6 +277,8 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		c.cancelled(st, h)
 	case frameBegun:
 		c.counted(st, h)
+	case frameLost:
+		c.severed(st)
 	case frameLeave:
 		st.until = h.Seq + 1
 	case frameBye:

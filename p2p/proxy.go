@@ -47,6 +47,9 @@ const (
 	// Follows frameOpen if frames of kind frameEager were sent on the channel over earlier links.
 	// Seq: how many, to this incarnation.
 	frameBegun
+	// The sender's traffic with this incarnation in the ordered lane has ended with an earlier
+	// link: it neither sends nor receives anything more in this epoch.
+	frameLost
 )
 
 const (
@@ -576,6 +579,10 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial
 		}
 		if c.aborted != nil && c.has(pr.rank) {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}, c.aborted)
+		}
+		// After the abort, which says more. While c is not open the peer knows it: it has used c.
+		if st := c.streams[pr.rank]; st != nil && st.lost != nil && c.ranks != nil && same {
+			c.control(pr, Header{Kind: frameLost}, nil)
 		}
 	}
 	if p.cfg.Notify != nil {

@@ -349,6 +349,7 @@ const (
 	frameBeat  = 12
 	frameOpen  = 13
 	frameBegun = 15
+	frameLost  = 16
 )
 
 func (s *scripted) Send(*p2p.Header, []byte) (bool, error) { return true, nil }
@@ -365,7 +366,7 @@ func (s *scripted) Recv() (*p2p.Header, []byte, error) {
 		}
 		b := s.script
 		s.script = s.script[16:]
-		s.h = p2p.Header{Kind: b[0] % (frameOpen + 3), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]),
+		s.h = p2p.Header{Kind: b[0] % (frameLost + 1), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]),
 			Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
 			Seq: uint64(b[6]), Call: uint64(b[7] % 4), Count: uint64(b[8] % 4),
 			Off: uint64(binary.LittleEndian.Uint16(b[9:]))}

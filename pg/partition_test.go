@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/p2p"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -306,6 +307,61 @@ func TestCloseEndsCallsThatWaitForTheStore(t *testing.T) {
 			}
 		}
 	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 15 * time.Second}))
+}
+
+// A rank that has begun nothing in a group misses what another one has sent there over a link that
+// breaks and is made anew: it gets an error that says so, and both go on.
+func TestLostBroadcastIsMissed(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		part, err := g.Split(ctx, 0, g.Rank())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer part.Close()
+		through(t, g, 0)
+		x, mark := []int64{int64(g.Rank())}, []byte{1}
+		again := func(f func() error) { // until there is another link
+			for err := f(); err != nil; err = f() {
+				if lostRank(err) != 1-g.Rank() {
+					t.Fatal(err)
+				}
+			}
+		}
+		get := func() error { _, err := pg.Recv(ctx, g, mark, 1-g.Rank(), 0); return err }
+		put := func() error { return pg.Send(ctx, g, mark, 1-g.Rank(), 0) }
+		if g.Rank() == 0 {
+			faults := pgtest.InjectFaults(t)
+			faults.Network(pgtest.Rule{From: []int{0}, To: []int{1}, Cut: true, Break: 100 * time.Millisecond},
+				pgtest.Rule{From: []int{1}, To: []int{0}, Cut: true, Break: 100 * time.Millisecond})
+			if err := pg.Broadcast(ctx, part, x, 0); err != nil {
+				t.Fatal(err)
+			}
+			if err := get(); lostRank(err) != 1 { // when the link breaks
+				t.Fatal(err)
+			}
+			faults.Network()
+			again(put)
+			again(get) // before the next operation, which would tell the other rank
+		} else {
+			again(get)
+			if err := pg.Broadcast(ctx, part, x, 0); lostRank(err) != 0 || !errors.Is(err, p2p.ErrLost) {
+				t.Errorf("got %v, want an error that says that messages of rank 0 are lost", err)
+			}
+			again(put)
+		}
+		if err := until(t, part, 2); err != nil {
+			t.Fatal(err)
+		}
+		if err := holes(t, part, 100); err != nil {
+			t.Fatal(err)
+		}
+		if v := g.View(); v.Epoch != 1 {
+			t.Errorf("view %+v", v)
+		}
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 30 * time.Second}))
 }
 
 // A slow network that loses packets changes no result.

@@ -18,7 +18,7 @@ import (
 // which they divide vectors, of tokens, of credit and frames, of descriptors of memory, of notices,
 // and of views. Ranks with different plans may get wrong results without an error. A test compares
 // it with samples of these.
-const planFormat = 5
+const planFormat = 6
 
 // windowSizes are sizes of jobs, of which the smallest and the largest have credit at its bounds.
 var windowSizes = []int{2, 32, 4096}

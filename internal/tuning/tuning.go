@@ -25,7 +25,7 @@ import (
 const (
 	// Format is the version of the file's format, and of the meaning of measurements: it is
 	// increased when changes of plans or their runner make old measurements useless.
-	Format  = 5
+	Format  = 6
 	maxFile = 1 << 20
 	// Off, in the place of a path, means no file.
 	Off = "off"

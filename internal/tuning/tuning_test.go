@@ -64,7 +64,7 @@ func TestLoadRefuses(t *testing.T) {
 	const ours = `"max_ranks": 2,
     "algo": `
 	for _, c := range []struct{ name, from, to, want string }{
-		{"format", `"format": 5`, `"format": 4`, "stale: it has format 4"},
+		{"format", `"format": 6`, `"format": 5`, "stale: it has format 5"},
 		{"library", `"library": "`, `"library": "v0.0.9`, "stale: measured by version"},
 		{"defaults", `"defaults": "`, `"defaults": "0`, "stale: measured by version"},
 		{"cpu", `"cpu": "`, `"cpu": "Another `, "foreign: measured on"},
@@ -180,7 +180,7 @@ func TestCPUModel(t *testing.T) {
 }
 
 func FuzzDecode(f *testing.F) {
-	f.Add([]byte(`{"format":5,"table":{"allreduce":[{"when":"always","algo":"ring"}]}}`))
+	f.Add([]byte(`{"format":6,"table":{"allreduce":[{"when":"always","algo":"ring"}]}}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		file, err := decode(b)
 		if err != nil {
