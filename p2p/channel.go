@@ -709,11 +709,29 @@ func (c *Channel) Close() {
 	} else {
 		f.closed = true
 		c.p.floors[c.name] = f
+		c.p.remember(c)
 	}
 	for key, o := range c.p.chans {
 		if key.name == c.name {
 			o.retire()
 		}
+	}
+}
+
+// maxFailed bounds the closed channels with places of which this rank remembers how they failed.
+const maxFailed = 1024
+
+// remember notes that the floor of a closed channel remains. It forgets that of the oldest such
+// channel if there are too many. Peers that still come to that one are told that it is closed: see
+// settled.
+func (p *Proxy) remember(c *Channel) {
+	if c.places == nil { // settled does not know the name
+		return
+	}
+	p.failed = append(p.failed, c.name)
+	if len(p.failed) > maxFailed {
+		delete(p.floors, p.failed[0])
+		p.failed = p.failed[1:]
 	}
 }
 

@@ -5,6 +5,9 @@ import "time"
 // ReadFor is how long MarkDead reads from a peer that continues to send.
 const ReadFor = readFor
 
+// MaxFailed is of how many closed channels a rank remembers how they failed.
+const MaxFailed = maxFailed
+
 // SetCredit has both directions of the accounts with slot stand at n, as if that much had been sent
 // and taken.
 func (c *Channel) SetCredit(slot int, n uint32) {

@@ -197,6 +197,52 @@ func TestClosedChannelsAreForgotten(t *testing.T) {
 	}
 }
 
+// Of the channels that failed before they were closed, a rank remembers the newest. A peer that
+// comes to an older one later is told that it is closed, and no more.
+func TestFailuresOfClosedChannelsAreForgotten(t *testing.T) {
+	for what, fail := range map[string]func(*p2p.Channel){
+		"aborted": func(c *p2p.Channel) { c.Abort(errors.New("late"), []byte("its time was up")) },
+		"left":    func(c *p2p.Channel) { c.Leave(0) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			all := cluster(t, 2, 64<<10, nil)
+			defer closeAll(all)
+			type channel struct {
+				name   p2p.Name
+				places []uint64
+			}
+			made := make([]channel, 3*p2p.MaxFailed)
+			for i := range made {
+				name, places := reserve(all)
+				made[i] = channel{name, places}
+				c := opened(t, all, 0, name, places)
+				settle(all[0], places, 0)
+				all[0].Lock()
+				fail(c)
+				all[0].Unlock()
+				c.Close()
+			}
+			if open, named := all[0].Remembered(); open > 0 || named != p2p.MaxFailed {
+				t.Errorf("%d channels are open and %d remembered, want none and %d", open, named, p2p.MaxFailed)
+			}
+			first := len(made) - p2p.MaxFailed // that is remembered
+			for _, i := range []int{0, first - 1, first, len(made) - 1} {
+				ch := opened(t, all, 1, made[i].name, made[i].places)
+				var err error
+				polled(all[0], func() { err = receive(all[1], ch, false) })
+				failed := errors.As(err, new(*p2p.Aborted)) || errors.Is(err, p2p.ErrLeft)
+				all[1].Lock()
+				closed := ch.Closed(0)
+				all[1].Unlock()
+				if err == nil || failed != (i >= first) || !failed && !closed {
+					t.Errorf("channel %d of %d: the receive failed with %v, the peer was told that it is closed: %v", i,
+						len(made), err, closed)
+				}
+			}
+		})
+	}
+}
+
 // What a peer sends on a channel before it is opened here is kept until the reservation is settled.
 // Then the peer learns that it will not be opened, also if it has only named the channel.
 func TestSettlingDropsUnopenedChannels(t *testing.T) {

@@ -167,9 +167,11 @@ type Proxy struct {
 	peers []peer  // by rank
 	links []*peer // those with a live link
 	chans map[chanKey]*Channel
-	// Of channels that are open, of closed ones without places, and of those of which peers may
-	// have to be told more than that they are closed. Frames of earlier epochs are dropped.
+	// Of channels that are open, of closed ones without places, and of the latest ones of which
+	// peers may have to be told more than that they are closed. Frames of earlier epochs are
+	// dropped.
 	floors    map[Name]floor
+	failed    []Name   // closed channels with places that have floors, the oldest first
 	reserved  uint64   // names of channels
 	unsettled []uint32 // places of reservations that are not settled
 	pool      pool
