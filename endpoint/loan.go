@@ -120,7 +120,7 @@ func (p *path) hold(r *Region) bool {
 	p.s.peer.mu.Lock()
 	defer p.s.peer.mu.Unlock()
 	if !p.closed {
-		p.holds[r] = struct{}{}
+		p.holdLocked(r)
 	}
 	return !p.closed
 }

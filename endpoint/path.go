@@ -791,7 +791,7 @@ func (p *path) grant(c *link.Conn, id uint64, r *Region) {
 	}
 	gone := s.broken || p.closed
 	if !gone && g != nil {
-		p.holds[r] = struct{}{}
+		p.holdLocked(r)
 	}
 	switch {
 	case gone:
@@ -807,6 +807,14 @@ func (p *path) grant(c *link.Conn, id uint64, r *Region) {
 	s.peer.unlock()
 	if gone {
 		r.forget(s)
+	}
+}
+
+// holdLocked notes that the peer has the key of a region. Of one that is gone, revoke may have been
+// called already.
+func (p *path) holdLocked(r *Region) {
+	if !r.gone.Load() {
+		p.holds[r] = struct{}{}
 	}
 }
 

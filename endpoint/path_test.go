@@ -400,6 +400,124 @@ func TestKeysThatPeersMayUseAreNotGivenAgain(t *testing.T) {
 	until(t, "Revoked", func() bool { return revoking(b) == 0 })
 }
 
+// stalls is a provider that says when its next call of a kind begins, and waits then.
+type stalls struct {
+	rdma.Provider
+	register, open stall
+}
+
+// stall holds up one call.
+type stall struct {
+	armed, came atomic.Bool
+	end         chan struct{}
+}
+
+// arm has the next call wait until end is called, which may be called again.
+func (s *stall) arm() (end func()) {
+	s.end = make(chan struct{})
+	s.armed.Store(true)
+	return sync.OnceFunc(func() { close(s.end) })
+}
+
+func (s *stall) call() {
+	if s.armed.CompareAndSwap(true, false) {
+		s.came.Store(true)
+		<-s.end
+	}
+}
+
+func (s *stalls) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	s.open.call()
+	d, err := s.Provider.Open(name, notify)
+	return stallingDevice{d, s}, err
+}
+
+type stallingDevice struct {
+	rdma.Device
+	of *stalls
+}
+
+func (d stallingDevice) Register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
+	d.of.register.call()
+	return d.Device.Register(m, access)
+}
+
+// A session does not keep a region that is unregistered while its key is given to the peer.
+func TestRegionsThatGoWhileTheirKeysAreGiven(t *testing.T) {
+	_, r := newFabric(t, soft.Config{})
+	ra, rb := devices(r)
+	s := &stalls{Provider: rb.Provider}
+	rb.Provider = s
+	data := sharedPattern(t, 64<<10)
+	b := newEndpoint(t, newContext(t), Config{Name: "b", RDMA: rb})
+	a := newEndpoint(t, newContext(t), Config{Name: "a", RDMA: ra})
+	add := func(name string) *Region {
+		t.Helper()
+		x, err := b.Register(name, mem.Host(data, mem.Anywhere), RegionConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	held := func(p *Peer, x *Region) bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		_, ok := p.session.path.holds[x]
+		return ok
+	}
+	kept := add("data")
+	p := connect(t, a, b.Info())
+	q := accept(t, b)
+	warm(t, p, "data")
+
+	register := s.register.arm()
+	defer register()
+	x := add("other")
+	wait(t, p.Read(make([]byte, 1), "other", 0)) // asks for a key
+	until(t, "a registration", s.register.came.Load)
+	open := s.open.arm()
+	defer open()
+	opened := make(chan error, 1)
+	go func() {
+		d, err := b.card.Domain("another client") // holds up what releases a domain
+		if err == nil {
+			err = d.Release()
+		}
+		opened <- err
+	}()
+	until(t, "the device", s.open.came.Load)
+	register()
+	until(t, "the end of the registration", func() bool {
+		x.keyMu.Lock()
+		defer x.keyMu.Unlock()
+		return len(x.grants) > 0
+	})
+	x.Unregister()
+	open()
+	if err := <-opened; err != nil {
+		t.Error(err)
+	}
+	until(t, "the answer", func() bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		return q.session.owed == 0
+	})
+	if held(q, x) {
+		t.Error("the session has a region that is gone")
+	}
+
+	q.mu.Lock()
+	path := q.session.path
+	q.mu.Unlock()
+	if path.hold(kept); !held(q, kept) {
+		t.Error("the session does not have a region from which a message is lent")
+	}
+	kept.Unregister()
+	if path.hold(kept); held(q, kept) {
+		t.Error("the session has a region that was unregistered while a message from it was lent")
+	}
+}
+
 // An operation that waits for its flight while its key is revoked does not use the key.
 func TestQueuedOperationsLoseRevokedKeys(t *testing.T) {
 	_, r := newFabric(t, soft.Config{ReuseKeys: true})
