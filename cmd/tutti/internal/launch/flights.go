@@ -83,22 +83,37 @@ func (l *launcher) clearFlights() {
 }
 
 // left returns the records of failed operations that a process which has failed as rank has
-// written since its start, if it may be started again. It looks only into a directory of the job's
-// own, since it reads what is there.
+// written since its start, if it may be started again.
 func (l *launcher) left(rank, pid int, since time.Time) (paths []string) {
-	if l.LogDir == "" || l.MaxRestarts == 0 {
+	dir := l.flightDir()
+	if dir == "" || l.MaxRestarts == 0 {
 		return nil
 	}
-	for _, path := range flightFiles(l.LogDir, rank, ".json") {
+	for _, path := range flightFiles(dir, rank, ".json") {
 		if info, err := os.Lstat(path); err != nil || info.ModTime().Before(since) {
 			continue
 		}
 		s, err := flight.ReadFile(path)
-		if err == nil && (s.Job == l.Job || s.PID == pid) && s.Reason != "signal" {
+		if err == nil && l.wrote(pid, s) && s.Reason != "signal" {
 			paths = append(paths, path)
 		}
 	}
 	return paths
+}
+
+// wrote reports whether a flight record of a rank is by process pid of the rank, or by a child of
+// it. The program may name the job. A directory of the environment may be shared: with other jobs,
+// of the same name unless that is unique, and with other machines.
+func (l *launcher) wrote(pid int, s *flight.Snapshot) bool {
+	switch job := s.Job == l.Job; {
+	case l.LogDir != "":
+		return job || s.PID == pid
+	case l.unique:
+		return job
+	default:
+		host, _ := os.Hostname()
+		return job && s.PID == pid && s.Host == host
+	}
 }
 
 // landed turns the flight records of a rank that has failed into JSON, and returns the files. how

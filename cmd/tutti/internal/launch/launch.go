@@ -104,7 +104,8 @@ type rank struct {
 // launcher is one Run.
 type launcher struct {
 	Options
-	base, world int // number of this node's first rank, and of ranks
+	base, world int  // number of this node's first rank, and of ranks
+	unique      bool // no other job has this one's name
 	guard       *Guard
 	temp        string
 	signals     chan os.Signal

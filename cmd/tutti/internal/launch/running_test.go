@@ -232,43 +232,73 @@ func TestRecordsOfManyEnds(t *testing.T) {
 }
 
 // TestRecordsOfRestartedRanks: of a rank that is started again and again, the records are kept that
-// the last processes have written themselves.
+// the last processes have written themselves. In a directory that others may share, those of
+// others are left.
 func TestRecordsOfRestartedRanks(t *testing.T) {
-	f := newFake(t, 1, 1000, 0)
-	f.Job, f.LogDir = "x", t.TempDir()
-	now := time.Now()
-	write := func(name, job string, pid int) string {
-		t.Helper()
-		_, reason, _ := strings.Cut(name, "-")
-		s := &flight.Snapshot{Version: flight.Version, Job: job, Size: 1, PID: pid, Reason: reason}
-		path, err := s.Write(filepath.Join(f.LogDir, "flight-"+name))
-		if err == nil {
-			err = os.Chtimes(path, now, now)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return path
-	}
-	kept := []string{write("rank0-failure", "x", dead)} // by an earlier process
-	var left []string
-	for n := range flight.MaxKept + 3 {
-		now = now.Add(time.Hour)
-		f.ranks[0].since, f.ranks[0].quick = now, 0
-		if n == 0 {
-			kept = append(kept, write("rank0-failure", "another", dead), write("rank0-signal", "x", dead))
-			left = append(left, write("rank0-failure", "named-by-the-program", f.ranks[0].pid))
-		}
-		left = append(left, write("rank0-timeout", "x", dead))
-		if err := f.event(Event{ID: 0, PID: f.ranks[0].pid, Exited: true, Status: 9 << 8}); err != nil {
-			t.Fatal(err)
-		}
-		f.restart(t, 0)
-	}
-	want := append(kept, left[len(left)-flight.MaxKept:]...)
-	slices.Sort(want)
-	if got := flightFiles(f.LogDir, 0, ".json"); !slices.Equal(got, want) {
-		t.Errorf("there are %q, want %q", got, want)
+	host, _ := os.Hostname()
+	for name, c := range map[string]struct{ shared, unique bool }{
+		"own directory": {}, "shared directory": {shared: true}, "shared, with a unique name": {true, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFake(t, 1, 1000, 0)
+			dir := t.TempDir()
+			f.Job, f.unique = "x", c.unique
+			if c.shared {
+				t.Setenv("TUTTI_LOG_DIR", dir)
+			} else {
+				f.LogDir = dir
+			}
+			now := time.Now()
+			write := func(name, job, host string, pid int) string {
+				t.Helper()
+				_, reason, _ := strings.Cut(name, "-")
+				s := &flight.Snapshot{Version: flight.Version, Job: job, Size: 1, Host: host, PID: pid, Reason: reason}
+				path, err := s.Write(filepath.Join(dir, "flight-"+name))
+				if err == nil {
+					err = os.Chtimes(path, now, now)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				return path
+			}
+			kept := []string{write("rank0-failure", "x", host, f.ranks[0].pid)} // by an earlier process
+			var left []string
+			for n := range flight.MaxKept + 3 {
+				now = now.Add(time.Hour)
+				f.ranks[0].since, f.ranks[0].quick = now, 0
+				pid := f.ranks[0].pid
+				if n == 0 {
+					for _, w := range []struct {
+						job, host, reason string
+						pid               int
+						ours              bool
+					}{
+						{"another", host, "failure", dead, false},
+						{"x", host, "signal", pid, false},
+						{"another", host, "failure", pid, !c.shared}, // the program may name the job
+						{"x", host, "failure", dead, !c.shared || c.unique},
+						{"x", "another", "failure", pid, !c.shared || c.unique},
+					} {
+						if path := write("rank0-"+w.reason, w.job, w.host, w.pid); w.ours {
+							left = append(left, path)
+						} else {
+							kept = append(kept, path)
+						}
+					}
+				}
+				left = append(left, write("rank0-timeout", "x", host, pid))
+				if err := f.event(Event{ID: 0, PID: pid, Exited: true, Status: 9 << 8}); err != nil {
+					t.Fatal(err)
+				}
+				f.restart(t, 0)
+			}
+			want := append(kept, left[len(left)-flight.MaxKept:]...)
+			slices.Sort(want)
+			if got := flightFiles(dir, 0, ".json"); !slices.Equal(got, want) {
+				t.Errorf("there are %q, want %q", got, want)
+			}
+		})
 	}
 }
 

@@ -142,7 +142,7 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	if l.Job == "" {
 		l.Job = "default"
 		if l.Nodes == 1 {
-			l.Job = fmt.Sprintf("run-%012x", ident.New()>>16)
+			l.Job, l.unique = fmt.Sprintf("run-%012x", ident.New()>>16), true
 		}
 	}
 	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}),
