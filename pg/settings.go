@@ -57,7 +57,7 @@ func (c Config) fromEnv() (*settings, error) {
 }
 
 // check returns an *ArgumentError for a field that cannot be right. bootstrap.FromEnv has checked
-// what the environment says.
+// each variable of the environment.
 func (s *settings) check() error {
 	if _, err := ports.ParseSpec(s.Ports); err != nil {
 		return unreadable("join", "Ports", s.Ports, err)
@@ -84,6 +84,11 @@ func (s *settings) check() error {
 		if _, err := bootstrap.ParseStore(s.StoreAddr); err != nil {
 			return unreadable("join", "StoreAddr", s.StoreAddr, err)
 		}
+	}
+	// Without an address meet may find a store, which has no users.
+	if s.StoreAddr != "" && (s.StoreUser == "") != (s.StorePassword == "") {
+		return &ArgumentError{Call: "join", Arg: "StoreUser or StorePassword", Got: "missing",
+			Want: "both, or neither (their defaults are TUTTI_STORE_USER and TUTTI_STORE_PASSWORD)"}
 	}
 	return nil
 }

@@ -215,6 +215,9 @@ func TestWrongFieldsAreArgumentErrors(t *testing.T) {
 		"Secret":     {Size: 2, Job: "j", StoreAddr: "etcd://127.0.0.1:1", Secret: secret[:15]},
 		"Job":        {Size: 2, Job: "two words", StoreAddr: "etcd://127.0.0.1:1", Secret: secret},
 		"StoreAddr":  {Size: 2, Job: "j", StoreAddr: "etcd:127.0.0.1", Secret: secret},
+		"StoreUser":  {Size: 2, Job: "j", StoreAddr: "etcd://127.0.0.1:1", Secret: secret, StoreUser: "u"},
+		"StoreUser or StorePassword": {Size: 2, Job: "j", StoreAddr: "etcd://127.0.0.1:1", Secret: secret,
+			StorePassword: "p"},
 	} {
 		cfg.Getenv = func(string) string { return "" }
 		var wrong *ArgumentError
