@@ -123,6 +123,7 @@ type launcher struct {
 	user     syscall.Signal // the user's signal, if any
 	request  syscall.Signal // the first signal that asked this process to end
 	since    time.Time      // when that came
+	beside   bool           // it came while the ranks were being ended, because one had failed
 	killed   int            // ranks that had to be killed
 	killedAt time.Time      // when SIGKILL was sent
 	grace    <-chan time.Time
@@ -214,8 +215,12 @@ func Run(ctx context.Context, o Options) (int, error) {
 func (l *launcher) say(text string) { l.out.Say(Tag(l.Stderr) + text) }
 
 // unlessInterrupted runs wait, which waits for who reads the output. If the user interrupts it, it
-// gives up what nobody reads, and returns the signal.
+// gives up what nobody reads, and returns the signal. After a signal beside a failure it does so
+// from the beginning: another one need not come.
 func (l *launcher) unlessInterrupted(wait func()) (by syscall.Signal) {
+	if l.beside {
+		l.out.Hurry()
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -600,6 +605,7 @@ func (l *launcher) signal(s syscall.Signal) {
 	case first && l.code != 0 && (s == syscall.SIGTERM || s == syscall.SIGHUP):
 		// The ranks are being ended because one has failed, which may be why the signal comes: srun
 		// ends a step like that.
+		l.beside = true
 	case l.user != 0 || l.code != 0:
 		l.kill()
 		l.out.Hurry()

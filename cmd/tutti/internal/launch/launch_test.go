@@ -66,7 +66,8 @@ func TestOneRequestOfTwoSignals(t *testing.T) {
 }
 
 // TestSignalBesideAFailure: a signal that comes while ranks are being ended, because one has
-// failed, leaves them their time, as the failure may be why it comes. The next one does not.
+// failed, leaves them their time, as the failure may be why it comes. The next one does not. Output
+// that nobody reads is given up after either, at the latest when the ranks have ended.
 func TestSignalBesideAFailure(t *testing.T) {
 	for _, c := range []struct {
 		signals []syscall.Signal
@@ -81,6 +82,20 @@ func TestSignalBesideAFailure(t *testing.T) {
 		}
 		if kills := !f.killedAt.IsZero(); kills != c.kills || f.code != 3 {
 			t.Errorf("%v: the ranks are killed: %v, and the code is %d", c.signals, kills, f.code)
+		}
+		hurries := func() bool {
+			select {
+			case <-f.out.hurry:
+				return true
+			default:
+				return false
+			}
+		}
+		if hurries() != c.kills {
+			t.Errorf("%v: what the ranks write is given up: %v", c.signals, !c.kills)
+		}
+		if f.unlessInterrupted(func() {}); !hurries() {
+			t.Errorf("%v: at the end it waits for who reads the output", c.signals)
 		}
 	}
 }
