@@ -126,8 +126,21 @@ func (e *ConflictError) Error() string {
 
 func (e *ConflictError) Unwrap() error { return ErrConflict }
 
+// allJobs begins the keys of all jobs.
+const allJobs = "/tutti/"
+
 // Prefix returns the prefix of all keys of a job.
-func Prefix(job string) string { return "/tutti/" + job + "/" }
+func Prefix(job string) string { return allJobs + job + "/" }
+
+// ProgramKeys begins those keys of a job that are the program's own, and not the library's.
+const ProgramKeys = "program/"
+
+// OfProgram reports whether key, which begins with a job's Prefix, is one of a program's own.
+func OfProgram(key string) bool {
+	rest, of := strings.CutPrefix(key, allJobs)
+	_, rest, _ = strings.Cut(rest, "/")
+	return of && strings.HasPrefix(rest, ProgramKeys)
+}
 
 // CheckKey returns an error unless a Store takes key: 1 to 256 bytes without NUL. Keys that begin
 // with ".store/" are the store's own.

@@ -43,11 +43,8 @@ const (
 
 var jobStores = table[jobStore]{kind: C.KIND_STORE}
 
-// programKeys begin the keys of the program.
-const programKeys = "program/"
-
 // longestKey is the most bytes of a key of the program: see bootstrap.CheckKey.
-const longestKey = 256 - len(programKeys)
+const longestKey = 256 - len(bootstrap.ProgramKeys)
 
 // openStore connects to the store of the job that c describes.
 func openStore(ctx context.Context, c *C.tutti_config) (uint64, error) {
@@ -195,7 +192,7 @@ func (s *jobStore) ask(ctx context.Context, kind int, key string, value, expecte
 		if err != nil {
 			return nil, err
 		}
-		b, err := request(ctx, h, kind, programKeys+key, value, expected)
+		b, err := request(ctx, h, kind, bootstrap.ProgramKeys+key, value, expected)
 		closed := errors.Is(err, bootstrap.ErrStoreClosed)
 		switch {
 		case closed && s.life.Err() != nil:

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -21,11 +22,12 @@ import (
 	"tutti/internal/files"
 )
 
-// maxLive bounds the cost of the keys that exist, in bytes. Small writes have a quarter more.
+// maxLive bounds the cost of the keys that exist, in bytes. The library's small writes have a
+// quarter more.
 const maxLive = 64 << 20
 
-// small is the cost of a write that is not held up, or refused, for the sake of the larger ones:
-// the records of a job are small.
+// small is the cost of a write that is not held up, or refused, for the sake of the larger ones, or
+// of a program's: the records of a job are small.
 const small = bootstrap.MaxValue / 4
 
 // history bounds what the store keeps by bytes. etcd keeps every value that a key ever had until it
@@ -89,10 +91,10 @@ func (h *history) stop() {
 }
 
 // admit is an interceptor. It refuses writes while the live data is beyond its bound, and delays
-// those that are two periods ahead of the rounds, small ones at four.
+// those that are two periods ahead of the rounds, the library's small ones at four.
 func (h *history) admit(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 	if n := cost(req); n > 0 {
-		if err := h.reserve(ctx, n); err != nil {
+		if err := h.reserve(ctx, n, ofProgram(req)); err != nil {
 			return nil, err
 		}
 	}
@@ -114,10 +116,24 @@ func cost(req any) int64 {
 	return 0
 }
 
-// reserve waits until a write that costs n bytes may be made, and counts it.
-func (h *history) reserve(ctx context.Context, n int64) error {
+// ofProgram reports whether a request writes keys of a program's own.
+func ofProgram(req any) bool {
+	switch r := req.(type) {
+	case *pb.PutRequest:
+		return bootstrap.OfProgram(string(r.Key))
+	case *pb.TxnRequest:
+		return slices.ContainsFunc(slices.Concat(r.Success, r.Failure), func(op *pb.RequestOp) bool {
+			return bootstrap.OfProgram(string(op.GetRequestPut().GetKey()))
+		})
+	}
+	return false
+}
+
+// reserve waits until a write that costs n bytes, of a program or the library, may be made, and
+// counts it.
+func (h *history) reserve(ctx context.Context, n int64, program bool) error {
 	full, limit := h.live, 2*h.period
-	if n <= small {
+	if n <= small && !program {
 		full, limit = h.live+h.live/4, 4*h.period
 	}
 	h.mu.Lock()

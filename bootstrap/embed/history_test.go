@@ -94,6 +94,53 @@ func TestFullStore(t *testing.T) {
 	}
 }
 
+// A store that is full of a program's keys, however small, takes what the library writes about the
+// job: its view, and the records of ranks.
+func TestProgramLeavesRoom(t *testing.T) {
+	const live = 1 << 20
+	s := start(t, Config{Dir: t.TempDir(), live: live})
+	c, err := dial(t, s.Address())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	ctx := t.Context()
+	const view = "membership/view" // of pg/membership
+	if err := c.CompareAndSwap(ctx, view, nil, []byte("1")); err != nil {
+		t.Fatal(err)
+	}
+	n, size := 0, small/4
+	for err == nil { // the program sets keys, and creates them as a sum does
+		key := fmt.Sprint(bootstrap.ProgramKeys, n)
+		if n++; n%2 == 0 {
+			err = c.Put(ctx, key, make([]byte, size), false)
+		} else {
+			err = c.CompareAndSwap(ctx, key, nil, make([]byte, size))
+		}
+	}
+	if !strings.Contains(err.Error(), "it is full") || n*size < live/2 {
+		t.Fatalf("after %d bytes: %v", n*size, err)
+	}
+	record := make([]byte, 1000)
+	for i := range live / 8 / len(record) {
+		if err := c.Put(ctx, bootstrap.RankKey(i), record, true); err != nil {
+			t.Fatalf("record %d: %v", i, err)
+		}
+	}
+	if err := c.CompareAndSwap(ctx, view, []byte("1"), []byte("2")); err != nil {
+		t.Errorf("the view: %v", err)
+	}
+	for i := range n / 2 { // also by a compare and swap
+		key := fmt.Sprint(bootstrap.ProgramKeys, 2*i)
+		if err := c.CompareAndSwap(ctx, key, make([]byte, size), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.Put(ctx, bootstrap.ProgramKeys+"k", make([]byte, size), false); err != nil {
+		t.Errorf("after half of the program's keys were deleted: %v", err)
+	}
+}
+
 // Writers that are ahead of the rounds share them: there is one for each period of writes, and none
 // for writes that are refused, or for deletions.
 func TestWritersShareRounds(t *testing.T) {
@@ -157,18 +204,19 @@ func fakeHistory(t *testing.T, log io.Writer, compact func(context.Context) erro
 func fill(t *testing.T, h *history) {
 	t.Helper()
 	for range 2 * h.period / bootstrap.MaxValue {
-		if err := h.reserve(t.Context(), bootstrap.MaxValue); err != nil {
+		if err := h.reserve(t.Context(), bootstrap.MaxValue, false); err != nil {
 			t.Fatal(err)
 		}
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := h.reserve(ended, bootstrap.MaxValue); status.Code(err) != codes.Canceled {
+	if err := h.reserve(ended, bootstrap.MaxValue, false); status.Code(err) != codes.Canceled {
 		t.Fatalf("a write ahead of a round that has not ended: %v", err)
 	}
 }
 
-// Small writes do not wait behind large ones that are ahead of the rounds.
+// The library's small writes do not wait behind large ones that are ahead of the rounds, as a
+// program's do.
 func TestSmallWritesPass(t *testing.T) {
 	goOn := make(chan struct{})
 	h := fakeHistory(t, io.Discard, func(ctx context.Context) error {
@@ -179,13 +227,18 @@ func TestSmallWritesPass(t *testing.T) {
 		return ctx.Err()
 	})
 	fill(t, h)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := h.reserve(ended, small, true); status.Code(err) != codes.Canceled {
+		t.Errorf("a small write of a program: %v", err)
+	}
 	for range 4 {
-		if err := h.reserve(t.Context(), small); err != nil {
+		if err := h.reserve(t.Context(), small, false); err != nil {
 			t.Error(err)
 		}
 	}
 	close(goOn)
-	if err := h.reserve(t.Context(), bootstrap.MaxValue); err != nil {
+	if err := h.reserve(t.Context(), bootstrap.MaxValue, false); err != nil {
 		t.Error(err)
 	}
 }
@@ -208,11 +261,11 @@ func TestFailedCompaction(t *testing.T) {
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := h.reserve(ended, bootstrap.MaxValue); status.Code(err) != codes.Canceled {
+	if err := h.reserve(ended, bootstrap.MaxValue, false); status.Code(err) != codes.Canceled {
 		t.Errorf("a write after a failed compaction: %v", err)
 	}
 	results <- nil
-	if err := h.reserve(t.Context(), bootstrap.MaxValue); err != nil {
+	if err := h.reserve(t.Context(), bootstrap.MaxValue, false); err != nil {
 		t.Error(err)
 	}
 	h.cancel()
