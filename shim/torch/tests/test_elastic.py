@@ -105,6 +105,8 @@ REPLACED = (
     + """
 life = int(os.environ.get("TUTTI_RESTART", "0"))
 done = torch.zeros(1, dtype=torch.long)
+if not restarted:
+    dist.distributed_c10d._world.group_count += 10_000  # as if they had made many groups
 if restarted:
     assert tutti_torch.active_ranks() == [0, 1, 2]
     dist.broadcast(done, src=1 if rank == 0 else 0)
