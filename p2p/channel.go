@@ -1199,8 +1199,10 @@ func (c *Channel) Ledger(slot int) Ledger {
 }
 
 // Map returns region id of slot, mapped for loads, when the peer has answered. The caller releases
-// it. The error is a *PeerError, why the channel failed, or why w has ended. With the lock, which
-// it releases while it waits.
+// it. The error is a *PeerError, why the channel failed, or why w has ended. It is none of these,
+// and the peer is as before, if it wraps errors.ErrUnsupported (the link maps nothing) or
+// ErrShortage (this process lacks a descriptor or memory). With the lock, which it releases while
+// it waits.
 func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 	st := c.stream(slot)
 	pr := st.pr
@@ -1217,11 +1219,14 @@ func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 		if pr.link != nil {
 			l, ok := pr.link.(Mapper)
 			if !ok {
-				return nil, &PeerError{pr.rank, fmt.Errorf("mapping its memory: %w", errors.ErrUnsupported)}
+				return nil, fmt.Errorf("mapping memory of rank %d over %s: %w", pr.rank, pr.counts.transport,
+					errors.ErrUnsupported)
 			}
 			m, err := l.Map(id)
 			switch {
 			case errors.Is(err, ErrPeerGone) || errors.Is(err, ErrClosed): // polling takes the link down
+			case errors.Is(err, ErrShortage) || errors.Is(err, errors.ErrUnsupported):
+				return nil, fmt.Errorf("mapping memory of rank %d: %w", pr.rank, err)
 			case err != nil:
 				return nil, &PeerError{pr.rank, fmt.Errorf("mapping its memory: %w", err)}
 			case m != nil:

@@ -120,6 +120,66 @@ func TestMapEnds(t *testing.T) {
 	}
 }
 
+// unmapping is a link over which nothing can be mapped, because of err.
+type unmapping struct {
+	p2p.Link
+	err *atomic.Pointer[error]
+}
+
+func (u unmapping) Map(uint64) (*p2p.Mapping, error) { return nil, *u.err.Load() }
+
+// TestMapDoesNotBlameThePeer: neither what a link cannot do nor what this process lacks is a failure
+// of the peer. What the peer answers is.
+func TestMapDoesNotBlameThePeer(t *testing.T) {
+	var now atomic.Pointer[error]
+	for name, wrap := range map[string]func(p2p.Link) p2p.Link{
+		"unmapping": func(l p2p.Link) p2p.Link { return unmapping{l, &now} },
+		"no mapper": func(l p2p.Link) p2p.Link { return struct{ p2p.Link }{l} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			all := cluster(t, 2, 0, func(tr p2p.Transport) p2p.Transport { return &wrapping{tr, wrap} })
+			defer closeAll(all)
+			p, q := members(t, all)
+			ctx, cancel := context.WithCancel(t.Context())
+			served := make(chan error, 1)
+			go func() { // p takes part until q is done
+				served <- with(p, func(*p2p.Wait) error {
+					for w := patient(ctx); ; {
+						if err := p.Progress(w); err != nil {
+							return err
+						}
+					}
+				})
+			}()
+			look := func(err error) error {
+				now.Store(&err)
+				return with(q, func(w *p2p.Wait) error {
+					_, err := q.c.Map(w, 0, 5)
+					return err
+				})
+			}
+			for err, blames := range map[error]bool{
+				fmt.Errorf("%w: %w", p2p.ErrShortage, syscall.EMFILE): false,
+				fmt.Errorf("no such way: %w", errors.ErrUnsupported):  false,
+				fmt.Errorf("it refuses: %w", p2p.ErrNoRegion):         true,
+				fmt.Errorf("no valid region: %w", p2p.ErrProtocol):    true,
+			} {
+				if name == "no mapper" {
+					err, blames = errors.ErrUnsupported, false
+				}
+				got := look(err)
+				if !errors.Is(got, err) || errors.As(got, new(*p2p.PeerError)) != blames {
+					t.Errorf("%v: %v, which is a *PeerError: %v", err, got, !blames)
+				}
+			}
+			cancel()
+			if err := <-served; !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // TestMapNeedsExposure: peers map writable memory only while a range of it is exposed for reading.
 func TestMapNeedsExposure(t *testing.T) {
 	each(t, func(t *testing.T, p, q party) {

@@ -861,7 +861,9 @@ func signalled(word, tag, n uint64) bool {
 // Map returns the part of a rank on this machine as read-only memory of this process: a write
 // faults. Its own part it returns as Bytes does. The mapping stays until Close, or until Refresh
 // has found another incarnation at rank; after a rank has died, its part can still be read. For
-// ranks that cannot be mapped Map fails with an error that wraps errors.ErrUnsupported.
+// ranks that cannot be mapped Map fails with an error that wraps errors.ErrUnsupported. If this
+// process lacks a descriptor or memory, Map fails with an error that is no *RankError, and may be
+// called again.
 func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 	c, p, err := w.enter(ctx, "map", rank, 0, 0)
 	if err != nil {
