@@ -244,11 +244,13 @@ func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.
 }
 
 // PutNow is Put and the end of the transfer, if the link can do both at once: see Immediate. False:
-// nothing was begun, use Put. With the lock.
+// nothing was begun, use Put, which has the reason if the peer has closed the channel. With the
+// lock.
 func (c *Channel) PutNow(slot int, local []byte, to *mem.Remote, offset uint64, s *Signal) bool {
-	pr := c.stream(slot).pr
+	st := c.stream(slot)
+	pr := st.pr
 	now := pr.transfers.now
-	if now == nil || c.err != nil || !now.PutNow(local, to, offset, s) {
+	if now == nil || st.left || c.err != nil || !now.PutNow(local, to, offset, s) {
 		return false
 	}
 	pr.counts.put(len(local))

@@ -414,6 +414,60 @@ func TestTransfersEndWithAViolation(t *testing.T) {
 	})
 }
 
+// TestPutsEndWithTheChannel: a rank that has closed the channel gets no put any more, short or long,
+// although its memory is still exposed.
+func TestPutsEndWithTheChannel(t *testing.T) {
+	each(t, func(t *testing.T, p, q party) {
+		r, x := exposed(t, p, 64)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { // p takes part until the ranks are linked
+			defer close(done)
+			p.Lock()
+			defer p.Unlock()
+			for w := patient(ctx); p.Progress(w) == nil; {
+			}
+		}()
+		put := func(w *p2p.Wait, v byte) error {
+			local := []byte{v}
+			if q.c.PutNow(0, local, x, 0, nil) {
+				return nil
+			}
+			var put p2p.Transfer
+			if err := q.c.Put(w, &put, 0, mem.Host(local, mem.Anywhere), x, 0, p2p.Signal{}, nil); err != nil {
+				return err
+			}
+			return q.c.WaitTransfer(w, &put)
+		}
+		if err := with(q, func(w *p2p.Wait) error {
+			for range 3 { // the later ones may be at once
+				if err := put(w, 1); err != nil {
+					return err
+				}
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		<-done
+		p.c.Close()
+		if err := with(q, func(w *p2p.Wait) error {
+			for !q.c.Closed(0) {
+				if err := q.Progress(w); err != nil {
+					t.Fatal(err)
+				}
+			}
+			return put(w, 2)
+		}); !errors.As(err, new(*p2p.PeerError)) || !errors.Is(err, p2p.ErrPeerGone) {
+			t.Errorf("a put to a rank that has closed the channel: %v", err)
+		}
+		if v := r.Bytes()[0]; v != 1 {
+			t.Errorf("its memory has %d", v)
+		}
+	})
+}
+
 // cancels is a link that notes which transfers were cancelled.
 type cancels struct {
 	p2p.Link
