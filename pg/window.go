@@ -155,6 +155,8 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 		return nil, noContext("window")
 	}
 	if bytes < 1 || bytes > exec.MaxBytes {
+		w := &Window{g: g, n: bytes}
+		w.exchange(ctx, false) // tells the other ranks, which may have good sizes
 		return nil, &ArgumentError{Call: "window", Arg: "the size", Got: strconv.Itoa(bytes) + " bytes",
 			Want: "1 byte or more that fit in memory"}
 	}
@@ -237,11 +239,11 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 			continue
 		}
 		switch {
-		case said[saysStatus] == 0:
-			return fmt.Errorf("rank %d has no memory for a window of %d bytes", slot, said[saysBytes])
 		case said[saysBytes] != int64(w.n):
 			return &ArgumentError{Call: "window", Arg: "the size", Got: fmt.Sprintf("%d bytes", w.n),
 				Want: fmt.Sprintf("that of rank %d, which is %d", slot, said[saysBytes])}
+		case said[saysStatus] == 0:
+			return fmt.Errorf("rank %d has no memory for a window of %d bytes", slot, said[saysBytes])
 		}
 		if err := parts[slot].decode(said); err != nil {
 			return &RankError{Rank: slot, Call: "window", Reporter: g.rank, Err: err}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"syscall"
 	"testing"
@@ -131,6 +132,10 @@ func TestWindowArguments(t *testing.T) {
 		argument("a window of nothing", err)
 		_, err = pg.NewWindow(ctx, g, 100+g.Rank())
 		argument("windows of different sizes", err)
+		for _, bad := range []int{0, -1, math.MaxInt} {
+			_, err = pg.NewWindow(ctx, g, []int{100, bad}[g.Rank()])
+			argument(fmt.Sprintf("a window of %d bytes at one rank", bad), err)
+		}
 		w := newWindow(t, g, 100)
 		other, x := 1-g.Rank(), make([]byte, 101)
 		for what, err := range map[string]error{
