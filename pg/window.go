@@ -89,6 +89,15 @@ type part struct {
 	mapping       *p2p.Mapping
 }
 
+// holder tells a rank's parts of a window apart: no two parts have the same.
+type holder struct{ incarnation, generation uint64 }
+
+func (p *part) holder() holder { return holder{p.incarnation, p.data.Generation} }
+
+// tag returns the tag of the signals of the rank that has the part: another one than for its other
+// parts, and those of its slot's other incarnations, as far as the bits reach.
+func (h holder) tag() uint64 { return (h.incarnation + h.generation*0x9e3779b97f4a7c15) >> countBits }
+
 // failure is whether puts have failed.
 type failure struct {
 	err  error // of the first one, nil: none has
@@ -125,7 +134,7 @@ func (t pendingPut) end() {
 }
 
 // Each source has a row of words. A word holds the source's tag in its upper bits and its count in
-// the lower ones, so that signals of an earlier incarnation are never counted.
+// the lower ones, so that signals of an earlier incarnation, or with an earlier part, are not counted.
 const (
 	rowSize   = WindowCounters * mem.WordSize
 	countBits = 40
@@ -149,7 +158,8 @@ const (
 // window.
 //
 // A rank that came in to a group with windows calls NewWindow for each of them, while the others
-// call Refresh.
+// call Refresh. So does a rank that has closed its window, or whose NewWindow has failed: its error
+// does not say that the others' Refresh has, too.
 func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	if ctx == nil {
 		return nil, noContext("window")
@@ -163,8 +173,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	if g.closed.Load() {
 		return nil, ErrClosed
 	}
-	w := &Window{g: g, turn: semaphore.NewWeighted(1), n: bytes, words: (bytes + 63) &^ 63,
-		tag: g.job.session.Self.Incarnation >> countBits}
+	w := &Window{g: g, turn: semaphore.NewWeighted(1), n: bytes, words: (bytes + 63) &^ 63}
 	rows := max(g.Size(), g.job.settings.MaxSize)
 	w.near = make([]atomic.Uintptr, rows)
 	p := g.job.proxy
@@ -172,6 +181,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	if w.region, err = p.AllocWritable(w.words + rows*rowSize); err == nil {
 		w.own = w.region.Bytes()[:bytes:bytes]
 		if w.data, err = p.Expose(w.region, 0, bytes, mem.Read|mem.Write); err == nil {
+			w.tag = holder{g.job.session.Self.Incarnation, w.data.Generation}.tag()
 			w.signals, err = p.Expose(w.region, w.words, rows*rowSize, mem.Signal)
 		}
 	}
@@ -270,12 +280,14 @@ func (p *part) decode(said []int64) error {
 		return fmt.Errorf("%w: %d and %d bytes", mem.ErrRemote, first, second)
 	}
 	p.incarnation = uint64(said[saysIncarnation])
-	p.tag, p.failure = p.incarnation>>countBits, new(failure)
-	return errors.Join(p.data.UnmarshalBinary(b[:first]), p.signals.UnmarshalBinary(b[first:first+second]))
+	p.failure = new(failure)
+	err := errors.Join(p.data.UnmarshalBinary(b[:first]), p.signals.UnmarshalBinary(b[first:first+second]))
+	p.tag = p.holder().tag()
+	return err
 }
 
-// adopt takes over the parts that an exchange found. Parts of known incarnations stay as they are,
-// and the mapping of a lost rank's part until its slot has another rank. With the proxy's lock.
+// adopt takes over the parts that an exchange found. Parts that were known stay as they are, and the
+// mapping of a lost rank's part until its slot has another rank. With the proxy's lock.
 func (w *Window) adopt(parts []part) {
 	for slot := range w.parts {
 		old := &w.parts[slot]
@@ -283,7 +295,7 @@ func (w *Window) adopt(parts []part) {
 		if old.incarnation == 0 && old.mapping == nil {
 			continue
 		}
-		if !empty && slot < len(parts) && old.incarnation == parts[slot].incarnation {
+		if !empty && slot < len(parts) && old.holder() == parts[slot].holder() {
 			if w.reap(old); old.failure.told {
 				old.failure = new(failure) // a Flush under way has the other one
 			}
@@ -315,7 +327,8 @@ func (w *Window) drop(p *part) {
 // Refresh, and drops those of lost ranks. It is a collective of all active ranks, in which the
 // ranks that came in call NewWindow instead. A group with several windows refreshes them in one
 // order at all ranks: else all get an *ArgumentError. Parts of ranks that stayed do not change. The
-// counters between this rank and a new incarnation begin at 0.
+// counters between this rank and a new part begin at 0: one of a new incarnation, or one that a rank
+// has made by another NewWindow.
 //
 // Refresh also ends what failed puts and signals to a rank cause, if a Flush or a signal to it has
 // returned an error since the last of them failed. If none has, the next one returns the error, and
@@ -631,13 +644,13 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 	p *part) error {
 	c := w.begin(ctx, name)
 	w.reap(p)
-	t, incarnation, to := w.transfer(), p.incarnation, p.data
+	t, of, to := w.transfer(), p.holder(), p.data
 	var s p2p.Signal
 	var value func() (uint64, error)
 	if counter >= 0 {
 		signals := p.signals
 		s, value = p.signal, func() (uint64, error) { // the lock may have been released since
-			now := w.again(rank, incarnation)
+			now := w.again(rank, of)
 			if now == nil {
 				return 0, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone}
 			}
@@ -650,7 +663,7 @@ func (w *Window) putLater(ctx context.Context, name string, rank, offset int, sr
 		w.spare = append(w.spare, t)
 		return c.leave(rank, err)
 	}
-	if p = w.again(rank, incarnation); p == nil {
+	if p = w.again(rank, of); p == nil {
 		w.g.job.proxy.CancelTransfer(t)
 		return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
 	}
@@ -689,7 +702,7 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 		return nil
 	}
 	c := w.begin(ctx, "flush")
-	incarnation, until, before := p.incarnation, p.begun, p.failure
+	of, until, before := p.holder(), p.begun, p.failure
 	p.flushes++
 	for err == nil && len(p.pending) > 0 && p.pending[0].number < until {
 		t := p.pending[0].Transfer
@@ -697,7 +710,7 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 		if errors.Is(t.Err(), p2p.ErrCancelled) && !errors.Is(e, p2p.ErrCancelled) {
 			err = e // the wait has ended, and not because another goroutine gave up t
 		}
-		if p = w.again(rank, incarnation); p == nil {
+		if p = w.again(rank, of); p == nil {
 			return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
 		}
 		if err != nil {
@@ -721,10 +734,10 @@ func (w *Window) cancel(p *part, until uint64) {
 	}
 }
 
-// again returns rank's part after the lock was released, or nil if the slot has another incarnation
-// or the window is closed; all transfers have ended then. With the proxy's lock.
-func (w *Window) again(rank int, incarnation uint64) *part {
-	if w.closed.Load() || rank >= len(w.parts) || w.parts[rank].incarnation != incarnation {
+// again returns rank's part after the lock was released, or nil if the slot has another part or the
+// window is closed; all transfers have ended then. With the proxy's lock.
+func (w *Window) again(rank int, of holder) *part {
+	if w.closed.Load() || rank >= len(w.parts) || w.parts[rank].holder() != of {
 		return nil
 	}
 	return &w.parts[rank]
@@ -745,7 +758,7 @@ func (w *Window) giveUp(rank int) {
 // They may overlap. After each piece it may release the proxy's lock for a while. With that lock.
 func (w *Window) copyOwn(dst, src []byte, p *part) (*part, error) {
 	const piece = 256 << 10
-	n, incarnation := min(len(dst), len(src)), p.incarnation
+	n, of := min(len(dst), len(src)), p.holder()
 	to, from := uintptr(unsafe.Pointer(unsafe.SliceData(dst))), uintptr(unsafe.Pointer(unsafe.SliceData(src)))
 	backward := to > from && to-from < uintptr(n) // dst starts inside src
 	for done := 0; done < n; done += piece {
@@ -756,7 +769,7 @@ func (w *Window) copyOwn(dst, src []byte, p *part) (*part, error) {
 		if !w.g.job.proxy.Moved(copy(dst[i:i+k], src[i:])) {
 			continue
 		}
-		if p = w.again(w.g.rank, incarnation); p == nil {
+		if p = w.again(w.g.rank, of); p == nil {
 			return nil, &p2p.PeerError{Rank: w.g.jobRank(w.g.rank), Err: p2p.ErrPeerGone}
 		}
 	}
@@ -815,7 +828,7 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 	if err != nil {
 		return w.arrived(err, rank, counter, n)
 	}
-	tag = p.tag // of another incarnation, perhaps
+	tag = p.tag // of another part, perhaps
 	w.looks++
 	if rank == w.g.rank {
 		for err == nil && !reached(word.Load()) {
@@ -862,7 +875,7 @@ func signalled(word, tag, n uint64) bool {
 
 // Map returns the part of a rank on this machine as read-only memory of this process: a write
 // faults. Its own part it returns as Bytes does. The mapping stays until Close, or until Refresh
-// has found another incarnation at rank; after a rank has died, its part can still be read. For
+// has found another part at rank; after a rank has died, its part can still be read. For
 // ranks that cannot be mapped Map fails with an error that wraps errors.ErrUnsupported. If this
 // process lacks a descriptor or memory, Map fails with an error that is no *RankError, and may be
 // called again.
@@ -879,11 +892,11 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 		b = p.mapping.Mem[:w.n:w.n]
 	default:
 		var m *p2p.Mapping
-		id, incarnation := p.data.ID, p.incarnation
+		id, of := p.data.ID, p.holder()
 		if m, err = w.g.msgs.Map(c.wait, rank, id); err != nil {
 			break
 		}
-		switch p = w.again(rank, incarnation); {
+		switch p = w.again(rank, of); {
 		case p == nil:
 			m.Release()
 			err = &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone}

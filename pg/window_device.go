@@ -75,7 +75,7 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	if err != nil {
 		return err
 	}
-	incarnation := p.incarnation
+	of := p.holder()
 	g.job.proxy.Unlock()
 	if c.device, c.stream, err = g.site(name, x.place()); err != nil {
 		return err
@@ -89,7 +89,7 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 		return err
 	}
 	if err = pieces(ctx, c); err == nil {
-		err = w.same(name, rank, incarnation)
+		err = w.same(name, rank, of)
 	}
 	if err != nil && reads && c.begun {
 		w.tear(rank, err)
@@ -101,23 +101,22 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	return err
 }
 
-// same returns an error if another incarnation has rank's part now: it may have got, or given, some
-// of the data.
-func (w *Window) same(name string, rank int, incarnation uint64) error {
+// same returns an error if rank has another part now, which may have got, or given, some of the data.
+func (w *Window) same(name string, rank int, of holder) error {
 	w.g.job.proxy.Lock()
 	defer w.g.job.proxy.Unlock()
 	switch {
 	case w.closed.Load():
 		return ErrClosed
-	case w.again(rank, incarnation) == nil:
+	case w.again(rank, of) == nil:
 		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank,
-			Err: errors.New("a new process of this rank came in, and the call is not only about its part: call again")}
+			Err: errors.New("it has a new part, as a new process or by NewWindow, and the call is not only about that: call again")}
 	}
 	return nil
 }
 
 // tear is called when a put to rank's part has failed with err after a transfer had some of its
-// data, perhaps one to another incarnation's part.
+// data, perhaps one to another part.
 func (w *Window) tear(rank int, err error) {
 	if errors.As(err, new(*TimeoutError)) { // else a signal or Flush would seem to be the one that was late
 		err = p2p.ErrCancelled
@@ -160,7 +159,7 @@ func (c *carriage) direct(ctx context.Context) (done bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	t, remote, incarnation := w.transfer(), p.data, p.incarnation // p may be replaced meanwhile
+	t, remote, of := w.transfer(), p.data, p.holder() // p may be replaced meanwhile
 	local := mem.Device(uint64(c.x.addr), c.x.n, loc)
 	if c.reads {
 		err = g.msgs.Put(k.wait, t, c.rank, local, &remote, uint64(c.offset), p2p.Signal{}, nil)
@@ -170,7 +169,7 @@ func (c *carriage) direct(ctx context.Context) (done bool, err error) {
 	if err == nil {
 		c.begun = true
 		err = g.msgs.WaitTransfer(k.wait, t)
-		p, failed := w.again(c.rank, incarnation), t.Err()
+		p, failed := w.again(c.rank, of), t.Err()
 		if c.reads && p != nil && failed != nil && !errors.Is(failed, errors.ErrUnsupported) {
 			p.failure.add(failed)
 		}
@@ -236,13 +235,13 @@ func (c *carriage) free(ctx context.Context, v *visit) error {
 		p.Unlock()
 		return err
 	}
-	k, incarnation := w.begin(ctx, c.name), part.incarnation
+	k, of := w.begin(ctx, c.name), part.holder()
 	for w.reap(part); err == nil && !v.over(); {
 		if err = w.g.msgs.Err(); err == nil {
 			err = p.Progress(k.wait)
 		}
 		if err == nil {
-			if part = w.again(c.rank, incarnation); part == nil {
+			if part = w.again(c.rank, of); part == nil {
 				err = &p2p.PeerError{Rank: w.g.jobRank(c.rank), Err: p2p.ErrPeerGone}
 				break
 			}

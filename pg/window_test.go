@@ -421,6 +421,79 @@ func TestWindowReachesReplacementAfterRefresh(t *testing.T) {
 	}
 }
 
+// A rank that makes its part anew while the others refresh the window is reached like one that came
+// in: its counters and those of the others at it begin anew.
+func TestWindowReachesPartMadeAnew(t *testing.T) {
+	everywhere(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx, me := t.Context(), g.Rank()
+		w, err := pg.NewWindow(ctx, g, 4096)
+		if err != nil {
+			t.Fatal(err)
+		}
+		flush := func() {
+			t.Helper()
+			for to := range 3 {
+				if err := w.Flush(ctx, to); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}
+		const anew = 2
+		want := [3]uint64{}
+		for round := byte(1); round <= 3; round++ {
+			if round > 1 {
+				if me == anew {
+					if err := w.Close(ctx); err != nil {
+						t.Fatal(err)
+					}
+					w, err = pg.NewWindow(ctx, g, 4096)
+				} else {
+					err = w.Refresh(ctx)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				for from := range want {
+					if me == anew || from == anew {
+						want[from] = 0
+					}
+				}
+				over, cancel := context.WithCancel(ctx)
+				cancel()
+				if err := w.WaitSignal(over, anew, 0, 1); !errors.Is(err, context.Canceled) {
+					t.Errorf("round %d: a signal of the part before counts: %v", round, err)
+				}
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for to := range 3 {
+				for range 2 {
+					if err := w.PutSignal(ctx, to, 8*me, []byte{round}, 0); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			for from := range want {
+				want[from] += 2
+				if err := w.WaitSignal(ctx, from, 0, want[from]); err != nil {
+					t.Fatal(err)
+				}
+				if w.Bytes()[8*from] != round {
+					t.Errorf("round %d: the signal of rank %d came before its data", round, from)
+				}
+			}
+			flush()
+		}
+		if err := w.Close(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // TestWindowCloses: after Close of a part its use fails with an error that names the rank, and the
 // rank's other windows still work.
 func TestWindowCloses(t *testing.T) {
