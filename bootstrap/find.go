@@ -18,10 +18,12 @@ const (
 	maxReason      = 1024 // bytes of a text
 	maxIDs         = 4 + 8*MaxMembers
 	maxFindRequest = 1 + MaxUUID + maxIDs
-	maxFindReply   = 1 + max(maxRecord, maxReason, maxIDs)
+	goneHeader     = 1 + 4
+	maxFindReply   = 1 + max(maxRecord, goneHeader+maxReason, maxIDs)
 )
 
-// Request and reply, little-endian:
+// Request and reply, little-endian. Their version is that of the Terms, which handles contain:
+// members of another build are not asked.
 //
 //	request  length u8, uuid, rank u32, ids: u64 for each member, by rank
 //	reply    code u8, then the record, a text, or its rank and ids as in the request
@@ -42,9 +44,64 @@ const (
 	findRecord  = iota // body: the record
 	findWait           // this member has not begun the Formation yet: ask again
 	findUsed           // the uuid was used for another Formation; body: a text about that
-	findGone           // body: a text
+	findGone           // body: a goneBody
 	findDiffers        // body: this member's list
 )
+
+// goneBody says why a member has no part in a Formation: fault u8, rank u32, a text.
+type goneBody struct {
+	fault fault
+	rank  int // of the member at fault; 0 with ownFault
+	text  []byte
+}
+
+// fault is what kept a member from its Formation.
+type fault uint8
+
+const (
+	ownFault     fault = iota // nothing that another member has done
+	usedFault                 // another member has used the uuid
+	goneFault                 // another member is gone
+	versionFault              // another member is of another build
+)
+
+// faultOf returns the fault of the member that a PeerError with err names.
+func faultOf(err error) fault {
+	switch {
+	case errors.Is(err, ErrUsed):
+		return usedFault
+	case errors.Is(err, ErrVersion):
+		return versionFault
+	}
+	return goneFault
+}
+
+// err returns what a PeerError about the fault wraps.
+func (f fault) err() error {
+	switch f {
+	case usedFault:
+		return ErrUsed
+	case versionFault:
+		return ErrVersion
+	}
+	return ErrGone
+}
+
+func (g goneBody) encode() []byte {
+	b := binary.LittleEndian.AppendUint32([]byte{byte(g.fault)}, uint32(g.rank))
+	return append(b, g.text...)
+}
+
+func decodeGone(b []byte) (goneBody, error) {
+	if len(b) < goneHeader || len(b) > goneHeader+maxReason {
+		return goneBody{}, fmt.Errorf("handshake: reason of %d bytes of a member", len(b))
+	}
+	rank := binary.LittleEndian.Uint32(b[1:])
+	if f := fault(b[0]); f > versionFault || rank >= MaxMembers || f == ownFault && rank != 0 {
+		return goneBody{}, fmt.Errorf("handshake: a member reports fault %d of rank %d", f, rank)
+	}
+	return goneBody{fault(b[0]), int(rank), b[goneHeader:]}, nil
+}
 
 func encodeIDs(rank int, ids []uint64) []byte {
 	b := binary.LittleEndian.AppendUint32(make([]byte, 0, 4+8*len(ids)), uint32(rank))

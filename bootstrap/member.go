@@ -47,8 +47,9 @@ func (r *reason) Unwrap() error { return r.is }
 
 // PeerError says which member prevented a Formation, by its rank there.
 type PeerError struct {
-	Rank int
-	Err  error // wraps ErrUsed, ErrGone or ErrVersion
+	Rank     int
+	Reporter int   // the rank that found it out: this one, or one that was asked
+	Err      error // wraps ErrUsed, ErrGone or ErrVersion
 }
 
 func (e *PeerError) Error() string { return fmt.Sprintf("rank %d: %v", e.Rank, e.Err) }
@@ -304,15 +305,20 @@ func (f *Formation) End(err error) {
 }
 
 // brief returns an error with the text of err that other members are told. Of the errors that err
-// wraps it keeps a *DifferError only.
+// wraps it keeps a *DifferError, or the ranks and the kind of a *PeerError, only.
 func brief(err error) error {
 	if err == nil {
 		return nil
 	}
 	text := err.Error()
 	b := &reason{text: strings.Clone(text[:min(len(text), maxReason)])}
-	if differ := new(*DifferError); errors.As(err, differ) {
-		b.is = *differ
+	var differ *DifferError
+	var peer *PeerError
+	switch {
+	case errors.As(err, &differ):
+		b.is = differ
+	case errors.As(err, &peer):
+		b.is = &PeerError{peer.Rank, peer.Reporter, faultOf(peer.Err).err()}
 	}
 	return b
 }
@@ -391,7 +397,7 @@ func (m *Member) answerLocked(q *findRequest) (*findReply, *Formation, error) {
 	f := m.all[q.uuid]
 	switch {
 	case f == nil && m.closed:
-		return &findReply{code: findGone, body: []byte("it was closed")}, nil, nil
+		return &findReply{code: findGone, body: goneBody{text: []byte("it was closed")}.encode()}, nil, nil
 	case f == nil:
 		return &findReply{code: findWait}, nil, nil
 	case !slices.Equal(f.ids, q.ids):
@@ -400,7 +406,11 @@ func (m *Member) answerLocked(q *findRequest) (*findReply, *Formation, error) {
 		}
 		return &findReply{code: findDiffers, body: encodeIDs(f.rank, f.ids)}, f, f.differLocked(q.rank, q.ids)
 	case f.state == over || f.err != nil:
-		return &findReply{code: findGone, body: f.reasonLocked()}, nil, nil
+		why := goneBody{text: f.reasonLocked()}
+		if peer := new(*PeerError); errors.As(f.err, peer) {
+			why.fault, why.rank = faultOf((*peer).Err), (*peer).Rank
+		}
+		return &findReply{code: findGone, body: why.encode()}, nil, nil
 	}
 	if rec := f.values[f.rankKey(f.rank)]; len(rec) > 0 {
 		return &findReply{code: findRecord, body: rec}, nil, nil
@@ -513,6 +523,7 @@ func (f *Formation) ask(ctx context.Context, rank int) ([]byte, error) {
 	}
 	b, err := f.m.client.find(ctx, rank, to, &findRequest{uuid: f.uuid, ids: f.ids, rank: f.rank}, note)
 	var differs *listError
+	var relayed *PeerError
 	switch {
 	case err == nil:
 		return b, nil
@@ -522,8 +533,14 @@ func (f *Formation) ask(ctx context.Context, rank int) ([]byte, error) {
 			err = fmt.Errorf("%s says that the lists of handles differ, and sent an equal one", to.MemberName())
 		}
 		f.m.mu.Unlock()
+	case errors.As(err, &relayed) && relayed.Rank < len(f.ids) && relayed.Rank != f.rank:
+		err = &PeerError{Rank: relayed.Rank, Reporter: rank, Err: fmt.Errorf("%s, which is rank %d, says: %w",
+			to.MemberName(), rank, relayed.Err)}
+	case errors.As(err, &relayed): // this member knows better, or the rank is none
+		text := fmt.Sprintf("%s: %v", to.MemberName(), relayed.Err)
+		err = &PeerError{Rank: rank, Reporter: f.rank, Err: &reason{text, ErrGone}}
 	case errors.Is(err, ErrUsed), errors.Is(err, ErrGone), errors.Is(err, ErrVersion):
-		err = &PeerError{Rank: rank, Err: fmt.Errorf("%s: %w", to.MemberName(), err)}
+		err = &PeerError{Rank: rank, Reporter: f.rank, Err: fmt.Errorf("%s: %w", to.MemberName(), err)}
 	case f.Err() != nil:
 		return nil, f.Err()
 	default:
@@ -553,7 +570,8 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest, 
 		switch {
 		case err == nil:
 			return b, nil
-		case errors.Is(err, ErrUsed), errors.Is(err, ErrGone), errors.As(err, new(*listError)), errors.As(err, &final):
+		case errors.Is(err, ErrUsed), errors.Is(err, ErrGone), errors.As(err, new(*PeerError)),
+			errors.As(err, new(*listError)), errors.As(err, &final):
 			return nil, err
 		case errors.As(err, new(*refusedError)), errors.Is(err, ErrStale):
 			return nil, &reason{"it has ended: " + err.Error(), ErrGone}
@@ -617,7 +635,15 @@ func (c *Client) findOnce(ctx context.Context, addrs []string, hello trust.Hello
 	case findUsed:
 		return nil, &reason{strings.ToValidUTF8(string(reply.body), "?"), ErrUsed}
 	case findGone:
-		return nil, &reason{strings.ToValidUTF8(string(reply.body), "?"), ErrGone}
+		why, err := decodeGone(reply.body)
+		if err != nil {
+			return nil, err
+		}
+		text := strings.ToValidUTF8(string(why.text), "?")
+		if why.fault == ownFault {
+			return nil, &reason{text, ErrGone}
+		}
+		return nil, &PeerError{Rank: why.rank, Reporter: int(hello.ToRank), Err: &reason{text, why.fault.err()}}
 	}
 	rank, ids, err := decodeIDs(reply.body)
 	if err != nil {

@@ -175,6 +175,66 @@ func TestFormationFailures(t *testing.T) {
 	}
 }
 
+// A member whose Formation fails because of another one names that to those that ask, before End
+// and after it, and over several members.
+func TestFormationNamesMemberAtFault(t *testing.T) {
+	ctx := context30(t)
+	for name, c := range map[string]struct {
+		spoil func(t *testing.T, d *bootstrap.Member)
+		is    error
+	}{
+		"gone": {func(_ *testing.T, d *bootstrap.Member) { d.Close() }, bootstrap.ErrGone},
+		"used": {func(t *testing.T, d *bootstrap.Member) {
+			f, _ := begin(t, d, "u", d)
+			f.End(f.Formed())
+		}, bootstrap.ErrUsed},
+		"another build": {func(t *testing.T, d *bootstrap.Member) {
+			d.Close()
+			later(t, d.Self().Addrs[0])
+		}, bootstrap.ErrVersion},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ms := []*bootstrap.Member{member(t), member(t), member(t), member(t)}
+			const dead = 3
+			c.spoil(t, ms[dead])
+			check := func(f *bootstrap.Formation, asked, reporter int) {
+				t.Helper()
+				_, err := f.Wait(ctx, key("u", asked))
+				var peer *bootstrap.PeerError
+				if !errors.As(err, &peer) || peer.Rank != dead || peer.Reporter != reporter || !errors.Is(err, c.is) ||
+					!strings.Contains(err.Error(), ms[dead].Self().MemberName()) {
+					t.Errorf("rank %d asked rank %d: %v, want a *PeerError about rank %d, seen by rank %d", f.Rank(),
+						asked, err, dead, reporter)
+				}
+			}
+			var all []*bootstrap.Formation
+			for _, m := range ms[:dead] {
+				f, _ := begin(t, m, "u", ms...)
+				all = append(all, f)
+			}
+			check(all[0], dead, 0)
+			check(all[1], 0, 0)
+			for _, f := range all[:2] {
+				f.End(fmt.Errorf("forming: %w", f.Err()))
+			}
+			check(all[2], 1, 1)
+		})
+	}
+}
+
+// A member that another one takes for gone reports that one.
+func TestFormationOfMemberCalledGone(t *testing.T) {
+	a, b := member(t), member(t)
+	f, _ := begin(t, a, "u", a, b)
+	f.End(&bootstrap.PeerError{Rank: 1, Err: fmt.Errorf("no route: %w", bootstrap.ErrGone)})
+	g, _ := begin(t, b, "u", a, b)
+	_, err := g.Wait(context30(t), key("u", 0))
+	var peer *bootstrap.PeerError
+	if !errors.As(err, &peer) || peer.Rank != 0 || peer.Reporter != 1 || !strings.Contains(err.Error(), "no route") {
+		t.Errorf("%v, want a *PeerError about rank 0", err)
+	}
+}
+
 // A group that has been formed stays, whatever other members ask for.
 func TestFormedStays(t *testing.T) {
 	a, b := member(t), member(t)

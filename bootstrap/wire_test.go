@@ -90,6 +90,8 @@ func FuzzFindWire(f *testing.F) {
 	f.Add(b[:len(b)-1])
 	f.Add(append([]byte{255}, b...))
 	f.Add(append([]byte{findDiffers}, encodeIDs(0, []uint64{7})...))
+	f.Add(append([]byte{findGone}, goneBody{usedFault, 7, []byte("used")}.encode()...))
+	f.Add(append([]byte{findGone}, goneBody{text: []byte("it was closed")}.encode()...))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var q findRequest
 		if q.decode(b) == nil {
@@ -107,7 +109,27 @@ func FuzzFindWire(f *testing.F) {
 		if rank, ids, err := decodeIDs(r.body); err == nil && (rank >= len(ids) || len(ids) > MaxMembers) {
 			t.Fatalf("%x decodes to rank %d of %d", b, rank, len(ids))
 		}
+		if why, err := decodeGone(r.body); err == nil && (why.rank < 0 || why.rank >= MaxMembers ||
+			len(why.text) > maxReason || !bytes.Equal(why.encode(), r.body)) {
+			t.Fatalf("%x decodes to %+v", b, why)
+		}
 	})
+}
+
+func TestDecodeGone(t *testing.T) {
+	for what, b := range map[string][]byte{
+		"nothing":                 nil,
+		"cut short":               {byte(goneFault), 1, 0, 0},
+		"an unknown fault":        {byte(versionFault) + 1, 0, 0, 0, 0},
+		"a rank that is too high": {byte(goneFault), 0, 0, 1, 0},
+		"a negative rank":         {byte(usedFault), 255, 255, 255, 255},
+		"a rank without a fault":  {byte(ownFault), 1, 0, 0, 0},
+		"a long text":             append(make([]byte, goneHeader), make([]byte, maxReason+1)...),
+	} {
+		if why, err := decodeGone(b); err == nil {
+			t.Errorf("%s decodes to %+v", what, why)
+		}
+	}
 }
 
 func FuzzDecodeHandle(f *testing.F) {

@@ -13,6 +13,7 @@ import (
 	"tutti/internal/files"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
+	"tutti/p2p"
 	"tutti/pg/internal/join"
 )
 
@@ -132,7 +133,8 @@ func (m *Member) Handle() string { return m.handle }
 // remember it.) A list with a member that has used the uuid is refused at every rank with an
 // *ArgumentError. If two members have different lists for a uuid, both get a *MismatchError that
 // describes the difference. If a member has ended, or its Form has failed, the others get a
-// *RankError or *TimeoutError. Errors name ranks and members.
+// *RankError that names its rank, or a *TimeoutError. The Reporter of a *RankError is the member
+// from which this one has it. Errors name ranks and members.
 //
 // A Form may fail at some members and succeed at others, if a member is lost or gives up when the
 // others have all met: their first operation then fails with a *RankError.
@@ -164,10 +166,21 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 	}
 	if err != nil {
 		err = fmt.Errorf("forming %q as rank %d of %d: %w", uuid, f.Rank(), len(peers), explained(f, uuid, peers, err))
-		f.End(err)
+		f.End(blaming(err))
 		return nil, err
 	}
 	return g, nil
+}
+
+// blaming returns what other members are told of err, with which a Form has failed: they name the
+// rank that it names.
+func blaming(err error) error {
+	var lost *RankError
+	if !errors.As(err, &lost) || errors.Is(err, p2p.ErrShortage) { // of this process
+		return err
+	}
+	return &bootstrap.PeerError{Rank: lost.Rank, Reporter: lost.Reporter,
+		Err: fmt.Errorf("%w: %w", bootstrap.ErrGone, err)}
 }
 
 // reasonSoon bounds the question to another member why its Form failed.
@@ -267,7 +280,7 @@ func explained(f *bootstrap.Formation, uuid string, peers []bootstrap.Record, er
 		return &ArgumentError{Call: "form", Arg: "uuid", Got: fmt.Sprintf("%q, which rank %d has used already (%v)",
 			uuid, peer.Rank, peer.Err), Want: "one that no member has used"}
 	case errors.As(err, &peer):
-		return &RankError{Rank: peer.Rank, Reporter: f.Rank(), Call: call, Err: peer.Err}
+		return &RankError{Rank: peer.Rank, Reporter: peer.Reporter, Call: call, Err: peer.Err}
 	case errors.As(err, &lost):
 		ranks = append([]int{lost.Rank}, lost.Also...)
 	case errors.As(err, &late):

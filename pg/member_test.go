@@ -277,6 +277,47 @@ func TestFormWithClosedMember(t *testing.T) {
 	}
 }
 
+// The meeting of more than eight members is a star: most of them never ask the member that prevents
+// it. All name that one nevertheless.
+func TestFormOfManyNamesMemberAtFault(t *testing.T) {
+	const n, bad = 10, 7
+	except := func(ms []*pg.Member) []*pg.Member { return slices.Delete(slices.Clone(ms), bad, bad+1) }
+	t.Run("closed", func(t *testing.T) {
+		ms := members(t, n, pg.Config{})
+		ms[bad].Close()
+		all := handles(ms...)
+		for i, o := range formLists(t, "u", except(ms), func(int) []string { return all }) {
+			if lost := new(*pg.RankError); !errors.As(o.err, lost) || (*lost).Rank != bad {
+				t.Errorf("survivor %d: %v, want a *RankError about rank %d", i, o.err, bad)
+			}
+		}
+	})
+	t.Run("cancelled", func(t *testing.T) {
+		ms := members(t, n, pg.Config{})
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		all := handles(ms...)
+		if _, err := ms[bad].Form(ctx, "u", all); !errors.Is(err, context.Canceled) {
+			t.Errorf("the member that gives up: %v", err)
+		}
+		for i, o := range formLists(t, "u", except(ms), func(int) []string { return all }) {
+			if lost := new(*pg.RankError); !errors.As(o.err, lost) || (*lost).Rank != bad {
+				t.Errorf("survivor %d: %v, want a *RankError about rank %d", i, o.err, bad)
+			}
+		}
+	})
+	t.Run("used", func(t *testing.T) {
+		ms := members(t, n, pg.Config{})
+		formed(t, "u", ms[bad])
+		for i, o := range form(t, "u", ms...) {
+			if want := new(*pg.ArgumentError); !errors.As(o.err, want) || (*want).Arg != "uuid" ||
+				i != bad && !strings.Contains(o.err.Error(), fmt.Sprintf("which rank %d has used", bad)) {
+				t.Errorf("rank %d: %v, want an *ArgumentError about the uuid", i, o.err)
+			}
+		}
+	})
+}
+
 // A group outlives its members, also for ranks that have not been linked yet.
 func TestGroupOutlivesMember(t *testing.T) {
 	ms := members(t, 5, pg.Config{})
@@ -419,10 +460,10 @@ func exchange(t *testing.T, g *pg.Group, text string) []string {
 // A member is killed before or during Form: the others get an error in time that names it, and form
 // a group without it.
 func TestFormNamesKilledMember(t *testing.T) {
-	const n, dead = 4, 2
-	for _, transport := range transports {
-		for dials := range 5 { // of the dead one, before its end
-			t.Run(fmt.Sprintf("%s/%d", transport, dials), func(t *testing.T) {
+	const dead = 2
+	kill := func(n int, transport string, most int) {
+		for dials := range most + 1 { // of the dead one, before its end
+			t.Run(fmt.Sprintf("%d/%s/%d", n, transport, dials), func(t *testing.T) {
 				pgtest.Run(t, n, func(t *testing.T, outer *pg.Group) {
 					ctx := t.Context()
 					var dialled atomic.Int32
@@ -462,7 +503,12 @@ func TestFormNamesKilledMember(t *testing.T) {
 					}
 					var lost *pg.RankError
 					var late *pg.TimeoutError
-					if !errors.As(err, &lost) && !errors.As(err, &late) {
+					switch {
+					case errors.As(err, &lost):
+						if lost.Rank != dead {
+							t.Errorf("%v, want rank %d", err, dead)
+						}
+					case !errors.As(err, &late):
 						t.Errorf("%v", err)
 					}
 					if took := time.Since(began); took > 10*time.Second {
@@ -480,6 +526,10 @@ func TestFormNamesKilledMember(t *testing.T) {
 			})
 		}
 	}
+	for _, transport := range transports {
+		kill(4, transport, 4)
+	}
+	kill(9, "tcp", 2) // a star around rank 0
 }
 
 // Members form groups of a random partition at a time, again and again. Some groups are disturbed:
