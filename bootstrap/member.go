@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	mrand "math/rand/v2"
 	"slices"
 	"strconv"
@@ -34,6 +35,8 @@ var (
 	ErrUsed = errors.New("the uuid was used before")
 	// ErrGone: a member has ended, has given up, or has left.
 	ErrGone = errors.New("the member is gone")
+	// ErrMemberClosed: Member.Close was called. It is an ErrGone.
+	ErrMemberClosed error = &reason{"this member was closed", ErrGone}
 )
 
 // reason is an error with a text of its own, that is another.
@@ -159,15 +162,21 @@ func NewMember(ctx context.Context, cfg MemberConfig) (*Member, error) {
 // Self returns the record that the member's handle contains.
 func (m *Member) Self() Record { return m.self }
 
-// Close ends the endpoint, or lets the last Formation end it. New ones are refused. Idempotent.
+// Close ends the endpoint, or lets the last Formation end it. Those that are not formed fail with
+// ErrMemberClosed, and new ones are refused. Idempotent.
 func (m *Member) Close() {
 	m.mu.Lock()
 	first := !m.closed
 	m.closed = true
+	begun := slices.Collect(maps.Values(m.all))
 	m.mu.Unlock()
-	if first {
-		m.leave()
+	if !first {
+		return
 	}
+	for _, f := range begun {
+		f.spoil(ErrMemberClosed)
+	}
+	m.leave()
 }
 
 func (m *Member) leave() {
@@ -230,7 +239,7 @@ func (m *Member) Begin(uuid string, peers []Record, fail func(error)) (*Formatio
 	defer m.mu.Unlock()
 	switch {
 	case m.closed:
-		return nil, &reason{"this member was closed", ErrGone}
+		return nil, ErrMemberClosed
 	case m.all[uuid] != nil:
 		return nil, ErrUsed
 	}

@@ -235,6 +235,40 @@ func TestFormationOfMemberCalledGone(t *testing.T) {
 	}
 }
 
+// Close ends what is being formed, which others are told, and not what has been formed.
+func TestCloseEndsForming(t *testing.T) {
+	ctx := context30(t)
+	a, b := member(t), member(t)
+	formed, kept := begin(t, a, "formed", a, b)
+	if err := formed.Formed(); err != nil {
+		t.Fatal(err)
+	}
+	forming, failed := begin(t, a, "forming", a, b)
+	other, _ := begin(t, b, "forming", a, b)
+	asks := make(chan error)
+	go func() {
+		_, err := forming.Wait(ctx, key("forming", 1)) // which b has not published
+		asks <- err
+	}()
+	a.Close()
+	for what, err := range map[string]error{"the request": <-asks, "the Formation": <-failed,
+		"Formed": forming.Formed()} {
+		if !errors.Is(err, bootstrap.ErrMemberClosed) {
+			t.Errorf("%s ended with %v", what, err)
+		}
+	}
+	forming.End(nil)
+	if _, err := other.Wait(ctx, key("forming", 0)); !errors.Is(err, bootstrap.ErrGone) ||
+		!strings.Contains(err.Error(), "was closed") {
+		t.Errorf("the other member is told: %v", err)
+	}
+	select {
+	case err := <-kept:
+		t.Errorf("what had been formed failed: %v", err)
+	default:
+	}
+}
+
 // A group that has been formed stays, whatever other members ask for.
 func TestFormedStays(t *testing.T) {
 	a, b := member(t), member(t)

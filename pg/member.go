@@ -153,7 +153,7 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 	case errors.Is(err, bootstrap.ErrUsed):
 		return nil, &ArgumentError{Call: "form", Arg: "uuid", Got: fmt.Sprintf("%q, which this member has used "+
 			"already", uuid), Want: "one that no member has used"}
-	case err != nil:
+	case err != nil: // ErrMemberClosed
 		return nil, fmt.Errorf("form: %w: %w", ErrClosed, err)
 	}
 	g, err := m.form(ctx, f, uuid, len(peers))
@@ -273,6 +273,8 @@ func explained(f *bootstrap.Formation, uuid string, peers []bootstrap.Record, er
 	var ranks []int
 	call := fmt.Sprintf("form %q", uuid)
 	switch {
+	case errors.Is(err, bootstrap.ErrMemberClosed):
+		return fmt.Errorf("%w: %w", ErrClosed, err)
 	case errors.As(err, &differs):
 		return &MismatchError{RankA: differs.Rank, CallA: call + " of " + differs.Own, RankB: differs.OtherRank,
 			CallB: call + " of " + differs.Other}
@@ -299,6 +301,7 @@ func explained(f *bootstrap.Formation, uuid string, peers []bootstrap.Record, er
 	return err
 }
 
-// Close withdraws the handle: the member cannot take part in other groups. Groups that were formed
-// stay until they are closed. Idempotent.
+// Close withdraws the handle: the member cannot take part in other groups. A Form under way fails
+// with ErrClosed, and at the other members with a *RankError. Groups that were formed stay until
+// they are closed. Idempotent.
 func (m *Member) Close() { m.member.Close() }

@@ -277,6 +277,34 @@ func TestFormWithClosedMember(t *testing.T) {
 	}
 }
 
+// Close ends a Form under way, at all members.
+func TestCloseEndsForm(t *testing.T) {
+	begun := make(chan struct{}, 1)
+	closes := members(t, 1, pg.Config{Timeout: time.Hour,
+		Dialer: func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+			select {
+			case begun <- struct{}{}:
+			default:
+			}
+			return d.DialContext(ctx, "tcp", address)
+		}})[0]
+	other := members(t, 1, pg.Config{})[0]
+	list := handles(closes, other)
+	done := make(chan error, 1)
+	go func() {
+		_, err := closes.Form(t.Context(), "u", list)
+		done <- err
+	}()
+	<-begun // it asks the other member, which has not come
+	closes.Close()
+	if err := <-done; !errors.Is(err, pg.ErrClosed) {
+		t.Errorf("the member that was closed: %v", err)
+	}
+	if _, err := other.Form(t.Context(), "u", list); !errors.As(err, new(*pg.RankError)) {
+		t.Errorf("the other member: %v", err)
+	}
+}
+
 // The meeting of more than eight members is a star: most of them never ask the member that prevents
 // it. All name that one nevertheless.
 func TestFormOfManyNamesMemberAtFault(t *testing.T) {

@@ -268,8 +268,8 @@ TUTTI_API int tutti_member_handle(tutti_member member, char *text, uint64_t cap,
 TUTTI_API int tutti_form(tutti_member member, const char *uuid, const char *const *handles, uint32_t n,
                          int64_t timeout_ns, tutti_group *group);
 
-/* Withdraws the handle. Groups that were formed stay until they are closed. Closing 0 does
- * nothing. */
+/* Withdraws the handle. A tutti_form under way fails with TUTTI_ECLOSED. Groups that were formed
+ * stay until they are closed. Closing 0 does nothing. */
 TUTTI_API int tutti_member_close(tutti_member member);
 
 /* Divides the group: ranks with the same color (>= 0) form a subgroup, ordered by key and among
