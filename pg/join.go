@@ -563,6 +563,7 @@ func (j *job) rejoin(ctx context.Context, met bool) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
+	s.launch.Standby = false // it has a slot, also if the launcher started it on standby
 	s.listened, s.guest = met || j.settings.listened, j.settings.guest
 	if met {
 		s.withoutSite()

@@ -354,6 +354,64 @@ func TestCallersElasticStore(t *testing.T) {
 	wg.Wait()
 }
 
+// A process that was on standby rejoins in the slot that it had, and takes no other one that is
+// free.
+func TestStandbyRejoinsItsSlot(t *testing.T) {
+	ctx := t.Context()
+	m := storetest.NewMemory()
+	t.Cleanup(m.Close)
+	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) { return m.Open(), nil }}
+	launcher := m.Open()
+	defer launcher.Close()
+	if err := launcher.Put(ctx, bootstrap.VacantKeys+"2", []byte("its process has ended"), true); err != nil {
+		t.Fatal(err)
+	}
+	groups, errs := make([]*pg.Group, 3), make([]error, 3)
+	var wg sync.WaitGroup
+	for r := range groups {
+		cfg := fixed(kv, r)
+		cfg.Size, cfg.OnFailure = 3, pg.Shrink
+		if r == 2 {
+			cfg.Size, cfg.Rank = 0, 0
+			env := map[string]string{"TUTTI_STANDBY": "0", "TUTTI_SIZE": "3"}
+			cfg.Getenv = func(name string) string { return env[name] }
+		}
+		wg.Go(func() { groups[r], errs[r] = pg.Join(ctx, cfg) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	groups[1].Close()
+	wg.Go(func() {
+		g := groups[2]
+		for !errors.Is(errs[2], pg.ErrEvicted) && ctx.Err() == nil {
+			errs[2] = g.Barrier(ctx)
+		}
+		if groups[2], errs[2] = g.Rejoin(ctx); errs[2] != nil {
+			t.Errorf("Rejoin: %v", errs[2])
+		}
+	})
+	g := groups[0]
+	defer g.Close()
+	for !slices.Equal(g.View().Active, []int{0, 2}) && ctx.Err() == nil {
+		g.Barrier(ctx)
+	}
+	if err := g.Evict(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	for n := 0; n == 0 && ctx.Err() == nil; {
+		n, _ = g.Admit(ctx)
+	}
+	wg.Wait()
+	if v := g.View(); !slices.Equal(v.Active, []int{0, 2}) {
+		t.Errorf("the view has ranks %v, want 0 and 2", v.Active)
+	}
+	if errs[2] == nil {
+		groups[2].Close()
+	}
+}
+
 // full is a store that may be too full to change what it has.
 type full struct {
 	bootstrap.Store

@@ -230,8 +230,6 @@ func standBy(cfg pg.Config, p *player) *standby {
 	go func() {
 		defer close(s.over)
 		g, err := pg.Join(ctx, cfg)
-		os.Unsetenv("TUTTI_STANDBY")
-		os.Unsetenv("TUTTI_SIZE")
 		switch {
 		case err == nil:
 			s.came <- g
@@ -244,9 +242,13 @@ func standBy(cfg pg.Config, p *player) *standby {
 	return s
 }
 
+// end ends the wait. The variables stay until then, as those of a launcher do: a process that has
+// joined has them when it is evicted and rejoins.
 func (s *standby) end() {
 	s.cancel()
 	<-s.over
+	os.Unsetenv("TUTTI_STANDBY")
+	os.Unsetenv("TUTTI_SIZE")
 }
 
 // typed reports whether an error is one that package pg promises.
