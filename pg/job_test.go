@@ -2,9 +2,11 @@ package pg
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -131,5 +133,59 @@ func TestStandbyOutlastsTimeout(t *testing.T) {
 	}
 	if err := <-done; err != nil {
 		t.Error("on standby:", err)
+	}
+}
+
+// TestStandbyLogsItsRank has a process on standby take a place: what it logs to the standard error
+// names that from then on.
+func TestStandbyLogsItsRank(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	site := sitetest.Start(t, sitetest.Config{})
+	store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: site.Address, Job: "logs"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	if err := store.Put(ctx, bootstrap.VacantKeys+"1", []byte("its process has ended"), true); err != nil {
+		t.Fatal(err)
+	}
+	to, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer to.Close()
+	env := map[string]string{"TUTTI_SIZE": "2", "TUTTI_STANDBY": "0", "TUTTI_LOG": "debug"}
+	cfg := Config{Job: "logs", StoreAddr: site.Address, Secret: []byte("a secret of this test alone"),
+		OnFailure: Shrink, Getenv: func(name string) string { return env[name] }}
+	was := os.Stderr
+	os.Stderr = to
+	s, err := cfg.fromEnv()
+	os.Stderr = was
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := make(chan error, 1)
+	go func() {
+		cfg := cfg
+		cfg.Size, cfg.Getenv, cfg.Logger = 2, func(string) string { return "" }, slog.New(slog.DiscardHandler)
+		g, err := Join(ctx, cfg)
+		if err == nil {
+			g.Close()
+		}
+		other <- err
+	}()
+	g, err := s.enter(ctx)
+	if err == nil {
+		g.job.settings.Logger.Info("in the job")
+		g.Close()
+	}
+	if err := errors.Join(err, <-other); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(to.Name())
+	log := string(b)
+	if err != nil || !strings.Contains(log, `msg="in the job" rank=1`) || strings.Contains(log, "rank=-1") {
+		t.Errorf("%v, logged\n%s", err, log)
 	}
 }

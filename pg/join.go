@@ -99,11 +99,12 @@ func (s *settings) enter(ctx context.Context) (*Group, error) {
 		if err != nil {
 			return nil, fmt.Errorf("standing by for job %q: %w", s.Job, err)
 		}
-		s.Rank = claim.Rank
+		s.take(claim.Rank)
 		g, err := s.join(ctx)
 		if claim.Release(err == nil); err == nil || ctx.Err() != nil || !displaced(err) {
 			return g, err
 		}
+		s.Logger = cmp.Or(s.log, s.Logger)
 		s.Logger.Info("this process could not take a free place: it stands by again", "rank", s.Rank, "err", err)
 		select {
 		case <-ctx.Done():

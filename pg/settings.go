@@ -28,6 +28,7 @@ import (
 type settings struct {
 	Config
 	launch bootstrap.Launch
+	log    *slog.Logger // Logger without the rank; nil: Logger is the program's
 	algo   collectives.Algo
 	single exec.Single
 	kinds  []registry.Kind // transports
@@ -194,13 +195,23 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 			if l.LogLevel != "" {
 				level.UnmarshalText([]byte(l.LogLevel)) // checked by FromEnv
 			}
-			s.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level})).With("rank", s.Rank)
+			s.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
+			if s.log = s.Logger; !l.Standby {
+				s.take(s.Rank)
+			}
 		}
 	}
 	if unplaced != nil {
 		s.Logger.Debug("the launcher's variables do not tell a place in a job: Config does", "err", unplaced)
 	}
 	return s, nil
+}
+
+// take gives this process a rank, which its own Logger names.
+func (s *settings) take(rank int) {
+	if s.Rank = rank; s.log != nil {
+		s.Logger = s.log.With("rank", rank)
+	}
 }
 
 // preload has the devices that the process uses ready before the first operation.
