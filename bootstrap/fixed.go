@@ -20,7 +20,8 @@ import (
 type KV interface {
 	// Set sets key unconditionally.
 	Set(ctx context.Context, key string, value []byte) error
-	// Get returns the value of key, empty if it has none. It should not wait for one.
+	// Get returns the value of key, empty if it has none, or an error that wraps ErrNoKey and says
+	// why. It should not wait for one.
 	Get(ctx context.Context, key string) ([]byte, error)
 	// Wait returns the value of key as soon as it has one.
 	Wait(ctx context.Context, key string) ([]byte, error)
@@ -127,6 +128,9 @@ func (s *fixedStore) Get(ctx context.Context, key string) ([]byte, error) {
 	if err == nil && len(b) == 0 {
 		return nil, fmt.Errorf("key %s: %w", key, ErrNoKey)
 	}
+	if errors.Is(err, ErrNoKey) {
+		return nil, fmt.Errorf("key %s: %w", key, err)
+	}
 	return b, s.fail(ctx, "get", key, err)
 }
 
@@ -183,6 +187,9 @@ func (s *fixedStore) Watch(ctx context.Context, key string) <-chan Event {
 		var last []byte
 		for first := true; ; first = false {
 			b, err := s.kv.Get(ctx, s.prefix+key)
+			if errors.Is(err, ErrNoKey) {
+				b, err = nil, nil
+			}
 			e := Event{Key: key, Value: b, Exists: len(b) > 0}
 			if err != nil {
 				e = Event{Err: s.fail(ctx, "watch", key, err)}

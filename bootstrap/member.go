@@ -484,8 +484,8 @@ func (f *Formation) own(key string) []byte {
 	return slices.Clone(f.values[key])
 }
 
-// Get implements KV. A member that is gone has no record; others have, and Get waits until they
-// have begun the Formation.
+// Get implements KV. A member that is gone has no record: Get says why, with an error that wraps
+// ErrGone and ErrNoKey. Others have, and Get waits until they have begun the Formation.
 func (f *Formation) Get(ctx context.Context, key string) ([]byte, error) {
 	r, ok := f.peer(key)
 	if !ok {
@@ -493,10 +493,16 @@ func (f *Formation) Get(ctx context.Context, key string) ([]byte, error) {
 	}
 	b, err := f.ask(ctx, r)
 	if errors.Is(err, ErrGone) {
-		return nil, nil
+		return nil, &missing{err}
 	}
 	return b, err
 }
+
+// missing says why there is no record of a rank.
+type missing struct{ why error }
+
+func (m *missing) Error() string   { return m.why.Error() }
+func (m *missing) Unwrap() []error { return []error{m.why, ErrNoKey} }
 
 // Wait implements KV. It waits for records of other members only.
 func (f *Formation) Wait(ctx context.Context, key string) ([]byte, error) {

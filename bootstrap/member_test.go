@@ -106,8 +106,17 @@ func TestFormationDirectory(t *testing.T) {
 		t.Fatal(err)
 	}
 	fb.End(nil)
-	if v, err := fa.Get(ctx, key("u", 1)); err != nil || v != nil {
+	if v, err := fa.Get(ctx, key("u", 1)); !errors.Is(err, bootstrap.ErrNoKey) || v != nil ||
+		!strings.Contains(err.Error(), "it has left the group") {
 		t.Errorf("after it has left: %q, %v", v, err)
+	}
+	store, err := bootstrap.OpenStore(ctx, fa, "u")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if v, err := store.Get(ctx, bootstrap.RankKey(1)); !errors.Is(err, bootstrap.ErrNoKey) || v != nil ||
+		errors.Is(err, bootstrap.ErrStoreAway) || !strings.Contains(err.Error(), "it has left the group") {
+		t.Errorf("of the store, after it has left: %q, %v", v, err)
 	}
 	if _, err := b.Begin("u", records(a, b), nil); !errors.Is(err, bootstrap.ErrUsed) {
 		t.Errorf("the same uuid again: %v", err)

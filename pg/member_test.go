@@ -362,6 +362,25 @@ func TestGroupOutlivesMember(t *testing.T) {
 	works(t, groups...)
 }
 
+// A rank that has left before another one has a link to it is said to have left: members have no
+// leases.
+func TestLinkToMemberThatHasLeft(t *testing.T) {
+	ms := members(t, 10, pg.Config{}) // the meeting links them with rank 0 only
+	groups := make([]*pg.Group, len(ms))
+	for i, o := range form(t, "u", ms...) {
+		if o.err != nil {
+			t.Fatal(o.err)
+		}
+		groups[i] = o.g
+	}
+	groups[9].Close()
+	err := pg.Send(t.Context(), groups[5], []int64{1}, 9, 1)
+	if lost := new(*pg.RankError); !errors.As(err, lost) || (*lost).Rank != 9 ||
+		!strings.Contains(err.Error(), "it has left the group") || strings.Contains(err.Error(), "lease") {
+		t.Errorf("%v, want that rank 9 has left", err)
+	}
+}
+
 // Members that were given different lists for a uuid get errors that describe the difference.
 func TestFormWithDifferentLists(t *testing.T) {
 	ms := members(t, 4, pg.Config{Timeout: time.Minute})

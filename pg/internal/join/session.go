@@ -629,7 +629,13 @@ func (ss *Session) lookup(ctx context.Context, rank int) (rec bootstrap.Record, 
 	}
 	b, err := ss.Store().Get(ctx, bootstrap.RankKey(rank))
 	if errors.Is(err, bootstrap.ErrNoKey) {
-		return bootstrap.Record{}, fmt.Errorf("its lease has ended: %w", p2p.ErrPeerGone)
+		why := "its lease has ended"
+		if peer := new(*bootstrap.PeerError); errors.As(err, peer) {
+			why = (*peer).Err.Error()
+		} else if ss.Store().TTL() == 0 {
+			why = "it has left the job"
+		}
+		return bootstrap.Record{}, fmt.Errorf("%s: %w", why, p2p.ErrPeerGone)
 	}
 	if err != nil {
 		return bootstrap.Record{}, err
