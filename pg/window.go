@@ -266,6 +266,7 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
 	w.adopt(parts)
+	g.job.proxy.Wake() // goroutines may be waiting for signals of a part that is gone
 	return nil
 }
 
@@ -457,14 +458,20 @@ func (w *Window) part(name string, rank int) (*part, error) {
 		return lost(errors.New("it has no part of the window: see Window.Refresh"))
 	}
 	p := &w.parts[rank]
-	if r := g.jobRank(rank); g.job.roster != nil && !g.job.view().Has(r, p.incarnation) {
+	if w.lost(rank, p.holder()) {
 		why := errors.New("its part of the window went with it")
-		if text := g.job.why(r); text != "" {
+		if text := g.job.why(g.jobRank(rank)); text != "" {
 			why = fmt.Errorf("%s: %w", text, why)
 		}
 		return lost(why)
 	}
 	return p, nil
+}
+
+// lost reports whether the job's view has lost the incarnation of rank that has this part. With the
+// proxy's lock.
+func (w *Window) lost(rank int, of holder) bool {
+	return w.g.job.roster != nil && !w.g.job.view().Has(w.g.jobRank(rank), of.incarnation)
 }
 
 // leave ends an operation, and returns the caller's error for err.
@@ -800,7 +807,8 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 // WaitSignal returns when rank's counter at this rank (0 to WindowCounters-1) has reached n, that
 // is, when rank has signalled n times since both ranks have their parts. Data that rank put before,
 // as Signal and PutSignal say, is then in Bytes. This holds until Refresh if rank has been lost
-// since. n is at most 2^40-1, as often as a rank signals.
+// since. It fails with a *RankError if rank is lost, or Refresh finds another part at rank, while it
+// waits. n is at most 2^40-1, as often as a rank signals.
 func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) error {
 	const name = "wait for a signal"
 	switch {
@@ -837,7 +845,18 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 			}
 		}
 	} else {
-		_, err = w.g.msgs.WaitWord(c.wait, rank, word, reached)
+		// The loss of the rank may be over when this wait sees its peer again: another incarnation, which
+		// does not signal with this tag, is linked or expected then.
+		of := p.holder()
+		var v uint64
+		v, err = w.g.msgs.WaitWord(c.wait, rank, word, func(v uint64) bool {
+			return reached(v) || w.lost(rank, of) || w.again(rank, of) == nil
+		})
+		if err == nil && !reached(v) {
+			if _, err = w.part(name, rank); err == nil {
+				err = &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone}
+			}
+		}
 	}
 	w.looked.Add(1)
 	return c.leave(rank, cmp.Or(w.open(), err))

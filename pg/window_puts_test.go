@@ -429,6 +429,43 @@ func TestRefreshOfDifferentWindows(t *testing.T) {
 	})
 }
 
+// A wait for signals ends when Refresh finds another part at the rank, whose signals have another
+// tag.
+func TestWaitSignalEndsWithThePart(t *testing.T) {
+	each(t, 2, Config{Timeout: -1}, func(ctx context.Context, g *Group) error {
+		w, err := NewWindow(ctx, g, 64)
+		if err != nil {
+			return err
+		}
+		if g.Rank() == 1 {
+			if err := w.Close(ctx); err != nil {
+				return err
+			}
+			if w, err = NewWindow(ctx, g, 64); err != nil {
+				return err
+			}
+			return errors.Join(w.Signal(ctx, 0, 0), w.Flush(ctx, 0), g.Barrier(ctx), w.Close(ctx))
+		}
+		over, cancel := context.WithTimeout(ctx, 10*time.Second)
+		defer cancel()
+		ended := make(chan error, 1)
+		go func() { ended <- w.WaitSignal(over, 1, 0, 1) }()
+		for asleep := false; !asleep; runtime.Gosched() {
+			g.job.proxy.Lock()
+			asleep = w.looks == 2 && w.looked.Load() == 1
+			g.job.proxy.Unlock()
+		}
+		if err := w.Refresh(ctx); err != nil {
+			return err
+		}
+		var lost *RankError
+		if e := <-ended; !errors.As(e, &lost) || lost.Rank != 1 {
+			err = fmt.Errorf("a wait for the part before: %v", e)
+		}
+		return errors.Join(err, w.WaitSignal(ctx, 1, 0, 1), g.Barrier(ctx), w.Close(ctx))
+	})
+}
+
 // Config.Timeout bounds Close and Refresh, whatever they wait for.
 func TestWindowCloseEndsInTime(t *testing.T) {
 	each(t, 1, Config{}, func(ctx context.Context, g *Group) error {
