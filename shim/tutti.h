@@ -529,7 +529,9 @@ TUTTI_API int tutti_window_new(tutti_group group, uint64_t bytes, int64_t timeou
  * tutti_window_close. */
 TUTTI_API int tutti_window_bytes(tutti_window window, void **data, uint64_t *bytes);
 
-/* Gives the part of a rank of this machine as read-only memory: TUTTI_EUNSUPPORTED for others. */
+/* Gives the part of a rank of this machine as read-only memory: TUTTI_EUNSUPPORTED for others. The
+ * memory stays until tutti_window_close, or until tutti_window_refresh has found another part at
+ * rank, also after the rank has died. */
 TUTTI_API int tutti_window_map(tutti_window window, int32_t rank, int64_t timeout_ns, const void **data);
 
 /* Begins to copy bytes at src to offset of rank's part. src must not change before
@@ -559,7 +561,8 @@ TUTTI_API int tutti_window_wait_signal(tutti_window window, int32_t rank, int32_
  * tutti_window_refresh ends this, if one of these calls has returned the error before. */
 TUTTI_API int tutti_window_flush(tutti_window window, int32_t rank, int64_t timeout_ns);
 
-/* Adds the parts of ranks that came in, while those call tutti_window_new. A collective. */
+/* Adds the parts of ranks that came in, while those call tutti_window_new. A collective. Memory of
+ * tutti_window_map of a rank that has another part now must not be used any more. */
 TUTTI_API int tutti_window_refresh(tutti_window window, int64_t timeout_ns);
 
 /* Releases this rank's part. Waits of other threads for signals, and for puts, end with
