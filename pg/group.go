@@ -953,7 +953,9 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 }
 
 // exchange returns what all members have sent, by slot; zeros for inactive slots. Its outcome is
-// uniform. is and count say what the program has called: see exec.Call.
+// uniform. is and count say what the program has called: see exec.Call. If the group grows because a
+// rank is lost meanwhile, no member has begun the operation in the new view, and all do it there.
+// A step that prepares packets fails instead: those that came in have not taken the steps before.
 func (g *Group) exchange(ctx context.Context, mine []int64, is flight.Call, count uint64) ([]int64, error) {
 	if err := g.enter(ctx, flight.Describe(is, count), func() {
 		g.expired(g.exchangeCall(len(mine), is, count), g.ready)
@@ -961,21 +963,27 @@ func (g *Group) exchange(ctx context.Context, mine []int64, is flight.Call, coun
 		return nil, err
 	}
 	defer g.leave()
-	g.run.Adopt(g.exchangeCall(len(mine), is, count))
-	if err := g.ready(); err != nil {
-		return nil, err
+	for {
+		g.run.Adopt(g.exchangeCall(len(mine), is, count))
+		if err := g.ready(); err != nil {
+			return nil, err
+		}
+		all := make([]int64, len(mine)*g.v.Size)
+		c, err := g.check(&exec.Request{Kind: collectives.AllGather, Dst: bufferOf(all), Src: bufferOf(mine)})
+		if err != nil {
+			return nil, err
+		}
+		c.Uniform, c.For, c.ForCount = true, is, count
+		g.run.Adopt(c)
+		_, err = g.collective()
+		grown := errors.As(err, new(*ArgumentError)) && len(all) != len(mine)*g.v.Size // see fits
+		switch {
+		case err == nil:
+			return all, nil
+		case !grown || is.Packets():
+			return nil, err
+		}
 	}
-	all := make([]int64, len(mine)*g.v.Size)
-	c, err := g.check(&exec.Request{Kind: collectives.AllGather, Dst: bufferOf(all), Src: bufferOf(mine)})
-	if err != nil {
-		return nil, err
-	}
-	c.Uniform, c.For, c.ForCount = true, is, count
-	g.run.Adopt(c)
-	if _, err := g.collective(); err != nil {
-		return nil, err
-	}
-	return all, nil
 }
 
 // exchangeCall returns the call of exchange without its memory. With the proxy's lock.

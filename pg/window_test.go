@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"runtime"
 	"syscall"
 	"testing"
 	"time"
@@ -492,6 +493,35 @@ func TestWindowReachesPartMadeAnew(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A rank dies while others make a window, and one that extends the job waits to come in: it comes in
+// with the loss, and the window has a part at it.
+func TestWindowOfGroupThatGrowsMeanwhile(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if g.Rank() == 2 {
+			for len(g.JobView()) < 4 {
+				runtime.Gosched()
+			}
+			pgtest.Kill(t)
+		}
+		w := newWindow(t, g, 64)
+		for _, to := range []int{0, 1, 3} {
+			if err := errors.Join(w.PutSignal(ctx, to, g.Rank(), []byte{7}, 0), w.Flush(ctx, to)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, from := range []int{0, 1, 3} {
+			if err := w.WaitSignal(ctx, from, 0, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Extend(1), pgtest.Expect(2, syscall.SIGKILL),
+		pgtest.Config(pg.Config{OnFailure: pg.Retry, AutoAdmit: true, Timeout: 30 * time.Second}))
 }
 
 // TestWindowCloses: after Close of a part its use fails with an error that names the rank, and the
