@@ -128,8 +128,8 @@ type unmapping struct {
 
 func (u unmapping) Map(uint64) (*p2p.Mapping, error) { return nil, *u.err.Load() }
 
-// TestMapDoesNotBlameThePeer: neither what a link cannot do nor what this process lacks is a failure
-// of the peer. What the peer answers is.
+// TestMapDoesNotBlameThePeer: neither what a link cannot do nor what this process lacks is a
+// failure of the peer. What the peer answers is.
 func TestMapDoesNotBlameThePeer(t *testing.T) {
 	var now atomic.Pointer[error]
 	for name, wrap := range map[string]func(p2p.Link) p2p.Link{

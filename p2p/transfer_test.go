@@ -414,8 +414,8 @@ func TestTransfersEndWithAViolation(t *testing.T) {
 	})
 }
 
-// TestPutsEndWithTheChannel: a rank that has closed the channel gets no put any more, short or long,
-// although its memory is still exposed.
+// TestPutsEndWithTheChannel: a rank that has closed the channel gets no put any more, short or
+// long, although its memory is still exposed.
 func TestPutsEndWithTheChannel(t *testing.T) {
 	each(t, func(t *testing.T, p, q party) {
 		r, x := exposed(t, p, 64)

@@ -953,8 +953,8 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 }
 
 // exchange returns what all members have sent, by slot; zeros for inactive slots. Its outcome is
-// uniform. is and count say what the program has called: see exec.Call. If the group grows because a
-// rank is lost meanwhile, no member has begun the operation in the new view, and all do it there.
+// uniform. is and count say what the program has called: see exec.Call. If the group grows because
+// a rank is lost meanwhile, no member has begun the operation in the new view, and all do it there.
 // A step that prepares packets fails instead: those that came in have not taken the steps before.
 func (g *Group) exchange(ctx context.Context, mine []int64, is flight.Call, count uint64) ([]int64, error) {
 	if err := g.enter(ctx, flight.Describe(is, count), func() {

@@ -101,7 +101,8 @@ func (w *Window) move(ctx context.Context, name string, rank, offset int, x Buff
 	return err
 }
 
-// same returns an error if rank has another part now, which may have got, or given, some of the data.
+// same returns an error if rank has another part now, which may have got, or given, some of the
+// data.
 func (w *Window) same(name string, rank int, of holder) error {
 	w.g.job.proxy.Lock()
 	defer w.g.job.proxy.Unlock()
@@ -110,7 +111,8 @@ func (w *Window) same(name string, rank int, of holder) error {
 		return ErrClosed
 	case w.again(rank, of) == nil:
 		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank,
-			Err: errors.New("it has a new part, as a new process or by NewWindow, and the call is not only about that: call again")}
+			Err: errors.New("it has a new part, as a new process or by NewWindow, and not all of the call is about " +
+				"that: call again")}
 	}
 	return nil
 }

@@ -495,8 +495,8 @@ func TestWindowReachesPartMadeAnew(t *testing.T) {
 	})
 }
 
-// A rank dies while others make a window, and one that extends the job waits to come in: it comes in
-// with the loss, and the window has a part at it.
+// A rank dies while others make a window, and one that extends the job waits to come in: it comes
+// in with the loss, and the window has a part at it.
 func TestWindowOfGroupThatGrowsMeanwhile(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
