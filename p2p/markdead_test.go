@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 )
@@ -199,6 +200,50 @@ func linked(t *testing.T, a *p2p.Proxy, life uint64) {
 		a.Unlock()
 		if err != nil {
 			t.Fatalf("linked with life %d instead of %d: %v", a.Linked(1), life, err)
+		}
+	}
+}
+
+// What a rank has put before it was marked dead, and this rank has not placed, changes no memory:
+// whoever was told that the rank is gone may use it for something else.
+func TestMarkDeadEndsPuts(t *testing.T) {
+	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return transports["tcp"]() })
+	defer closeAll(all)
+	p, q := members(t, all)
+	r, x := exposed(t, p, 64)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { // p takes part until the first put is placed
+		defer close(done)
+		p.Lock()
+		defer p.Unlock()
+		for w := patient(ctx); p.Progress(w) == nil; {
+		}
+	}()
+	var puts [2]p2p.Transfer
+	put := func(w *p2p.Wait, i int) error {
+		return q.c.Put(w, &puts[i], 0, mem.Host([]byte{byte(i + 1)}, mem.Anywhere), x, 8, p2p.Signal{At: x, Value: 7},
+			nil)
+	}
+	if err := with(q, func(w *p2p.Wait) error {
+		if err := put(w, 0); err != nil {
+			return err
+		}
+		return q.c.WaitTransfer(w, &puts[0])
+	}); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	<-done // p is not polled
+	clear(r.Bytes())
+	if err := with(q, func(w *p2p.Wait) error { return put(w, 1) }); err != nil {
+		t.Fatal(err)
+	}
+	q.Idle() // the frame is at p
+	p.MarkDead(1, 2, p2p.ErrPeerGone)
+	for i, v := range r.Bytes() {
+		if v != 0 {
+			t.Fatalf("byte %d was written afterwards: %d", i, v)
 		}
 	}
 }

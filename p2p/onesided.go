@@ -161,6 +161,15 @@ type OneSided interface {
 	Flusher
 }
 
+// Revoker is a link whose peer reaches this rank's memory by frames, which may be under way when
+// the peer is no member any more. The link may stay for its messages.
+type Revoker interface {
+	// Revoke ends the puts and signals of the peer, also those that have begun: they change no
+	// memory afterwards and end with ErrRevoked. It begins no get afterwards. It follows the rules
+	// of Recv.
+	Revoke()
+}
+
 // MaxOutstanding is how many operations on remote memory a link takes at a time.
 const MaxOutstanding = 128
 

@@ -667,8 +667,8 @@ func (p *Proxy) returnLent(pr *peer) {
 // MarkDead says that this incarnation of rank is no longer a member or, with 0, that there is none.
 // Its link goes down with the error why, which waits for it return, and another incarnation may
 // link; a link of another incarnation, or a dial to it, stays. Frames that the rank had sent are
-// received first: a Distant link stays until the rank has ended it, Config.Linger has passed, or
-// another incarnation links. Takes the lock itself.
+// received first, but they change no memory any more: a Distant link stays until the rank has ended
+// it, Config.Linger has passed, or another incarnation links. Takes the lock itself.
 func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
@@ -676,6 +676,7 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || pr.another(incarnation) {
 		return
 	}
+	pr.revoke()
 	_, distant := pr.link.(Distant)
 	stays := distant && p.cfg.Linger > 0
 	p.readRest(pr, !stays)
@@ -703,6 +704,20 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 		p.cfg.Notify(pr.id, why)
 	}
 	p.wakeAll()
+}
+
+// Revoke ends the puts and signals of this incarnation of rank to this one's memory, as far as its
+// link can do that (Revoker). MarkDead, which does the same, may come later. With the lock.
+func (p *Proxy) Revoke(rank int, incarnation uint64) {
+	if pr := &p.peers[rank]; pr.id.Incarnation == incarnation {
+		pr.revoke()
+	}
+}
+
+func (pr *peer) revoke() {
+	if l, ok := pr.link.(Revoker); ok {
+		l.Revoke()
+	}
 }
 
 // another reports whether another incarnation than this one is linked, or expected and perhaps

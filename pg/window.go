@@ -47,9 +47,10 @@ const WindowCounters = 16
 // Failures: an operation on the part of a lost rank fails with a *RankError that names it; only
 // signals that had come from it can still be waited for, until Refresh. All other parts stay as
 // they are, in every view of the group. A rank that came in has a part after it has called
-// NewWindow and the members Refresh. After an error, nothing touches this rank's memory any more;
-// data that was being put may have been placed in part or as a whole. A put that fails ends all
-// signals to its rank, and Flush returns its error, until Refresh.
+// NewWindow and the members Refresh. After an error, an operation does not touch this rank's memory
+// any more; data that was being put may have been placed in part or as a whole. What a lost rank
+// was putting to this rank's part ends with Refresh, with two exceptions that Refresh names. A put
+// that fails ends all signals to its rank, and Flush returns its error, until Refresh.
 type Window struct {
 	g      *Group
 	n      int
@@ -134,7 +135,8 @@ func (t pendingPut) end() {
 }
 
 // Each source has a row of words. A word holds the source's tag in its upper bits and its count in
-// the lower ones, so that signals of an earlier incarnation, or with an earlier part, are not counted.
+// the lower ones, so that signals of an earlier incarnation, or with an earlier part, are not
+// counted.
 const (
 	rowSize   = WindowCounters * mem.WordSize
 	countBits = 40
@@ -287,8 +289,8 @@ func (p *part) decode(said []int64) error {
 	return err
 }
 
-// adopt takes over the parts that an exchange found. Parts that were known stay as they are, and the
-// mapping of a lost rank's part until its slot has another rank. With the proxy's lock.
+// adopt takes over the parts that an exchange found. Parts that were known stay as they are, and
+// the mapping of a lost rank's part until its slot has another rank. With the proxy's lock.
 func (w *Window) adopt(parts []part) {
 	for slot := range w.parts {
 		old := &w.parts[slot]
@@ -304,6 +306,9 @@ func (w *Window) adopt(parts []part) {
 			continue
 		}
 		w.near[slot].Store(0)
+		if w.lost(slot, old.holder()) { // it may be noticed here before MarkDead is called
+			w.g.job.proxy.Revoke(w.g.jobRank(slot), old.incarnation)
+		}
 		if empty {
 			parts[slot].mapping, old.mapping = old.mapping, nil
 		}
@@ -328,12 +333,19 @@ func (w *Window) drop(p *part) {
 // Refresh, and drops those of lost ranks. It is a collective of all active ranks, in which the
 // ranks that came in call NewWindow instead. A group with several windows refreshes them in one
 // order at all ranks: else all get an *ArgumentError. Parts of ranks that stayed do not change. The
-// counters between this rank and a new part begin at 0: one of a new incarnation, or one that a rank
-// has made by another NewWindow.
+// counters between this rank and a new part begin at 0: one of a new incarnation, or one that a
+// rank has made by another NewWindow.
 //
 // Refresh also ends what failed puts and signals to a rank cause, if a Flush or a signal to it has
 // returned an error since the last of them failed. If none has, the next one returns the error, and
 // only a later Refresh ends it: call Flush for each rank before Refresh.
+//
+// After Refresh, this rank places nothing more that a lost rank has put to its part. If the process
+// of that rank lives on, as one that was evicted or stopped may, two ways to the part are left. A
+// put over shared memory that has begun goes on when its process does, with at most 1 MiB and its
+// signal. Data that an RDMA device moves by itself may be written while the link to the rank stays
+// for its last messages, which is at most a second after its loss. Close returns when both are
+// over: a program that cannot bear them closes the window and makes another one.
 func (w *Window) Refresh(ctx context.Context) error {
 	done, err := w.await(ctx, "refreshing")
 	if err != nil {
@@ -807,8 +819,8 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 // WaitSignal returns when rank's counter at this rank (0 to WindowCounters-1) has reached n, that
 // is, when rank has signalled n times since both ranks have their parts. Data that rank put before,
 // as Signal and PutSignal say, is then in Bytes. This holds until Refresh if rank has been lost
-// since. It fails with a *RankError if rank is lost, or Refresh finds another part at rank, while it
-// waits. n is at most 2^40-1, as often as a rank signals.
+// since. It fails with a *RankError if rank is lost, or Refresh finds another part at rank, while
+// it waits. n is at most 2^40-1, as often as a rank signals.
 func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) error {
 	const name = "wait for a signal"
 	switch {
@@ -845,8 +857,8 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 			}
 		}
 	} else {
-		// The loss of the rank may be over when this wait sees its peer again: another incarnation, which
-		// does not signal with this tag, is linked or expected then.
+		// The loss of the rank may be over when this wait sees its peer again: another incarnation,
+		// which does not signal with this tag, is linked or expected then.
 		of := p.holder()
 		var v uint64
 		v, err = w.g.msgs.WaitWord(c.wait, rank, word, func(v uint64) bool {

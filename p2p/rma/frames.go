@@ -78,10 +78,11 @@ const (
 // answers. So both directions may be full of puts without a deadlock. After an ordinary frame found
 // no room, the engine yields to it.
 type Frames struct {
-	link  p2p.Link
-	mover Mover // the link, if it is one
-	table *Table
-	wake  func()
+	link    p2p.Link
+	mover   Mover // the link, if it is one
+	table   *Table
+	revoked bool // the peer reaches no memory any more
+	wake    func()
 
 	closed atomic.Bool
 	broken atomic.Pointer[failure] // the error that Recv or Fill of the link returned
@@ -339,6 +340,18 @@ func (f *Frames) take(h *p2p.Header, payload []byte) error {
 	return nil
 }
 
+// Revoke implements p2p.Revoker. What a Mover moves into memory whose keys the peer has is not
+// ended.
+func (f *Frames) Revoke() { f.revoked = true }
+
+// find returns the entry that the peer names, nil if there is none for it.
+func (f *Frames) find(id, generation uint64) *Entry {
+	if f.revoked {
+		return nil
+	}
+	return f.table.Find(id, generation)
+}
+
 // admit looks up the destination of a put. Errors end the operation, not the link.
 func (f *Frames) admit(rights mem.Rights, n uint64) {
 	in := &f.in
@@ -346,7 +359,7 @@ func (f *Frames) admit(rights mem.Rights, n uint64) {
 	if *status != statusOK { // the rest of a refused put
 		return
 	}
-	e := f.table.Find(in.h.Call, in.h.Seq)
+	e := f.find(in.h.Call, in.h.Seq)
 	if e == nil {
 		*status = statusRevoked
 		return
@@ -388,6 +401,8 @@ func (f *Frames) enter(n int) []byte {
 			return nil
 		}
 		return in.get.local.Bytes()[in.off : in.off+uint64(n)]
+	case in.entry != nil && f.revoked: // in the middle of its frame
+		f.status[in.h.Chan], in.entry = statusRevoked, nil
 	case in.entry != nil:
 		m, err := in.entry.Enter(mem.Write, in.off, uint64(n))
 		if err == nil {
@@ -480,7 +495,7 @@ func (f *Frames) finish() error {
 
 // signal writes a word for the peer.
 func (f *Frames) signal(slot uint32, id, generation, off, value uint64) {
-	e := f.table.Find(id, generation)
+	e := f.find(id, generation)
 	if e == nil {
 		f.status[slot] = statusRevoked | statusSignal
 		return
@@ -501,7 +516,7 @@ func (f *Frames) serve(h *p2p.Header) error {
 	if slices.ContainsFunc(f.serving, func(s serve) bool { return s.slot == h.Chan }) {
 		return f.violated("a second get in slot %d", h.Chan)
 	}
-	e := f.table.Find(h.Call, h.Seq)
+	e := f.find(h.Call, h.Seq)
 	if e == nil {
 		return f.answer(h.Chan, statusRevoked)
 	}

@@ -86,6 +86,50 @@ func done(slot, status uint32) []byte {
 	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, slot), status)
 }
 
+// A peer that was removed changes no memory any more, also in the middle of a put and of a frame.
+// Its frames are valid, and its other messages arrive.
+func TestRevokedPeerChangesNothing(t *testing.T) {
+	f, w, b, _, _ := target()
+	recv := func(fr ...sent) {
+		t.Helper()
+		for w.in = append(w.in, fr...); len(w.in) > 0; {
+			if _, _, err := f.Recv(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	recv(frame(framePut, flagLast, 0, 0, []byte{1, 1, 1}), frame(framePut, 0, 1, 8, []byte{2, 2}))
+	want := bytes.Clone(b)
+	if !bytes.Contains(want, []byte{1, 1, 1}) || !bytes.Contains(want, []byte{2, 2}) {
+		t.Fatal("nothing was put")
+	}
+	f.Revoke()
+	recv(frame(framePut, flagLast, 1, 10, []byte{3, 3}), frame(framePut, flagLast, 2, 0, []byte{4}),
+		frame(framePut, flagLast|flagSignal, 3, 0, append(record(7, 3, 16, 99), 5)),
+		sent{p2p.Header{Service: Service, Kind: frameSignal, Flags: flagLast, Chan: 4, Call: 7, Seq: 3, Off: 16,
+			Count: 99}, nil})
+	if !bytes.Equal(b, want) {
+		t.Error("memory has changed")
+	}
+
+	f, w, b, _, _ = target()
+	w.pieces = true
+	w.in = []sent{frame(framePut, flagLast, 0, 0, bytes.Repeat([]byte{6}, 70))}
+	if _, _, err := f.Recv(); err != nil || w.got == 0 || len(w.in) == 0 {
+		t.Fatalf("%d bytes of a frame have been read: %v", w.got, err)
+	}
+	want = bytes.Clone(b)
+	f.Revoke()
+	for len(w.in) > 0 {
+		if _, _, err := f.Recv(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !bytes.Equal(b, want) {
+		t.Error("the rest of a frame has changed memory")
+	}
+}
+
 // TestMalformedFramesEndLink: what no peer of ours sends is a protocol violation.
 func TestMalformedFramesEndLink(t *testing.T) {
 	for name, script := range map[string][]sent{
