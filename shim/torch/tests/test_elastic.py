@@ -135,6 +135,25 @@ dist.destroy_process_group()
 """
 )
 
+# A replacement comes in within an operation, and admit finds none that waits.
+CAME_IN = (
+    INIT
+    + """
+if not restarted:
+    dist.barrier()
+    loses(1)
+    outlives(1, dist.barrier)
+total = torch.zeros(1)
+while total.item() != 3:
+    dist.all_reduce(total := torch.ones(1))
+assert tutti_torch.admit() == 0
+dist.all_reduce(total, group=dist.new_group([0, 1, 2]))
+assert total.item() == 9
+print("through")
+dist.destroy_process_group()
+"""
+)
+
 AGREED = (
     INIT
     + """
@@ -367,6 +386,10 @@ class Elastic(unittest.TestCase):
         out, _ = launched.run(3, [*SHRINK, "--max-restarts", "1"], REPLACED)
         for rank in range(3):
             self.assertIn(f"rank {rank} ends [0, 1, 2]", out)
+
+    def test_group_of_a_replacement_that_has_come_in_by_itself(self):
+        out, _ = launched.run(3, [*SHRINK, "--auto-admit", "--max-restarts", "1"], CAME_IN)
+        self.assertEqual(out.count("through"), 3)
 
     def test_rank_is_replaced_in_an_etcd_of_the_site(self):
         with launched.etcd() as address, contextlib.ExitStack() as ended:

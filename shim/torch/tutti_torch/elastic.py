@@ -32,8 +32,7 @@ def admit(group=None, timeout=None):
     """
     backend = _backend(group)
     admitted = backend.admit(timeout or _OF_THE_GROUP)
-    if admitted:
-        _count_groups(backend)
+    _count_groups(backend)  # with TUTTI_AUTO_ADMIT ranks may have come in before
     return admitted
 
 
