@@ -39,7 +39,7 @@ tutti_member Backend::member() const {
   std::string secret;
   if (!set("TUTTI_SECRET") && !set("TUTTI_SECRET_FILE")) { // the first one to come makes it
     const std::string mine = hex_of_random_bytes(32);
-    secret = store_->compareSet(kSecret, std::string(), mine);
+    secret = without_prefixes(store_)->compareSet(kSecret, std::string(), mine);
     config.secret = secret.data();
     config.secret_len = secret.size();
   }

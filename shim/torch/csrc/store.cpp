@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <sys/random.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <cstdio>
@@ -112,6 +113,11 @@ c10::intrusive_ptr<c10d::Store> another(const c10::intrusive_ptr<c10d::Store>& s
   } catch (const std::exception&) { // a store in Python, for example
   }
   return store;
+}
+
+c10::intrusive_ptr<c10d::Store> without_prefixes(const c10::intrusive_ptr<c10d::Store>& store) {
+  const auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store);
+  return prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
 }
 
 } // namespace tutti_torch

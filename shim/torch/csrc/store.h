@@ -14,6 +14,9 @@ tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store);
 // blocks the others of its connection.
 c10::intrusive_ptr<c10d::Store> another(const c10::intrusive_ptr<c10d::Store>& store);
 
+// Returns the store that is behind prefixes, which torch gives each group.
+c10::intrusive_ptr<c10d::Store> without_prefixes(const c10::intrusive_ptr<c10d::Store>& store);
+
 // Returns n bytes from the system's source of randomness as hexadecimal digits.
 std::string hex_of_random_bytes(size_t n);
 

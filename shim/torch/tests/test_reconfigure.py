@@ -324,6 +324,22 @@ def options(rank, size, port):
     dist.destroy_process_group()
 
 
+def merged(rank, size, port):
+    """Groups of new_group become groups of each other's processes."""
+    harness.init(rank, size, port, timeout=timedelta(seconds=20))
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    handles = share(rank, size, port, "handle", dist._get_reconfigure_handle(group))
+    mine = [0, 3] if rank in (0, 3) else [2, 1]
+    dist._reconfigure(1, [handles[r] for r in mine], group)
+    dist.all_reduce(x := torch.tensor([float(rank)]), group=group)
+    assert x.item() == 3, x
+    if not harness.FALLBACK:  # a process keeps its rank and the size of the group
+        dist._reconfigure(2, handles, group)
+        dist.all_reduce(x := torch.tensor([float(rank)]), group=group)
+        assert x.item() == 6, x
+    dist.destroy_process_group()
+
+
 keeps_place = harness.needs_module("a process keeps its rank and the size of the group")
 
 
@@ -374,6 +390,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_group_that_ends_while_its_member_is_made(self):
         harness.run(ended_meanwhile, 1)
+
+    def test_groups_of_new_group_are_merged(self):
+        harness.run(merged, 4)
 
     @keeps_place
     def test_different_lists(self):

@@ -8,6 +8,7 @@ import secrets
 from . import api, groups
 from .groups import entry
 from .interrupt import blocking
+from .store import without_prefixes
 from .work import OpType, Task, Work, called, check, error_of, milliseconds
 
 # How long reconfigure waits for each operation of the old group, in seconds: the library bounds
@@ -36,7 +37,7 @@ class Reconfigure:
         config = self._config(True)  # the groups that it forms listen too
         if not os.environ.get("TUTTI_SECRET") and not os.environ.get("TUTTI_SECRET_FILE"):
             # The first one to come makes it.
-            secret = self._store.compare_set(_SECRET, "", secrets.token_hex(32))
+            secret = without_prefixes(self._store).compare_set(_SECRET, "", secrets.token_hex(32))
             config.secret, config.secret_len = secret, len(secret)
         member = ctypes.c_uint64()
         try:

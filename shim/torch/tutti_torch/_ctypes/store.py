@@ -4,6 +4,8 @@ import ctypes
 import itertools
 import threading
 
+import torch.distributed as dist
+
 from . import api
 
 _numbers = itertools.count(1)
@@ -91,3 +93,8 @@ def another(store):
         return store.clone()
     except Exception:  # noqa: BLE001  a store in Python, for example
         return store
+
+
+def without_prefixes(store):
+    """Returns the store that is behind prefixes, which torch gives each group."""
+    return store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
