@@ -107,11 +107,6 @@ std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// Reports whether ports name a port of which a process has but one.
-bool single(const std::string& ports) {
-  return !ports.empty() && ports != "0" && ports.find('-') == std::string::npos;
-}
-
 // Returns on_failure of a tutti_config for an option's text.
 int32_t on_failure_of(const std::string& name) {
   if (name == "shrink") {
@@ -190,6 +185,10 @@ class Together final : public c10d::Work {
 };
 
 } // namespace
+
+bool single(const std::string& ports) {
+  return !ports.empty() && ports != "0" && ports.find('-') == std::string::npos;
+}
 
 // ---- Joining and leaving ----
 

@@ -57,6 +57,9 @@ struct Options : c10d::Backend::Options {
   bool environment = false;
 };
 
+// Reports whether ports name a port of which a process has but one.
+bool single(const std::string& ports);
+
 class Backend final : public c10d::Backend {
  public:
   using Options = tutti_torch::Options;

@@ -36,6 +36,10 @@ tutti_member Backend::member() const {
   }
   const Api& tutti = open_library();
   tutti_config config = this->config(true); // the groups that it forms listen too
+  config.on_failure = TUTTI_REPORT_ALWAYS; // those end with the first lost rank
+  if (single(options_->ports)) { // it is the group's
+    config.ports = "0";
+  }
   std::string secret;
   if (!set("TUTTI_SECRET") && !set("TUTTI_SECRET_FILE")) { // the first one to come makes it
     const std::string mine = hex_of_random_bytes(32);

@@ -340,6 +340,25 @@ def merged(rank, size, port):
     dist.destroy_process_group()
 
 
+def own_options(rank, size, port):
+    """What the options say of the group itself does not concern its members."""
+    with harness.reserved_port("") as free:
+        opts = tutti_torch.Options()
+        opts.ports, opts.transport = str(free), "shm"
+        harness.init(rank, size, port, timeout=timedelta(seconds=20), pg_options=opts)
+        handles = share(rank, size, port, "handle", dist._get_reconfigure_handle())
+        for uuid in (1, 2):
+            dist._reconfigure(uuid, handles)
+            works(rank, size)
+        dist.destroy_process_group()
+    opts = tutti_torch.Options()
+    opts.on_failure = "retry"
+    harness.init(rank, size, port, timeout=timedelta(seconds=20), pg_options=opts, enable_reconfigure=True)
+    dist._reconfigure(1, share(rank, size, port, "another", dist._get_reconfigure_handle()))
+    works(rank, size)
+    dist.destroy_process_group()
+
+
 keeps_place = harness.needs_module("a process keeps its rank and the size of the group")
 
 
@@ -393,6 +412,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_groups_of_new_group_are_merged(self):
         harness.run(merged, 4)
+
+    def test_options_of_the_group_itself(self):
+        harness.run(own_options, 2)
 
     @keeps_place
     def test_different_lists(self):

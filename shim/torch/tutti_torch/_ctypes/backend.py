@@ -319,14 +319,15 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             time.sleep(pause)  # a store has no wait that signals end
             pause = min(2 * pause, 0.02)
 
-    def _config(self, further):
+    def _config(self, further, member=False):
         """Returns what a group and a member have in common.
 
         further says that the process listens elsewhere too: a single port of the environment is not for it.
+        member says that it is for a member, whose groups end with the first lost rank and listen beside it.
         """
         options = self._options
-        ports = options.ports
-        if further and not ports and _single(os.environ.get("TUTTI_PORT", "")):
+        ports, on_failure = options.ports, _on_failure_of(options.on_failure)
+        if further and not ports and _single(os.environ.get("TUTTI_PORT", "")) or member and _single(ports):
             ports = "0"
         return api.Config(
             struct_size=ctypes.sizeof(api.Config),
@@ -337,7 +338,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             log_dir=_or_null(options.log_dir),
             metrics=_or_null(options.metrics),
             timeout_ns=milliseconds(options._timeout) * 1_000_000,
-            on_failure=_on_failure_of(options.on_failure),
+            on_failure=api.REPORT_ALWAYS if member else on_failure,
             uniform=int(options.uniform),
             max_procs=options.max_procs,
         )

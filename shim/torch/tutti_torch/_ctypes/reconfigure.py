@@ -34,7 +34,7 @@ class Reconfigure:
             if self._member:
                 return self._member
         api.open_library()
-        config = self._config(True)  # the groups that it forms listen too
+        config = self._config(True, member=True)  # the groups that it forms listen too
         if not os.environ.get("TUTTI_SECRET") and not os.environ.get("TUTTI_SECRET_FILE"):
             # The first one to come makes it.
             secret = without_prefixes(self._store).compare_set(_SECRET, "", secrets.token_hex(32))
