@@ -634,6 +634,9 @@ void Backend::refuse_if_closed(const char* title) const {
 tutti_group Backend::group(const char* title) const {
   refuse_if_closed(title);
   const tutti_group group = group_;
+  if (replacing_ > 0) {
+    raise(TUTTI_ECLOSED, std::string(title) + ": the process group is being reconfigured");
+  }
   if (suspended_) {
     raise(TUTTI_ECLOSED, std::string(title) + ": the process group is suspended: call resume");
   }
@@ -706,7 +709,7 @@ c10::intrusive_ptr<Work> Backend::start(Task task, tutti_work handle) {
   try {
     work->start(group_, handle);
   } catch (const std::invalid_argument&) {
-    refuse_if_closed(title);
+    group(title); // throws if it was closed meanwhile
     throw;
   }
   for (Extension& extension : extensions_) {
@@ -736,8 +739,9 @@ WorkPtr Backend::launch(Task task) {
     if (!coalescing_ && extensions_.empty()) {
       const int code = api().tutti_run(group_, task.ops.data(), kAtOnce.count(), &handle);
       if (code != TUTTI_OK && code != TUTTI_EBUSY) {
-        refuse_if_closed(task.title);
-        raise(code, running_->of_group(code, api().tutti_last_error(), {rank_}));
+        const std::string why = api().tutti_last_error();
+        group(task.title); // throws if it was closed meanwhile
+        raise(code, running_->of_group(code, why, {rank_}));
       }
     }
     if (coalescing_ || !extensions_.empty() || handle != 0) {

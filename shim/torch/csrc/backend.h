@@ -243,6 +243,7 @@ class Backend final : public c10d::Backend {
   std::string prefix_; // of this group's keys in store_
   bool outlives_ = false; // the group goes on without lost ranks
   std::chrono::milliseconds joined_{0}; // what group_ was made with; setTimeout leaves it
+  std::atomic<int> replacing_{0}; // calls of reconfigure that have closed group_, and put another there
   std::atomic<tutti_group> group_{0}; // 0: there is none
   std::atomic<bool> closed_{false};
   std::atomic<bool> suspended_{false};

@@ -120,9 +120,13 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
     std::lock_guard<std::mutex> guard(member_mutex_);
     formed_with = member_timeout_;
   }
+  replacing_++;
+  const tutti_group before = group_;
+  tutti.tutti_close(before); // ends all operations, also one that a thread is starting, with mutex_ held
   tutti_group old = 0;
   {
     std::lock_guard<std::mutex> guard(mutex_);
+    replacing_--;
     if (!closed_) {
       old = group_.exchange(fresh);
       running_->recovered();
@@ -142,7 +146,9 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       fresh = 0;
     }
   }
-  tutti.tutti_close(old); // ends its operations
+  if (old != before) { // another call had made it, or the process group was shut down
+    tutti.tutti_close(old);
+  }
   if (fresh == 0) {
     raise(TUTTI_ECLOSED, "tutti reconfigure: the process group was shut down");
   }

@@ -614,6 +614,31 @@ def meeting(rank, size, port):
     dist.destroy_process_group()
 
 
+def replaced(rank, size, port):
+    """A thread waits for the other ranks in the first small operation: reconfigure without them ends that."""
+    init(rank, size, port)
+    x = on(torch.ones(1))
+    if rank == 0:
+        handle, errors = dist._get_reconfigure_handle(), []
+
+        def operate():
+            try:
+                dist.all_reduce(x)
+            except dist.DistBackendError as e:
+                errors.append(str(e))
+
+        thread = threading.Thread(target=operate)
+        thread.start()
+        until(lambda: device.calls("cuMemCreate") > 0)
+        dist._reconfigure(1, [handle])
+        thread.join()
+        assert "closed" in errors[0], errors
+        dist.all_reduce(y := on(torch.full((1,), 2.0)))
+        same(y, torch.full((1,), 2.0), "all_reduce of one")
+    harness.meet(port, "rank 0 has gone on", size)
+    dist.destroy_process_group()
+
+
 def missed(rank, size, port):
     """The program goes on before an operation fails: the next one tells it."""
     init(rank, size, port)
@@ -758,6 +783,10 @@ class Device(unittest.TestCase):
 
     def test_abort_while_a_thread_waits_in_the_start_of_an_operation(self):
         harness.run(meeting, 2)
+
+    @unittest.skipUnless(hasattr(dist, "_reconfigure"), "this torch has no reconfigure")
+    def test_reconfigure_while_a_thread_waits_in_the_start_of_an_operation(self):
+        harness.run(replaced, 2)
 
     def test_failure_that_the_program_did_not_wait_for(self):
         harness.run(missed, 2)
