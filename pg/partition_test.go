@@ -333,8 +333,8 @@ func TestLostBroadcastIsMissed(t *testing.T) {
 		put := func() error { return pg.Send(ctx, g, mark, 1-g.Rank(), 0) }
 		if g.Rank() == 0 {
 			faults := pgtest.InjectFaults(t)
-			faults.Network(pgtest.Rule{From: []int{0}, To: []int{1}, Cut: true, Break: 100 * time.Millisecond},
-				pgtest.Rule{From: []int{1}, To: []int{0}, Cut: true, Break: 100 * time.Millisecond})
+			faults.Network(pgtest.Rule{From: []int{0}, To: []int{1}, Cut: true, Break: time.Second},
+				pgtest.Rule{From: []int{1}, To: []int{0}, Cut: true, Break: time.Second})
 			if err := pg.Broadcast(ctx, part, x, 0); err != nil {
 				t.Fatal(err)
 			}
