@@ -466,10 +466,26 @@ void Backend::shutdown() {
   close();
 }
 
+// Ends calls of reconfigure that wait for other members. Their handle is no longer of use then.
+void Backend::end_forming() {
+  tutti_member member = 0;
+  {
+    std::lock_guard<std::mutex> guard(member_mutex_);
+    if (forming_ > 0) {
+      std::swap(member, member_);
+    }
+  }
+  api().tutti_member_close(member);
+}
+
 void Backend::abort() {
   refuse_if_forked("tutti abort");
   WithoutGil released;
-  if (closed_ || group_ == 0) { // without mutex_, which a thread has that waits for ranks in a start
+  if (closed_) { // without mutex_, which a thread has that waits for ranks in a start
+    return;
+  }
+  if (group_ == 0) {
+    end_forming();
     return;
   }
   running_->hooks.failed();

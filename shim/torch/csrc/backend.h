@@ -230,6 +230,7 @@ class Backend final : public c10d::Backend {
   // the operations and those, and does not need the Backend.
   std::function<void()> leave();
   void close(); // does both
+  void end_forming();
 
   // Time that is added to the timeouts of operations until the first of them has ended.
   struct Extension {
@@ -251,6 +252,7 @@ class Backend final : public c10d::Backend {
   mutable std::mutex member_mutex_; // protects what follows
   mutable tutti_member member_ = 0;
   mutable std::chrono::milliseconds member_timeout_{0}; // of member_, and of groups that it forms
+  int forming_ = 0; // calls of reconfigure that wait for other members
 
   mutable std::mutex mutex_; // protects what follows
   std::vector<c10::intrusive_ptr<Work>> coalesced_;

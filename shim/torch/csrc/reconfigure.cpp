@@ -101,7 +101,12 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
   const Api& tutti = api();
   tutti_group fresh = 0;
   int32_t rank = 0, size = 0;
+  milliseconds formed_with{0};
   {
+    {
+      std::lock_guard<std::mutex> guard(member_mutex_);
+      forming_++;
+    }
     Interruptible interruptible(tutti);
     int code = tutti.tutti_form(own, uuid.c_str(), texts.data(), static_cast<uint32_t>(texts.size()),
                                 nanoseconds(opts.timeout.value_or(options_->timeout)).count(), &fresh);
@@ -109,16 +114,22 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       code = tutti.tutti_size(fresh, &size);
     }
     const std::string why = code == TUTTI_OK ? "" : tutti.tutti_last_error();
+    bool aborted = false;
+    {
+      std::lock_guard<std::mutex> guard(member_mutex_);
+      forming_--;
+      formed_with = member_timeout_;
+      aborted = member_ != own;
+    }
     interruptible.rethrow([&] { tutti.tutti_close(fresh); });
     if (code != TUTTI_OK) {
       tutti.tutti_close(fresh);
+      refuse_if_closed("tutti reconfigure");
+      if (aborted) {
+        raise(TUTTI_ECLOSED, "tutti reconfigure: the process group was aborted");
+      }
       raise(code, "tutti reconfigure: " + why);
     }
-  }
-  milliseconds formed_with{0};
-  {
-    std::lock_guard<std::mutex> guard(member_mutex_);
-    formed_with = member_timeout_;
   }
   replacing_++;
   const tutti_group before = group_;

@@ -284,6 +284,23 @@ def interrupted(rank, size, port):
     dist.destroy_process_group()
 
 
+def ended_while_it_waits(rank, size, port, how, text):
+    """A wait for the other members ends when the group does."""
+    handles = start(rank, size, port)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if rank == 0:
+        harness.handle_later(lambda *_: getattr(backend, how)())
+        raises(dist.DistBackendError, text, dist._reconfigure, 1, handles)
+    share(rank, size, port, "over", "1")
+    if rank != 0:
+        raises(dist.DistBackendError, "rank 0", dist._reconfigure, 1, handles)
+    if how == "abort":
+        handles = share(rank, size, port, "another", dist._get_reconfigure_handle())
+        dist._reconfigure(2, handles)
+        works(rank, size)
+    dist.destroy_process_group()
+
+
 class Ends(PythonStore):
     """A store that destroys the group when members agree on a secret, as a signal handler may then."""
 
@@ -409,6 +426,12 @@ class Reconfigure(unittest.TestCase):
 
     def test_group_that_ends_while_its_member_is_made(self):
         harness.run(ended_meanwhile, 1)
+
+    def test_abort_while_it_waits_for_members(self):
+        harness.run(ended_while_it_waits, 2, "abort", "aborted")
+
+    def test_shutdown_while_it_waits_for_members(self):
+        harness.run(ended_while_it_waits, 2, "shutdown", "shut down")
 
     def test_groups_of_new_group_are_merged(self):
         harness.run(merged, 4)

@@ -282,6 +282,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._deleted = 0  # the monitored barriers up to here have no keys in the store
         self._deletes = True  # the store does
         self._extensions, self._member = [], 0
+        self._forming = 0  # calls of reconfigure that wait for other members
         self.hook_in_python = None
 
         self._window_bytes, self._running = Counter(), Running()
@@ -441,10 +442,18 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
     def abort(self):
         refuse_if_forked()
         with self._lock:
-            if self._closed or not self._group:
+            if self._closed:
                 return
+            group, member = self._group, 0
+            if not group and self._forming:
+                # The calls of reconfigure that wait for other members end. Their handle is no
+                # longer of use.
+                member, self._member = self._member, 0
+        if not group:
+            api.api().tutti_member_close(member)
+            return
         self._running.hooks.failed()
-        api.api().tutti_abort(self._group, f"rank {self._rank} has aborted the process group".encode())
+        api.api().tutti_abort(group, f"rank {self._rank} has aborted the process group".encode())
 
     def get_error(self):
         refuse_if_forked()

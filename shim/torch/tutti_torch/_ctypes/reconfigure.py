@@ -50,10 +50,11 @@ class Reconfigure:
             if not closed and not self._member:
                 self._member, member = member.value, ctypes.c_uint64()
                 self._member_timeout = config.timeout_ns // 1_000_000
+            own = self._member
         api.api().tutti_member_close(member)  # _close has come, or another thread was faster
         if closed:
             raise error_of(api.ECLOSED, "tutti reconfigure: the process group was shut down")
-        return self._member
+        return own
 
     def get_reconfigure_handle(self):
         own, length = self._own_member(), ctypes.c_uint64()
@@ -87,8 +88,18 @@ class Reconfigure:
         timeout = self._options._timeout if opts.timeout is None else opts.timeout
         limit, fresh = milliseconds(timeout) * 1_000_000, ctypes.c_uint64()
         form = api.api().tutti_form
+        with self._lock:
+            self._forming += 1
         try:
-            code, text = blocking(form, own, uuid.encode(), texts, len(handles), limit, ctypes.byref(fresh))
+            try:
+                code, text = blocking(form, own, uuid.encode(), texts, len(handles), limit, ctypes.byref(fresh))
+            finally:
+                with self._lock:
+                    self._forming -= 1
+                    closed, aborted = self._closed, self._member != own
+            if code != api.OK and (closed or aborted):
+                how = "shut down" if closed else "aborted"
+                raise error_of(api.ECLOSED, f"tutti reconfigure: the process group was {how}")
             check(code, "tutti reconfigure: " + text)
         except BaseException:
             api.api().tutti_close(fresh)  # a signal handler has raised meanwhile
