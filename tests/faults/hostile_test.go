@@ -36,7 +36,10 @@ func TestHostileConnections(t *testing.T) {
 			rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})
 			a := attack(t, s, n)
 			steps := rig.Well(ranks[:1], rig.Command{Verb: "await"})[0].Steps
-			rig.Well(ranks, rig.Command{Verb: "await", Steps: steps + 10})
+			for end := steps + 10; steps < end; {
+				steps++
+				rig.Well(ranks, rig.Command{Verb: "await", Steps: steps})
+			}
 			a.end()
 			rig.Well(ranks, rig.Command{Verb: "stop"})
 			rig.Well(ranks, rig.Command{Verb: "ended"})

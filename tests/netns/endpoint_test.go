@@ -204,7 +204,7 @@ type far struct {
 
 func (f *far) tell(o order) {
 	f.t.Helper()
-	f.conn.SetDeadline(time.Now().Add(2 * rig.Patience))
+	f.conn.SetWriteDeadline(time.Now().Add(rig.Patience))
 	if err := json.NewEncoder(f.conn).Encode(o); err != nil {
 		f.t.Fatal(err)
 	}
@@ -212,6 +212,7 @@ func (f *far) tell(o order) {
 
 func (f *far) hear() (a answer) {
 	f.t.Helper()
+	f.conn.SetReadDeadline(time.Now().Add(2 * rig.Patience)) // operations give up before that
 	if err := f.in.Decode(&a); err != nil {
 		f.t.Fatalf("an endpoint does not answer: %v", err)
 	}

@@ -26,8 +26,9 @@ import (
 	"tutti/internal/proctest"
 )
 
-// Patience bounds every wait for a rank.
-const Patience = 30 * time.Second
+// Patience bounds every wait for a rank. No test depends on its value, except for the time of a
+// failure.
+const Patience = proctest.Patience
 
 // A Stage holds the processes of a test's jobs: their temporary directory, their /dev/shm (as
 // root), and the socket to which the ranks connect.
@@ -191,7 +192,7 @@ func (s *Stage) StartIn(prefix, env []string, argv ...string) *proctest.Child {
 	cmd := exec.Command(argv[0], argv[1:]...)
 	cmd.Env = s.environment(env)
 	cmd.Dir = Module(s.t)
-	cmd.WaitDelay = Patience
+	cmd.WaitDelay = Patience / 4 // so that its end shows although what it has left holds its output open
 	return proctest.Run(s.t, cmd)
 }
 
