@@ -199,7 +199,7 @@ func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
 		if g.Rank() == 0 {
 			pgtest.InjectFaults(t).Kill(2)
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second,
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second,
 		Timeout: 30 * time.Second}),
 		pgtest.Expect(2, syscall.SIGKILL))
 }

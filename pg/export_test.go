@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"time"
 
 	"tutti/pg/flight"
 )
@@ -40,6 +41,23 @@ func (g *Group) illegal() string {
 		return "a rank is lost, and the next operation does not look"
 	}
 	return ""
+}
+
+// SetTimeout has d bound the calls of this process from now on, in place of Config.Timeout. None is
+// under way.
+func (g *Group) SetTimeout(d time.Duration) { g.job.timeout = d }
+
+// Awaited lists the ranks that the call under way waits for.
+func (g *Group) Awaited() (ranks []int) {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	if !g.busy {
+		return nil
+	}
+	for _, m := range g.run.Missing(g.unheard()) {
+		ranks = append(ranks, m.Rank)
+	}
+	return ranks
 }
 
 // Sent returns the number of bytes that this rank has sent to others.

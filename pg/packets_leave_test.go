@@ -73,7 +73,7 @@ func joinLeaseless(t *testing.T, g *pg.Group, cfg pg.Config) *pg.Group {
 // joinMeeting has the ranks of g join a job whose rank 0 serves the store.
 func joinMeeting(t *testing.T, g *pg.Group, cfg pg.Config) *pg.Group {
 	setMeeting(t, g)
-	cfg.Window, cfg.LeaseTTL = time.Second, 2*time.Second
+	cfg.Window = time.Second
 	h, err := pg.Join(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)

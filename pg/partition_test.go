@@ -99,7 +99,7 @@ func TestMinorityDecidesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
-		pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second}))
 }
 
 // A host that falls silent breaks no link: a rank that waits for its ranks notices that their
@@ -125,7 +125,7 @@ func TestSilentHostIsRemovedAfterItsLease(t *testing.T) {
 		}
 		faults.Network()
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
-		pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second}))
 }
 
 // Of two ranks one of which does not hear the other, one is evicted when patience with them ends
@@ -163,7 +163,7 @@ func TestOneWayPartitionEvicts(t *testing.T) {
 		}
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
 		pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 8 * time.Second,
-			LeaseTTL: 2 * time.Second, Window: time.Second}))
+			Window: time.Second}))
 }
 
 // A rank that is stopped for longer than its lease is still a member if no rank waited for it in a
@@ -178,7 +178,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 			}
 			through(t, g, 0)
 			if g.Rank() == 0 {
-				pgtest.InjectFaults(t).Stop(0, 4*time.Second)
+				pgtest.InjectFaults(t).Stop(0, 5*time.Second)
 				for r := 1; r < 3; r++ {
 					if err := pg.Send(ctx, g, []byte{1}, r, 0); err != nil {
 						t.Fatal(err)
@@ -205,7 +205,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second}),
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 3 * time.Second}),
 		pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
 }
 
@@ -250,6 +250,7 @@ func TestCallsEndWithoutStore(t *testing.T) {
 				pgtest.Rule{To: []int{pgtest.Store}, Cut: true})
 		}
 		together(t, g) // all are past the injection
+		g.SetTimeout(timeout)
 		short, end := context.WithTimeout(ctx, time.Second)
 		defer end()
 		for _, c := range []struct {
@@ -271,7 +272,7 @@ func TestCallsEndWithoutStore(t *testing.T) {
 				t.Errorf("%s: %v is not a *TimeoutError", c.name, err)
 			}
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: timeout, Window: time.Minute}))
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Minute}))
 }
 
 // Calls on other goroutines that wait for the store end when the group is closed.

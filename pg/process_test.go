@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -144,6 +145,23 @@ func TestSurvivorsNameKilledRank(t *testing.T) {
 	}
 }
 
+// deadline is a context whose deadline has passed when end is closed.
+type deadline struct {
+	context.Context
+	end <-chan struct{}
+}
+
+func (d deadline) Done() <-chan struct{} { return d.end }
+
+func (d deadline) Err() error {
+	select {
+	case <-d.end:
+		return context.DeadlineExceeded
+	default:
+		return nil
+	}
+}
+
 // A rank that is stopped, not dead, is named by the timeout.
 func TestErrorNamesStoppedRank(t *testing.T) {
 	t.Parallel() // it waits, mostly
@@ -158,14 +176,20 @@ func TestErrorNamesStoppedRank(t *testing.T) {
 			control := pgtest.InjectFaults(t)
 			control.Stop(1, time.Minute)
 			control.Await(2, 3) // it is in its second barrier, after a message
-			short, cancel := context.WithTimeout(ctx, time.Second)
-			defer cancel()
-			ctx = short
 		case 1:
 			through(t, g, 1)
 			return
 		}
-		err := g.Barrier(ctx)
+		ended, end := make(chan error, 1), make(chan struct{})
+		if g.Rank() == 0 {
+			ctx = deadline{ctx, end}
+		}
+		go func() { ended <- g.Barrier(ctx) }()
+		if g.Rank() == 0 {
+			poll(t, "rank 1 alone is waited for", func() bool { return slices.Equal(g.Awaited(), []int{1}) })
+			close(end)
+		}
+		err := <-ended
 		var to *pg.TimeoutError
 		if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
 			t.Errorf("got %v, want a *TimeoutError that names rank 1", err)

@@ -553,7 +553,7 @@ func TestJobBeginsAnewWhenAllAreLost(t *testing.T) {
 		if v := g.View(); v.Epoch != 1 || len(v.Active) != 2 {
 			t.Errorf("view %+v, want the first of a new job", v)
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{LeaseTTL: time.Second}), pgtest.Expect(0, kill),
+	}, pgtest.Transport("shm"), pgtest.Expect(0, kill),
 		pgtest.Expect(1, kill), pgtest.Replace(0), pgtest.Replace(1))
 }
 
@@ -1048,7 +1048,7 @@ func TestCancellationEvictsNoRank(t *testing.T) {
 		if v := g.View(); v.Epoch != 1 {
 			t.Errorf("the view is %v", v)
 		}
-	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 10 * time.Second}))
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 30 * time.Second}))
 }
 
 // Recover of a rank ends where that of the others has ended, also if they have given up the next
@@ -1137,7 +1137,7 @@ func TestTimeoutEvictsAlone(t *testing.T) {
 		if err := g.Barrier(ctx); err != nil || len(g.View().Active) != 1 {
 			t.Fatal(err, g.View())
 		}
-	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvictsAlone, Timeout: 10 * time.Second}))
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvictsAlone, Timeout: 30 * time.Second}))
 }
 
 // With Uniform every survivor has the same outcome of every operation, whenever a rank dies.
