@@ -764,22 +764,21 @@ func pingPong(ctx context.Context, g *pg.Group, size, rounds int, reset func()) 
 // A rank that sees a signal sees the data of the put before it, also if that put was given up: then
 // no signal is sent, and every Flush returns the error, until Refresh.
 func TestSignalsOfPutsThatFailAreNotSent(t *testing.T) {
-	const n, rounds = 32 << 20, 6
+	const n, rounds = 32 << 20, 6 // rounds at least, until a put has been given up
 	everywhere(t, 2, func(t *testing.T, g *pg.Group) {
 		ctx, w := t.Context(), newWindow(t, g, n)
 		over, cancel := context.WithCancel(ctx)
 		cancel()
 		data := func(round int) []byte { return bytes.Repeat([]byte{byte(round)}, n) }
-		failed := 0
-		for round := 1; round <= rounds; round++ {
-			last := round == rounds
+		failed, late := 0, time.Now().Add(time.Minute)
+		for round, last := 1, false; ; round++ {
+			if last {
+				over = ctx
+			}
 			if g.Rank() == 0 {
 				x := data(round)
 				if err := errors.Join(w.Put(ctx, 1, 0, x), w.Signal(ctx, 1, 2)); err != nil {
 					t.Fatalf("round %d: %v", round, err)
-				}
-				if last {
-					over = ctx
 				}
 				switch err := w.Flush(over, 1); {
 				case err != nil && last:
@@ -804,13 +803,21 @@ func TestSignalsOfPutsThatFailAreNotSent(t *testing.T) {
 				case last && err != nil:
 					t.Error(err)
 				}
-				if round == rounds-1 {
-					over = ctx
-				}
 			}
 			if err := w.Refresh(ctx); err != nil {
 				t.Fatal(err)
 			}
+			if last {
+				break
+			}
+			enough := []int{0}
+			if g.Rank() == 0 && round >= rounds-1 && (failed > 0 || time.Now().After(late)) {
+				enough[0] = 1
+			}
+			if err := pg.AllReduce(ctx, g, enough, pg.Max); err != nil {
+				t.Fatal(err)
+			}
+			last = enough[0] == 1
 		}
 		if g.Rank() == 0 && failed == 0 {
 			t.Error("no put was given up")
