@@ -202,15 +202,15 @@ func TestKilledWhileChildHasSocket(t *testing.T) {
 	}
 }
 
-// traces lists what there is on the machine of a rank that listened as name, and the mappings of
-// shared memory that are not among before.
+// traces lists what there is on the machine of a rank that listened as name, and the files and
+// mappings of shared memory, without what is among before.
 func traces(t *testing.T, name, before string) string {
 	t.Helper()
 	var found []string
 	files, _ := os.ReadDir("/dev/shm")
 	for _, f := range files {
-		if strings.Contains(f.Name(), "tutti") {
-			found = append(found, "/dev/shm/"+f.Name())
+		if path := "/dev/shm/" + f.Name(); strings.Contains(path, "tutti") && !strings.Contains(before, path) {
+			found = append(found, path)
 		}
 	}
 	for file, what := range map[string]string{"/proc/net/unix": name, "/proc/self/maps": "memfd:tutti"} {

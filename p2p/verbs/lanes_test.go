@@ -72,7 +72,7 @@ func (c *traffic) take(end int) {
 // until steps until done.
 func (c *traffic) until(done func() bool) {
 	c.t.Helper()
-	for late := time.Now().Add(linktest.Patience); !done(); runtime.Gosched() {
+	for late := time.Now().Add(untilMended); !done(); runtime.Gosched() {
 		c.step()
 		if time.Now().After(late) {
 			c.t.Fatalf("after %d and %d frames: it does not come", c.sent[0], c.sent[1])
@@ -258,7 +258,7 @@ func TestDataGoesOnOverTheBetterLane(t *testing.T) {
 	var err error
 	until := func(done func() bool) {
 		t.Helper()
-		for late := time.Now().Add(linktest.Patience); !done(); runtime.Gosched() {
+		for late := time.Now().Add(untilMended); !done(); runtime.Gosched() {
 			if err := errors.Join(x.Turn(), y.Turn()); err != nil {
 				t.Fatal(err)
 			}

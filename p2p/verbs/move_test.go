@@ -281,10 +281,6 @@ func survive(t *testing.T, x, y *linktest.Side, rounds, every, part int, fault f
 		}
 	}
 	raised(t, x.End, y.End)
-	put, _ := bytesMoved(x)
-	if put == 0 {
-		t.Error("nothing was moved")
-	}
 	// The lane may have to give way yet to one with what came back last.
 	for late := time.Now().Add(linktest.Patience); ; {
 		put, _ := bytesMoved(x)

@@ -84,8 +84,11 @@ func (p *program) run(steps, faults int, fault func()) {
 		p.wins = append(p.wins, w)
 		p.expose(w)
 	}
-	late := time.Now().Add(linktest.Patience)
-	for step := 0; step < steps || !p.movedBoth() && time.Now().Before(late); step++ {
+	var late time.Time // for more steps
+	for step := 0; step < steps || !p.movedBoth() && (step == steps || time.Now().Before(late)); step++ {
+		if step == steps {
+			late = time.Now().Add(linktest.Patience)
+		}
 		if faults > 0 && step%faults == faults-1 {
 			p.count["faults"]++
 			fault()

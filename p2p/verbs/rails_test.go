@@ -88,10 +88,14 @@ func TestQueuePairsUseDisjointPorts(t *testing.T) {
 	}
 }
 
+// untilMended bounds waits for rails: on a busy machine one may be tried in vain, again after 10 s,
+// and after 20.
+const untilMended = 3 * linktest.Patience
+
 // proven waits until so many rails work at each end.
 func proven(t testing.TB, want int, ends ...*linktest.End) {
 	t.Helper()
-	for late := time.Now().Add(linktest.Patience); ; runtime.Gosched() {
+	for late := time.Now().Add(untilMended); ; runtime.Gosched() {
 		raised(t, ends...)
 		ready := 0
 		last := ""
@@ -259,8 +263,7 @@ func TestPortsReturn(t *testing.T) {
 			// until puts until that is so, and a put has gone by RDMA as a whole.
 			until := func(used bool) {
 				t.Helper()
-				// On a busy machine a rail may be tried in vain, again after 10 s, and after 20.
-				for late := time.Now().Add(3 * linktest.Patience); ; {
+				for late := time.Now().Add(untilMended); ; {
 					put, _ := bytesMoved(x)
 					place(t, x, pattern(part, 3), to)
 					if now, _ := bytesMoved(x); now == put+part && in(c.device) == used {
