@@ -32,11 +32,13 @@ type backend struct {
 	expire func(bootstrap.Store)              // a handle's lease ends, without its doing; nil: cannot
 }
 
-// opTimeout lets a store on a busy machine wait for its disk.
-const opTimeout = 5 * time.Second
-
 // each runs f on each kind of store, all at once.
 func each(t *testing.T, f func(t *testing.T, b *backend)) {
+	eachWithin(t, patience, f)
+}
+
+// eachWithin is each with a bound on every operation.
+func eachWithin(t *testing.T, opTimeout time.Duration, f func(t *testing.T, b *backend)) {
 	t.Run("memory", func(t *testing.T) {
 		t.Parallel()
 		m := storetest.NewMemory()
@@ -50,8 +52,7 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 		t.Parallel()
 		e := startEtcd(t)
 		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store {
-			return dial(t, e,
-				bootstrap.StoreConfig{OpTimeout: opTimeout})
+			return dial(t, e, bootstrap.StoreConfig{OpTimeout: opTimeout})
 		}, func() { e.Close() }, nil})
 	})
 	t.Run("meeting", func(t *testing.T) {
@@ -81,9 +82,9 @@ func dial(t testing.TB, e *embed.Server, cfg bootstrap.StoreConfig) bootstrap.St
 	if cfg.Address == "" {
 		cfg.Address = e.Address()
 	}
-	cfg.Job, cfg.Secret = "test", secret
+	cfg.Job, cfg.Secret, cfg.DialTimeout = "test", secret, patience
 	if cfg.OpTimeout == 0 {
-		cfg.OpTimeout = opTimeout
+		cfg.OpTimeout = patience
 	}
 	if cfg.LeaseTTL == 0 {
 		cfg.LeaseTTL = 3 * time.Second // a busy machine may not run this process for one
@@ -553,7 +554,7 @@ func TestHandleThatWritesNoJobKeyKeepsJob(t *testing.T) {
 // reaches the store itself.
 func holdBehind(t *testing.T) (ctx context.Context, p *proxy, s, far bootstrap.Store) {
 	p, direct := startEtcdBehind(t)
-	s = dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute, OpTimeout: patience})
+	s = dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: time.Minute})
 	far, ctx = dial(t, nil, bootstrap.StoreConfig{Address: direct}), context30(t)
 	if err := s.Put(ctx, "k", nil, true); err != nil {
 		t.Fatal(err)
@@ -622,7 +623,7 @@ func TestStoreCloseAfterFailedConnections(t *testing.T) {
 
 // The store leaves while handles are in use: nothing hangs, everything says so.
 func TestStoreLeaves(t *testing.T) {
-	each(t, func(t *testing.T, b *backend) {
+	eachWithin(t, 5*time.Second, func(t *testing.T, b *backend) {
 		ctx, s := context.Background(), b.open(t)
 		w := s.Watch(ctx, "k")
 		next(t, w)

@@ -96,7 +96,7 @@ func entries(t testing.TB, dir string) (names []string) {
 func dial(t testing.TB, address string) (bootstrap.Store, error) {
 	t.Helper()
 	return bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: address, Job: "j", Secret: secret,
-		DialTimeout: 5 * time.Second})
+		DialTimeout: patience, OpTimeout: patience})
 }
 
 func TestStartClose(t *testing.T) {
@@ -271,7 +271,9 @@ func TestKilledStoreLeavesNothing(t *testing.T) {
 	}
 	p.Kill()
 	if err == nil {
-		if err := c.Put(t.Context(), "k", nil, false); !errors.Is(err, bootstrap.ErrStoreAway) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := c.Put(ctx, "k", nil, false); !errors.Is(err, bootstrap.ErrStoreAway) {
 			t.Errorf("Put to a killed store: %v", err)
 		}
 		c.Close()

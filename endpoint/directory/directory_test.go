@@ -502,7 +502,9 @@ func TestStoreAway(t *testing.T) {
 			t.Fatalf("%+v, want that it is gone", e)
 		}
 	}
-	if _, err := d.Lookup(within(t), "a"); !errors.Is(err, bootstrap.ErrStoreAway) {
+	soon, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	if _, err := d.Lookup(soon, "a"); !errors.Is(err, bootstrap.ErrStoreAway) {
 		t.Errorf("%v, want ErrStoreAway", err)
 	}
 	publish(t, o, "b", info(3))
@@ -539,6 +541,10 @@ func TestStoreAway(t *testing.T) {
 	noName(t, o, "a")
 
 	// Close does not wait for a store that is away.
+	d.Close()
+	cfg := storeAt(through)
+	cfg.OpTimeout = 5 * time.Second
+	d = openWith(t, cfg)
 	publish(t, d, "c", info(4))
 	n.cut()
 	began := time.Now()

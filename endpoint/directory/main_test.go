@@ -95,7 +95,8 @@ func process(t *testing.T, store, name, contents string) (up, kill func()) {
 
 // storeAt configures the store at an address.
 func storeAt(address string) bootstrap.StoreConfig {
-	return bootstrap.StoreConfig{Address: address, Secret: []byte(secret), OpTimeout: 5 * time.Second}
+	return bootstrap.StoreConfig{Address: address, Secret: []byte(secret), DialTimeout: patience,
+		OpTimeout: patience}
 }
 
 func open(t testing.TB, address string) *directory.Directory {
