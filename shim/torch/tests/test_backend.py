@@ -215,15 +215,14 @@ def windows_are_interrupted(rank, size, port):
             for _ in range(1000):
                 window.put(x, 1, 0, True)
 
-        x, begin = torch.ones(1 << 20), time.monotonic()
+        x = torch.ones(1 << 20)
         harness.handle_later(handler)
-        raises(KeyboardInterrupt, "", puts)
+        raises(KeyboardInterrupt, "", puts)  # one that waits for its target raises another error, after 20 s
         harness.handle_later(handler)
         raises(KeyboardInterrupt, "", window.wait_signal, 1, False)
         first = window.wait_signal(1, True)
         harness.handle_later(handler)
         raises(KeyboardInterrupt, "", window.wait_signal, 1, False)  # behind the first
-        assert time.monotonic() - begin < 10, "a call has waited for its target"
         harness.meet(port, "over", size)
         first.wait()
     else:
@@ -612,10 +611,10 @@ def futures_in_a_row(rank, size, port):
     """Callbacks start further operations and do not wait for them: no threads are left over."""
     harness.init(rank, size, port)
     peer = harness.store(port)
-    over = threading.Event()
+    over, turns = threading.Event(), 200
 
     def after(turn):
-        if turn == 50:
+        if turn == turns:
             over.set()
             return
         if rank > 0:
@@ -628,7 +627,8 @@ def futures_in_a_row(rank, size, port):
     threads = len(os.listdir("/proc/self/task"))
     after(0)
     assert over.wait(harness.LIMIT)
-    assert len(os.listdir("/proc/self/task")) < threads + 25  # Go keeps the threads that it starts while others block
+    # Go keeps the threads that it starts while others block, more of them on a busy machine.
+    assert len(os.listdir("/proc/self/task")) < threads + turns // 2
     dist.destroy_process_group()
 
 
@@ -636,16 +636,16 @@ def futures_of_one_callback(rank, size, port):
     """The works that one callback starts share a thread."""
     harness.init(rank, size, port)
     peer = harness.store(port)
-    works = []
+    works, many = [], 200
 
     def start(_):
         if rank > 0:
             peer.wait(["started"])
-        works.extend(dist.all_reduce(torch.ones(1), async_op=True) for _ in range(50))
+        works.extend(dist.all_reduce(torch.ones(1), async_op=True) for _ in range(many))
         before = len(os.listdir("/proc/self/task"))
         futures = [work.get_future() for work in works]
         if rank == 0:
-            assert len(os.listdir("/proc/self/task")) < before + 25
+            assert len(os.listdir("/proc/self/task")) < before + many // 2  # see futures_in_a_row
             peer.set("started", "")
         for future in futures:
             future.wait()
@@ -656,7 +656,7 @@ def futures_of_one_callback(rank, size, port):
     if rank == 0:
         peer.set("asked", "")
     future.wait()
-    assert len(works) == 50
+    assert len(works) == many
     dist.destroy_process_group()
 
 

@@ -147,9 +147,28 @@ def forked(rank, size, port):
     dist.destroy_process_group()
 
 
+def idle():
+    """Reports whether no other thread of this process runs, or could."""
+    for task in os.listdir("/proc/self/task"):
+        if int(task) == threading.get_native_id():
+            continue
+        try:
+            with open(f"/proc/self/task/{task}/stat") as f:
+                state = f.read().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended
+            continue
+        if state == "R":
+            return False
+    return True
+
+
 def raise_late(rank, port, call):
     """Makes a call at ranks 0 and 1. At rank 0 a signal handler raises while it waits, but only when it
-    has succeeded at both. Returns what rank 1 gets."""
+    has succeeded at both. Returns what rank 1 gets.
+
+    Nothing says when it has at rank 0. So much time passes there in which the process has nothing to do, and
+    the store answers.
+    """
     peer = harness.store(port)
     if rank == 1:
         peer.wait(["go"])
@@ -160,7 +179,11 @@ def raise_late(rank, port, call):
     def handler(*_):
         peer.set("go", "")
         peer.wait(["done"])
-        time.sleep(2)
+        moments = 0
+        while moments < 200:
+            time.sleep(0.01)
+            peer.add("moments", 1)
+            moments += idle()
         raise KeyError("late")
 
     harness.handle_later(handler)
