@@ -211,15 +211,7 @@ func TestMarkDeadEndsPuts(t *testing.T) {
 	defer closeAll(all)
 	p, q := members(t, all)
 	r, x := exposed(t, p, 64)
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan struct{})
-	go func() { // p takes part until the first put is placed
-		defer close(done)
-		p.Lock()
-		defer p.Unlock()
-		for w := patient(ctx); p.Progress(w) == nil; {
-		}
-	}()
+	stop := takesPart(t, p) // until the first put is placed
 	var puts [2]p2p.Transfer
 	put := func(w *p2p.Wait, i int) error {
 		return q.c.Put(w, &puts[i], 0, mem.Host([]byte{byte(i + 1)}, mem.Anywhere), x, 8, p2p.Signal{At: x, Value: 7},
@@ -233,8 +225,7 @@ func TestMarkDeadEndsPuts(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	cancel()
-	<-done // p is not polled
+	stop() // p is not polled
 	clear(r.Bytes())
 	if err := with(q, func(w *p2p.Wait) error { return put(w, 1) }); err != nil {
 		t.Fatal(err)

@@ -75,6 +75,23 @@ func with(p party, f func(w *p2p.Wait) error) error {
 	return f(patient(context.Background()))
 }
 
+// takesPart has p take part until stop has returned, or the test ends.
+func takesPart(t *testing.T, p party) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		p.Lock()
+		defer p.Unlock()
+		for w := patient(ctx); p.Progress(w) == nil; {
+		}
+	}()
+	return func() {
+		cancel()
+		<-done
+	}
+}
+
 // TestTransfers: what one rank puts and signals the other sees, and the other way round.
 func TestTransfers(t *testing.T) {
 	each(t, func(t *testing.T, p, q party) {
@@ -419,15 +436,7 @@ func TestTransfersEndWithAViolation(t *testing.T) {
 func TestPutsEndWithTheChannel(t *testing.T) {
 	each(t, func(t *testing.T, p, q party) {
 		r, x := exposed(t, p, 64)
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() { // p takes part until the ranks are linked
-			defer close(done)
-			p.Lock()
-			defer p.Unlock()
-			for w := patient(ctx); p.Progress(w) == nil; {
-			}
-		}()
+		stop := takesPart(t, p) // until the ranks are linked
 		put := func(w *p2p.Wait, v byte) error {
 			local := []byte{v}
 			if q.c.PutNow(0, local, x, 0, nil) {
@@ -449,8 +458,7 @@ func TestPutsEndWithTheChannel(t *testing.T) {
 		}); err != nil {
 			t.Fatal(err)
 		}
-		cancel()
-		<-done
+		stop()
 		p.c.Close()
 		if err := with(q, func(w *p2p.Wait) error {
 			for !q.c.Closed(0) {
@@ -495,16 +503,7 @@ func TestTransfersOfALinkThatIsGivenUp(t *testing.T) {
 	p, q := members(t, all)
 	const n = 4 << 20
 	_, x := exposed(t, p, n)
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	done := make(chan struct{})
-	go func() { // p takes part until the ranks are linked
-		defer close(done)
-		p.Lock()
-		defer p.Unlock()
-		for w := patient(ctx); p.Progress(w) == nil; {
-		}
-	}()
+	stop := takesPart(t, p) // until the ranks are linked
 	var gets [2]p2p.Transfer
 	if err := with(q, func(w *p2p.Wait) error {
 		if err := q.c.Get(w, &gets[0], 0, mem.Host(make([]byte, 8), mem.Anywhere), x, 0); err != nil {
@@ -514,8 +513,7 @@ func TestTransfersOfALinkThatIsGivenUp(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	cancel()
-	<-done
+	stop()
 	if err := with(q, func(w *p2p.Wait) error {
 		return q.c.Get(w, &gets[1], 0, mem.Host(make([]byte, n), mem.Anywhere), x, 0)
 	}); err != nil {
@@ -539,16 +537,7 @@ func TestCancelledTransfersReleaseMemory(t *testing.T) {
 	for i := range r.Bytes() {
 		r.Bytes()[i] = 7
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	done := make(chan struct{})
-	go func() { // p takes part until it is told not to
-		defer close(done)
-		p.Lock()
-		defer p.Unlock()
-		for w := patient(ctx); p.Progress(w) == nil; {
-		}
-	}()
+	stop := takesPart(t, p) // until it is told not to
 	buf := make([]byte, n)
 	var get p2p.Transfer
 	if err := with(q, func(w *p2p.Wait) error {
@@ -559,8 +548,7 @@ func TestCancelledTransfersReleaseMemory(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	cancel()
-	<-done // p is not polled
+	stop() // p is not polled
 	clear(buf)
 	short, end := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer end()

@@ -53,18 +53,25 @@ func TestStoreForgetsOverwrittenValues(t *testing.T) {
 	}
 }
 
-// A store that is full says what to do, and is full no longer when keys were deleted.
-func TestFullStore(t *testing.T) {
-	const live, size = 1 << 20, 16 << 10
+// limited starts a store for so many bytes of live data, and connects to it.
+func limited(t *testing.T, live int64) (*Server, bootstrap.Store) {
+	t.Helper()
 	s := start(t, Config{Dir: t.TempDir(), live: live})
 	c, err := dial(t, s.Address())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.Close()
+	t.Cleanup(func() { c.Close() })
+	return s, c
+}
+
+// A store that is full says what to do, and is full no longer when keys were deleted.
+func TestFullStore(t *testing.T) {
+	const live, size = 1 << 20, 16 << 10
+	_, c := limited(t, live)
 	ctx := t.Context()
 	for range 2 {
-		n := 0
+		n, err := 0, error(nil)
 		for ; err == nil; n++ {
 			err = c.Put(ctx, fmt.Sprint("k", n), make([]byte, size), false)
 		}
@@ -98,18 +105,13 @@ func TestFullStore(t *testing.T) {
 // job: its view, and the records of ranks.
 func TestProgramLeavesRoom(t *testing.T) {
 	const live = 1 << 20
-	s := start(t, Config{Dir: t.TempDir(), live: live})
-	c, err := dial(t, s.Address())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
+	_, c := limited(t, live)
 	ctx := t.Context()
 	const view = "membership/view" // of pg/membership
 	if err := c.CompareAndSwap(ctx, view, nil, []byte("1")); err != nil {
 		t.Fatal(err)
 	}
-	n, size := 0, small/4
+	n, size, err := 0, small/4, error(nil)
 	for err == nil { // the program sets keys, and creates them as a sum does
 		key := fmt.Sprint(bootstrap.ProgramKeys, n)
 		if n++; n%2 == 0 {
@@ -311,12 +313,7 @@ func TestPurgeGoesOn(t *testing.T) {
 // A watch that is less than a period of writes behind goes on, however much data is live.
 func TestHistoryOfPeriod(t *testing.T) {
 	const live, n = 1 << 20, 14
-	s := start(t, Config{Dir: t.TempDir(), live: live})
-	c, err := dial(t, s.Address())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
+	s, c := limited(t, live)
 	core := s.etcd.Core()
 	var revisions []int64 // after each write
 	for i := range 6 * n {
