@@ -114,6 +114,13 @@ func (g *Group) Verdict(rank, reporter int) RankError {
 	return e
 }
 
+// Down returns why rank cannot be reached.
+func (g *Group) Down(rank int) error {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.job.proxy.Down(rank)
+}
+
 // JobEpoch returns the epoch of the job's view.
 func (g *Group) JobEpoch() uint64 {
 	g.job.proxy.Lock()

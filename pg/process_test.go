@@ -194,9 +194,16 @@ func TestErrorNamesStoppedRank(t *testing.T) {
 		if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
 			t.Errorf("got %v, want a *TimeoutError that names rank 1", err)
 		}
-		if g.Rank() == 0 {
-			pgtest.InjectFaults(t).Kill(1)
+		if g.Rank() == 2 {
+			if err := pg.Send(t.Context(), g, []byte{1}, 0, 0); err != nil {
+				t.Error(err)
+			}
+			return
 		}
+		if _, err := pg.Recv(t.Context(), g, make([]byte, 1), 2, 0); err != nil { // it has its error
+			t.Error(err)
+		}
+		pgtest.InjectFaults(t).Kill(1)
 	}, pgtest.Faults(nil), pgtest.Expect(1, syscall.SIGKILL))
 }
 

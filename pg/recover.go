@@ -104,8 +104,11 @@ func (g *Group) verdict(e *RankError) {
 	if !g.await(patience, g.moved) {
 		return
 	}
-	if e.Reporter != g.rank && slices.Contains(g.besides(g.rank), e.Rank) {
-		return // the rank that told of the loss may have left because of it
+	rank := g.jobRank(e.Rank)
+	removed := func() bool { return slices.Contains(g.besides(g.rank), e.Rank) }
+	left := e.Reporter == g.rank && g.msgs.Closed(e.Rank) // perhaps because another was lost
+	if !left && g.await(patience, func() bool { return removed() || g.job.proxy.Down(rank) == nil }) && removed() {
+		return // others that were removed before may have left because of it
 	}
 	if slot, why := g.gone(); slot != g.rank && slot != e.Rank {
 		e.Rank, e.Reporter, e.Err = slot, g.rank, why

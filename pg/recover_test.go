@@ -359,6 +359,37 @@ func TestLossOutlivesItsReporter(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
 
+// A rank that has noticed a death names it, though a rank that closed its group at the same time is
+// removed first.
+func TestDeathIsNamedBeforeClose(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		if err := g.Barrier(t.Context()); err != nil && g.Rank() == 2 {
+			t.Fatal(err)
+		}
+		through(t, g, 0)
+		switch g.Rank() {
+		case 0:
+			faults := pgtest.InjectFaults(t)
+			faults.Stop(2, 300*time.Millisecond) // it notices both losses at once
+			faults.Kill(1)
+			return
+		case 1:
+			<-t.Context().Done()
+			return
+		}
+		for g.Down(1) == nil || len(g.JobView()) == 3 {
+			if t.Context().Err() != nil {
+				t.Fatalf("%v are still members", g.JobView())
+			}
+			time.Sleep(100 * time.Microsecond)
+		}
+		if e := g.Verdict(1, 2); e.Rank != 1 {
+			t.Errorf("rank %d is named: %v", e.Rank, e.Err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink}),
+		pgtest.Expect(1, syscall.SIGKILL))
+}
+
 // Abort ends what is under way here at once, and the others learn of it, which until then wait for
 // a message that does not come.
 func TestAbortEndsWhatIsUnderWay(t *testing.T) {
