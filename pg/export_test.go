@@ -114,6 +114,15 @@ func (g *Group) Verdict(rank, reporter int) RankError {
 	return e
 }
 
+// Loss is loss.
+type Loss = loss
+
+// LossOf makes a Loss.
+func LossOf(slot int, epoch uint64, closed, known bool) Loss { return Loss{slot, epoch, closed, known} }
+
+// Culprit is culprit.
+func Culprit(slot, reporter int, losses []Loss) int { return culprit(slot, reporter, losses) }
+
 // Down returns why rank cannot be reached.
 func (g *Group) Down(rank int) error {
 	g.job.proxy.Lock()

@@ -787,13 +787,10 @@ func (g *Group) gone() (int, error) {
 			first, epoch = slot, left
 		}
 	}
-	switch why := g.job.why(g.v.ranks[first]); {
-	case first == g.rank:
+	if first == g.rank {
 		return first, errMoved
-	case why != "":
-		return first, errors.New(why)
 	}
-	return first, errors.New("it was removed from the view")
+	return first, g.whyGone(first)
 }
 
 // trimGone removes the text of ErrPeerGone from the end of a peer's text, to which it is added

@@ -1,9 +1,11 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -104,15 +106,49 @@ func (g *Group) verdict(e *RankError) {
 	if !g.await(patience, g.moved) {
 		return
 	}
-	rank := g.jobRank(e.Rank)
-	removed := func() bool { return slices.Contains(g.besides(g.rank), e.Rank) }
-	left := e.Reporter == g.rank && g.msgs.Closed(e.Rank) // perhaps because another was lost
-	if !left && g.await(patience, func() bool { return removed() || g.job.proxy.Down(rank) == nil }) && removed() {
-		return // others that were removed before may have left because of it
+	if slot := culprit(e.Rank, e.Reporter, g.losses()); slot != e.Rank {
+		e.Rank, e.Reporter, e.Err = slot, g.rank, g.whyGone(slot)
 	}
-	if slot, why := g.gone(); slot != g.rank && slot != e.Rank {
-		e.Rank, e.Reporter, e.Err = slot, g.rank, why
+}
+
+// whyGone returns why the job's view has lost a slot.
+func (g *Group) whyGone(slot int) error {
+	return errors.New(cmp.Or(g.job.why(g.v.ranks[slot]), "other ranks removed it"))
+}
+
+// A loss is a rank of the group's view that the job's view has no more.
+type loss struct {
+	slot   int
+	epoch  uint64 // of the first view without it
+	closed bool   // it closed the group, which is no reason for another's loss
+	known  bool   // this rank knows how it was lost
+}
+
+// losses lists the ranks that the job's view has lost since the group's, except this one.
+func (g *Group) losses() (all []loss) {
+	for _, slot := range g.besides(g.rank) {
+		rank := g.v.ranks[slot]
+		all = append(all, loss{slot, g.job.view().Slots[rank].Left, g.msgs.Closed(slot), g.job.why(rank) != ""})
 	}
+	return all
+}
+
+// culprit returns which rank to name for a loss that reporter has noticed of the rank in slot: the
+// first of the others that died before it, else slot itself. The reporter may have ended because of
+// the loss. If it was removed instead of the rank, what it had noticed was a link between the two.
+func culprit(slot, reporter int, losses []loss) int {
+	first, epoch := slot, uint64(math.MaxUint64)
+	own := slices.IndexFunc(losses, func(l loss) bool { return l.slot == slot })
+	if own >= 0 {
+		epoch = losses[own].epoch
+	}
+	for _, l := range losses {
+		instead := l.slot == reporter && own < 0
+		if l.epoch < epoch && !l.closed && (instead || l.known && l.slot != reporter) {
+			first, epoch = l.slot, l.epoch
+		}
+	}
+	return first
 }
 
 // besides lists the slots whose ranks are no longer members, except slot.

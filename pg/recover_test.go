@@ -328,8 +328,8 @@ func TestSeveralLost(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
-// A rank that leaves because it noticed a loss does not take the place of the rank that it named,
-// though it may have left at the same time.
+// A rank that closes its group does not take the place of another that was named, whichever was
+// removed first.
 func TestLossOutlivesItsReporter(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := g.Barrier(t.Context()); err != nil {
@@ -347,14 +347,10 @@ func TestLossOutlivesItsReporter(t *testing.T) {
 		for reporter := range 3 {
 			for rank := 1; rank < 3; rank++ {
 				e := g.Verdict(rank, reporter)
-				if reporter != 0 && e.Rank != rank {
+				if e.Rank != rank {
 					t.Errorf("rank %d told of the loss of rank %d: rank %d is named", reporter, rank, e.Rank)
 				}
 			}
-		}
-		if a, b := g.Verdict(1, 0), g.Verdict(2, 0); a.Rank != b.Rank {
-			t.Errorf("this rank noticed two losses: it names ranks %d and %d, want the first that left", a.Rank,
-				b.Rank)
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
@@ -388,6 +384,38 @@ func TestDeathIsNamedBeforeClose(t *testing.T) {
 		}
 	}, pgtest.Transport("shm"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink}),
 		pgtest.Expect(1, syscall.SIGKILL))
+}
+
+// Of several losses the one is named that may have caused the others.
+func TestCulprit(t *testing.T) {
+	const slot, reporter, other, self = 1, 2, 3, 0
+	died := func(slot int, epoch uint64) pg.Loss { return pg.LossOf(slot, epoch, false, true) }
+	for name, c := range map[string]struct {
+		by     int
+		losses []pg.Loss
+		want   int
+	}{
+		"none":                         {self, nil, slot},
+		"the one":                      {self, []pg.Loss{died(slot, 2)}, slot},
+		"another before it":            {self, []pg.Loss{died(slot, 3), died(other, 2)}, other},
+		"another at once":              {self, []pg.Loss{died(slot, 2), died(other, 2)}, slot},
+		"another after it":             {self, []pg.Loss{died(slot, 2), died(other, 3)}, slot},
+		"another in its place":         {self, []pg.Loss{died(other, 2)}, other},
+		"the first of others":          {self, []pg.Loss{died(3, 4), died(4, 2), died(5, 3)}, 4},
+		"another left before it":       {self, []pg.Loss{died(slot, 3), pg.LossOf(other, 2, true, true)}, slot},
+		"another left":                 {self, []pg.Loss{pg.LossOf(other, 2, true, true)}, slot},
+		"another somehow":              {self, []pg.Loss{pg.LossOf(other, 2, false, false)}, slot},
+		"it left, another had died":    {self, []pg.Loss{pg.LossOf(slot, 3, true, true), died(other, 2)}, other},
+		"the reporter ended first":     {reporter, []pg.Loss{died(slot, 3), died(reporter, 2)}, slot},
+		"the reporter in its place":    {reporter, []pg.Loss{died(reporter, 2)}, reporter},
+		"the reporter, somehow":        {reporter, []pg.Loss{pg.LossOf(reporter, 2, false, false)}, reporter},
+		"another before the reporter":  {reporter, []pg.Loss{died(slot, 4), died(reporter, 3), died(other, 2)}, other},
+		"the reporter, another closed": {reporter, []pg.Loss{died(reporter, 3), pg.LossOf(other, 2, true, true)}, reporter},
+	} {
+		if got := pg.Culprit(slot, c.by, c.losses); got != c.want {
+			t.Errorf("%s: rank %d is named, want %d", name, got, c.want)
+		}
+	}
 }
 
 // Abort ends what is under way here at once, and the others learn of it, which until then wait for

@@ -189,8 +189,9 @@ func (ro *Roster) View() membership.View {
 	return ro.view
 }
 
-// WhyLocked returns why a rank was last removed; "" if it never was. For this rank it returns why
-// it has removed itself, or takes itself for evicted; "" if the others have removed it.
+// WhyLocked returns why a rank was last removed; "" if it never was, or if this rank knows nothing
+// of its loss. For this rank it returns why it has removed itself, or takes itself for evicted; ""
+// if the others have removed it.
 func (ro *Roster) WhyLocked(rank int) string { return ro.why[rank] }
 
 // EvictedLocked reports whether this rank has been removed.
@@ -369,11 +370,8 @@ func (ro *Roster) enter(a membership.Enter) {
 	ro.state(func() {
 		old = ro.view
 		for _, r := range a.Removed {
-			if r < len(old.Slots) {
+			if why[r] = ""; r < len(old.Slots) {
 				why[r] = ro.m.Why(membership.Peer{Slot: r, Incarnation: old.Slots[r].Incarnation})
-			}
-			if why[r] == "" {
-				why[r] = "other ranks removed it"
 			}
 		}
 		ro.view = a.View
@@ -399,7 +397,7 @@ func (ro *Roster) enter(a membership.Enter) {
 		if r >= len(old.Slots) || r == ro.self.Slot {
 			continue
 		}
-		because := strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error())
+		because := strings.TrimSuffix(cmp.Or(why[r], "other ranks removed it"), ": "+p2p.ErrPeerGone.Error())
 		ro.proxy.MarkDead(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", because, p2p.ErrPeerGone))
 	}
 	// The record of the dead rank is removed before its lease ends, so that a replacement can take
