@@ -225,8 +225,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 				return false, err
 			}
 			g.wait.Restart()
-			if !g.await(g.job.settings.Window+2*time.Second,
-				func() bool { return slices.ContainsFunc(missing, g.out) }) {
+			if !g.await(g.deliberation(), func() bool { return slices.ContainsFunc(missing, g.out) }) {
 				return false, err
 			}
 		}

@@ -93,13 +93,22 @@ func (g *Group) await(patience time.Duration, changed func() bool) bool {
 	}
 }
 
+// deliberation returns how long the membership may take to decide which rank is lost: to notice
+// that a link is missing, to wait for its return, and to change the view in the store.
+func (g *Group) deliberation() time.Duration {
+	if g.job.roster == nil {
+		return 0
+	}
+	return g.job.roster.DecidesWithin() + 2*time.Second
+}
+
 // verdict waits until the membership has decided which rank is lost. A rank that cannot reach
 // another is evidence against one of the two, not necessarily against the other.
 func (g *Group) verdict(e *RankError) {
 	if e.Epoch < g.v.epoch || !slices.Contains(g.v.Active, e.Rank) || errors.As(e.Err, new(mishap)) {
 		return // the group has gone on without the rank, or the rank is not lost
 	}
-	patience := g.job.settings.Window + 2*time.Second
+	patience := g.deliberation()
 	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // the rank may have left only this group
 		patience = 200 * time.Millisecond
 	}

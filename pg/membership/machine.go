@@ -483,7 +483,7 @@ func (m *Machine) judge() {
 			young = true
 		}
 	}
-	if len(ripe) == 0 || young && oldest < window+window/4 {
+	if len(ripe) == 0 || young && oldest < m.Longest() {
 		return
 	}
 	var members []int
@@ -500,6 +500,9 @@ func (m *Machine) judge() {
 		}
 	}
 }
+
+// Longest returns how many ticks a link can be known to be missing before judge decides.
+func (m *Machine) Longest() uint64 { return uint64(m.cfg.Window + m.cfg.Window/4) }
 
 // tally lists the missing links, from what this incarnation suspects and from the last reports of
 // the others.

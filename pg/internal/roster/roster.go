@@ -87,6 +87,7 @@ type Roster struct {
 	log    *slog.Logger
 	m      *membership.Machine
 	acts   []membership.Action // the first ones, of membership.New
+	within time.Duration       // what DecidesWithin returns
 	ctx    context.Context
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
@@ -136,13 +137,17 @@ func New(cfg Config) (*Roster, error) {
 		return nil, err
 	}
 	ro := &Roster{cfg: cfg, self: cfg.Self, proxy: cfg.Proxy, dir: cfg.Directory, groups: cfg.Groups, log: cfg.Logger,
-		m: m, acts: acts, view: cfg.View, why: map[int]string{},
+		m: m, acts: acts, within: time.Duration(m.Longest()) * tick, view: cfg.View, why: map[int]string{},
 		kick: make(chan struct{}, 1), dirty: make(chan struct{}, 1),
 		want: map[string][]byte{}, kept: map[string][]byte{}, joiners: map[int]uint64{},
 		accused: map[membership.Peer]*accusation{}}
 	ro.ctx, ro.cancel = context.WithCancel(context.Background())
 	return ro, nil
 }
+
+// DecidesWithin returns how long a link between two live ranks is known to be missing, at most,
+// before they propose to remove one of them.
+func (ro *Roster) DecidesWithin() time.Duration { return ro.within }
 
 // Start makes the proxy expect the ranks of the view, and runs the machine until Stop. Links of
 // other ranks stay: a rank that joins may know this one's view before this one's Roster runs.

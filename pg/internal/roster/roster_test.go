@@ -653,6 +653,58 @@ func TestLinksAreMissing(t *testing.T) {
 	}
 }
 
+// A decision on missing links takes as long as is said, also if a lease is longer than the window.
+func TestDecisionTime(t *testing.T) {
+	for _, ttl := range []time.Duration{0, 3 * time.Second, 10 * time.Second} {
+		f := newFixture(t, 4)
+		f.cfg.Window = 3 * time.Second
+		f.cfg.Directory = leased{f, ttl}
+		ro, err := New(f.cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		proposes := func(acts []membership.Action) bool {
+			return slices.ContainsFunc(acts, func(a membership.Action) bool {
+				_, ok := a.(membership.Propose)
+				return ok
+			})
+		}
+		lose := func(rank int) {
+			p := membership.Peer{Slot: rank, Incarnation: self + uint64(rank)}
+			ro.m.Step(membership.LinkDown{Peer: p})
+			ro.m.Step(membership.Probed{Peer: p, Verdict: membership.VerdictAlive})
+		}
+		lose(1)
+		ro.m.Step(membership.Tick{})
+		took, limit := time.Duration(0), ro.DecidesWithin()
+		for decided := false; !decided && took <= limit; {
+			if took == (limit / 2).Truncate(tick) { // so late that the decision does not wait for its window
+				lose(2)
+			}
+			decided = proposes(ro.m.Step(membership.Tick{}))
+			took += tick
+		}
+		if took != limit || took < ttl {
+			t.Errorf("with a lease of %v it takes %v, and %v is said", ttl, took, limit)
+		}
+	}
+}
+
+// leased is a Directory with a store of a given lease.
+type leased struct {
+	Directory
+	ttl time.Duration
+}
+
+func (d leased) Store() bootstrap.Store { return ttlStore{d.Directory.Store(), d.ttl} }
+
+type ttlStore struct {
+	bootstrap.Store
+	ttl time.Duration
+}
+
+func (s ttlStore) TTL() time.Duration { return s.ttl }
+
 // An awaited rank without a lease is dead; one with a lease is left alone.
 func TestAwaitedRankWithoutLeaseIsDead(t *testing.T) {
 	f := newFixture(t, 3)
