@@ -555,23 +555,25 @@ func (st *stream) gone() error {
 	return nil
 }
 
-// noSender returns an error if no other member can send any more.
+// noSender returns an error if no other member can send any more. It names one that has closed the
+// channel only if all have: another may have been lost before it could send.
 func (c *Channel) noSender() error {
-	var last error
+	var left, lost error
 	for slot, rank := range c.ranks {
 		if rank == c.p.cfg.Self.Rank {
 			continue
 		}
-		err := c.stream(slot).gone()
-		if err == nil {
+		st := c.stream(slot)
+		switch err := st.gone(); {
+		case err == nil:
 			return nil
+		case st.left:
+			left = err
+		default:
+			lost = err
 		}
-		last = err
 	}
-	if last == nil {
-		last = errors.New("there is no other rank to receive from")
-	}
-	return last
+	return cmp.Or(lost, left, errors.New("there is no other rank to receive from"))
 }
 
 // CancelRecv withdraws r: its buffer is not used afterwards. A message that was arriving for it

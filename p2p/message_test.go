@@ -96,6 +96,56 @@ func TestCancelledMessagesAreWholeOrNot(t *testing.T) {
 	}
 }
 
+// A receive from any rank that no rank is left for names one that was lost, not one that has closed
+// the channel or its whole proxy.
+func TestAnyReceiveNamesTheLostRank(t *testing.T) {
+	for lost := 1; lost <= 2; lost++ {
+		for _, all := range []bool{false, true} {
+			t.Run(fmt.Sprintf("rank %d is lost, the other closes all %v", lost, all), func(t *testing.T) {
+				x := cluster(t, 3, 64<<10, nil)
+				defer closeAll(x)
+				cs := tagged(t, x)
+				receive := func() error {
+					x[0].Lock()
+					defer x[0].Unlock()
+					var r p2p.RecvReq
+					cs[0].PostMsg(&r, p2p.AnySlot, p2p.AnyTag, 0, make([]byte, 1))
+					return cs[0].WaitMsg(patient(t.Context()), &r)
+				}
+				for r := 1; r < 3; r++ { // that links them
+					x[r].Lock()
+					var s p2p.SendReq
+					cs[r].PostSend(&s, 0, 5, 0, []byte{1})
+					err := cs[r].WaitSend(patient(t.Context()), &s)
+					x[r].Unlock()
+					if err == nil {
+						err = receive()
+					}
+					if err != nil {
+						t.Fatal(err)
+					}
+				}
+				cs[3-lost].Close()
+				if all {
+					x[3-lost].Close()
+				}
+				x[0].Lock()
+				for w := patient(t.Context()); !cs[0].Closed(3-lost) || all && x[0].Down(3-lost) == nil; {
+					if err := x[0].Progress(w); err != nil {
+						t.Fatal(err)
+					}
+				}
+				x[0].Unlock()
+				x[0].MarkDead(lost, uint64(lost)+1, p2p.ErrPeerGone)
+				var of *p2p.PeerError
+				if err := receive(); !errors.As(err, &of) || of.Rank != lost || !errors.Is(err, p2p.ErrPeerGone) {
+					t.Errorf("%v, want an error that says that rank %d is gone", err, lost)
+				}
+			})
+		}
+	}
+}
+
 // A message that arrives in the very look in which its receive gives up is received.
 func TestMessageArrivesAsReceiveIsCancelled(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
