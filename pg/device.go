@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -919,11 +920,11 @@ func (g *Group) hopeless(v *visit) error {
 	return g.bereft(v)
 }
 
-// A bereaved is when a rank of a view was seen to be gone.
+// A bereaved is when ranks of a view were seen to be gone.
 type bereaved struct {
 	epoch uint64
-	since time.Time // zero: none is
-	err   error     // nil: it may still have done its part
+	since map[int]time.Time // by slot, of those that are
+	err   error             // nil: they may still have done their parts
 }
 
 // bereft returns why a visit's operation lacks a rank of the view, or nil: also while the operation
@@ -939,26 +940,35 @@ func (g *Group) bereft(v *visit) error {
 	return b.err
 }
 
-// lacks is bereft, which remembers in b what it has seen.
+// lacks is bereft, which remembers in b what it has seen. It names a rank that was lost rather than
+// one that has closed the group, perhaps because of the loss.
 func (g *Group) lacks(b *bereaved) error {
 	if g.job.roster != nil && g.moved() && g.sync.Lost() {
 		return errMoved
 	}
+	var left, lost error
 	for _, slot := range g.v.Active {
 		if slot == g.rank {
 			continue
 		}
-		err := g.job.proxy.Down(g.jobRank(slot))
-		if err == nil && g.coll.Closed(slot) {
-			err = p2p.ErrPeerGone
+		err, closed := g.job.proxy.Down(g.jobRank(slot)), g.coll.Closed(slot)
+		if err == nil && !closed {
+			delete(b.since, slot)
+			continue
 		}
+		since, known := b.since[slot]
 		switch {
-		case err == nil:
-		case b.since.IsZero():
-			b.since = time.Now()
-		case time.Since(b.since) > grace:
-			return &p2p.PeerError{Rank: g.v.ranks[slot], Err: err}
+		case !known:
+			if b.since == nil {
+				b.since = map[int]time.Time{}
+			}
+			b.since[slot] = time.Now()
+		case time.Since(since) <= grace:
+		case closed:
+			left = &p2p.PeerError{Rank: g.v.ranks[slot], Err: cmp.Or(err, p2p.ErrPeerGone)}
+		default:
+			lost = &p2p.PeerError{Rank: g.v.ranks[slot], Err: err}
 		}
 	}
-	return nil
+	return cmp.Or(lost, left)
 }

@@ -15,6 +15,7 @@ import (
 	"tutti/device"
 	"tutti/device/devicetest"
 	"tutti/mem"
+	"tutti/p2p"
 )
 
 // An end is how a group ends for a call that waits for its stream.
@@ -158,6 +159,54 @@ func TestBlockingCallsOfHeldStreamsEndWithTheGroup(t *testing.T) {
 			func() error { return w.PutBuffer(ctx, 1, 0, on[2]) },
 			func() error { return w.GetBuffer(ctx, 1, 0, on[3]) })
 	})
+}
+
+// An operation whose stream does not come names the rank that was lost, not one that has closed the
+// group since.
+func TestHeldOperationNamesTheLostRank(t *testing.T) {
+	for lost := 1; lost <= 2; lost++ {
+		t.Run(fmt.Sprintf("rank %d is lost", lost), func(t *testing.T) {
+			t.Parallel()
+			d, waits := devicetest.NewLate("cuda:0", 7, 0), make(chan struct{})
+			waiting := sync.OnceFunc(func() { close(waits) })
+			each(t, 3, Config{Devices: device.List{d}, Timeout: -1}, func(ctx context.Context, g *Group) error {
+				if g.Rank() != 0 {
+					err := Send(ctx, g, []byte{1}, 0, 0) // that links it
+					if <-waits; g.Rank() == lost {
+						return err
+					}
+					return errors.Join(err, g.Close())
+				}
+				defer waiting()
+				for range 2 {
+					if _, err := Recv(ctx, g, make([]byte, 1), AnyRank, 0); err != nil {
+						return err
+					}
+				}
+				on, let, release, err := heldStreams(d, 1, windowSize)
+				if err != nil {
+					return err
+				}
+				defer release()
+				p := g.job.proxy
+				p.MarkDead(lost, p.Linked(lost), p2p.ErrPeerGone)
+				w := g.Start(AllReduceOp{Dst: on[0], Op: Sum})
+				v := w.at.Load().visit
+				wait := func() {
+					for noticed := false; !noticed; runtime.Gosched() {
+						p.Lock()
+						noticed = v.bereaved.epoch == g.v.epoch
+						p.Unlock()
+					}
+				}
+				c := end{peer: true, is: func(err error) bool {
+					var e *RankError
+					return errors.As(err, &e) && e.Rank == lost
+				}}
+				return endHeld(g, c, waiting, wait, let, func() error { return w.Wait(ctx) })
+			})
+		})
+	}
 }
 
 // A link that is broken for a moment does not end a call that waits for its stream.
