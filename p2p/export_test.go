@@ -52,3 +52,6 @@ func (p *Proxy) Age(rank int, d time.Duration) {
 	defer p.Unlock()
 	p.peers[rank].made = p.peers[rank].made.Add(-d)
 }
+
+// Over is Tell at a given time.
+func (w *Wait) Over(now time.Time) error { return w.over(now) }

@@ -23,6 +23,7 @@ const (
 	yieldFor  = 500 * time.Microsecond // polling between yields
 	longEvery = 5 * time.Millisecond
 	longFirst = 250 * time.Millisecond
+	longAgain = time.Second
 	// Yields at least. With many processes that yield to each other yieldFor has passed after few,
 	// and waking a process takes several times as long as yielding to it.
 	yieldLeast = 64
@@ -48,7 +49,9 @@ type Wait struct {
 	spins   int       // polls without progress
 	busy    int       // progress since Reset
 	long    func()    // see OnLong
-	next    time.Time // next call of long; zero: never
+	lasts   bool      // see Long
+	late    bool      // see Late
+	next    time.Time // next call of long; zero: none is set
 	half    time.Time // when half of the time has passed; zero: never
 	began   time.Time // first reading of the clock
 	from    time.Time // first reading of the clock since there was progress
@@ -85,7 +88,7 @@ func (w *Wait) Try() { w.guest, w.try, w.lazy = nil, true, false }
 func (w *Wait) Since(t time.Time) { w.begin(t) }
 
 func (w *Wait) begin(now time.Time) {
-	w.began, w.next, w.half = now, time.Time{}, time.Time{}
+	w.began, w.next, w.half, w.lasts, w.late = now, time.Time{}, time.Time{}, false, false
 	if w.long == nil {
 		return
 	}
@@ -119,10 +122,18 @@ func (w *Wait) Tell() error { return w.over(time.Now()) }
 // Restart gives w's operation its whole time again.
 func (w *Wait) Restart() { w.began, w.from = time.Time{}, time.Time{} }
 
-// OnLong sets a function that is called, with the proxy's lock, once when an operation has waited
-// for a quarter of a second (or for half of its timeout, if that is less), and every few
-// milliseconds at most after half of its timeout. It stays set.
+// OnLong sets a function that is called, with the proxy's lock, when an operation has waited for a
+// quarter of a second, or for half of its timeout, if that is less. It is called again every
+// second, and every few milliseconds at most after half of the timeout. It stays set.
 func (w *Wait) OnLong(f func()) { w.long = f }
+
+// Long reports whether OnLong's function has been called for w's operation. It does not read the
+// clock.
+func (w *Wait) Long() bool { return w.lasts && !w.began.IsZero() }
+
+// Late reports whether OnLong's function has been called after half of the operation's timeout. It
+// does not read the clock.
+func (w *Wait) Late() bool { return w.late && !w.began.IsZero() }
 
 // Waited returns how long w's operation has been waiting.
 func (w *Wait) Waited() time.Duration {
@@ -310,8 +321,13 @@ func (w *Wait) over(now time.Time) error {
 		w.begin(now)
 	}
 	if !w.next.IsZero() && now.After(w.next) {
-		if w.next = w.half; !w.half.IsZero() && now.After(w.half) {
-			w.next = now.Add(longEvery)
+		w.lasts = true
+		switch w.next = now.Add(longAgain); {
+		case w.half.IsZero():
+		case now.After(w.half):
+			w.late, w.next = true, now.Add(longEvery)
+		case w.half.Before(w.next):
+			w.next = w.half
 		}
 		w.long()
 	}

@@ -375,7 +375,7 @@ func (g *Group) bind(q *exec.Request) error {
 	return err
 }
 
-// long is called when half of an operation's time has passed, and repeatedly after that: it
+// long is called from time to time while an operation waits for long (see p2p.Wait.OnLong): it
 // announces the ranks that this rank waits for, as far as it knows. Other ranks pass that on, so
 // that in the end all ranks know the late one.
 func (g *Group) long() {
