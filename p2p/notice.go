@@ -162,7 +162,7 @@ func (c *Channel) Reach(w *Wait, slot int) error {
 // lock.
 func (c *Channel) Request(slot int) {
 	pr := c.stream(slot).pr
-	if pr.since.IsZero() {
+	if pr.link == nil && pr.since.IsZero() {
 		pr.since = time.Now().Add(-dialTieBreak)
 	}
 	c.p.connect(pr)

@@ -493,10 +493,10 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 }
 
 // The members of an exchange are a tree, along which they pass on the standings of others, so that
-// a member needs few links to learn all. A member that waits for long makes links to those whose
-// standings are missing, because one between may have stopped.
+// a member needs few links to learn all. A member that waits for long makes links to all those
+// whose standings are missing, because one between may have stopped.
 
-// relayed is how long a member relies on others to pass on standings.
+// relayed is how long a member relies on others to pass on standings, at most half of its time.
 const relayed = 250 * time.Millisecond
 
 // neighbours returns the slots of this rank's parent and children in the tree of the latest view's
@@ -525,7 +525,7 @@ func (g *Group) relay(slot int, t resync.Told) {
 // reach returns the members that an exchange needs links to, given those whose standings are
 // missing and how long this rank has waited for them.
 func (g *Group) reach(missing []int, waited time.Duration) []int {
-	if parent, _ := g.neighbours(); parent >= 0 && len(missing) > 0 && waited < relayed {
+	if parent, _ := g.neighbours(); parent >= 0 && len(missing) > 0 && waited < relayed && !g.wait.Late() {
 		return []int{parent}
 	}
 	return missing
@@ -699,13 +699,28 @@ func (g *Group) settled() {
 	}
 }
 
-// pause waits for a moment for notices of missing ranks or, if there are none, for any event.
+// mostSought is how many more ranks than the first a call seeks links to at a time, before half of
+// its time has passed.
+const mostSought = 64
+
+// pause waits for a moment for notices of missing ranks or, if there are none, for any event. At
+// first it seeks a link to the first of them only. A call that has waited for long seeks more: the
+// first may be late, and those without a link would be taken for late as well.
 func (g *Group) pause(missing []int) error {
 	if err := g.job.stranded(); err != nil {
 		return err
 	}
 	if len(missing) == 0 {
 		return g.job.proxy.Progress(&g.wait)
+	}
+	if g.wait.Long() {
+		more := missing[1:]
+		if !g.wait.Late() {
+			more = more[:min(len(more), mostSought)]
+		}
+		for _, slot := range more {
+			g.msgs.Request(slot)
+		}
 	}
 	return g.msgs.Reach(&g.wait, missing[0])
 }

@@ -7,6 +7,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -188,6 +189,61 @@ func TestTimeoutNamesRankThatWaitedBefore(t *testing.T) {
 		if err := <-ends; err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// A late rank alone is named by an agreement, and by an exchange whose first member it is, also if
+// the other ranks have no links to each other before.
+func TestLateRankIsNamedAlone(t *testing.T) {
+	const n = 5
+	for name, c := range map[string]struct {
+		late  int
+		stops bool // nothing of the rank's process goes on
+		call  func(context.Context, *Group) error
+	}{
+		"agree": {1, false, func(ctx context.Context, g *Group) error { _, err := g.Agree(ctx, true); return err }},
+		"recover": {0, true, func(ctx context.Context, g *Group) error {
+			over, cancel := context.WithCancel(ctx)
+			if cancel(); g.Barrier(over) == nil {
+				return errors.New("a barrier that was cancelled succeeds")
+			}
+			return g.Recover(ctx)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel() // the ranks mostly wait
+			gs, err := Local(n, Config{Timeout: time.Minute})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, g := range gs {
+				defer g.Close()
+			}
+			if c.stops {
+				p := gs[c.late].job.proxy
+				p.Lock()
+				defer p.Unlock()
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			defer cancel()
+			for _, g := range slices.Delete(slices.Clone(gs), c.late, c.late+1) {
+				wg.Go(func() {
+					var late *TimeoutError
+					if err := c.call(ctx, g); !errors.As(err, &late) || len(late.Missing) != 1 ||
+						late.Missing[0].Rank != c.late {
+						t.Errorf("rank %d got %v, want a *TimeoutError that names rank %d alone", g.Rank(), err, c.late)
+					}
+				})
+			}
+			for _, g := range slices.Delete(slices.Clone(gs), c.late, c.late+1) {
+				until(t, g, "waits for the late rank alone", func(s *flight.Snapshot) bool {
+					o := s.Groups[0].Running
+					return o != nil && slices.Equal(o.WaitsFor, []int{c.late})
+				})
+			}
+		})
 	}
 }
 
