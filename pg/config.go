@@ -213,7 +213,9 @@ const (
 	// comes to the operation later gets the *TimeoutError too. A rank whose operation timed out
 	// begins no other until this is decided: until the others agree, the late rank comes to its
 	// next operation, or Window ends. An operation that has waited for less than 10 ms removes no
-	// rank.
+	// rank. The operations of a group know nothing of those of another: a rank that waits in an
+	// operation of another group is removed like one that is late itself, although the late rank
+	// may be one that it waits for there.
 	TimeoutEvicts
 	// TimeoutEvictsAlone removes every rank that any one rank has waited for in vain. A rank that
 	// is early removes all others. It has to wait for 10 ms at least, as with TimeoutEvicts.

@@ -82,7 +82,8 @@ type Seen struct {
 // Recover, unless only a stream of this rank was late to take the result to its device. After a
 // message, an operation on a Window other than NewWindow and Refresh, or Evict, the group is as it
 // was: other ranks have no reason to call Recover then. A rank that was waited for may be in an
-// operation of another job that its process has joined: tutti status and flight records say so.
+// operation of another group, or of another job that its process has joined, and wait there for a
+// rank that Missing does not name: tutti status and flight records say so.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // the operation's time until then
