@@ -152,6 +152,33 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 	}
 }
 
+// A rank that waits in an agreement, and not in the operation of the others, is named.
+func TestTimeoutNamesRankInAgreement(t *testing.T) {
+	const n, missing = 5, 1
+	for _, algo := range []string{"oneshot", "ring"} {
+		t.Run(algo, func(t *testing.T) {
+			t.Parallel() // the ranks mostly wait
+			each(t, n, Config{Timeout: 6 * time.Second, Algorithm: algo}, func(ctx context.Context, g *Group) error {
+				if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
+					return err
+				}
+				var to *TimeoutError
+				if g.Rank() == missing {
+					if _, err := g.Agree(ctx, true); !errors.As(err, &to) {
+						return fmt.Errorf("got %v, want a *TimeoutError", err)
+					}
+					return nil
+				}
+				err := AllReduce(ctx, g, make([]float32, 8), Sum)
+				if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != missing {
+					return fmt.Errorf("got %v, want a *TimeoutError that names rank %d alone", err, missing)
+				}
+				return nil
+			})
+		})
+	}
+}
+
 // A rank that was kept waiting in an operation, and does not call the next one, is named itself,
 // and not the rank that it had waited for.
 func TestTimeoutNamesRankThatWaitedBefore(t *testing.T) {
