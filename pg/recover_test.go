@@ -389,28 +389,29 @@ func TestDeathIsNamedBeforeClose(t *testing.T) {
 // Of several losses the one is named that may have caused the others.
 func TestCulprit(t *testing.T) {
 	const slot, reporter, other, self = 1, 2, 3, 0
+	left := pg.LossOf(other, 2, true, true)
 	died := func(slot int, epoch uint64) pg.Loss { return pg.LossOf(slot, epoch, false, true) }
 	for name, c := range map[string]struct {
 		by     int
 		losses []pg.Loss
 		want   int
 	}{
-		"none":                         {self, nil, slot},
-		"the one":                      {self, []pg.Loss{died(slot, 2)}, slot},
-		"another before it":            {self, []pg.Loss{died(slot, 3), died(other, 2)}, other},
-		"another at once":              {self, []pg.Loss{died(slot, 2), died(other, 2)}, slot},
-		"another after it":             {self, []pg.Loss{died(slot, 2), died(other, 3)}, slot},
-		"another in its place":         {self, []pg.Loss{died(other, 2)}, other},
-		"the first of others":          {self, []pg.Loss{died(3, 4), died(4, 2), died(5, 3)}, 4},
-		"another left before it":       {self, []pg.Loss{died(slot, 3), pg.LossOf(other, 2, true, true)}, slot},
-		"another left":                 {self, []pg.Loss{pg.LossOf(other, 2, true, true)}, slot},
-		"another somehow":              {self, []pg.Loss{pg.LossOf(other, 2, false, false)}, slot},
-		"it left, another had died":    {self, []pg.Loss{pg.LossOf(slot, 3, true, true), died(other, 2)}, other},
-		"the reporter ended first":     {reporter, []pg.Loss{died(slot, 3), died(reporter, 2)}, slot},
-		"the reporter in its place":    {reporter, []pg.Loss{died(reporter, 2)}, reporter},
-		"the reporter, somehow":        {reporter, []pg.Loss{pg.LossOf(reporter, 2, false, false)}, reporter},
-		"another before the reporter":  {reporter, []pg.Loss{died(slot, 4), died(reporter, 3), died(other, 2)}, other},
-		"the reporter, another closed": {reporter, []pg.Loss{died(reporter, 3), pg.LossOf(other, 2, true, true)}, reporter},
+		"none":                        {self, nil, slot},
+		"the one":                     {self, []pg.Loss{died(slot, 2)}, slot},
+		"another before it":           {self, []pg.Loss{died(slot, 3), died(other, 2)}, other},
+		"another at once":             {self, []pg.Loss{died(slot, 2), died(other, 2)}, slot},
+		"another after it":            {self, []pg.Loss{died(slot, 2), died(other, 3)}, slot},
+		"another in its place":        {self, []pg.Loss{died(other, 2)}, other},
+		"the first of others":         {self, []pg.Loss{died(3, 4), died(4, 2), died(5, 3)}, 4},
+		"another left before it":      {self, []pg.Loss{died(slot, 3), left}, slot},
+		"another left":                {self, []pg.Loss{left}, slot},
+		"another somehow":             {self, []pg.Loss{pg.LossOf(other, 2, false, false)}, slot},
+		"it left, another had died":   {self, []pg.Loss{pg.LossOf(slot, 3, true, true), died(other, 2)}, other},
+		"the reporter ended first":    {reporter, []pg.Loss{died(slot, 3), died(reporter, 2)}, slot},
+		"the reporter in its place":   {reporter, []pg.Loss{died(reporter, 2)}, reporter},
+		"the reporter, somehow":       {reporter, []pg.Loss{pg.LossOf(reporter, 2, false, false)}, reporter},
+		"another before the reporter": {reporter, []pg.Loss{died(slot, 4), died(reporter, 3), died(other, 2)}, other},
+		"the reporter, another left":  {reporter, []pg.Loss{died(reporter, 3), left}, reporter},
 	} {
 		if got := pg.Culprit(slot, c.by, c.losses); got != c.want {
 			t.Errorf("%s: rank %d is named, want %d", name, got, c.want)
