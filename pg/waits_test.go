@@ -151,7 +151,7 @@ func TestFullStreams(t *testing.T) {
 // A blocking call is given up while its stream has no room for more than what has begun it: it
 // returns, other operations go on, and its host memory is free again when the stream has passed it.
 func TestGivenUpOnAFullStream(t *testing.T) {
-	const limit, n = 200 * time.Millisecond, 1 << 20
+	const n = 1 << 20
 	for what, room := range map[string]int{"allreduce": 3, "recv": 2} { // for what begins the call
 		t.Run(what, func(t *testing.T) {
 			cfg := Config{PeerDevices: "off"}
@@ -180,15 +180,24 @@ func TestGivenUpOnAFullStream(t *testing.T) {
 					return err
 				}
 				defer end()
-				short, cancel := context.WithTimeout(ctx, limit)
-				if b := DeviceBuffer(m, Uint8, s); what == "recv" {
-					err = r.Do(short, RecvOp{X: b, From: 1, Tag: 9})
-				} else {
-					err = r.Do(short, AllReduceOp{Dst: b, Op: Sum})
+				bounded, cancel := context.WithCancel(ctx)
+				defer cancel()
+				before := r.f.Census().Events
+				called := make(chan error, 1)
+				go func() {
+					if b := DeviceBuffer(m, Uint8, s); what == "recv" {
+						called <- r.Do(bounded, RecvOp{X: b, From: 1, Tag: 9})
+					} else {
+						called <- r.Do(bounded, AllReduceOp{Dst: b, Op: Sum})
+					}
+				}()
+				// The event is the last of what begins the call.
+				if !r.f.Until(t, "the call has begun", func(n fake.Census) bool { return n.Events > before }) {
+					return errors.New("it has not")
 				}
 				cancel()
-				if !errors.As(err, new(*TimeoutError)) {
-					return fmt.Errorf("%v, want that it times out", err)
+				if err := <-called; !errors.As(err, new(*TimeoutError)) {
+					return fmt.Errorf("%v, want that it is given up", err)
 				}
 				if err := sub.Barrier(ctx); err != nil {
 					return err
