@@ -547,11 +547,15 @@ func TestDirectDeadlines(t *testing.T) {
 					t.Fatal(err)
 				}
 				together(t, g)
+				stopped := make(chan struct{})
 				if g.Rank() == 0 {
 					go func() {
+						defer close(stopped)
 						time.Sleep(time.Duration(rand.IntN(8000)) * time.Microsecond)
 						control.Stop(victim, 2*time.Second)
 					}()
+				} else {
+					close(stopped)
 				}
 				for err = nil; err == nil; {
 					m, bad := d.Alloc(256 << 10)
@@ -583,6 +587,7 @@ func TestDirectDeadlines(t *testing.T) {
 						t.Fatal(bad)
 					}
 				}
+				<-stopped
 				if err := g.Recover(ctx); err != nil {
 					t.Fatal(err)
 				}

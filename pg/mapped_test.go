@@ -333,11 +333,15 @@ func TestDeadlineHoldsWhileOwnerIsStopped(t *testing.T) {
 				t.Fatal(err)
 			}
 			together(t, g)
+			stopped := make(chan struct{})
 			if g.Rank() == 0 {
 				go func() {
+					defer close(stopped)
 					time.Sleep(time.Duration(rand.IntN(2000)) * time.Microsecond)
 					control.Stop(victim, 3*time.Second)
 				}()
+			} else {
+				close(stopped)
 			}
 			var err error
 			for err == nil {
@@ -355,6 +359,7 @@ func TestDeadlineHoldsWhileOwnerIsStopped(t *testing.T) {
 				}
 				pg.Free(g, x)
 			}
+			<-stopped
 			if err := g.Recover(ctx); err != nil {
 				t.Fatal(err)
 			}
