@@ -216,7 +216,7 @@ func TestCloseEndsItsWait(t *testing.T) {
 	const n, root, other = 3, 2, 1
 	for _, c := range []struct {
 		name    string
-		timeout time.Duration // of operations
+		timeout time.Duration // of operations and Close
 		overdue bool
 	}{
 		{name: "killed", timeout: time.Minute},
@@ -230,11 +230,12 @@ func TestCloseEndsItsWait(t *testing.T) {
 			}
 			pgtest.Run(t, n, func(t *testing.T, outer *pg.Group) {
 				var text bytes.Buffer
-				g, err := pg.Join(t.Context(), pg.Config{Job: "ends-" + c.name, Timeout: c.timeout,
+				g, err := pg.Join(t.Context(), pg.Config{Job: "ends-" + c.name,
 					Logger: slog.New(slog.NewTextHandler(&text, nil))})
 				if err != nil {
 					t.Fatal(err)
 				}
+				g.SetTimeout(c.timeout)
 				switch g.Rank() {
 				case root:
 					if err := pg.Broadcast(t.Context(), g, []int64{1}, root); err != nil {
