@@ -446,7 +446,7 @@ func TestWaitSignalEndsWithThePart(t *testing.T) {
 			}
 			return errors.Join(w.Signal(ctx, 0, 0), w.Flush(ctx, 0), g.Barrier(ctx), w.Close(ctx))
 		}
-		over, cancel := context.WithTimeout(ctx, 10*time.Second)
+		over, cancel := context.WithTimeout(ctx, time.Minute)
 		defer cancel()
 		ended := make(chan error, 1)
 		go func() { ended <- w.WaitSignal(over, 1, 0, 1) }()
