@@ -28,10 +28,11 @@ import (
 //
 // A process may make several members, and a member may be in several groups at a time.
 type Member struct {
-	cfg    Config
-	secret []byte
-	member *bootstrap.Member
-	handle string
+	cfg     Config
+	timeout time.Duration // of Form
+	secret  []byte
+	member  *bootstrap.Member
+	handle  string
 }
 
 // NewMember makes a member. It listens for other members. Of cfg, the fields that concern a job
@@ -66,6 +67,7 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 	if err != nil {
 		return nil, err
 	}
+	m.timeout = s.Timeout
 	if m.secret = s.Secret; len(m.secret) < trust.MinSecret {
 		return nil, bad("Secret", fmt.Sprintf("%d bytes", len(m.secret)), fmt.Sprintf("at least %d bytes, the same "+
 			"for all members (or TUTTI_SECRET)", trust.MinSecret))
@@ -146,6 +148,8 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 	if err != nil {
 		return nil, err
 	}
+	ctx, end := join.Within(ctx, m.timeout)
+	defer end()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	f, err := m.member.Begin(uuid, peers, cancel)
@@ -183,8 +187,9 @@ func blaming(err error) error {
 		Err: fmt.Errorf("%w: %w", bootstrap.ErrGone, err)}
 }
 
-// reasonSoon bounds the question to another member why its Form failed.
-const reasonSoon = time.Second
+// reasonSoon bounds the question to another member why its Form failed. One that is alive answers
+// at once, unless its machine is busy.
+const reasonSoon = 5 * time.Second
 
 // reasonOf returns the reason for err, the failure of a Form. If it is a consequence of the failure
 // of another member's Form, that is asked.
@@ -221,8 +226,6 @@ func (m *Member) form(ctx context.Context, f *bootstrap.Formation, uuid string, 
 	if size > 1 {
 		js.Table = s.tuned()
 	}
-	ctx, cancel := join.Within(ctx, s.Timeout)
-	defer cancel()
 	g, _, err := s.attempt(ctx, js)
 	return g, files.Explain(err)
 }
