@@ -134,7 +134,8 @@ func puppetMain(path string) int {
 			case "barrier":
 				err = g.Barrier(ctx)
 			case "replace": // works until a rank is lost, and until another has come in its stead
-				for err == nil {
+				// A loss that is noticed between two operations is no error of the second one.
+				for err == nil && len(g.View().Active) == g.Size() {
 					err = g.Barrier(ctx)
 				}
 				for lost := (*pg.RankError)(nil); errors.As(err, &lost); {
