@@ -4,6 +4,7 @@ package proctest
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -104,6 +105,14 @@ func (c *Child) Done() <-chan struct{} { return c.p.done }
 func (c *Child) Signal(sig syscall.Signal) {
 	c.t.Helper()
 	if err := c.p.Signal(sig); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// TrySignal sends a signal to the process, unless it has ended.
+func (c *Child) TrySignal(sig syscall.Signal) {
+	c.t.Helper()
+	if err := c.p.Signal(sig); err != nil && !errors.Is(err, ErrEnded) {
 		c.t.Fatal(err)
 	}
 }
