@@ -36,7 +36,7 @@ func startJob(t *testing.T, n int, flags ...string) *statusJob {
 	t.Helper()
 	s := newStage(t)
 	run := s.command(append(append([]string{"run", "-n", fmt.Sprint(n)}, flags...), proctest.Self())...)
-	run.cmd.Env = append(run.cmd.Env, "TUTTI_LEASE=20s") // a rank that is stopped stays in the job
+	run.cmd.Env = append(run.cmd.Env, "TUTTI_LEASE=5m") // a rank that is stopped stays in the job
 	j := &statusJob{stage: s, run: run.start()}
 	j.ranks = s.arrive(n)
 	j.name = j.ranks[0].Env["TUTTI_JOB"]
