@@ -23,7 +23,7 @@ func TestWrongSecret(t *testing.T) {
 				_, address := startStore(t, s, kind)
 				const n = 3
 				for r := range n {
-					more := []string{"TUTTI_TIMEOUT=8s"}
+					more := []string{"TUTTI_TIMEOUT=20s"}
 					if r == odd {
 						more = append(more, "TUTTI_SECRET="+bootstrap.NewSecret())
 					}
@@ -50,8 +50,8 @@ func TestDisagreement(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
 		_, address := startStore(t, s, rig.Embedded)
-		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=8s")
-		startRank(t, s, address, 1, 3, "TUTTI_TIMEOUT=8s")
+		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=20s")
+		startRank(t, s, address, 1, 3, "TUTTI_TIMEOUT=20s")
 		ranks := s.Arrive(2)
 		all := rig.Each(ranks, rig.Command{Verb: "join"})
 		blames(t, all, ranks, "")
@@ -74,7 +74,7 @@ func TestDisagreement(t *testing.T) {
 		s := rig.New(t)
 		_, address := startStore(t, s, rig.Embedded)
 		for r := range 3 {
-			more := []string{"TUTTI_TIMEOUT=5s"}
+			more := []string{"TUTTI_TIMEOUT=20s"}
 			if r == 1 {
 				more = append(more, "TUTTI_ALGO=ring")
 			}
@@ -130,8 +130,8 @@ func TestJobsTakeFreePortsOfRange(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
 		_, address := startStore(t, s, rig.Embedded)
-		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=8s")
-		startRank(t, s, address, 1, 2, "TUTTI_TIMEOUT=8s", "TUTTI_PORT="+strconv.Itoa(port))
+		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=20s")
+		startRank(t, s, address, 1, 2, "TUTTI_TIMEOUT=20s", "TUTTI_PORT="+strconv.Itoa(port))
 		ranks := s.Arrive(2)
 		all := rig.Each(ranks, rig.Command{Verb: "join"})
 		// A rank listens on two ports in a row, at once. Another test may have taken the second.
