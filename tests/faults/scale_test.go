@@ -71,7 +71,8 @@ func TestReadmeExample(t *testing.T) {
 			t.Errorf("it printed %q, want %q in it", p.Out.String(), want)
 		}
 	}
-	if p.Err.String() != "" {
-		t.Errorf("on standard error: %q", p.Err.String())
+	// One line is right where the machine has more processors than this test may use.
+	if text := p.Err.String(); text != "" && (!contains(text, "has bound it there") || strings.Count(text, "\n") != 1) {
+		t.Errorf("on standard error: %q", text)
 	}
 }
