@@ -192,14 +192,12 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	}
 	master := ""
 	if l.Node == 0 {
-		// Tutti does not listen there: the port is for programs with their own rendezvous. It is
-		// free in between, as with every launcher that does this.
-		p, err := ports.Listen(ctx, "", ports.Spec{})
+		// Tutti does not listen there: the port is for programs with their own rendezvous.
+		p, err := ports.Free(ctx)
 		if err != nil {
 			return nil, err
 		}
-		master = net.JoinHostPort(host, strconv.Itoa(p.Addr().(*net.TCPAddr).Port))
-		p.Close()
+		master = net.JoinHostPort(host, strconv.Itoa(int(p)))
 	}
 	if l.Nodes > 1 {
 		err := l.interruptible(ctx, func(ctx context.Context) error {
