@@ -12,6 +12,7 @@
 
 #include "interrupt.h"
 #include "store.h"
+#include "window.h"
 
 namespace tutti_torch {
 
@@ -415,6 +416,9 @@ std::function<void()> Backend::leave() {
     ordered->stop();
     unordered->stop();
     running->hooks.clear();
+#ifdef C10D_BACKEND_HAS_WINDOW
+    close_windows_again();
+#endif
   };
 }
 

@@ -22,13 +22,36 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// How long the end of a window waits for peers that write to it.
+// How long the end of a window waits for peers that write to it, the first time and later.
 constexpr milliseconds kWriters{10000};
+constexpr milliseconds kWritersAgain{10};
 
 void check(int code) {
   if (code != TUTTI_OK) {
     raise(code, api().tutti_last_error());
   }
+}
+
+// A window to close, and what counts its bytes until it is.
+struct Closing {
+  bool close(milliseconds timeout) const noexcept {
+    if (api().tutti_window_close(window, std::chrono::nanoseconds(timeout).count()) != TUTTI_OK) {
+      return false;
+    }
+    *counter -= bytes;
+    return true;
+  }
+
+  tutti_window window;
+  uint64_t bytes;
+  std::shared_ptr<std::atomic<uint64_t>> counter;
+};
+
+std::mutex failed_mutex;
+// Those whose close has failed. They keep their memory.
+std::vector<Closing>& failed() {
+  static auto* all = new std::vector<Closing>(); // lives as long as the process
+  return *all;
 }
 
 // The waits for the signals of one rank. The first of them waits for the signal after those that
@@ -74,16 +97,34 @@ class Waits {
 
 } // namespace
 
+void close_windows_again() noexcept {
+  std::vector<Closing> again;
+  {
+    std::lock_guard<std::mutex> guard(failed_mutex);
+    again.swap(failed());
+  }
+  for (Closing& closing : again) {
+    if (!closing.close(kWritersAgain)) {
+      std::lock_guard<std::mutex> guard(failed_mutex);
+      failed().push_back(std::move(closing));
+    }
+  }
+}
+
 // The deleter of a storage whose memory is that of a window, which frees it.
 static void of_window(void*) {}
 
 // The memory of a window, and the storage that was moved to it.
 struct Window::Memory {
   ~Memory() {
-    if (!forked()) {
-      WithoutGil released;
-      api().tutti_window_close(handle, std::chrono::nanoseconds(kWriters).count()); // else it stays, unused
-      *counter -= bytes;
+    if (forked()) {
+      return;
+    }
+    WithoutGil released;
+    close_windows_again();
+    if (Closing closing{handle, bytes, counter}; !closing.close(kWriters)) {
+      std::lock_guard<std::mutex> guard(failed_mutex);
+      failed().push_back(std::move(closing));
     }
   }
 
@@ -220,6 +261,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
     std::lock_guard<std::mutex> guard(mutex_);
     TORCH_CHECK_VALUE(!memory_, what, "a tensor is registered already: call tensor_deregister first");
   }
+  close_windows_again();
   auto memory = std::make_shared<Memory>();
   memory->type = tensor.scalar_type();
   memory->waits = std::vector<Waits>(size_);

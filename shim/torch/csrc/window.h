@@ -15,6 +15,10 @@
 
 namespace tutti_torch {
 
+// Closes the windows of this process again whose close has failed, because a peer was in the middle
+// of an access. It does not wait as the first close has.
+void close_windows_again() noexcept;
+
 // A Window makes the memory of a tensor accessible to the other ranks: tensor_register moves the
 // tensor's storage to memory of Tutti, and tensor_deregister moves it back, unless an operation
 // uses it. Views of the storage move with it; numpy arrays and raw pointers stay with the old

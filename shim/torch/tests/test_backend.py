@@ -1,5 +1,7 @@
 """What c10d's Backend has besides operations, on the methods of the backend and of the group."""
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -97,6 +99,43 @@ def windows(rank, size, port):
     dist.destroy_process_group()
     tensor += 1
     raises(dist.DistBackendError, "", kept.put, torch.ones(1), right, 0, False)
+
+
+def window_of_a_stopped_peer(rank, size, port):
+    """A window that a stopped peer writes to keeps its memory, and counts, until it can be closed."""
+    os.environ.update(TUTTI_TRANSPORT="shm", TUTTI_WINDOW="1m")
+    harness.init(rank, size, port)
+    common, elements = harness.store(port), 1 << 24
+    if rank == 1:
+        common.set("pid", str(os.getpid()))
+    peer, bytes_now = int(common.get("pid")), lambda: backend().memory_stats()["window_bytes"]
+
+    def ends_in_a_put(turn):
+        """Returns whether the peer was in the middle of an access when the window ended."""
+        tensor = torch.zeros(elements)
+        window = backend().new_window(tensor)
+        if rank == 1:
+            with contextlib.suppress(dist.DistBackendError):  # the window has ended
+                for value in itertools.count(1):
+                    window.put(torch.full((elements,), float(value)), 0, 0, False)
+            return common.get(f"ended {turn}") == b"True"
+        while tensor[0] == tensor[-1]:
+            pass
+        os.kill(peer, signal.SIGSTOP)
+        del window
+        stuck = bytes_now() > 0
+        assert bytes_now() == (tensor.nbytes if stuck else 0), bytes_now()
+        os.kill(peer, signal.SIGCONT)
+        common.set(f"ended {turn}", str(stuck))
+        return stuck
+
+    assert any(ends_in_a_put(turn) for turn in range(8)), "the peer was never in the middle of an access"
+    window = backend().new_window(torch.zeros(10))
+    assert bytes_now() == 40, bytes_now()
+    del window
+    assert bytes_now() == 0, bytes_now()
+    harness.meet(port, "closed", size)
+    dist.destroy_process_group()
 
 
 def window_ends_in_use(rank, size, port):
@@ -886,6 +925,10 @@ class Backend(unittest.TestCase):
     @unittest.skipUnless(harness.FALLBACK, "the C++ module starts threads of its own")
     def test_windows_are_interrupted_between_calls(self):
         harness.run(windows_are_interrupted_between_calls, 2)
+
+    @needs("new_window")
+    def test_window_that_a_stopped_peer_writes_to(self):
+        harness.run(window_of_a_stopped_peer, 2)
 
     @needs("new_window")
     def test_callback_uses_its_window(self):

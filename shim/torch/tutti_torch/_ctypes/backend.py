@@ -33,7 +33,7 @@ from .tensors import (
     reduction_of,
     wire_of,
 )
-from .window import Counter
+from .window import Counter, close_windows_again
 from .work import (
     C10D,
     Completer,
@@ -435,6 +435,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._ordered.stop()
         self._unordered.stop()
         self._running.hooks.clear()
+        close_windows_again()
 
     def shutdown(self):
         self._close()

@@ -1,5 +1,6 @@
 """One-sided operations: the methods of c10d's Window over a window of Tutti."""
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -13,14 +14,41 @@ from .interrupt import SLICE, blocking
 from .tensors import name_of, raw
 from .work import C10D, NO_TIMEOUT, again, called, check, error_of, milliseconds, refuse_if_forked, uses
 
-# How long the end of a window waits for peers that write to it, in milliseconds.
-_CLOSE = 10_000
+# How long the end of a window waits for peers that write to it, in milliseconds, the first time and
+# later.
+_CLOSE, _AGAIN = 10_000, 10
+
+# The windows whose close has failed, as arguments of _close. They keep their memory.
+_failed = []
 
 
-def _close(handle, size, counter):
-    if not api.forked():
-        api.api().tutti_window_close(handle, _CLOSE * 1_000_000)  # after a failure it stays, unused
+def _close(handle, size, counter, limit=_CLOSE):
+    """Closes a window, and has counter count its bytes until it is closed."""
+    if api.forked():
+        return
+    if api.api().tutti_window_close(handle, limit * 1_000_000) == api.OK:
         counter.add(-size)
+    else:
+        _failed.append((handle, size, counter))
+
+
+def _end(handle, size, counter):
+    close_windows_again()
+    _close(handle, size, counter)
+
+
+def close_windows_again():
+    """Closes the windows of this process again whose close has failed, because a peer was in the middle of
+    an access. It does not wait as the first close has.
+
+    A finalizer may call it within another call, and so it takes no lock.
+    """
+    again = []
+    while _failed:
+        with contextlib.suppress(IndexError):
+            again.append(_failed.pop())
+    for arguments in again:
+        _close(*arguments, _AGAIN)
 
 
 def memory_of(address, size, dtype, owner):
@@ -51,7 +79,7 @@ class _Memory:
         self.waits = [_Waits() for _ in range(ranks)]
         # The window lasts as long as a tensor over it does.
         self.flat, self.life = memory_of(data.value, tensor.nbytes, tensor.dtype, None)
-        weakref.finalize(self.life, _close, handle, tensor.nbytes, counter).atexit = False
+        weakref.finalize(self.life, _end, handle, tensor.nbytes, counter).atexit = False
         counter.add(tensor.nbytes)
         self.old = tensor.detach()  # has the tensor's own memory
         self.strong = tensor if owning else None
@@ -212,11 +240,12 @@ class Window:
                 "Python move a storage: clone it, make views after it was registered, or build the C++ module with "
                 "`python -m tutti_torch.build`"
             )
+        close_windows_again()
         handle, limit = ctypes.c_uint64(), milliseconds(self._timeout) * 1_000_000
         try:
             check(*blocking(api.api().tutti_window_new, self._group, tensor.nbytes, limit, ctypes.byref(handle)))
         except BaseException:
-            api.api().tutti_window_close(handle, _CLOSE * 1_000_000)  # a signal handler has raised meanwhile
+            _close(handle.value, 0, self._counter)  # a signal handler has raised meanwhile
             raise
         memory = _Memory(handle.value, tensor, owning, self._counter, self._size)
         with self._lock:
