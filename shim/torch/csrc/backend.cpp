@@ -53,16 +53,18 @@ bool asynchronous(const Given& opts) {
   return true;
 }
 
-// The key under which rank 0 publishes the turn in which it meets the others, 0 after a failure.
+// The key under which rank 0 publishes the secret of the turn in which it meets the others, and
+// those under which each of them keeps the last turn that it has taken. Without a turn under way
+// kTurn is missing, or kNoTurn after a failure.
 const char* const kTurn = "tutti/turn";
+const char* const kTurns = "tutti/turns/";
+const char* const kNoTurn = "0";
+
+// How many digits of a secret, which are hexadecimal, are the turn: it is a number of a store.
+constexpr size_t kTurnDigits = 15;
 
 // How long rank 0 of a monitored barrier may take to publish its outcome.
 constexpr milliseconds kAnswer{5000};
-
-// What a rank says when it comes to a monitored barrier. It overlaps while the rank is still in an
-// earlier one: in another thread, or in the call that a signal handler interrupts.
-const char* const kHere = "here";
-const char* const kOverlaps = "overlaps";
 
 std::mutex backends_mutex;
 // Those of this process, in the order in which they were made.
@@ -227,7 +229,7 @@ Backend::~Backend() {
 
 void Backend::wait_for(const std::string& key, Clock::time_point end, const std::function<bool()>& ready) {
   milliseconds pause{1};
-  while (!store_->check({key}) || (ready && !ready())) {
+  while (ready ? !ready() : !store_->check({key})) {
     if (Clock::now() >= end) {
       C10_THROW_ERROR(DistBackendError, c10::str("no value of ", key, " in the store"));
     }
@@ -271,39 +273,67 @@ static std::vector<uint8_t> bytes_of(const std::string& text) {
 }
 
 std::string Backend::meet(milliseconds timeout) {
-  // Each attempt of rank 0 is a turn. The others take one after the last that they have seen. A
-  // store may hold the keys of earlier groups of these ranks.
-  const std::string own = "tutti/turns/" + std::to_string(rank_);
-  const auto value = [this](const std::string& key) {
-    const std::vector<uint8_t> bytes = store_->get(key);
-    return std::string(bytes.begin(), bytes.end());
-  };
-  if (rank_ == 0) {
-    const std::string turn = std::to_string(store_->add(own, 1));
-    prefix_ = "tutti/" + turn + "/";
-    store_->set(prefix_ + "secret", bytes_of(hex_of_random_bytes(48)));
-    store_->set(kTurn, bytes_of(turn));
-    return value(prefix_ + "secret");
-  }
-  const int64_t last = store_->add(own, 0);
+  // Each attempt of rank 0 is a turn. The others take another one than the last that they have
+  // taken, which may be there still. A store may hold the keys of earlier groups of these ranks.
+  const std::string own = kTurns + std::to_string(rank_);
+  std::string secret;
   int64_t turn = 0;
-  try {
-    wait_for(kTurn, Clock::now() + timeout, [&] { return (turn = std::stoll(value(kTurn))) > last; });
-  } catch (const c10::DistBackendError&) {
-    C10_THROW_ERROR(DistBackendError, c10::str("rank ", rank_, ": rank 0 has not come to the store in ",
-                                               timeout.count(), " ms"));
+  if (rank_ == 0) {
+    secret = hex_of_random_bytes(48);
+  } else {
+    const int64_t last = store_->add(own, 0);
+    const auto begun = [&] {
+      const std::vector<uint8_t> value = peek(*store_, kTurn);
+      secret.assign(value.begin(), value.end());
+      turn = secret.empty() ? 0 : std::stoll(secret.substr(0, kTurnDigits), nullptr, 16);
+      return turn != 0 && turn != last;
+    };
+    try {
+      wait_for(kTurn, Clock::now() + timeout, begun);
+    } catch (const c10::DistBackendError&) {
+      C10_THROW_ERROR(DistBackendError, c10::str("rank ", rank_, ": rank 0 has not come to the store in ",
+                                                 timeout.count(), " ms"));
+    }
   }
-  store_->add(own, turn - last);
-  prefix_ = "tutti/" + std::to_string(turn) + "/";
-  return value(prefix_ + "secret");
+  prefix_ = "tutti/" + secret.substr(0, kTurnDigits) + "/";
+  if (rank_ == 0) {
+    store_->set(kTurn, bytes_of(secret));
+  } else {
+    store_->set(own, bytes_of(std::to_string(turn)));
+  }
+  return secret;
 }
 
-void Backend::withdraw() noexcept {
-  if (rank_ == 0 && !prefix_.empty()) {
-    try {
-      store_->set(kTurn, bytes_of("0"));
-    } catch (const std::exception&) { // the program gets the outcome of the join
+void Backend::withdraw(bool joined) noexcept {
+  if (rank_ != 0 || prefix_.empty()) {
+    return;
+  }
+  if (joined && erase({kTurn})) { // all have taken the turn, and none finds it again
+    std::vector<std::string> taken;
+    for (int rank = 1; rank < size_; rank++) {
+      taken.push_back(kTurns + std::to_string(rank));
     }
+    erase(taken);
+    return;
+  }
+  try {
+    store_->set(kTurn, bytes_of(kNoTurn));
+  } catch (const std::exception&) { // the program gets the outcome of the join
+  }
+}
+
+bool Backend::erase(const std::vector<std::string>& keys) noexcept {
+  if (!deletes_) {
+    return false;
+  }
+  try {
+    for (const std::string& key : keys) {
+      store_->deleteKey(key);
+    }
+    return true;
+  } catch (const std::exception&) {
+    deletes_ = false;
+    return false;
   }
 }
 
@@ -360,7 +390,8 @@ void Backend::join() {
   if (!options_->environment || !outlives_) {
     secret = meet(timeout);
   }
-  const auto over = c10::make_scope_exit([this] { withdraw(); }); // all have taken the turn, or none is to
+  bool joined = false;
+  const auto over = c10::make_scope_exit([&] { withdraw(joined); }); // all have taken the turn, or none is to
   if (!options_->environment) {
     job = "torch-" + secret.substr(0, 24);
     config.job = job.c_str();
@@ -381,6 +412,7 @@ void Backend::join() {
   tutti_group group = 0;
   interruptible.check(tutti.tutti_join(&config, &group), [&] { tutti.tutti_close(group); });
   group_ = group;
+  joined = true;
 }
 
 // The parts of empty slots are left as they were, so that a copy needs what was there. In a group
@@ -1412,25 +1444,19 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   WithoutGil released;
   const milliseconds timeout = timeout_of(opts.timeout);
   uint64_t n = 0;
-  bool overlaps = false;
   {
     std::lock_guard<std::mutex> guard(mutex_);
     n = ++barriers_;
-    overlaps = in_barriers_++ > 0;
   }
-  const auto leave = c10::make_scope_exit([this] {
-    std::lock_guard<std::mutex> guard(mutex_);
-    in_barriers_--;
-  });
-  const std::string barriers = prefix_ + "barriers/";
-  const std::string prefix = barriers + std::to_string(n) + "/";
+  const std::string prefix = prefix_ + "barriers/" + std::to_string(n) + "/";
+  const auto left = c10::make_scope_exit([&] { leave_barrier(prefix); });
   const std::string here = prefix + std::to_string(rank_);
   const std::string outcome = prefix + "outcome";
   const auto set = [this](const std::string& key, const std::string& value) {
     store_->set(key, bytes_of(value));
   };
   Clock::time_point end = Clock::now() + timeout;
-  set(here, overlaps ? kOverlaps : kHere);
+  set(here, "here");
   if (rank_ != 0) {
     const auto failed = [&](const std::string& why) { // the beginning is that of Gloo's text
       C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received "
@@ -1467,44 +1493,25 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
     C10_THROW_ERROR(DistBackendError, c10::str("[Rank 0]: Rank", lost == 1 ? " " : "s ", missing,
                                                " failed to pass monitoredBarrier in ", timeout.count(), " ms"));
   }
-  delete_barriers(barriers, n);
 }
 
-// Deletes the keys of the monitored barriers before one that all ranks have come to, unless a rank
-// is still in one of them. An error is none of the barrier: the keys stay, and the store is not
-// asked again.
-void Backend::delete_barriers(const std::string& barriers, uint64_t before) {
-  const auto key = [&](uint64_t n, int rank) {
-    return barriers + std::to_string(n) + "/" + (rank < 0 ? "outcome" : std::to_string(rank));
-  };
-  uint64_t n = 0;
+// Counts this rank among those that have left the monitored barrier with these keys, with or
+// without an error. The last one deletes the keys: no other asks for them again. They stay if a
+// rank does not come, or the store fails.
+void Backend::leave_barrier(const std::string& prefix) noexcept {
+  const std::string left = prefix + "left";
   try {
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      if (!deletes_) {
-        return;
-      }
+    if (!deletes_ || store_->add(left, 1) < size_) {
+      return;
     }
-    for (int rank = 0; rank < size_; rank++) {
-      const std::vector<uint8_t> value = store_->get(key(before, rank));
-      if (std::string(value.begin(), value.end()) != kHere) {
-        return;
-      }
-    }
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      n = deleted_;
-      deleted_ = before - 1;
-    }
-    while (++n < before) {
-      for (int rank = -1; rank < size_; rank++) {
-        store_->deleteKey(key(n, rank));
-      }
-    }
-  } catch (const std::exception&) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    deletes_ = false;
+  } catch (const std::exception&) { // the program gets the outcome of the barrier
+    return;
   }
+  std::vector<std::string> keys = {left, prefix + "outcome"};
+  for (int rank = 0; rank < size_; rank++) {
+    keys.push_back(prefix + std::to_string(rank));
+  }
+  erase(keys);
 }
 
 // Returns the type in which numbers of a type are added up.

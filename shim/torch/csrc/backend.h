@@ -220,12 +220,16 @@ class Backend final : public c10d::Backend {
   void join();
   tutti_member member() const; // makes it when it is first called
   std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
-  void withdraw() noexcept; // the join after meet is over: no rank that comes later takes that turn
+  // The join after meet is over, with or without success: no rank that comes later takes that turn.
+  void withdraw(bool joined) noexcept;
+  // Deletes keys in store_, and returns whether it could. An error is none of what has called it:
+  // the keys stay, and the store is not asked again.
+  bool erase(const std::vector<std::string>& keys) noexcept;
   Staged::Use gathered() const;
-  // Waits until store_ has the key, and ready, which may be empty, holds.
+  // Waits until store_ has the key or, if ready is not empty, until that holds.
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end,
                 const std::function<bool()>& ready = {});
-  void delete_barriers(const std::string& barriers, uint64_t before);
+  void leave_barrier(const std::string& prefix) noexcept;
   // Leaves the group, once. It runs no hooks and no callbacks of futures. What it returns waits for
   // the operations and those, and does not need the Backend.
   std::function<void()> leave();
@@ -248,6 +252,7 @@ class Backend final : public c10d::Backend {
   std::atomic<tutti_group> group_{0}; // 0: there is none
   std::atomic<bool> closed_{false};
   std::atomic<bool> suspended_{false};
+  std::atomic<bool> deletes_{true}; // store_ does
 
   mutable std::mutex member_mutex_; // protects what follows
   mutable tutti_member member_ = 0;
@@ -260,9 +265,6 @@ class Backend final : public c10d::Backend {
   bool formed_ = false; // by reconfigure
   uint64_t seq_ = 0;
   uint64_t barriers_ = 0; // monitored ones that have begun
-  uint64_t in_barriers_ = 0; // calls of monitored ones under way
-  uint64_t deleted_ = 0; // the monitored ones up to here have no keys in store_
-  bool deletes_ = true; // store_ does
   uint64_t shrinks_ = 0;
   std::vector<Extension> extensions_;
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_; // by device, and what they are for

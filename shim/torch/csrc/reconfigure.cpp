@@ -146,7 +146,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       joined_ = formed_with;
       // Other groups may have the uuid, and the store: handles[0] is in none of them.
       prefix_ = "tutti/members/" + uuid + "/" + c10::sha1(handles[0]).str() + "/";
-      seq_ = barriers_ = deleted_ = shrinks_ = 0;
+      seq_ = barriers_ = shrinks_ = 0;
       formed_ = true;
       outlives_ = false;
       options_->global_ranks_in_group.clear(); // they are not known

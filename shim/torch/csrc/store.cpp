@@ -2,12 +2,13 @@
 
 #include <sys/random.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <exception>
 #include <type_traits>
-#include <vector>
 
 namespace tutti_torch {
 
@@ -15,8 +16,44 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-struct Kept {
-  c10::intrusive_ptr<c10d::Store> store;
+// Kept is a store of the library, and what it is asked when this rank leaves. A TCPStore whose host
+// has ended takes one request that it need not answer. torch writes a warning about each of the
+// others.
+class Kept {
+ public:
+  explicit Kept(c10::intrusive_ptr<c10d::Store> store) : store(std::move(store)) {
+    c10d::Store* inner = this->store.get();
+    while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(inner)) {
+      inner = prefix->getUnderlyingStore().get();
+    }
+    fragile_ = dynamic_cast<c10d::TCPStore*>(inner) != nullptr;
+  }
+
+  // Gives a key an empty value, which stands for a missing one, or deletes it. The library removes
+  // a rank's record first. It reads none of the other keys again.
+  void remove(const std::string& key) {
+    if (fragile_ ? !left_.exchange(true) : !erase(key)) {
+      store->set(key, Bytes());
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store;
+
+ private:
+  // Returns false if the store cannot, and throws if the store has failed.
+  bool erase(const std::string& key) {
+    try {
+      store->deleteKey(key);
+      return true;
+    } catch (const c10::DistError&) {
+      throw;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+
+  bool fragile_ = false;
+  std::atomic<bool> left_{false};
 };
 
 Bytes bytes(const void* data, uint64_t size) {
@@ -24,11 +61,11 @@ Bytes bytes(const void* data, uint64_t size) {
   return size == 0 ? Bytes() : Bytes(first, first + size);
 }
 
-// Runs f(store, key) and turns an exception into a code and a text.
+// Runs f(kept, key) and turns an exception into a code and a text.
 template <class F>
 int guarded(void* ctx, tutti_kv_call* call, F f) noexcept {
   try {
-    f(*static_cast<Kept*>(ctx)->store, std::string(call->key));
+    f(*static_cast<Kept*>(ctx), std::string(call->key));
     return TUTTI_OK;
   } catch (const std::exception& e) {
     std::snprintf(call->error, call->error_cap, "%s", e.what());
@@ -46,22 +83,25 @@ void answer(tutti_kv_call* call, const Bytes& value) {
 }
 
 int set(void* ctx, tutti_kv_call* call) {
-  return guarded(ctx, call, [&](c10d::Store& store, const std::string& key) {
-    store.set(key, bytes(call->value, call->value_len));
-  });
-}
-
-int get(void* ctx, tutti_kv_call* call) {
-  return guarded(ctx, call, [&](c10d::Store& store, const std::string& key) {
-    if (store.check({key})) {
-      answer(call, store.get(key));
+  return guarded(ctx, call, [&](Kept& kept, const std::string& key) {
+    if (call->value_len > 0) {
+      kept.store->set(key, bytes(call->value, call->value_len));
+    } else {
+      kept.remove(key);
     }
   });
 }
 
+int get(void* ctx, tutti_kv_call* call) {
+  return guarded(ctx, call, [&](Kept& kept, const std::string& key) {
+    answer(call, peek(*kept.store, key));
+  });
+}
+
 int compare_and_set(void* ctx, tutti_kv_call* call) {
-  return guarded(ctx, call, [&](c10d::Store& store, const std::string& key) {
-    answer(call, store.compareSet(key, bytes(call->expected, call->expected_len), bytes(call->value, call->value_len)));
+  return guarded(ctx, call, [&](Kept& kept, const std::string& key) {
+    answer(call, kept.store->compareSet(key, bytes(call->expected, call->expected_len),
+                                        bytes(call->value, call->value_len)));
   });
 }
 
@@ -82,10 +122,16 @@ c10::intrusive_ptr<S> clone(S&, long) {
 
 } // namespace
 
+Bytes peek(c10d::Store& store, const std::string& key) {
+  static const Bytes none = {0}; // is no value of the library; stores give it back for a missing key
+  Bytes value = store.compareSet(key, none, none);
+  return value == none ? Bytes() : value;
+}
+
 tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store) {
   tutti_kv kv{};
   kv.struct_size = sizeof kv;
-  kv.ctx = new Kept{store};
+  kv.ctx = new Kept(store);
   kv.set = set;
   kv.get = get;
   kv.compare_and_set = compare_and_set;

@@ -3,9 +3,16 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <string>
+#include <vector>
+
 #include "api.h"
 
 namespace tutti_torch {
+
+// Returns the value of a key, empty if it has none. It does not wait, even if another rank deletes
+// the key meanwhile, as check and get would.
+std::vector<uint8_t> peek(c10d::Store& store, const std::string& key);
 
 // Returns callbacks over store, which they own until their release is called.
 tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store);

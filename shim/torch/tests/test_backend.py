@@ -418,8 +418,8 @@ def names_shrunk(rank, size, port):
         if rank not in excluded:
             groups.append(own.shrink(excluded, 0, None))
     if rank == 0:
-        secrets = [key for key in keys if "shrunk/" in key and key.endswith("/secret")]
-        assert len(secrets) == 2 and len(secrets[0]) == len(secrets[1]), secrets
+        turns = [key for key in keys if "shrunk/" in key and key.endswith("/turn")]
+        assert len(turns) == 2 and len(turns[0]) == len(turns[1]), turns
     harness.meet(port, "shrunk", size)
     dist.destroy_process_group()
 
@@ -866,6 +866,77 @@ def grows(rank, size, port):
     group.shutdown()
 
 
+class Keys:
+    """Counts the keys that come to a TCPStore while ranks do something. Rank 0 has the number."""
+
+    def __init__(self, rank, size, port, name):
+        self.common, self.rank, self.size, self.port, self.name = harness.store(port), rank, size, port, name
+
+    def __enter__(self):
+        harness.meet(self.port, self.name + " begins", self.size)
+        if self.rank == 0:  # the others wait
+            self.before = self.common.num_keys()
+            self.common.set(self.name + " was counted", "")
+        self.common.wait([self.name + " was counted"])
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            harness.meet(self.port, self.name + " ends", self.size)
+            own = [self.name + text for text in (" was counted", " ends", " ends/all")]
+            self.came = self.common.num_keys() - self.before - len(own) if self.rank == 0 else None
+
+
+def leaves_no_keys(rank, size, port):
+    """A group that was shut down has no keys in the store, whatever it has done there."""
+    common = PythonStore(port)
+
+    def join(name, seconds=20):
+        options = tutti_torch.Options()
+        options._timeout = timedelta(seconds=seconds)
+        return tutti_torch.ProcessGroupTutti(dist.PrefixStore(name, common), rank, size, options)
+
+    with Keys(rank, size, port, "group") as keys:
+        for _ in range(2):  # the second time in the place of the first
+            group = join("one")
+            for _ in range(2):
+                group.monitored_barrier(timedelta(seconds=20))
+                if harness.has("suspend"):
+                    group.suspend()
+                    group.resume()
+            if harness.has("shrink") and rank < size - 1:
+                group.shrink([size - 1], 0, None).shutdown()
+            group.shutdown()
+    assert rank != 0 or keys.came == 0, keys.came
+
+    with Keys(rank, size, port, "retry") as keys:
+        if rank == 0:
+            raises(dist.DistBackendError, "rank 1", join, "other", 1)
+        harness.meet(port, "rank 0 has failed", size)
+        join("other").shutdown()
+    # Those of the meeting, and the size and the terms of the job that did not come to be.
+    assert rank != 0 or keys.came == 2 + 2, keys.came
+
+
+def new_groups_leave_no_keys(rank, size, port):
+    """Groups of new_group that were destroyed have left nothing in the store of the default group.
+
+    In a TCPStore they leave the keys of the library: a record for each rank, the size and the terms.
+    """
+    for store, left in ((PythonStore(port), 0), (harness.store(port), size + 2)):
+        dist.init_process_group("tutti", store=store, rank=rank, world_size=size)
+        name = type(store).__name__
+        with Keys(rank, size, port, name) as keys:
+            for _ in range(3):
+                dist.all_reduce(x := torch.ones(1), group=(group := dist.new_group()))
+                assert x.item() == size
+                group.monitored_barrier()
+                dist.destroy_process_group(group)
+                del group
+        assert rank != 0 or keys.came == 3 * left, (name, keys.came)
+        dist.destroy_process_group()
+
+
 def details(rank, size, port):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is within one of torch."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -897,6 +968,10 @@ class Backend(unittest.TestCase):
         harness.run(windows, 3)
 
     @needs("new_window")
+    def test_window_that_a_stopped_peer_writes_to(self):
+        harness.run(window_of_a_stopped_peer, 2)
+
+    @needs("new_window")
     def test_window_that_ends_while_an_operation_uses_it(self):
         harness.run(window_ends_in_use, 2)
 
@@ -925,10 +1000,6 @@ class Backend(unittest.TestCase):
     @unittest.skipUnless(harness.FALLBACK, "the C++ module starts threads of its own")
     def test_windows_are_interrupted_between_calls(self):
         harness.run(windows_are_interrupted_between_calls, 2)
-
-    @needs("new_window")
-    def test_window_that_a_stopped_peer_writes_to(self):
-        harness.run(window_of_a_stopped_peer, 2)
 
     @needs("new_window")
     def test_callback_uses_its_window(self):
@@ -984,6 +1055,12 @@ class Backend(unittest.TestCase):
 
     def test_larger_group_over_the_store_of_an_earlier_one(self):
         harness.run(grows, 3)
+
+    def test_group_leaves_no_keys(self):
+        harness.run(leaves_no_keys, 3)
+
+    def test_new_group_leaves_no_keys(self):
+        harness.run(new_groups_leave_no_keys, 2)
 
     @needs("suspend")
     def test_resume_after_a_failed_one(self):

@@ -236,6 +236,44 @@ raises(dist.DistStoreError, "too long", store.set, "long", "x" * 70000)
 print("stored")
 """
 
+# Groups that were destroyed have left nothing in the job's store.
+FORGETS = """
+class Seen(dist.Store):  # keeps the names of keys
+    def __init__(self):
+        super().__init__()
+        self.inner, self.keys = tutti_torch._load().JobStore(), set()
+
+    def see(self, method, key, *arguments):
+        self.keys.add(key)
+        return getattr(self.inner, method)(key, *arguments)
+
+    def set(self, key, value): self.see("set", key, value)
+    def get(self, key): return self.see("get", key)
+    def add(self, key, amount): return self.see("add", key, amount)
+    def compare_set(self, *arguments): return self.see("compare_set", *arguments)
+    def delete_key(self, key): return self.see("delete_key", key)
+    deleteKey = delete_key  # the name that C++ looks for
+    def check(self, keys): return self.inner.check(keys)
+    def wait(self, keys, *timeout): self.inner.wait(keys, *timeout)
+
+store, rank, size = Seen(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("tutti", store=store, rank=rank, world_size=size)
+for _ in range(3):
+    group = dist.new_group()
+    dist.all_reduce(x := torch.ones(1), group=group)
+    group.monitored_barrier()
+    dist.destroy_process_group(group)
+dist.destroy_process_group()
+store.inner.add("ended", 1)
+while store.inner.add("ended", 0) < size:
+    pass
+for name in ("/turn", "/turns/1", "/outcome", "/left", "/size", "/terms", f"/ranks/{rank}"):
+    assert any(key.endswith(name) for key in store.keys), (name, store.keys)
+left = [key for key in store.keys if store.inner.check([key])]
+assert not left, left
+print("forgotten")
+"""
+
 # The test ends the store after "opened".
 AWAY = """
 from datetime import timedelta
@@ -432,6 +470,10 @@ class Elastic(unittest.TestCase):
     def test_store_of_the_job(self):
         out, _ = launched.run(3, [], STORE)
         self.assertEqual(out.count("stored"), 3)
+
+    def test_groups_leave_nothing_in_the_store_of_the_job(self):
+        out, _ = launched.run(2, [], FORGETS)
+        self.assertEqual(out.count("forgotten"), 2)
 
     def test_requests_to_a_store_that_is_away_are_interrupted(self):
         with contextlib.ExitStack() as ended:

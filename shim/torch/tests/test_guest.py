@@ -99,6 +99,8 @@ class PythonStore(dist.Store):
     def delete_key(self, key):
         return self.ask("delete_key", key)
 
+    deleteKey = delete_key  # noqa: N815  the name that C++ looks for
+
     def wait(self, keys, timeout=timedelta(seconds=60)):
         end = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):

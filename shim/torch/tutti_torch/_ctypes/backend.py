@@ -18,7 +18,7 @@ from .groups import entry
 from .interrupt import blocking
 from .lifecycle import Lifecycle
 from .reconfigure import Reconfigure
-from .store import another, callbacks_of
+from .store import another, callbacks_of, peek
 from .tensors import (
     READ,
     READ_WRITE,
@@ -57,15 +57,16 @@ _EMPTY_SLOT = -1
 # How long close waits for each operation, in seconds: the library bounds their end itself.
 CLOSE = 10
 
-# The key under which rank 0 publishes the turn in which it meets the others, 0 after a failure.
-_TURN = "tutti/turn"
+# The key under which rank 0 publishes the secret of the turn in which it meets the others, and
+# those under which each of them keeps the last turn that it has taken. Without a turn under way
+# _TURN is missing, or _NO_TURN after a failure.
+_TURN, _TURNS, _NO_TURN = "tutti/turn", "tutti/turns/", "0"
+
+# How many digits of a secret, which are hexadecimal, are the turn: it is a number of a store.
+_TURN_DIGITS = 15
 
 # How long rank 0 of a monitored barrier may take to publish its outcome, in seconds.
 _ANSWER = 5
-
-# What a rank says when it comes to a monitored barrier. It overlaps while the rank is still in an
-# earlier one: in another thread, or in the call that a signal handler interrupts.
-_HERE, _OVERLAPS = b"here", b"overlaps"
 
 _MESSAGES = (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)
 
@@ -278,8 +279,6 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         self._coalesced = None
         self._closed = self._suspended = self._formed = False
         self._seq = self._barriers = self._shrinks = 0
-        self._in_barriers = 0  # calls of monitored barriers under way
-        self._deleted = 0  # the monitored barriers up to here have no keys in the store
         self._deletes = True  # the store does
         self._extensions, self._member = [], 0
         self._forming = 0  # calls of reconfigure that wait for other members
@@ -311,10 +310,10 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     # -- Joining and leaving --
 
-    def _wait_for(self, key, end, ready=lambda: True):
-        """Waits until the store has the key, and ready holds."""
+    def _wait_for(self, key, end, ready=None):
+        """Waits until the store has the key or, if ready is given, until that holds."""
         pause = 0.001
-        while not (self._store.check([key]) and ready()):
+        while not (ready() if ready else self._store.check([key])):
             if time.monotonic() >= end:
                 raise dist.DistBackendError(f"no value of {key} in the store")
             time.sleep(pause)  # a store has no wait that signals end
@@ -346,37 +345,57 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
 
     def _meet(self, timeout):
         """Meets the other ranks in the store, and returns what they agree on."""
-        # Each attempt of rank 0 is a turn. The others take one after the last that they have seen.
-        # A store may hold the keys of earlier groups of these ranks.
-        store, own = self._store, f"tutti/turns/{self._rank}"
+        # Each attempt of rank 0 is a turn. The others take another one than the last that they have
+        # taken, which may be there still. A store may hold the keys of earlier groups of these
+        # ranks.
+        store, own, turn = self._store, f"{_TURNS}{self._rank}", 0
         if self._rank == 0:
-            turn = store.add(own, 1)
-            self._prefix = f"tutti/{turn}/"
-            store.set(self._prefix + "secret", secrets.token_hex(48))
-            store.set(_TURN, str(turn))
-            return store.get(self._prefix + "secret")
-        turn = last = store.add(own, 0)
+            secret = secrets.token_hex(48).encode()
+        else:
+            secret, last = b"", store.add(own, 0)
 
-        def newer():
-            nonlocal turn
-            turn = int(store.get(_TURN))
-            return turn > last
+            def begun():
+                nonlocal secret, turn
+                secret = peek(store, _TURN)
+                turn = int(secret[:_TURN_DIGITS] or b"0", 16)
+                return turn not in (0, last)
 
+            try:
+                self._wait_for(_TURN, time.monotonic() + timeout / 1000, begun)
+            except dist.DistBackendError:
+                raise dist.DistBackendError(
+                    f"rank {self._rank}: rank 0 has not come to the store in {timeout} ms"
+                ) from None
+        self._prefix = f"tutti/{secret[:_TURN_DIGITS].decode()}/"
+        if self._rank == 0:
+            store.set(_TURN, secret)
+        else:
+            store.set(own, str(turn))
+        return secret
+
+    def _withdraw(self, joined):
+        """The join after _meet is over, with or without success: no rank that comes later takes that turn."""
+        if self._rank != 0 or not self._prefix:
+            return
+        if joined and self._erase([_TURN]):  # all have taken the turn, and none finds it again
+            self._erase([f"{_TURNS}{rank}" for rank in range(1, self._size)])
+            return
+        with contextlib.suppress(Exception):  # the program gets the outcome of the join
+            self._store.set(_TURN, _NO_TURN)
+
+    def _erase(self, keys):
+        """Deletes keys in the store, and returns whether it could.
+
+        An error is none of what has called it: the keys stay, and the store is not asked again.
+        """
+        if not self._deletes:
+            return False
         try:
-            self._wait_for(_TURN, time.monotonic() + timeout / 1000, newer)
-        except dist.DistBackendError:
-            raise dist.DistBackendError(
-                f"rank {self._rank}: rank 0 has not come to the store in {timeout} ms"
-            ) from None
-        store.add(own, turn - last)
-        self._prefix = f"tutti/{turn}/"
-        return store.get(self._prefix + "secret")
-
-    def _withdraw(self):
-        """The join after _meet is over: no rank that comes later takes that turn."""
-        if self._rank == 0 and self._prefix:
-            with contextlib.suppress(Exception):  # the program gets the outcome of the join
-                self._store.set(_TURN, "0")
+            for key in keys:
+                self._store.delete_key(key)
+        except Exception:  # noqa: BLE001
+            self._deletes = False
+        return self._deletes
 
     def _join(self):
         api.open_library()
@@ -404,14 +423,16 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             config.store = _or_null(options.store)
         else:
             config.kv = ctypes.pointer(callbacks_of(another(self._store)))
-        group = ctypes.c_uint64()
+        group, joined = ctypes.c_uint64(), False
         try:
-            check(*blocking(api.api().tutti_join, ctypes.byref(config), ctypes.byref(group)))
+            try:
+                check(*blocking(api.api().tutti_join, ctypes.byref(config), ctypes.byref(group)))
+                joined = True
+            finally:
+                self._withdraw(joined)
         except BaseException:
             api.api().tutti_close(group)  # a signal handler has raised meanwhile
             raise
-        finally:
-            self._withdraw()
         self._group = group.value
 
     def _gathered(self):
@@ -903,20 +924,15 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             raise ValueError(f"tutti monitored_barrier: the timeout of {limit} ms is too long")
         with self._lock:
             self._barriers += 1
-            self._in_barriers += 1
-            barriers, n = f"{self._prefix}barriers/", self._barriers
-            come = _OVERLAPS if self._in_barriers > 1 else _HERE
+            prefix = f"{self._prefix}barriers/{self._barriers}/"
         try:
-            self._meet_in_barrier(f"{barriers}{n}/", come, limit, wait_all_ranks)
-            if self._rank == 0:
-                self._delete_barriers(barriers, n)
+            self._meet_in_barrier(prefix, limit, wait_all_ranks)
         finally:
-            with self._lock:
-                self._in_barriers -= 1
+            self._leave_barrier(prefix)
 
-    def _meet_in_barrier(self, prefix, come, limit, wait_all_ranks):
+    def _meet_in_barrier(self, prefix, limit, wait_all_ranks):
         end, outcome = time.monotonic() + limit / 1000, prefix + "outcome"
-        self._store.set(prefix + str(self._rank), come)
+        self._store.set(prefix + str(self._rank), "here")
         if self._rank != 0:
             self._monitored(prefix + "0", outcome, limit, end)
             return
@@ -936,24 +952,19 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             plural = "s" if len(missing) > 1 else ""
             raise dist.DistBackendError(f"[Rank 0]: Rank{plural} {ranks} failed to pass monitoredBarrier in {limit} ms")
 
-    def _delete_barriers(self, barriers, before):
-        """Deletes the keys of the monitored barriers before one that all ranks have come to, unless a rank
-        is still in one of them.
+    def _leave_barrier(self, prefix):
+        """Counts this rank among those that have left a monitored barrier, with or without an error.
 
-        An error is none of the barrier: the keys stay, and the store is not asked again.
+        The last one deletes the keys: no other asks for them again. They stay if a rank does not come, or
+        the store fails.
         """
-        if not self._deletes:
-            return
+        left = prefix + "left"
         try:
-            if any(self._store.get(f"{barriers}{before}/{rank}") != _HERE for rank in range(self._size)):
+            if not self._deletes or self._store.add(left, 1) < self._size:
                 return
-            with self._lock:
-                first, self._deleted = self._deleted + 1, before - 1
-            for n in range(first, before):
-                for name in ("outcome", *range(self._size)):
-                    self._store.delete_key(f"{barriers}{n}/{name}")
-        except Exception:  # noqa: BLE001
-            self._deletes = False
+        except Exception:  # noqa: BLE001  the program gets the outcome of the barrier
+            return
+        self._erase([left, prefix + "outcome", *(f"{prefix}{rank}" for rank in range(self._size))])
 
     def _monitored(self, first, outcome, limit, end):
         """Waits for what rank 0 says of a monitored barrier."""

@@ -113,7 +113,7 @@ class Reconfigure:
                 # Other groups may have the uuid, and the store: handles[0] is in none of them.
                 first = hashlib.sha1(handles[0].encode(), usedforsecurity=False)
                 self._prefix = f"tutti/members/{uuid}/{first.hexdigest()}/"
-                self._seq = self._barriers = self._deleted = self._shrinks = 0
+                self._seq = self._barriers = self._shrinks = 0
                 self._formed, self._suspended, self._outlives = True, False, False
                 self._options.global_ranks_in_group = []  # they are not known
                 self._running.name("", [], self._rank)

@@ -13,6 +13,41 @@ _stores = {}  # by the number that the library gives back as ctx
 _lock = threading.Lock()
 
 
+class _Kept:
+    """A store of the library, and what it is asked when this rank leaves.
+
+    A TCPStore whose host has ended takes one request that it need not answer. torch writes a warning
+    about each of the others.
+    """
+
+    def __init__(self, store):
+        self.store, self.left = store, False
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self.fragile = isinstance(store, dist.TCPStore)
+
+    def remove(self, key):
+        """Gives a key an empty value, which stands for a missing one, or deletes it.
+
+        The library removes a rank's record first. It reads none of the other keys again.
+        """
+        if not self.fragile and self._delete(key):
+            return
+        if not self.left:
+            self.store.set(key, b"")
+        self.left = self.fragile
+
+    def _delete(self, key):
+        """Returns False if the store cannot, and raises if the store has failed."""
+        try:
+            self.store.delete_key(key)
+            return True
+        except dist.DistError:
+            raise
+        except Exception:  # noqa: BLE001
+            return False
+
+
 def _value(data, length):
     return ctypes.string_at(data, length) if length else b""
 
@@ -24,7 +59,7 @@ def _fail(call, e):
 
 
 def _guarded(function):
-    """Turns a function of a store, a call and a key into a callback of the library.
+    """Turns a function of a kept store, a call and a key into a callback of the library.
 
     The callbacks live as long as the process: the library may be within one while it is replaced.
     """
@@ -47,20 +82,37 @@ def _guarded(function):
     return callback
 
 
+# No value of the library: stores give it back for a missing key.
+_NONE = b"\0"
+
+
+def peek(store, key):
+    """Returns the value of a key, empty if it has none.
+
+    It does not wait, even if another rank deletes the key meanwhile, as check and get would.
+    """
+    value = store.compare_set(key, _NONE, _NONE)
+    return b"" if value == _NONE else value
+
+
 @_guarded
-def _set(store, call, key):
-    store.set(key, _value(call.value, call.value_len))
+def _set(kept, call, key):
+    if call.value_len:
+        kept.store.set(key, _value(call.value, call.value_len))
+    else:
+        kept.remove(key)
     return b""
 
 
 @_guarded
-def _get(store, call, key):
-    return store.get(key) if store.check([key]) else b""
+def _get(kept, call, key):
+    return peek(kept.store, key)
 
 
 @_guarded
-def _compare_and_set(store, call, key):
-    return store.compare_set(key, _value(call.expected, call.expected_len), _value(call.value, call.value_len))
+def _compare_and_set(kept, call, key):
+    expected, desired = _value(call.expected, call.expected_len), _value(call.value, call.value_len)
+    return kept.store.compare_set(key, expected, desired)
 
 
 @api.KVRelease
@@ -73,7 +125,7 @@ def callbacks_of(store):
     """Returns callbacks over store, which they keep until their release is called."""
     number = next(_numbers)
     with _lock:
-        _stores[number] = store
+        _stores[number] = _Kept(store)
     return api.KV(
         struct_size=ctypes.sizeof(api.KV),
         ctx=number,
