@@ -304,16 +304,20 @@ std::string Backend::meet(milliseconds timeout) {
   return secret;
 }
 
-void Backend::withdraw(bool joined) noexcept {
+void Backend::withdraw(const std::string& job, bool joined) noexcept {
   if (rank_ != 0 || prefix_.empty()) {
     return;
   }
   if (joined && erase({kTurn})) { // all have taken the turn, and none finds it again
-    std::vector<std::string> taken;
+    std::vector<std::string> keys;
     for (int rank = 1; rank < size_; rank++) {
-      taken.push_back(kTurns + std::to_string(rank));
+      keys.push_back(kTurns + std::to_string(rank));
     }
-    erase(taken);
+    if (!job.empty()) { // of the library: ranks compare them before they meet, and no other job has the name
+      keys.push_back("/tutti/" + job + "/size");
+      keys.push_back("/tutti/" + job + "/terms");
+    }
+    erase(keys);
     return;
   }
   try {
@@ -391,7 +395,10 @@ void Backend::join() {
     secret = meet(timeout);
   }
   bool joined = false;
-  const auto over = c10::make_scope_exit([&] { withdraw(joined); }); // all have taken the turn, or none is to
+  tutti_kv kv = {};
+  const auto over = c10::make_scope_exit([&] { // all have taken the turn, or none is to
+    withdraw(kv.struct_size > 0 ? job : std::string(), joined);
+  });
   if (!options_->environment) {
     job = "torch-" + secret.substr(0, 24);
     config.job = job.c_str();
@@ -401,7 +408,6 @@ void Backend::join() {
       config.secret_len = secret.size() - 24;
     }
   }
-  tutti_kv kv = {};
   if (options_->environment || outlives_ || !options_->store.empty()) {
     config.store = or_null(options_->store);
   } else {

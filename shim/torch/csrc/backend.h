@@ -221,7 +221,8 @@ class Backend final : public c10d::Backend {
   tutti_member member() const; // makes it when it is first called
   std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
   // The join after meet is over, with or without success: no rank that comes later takes that turn.
-  void withdraw(bool joined) noexcept;
+  // job is its name, if store_ has its keys and no other has that.
+  void withdraw(const std::string& job, bool joined) noexcept;
   // Deletes keys in store_, and returns whether it could. An error is none of what has called it:
   // the keys stay, and the store is not asked again.
   bool erase(const std::vector<std::string>& keys) noexcept;

@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <sys/random.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -18,7 +19,7 @@ using Bytes = std::vector<uint8_t>;
 
 // Kept is a store of the library, and what it is asked when this rank leaves. A TCPStore whose host
 // has ended takes one request that it need not answer. torch writes a warning about each of the
-// others.
+// others. A deletion in a FileStore whose file is gone waits for that until its timeout.
 class Kept {
  public:
   explicit Kept(c10::intrusive_ptr<c10d::Store> store) : store(std::move(store)) {
@@ -26,7 +27,7 @@ class Kept {
     while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(inner)) {
       inner = prefix->getUnderlyingStore().get();
     }
-    fragile_ = dynamic_cast<c10d::TCPStore*>(inner) != nullptr;
+    fragile_ = dynamic_cast<c10d::TCPStore*>(inner) != nullptr || dynamic_cast<c10d::FileStore*>(inner) != nullptr;
   }
 
   // Gives a key an empty value, which stands for a missing one, or deletes it. The library removes

@@ -921,9 +921,9 @@ def leaves_no_keys(rank, size, port):
 def new_groups_leave_no_keys(rank, size, port):
     """Groups of new_group that were destroyed have left nothing in the store of the default group.
 
-    In a TCPStore they leave the keys of the library: a record for each rank, the size and the terms.
+    In a TCPStore they leave the keys of the library's records, one for each rank.
     """
-    for store, left in ((PythonStore(port), 0), (harness.store(port), size + 2)):
+    for store, left in ((PythonStore(port), 0), (harness.store(port), size)):
         dist.init_process_group("tutti", store=store, rank=rank, world_size=size)
         name = type(store).__name__
         with Keys(rank, size, port, name) as keys:

@@ -373,12 +373,18 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
             store.set(own, str(turn))
         return secret
 
-    def _withdraw(self, joined):
-        """The join after _meet is over, with or without success: no rank that comes later takes that turn."""
+    def _withdraw(self, job, joined):
+        """The join after _meet is over, with or without success: no rank that comes later takes that turn.
+
+        job is its name, if the store has its keys and no other has that.
+        """
         if self._rank != 0 or not self._prefix:
             return
         if joined and self._erase([_TURN]):  # all have taken the turn, and none finds it again
-            self._erase([f"{_TURNS}{rank}" for rank in range(1, self._size)])
+            # Those of the library: ranks compare them before they meet, and no other job has the
+            # name.
+            own = [f"/tutti/{job}/size", f"/tutti/{job}/terms"] if job else []
+            self._erase([*(f"{_TURNS}{rank}" for rank in range(1, self._size)), *own])
             return
         with contextlib.suppress(Exception):  # the program gets the outcome of the join
             self._store.set(_TURN, _NO_TURN)
@@ -429,7 +435,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
                 check(*blocking(api.api().tutti_join, ctypes.byref(config), ctypes.byref(group)))
                 joined = True
             finally:
-                self._withdraw(joined)
+                self._withdraw(config.job.decode() if config.kv else "", joined)
         except BaseException:
             api.api().tutti_close(group)  # a signal handler has raised meanwhile
             raise

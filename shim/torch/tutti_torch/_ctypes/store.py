@@ -17,14 +17,14 @@ class _Kept:
     """A store of the library, and what it is asked when this rank leaves.
 
     A TCPStore whose host has ended takes one request that it need not answer. torch writes a warning
-    about each of the others.
+    about each of the others. A deletion in a FileStore whose file is gone waits for that until its timeout.
     """
 
     def __init__(self, store):
         self.store, self.left = store, False
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        self.fragile = isinstance(store, dist.TCPStore)
+        self.fragile = isinstance(store, (dist.TCPStore, dist.FileStore))
 
     def remove(self, key):
         """Gives a key an empty value, which stands for a missing one, or deletes it.
