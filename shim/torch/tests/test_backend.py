@@ -873,18 +873,23 @@ class Keys:
         self.common, self.rank, self.size, self.port, self.name = harness.store(port), rank, size, port, name
 
     def __enter__(self):
-        harness.meet(self.port, self.name + " begins", self.size)
-        if self.rank == 0:  # the others wait
-            self.before = self.common.num_keys()
-            self.common.set(self.name + " was counted", "")
-        self.common.wait([self.name + " was counted"])
+        self.before = self.count("begins")
         return self
+
+    def count(self, name):
+        """Returns the number of keys when all ranks have come here. The others wait for rank 0."""
+        harness.meet(self.port, f"{self.name} {name}", self.size)
+        keys = None
+        if self.rank == 0:
+            keys = self.common.num_keys()
+            self.common.set(f"{self.name} {name}, counted", "")
+        self.common.wait([f"{self.name} {name}, counted"])
+        return keys
 
     def __exit__(self, kind, *_):
         if kind is None:
-            harness.meet(self.port, self.name + " ends", self.size)
-            own = [self.name + text for text in (" was counted", " ends", " ends/all")]
-            self.came = self.common.num_keys() - self.before - len(own) if self.rank == 0 else None
+            keys, own = self.count("ends"), 3  # "begins, counted", and two of the meeting at the end
+            self.came = keys - self.before - own if self.rank == 0 else None
 
 
 def leaves_no_keys(rank, size, port):
