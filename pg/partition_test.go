@@ -140,17 +140,19 @@ func TestOneWayPartitionEvicts(t *testing.T) {
 		if g.Rank() == 0 {
 			faults.Network(pgtest.Rule{From: []int{1}, To: []int{2}, Cut: true})
 		}
-		together(t, g)                // nothing of it passes between ranks 1 and 2
-		g.SetTimeout(8 * time.Second) // not before: Join takes part in the meeting of all
+		together(t, g) // none of its messages is between ranks 1 and 2
+		const patience = 8 * time.Second
+		g.SetTimeout(patience) // not before: it would bound Join
 		err := until(t, g, 3)
-		g.SetTimeout(5 * time.Minute) // for a rank that joins again, and those that let it in
 		switch r := g.Rank(); {
 		case errors.Is(err, pg.ErrEvicted) && (r == 1 || r == 2):
 			faults.Network()
+			g.SetTimeout(5 * time.Minute) // of Rejoin
 			if g, err = g.Rejoin(ctx); err != nil {
 				t.Fatal(err)
 			}
 			defer g.Close()
+			g.SetTimeout(patience)
 			back(t, g, 4) // the other one may have been evicted, too
 		case err != nil:
 			t.Fatal(err)
