@@ -103,8 +103,11 @@ type StoreConfig struct {
 	// OpTimeout bounds every operation except Wait and Watch, in addition to its ctx; default
 	// DefaultOpTimeout.
 	OpTimeout time.Duration
-	Dial      dial.Func    // makes the connections; nil: net.Dialer
-	Logger    *slog.Logger // nil: nothing is logged
+	// Observer says that the process is none of the job's: its handle neither keeps the job's keys
+	// nor removes them as the last one.
+	Observer bool
+	Dial     dial.Func    // makes the connections; nil: net.Dialer
+	Logger   *slog.Logger // nil: nothing is logged
 }
 
 type etcdStore struct {
@@ -116,6 +119,8 @@ type etcdStore struct {
 	ttl    time.Duration
 	lease  clientv3.LeaseID
 	log    *slog.Logger
+
+	observer bool // see StoreConfig.Observer
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -220,8 +225,8 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	if left, ok := dctx.Deadline(); ok {
 		conf.DialTimeout = max(time.Until(left), time.Millisecond)
 	}
-	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}),
-		ended: make(chan struct{}), sharing: make(chan struct{}, 1)}
+	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, observer: cfg.Observer,
+		lost: make(chan struct{}), ended: make(chan struct{}), sharing: make(chan struct{}, 1)}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	d.life = s.ctx
 	// New checks the password before it returns, and only the client's own ctx ends it. So this ctx
@@ -313,8 +318,11 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 }
 
 // enlist registers this handle, so that the job's keys stay, and begins to keep the job's lease
-// alive. A user without write access holds nothing, and may still read.
+// alive, unless it is an observer's. A user without write access holds nothing, and may still read.
 func (s *etcdStore) enlist(ctx context.Context) error {
+	if s.observer {
+		return nil
+	}
 	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "",
 		clientv3.WithLease(s.lease))
 	if errors.Is(err, rpctypes.ErrPermissionDenied) {
@@ -922,7 +930,7 @@ func StoreEnds(ctx context.Context, store Store) bool {
 // time of an operation at most.
 const silentWait = time.Second
 
-// giveBack ends the lease, and the job if no handle is open any more.
+// giveBack ends the lease, and the job if this was the last handle of its processes.
 func (s *etcdStore) giveBack(lost bool) error {
 	// Requests may succeed although the connection is not Ready: its state is told late.
 	limit, state := s.op, s.c.ActiveConnection().GetState()
@@ -948,7 +956,10 @@ func (s *etcdStore) giveBack(lost bool) error {
 			s.reason(err))
 	}
 	// Not after a lease that has ended by itself: those of other handles may have ended too, and
-	// the job goes on when they have new ones.
+	// the job goes on when they have new ones. An observer does not know whether they have.
+	if s.observer {
+		return nil
+	}
 	if err := s.dissolve(ctx); err != nil { // otherwise the job's lease expires with them
 		s.log.Debug("the job's keys stay in the store for a while", "err", err)
 	}

@@ -608,6 +608,34 @@ func TestStoreLostHandleLeavesJob(t *testing.T) {
 	}
 }
 
+// An observer leaves the keys of a job whose processes have all lost their leases, and does not
+// keep those of a job that is over.
+func TestObserverNeitherEndsNorKeepsAJob(t *testing.T) {
+	t.Parallel()
+	ctx, e := context30(t), startEtcd(t)
+	observer := bootstrap.StoreConfig{Observer: true}
+	s := dial(t, e, bootstrap.StoreConfig{})
+	if err := s.CompareAndSwap(ctx, "view", nil, []byte("1")); err != nil {
+		t.Fatal(err)
+	}
+	if err := bootstrap.EndLease(ctx, s); err != nil {
+		t.Fatal(err)
+	}
+	if err := dial(t, e, observer).Close(); err != nil {
+		t.Error(err)
+	}
+	o, last := dial(t, e, observer), dial(t, e, bootstrap.StoreConfig{})
+	if v, err := last.Get(ctx, "view"); err != nil || string(v) != "1" {
+		t.Errorf("after an observer: %q, %v", v, err)
+	}
+	if err := last.Close(); err != nil {
+		t.Error(err)
+	}
+	if v, err := o.Get(ctx, "view"); !errors.Is(err, bootstrap.ErrNoKey) {
+		t.Errorf("when the last process has left: %q, %v", v, err)
+	}
+}
+
 // Close of a handle that cannot reach the store gives the lease back, or says that it did not.
 func TestStoreCloseAfterFailedConnections(t *testing.T) {
 	ctx, p, s, far := holdBehind(t)

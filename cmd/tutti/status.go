@@ -323,9 +323,11 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 		case ctx.Err() != nil:
 			return true, stopped(ctx, every)
 		case errors.Is(err, status.ErrNoRanks) && before == nil:
-			return true, fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name "+
-				"(a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
-		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil:
+			return true, fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another "+
+				"name, or all its ranks are stopped or cut off from the store (a job of one rank registers nothing)",
+				cfg.Job, err, cfg.Address)
+		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil &&
+			strings.HasPrefix(cfg.Address, "tutti://"): // such a store ends with its job
 			scr.leave()
 			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)
 			return true, nil

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -20,6 +22,7 @@ import (
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/cmd/tutti/internal/status"
 	"tutti/internal/proctest"
+	"tutti/internal/sitetest"
 	"tutti/pg/flight"
 )
 
@@ -392,6 +395,51 @@ func TestStatusWatch(t *testing.T) {
 			t.Errorf("%v: %q", err, line)
 		}
 	}
+}
+
+// The store of a site may be away while the job goes on: a watch ends with an error then.
+func TestStatusOfStoreThatIsAway(t *testing.T) {
+	site := sitetest.Start(t, sitetest.Config{})
+	j := startJob(t, 2, "--store", site.Address)
+	to := strings.TrimPrefix(site.Address, "etcd://")
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	over, away := context.WithCancel(t.Context())
+	var forwarding sync.WaitGroup
+	context.AfterFunc(over, func() { l.Close() })
+	defer forwarding.Wait()
+	defer away()
+	forwarding.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			forwarding.Go(func() {
+				defer c.Close()
+				s, err := net.Dial("tcp", to)
+				if err != nil {
+					return
+				}
+				defer s.Close()
+				defer context.AfterFunc(over, func() { c.Close(); s.Close() })()
+				forwarding.Go(func() { io.Copy(s, c) })
+				io.Copy(c, s)
+			})
+		}
+	})
+	c := j.command("status", "--watch", "100ms", "--store", "etcd://"+l.Addr().String(), "--job", j.name)
+	c.cmd.Env = append(c.cmd.Env, "TUTTI_SECRET="+j.ranks[0].Env["TUTTI_SECRET"])
+	c.start()
+	c.Out.Await(t, "2 ranks")
+	away()
+	c.End(1)
+	if text := c.Err.String(); strings.Contains(text, "has ended") || !strings.Contains(text, "store") {
+		t.Errorf("it says %q", text)
+	}
+	j.leave()
 }
 
 // terminal makes a pseudo-terminal.

@@ -45,8 +45,9 @@ func embedded(ctx context.Context, _ *Host) outcome {
 		started.Round(time.Millisecond), (time.Since(began) - started).Round(time.Millisecond)))
 }
 
-// useStore writes a key under a lease, reads it and ends the lease.
+// useStore writes a key under a lease, reads it and ends the lease. The job may be there.
 func useStore(ctx context.Context, cfg bootstrap.StoreConfig) error {
+	cfg.Observer = true
 	s, err := bootstrap.DialStore(ctx, cfg)
 	if err != nil {
 		return err

@@ -43,7 +43,7 @@ type Sampler struct {
 
 // Dial connects to a job's store. It blocks until ctx ends at most. The caller closes the sampler.
 func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
-	cfg.Rank = -1
+	cfg.Rank, cfg.Observer = -1, true
 	store, err := bootstrap.DialStore(ctx, cfg)
 	if err != nil {
 		return nil, err

@@ -462,6 +462,15 @@ rank  pid  host  epoch  op/s     B/s  state
 	if got := b.String(); !strings.HasPrefix(got, "job train: 2 ranks, epoch 1\nnothing is stuck\n\n") {
 		t.Error(got)
 	}
+	for r := range now.Ranks {
+		now.Ranks[r] = flight.Rank{Rank: r, Presence: flight.Unreadable, Where: "pid 100 on node"}
+	}
+	b.Reset()
+	Make(now, nil, false).Text(&b, Style{})
+	if got := b.String(); !strings.Contains(got, "\n~ no rank can be read") ||
+		strings.Contains(got, "nothing is stuck") {
+		t.Error(got)
+	}
 }
 
 func TestTextOfEndpoints(t *testing.T) {

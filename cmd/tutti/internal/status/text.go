@@ -51,7 +51,11 @@ func (r *Report) Text(w io.Writer, st Style) {
 			Size(bytes/float64(n)))
 	}
 	fmt.Fprintln(w, st.paint("1", head))
-	if len(r.Findings) == 0 {
+	switch {
+	case len(r.Findings) > 0:
+	case n == 0 && len(r.Ranks) > 0:
+		fmt.Fprintln(w, st.paint("33", "~"), "no rank can be read: whether one is stuck is not known")
+	default:
 		fmt.Fprintln(w, st.paint("32", "nothing is stuck"))
 	}
 	const shown = 10
