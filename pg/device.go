@@ -920,7 +920,7 @@ func (g *Group) hopeless(v *visit) error {
 	return g.bereft(v)
 }
 
-// A bereaved is when ranks of a view were seen to be gone.
+// A bereaved records since when ranks of a view have been gone.
 type bereaved struct {
 	epoch uint64
 	since map[int]time.Time // by slot, of those that are
@@ -941,12 +941,14 @@ func (g *Group) bereft(v *visit) error {
 }
 
 // lacks is bereft, which remembers in b what it has seen. It names a rank that was lost rather than
-// one that has closed the group, perhaps because of the loss.
+// one that has closed the group, perhaps because of the loss: it waits until it knows which ranks
+// are lost.
 func (g *Group) lacks(b *bereaved) error {
 	if g.job.roster != nil && g.moved() && g.sync.Lost() {
 		return errMoved
 	}
 	var left, lost error
+	doubtful := false
 	for _, slot := range g.v.Active {
 		if slot == g.rank {
 			continue
@@ -957,18 +959,24 @@ func (g *Group) lacks(b *bereaved) error {
 			continue
 		}
 		since, known := b.since[slot]
-		switch {
-		case !known:
+		if !known {
 			if b.since == nil {
 				b.since = map[int]time.Time{}
 			}
-			b.since[slot] = time.Now()
+			since = time.Now()
+			b.since[slot] = since
+		}
+		switch {
 		case time.Since(since) <= grace:
+			doubtful = doubtful || !closed
 		case closed:
 			left = &p2p.PeerError{Rank: g.v.ranks[slot], Err: cmp.Or(err, p2p.ErrPeerGone)}
 		default:
 			lost = &p2p.PeerError{Rank: g.v.ranks[slot], Err: err}
 		}
+	}
+	if lost == nil && doubtful {
+		return nil
 	}
 	return cmp.Or(lost, left)
 }

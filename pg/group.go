@@ -377,10 +377,11 @@ func (g *Group) bind(q *exec.Request) error {
 
 // long is called from time to time while an operation waits for long (see p2p.Wait.OnLong): it
 // announces the ranks that this rank waits for, as far as it knows. Other ranks pass that on, so
-// that in the end all ranks know the late one. An agreement announces nothing: in their operations
-// the others wait for this rank.
+// that in the end all ranks know the late one. An agreement announces nothing, except in an
+// exchange: in their operations the others wait for this rank.
 func (g *Group) long() {
 	if g.between && !g.sync.Pending() {
+		g.coll.Retract() // what it has announced in an exchange that is over
 		return
 	}
 	var slots []int

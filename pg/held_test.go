@@ -209,6 +209,48 @@ func TestHeldOperationNamesTheLostRank(t *testing.T) {
 	}
 }
 
+// A rank that has closed the group is not named while another may be lost.
+func TestLossIsAwaitedBeforeACloseIsNamed(t *testing.T) {
+	const lost, left = 1, 2
+	each(t, 3, Config{Timeout: -1}, func(ctx context.Context, g *Group) error {
+		switch g.Rank() {
+		case lost:
+			_, err := Recv(ctx, g, make([]byte, 1), 0, 0)
+			return err
+		case left:
+			return errors.Join(Send(ctx, g, []byte{1}, 0, 0), g.Close())
+		}
+		if _, err := Recv(ctx, g, make([]byte, 1), left, 0); err != nil {
+			return err
+		}
+		if err := Send(ctx, g, []byte{1}, lost, 0); err != nil { // that links it
+			return err
+		}
+		p, past := g.job.proxy, time.Now().Add(-2*grace)
+		p.Lock()
+		for !g.coll.Closed(left) {
+			if err := p.Progress(&g.wait); err != nil {
+				p.Unlock()
+				return err
+			}
+		}
+		p.Unlock()
+		p.MarkDead(lost, p.Linked(lost), p2p.ErrPeerGone)
+		p.Lock()
+		defer p.Unlock()
+		b := &bereaved{epoch: g.v.epoch, since: map[int]time.Time{left: past}}
+		if err := g.lacks(b); err != nil {
+			return fmt.Errorf("while rank %d may come back: %w", lost, err)
+		}
+		b.since[lost] = past
+		var e *p2p.PeerError
+		if err := g.lacks(b); !errors.As(err, &e) || e.Rank != lost {
+			return fmt.Errorf("got %v, want that rank %d is lost", err, lost)
+		}
+		return nil
+	})
+}
+
 // A link that is broken for a moment does not end a call that waits for its stream.
 func TestHeldCallsOutlastABrokenLink(t *testing.T) {
 	each(t, 1, Config{}, func(ctx context.Context, g *Group) error {
