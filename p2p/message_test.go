@@ -129,13 +129,16 @@ func TestAnyReceiveNamesTheLostRank(t *testing.T) {
 				if all {
 					x[3-lost].Close()
 				}
+				var err error
 				x[0].Lock()
-				for w := patient(t.Context()); !cs[0].Closed(3-lost) || all && x[0].Down(3-lost) == nil; {
-					if err := x[0].Progress(w); err != nil {
-						t.Fatal(err)
-					}
+				there := func() bool { return !cs[0].Closed(3-lost) || all && x[0].Down(3-lost) == nil }
+				for w := patient(t.Context()); err == nil && there(); {
+					err = x[0].Progress(w)
 				}
 				x[0].Unlock()
+				if err != nil {
+					t.Fatal(err)
+				}
 				x[0].MarkDead(lost, uint64(lost)+1, p2p.ErrPeerGone)
 				var of *p2p.PeerError
 				if err := receive(); !errors.As(err, &of) || of.Rank != lost || !errors.Is(err, p2p.ErrPeerGone) {
