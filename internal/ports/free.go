@@ -12,11 +12,11 @@ import (
 // ones.
 const lowest = 10000
 
-// Free returns a port on which nothing listens, for a program that will. It is one that the kernel
-// gives to no socket which asks for any, if there are such: then only a program that asks for this
-// very port can take it meanwhile.
+// Free returns a port on which nothing listens, for a program that will. It is outside the kernel's
+// range of ephemeral ports, if one there is free: then only a program that asks for this very port
+// can take it meanwhile.
 func Free(ctx context.Context) (uint16, error) {
-	below := kernelRange() - lowest
+	below := firstEphemeral() - lowest
 	for tries := 0; below > 0 && tries < 100; tries++ {
 		p := uint16(lowest + rand.IntN(below))
 		if l, err := Listen(ctx, "", Spec{p, p}); err == nil {
@@ -30,8 +30,8 @@ func Free(ctx context.Context) (uint16, error) {
 	return uint16(l.Addr().(*net.TCPAddr).Port), l.Close()
 }
 
-// kernelRange returns the first port that the kernel may choose, 0 if it does not say so.
-func kernelRange() (first int) {
+// firstEphemeral returns the first ephemeral port, 0 if it is not known.
+func firstEphemeral() (first int) {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if err != nil {
 		return 0
