@@ -313,7 +313,7 @@ void Backend::withdraw(const std::string& job, bool joined) noexcept {
     for (int rank = 1; rank < size_; rank++) {
       keys.push_back(kTurns + std::to_string(rank));
     }
-    if (!job.empty()) { // of the library: ranks compare them before they meet, and no other job has the name
+    if (!job.empty()) { // of the library, which reads them only before the ranks meet
       keys.push_back("/tutti/" + job + "/size");
       keys.push_back("/tutti/" + job + "/terms");
     }

@@ -223,8 +223,8 @@ class Backend final : public c10d::Backend {
   // The join after meet is over, with or without success: no rank that comes later takes that turn.
   // job is its name, if store_ has its keys and no other has that.
   void withdraw(const std::string& job, bool joined) noexcept;
-  // Deletes keys in store_, and returns whether it could. An error is none of what has called it:
-  // the keys stay, and the store is not asked again.
+  // Deletes keys in store_, and returns whether it could. After an error the keys stay, and later
+  // calls delete nothing.
   bool erase(const std::vector<std::string>& keys) noexcept;
   Staged::Use gathered() const;
   // Waits until store_ has the key or, if ready is not empty, until that holds.

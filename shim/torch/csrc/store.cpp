@@ -6,7 +6,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <exception>
 #include <type_traits>
@@ -17,9 +16,9 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// Kept is a store of the library, and what it is asked when this rank leaves. A TCPStore whose host
-// has ended takes one request that it need not answer. torch writes a warning about each of the
-// others. A deletion in a FileStore whose file is gone waits for that until its timeout.
+// Kept is a store of the library. What ends a rank's keys may come when the store's host has ended:
+// a TCPStore then takes one request that it need not answer, and torch writes a warning about
+// others; a deletion in a FileStore whose file is gone waits for that until its timeout.
 class Kept {
  public:
   explicit Kept(c10::intrusive_ptr<c10d::Store> store) : store(std::move(store)) {
@@ -30,10 +29,9 @@ class Kept {
     fragile_ = dynamic_cast<c10d::TCPStore*>(inner) != nullptr || dynamic_cast<c10d::FileStore*>(inner) != nullptr;
   }
 
-  // Gives a key an empty value, which stands for a missing one, or deletes it. The library removes
-  // a rank's record first. It reads none of the other keys again.
+  // Gives a key an empty value, which stands for a missing one, or deletes it.
   void remove(const std::string& key) {
-    if (fragile_ ? !left_.exchange(true) : !erase(key)) {
+    if (fragile_ || !erase(key)) {
       store->set(key, Bytes());
     }
   }
@@ -54,7 +52,6 @@ class Kept {
   }
 
   bool fragile_ = false;
-  std::atomic<bool> left_{false};
 };
 
 Bytes bytes(const void* data, uint64_t size) {

@@ -130,6 +130,7 @@ def window_of_a_stopped_peer(rank, size, port):
         return stuck
 
     assert any(ends_in_a_put(turn) for turn in range(8)), "the peer was never in the middle of an access"
+    harness.meet(port, "through", size)  # the peer's access is over
     window = backend().new_window(torch.zeros(10))
     assert bytes_now() == 40, bytes_now()
     del window

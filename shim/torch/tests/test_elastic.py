@@ -266,7 +266,7 @@ for _ in range(3):
 dist.destroy_process_group()
 store.inner.add("ended", 1)
 while store.inner.add("ended", 0) < size:
-    pass
+    time.sleep(0.01)
 for name in ("/turn", "/turns/1", "/outcome", "/left", "/size", "/terms", f"/ranks/{rank}"):
     assert any(key.endswith(name) for key in store.keys), (name, store.keys)
 left = [key for key in store.keys if store.inner.check([key])]

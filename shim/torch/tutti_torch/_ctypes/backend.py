@@ -381,8 +381,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
         if self._rank != 0 or not self._prefix:
             return
         if joined and self._erase([_TURN]):  # all have taken the turn, and none finds it again
-            # Those of the library: ranks compare them before they meet, and no other job has the
-            # name.
+            # Those of the library, which reads them only before the ranks meet.
             own = [f"/tutti/{job}/size", f"/tutti/{job}/terms"] if job else []
             self._erase([*(f"{_TURNS}{rank}" for rank in range(1, self._size)), *own])
             return
@@ -392,7 +391,7 @@ class Backend(Elastic, Lifecycle, Reconfigure, C10D.Backend):
     def _erase(self, keys):
         """Deletes keys in the store, and returns whether it could.
 
-        An error is none of what has called it: the keys stay, and the store is not asked again.
+        After an error the keys stay, and later calls delete nothing.
         """
         if not self._deletes:
             return False

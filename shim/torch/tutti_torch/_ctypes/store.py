@@ -14,28 +14,23 @@ _lock = threading.Lock()
 
 
 class _Kept:
-    """A store of the library, and what it is asked when this rank leaves.
+    """A store of the library.
 
-    A TCPStore whose host has ended takes one request that it need not answer. torch writes a warning
-    about each of the others. A deletion in a FileStore whose file is gone waits for that until its timeout.
+    What ends a rank's keys may come when the store's host has ended: a TCPStore then takes one request that
+    it need not answer, and torch writes a warning about others; a deletion in a FileStore whose file is
+    gone waits for that until its timeout.
     """
 
     def __init__(self, store):
-        self.store, self.left = store, False
+        self.store = store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self.fragile = isinstance(store, (dist.TCPStore, dist.FileStore))
 
     def remove(self, key):
-        """Gives a key an empty value, which stands for a missing one, or deletes it.
-
-        The library removes a rank's record first. It reads none of the other keys again.
-        """
-        if not self.fragile and self._delete(key):
-            return
-        if not self.left:
+        """Gives a key an empty value, which stands for a missing one, or deletes it."""
+        if self.fragile or not self._delete(key):
             self.store.set(key, b"")
-        self.left = self.fragile
 
     def _delete(self, key):
         """Returns False if the store cannot, and raises if the store has failed."""
