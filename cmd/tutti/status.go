@@ -190,7 +190,7 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 	if f.store == "" && (name != "" || !told) {
 		r, err := pick(name, launch.Jobs())
 		switch {
-		case err == nil:
+		case err == nil && (!told || r.Job == name): // not one of a longer name in place of one elsewhere
 			return f.config(bootstrap.Launch{Store: r.Store, Job: r.Job}, r.Secret, getenv)
 		case !told && len(args) > 0 && f.watch == defaultWatch.String() && isNumber(name):
 			return bootstrap.StoreConfig{}, badInterval(cmd, name) // status --watch 5
@@ -253,16 +253,21 @@ func storeConfig(address string, getenv func(string) string) bootstrap.StoreConf
 // pick finds a running job by its name or a prefix of it. With an empty name there must be only
 // one.
 func pick(name string, running []launch.Running) (launch.Running, error) {
-	var fit []launch.Running
+	var fit, exact []launch.Running
 	for _, r := range running {
 		if r.Job == name {
-			return r, nil
+			exact = append(exact, r)
 		}
 		if strings.HasPrefix(r.Job, name) {
 			fit = append(fit, r)
 		}
 	}
 	switch {
+	case len(exact) == 1:
+		return exact[0], nil
+	case len(exact) > 1:
+		return launch.Running{}, fmt.Errorf("%d jobs with the name %s run here: give the store of one with --store, "+
+			"and its secret\n%s", len(exact), name, listed(exact, func(r launch.Running) string { return r.Store }))
 	case len(fit) == 1:
 		return fit[0], nil
 	case len(running) == 0:
@@ -281,16 +286,21 @@ func pick(name string, running []launch.Running) (launch.Running, error) {
 
 // list lists the names of jobs, one a line.
 func list(jobs []launch.Running) string {
+	return listed(jobs, func(r launch.Running) string { return r.Job })
+}
+
+// listed lists jobs, one a line. is what tells them apart.
+func listed(jobs []launch.Running, is func(launch.Running) string) string {
 	var b strings.Builder
 	width := 0
 	for _, r := range jobs {
-		width = max(width, len(r.Job))
+		width = max(width, len(is(r)))
 	}
 	for i, r := range jobs {
 		if i > 0 {
 			b.WriteByte('\n')
 		}
-		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %s", width, r.Job, r.Ranks,
+		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %s", width, is(r), r.Ranks,
 			r.Started.Local().Format("Jan _2 15:04:05"), term.Shown(fmt.Sprintf("%.60s", r.Program)))
 	}
 	return b.String()

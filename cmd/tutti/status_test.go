@@ -439,6 +439,13 @@ func TestStatusOfStoreThatIsAway(t *testing.T) {
 	if text := c.Err.String(); strings.Contains(text, "has ended") || !strings.Contains(text, "store") {
 		t.Errorf("it says %q", text)
 	}
+
+	// A job of another store is not one that runs here, though the name of that begins as its does.
+	o := j.command("status", strings.TrimRight(j.name, "0123456789abcdef"))
+	o.cmd.Env = append(o.cmd.Env, "TUTTI_SECRET="+j.ranks[0].Env["TUTTI_SECRET"], "TUTTI_STORE=etcd://127.0.0.1:1")
+	o.start()
+	o.End(1)
+	o.says("etcd://127.0.0.1:1")
 	j.leave()
 }
 
@@ -714,6 +721,11 @@ func TestPick(t *testing.T) {
 	two := append(one, launch.Running{Job: "run-12", Ranks: 3, Program: "python3 -c a\nb"})
 	if r, err := pick("run-1", two); err != nil || r.Job != "run-1" {
 		t.Error(r, err)
+	}
+	same := []launch.Running{{Job: "default", Store: "tutti://a:1"}, {Job: "default", Store: "tutti://b:2"}}
+	if _, err := pick("default", same); err == nil || !strings.Contains(err.Error(), "2 jobs with the name default") ||
+		!strings.Contains(err.Error(), "tutti://b:2 ") {
+		t.Errorf("two jobs of one name: %v", err)
 	}
 	if _, err := pick("", two); err == nil || !strings.Contains(err.Error(), "which job?") ||
 		!strings.Contains(err.Error(), "\n  run-12      3 ranks  since ") ||
