@@ -277,7 +277,7 @@ func pick(name string, running []launch.Running) (launch.Running, error) {
 		}
 		return launch.Running{}, fmt.Errorf("%s of yours was started here by tutti run; for one that runs "+
 			"elsewhere, or under another launcher, set TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET as its ranks have "+
-			"them, or see tutti status --help", what)
+			"them (if they have none, it cannot be asked), or see tutti status --help", what)
 	case len(fit) == 0:
 		return launch.Running{}, fmt.Errorf("no job %s runs here, only\n%s", name, list(running))
 	}
