@@ -654,9 +654,7 @@ func (m *Machine) proposed(e Proposed) {
 	m.pending = nil
 	m.blind, m.cause = e.Outcome == OutcomeUnknown, e.Cause
 	if e.Outcome == OutcomeWon {
-		if m.parts != "" {
-			m.find(m.me).why = m.parts
-		}
+		m.part()
 		m.adopt(p.New)
 	} else if e.Outcome == OutcomeLost {
 		m.adopt(e.Current)
@@ -710,9 +708,19 @@ func (m *Machine) know(v View) {
 }
 
 // adopt enters a view if it is newer than the present one.
+// part notes why this machine's proposal removes its own rank, if it does.
+func (m *Machine) part() {
+	if m.parts != "" {
+		m.find(m.me).why = m.parts
+	}
+}
+
 func (m *Machine) adopt(v View) {
 	if v.Epoch <= m.view.Epoch || v.Size() < m.view.Size() || v.check() != nil {
 		return
+	}
+	if m.pending != nil && v.Equal(m.pending.New) {
+		m.part() // the view is seen before the outcome of the proposal is known
 	}
 	was := m.view.Epoch
 	m.know(v)

@@ -42,6 +42,41 @@ func TestNewRefuses(t *testing.T) {
 	}
 }
 
+// A rank that removes itself knows why, also if it sees the view before it knows that its proposal
+// has won.
+func TestOwnRemovalHasReason(t *testing.T) {
+	for _, seen := range []bool{false, true} {
+		m := newMachine(t, Config{Incarnation: 1, View: First([]uint64{1, 2, 3}), Window: 3})
+		for i := range 2 {
+			p := Peer{1 + i, uint64(2 + i)}
+			m.Step(LinkDown{p, "x"})
+			m.Step(Probed{p, VerdictAlive})
+		}
+		var p *Propose
+		for range 100 {
+			for _, a := range m.Step(Tick{}) {
+				if is, ok := a.(Propose); ok {
+					p = &is
+				}
+			}
+			if p != nil {
+				break
+			}
+		}
+		if p == nil || p.New.Has(0, 1) {
+			t.Fatalf("it proposes %v", p)
+		}
+		ends := Event(Proposed{Epoch: p.New.Epoch, Outcome: OutcomeWon})
+		if seen {
+			ends = ViewSeen{p.New}
+		}
+		m.Step(ends)
+		if got, want := m.Why(Peer{0, 1}), "it and ranks 1-2 could not reach each other"; m.Member() || got != want {
+			t.Errorf("seen before %v: member %v, because %q, want %q", seen, m.Member(), got, want)
+		}
+	}
+}
+
 // Invalid events, and events about unknown ranks, change nothing.
 func TestInvalidEventsAreIgnored(t *testing.T) {
 	v := First([]uint64{1, 2, 3})
