@@ -122,7 +122,7 @@ func (g *Group) verdict(e *RankError) {
 
 // whyGone returns why the job's view has lost a slot.
 func (g *Group) whyGone(slot int) error {
-	return errors.New(cmp.Or(g.job.why(g.v.ranks[slot]), "other ranks removed it"))
+	return errors.New(cmp.Or(g.job.why(g.v.ranks[slot]), roster.NoReason))
 }
 
 // A loss is a rank of the group's view that the job's view has no more.

@@ -707,7 +707,6 @@ func (m *Machine) know(v View) {
 	}
 }
 
-// adopt enters a view if it is newer than the present one.
 // part notes why this machine's proposal removes its own rank, if it does.
 func (m *Machine) part() {
 	if m.parts != "" {
@@ -715,6 +714,7 @@ func (m *Machine) part() {
 	}
 }
 
+// adopt enters a view if it is newer than the present one.
 func (m *Machine) adopt(v View) {
 	if v.Epoch <= m.view.Epoch || v.Size() < m.view.Size() || v.check() != nil {
 		return

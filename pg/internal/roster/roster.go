@@ -194,6 +194,9 @@ func (ro *Roster) View() membership.View {
 	return ro.view
 }
 
+// NoReason is what is said of the loss of a rank that this rank knows nothing of.
+const NoReason = "other ranks removed it"
+
 // WhyLocked returns why a rank was last removed; "" if it never was, or if this rank knows nothing
 // of its loss. For this rank it returns why it has removed itself, or takes itself for evicted; ""
 // if the others have removed it.
@@ -402,7 +405,7 @@ func (ro *Roster) enter(a membership.Enter) {
 		if r >= len(old.Slots) || r == ro.self.Slot {
 			continue
 		}
-		because := strings.TrimSuffix(cmp.Or(why[r], "other ranks removed it"), ": "+p2p.ErrPeerGone.Error())
+		because := strings.TrimSuffix(cmp.Or(why[r], NoReason), ": "+p2p.ErrPeerGone.Error())
 		ro.proxy.MarkDead(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", because, p2p.ErrPeerGone))
 	}
 	// The record of the dead rank is removed before its lease ends, so that a replacement can take
