@@ -22,9 +22,9 @@
 //
 // Every message carries the call that it belongs to. If ranks call different operations, all of
 // them get a [*MismatchError] that describes both calls, instead of a wrong result or a hang: in
-// the operation that differs or, at a rank that needed nothing of the others in it, in the next
-// one. If no message passes between the ranks because each waits for the other, detection takes a
-// quarter of a second.
+// the operation that differs, in the next one at a rank that needed nothing of the others, or in
+// the one before at a rank that is still in it. If no message passes between the ranks because each
+// waits for the other, detection takes a quarter of a second.
 //
 // A collective without data (no elements, or counts that are all zero) is a [Group.Barrier]: it
 // returns when every rank has called it. [AllGatherV] and [AllToAllV] wait for a part without

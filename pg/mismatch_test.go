@@ -173,6 +173,11 @@ func TestEveryDifferenceIsAMismatchOfProcesses(t *testing.T) {
 		t.Run(tr, func(t *testing.T) {
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 				ctx := t.Context()
+				past, err := g.Split(ctx, 0, 0) // not concerned by a failure of g
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer past.Close()
 				for _, d := range append(nothings(5, 100_000), silent()...) {
 					if err := mustDiffer(ctx, g, d); err != nil {
 						t.Fatal(err)
@@ -183,6 +188,10 @@ func TestEveryDifferenceIsAMismatchOfProcesses(t *testing.T) {
 					x := []int64{1}
 					if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
 						t.Fatalf("%s: after recover: %v, %v", d.name, x, err)
+					}
+					// The next difference fails g also at a rank that is in the allreduce.
+					if err := past.Barrier(ctx); err != nil {
+						t.Fatalf("%s: after the allreduce: %v", d.name, err)
 					}
 				}
 			}, pgtest.Transport(tr))
