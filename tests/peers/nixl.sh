@@ -3,15 +3,12 @@
 # does nothing if the directory is complete. Without its dependencies, which are for GPUs, but for
 # numpy.
 set -eu
+. "$(dirname "$0")/../venv/venv.sh"
 
-version=$1
-env=$2
-
-if [ "$(cat "$env/complete" 2>/dev/null)" != "$version" ]; then
-	mkdir -p "$(dirname "$env")"
-	[ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
-	"$env/bin/python" -m pip --disable-pip-version-check install --quiet numpy
-	"$env/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps "nixl-cu12==$version"
+install_nixl() {
+	venv_install numpy
+	venv_install --no-deps "nixl-cu12==$1"
 	"$env/bin/python" -c 'import nixl_cu12'
-	echo "$version" >"$env/complete"
-fi
+}
+
+venv "$2" "$1" install_nixl "$1"
