@@ -166,7 +166,8 @@ lint: ## gofmt, the widths of lines, vet, staticcheck, and that generated code i
 	$(GO) test -run TestReadmeTables ./cmd/tutti
 
 vuln: ## known vulnerabilities in what the module links, if the database can be reached
-	@$(GO) run ./tests/vuln sh -c 'GOBIN=$(CURDIR)/.build/bin $(GO) install $(GOVULNCHECK) && exec .build/bin/govulncheck ./...'
+	@GOBIN=$(CURDIR)/.build/bin $(GO) install $(GOVULNCHECK)
+	@$(GO) run ./tests/vuln .build/bin/govulncheck ./...
 
 fmt: ## format
 	gofmt -w .
