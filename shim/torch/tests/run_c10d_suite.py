@@ -1,6 +1,6 @@
 """Runs PyTorch's tests of backends: run_c10d_suite.py BACKEND [-o RESULTS] [-k PATTERN] [--third N].
 
-It writes the outcome of each case to RESULTS, a JSON file.
+It writes the outcome of each case to RESULTS, a JSON file. It fails if a case does, or if none ran.
 """
 
 import argparse
@@ -48,6 +48,8 @@ def main():
     if count["different"]:
         print(f"{count['different']} different, for a known reason")
     print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
+    if count["skipped"] == len(names):
+        sys.exit("no case ran")
     sys.exit(1 if count["failed"] else 0)
 
 
