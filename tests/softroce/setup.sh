@@ -90,7 +90,8 @@ for p in ip rdma "${benchmarks[@]}"; do cp "$(find_program $p)" "bin/$p"; done
 cp "$work/root/$lib"/libibverbs/librxe-rdmav*.so "$lib/libibverbs/"
 echo "driver rxe" >etc/libibverbs.d/rxe.driver
 libverbs=$(ldd "$lib"/libibverbs/librxe-*.so | awk '$1 == "libibverbs.so.1" {print $3}')
-libgcc=$(ldconfig -p | awk '$1 == "libgcc_s.so.1" {print $NF; exit}') # for threads that are cancelled
+# For threads that are cancelled. Not every user has ldconfig in PATH.
+libgcc=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p | awk '$1 == "libgcc_s.so.1" {print $NF; exit}')
 for f in bin/ip bin/rdma "${benchmarks[@]/#/bin/}" "$lib"/libibverbs/*.so "$libverbs" "$libgcc"; do
 	ldd "$f" | awk '$2 == "=>" {print $3} $1 ~ /^\// {print $1}'
 	case $f in /*) echo "$f" ;; esac
