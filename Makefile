@@ -30,8 +30,8 @@ APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 # lint has vetted everything, and debugging information doubles the time of linking.
 TEST        := $(GO) test -vet=off -ldflags=-w -count=1 -timeout 15m
 # Without the packages in which nothing runs at the same time: pure functions and models of them, and kernels in C++.
-RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$' \
-	-e '^tutti/pg$$' -e '^tutti/cmd/tutti$$' -e '^tutti/collectives$$' -e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$')
+NOT_RACED   := -e /examples -e /tests/ -e '^tutti/endpoint$$' -e '^tutti/pg$$' -e '^tutti/cmd/tutti$$' -e '^tutti/collectives$$' \
+	-e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$'
 # And the tests in the others of which the same is true.
 ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|MachineAndLedger|RandomWalks|RingIsReadAsItWasComposed|AnyMessages|RareSubnormals)$$
 RACE        := $(TEST) -short -race
@@ -104,7 +104,8 @@ test: lint test-unit test-purego test-softroce test-pytorch ## all tests; names 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(TEST) -p 1 $(MATRIX) $(ATTACKED)
 	@$(GO) run ./tests/report -- $(TEST) -short ./endpoint -endpoint.rdma
-	@$(GO) run ./tests/report -- $(TEST) $(ABREAST) $(LONGEST) $$($(GO) list ./... | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
+	@all=$$($(GO) list ./...) && $(GO) run ./tests/report -- $(TEST) $(ABREAST) $(LONGEST) \
+		$$(echo "$$all" | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
 # Each process would sleep a second before it exits, to see what its other goroutines do until then.
@@ -119,7 +120,8 @@ race-pg-first:
 race-pg-second:
 	@$(GO) run ./tests/report -- $(RACE) -skip '$(FIRST)|$(ALONE)' ./pg
 race-others:
-	@$(GO) run ./tests/report -- $(RACE) -p 2 -skip '$(ALONE)' ./cmd/tutti $(RACE_PKGS)
+	@all=$$($(GO) list ./...) && $(GO) run ./tests/report -- $(RACE) -p 2 -skip '$(ALONE)' ./cmd/tutti \
+		$$(echo "$$all" | grep -v $(NOT_RACED))
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
