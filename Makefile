@@ -155,7 +155,7 @@ mutants: ## plant mistakes in the library and have the torture find each within 
 	$(GO) run ./tests/torture/mutants $(MUTANTS_FLAGS)
 
 lint: ## gofmt, the widths of lines, vet, staticcheck, and that generated code is current
-	@test -z "$$(gofmt -l .)" || { echo "not formatted:"; gofmt -l .; exit 1; }
+	@files=$$(gofmt -l .) || exit; test -z "$$files" || { echo "not formatted:"; echo "$$files"; exit 1; }
 	$(GO) run ./tests/widths
 	$(GO) vet ./...
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg/... ./cmd/...

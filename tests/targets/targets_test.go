@@ -50,3 +50,10 @@ func TestFailedListIsAnError(t *testing.T) {
 		}
 	}
 }
+
+func TestLintNeedsGofmt(t *testing.T) {
+	out, err := run(t, `echo "called: $*"`, nil, "lint")
+	if err == nil || strings.Contains(out, "called") {
+		t.Errorf("make lint without gofmt: %v\n%s", err, out)
+	}
+}
