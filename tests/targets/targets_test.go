@@ -57,3 +57,16 @@ func TestLintNeedsGofmt(t *testing.T) {
 		t.Errorf("make lint without gofmt: %v\n%s", err, out)
 	}
 }
+
+// Root's cache is not filled in the place of that of a user who calls sudo.
+func TestOwnCache(t *testing.T) {
+	for _, target := range []string{"deps-peers", "deps-cuda"} {
+		for command, want := range map[string]bool{"/usr/bin/make " + target: true, "/bin/bash": false, "": false} {
+			out, err := run(t, "", []string{"SUDO_COMMAND=" + command}, target, "APT_GET=echo called: apt-get; exit 3;")
+			refused, called := strings.Contains(out, "without sudo"), strings.Contains(out, "called: apt-get\n")
+			if err == nil || refused != want || called == want {
+				t.Errorf("make %s by %q: %v\n%s", target, command, err, out)
+			}
+		}
+	}
+}
