@@ -1,7 +1,7 @@
 GO      ?= go
 BIN     := bin
-# Debian packages: the compiler for cgo, pkg-config, the header of RDMA devices and Python, network namespaces and traffic control, and what the peer programs are built and run with.
-DEPS       := gcc g++ libc6-dev pkgconf libibverbs-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
+# Debian packages: make and git, the compiler for cgo, pkg-config, the header of RDMA devices and Python, network namespaces and traffic control, and what the peer programs are built and run with.
+DEPS       := make git gcc g++ libc6-dev pkgconf libibverbs-dev python3-dev python3-venv iproute2 iputils-ping util-linux ca-certificates
 PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev iperf3 ucx-utils
 # What a target ends with that has skipped all of its tests: in CI that is an error.
 UNLESS_CI   := [ "$$CI" != true ]
