@@ -22,7 +22,8 @@ import (
 // Record is what a rank publishes about itself in the store.
 type Record struct {
 	Rank        int
-	Size        int      // the job's, as this rank knows it
+	Size        int      // the job's, as this rank knows it: what it may grow to
+	First       int      // ranks that the job begins with; 0: Size
 	Incarnation uint64   // never 0
 	Addrs       []string // of its handshake RPC, IP:PORT, in the order of the publisher's preference; at most MaxAddrs
 	Host        string   // host name, for display
@@ -80,6 +81,7 @@ const (
 type recordJSON struct {
 	Rank        int      `json:"rank"`
 	Size        int      `json:"size"`
+	First       int      `json:"first,omitempty"`
 	Incarnation string   `json:"incarnation"`
 	Addrs       []string `json:"addrs"`
 	Host        string   `json:"host"`
@@ -95,8 +97,8 @@ func (r Record) Encode() ([]byte, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
-	b, err := json.Marshal(recordJSON{r.Rank, r.Size, fmt.Sprintf("%016x", r.Incarnation), r.Addrs, r.Host, r.Machine,
-		r.Network, r.Processes, r.PID, r.Terms})
+	b, err := json.Marshal(recordJSON{r.Rank, r.Size, r.First, fmt.Sprintf("%016x", r.Incarnation), r.Addrs, r.Host,
+		r.Machine, r.Network, r.Processes, r.PID, r.Terms})
 	if err == nil && len(b) > maxRecord {
 		err = fmt.Errorf("record of rank %d: %d bytes, at most %d", r.Rank, len(b), maxRecord)
 	}
@@ -117,7 +119,7 @@ func DecodeRecord(b []byte) (Record, error) {
 	if err != nil {
 		return Record{}, fmt.Errorf("record: incarnation %q: expected hexadecimal digits", clip(j.Incarnation))
 	}
-	r := Record{j.Rank, j.Size, inc, j.Addrs, j.Host, j.Machine, j.Network, j.Processes, j.PID, j.Terms}
+	r := Record{j.Rank, j.Size, j.First, inc, j.Addrs, j.Host, j.Machine, j.Network, j.Processes, j.PID, j.Terms}
 	return r, r.check()
 }
 
@@ -125,6 +127,8 @@ func (r *Record) check() error {
 	switch {
 	case r.Size < 1 || r.Rank < 0 || r.Rank >= r.Size:
 		return fmt.Errorf("record: rank %d of %d: ranks are 0..size-1", r.Rank, r.Size)
+	case r.First < 0 || r.First > r.Size:
+		return fmt.Errorf("record of rank %d: the job begins with %d ranks of %d", r.Rank, r.First, r.Size)
 	case r.Incarnation == 0:
 		return fmt.Errorf("record of rank %d: incarnation 0", r.Rank)
 	case len(r.Addrs) > MaxAddrs:

@@ -167,6 +167,7 @@ func FuzzDecodeRecord(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(b)
+	f.Add([]byte(`{"rank":1,"size":4,"first":2,"incarnation":"1"}`))
 	f.Add([]byte(`{"rank":-1,"size":2,"incarnation":"1"}`))
 	f.Add([]byte(`{"rank":0,"size":1,"incarnation":"0"}`))
 	f.Add([]byte(`{"rank":0,"size":1,"incarnation":"1","addrs":["0.0.0.0:1"]}`))
@@ -190,7 +191,7 @@ func FuzzDecodeRecord(f *testing.F) {
 
 func TestDecodeRecord(t *testing.T) {
 	good := map[string]any{"rank": 1, "size": 2, "incarnation": "ff", "addrs": []string{"10.0.0.1:5"}, "host": "h",
-		"machine": "m", "network": "n", "processes": "p", "pid": 7, "later": true}
+		"machine": "m", "network": "n", "processes": "p", "pid": 7, "first": 2, "later": true}
 	check := func(what string, change func(m map[string]any)) error {
 		m := maps.Clone(good)
 		change(m)
@@ -208,6 +209,8 @@ func TestDecodeRecord(t *testing.T) {
 	for what, v := range map[string][]any{
 		"rank 2 of 2":   {"rank", 2},
 		"rank 1 of 0":   {"size", 0},
+		"with 3 ranks":  {"first", 3},
+		"with -1 ranks": {"first", -1},
 		"incarnation 0": {"incarnation", "0"},
 		"hexadecimal":   {"incarnation", "xyz"},
 		"IP:PORT":       {"addrs", []string{"localhost:5"}},

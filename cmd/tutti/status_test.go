@@ -192,6 +192,34 @@ func TestStatusNamesMissingRank(t *testing.T) {
 	j.empty()
 }
 
+// While a job that may grow begins, only the ranks that it begins with are missing.
+func TestStatusOfGrowableJob(t *testing.T) {
+	s := newStage(t)
+	run := s.command("run", "-n", "2", proctest.Self())
+	run.cmd.Env = append(run.cmd.Env, "TUTTI_MAX_SIZE=4", "TUTTI_LEASE=5m")
+	j := &statusJob{stage: s, run: run.start()}
+	j.ranks = s.arrive(2)
+	j.name = j.ranks[0].Env["TUTTI_JOB"]
+	j.ranks[0].tell("join")
+	for late := time.Now().Add(patience); j.status(j.name).Out.String() == ""; {
+		if time.Now().After(late) { // it is an error until a rank is registered
+			t.Fatal("rank 0 does not begin to join")
+		}
+	}
+	r := j.until("is rank 1 missed", func(r *status.Report) bool {
+		return len(r.Findings) > 0 && len(r.Ranks) == 4 && r.Ranks[0].Presence == flight.Present
+	})
+	if len(r.Findings) != 1 || !strings.HasPrefix(r.Findings[0].Text, "rank 1 has not joined yet") ||
+		r.Ranks[2].Presence != flight.Vacant || r.Ranks[3].State != "empty slot" {
+		t.Errorf("%+v", r)
+	}
+	j.ranks[1].tell("join")
+	for _, p := range j.ranks {
+		j.heard(p)
+	}
+	j.leave()
+}
+
 // TestStatusFindsJobs: by name, by a prefix, by the environment of a rank; otherwise the error
 // lists the jobs.
 func TestStatusFindsJobs(t *testing.T) {

@@ -177,7 +177,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		return err
 	}
 	ss.record = bootstrap.NewRecord(s.Rank, s.MaxSize, ss.Self.Incarnation, ss.server.Addrs())
-	ss.record.Terms = s.Terms
+	ss.record.First, ss.record.Terms = s.Size, s.Terms
 	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Secret, Dial: s.Dial,
 		Started: true})
 	machine := fnv.New64a()

@@ -2,6 +2,7 @@
 package status
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,8 +37,9 @@ type Sampler struct {
 	store  bootstrap.Store
 	client *bootstrap.Client
 	within time.Duration
-	size   int
-	joined bool          // all ranks had met at some time
+	size   int           // what the job may grow to
+	first  int           // ranks that it begins with; 0: no record says
+	view   *flight.View  // the latest that a rank has told; nil: the ranks have not met, or none has told it
 	reads  chan struct{} // bounds the answers that are read at once: one may become much memory
 }
 
@@ -97,7 +99,7 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 			r.Detail = fmt.Sprintf("its record in the store cannot be read (%v)", err)
 			continue
 		}
-		s.size = max(s.size, rec.Size)
+		s.size, s.first = max(s.size, rec.Size), max(s.first, cmp.Or(rec.First, rec.Size))
 		r.Where = fmt.Sprintf("pid %d on %s", rec.PID, rec.Host)
 		asked.Go(func() error {
 			s.ask(actx, r, rec, ops)
@@ -113,21 +115,25 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	}
 	var view *flight.View // the latest of all ranks
 	for _, r := range found {
-		if r.Snapshot != nil {
-			s.joined = s.joined || r.Snapshot.Joined
-			if v := &r.Snapshot.View; r.Snapshot.Joined && (view == nil || v.Epoch > view.Epoch) {
+		if r.Snapshot != nil && r.Snapshot.Joined {
+			if v := &r.Snapshot.View; view == nil || v.Epoch > view.Epoch {
 				view = v
 			}
 		}
 	}
+	if view != nil {
+		v := *view // without its snapshot
+		s.view = &v
+	}
+	first := cmp.Or(s.first, s.size)
 	for slot := range max(s.size, slices.Max(slices.Collect(maps.Keys(found)))+1) {
 		r := found[slot]
 		if r == nil {
 			r = &flight.Rank{Rank: slot, Presence: flight.Absent}
 			switch {
-			case view != nil && !slices.Contains(view.Active, slot):
+			case s.view == nil && slot >= first, s.view != nil && !slices.Contains(s.view.Active, slot):
 				r.Presence = flight.Vacant
-			case s.joined:
+			case s.view != nil:
 				r.Presence, r.Detail = flight.Dead, "its lease has ended"
 			}
 		}

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -29,10 +30,11 @@ type job struct {
 	t     *testing.T
 	store *storetest.Memory
 	size  int
+	first int // ranks that the job begins with; 0: size
 }
 
 func newJob(t *testing.T, size int) *job {
-	j := &job{t, storetest.NewMemory(), size}
+	j := &job{t: t, store: storetest.NewMemory(), size: size}
 	if size > 0 {
 		h := j.store.Open()
 		t.Cleanup(func() { h.Close() })
@@ -54,7 +56,9 @@ func (j *job) sampler(secret []byte) *Sampler {
 func (j *job) register(rank int, incarnation uint64, addrs ...string) bootstrap.Store {
 	h := j.store.Open()
 	j.t.Cleanup(func() { h.Close() })
-	b, err := bootstrap.NewRecord(rank, j.size, incarnation, addrs).Encode()
+	rec := bootstrap.NewRecord(rank, j.size, incarnation, addrs)
+	rec.First = j.first
+	b, err := rec.Encode()
 	if err == nil {
 		err = h.Put(j.t.Context(), bootstrap.RankKey(rank), b, true)
 	}
@@ -271,6 +275,54 @@ func TestSampleOfFew(t *testing.T) {
 	if err != nil || got.Ranks[0].Snapshot != nil || !strings.Contains(got.Ranks[0].Detail, "takes itself for rank 1") {
 		t.Errorf("%+v, %v", got.Ranks[0], err)
 	}
+}
+
+// A job may grow: its free slots are not ranks that have not joined yet, or are dead.
+func TestSampleOfGrowableJob(t *testing.T) {
+	ctx := t.Context()
+	j := newJob(t, 6)
+	j.first = 3
+	joined, mute := false, false
+	var mu sync.Mutex
+	set := func(p *bool) {
+		mu.Lock()
+		defer mu.Unlock()
+		*p = true
+	}
+	answer := func(rank int) bootstrap.Store {
+		return j.rank(rank, func(int) *flight.Snapshot {
+			mu.Lock()
+			defer mu.Unlock()
+			if mute {
+				return nil
+			}
+			s := j.snapshot(rank, 0)
+			if s.Joined = joined; joined {
+				s.View = flight.View{Epoch: 1, Active: []int{0, 1, 2}}
+			} else {
+				s.Size, s.View = 3, flight.View{}
+			}
+			return s
+		})
+	}
+	s := j.sampler(secret)
+	sampled := func(s *Sampler, want ...string) {
+		t.Helper()
+		got, err := s.Sample(ctx, 0)
+		if err != nil || !slices.Equal(presences(got), want) {
+			t.Errorf("%v, %v, want %v", presences(got), err, want)
+		}
+	}
+	answer(0)
+	first := answer(1)
+	sampled(s, "present", "present", "absent", "vacant", "vacant", "vacant")
+	answer(2)
+	set(&joined)
+	sampled(s, "present", "present", "present", "vacant", "vacant", "vacant")
+	set(&mute)
+	first.Close()
+	sampled(s, "silent", "dead", "silent", "vacant", "vacant", "vacant")
+	sampled(j.sampler(secret), "silent", "absent", "silent", "vacant", "vacant", "vacant") // it knows no view
 }
 
 // pair is two samples of a job, a second apart, in which each rank has done 100 operations.
