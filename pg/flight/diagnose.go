@@ -29,8 +29,9 @@ const (
 type Rank struct {
 	Rank     int       `json:"rank"`
 	Presence Presence  `json:"presence"`
-	Where    string    `json:"where,omitempty"`  // "pid 4711 on node3"
-	Detail   string    `json:"detail,omitempty"` // why there is no snapshot
+	Where    string    `json:"where,omitempty"`     // "pid 4711 on node3"
+	Addrs    []string  `json:"addresses,omitempty"` // at which it was asked and has not answered
+	Detail   string    `json:"detail,omitempty"`    // why there is no snapshot
 	Snapshot *Snapshot `json:"snapshot,omitempty"`
 }
 
@@ -49,7 +50,8 @@ const (
 // Finding is one fault of a job.
 type Finding struct {
 	Kind    string  `json:"kind"`
-	Rank    int     `json:"rank"` // the rank at fault, -1: no single one
+	Rank    int     `json:"rank"`            // the rank at fault, -1: no single one
+	Ranks   []int   `json:"ranks,omitempty"` // the ranks at fault, if these are several that are not there
 	Waiters []int   `json:"waiters,omitempty"`
 	Group   uint32  `json:"group,omitempty"`
 	Job     string  `json:"job,omitempty"`     // that the group is of, if it is another one
@@ -71,8 +73,8 @@ const maxText = 8
 // rank there if that does not answer.
 func Diagnose(ranks []Rank) []Finding {
 	ranks = Beside(ranks)
-	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{},
-		blamed: map[int]bool{}, sights: map[sight]string{}}
+	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, missed: map[*Finding]missed{},
+		known: map[*Operation][]*Finding{}, blamed: map[int]bool{}, sights: map[sight]string{}}
 	for i := range ranks {
 		d.ranks[ranks[i].Rank] = &ranks[i]
 		d.order = append(d.order, ranks[i].Rank)
@@ -94,10 +96,27 @@ type culprit struct {
 	group, job string
 }
 
+// missed is what is known of a rank that is waited for and not there. Findings about several that
+// have it alike are merged.
+type missed struct {
+	absence
+	group   uint32
+	job     string
+	seen    string // the operation in which the others have last seen it
+	awaited string // the operation
+}
+
+// absence is why a rank has no snapshot.
+type absence struct {
+	presence Presence
+	detail   string
+}
+
 type diagnosis struct {
 	ranks      map[int]*Rank
 	order      []int
 	culprits   map[culprit]*Finding
+	missed     map[*Finding]missed
 	mismatched []*Group
 	known      map[*Operation][]*Finding // findings in which earlier walks from these ended
 	sights     map[sight]string
@@ -348,19 +367,56 @@ func (d *diagnosis) stuck() {
 		return cmp.Or(len(d.culprits[b].Waiters)-len(d.culprits[a].Waiters), a.rank-b.rank, cmp.Compare(a.kind, b.kind),
 			cmp.Compare(a.group, b.group), cmp.Compare(a.job, b.job))
 	})
+	first := map[missed]*Finding{} // of several that are alike
+	var all []*Finding
 	for _, k := range keys {
 		f := d.culprits[k]
-		f.Waiters = slices.Compact(slices.Sorted(slices.Values(f.Waiters)))
 		if f.Kind == FindingStuck {
 			d.blamed[k.rank] = true
+		}
+		if m, ok := d.missed[f]; ok {
+			if to := first[m]; to != nil {
+				to.merge(f)
+				continue
+			}
+			first[m] = f
+		}
+		all = append(all, f)
+	}
+	for _, f := range all {
+		slices.Sort(f.Ranks)
+		f.Waiters = slices.Compact(slices.Sorted(slices.Values(f.Waiters)))
+		if m, ok := d.missed[f]; ok {
+			f.Text = d.absent(f.faulty(), m.absence)
+			n := len(f.faulty())
+			if m.seen != "" {
+				f.Text += fmt.Sprintf("; %s last seen in %s", verb(n, "it was", "they were"), m.seen)
+			}
+			f.Text += fmt.Sprintf("; %s waited for in %s", verb(n, "it is", "they are"), m.awaited)
+		}
+		if f.Kind == FindingStuck {
 			if others := slices.DeleteFunc(slices.Clone(f.Waiters),
-				func(r int) bool { return r == k.rank }); len(others) > 0 {
-				f.Text += fmt.Sprintf("; %s %s for it, %s so far", RankList(others), verb(len(others), "waits", "wait"),
-					Seconds(time.Duration(f.Seconds*float64(time.Second))))
+				func(r int) bool { return r == f.Rank }); len(others) > 0 {
+				f.Text += fmt.Sprintf("; %s %s for %s, %s so far", RankList(others), verb(len(others), "waits", "wait"),
+					verb(len(f.faulty()), "it", "them"), Seconds(time.Duration(f.Seconds*float64(time.Second))))
 			}
 		}
 		d.found = append(d.found, *f)
 	}
+}
+
+// faulty lists the ranks at fault.
+func (f *Finding) faulty() []int {
+	if f.Ranks != nil {
+		return f.Ranks
+	}
+	return []int{f.Rank}
+}
+
+// merge adds what is known of another rank, which is at fault in the same way.
+func (f *Finding) merge(o *Finding) {
+	f.Rank, f.Ranks = -1, append(f.faulty(), o.Rank)
+	f.Waiters, f.Seconds = append(f.Waiters, o.Waiters...), max(f.Seconds, o.Seconds)
 }
 
 // walk is one walk from a waiting rank along the ranks that are waited for.
@@ -375,6 +431,12 @@ type walk struct {
 
 // blame ends a walk with a finding.
 func (w *walk) blame(rank int, kind string, o *Operation, text string) bool {
+	w.fault(rank, kind, o, text)
+	return true
+}
+
+// fault is blame. It returns the finding if it is the first one, or takes the place of the first.
+func (w *walk) fault(rank int, kind string, o *Operation, text string) *Finding {
 	k := culprit{rank, kind, fmt.Sprint(o.Group), o.Job}
 	switch {
 	case rank < 0: // strangers, whom the text names
@@ -383,14 +445,17 @@ func (w *walk) blame(rank int, kind string, o *Operation, text string) bool {
 		k.group = o.Call
 	}
 	f := w.d.culprits[k]
+	anew := f == nil || o.Number < f.Number // the earliest operation that the rank has not begun
 	if f == nil {
-		f = &Finding{Kind: kind, Rank: rank, Group: o.Group, Job: o.Job, Number: o.Number, Text: text}
+		f = &Finding{Kind: kind, Rank: rank, Group: o.Group, Job: o.Job}
 		w.d.culprits[k] = f
-	} else if o.Number < f.Number { // the earliest operation that the rank has not begun
-		f.Number, f.Text = o.Number, text
 	}
 	w.end(f)
-	return true
+	if !anew {
+		return nil
+	}
+	f.Number, f.Text = o.Number, text
+	return f
 }
 
 func (w *walk) end(f *Finding) {
@@ -503,14 +568,17 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	t := w.d.ranks[to]
 	mine := groupOf(w.d.ranks[from].Snapshot, o) // nil: o is a message
 	if t == nil || t.Snapshot == nil {
-		text := "is not there"
+		m := missed{group: o.Group, job: o.Job, awaited: o.Short()}
 		if t != nil {
-			text = t.presence()
+			m.absence = absence{t.Presence, t.Detail}
 		}
 		if mine != nil {
-			text += w.d.seen(mine, to)
+			m.seen = w.d.seen(mine, to)
 		}
-		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d %s; it is waited for in %s", to, text, o.Short()))
+		if f := w.fault(to, FindingStuck, o, ""); f != nil { // see stuck for its text
+			w.d.missed[f] = m
+		}
+		return true
 	}
 	s := t.Snapshot
 	if mine == nil {
@@ -578,7 +646,7 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	return w.elsewhere(o, to, fmt.Sprintf("rank %d has not entered %s (%s)", to, o.Short(), done))
 }
 
-// seen describes what the other ranks have last seen of a rank in a group.
+// seen names the operation of a group in which the other ranks have last seen a rank; "": none.
 func (d *diagnosis) seen(group *Group, rank int) string {
 	k := sight{rank, group.ID, group.Job}
 	if text, ok := d.sights[k]; ok {
@@ -596,7 +664,7 @@ func (d *diagnosis) seen(group *Group, rank int) string {
 		}
 	}
 	if last != nil {
-		d.sights[k] = "; it was last seen in " + last.Seen
+		d.sights[k] = last.Seen
 	} else {
 		d.sights[k] = ""
 	}
@@ -630,54 +698,61 @@ func (w *walk) elsewhere(o *Operation, to int, text string) bool {
 	return w.blame(to, FindingStuck, o, text)
 }
 
-func (r *Rank) presence() string {
-	s := ""
-	switch r.Presence {
+// absent describes ranks that have no snapshot for the same reason, and where it is if that is one.
+func (d *diagnosis) absent(ranks []int, a absence) string {
+	n := len(ranks)
+	what := verb(n, "is ", "are ") + string(a.presence)
+	switch a.presence {
+	case "":
+		what = verb(n, "is", "are") + " not there"
 	case Silent:
-		s = "does not answer"
-	case Dead:
-		s = "is dead"
+		what = verb(n, "does", "do") + " not answer"
 	case Absent:
-		s = "has not joined yet"
+		what = verb(n, "has", "have") + " not joined yet"
 	case Vacant:
-		s = "is not in the view"
-	default:
-		s = "is " + string(r.Presence)
+		what = verb(n, "is", "are") + " not in the view"
 	}
-	if r.Where != "" {
-		s += " (" + r.Where + ")"
+	if r := d.ranks[ranks[0]]; n == 1 && r != nil && r.Where != "" {
+		what += " (" + r.Where + ")"
 	}
-	if r.Detail != "" {
-		s += ": " + r.Detail
+	if a.detail != "" && n == 1 {
+		what += ": " + a.detail
+	} else if a.detail != "" {
+		what += ": " + plural.Replace(a.detail)
 	}
-	return s
+	return RankList(ranks) + " " + what
 }
+
+// plural has details that are said of one rank, and how they are said of several.
+var plural = strings.NewReplacer(
+	"its lease has ended", "their leases have ended",
+	"takes it for alive", "takes them for alive",
+	"it has another secret", "they have another secret",
+	"another process has taken its place", "other processes have taken their places",
+	"its record in the store", "their records in the store",
+	"there is no flight record of it", "there is no flight record of them")
 
 // gone reports ranks that are not there, or seem not to be, and that no walk has ended at.
 func (d *diagnosis) gone() {
-	like := map[string][]int{}
-	var texts []string
+	like := map[absence]*Finding{}
+	var order []absence
 	for _, n := range d.order {
 		r := d.ranks[n]
 		if r.Snapshot != nil || r.Presence == Vacant || r.Presence == Unknown || r.Presence == Unreadable ||
 			d.blamed[n] {
 			continue
 		}
-		text := r.presence()
-		if like[text] == nil {
-			texts = append(texts, text)
+		a, f := absence{r.Presence, r.Detail}, &Finding{Kind: FindingGone, Rank: n}
+		if first := like[a]; first != nil {
+			first.merge(f)
+			continue
 		}
-		like[text] = append(like[text], n)
+		like[a], order = f, append(order, a)
 	}
-	for _, text := range texts {
-		ranks := like[text]
-		f := Finding{Kind: FindingGone, Rank: ranks[0], Text: RankList(ranks) + " " + text}
-		if len(ranks) > 1 {
-			f.Rank = -1
-			f.Text = RankList(ranks) + " " + strings.NewReplacer("does not", "do not", "is ", "are ", "has not",
-				"have not", "its lease has", "their leases have").Replace(text)
-		}
-		d.found = append(d.found, f)
+	for _, a := range order {
+		f := like[a]
+		f.Text = d.absent(f.faulty(), a)
+		d.found = append(d.found, *f)
 	}
 }
 

@@ -112,6 +112,7 @@ func TestDiagnose(t *testing.T) {
 	}
 	grown := func(s *Snapshot) { s.Groups[0].Size++ }
 	timedOut := func(s *Snapshot) { s.Reason = "timeout" }
+	const alive = "no answer within 1s, yet the store takes it for alive"
 	for _, c := range []struct {
 		name string
 		job  job
@@ -168,6 +169,24 @@ func TestDiagnose(t *testing.T) {
 			}
 			return j
 		}(), []string{"ranks 1 and 3 are dead: their leases have ended"}},
+		{"several are silent, each at its place", ranks(6).without(1, Silent, alive).without(2, Silent,
+			alive).without(3, Silent, alive).without(5, Silent, "it has another secret"),
+			[]string{"ranks 1-3 do not answer: no answer within 1s, yet the store takes them for alive",
+				"rank 5 does not answer (pid 105 on node): it has another secret"}},
+		{"several are silent, and waited for", ranks(6).in(0, 9, 5*s, 3, 4).in(1, 9, 4*s, 5).in(2, 9, 5*s, 0).without(3,
+			Silent, "late").without(4, Silent, "late").without(5, Silent, "late"),
+			[]string{"ranks 3-5 do not answer: late; they are waited for in allreduce #9; ranks 0-2 wait for them, " +
+				"5.0 s so far"}},
+		{"several are silent in different operations", ranks(5).in(0, 9, 5*s, 2, 3, 4).with(0, func(s *Snapshot) {
+			s.Groups[0].Peers = []Peer{{Rank: 2, Seen: "allreduce #8", Number: 8}, {Rank: 3, Seen: "allreduce #8",
+				Number: 8}, {Rank: 4, Seen: "allreduce #7", Number: 7}}
+		}).message(1, 3, 5*s).without(2, Silent, "").without(3, Silent, "").without(4, Silent, ""),
+			[]string{"ranks 2 and 3 do not answer; they were last seen in allreduce #8; they are waited for in " +
+				"allreduce #9; rank 0 waits for them, 5.0 s so far",
+				"rank 3 does not answer (pid 103 on node); it is waited for in recv from rank 3 (float32, 4 " +
+					"elements, tag 7); rank 1 waits for it, 5.0 s so far",
+				"rank 4 does not answer (pid 104 on node); it was last seen in allreduce #7; it is waited for in " +
+					"allreduce #9; rank 0 waits for it, 5.0 s so far"}},
 		{"a hole is no news", ranks(4).without(1, Vacant, ""), nil},
 		{"not there yet", ranks(2).in(0, 1, 20*s, 1).without(1, Absent, ""),
 			[]string{"rank 1 has not joined yet (pid 101 on node); it is waited for in allreduce #1; rank 0 " +
@@ -412,6 +431,33 @@ func TestDiagnoseMany(t *testing.T) {
 	f := Diagnose(j)
 	if len(f) != 1 || f[0].Rank != 77 || len(f[0].Waiters) != n-1 || f[0].Number != 5 {
 		t.Errorf("%d findings, %+v", len(f), f[0].Text)
+	}
+}
+
+// Many ranks that do not answer are one finding, whether they are waited for or not.
+func TestDiagnoseManySilent(t *testing.T) {
+	const n = 256
+	var silent []int
+	for r := n / 2; r < n; r++ {
+		silent = append(silent, r)
+	}
+	for _, waiting := range []bool{false, true} {
+		j := ranks(n)
+		for _, r := range silent {
+			j.without(r, Silent, "late")
+		}
+		kind := FindingGone
+		if waiting {
+			kind = FindingStuck
+			for r := range n / 2 {
+				j.in(r, 5, 5*time.Second, silent...)
+			}
+		}
+		f := Diagnose(j)
+		if len(f) != 1 || f[0].Kind != kind || f[0].Rank != -1 || !slices.Equal(f[0].Ranks, silent) ||
+			waiting && len(f[0].Waiters) != n/2 || !strings.HasPrefix(f[0].Text, "ranks 128-255 do not answer: late") {
+			t.Errorf("%d findings, %.200s", len(f), f[0].Text)
+		}
 	}
 }
 

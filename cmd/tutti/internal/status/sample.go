@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -100,7 +101,7 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 			continue
 		}
 		s.size, s.first = max(s.size, rec.Size), max(s.first, cmp.Or(rec.First, rec.Size))
-		r.Where = fmt.Sprintf("pid %d on %s", rec.PID, rec.Host)
+		r.Where, r.Addrs = fmt.Sprintf("pid %d on %s", rec.PID, rec.Host), rec.Addrs
 		asked.Go(func() error {
 			s.ask(actx, r, rec, ops)
 			return nil
@@ -149,6 +150,7 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 	ctx, cancel := context.WithTimeoutCause(ctx, s.within, late)
 	defer cancel()
 	b, err := s.client.Status(ctx, rec, ops)
+	var refused syscall.Errno
 	silent := err != nil && ctx.Err() != nil
 	var snap *flight.Snapshot
 	if err == nil {
@@ -165,7 +167,7 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 	}
 	switch {
 	case err == nil:
-		r.Presence, r.Snapshot = flight.Present, snap
+		r.Presence, r.Addrs, r.Snapshot = flight.Present, nil, snap
 	case silent:
 		r.Detail = context.Cause(ctx).Error() + ", yet the store takes it for alive"
 	case errors.Is(err, os.ErrDeadlineExceeded): // the connection's deadline, which is that of ctx
@@ -176,6 +178,8 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 		r.Detail = "it has another secret"
 	case errors.Is(err, bootstrap.ErrStale):
 		r.Detail = "another process has taken its place"
+	case errors.As(err, &refused): // of many ranks this is one finding, so it does not say where
+		r.Detail = refused.Error()
 	default:
 		r.Detail = plain.Text(err.Error())
 	}

@@ -325,6 +325,31 @@ func TestSampleOfGrowableJob(t *testing.T) {
 	sampled(j.sampler(secret), "silent", "absent", "silent", "vacant", "vacant", "vacant") // it knows no view
 }
 
+// Ranks that do not answer are one finding, and the sample says where each is.
+func TestSampleOfEndedProcesses(t *testing.T) {
+	j := newJob(t, 3)
+	for r := range 3 {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		j.register(r, uint64(r)+1, l.Addr().String())
+		l.Close()
+	}
+	got, err := j.sampler(secret).Sample(t.Context(), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if f := flight.Diagnose(got.Ranks); len(f) != 1 || f[0].Text != "ranks 0-2 do not answer: connection refused" {
+		t.Errorf("%+v", f)
+	}
+	for _, r := range got.Ranks {
+		if len(r.Addrs) != 1 || r.Where == "" {
+			t.Errorf("%+v", r)
+		}
+	}
+}
+
 // pair is two samples of a job, a second apart, in which each rank has done 100 operations.
 func pair(n int) (now, before *Sample) {
 	j := &job{size: n}
