@@ -52,7 +52,8 @@ func (r *Endpoint) Text(w io.Writer, st Style) {
 	if r.Interval == 0 {
 		rate = nil
 	}
-	columns(w, st, [][]string{endpointHead, endpointLine(s, rate)}, 0, func(_ int, text string) string { return text })
+	columns(w, st, [][]string{endpointHead, endpointLine(s, rate)}, 0, []int{1, 2, 4, 5, 3},
+		func(_ int, text string) string { return text })
 }
 
 // endpointHead has the titles of endpointLine.

@@ -520,7 +520,7 @@ rank  pid  host  epoch  op/s     B/s  state
 	Make(now, before, false).Text(&b, Style{Colour: true, Width: 60})
 	for line := range strings.Lines(b.String()) {
 		if n := len([]rune(strings.NewReplacer("\x1b[0m", "", "\x1b[1m", "", "\x1b[31m", "", "\x1b[33m", "", "\x1b[90m",
-			"").Replace(strings.TrimSuffix(line, "\n")))); n > 78 { // the head is one line
+			"").Replace(strings.TrimSuffix(line, "\n")))); n > 60 {
 			t.Errorf("%d columns: %q", n, line)
 		}
 	}
@@ -547,6 +547,72 @@ rank  pid  host  epoch  op/s     B/s  state
 	if got := b.String(); !strings.Contains(got, "\n~ no rank can be read") ||
 		strings.Contains(got, "nothing is stuck") {
 		t.Error(got)
+	}
+}
+
+// A live screen has room for what is wrong and for some ranks, and says how much it leaves out.
+func TestTextFits(t *testing.T) {
+	now, before := pair(64)
+	for r := range 40 { // each is a finding of its own, and most are not shown
+		now.Ranks[r] = flight.Rank{Rank: r, Presence: flight.Silent, Where: fmt.Sprintf("pid %d on node-%d", 1000+r, r),
+			Detail: fmt.Sprintf("an error that is longer than a line of a narrow terminal, and ends with %d", r)}
+	}
+	now.Ranks[40].Snapshot.Endpoints = make([]stats.Endpoint, 30)
+	for r := range 3 {
+		now.Ranks[50+r].Snapshot.Links = []flight.Link{{Rank: 60 + r, Waited: 9}}
+	}
+	report := Make(now, before, false)
+	quiet, was := pair(64)
+	few, old := pair(2)
+	for _, c := range []struct {
+		name   string
+		report *Report
+		Style
+		full bool // all lines are used
+		cut  bool // by the screen: one finding and one rank do not fit
+	}{
+		{"large", report, Style{Width: 200, Lines: 200}, false, false},
+		{"usual", report, Style{Width: 80, Lines: 23}, true, false},
+		{"narrow", report, Style{Width: 40, Lines: 11}, true, true},
+		{"wide and low", report, Style{Width: 200, Lines: 11}, true, false},
+		{"high and narrow", report, Style{Width: 40, Lines: 60}, true, false},
+		{"nothing stuck", Make(quiet, was, false), Style{Width: 80, Lines: 23}, true, false},
+		{"nothing stuck, narrow", Make(quiet, was, false), Style{Width: 40, Lines: 11}, true, false},
+		{"few", Make(few, old, false), Style{Width: 40, Lines: 11}, false, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var b bytes.Buffer
+			c.report.Text(&b, c.Style)
+			text := b.String()
+			lines := strings.Split(strings.TrimSuffix(text, "\n"), "\n")
+			if c.cut {
+				lines = lines[:min(len(lines), c.Lines)]
+				text = strings.Join(lines, "\n")
+			}
+			if n := len(lines); n > c.Lines || c.full && n < c.Lines-2 {
+				t.Errorf("%d lines of %d\n%s", n, c.Lines, text)
+			}
+			for _, line := range lines {
+				if n := len([]rune(line)); n > c.Width {
+					t.Errorf("%d columns of %d: %q", n, c.Width, line)
+				}
+			}
+			shown, more := 0, 0
+			for _, line := range lines {
+				if n := 0; strings.HasPrefix(line, "! and ") {
+					fmt.Sscanf(line, "! and %d more", &n)
+					more += n
+				} else if strings.HasPrefix(line, "! ") {
+					shown++
+				}
+			}
+			if shown+more != len(c.report.Findings) || shown == 0 && more > 0 {
+				t.Errorf("%d findings are shown, and %d more of %d\n%s", shown, more, len(c.report.Findings), text)
+			}
+			if !strings.Contains(text, "state\n") || !c.cut && !strings.Contains(text, "computing") {
+				t.Errorf("no ranks\n%s", text)
+			}
+		})
 	}
 }
 

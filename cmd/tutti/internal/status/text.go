@@ -1,11 +1,13 @@
 package status
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
+	"sort"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -14,13 +16,29 @@ import (
 	"tutti/pg/flight"
 )
 
-// Style is the style of text: with colour, in lines of at most Width columns (0: any), and with at
-// most Rows ranks (0: all), the remarkable ones first.
+// Style is the style of text: with colour, in lines of at most Width columns (0: any) where they
+// can be broken, and with at most Rows ranks (0: all), the remarkable ones first. If Lines is not
+// 0, Rows does not count, and the text has at most so many lines if one finding and one rank have
+// room.
 type Style struct {
 	Colour bool
 	Width  int
 	Rows   int
+	Lines  int
 }
+
+// room is how much of a report is shown.
+type room struct {
+	findings, hints int
+	rows            int  // of each table; 0: all
+	endpoints       bool // they have a table, else only their number is shown
+}
+
+// Bounds of what is shown if there is room.
+const (
+	maxFindings   = 10
+	maxStragglers = 3
+)
 
 func (s Style) paint(code, text string) string {
 	if !s.Colour {
@@ -31,6 +49,53 @@ func (s Style) paint(code, text string) string {
 
 // Text writes the report as text: what is wrong first, then the ranks.
 func (r *Report) Text(w io.Writer, st Style) {
+	all := room{len(r.Findings), len(r.hints()), st.Rows, true}
+	if all.findings > maxFindings+1 {
+		all.findings = maxFindings
+	}
+	if st.Lines > 0 {
+		all = r.fit(all, st)
+	}
+	r.write(w, st, all)
+}
+
+// fit returns how much of the report has room in the lines of a style. The tables give way first,
+// down to a few lines, then hints, the table of endpoints, and findings.
+func (r *Report) fit(all room, st Style) room {
+	fits := func(rm room) bool {
+		var b bytes.Buffer
+		r.write(&b, st, rm)
+		return bytes.Count(b.Bytes(), []byte("\n")) <= st.Lines
+	}
+	rows := max(len(r.Ranks), r.countEndpoints())
+	if all.rows = 0; fits(all) {
+		return all
+	}
+	const few = 3
+	for all.rows = max(min(rows, few), 1); !fits(all); {
+		switch {
+		case all.hints > 0:
+			all.hints--
+		case all.endpoints:
+			all.endpoints = false
+		case all.findings > 1:
+			all.findings--
+		case all.rows > 1:
+			all.rows--
+		default:
+			return all // the terminal cuts it
+		}
+	}
+	all.rows += sort.Search(max(rows-all.rows, 0), func(more int) bool {
+		larger := all
+		larger.rows += more + 1
+		return !fits(larger)
+	})
+	return all
+}
+
+// write writes as much of the report as there is room for.
+func (r *Report) write(w io.Writer, st Style, rm room) {
 	head := fmt.Sprintf("job %s: %s", r.Job, count(len(r.Ranks), "rank"))
 	switch {
 	case r.Epoch == 0:
@@ -50,36 +115,57 @@ func (r *Report) Text(w io.Writer, st Style) {
 		head += fmt.Sprintf(", %s operations and %s a second and rank", quantity(ops/float64(n)),
 			Size(bytes/float64(n)))
 	}
-	fmt.Fprintln(w, st.paint("1", head))
+	fmt.Fprintln(w, st.paint("1", term.Wrap(head, 0, st.Width)))
+	note := func(mark, colour, text string) {
+		fmt.Fprintf(w, "%s %s\n", st.paint(colour, mark), term.Wrap(text, 2, st.Width))
+	}
 	switch {
 	case len(r.Findings) > 0:
 	case n == 0 && len(r.Ranks) > 0:
-		fmt.Fprintln(w, st.paint("33", "~"), "no rank can be read: whether one is stuck is not known")
+		note("~", "33", "no rank can be read: whether one is stuck is not known")
 	default:
 		fmt.Fprintln(w, st.paint("32", "nothing is stuck"))
 	}
-	const shown = 10
-	for i, f := range r.Findings {
-		if i == shown && len(r.Findings) > shown+1 {
-			fmt.Fprintf(w, "%s and %d more\n", st.paint("31", "!"), len(r.Findings)-shown)
-			break
-		}
-		fmt.Fprintf(w, "%s %s\n", st.paint("31", "!"), term.Wrap(f.Text, 2, st.Width))
+	for _, f := range r.Findings[:rm.findings] {
+		note("!", "31", f.Text)
 	}
-	for i, s := range r.Stragglers {
-		if i == 3 {
-			break
-		}
-		fmt.Fprintf(w, "%s %s\n", st.paint("33", "~"),
-			term.Wrap(fmt.Sprintf("rank %d keeps others waiting: they have waited %s for it, it %s for others", s.Rank,
-				secs(s.Kept), secs(s.Waited)), 2, st.Width))
+	if more := len(r.Findings) - rm.findings; more > 0 {
+		note("!", "31", fmt.Sprintf("and %d more", more))
 	}
-	for _, text := range r.devices() {
-		fmt.Fprintf(w, "%s %s\n", st.paint("33", "~"), term.Wrap(text, 2, st.Width))
+	hints := r.hints()
+	for _, text := range hints[:rm.hints] {
+		note("~", "33", text)
+	}
+	if more := len(hints) - rm.hints; more > 0 {
+		note("~", "33", fmt.Sprintf("and %d more", more))
 	}
 	fmt.Fprintln(w)
+	st.Rows = rm.rows
 	r.table(w, st)
-	r.endpoints(w, st)
+	if n := r.countEndpoints(); rm.endpoints {
+		r.endpoints(w, st)
+	} else if n > 0 {
+		fmt.Fprintf(w, "and %s\n", count(n, "endpoint"))
+	}
+}
+
+func (r *Report) countEndpoints() (n int) {
+	for _, x := range r.Ranks {
+		if x.Snapshot != nil {
+			n += len(x.Snapshot.Endpoints)
+		}
+	}
+	return n
+}
+
+// hints lists what is no fault, yet worth knowing: the worst stragglers, and how groups get at the
+// memory of GPUs.
+func (r *Report) hints() (all []string) {
+	for _, s := range r.Stragglers[:min(len(r.Stragglers), maxStragglers)] {
+		all = append(all, fmt.Sprintf("rank %d keeps others waiting: they have waited %s for it, it %s for others",
+			s.Rank, secs(s.Kept), secs(s.Waited)))
+	}
+	return append(all, r.devices()...)
 }
 
 // table writes a line for each rank.
@@ -111,7 +197,7 @@ func (r *Report) table(w io.Writer, st Style) {
 		hosts[line[2]] = hosts[line[2]] || line[2] != ""
 		cells = append(cells, line)
 	}
-	columns(w, st, cells, 2, func(i int, text string) string {
+	columns(w, st, cells, 2, []int{2, 1, 4, 5, 3}, func(i int, text string) string {
 		switch x := rows[i]; {
 		case x.Snapshot == nil && !x.Plain || strings.HasPrefix(text, "failed"):
 			return st.paint("31", text)
@@ -124,6 +210,10 @@ func (r *Report) table(w io.Writer, st Style) {
 		kinds := map[string]int{}
 		for _, x := range rest {
 			kind, _, _ := strings.Cut(x.State, " for ")
+			kind, _, _ = strings.Cut(kind, ";")
+			if x.Snapshot == nil || strings.HasPrefix(kind, "failed:") {
+				kind, _, _ = strings.Cut(kind, ":")
+			}
 			kinds[kind]++
 		}
 		names := slices.SortedFunc(maps.Keys(kinds),
@@ -166,16 +256,20 @@ func (r *Report) endpoints(w io.Writer, st Style) {
 		cells = cells[:1+st.Rows]
 	}
 	fmt.Fprintln(w)
-	columns(w, st, cells, 1, func(_ int, text string) string { return text })
+	columns(w, st, cells, 1, []int{2, 3, 5, 6, 4}, func(_ int, text string) string { return text })
 	if more > 0 {
 		fmt.Fprintf(w, "and %s more\n", count(more, "endpoint"))
 	}
 }
 
+// minState is the width of the last column that is worth more than another column.
+const minState = 30
+
 // columns writes a table whose last column is wrapped, and painted by a function of the number of
 // the line. The first line is the head. Column left is aligned to the left, the others to the
-// right.
-func columns(w io.Writer, st Style, cells [][]string, left int, paint func(i int, text string) string) {
+// right. If the last one would be narrow, the columns of spare are left out, as many as needed, the
+// last one first.
+func columns(w io.Writer, st Style, cells [][]string, left int, spare []int, paint func(i int, text string) string) {
 	widths := make([]int, len(cells[0])-1)
 	for _, line := range cells {
 		for i := range widths {
@@ -186,12 +280,19 @@ func columns(w io.Writer, st Style, cells [][]string, left int, paint func(i int
 	for _, n := range widths {
 		indent += n
 	}
+	for st.Width > 0 && len(spare) > 0 && st.Width-indent < max(st.Width/3, minState) {
+		last := spare[len(spare)-1]
+		spare, indent = spare[:len(spare)-1], indent-widths[last]-2
+		widths[last] = -1
+	}
 	for i, line := range cells {
 		var b strings.Builder
 		for j, n := range widths {
-			if j == left {
+			switch {
+			case n < 0:
+			case j == left:
 				fmt.Fprintf(&b, "%-*s  ", n, line[j])
-			} else {
+			default:
 				fmt.Fprintf(&b, "%*s  ", n, line[j])
 			}
 		}
