@@ -338,7 +338,7 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 				cfg.Job, err, cfg.Address)
 		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil &&
 			strings.HasPrefix(cfg.Address, "tutti://"): // such a store ends with its job
-			scr.leave()
+			scr.Close()
 			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)
 			return true, nil
 		case err != nil:
@@ -346,7 +346,7 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 		}
 		if show {
 			r := status.Make(now, before, every > 0)
-			if err := f.show(scr, r, r.Time, len(r.Findings)+len(r.Stragglers)); err != nil {
+			if err := f.show(scr, r, r.Time); err != nil {
 				return true, err
 			}
 			if every == 0 && len(r.Findings) > 0 {
@@ -372,7 +372,7 @@ func (f *statusFlags) followEndpoint(ctx context.Context, p *endpoint.Peer, ever
 		now := &status.EndpointSample{Time: time.Now(), State: state}
 		if show {
 			r := status.MakeEndpoint(now, before)
-			if err := f.show(scr, r, r.Time, 0); err != nil {
+			if err := f.show(scr, r, r.Time); err != nil {
 				return true, err
 			}
 		}
@@ -389,8 +389,12 @@ func (f *statusFlags) repeat(ctx context.Context, every time.Duration,
 	if every > 0 {
 		pause = min(pause, every)
 	}
-	scr := &screen{live: every > 0 && !f.asJSON && launch.Terminal(os.Stdout) && os.Getenv("TERM") != "dumb"}
-	defer scr.leave()
+	scr := &screen{}
+	if every > 0 && !f.asJSON && launch.Terminal(os.Stdout) && os.Getenv("TERM") != "dumb" {
+		scr.live = term.NewScreen(os.Stdout)
+	}
+	defer scr.Close()
+	defer context.AfterFunc(ctx, scr.Close)() // at once: a second signal kills
 	for round := 0; ; round++ {
 		over, err := look(scr, round > 0 || every > 0)
 		if err != nil || over || every == 0 && round > 0 {
@@ -425,70 +429,48 @@ type report interface {
 	Text(w io.Writer, st status.Style)
 }
 
-// show prints a report of a time. A live screen keeps room for more lines beside the table.
-func (f *statusFlags) show(scr *screen, r report, at time.Time, more int) error {
+// show prints a report of a time.
+func (f *statusFlags) show(scr *screen, r report, at time.Time) error {
 	if f.asJSON {
 		enc := json.NewEncoder(stdout)
 		enc.SetEscapeHTML(false)
 		return enc.Encode(r)
 	}
-	width, height := term.Size(os.Stdout)
-	var b bytes.Buffer
-	st := status.Style{Colour: launch.Colour(os.Stdout), Width: width}
-	switch {
-	case scr.live:
-		st.Rows = max(height-6-more, 5)
-	case width > 0:
+	st := status.Style{Colour: launch.Colour(os.Stdout)}
+	clock := at.Format("15:04:05.0") + "\n"
+	if scr.live != nil {
+		return scr.live.Draw(func(columns, rows int) string {
+			st := st
+			st.Width, st.Lines = columns, max(rows-1, 1)
+			b := bytes.NewBufferString(clock)
+			r.Text(b, st)
+			return b.String()
+		})
+	}
+	if st.Width = term.Width(os.Stdout); st.Width > 0 {
 		st.Rows = 64
 	}
-	if scr.live || scr.shown {
-		fmt.Fprintln(&b, at.Format("15:04:05.0"))
-	}
-	r.Text(&b, st)
-	return scr.draw(b.Bytes(), height)
-}
-
-// screen draws blocks of text: on a terminal each replaces the last, else they follow each other.
-type screen struct {
-	live, shown, entered bool
-}
-
-func (s *screen) draw(text []byte, height int) error {
-	if !s.live {
-		if s.shown {
-			text = append([]byte("\n"), text...)
-		}
-		s.shown = true
-		_, err := os.Stdout.Write(text)
-		return err
-	}
-	lines := bytes.SplitAfter(text, []byte("\n"))
-	if height > 1 && len(lines) > height-1 {
-		lines = lines[:height-1]
-	}
 	var b bytes.Buffer
-	if !s.entered {
-		b.WriteString("\x1b[?1049h\x1b[?25l") // the alternate screen, without a cursor
-		s.entered = true
+	if scr.shown {
+		b.WriteString("\n" + clock)
 	}
-	b.WriteString("\x1b[H")
-	for _, l := range lines { // lines are overwritten in place to avoid flicker
-		b.Write(bytes.TrimSuffix(l, []byte("\n")))
-		b.WriteString("\x1b[K")
-		if bytes.HasSuffix(l, []byte("\n")) {
-			b.WriteString("\r\n")
-		}
-	}
-	b.WriteString("\x1b[J")
+	scr.shown = true
+	r.Text(&b, st)
 	_, err := os.Stdout.Write(b.Bytes())
 	return err
 }
 
-// leave restores the terminal.
-func (s *screen) leave() {
-	if s.entered {
-		s.entered = false
-		os.Stdout.WriteString("\x1b[?25h\x1b[?1049l")
+// screen is where reports are shown: on a live screen each replaces the last, else they follow each
+// other.
+type screen struct {
+	live  *term.Screen // nil: none
+	shown bool
+}
+
+// Close restores the terminal.
+func (s *screen) Close() {
+	if s.live != nil {
+		s.live.Close()
 	}
 }
 
@@ -523,7 +505,7 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 	for i, job := range jobs {
 		r := status.FromFiles(snaps[job])
 		if f.asJSON {
-			if err := f.show(&screen{}, r, r.Time, 0); err != nil {
+			if err := f.show(&screen{}, r, r.Time); err != nil {
 				return err
 			}
 			continue

@@ -31,3 +31,22 @@ func TestShown(t *testing.T) {
 		}
 	}
 }
+
+func TestFrame(t *testing.T) {
+	for _, c := range []struct {
+		what, text string
+		want       string
+	}{
+		{"short lines", "ab\nc\n", "\x1b[Hab\x1b[K\r\nc\x1b[K\r\n\x1b[J"},
+		{"nothing", "", "\x1b[H\x1b[J"},
+		{"an erasure would take the last character of a full line", "abcd\nc\n", "\x1b[Habcd\r\nc\x1b[K\r\n\x1b[J"},
+		{"a longer line", "abcdef\n", "\x1b[Habcd\r\n\x1b[J"},
+		{"colours", "a\x1b[31mbcdef\x1b[0m\n", "\x1b[Ha\x1b[31mbcd\x1b[0m\x1b[0m\r\n\x1b[J"},
+		{"as many lines as rows do not scroll", "a\nb\nc\n", "\x1b[Ha\x1b[K\r\nb\x1b[K\r\nc\x1b[K"},
+		{"more lines", "a\nb\nc\nd\n", "\x1b[Ha\x1b[K\r\nb\x1b[K\r\nc\x1b[K"},
+	} {
+		if got := frame(c.text, 4, 3); got != c.want {
+			t.Errorf("%s: %q, want %q", c.what, got, c.want)
+		}
+	}
+}
