@@ -227,9 +227,11 @@ func TestLossIsAwaitedBeforeACloseIsNamed(t *testing.T) {
 			return err
 		}
 		p, past := g.job.proxy, time.Now().Add(-2*grace)
+		var w p2p.Wait
+		w.Reset(ctx, 0, true)
 		p.Lock()
 		for !g.coll.Closed(left) {
-			if err := p.Progress(&g.wait); err != nil {
+			if err := p.Progress(&w); err != nil {
 				p.Unlock()
 				return err
 			}
@@ -253,14 +255,16 @@ func TestLossIsAwaitedBeforeACloseIsNamed(t *testing.T) {
 
 // A link that is broken for a moment does not end a call that waits for its stream.
 func TestHeldCallsOutlastABrokenLink(t *testing.T) {
-	each(t, 1, Config{}, func(ctx context.Context, g *Group) error {
-		looks := 0
-		return g.hold(ctx, func() error {
-			if looks++; looks%5 < 3 {
-				return errors.New("the link is broken")
-			}
-			return nil
-		}, func() (bool, error) { return looks > 20, nil })
+	synctest.Test(t, func(t *testing.T) {
+		each(t, 1, Config{}, func(ctx context.Context, g *Group) error {
+			looks, began := 0, time.Now()
+			return g.hold(ctx, func() error {
+				if looks++; looks%5 < 3 {
+					return errors.New("the link is broken")
+				}
+				return nil
+			}, func() (bool, error) { return time.Since(began) > 3*grace, nil })
+		})
 	})
 }
 
