@@ -236,10 +236,24 @@ func TestCloseEndsItsWait(t *testing.T) {
 					t.Fatal(err)
 				}
 				g.SetTimeout(c.timeout)
+				sent := func() { // returns when the root's broadcast is over, which a death would fail
+					if c.name == "killed" {
+						if _, err := pg.Recv(t.Context(), outer, make([]byte, 1), root, 0); err != nil {
+							t.Error(err)
+						}
+					}
+				}
 				switch g.Rank() {
 				case root:
 					if err := pg.Broadcast(t.Context(), g, []int64{1}, root); err != nil {
 						t.Error(err)
+					}
+					for to := range n {
+						if to != root && c.name == "killed" {
+							if err := pg.Send(t.Context(), outer, []byte{1}, to, 0); err != nil {
+								t.Error(err)
+							}
+						}
 					}
 					var w *pg.Work
 					if c.name == "under-way" {
@@ -255,10 +269,12 @@ func TestCloseEndsItsWait(t *testing.T) {
 						t.Errorf("Close waited in vain: %v; it says %q", overdue, text.String())
 					}
 				case other:
+					sent()
 					if late(root, g); c.name == "killed" {
 						pgtest.Kill(t)
 					}
 				default:
+					sent()
 					late(other, g)
 				}
 				if c.name != "killed" { // the others do nothing before

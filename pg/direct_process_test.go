@@ -489,10 +489,7 @@ func TestDirectMapsTheNextIncarnation(t *testing.T) {
 					t.Fatal(err)
 				}
 				mapped(2)
-				if err := g.Barrier(ctx); err != nil {
-					t.Fatal(err)
-				}
-				if g.Rank() == victim {
+				if through(t, g, victim); g.Rank() == victim {
 					pgtest.Kill(t)
 				}
 				for in, first := false, true; !in; {
