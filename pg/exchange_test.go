@@ -200,7 +200,7 @@ func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
 			pgtest.InjectFaults(t).Kill(2)
 		}
 	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second,
-		Timeout: 30 * time.Second}),
+		Timeout: time.Minute}),
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 

@@ -128,25 +128,26 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 				continue // every wait is for the other rank
 			}
 			t.Run(fmt.Sprintf("%s/%d", algo, n), func(t *testing.T) {
-				t.Parallel() // they mostly wait
-				each(t, n, Config{Timeout: 6 * time.Second, Algorithm: algo},
-					func(ctx context.Context, g *Group) error {
-						if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
-							return err
-						}
-						if g.Rank() == 1 { // does not enter
-							return nil
-						}
-						err := AllReduce(ctx, g, make([]float32, 8), Sum)
-						var to *TimeoutError
-						if !errors.As(err, &to) || !errors.Is(err, context.DeadlineExceeded) {
-							return fmt.Errorf("got %v, want a *TimeoutError", err)
-						}
-						if len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
-							return fmt.Errorf("%v: want rank 1 named, and no other", err)
-						}
+				t.Parallel()       // they mostly wait
+				past := meeting(n) // the short time is for the operation that a rank misses
+				each(t, n, Config{Algorithm: algo}, func(ctx context.Context, g *Group) error {
+					if err := past(AllReduce(ctx, g, make([]float32, 8), Sum)); err != nil {
+						return err
+					}
+					if g.Rank() == 1 { // does not enter
 						return nil
-					})
+					}
+					g.SetTimeout(6 * time.Second)
+					err := AllReduce(ctx, g, make([]float32, 8), Sum)
+					var to *TimeoutError
+					if !errors.As(err, &to) || !errors.Is(err, context.DeadlineExceeded) {
+						return fmt.Errorf("got %v, want a *TimeoutError", err)
+					}
+					if len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
+						return fmt.Errorf("%v: want rank 1 named, and no other", err)
+					}
+					return nil
+				})
 			})
 		}
 	}
@@ -158,10 +159,12 @@ func TestTimeoutNamesRankInAgreement(t *testing.T) {
 	for _, algo := range []string{"oneshot", "ring"} {
 		t.Run(algo, func(t *testing.T) {
 			t.Parallel() // the ranks mostly wait
-			each(t, n, Config{Timeout: 6 * time.Second, Algorithm: algo}, func(ctx context.Context, g *Group) error {
-				if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
+			past := meeting(n)
+			each(t, n, Config{Algorithm: algo}, func(ctx context.Context, g *Group) error {
+				if err := past(AllReduce(ctx, g, make([]float32, 8), Sum)); err != nil {
 					return err
 				}
+				g.SetTimeout(6 * time.Second)
 				var to *TimeoutError
 				if g.Rank() == missing {
 					if _, err := g.Agree(ctx, true); !errors.As(err, &to) {
@@ -184,14 +187,16 @@ func TestTimeoutNamesRankInAgreement(t *testing.T) {
 func TestTimeoutNamesRankThatWaitedBefore(t *testing.T) {
 	const n, late, missing = 5, 2, 3
 	t.Parallel() // the ranks mostly wait
-	gs, err := Local(n, Config{Timeout: 6 * time.Second, Algorithm: "ring"})
+	gs, err := Local(n, Config{Timeout: time.Minute, Algorithm: "ring"})
 	if err != nil {
 		t.Fatal(err)
 	}
+	past := meeting(n)
 	calls := func(g *Group) error {
-		if err := AllReduce(t.Context(), g, make([]float32, 8), Sum); err != nil || g.Rank() == missing {
+		if err := past(AllReduce(t.Context(), g, make([]float32, 8), Sum)); err != nil || g.Rank() == missing {
 			return err
 		}
+		g.SetTimeout(6 * time.Second)
 		var to *TimeoutError
 		err := AllReduce(t.Context(), g, make([]float32, 8), Sum)
 		if !errors.As(err, &to) || len(to.Missing) != 1 || to.Missing[0].Rank != missing {

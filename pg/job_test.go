@@ -63,7 +63,7 @@ func TestJoinOutlastsStartOfStore(t *testing.T) {
 		return sums(ctx, g, 0, 1)
 	}
 	done := make(chan error, 1)
-	go func() { done <- use(cfg, 100*time.Millisecond) }()
+	go func() { done <- use(cfg, time.Second) }()
 	for waits := ""; !strings.Contains(waits, "store cannot be reached"); {
 		select {
 		case waits = <-log:
@@ -111,6 +111,7 @@ func TestStandbyOutlastsTimeout(t *testing.T) {
 			return err
 		}
 		defer g.Close()
+		g.SetTimeout(30 * time.Second) // cfg.Timeout is for Join alone
 		return sums(ctx, g, 0, 1)
 	}
 	done := make(chan error, 1)

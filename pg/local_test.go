@@ -43,6 +43,18 @@ func each(t testing.TB, n int, cfg Config, f func(ctx context.Context, g *Group)
 	}
 }
 
+// meeting returns a function that each of n ranks calls once, with the error of what it has done.
+// The function returns that error when all have called it.
+func meeting(n int) func(err error) error {
+	var all sync.WaitGroup
+	all.Add(n)
+	return func(err error) error {
+		all.Done()
+		all.Wait()
+		return err
+	}
+}
+
 func fill(rank, n int) []int64 {
 	x := make([]int64, n)
 	for i := range x {
