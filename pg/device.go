@@ -39,6 +39,7 @@ import (
 // devices is what a group has of Config.Devices.
 type devices struct {
 	piece int                    // bytes that are copied as a piece, at least; 0: leastPiece
+	grace time.Duration          // of settle; 0: the constant
 	says  atomic.Pointer[string] // how operations get at the memory of devices, for display
 	blind atomic.Bool            // a device does not see what network cards write to its memory
 
@@ -423,7 +424,7 @@ func (v *visit) using(closed bool) bool {
 func (g *Group) settle(v *visit) {
 	pace := backoff.Backoff{Yields: 200, Nap: 50 * time.Microsecond}
 	defer pace.Stop()
-	ctx, cancel := context.WithTimeout(context.Background(), grace)
+	ctx, cancel := context.WithTimeout(context.Background(), cmp.Or(g.devices.grace, grace))
 	defer cancel()
 	x := &g.devices
 	for v.using(g.closed.Load()) && v.lost() == nil && (v.launch == nil && v.came() || !x.abandoned(v.stream)) {

@@ -282,6 +282,7 @@ func testFailedOperationsLeaveTheMemoryAlone(t *testing.T, d *devicetest.Late, n
 			if g.Rank() == 1 { // it does not come
 				return nil
 			}
+			g.devices.grace = time.Minute // the stream goes on, if only at its leisure
 			s, m, release, err := streamWith(d, n)
 			if err != nil {
 				return err
@@ -334,6 +335,9 @@ func TestUnconfirmedResultIsOnTheDevice(t *testing.T) {
 				if g.Rank() == absent {
 					return nil
 				}
+				if !c.heldUp {
+					g.devices.grace = time.Minute
+				}
 				s, m, release, err := streamWith(late, n)
 				if err != nil {
 					return err
@@ -373,7 +377,11 @@ func TestUnconfirmedResultIsOnTheDevice(t *testing.T) {
 func TestStreamsThatDoNotCome(t *testing.T) { onLate(t, 0, testStreamsThatDoNotCome) }
 
 func testStreamsThatDoNotCome(t *testing.T, d *devicetest.Late, n int) {
+	linked := meeting(2) // else one may have closed the group before the other knows of its timeout
 	each(t, 2, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
+		if err := linked(g.Barrier(ctx)); err != nil {
+			return err
+		}
 		s, m, release, err := streamWith(d, n)
 		if err != nil {
 			return err
