@@ -11,6 +11,8 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -66,6 +68,39 @@ func places(t *testing.T, env string, i int, jobs ...string) int {
 	return i
 }
 
+// launch runs what ranks returns at three ranks of a test in such an environment, with a number
+// from places. It does so again, with another number, if a port was taken meanwhile.
+func launch(t *testing.T, env string, i int, jobs []string, ranks func(i int) func(context.Context, int) error) {
+	t.Helper()
+	for tries := 3; ; tries-- {
+		i = places(t, env, i, jobs...)
+		var taken atomic.Bool
+		run := ranks(i)
+		eg, ctx := errgroup.WithContext(t.Context())
+		for rank := range 3 {
+			eg.Go(func() error {
+				err := run(ctx, rank)
+				if err == nil {
+					return nil
+				}
+				if errors.Is(err, syscall.EADDRINUSE) {
+					taken.Store(true)
+				}
+				return fmt.Errorf("rank %d: %w", rank, err)
+			})
+		}
+		err := eg.Wait()
+		if err == nil {
+			return
+		}
+		if !taken.Load() || tries == 1 {
+			t.Error(err)
+			return
+		}
+		i++
+	}
+}
+
 // Ranks leave a job and join the next one of that name while rank 0 is in the first: they find the
 // first one's store. Both jobs run, whatever their ranks do after failures.
 func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
@@ -80,13 +115,11 @@ func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			there := make(chan struct{}, n) // has the ranks that are at the first store again
-			i := places(t, c.env, 10*i, "")
-			eg, ctx := errgroup.WithContext(t.Context())
-			for rank := range n {
-				cfg := launched(c.env, rank, i)
-				cfg.OnFailure = c.onFailure
-				eg.Go(func() error {
+			launch(t, c.env, 10*i, []string{""}, func(i int) func(context.Context, int) error {
+				there := make(chan struct{}, n) // has the ranks that are at the first store again
+				return func(ctx context.Context, rank int) error {
+					cfg := launched(c.env, rank, i)
+					cfg.OnFailure = c.onFailure
 					err := work(ctx, cfg, func() {
 						for came := 0; rank == 0 && came < n-1 && ctx.Err() == nil; came++ {
 							select {
@@ -96,18 +129,15 @@ func TestRanksAreInNextJobBeforeRankZero(t *testing.T) {
 						}
 					})
 					if err != nil {
-						return fmt.Errorf("rank %d: %w", rank, err)
+						return err
 					}
 					cfg.Dialer = signals(there)
 					if err := work(ctx, cfg, func() {}); err != nil {
-						return fmt.Errorf("rank %d in the next job: %w", rank, err)
+						return fmt.Errorf("in the next job: %w", err)
 					}
 					return nil
-				})
-			}
-			if err := eg.Wait(); err != nil {
-				t.Error(err)
-			}
+				}
+			})
 		})
 	}
 }
@@ -148,29 +178,24 @@ func TestJobsOfLaunch(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			jobs := []string{"", "second", "third"}
-			i := places(t, env, 100, jobs...)
-			eg, ctx := errgroup.WithContext(t.Context())
-			for rank := range 3 {
-				eg.Go(func() (err error) {
+			launch(t, env, 100, jobs, func(i int) func(context.Context, int) error {
+				return func(ctx context.Context, rank int) (failed error) {
 					for _, job := range jobs {
 						cfg := launched(env, rank, i)
 						cfg.Job = job
 						g, err := pg.Join(ctx, cfg)
 						if err != nil {
-							return fmt.Errorf("rank %d, job %q: %w", rank, job, err)
+							return fmt.Errorf("job %q: %w", job, err)
 						}
 						defer func() {
 							if err := errors.Join(g.Barrier(ctx), g.Close()); err != nil {
-								t.Errorf("rank %d, job %q: %v", rank, job, err)
+								failed = errors.Join(failed, fmt.Errorf("job %q: %w", job, err))
 							}
 						}()
 					}
 					return nil
-				})
-			}
-			if err := eg.Wait(); err != nil {
-				t.Error(err)
-			}
+				}
+			})
 		})
 	}
 }
