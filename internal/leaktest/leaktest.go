@@ -18,15 +18,29 @@ const patience = 30 * time.Second
 // that do not end. TestMain calls it last.
 func Main(m *testing.M) {
 	code := m.Run()
-	for late := time.Now().Add(patience); code == 0; {
-		err := goleak.Find() // it waits for a while
-		if err == nil {
-			break
-		}
-		if time.Now().After(late) {
+	if code == 0 {
+		if err := find(); err != nil {
 			fmt.Fprintf(os.Stderr, "the tests have passed and leave goroutines: %v\n", err)
 			code = 1
 		}
 	}
 	os.Exit(code)
+}
+
+// Verify fails t if goroutines are left that do not end. A test that must leave none defers it.
+func Verify(t testing.TB) {
+	t.Helper()
+	if err := find(); err != nil {
+		t.Error(err)
+	}
+}
+
+// find waits until no goroutines are left. The error names those that do not end.
+func find() error {
+	for late := time.Now().Add(patience); ; {
+		err := goleak.Find() // it waits for a while
+		if err == nil || time.Now().After(late) {
+			return err
+		}
+	}
 }

@@ -20,9 +20,9 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
+	"tutti/internal/leaktest"
 	"tutti/pg"
 )
 
@@ -43,7 +43,7 @@ func sumOfRanks(t *testing.T, g *pg.Group) {
 
 func TestRun(t *testing.T) {
 	if self == nil {
-		defer goleak.VerifyNone(t)
+		defer leaktest.Verify(t)
 	}
 	for _, n := range []int{1, 2, 4} {
 		t.Run(strconv.Itoa(n), func(t *testing.T) {
@@ -286,7 +286,7 @@ func TestScenario(t *testing.T) {
 
 // scenario is the command that runs one.
 func scenario(t *testing.T, name string, args ...string) *exec.Cmd {
-	c := exec.Command(executable(t), append([]string{"-test.run=^TestScenario$", "-test.v", "-test.timeout=60s"},
+	c := exec.Command(executable(t), append([]string{"-test.run=^TestScenario$", "-test.v", "-test.timeout=5m"},
 		args...)...)
 	c.Env = append(os.Environ(), scenarioVariable+"="+name)
 	return c
