@@ -189,6 +189,7 @@ func TestCancelWithQueuePairsThatStay(t *testing.T) {
 			rail := l.lane.bulk.rails[0]
 			qp := &stubborn{QP: rail.qp, refuse: true, fails: c.fails}
 			rail.qp = qp
+			l.linger = linktest.Patience
 			if c.used {
 				l.linger = time.Millisecond
 			}
@@ -407,6 +408,7 @@ func TestFramesBeforeTheEndOfTheLink(t *testing.T) {
 	l := &late{Provider: f}
 	a, b := linktest.Pair(t, ports{}.open(l, minRing))
 	raised(t, a, b)
+	inner(a).linger = linktest.Patience
 	l.hold.Store(true)
 	const frames = 3
 	give(t, a, frames, 1000)
@@ -481,6 +483,7 @@ func TestLaneGivenUpAfterTheEndOfTheLink(t *testing.T) {
 				t.Fatal(err)
 			}
 			give(t, y.End, frames, 4000)
+			inner(y.End).linger = linktest.Patience
 			if c.before != nil {
 				c.before(t, y, to)
 			}
@@ -494,7 +497,8 @@ func TestLaneGivenUpAfterTheEndOfTheLink(t *testing.T) {
 	}
 }
 
-// stalled sends a frame from a that its device repeats in vain, because the port of b is down.
+// stalled sends a frame from a that its device repeats in vain, because the port of b is down. The
+// device gives up after some seconds only: what the caller does next comes before that.
 func stalled(t *testing.T, seed uint64) (f *soft.Fabric, a, b *linktest.End) {
 	t.Helper()
 	var watch atomic.Bool
@@ -507,7 +511,12 @@ func stalled(t *testing.T, seed uint64) (f *soft.Fabric, a, b *linktest.End) {
 			return rdma.Success
 		}}})
 	t.Cleanup(f.Close)
-	a, b = pair(t, f)
+	open := ports{}.open(f, minRing)
+	a, b = linktest.Pair(t, func(tb testing.TB) p2p.Transport {
+		tr := open(tb).(*Transport)
+		tr.cfg.Settings.Timeout = 18 // of a packet: 1 s
+		return tr
+	})
 	raised(t, a, b)
 	f.SetPort("soft0", 1, false) // b does not see it
 	watch.Store(true)

@@ -137,6 +137,7 @@ func TestEndOfTheLinkWithoutFlush(t *testing.T) {
 	t.Cleanup(f.Close)
 	a, b := pair(t, f)
 	raised(t, a, b)
+	inner(a).linger = linktest.Patience
 	const frames = 3
 	give(t, a, frames, 1000)
 	l := inner(b)

@@ -356,6 +356,7 @@ func TestRailsThatNeverWork(t *testing.T) {
 	t.Cleanup(f.Close)
 	x, y := sidesOf(t, f, twoEach)
 	proven(t, 1, x.End, y.End)
+	mendAfter(time.Hour, x, y)
 	const size = 8 << 20
 	to := y.Expose(t, y.Alloc(t, size), 0, size, mem.Write)
 	shares(t, x, to, size, "soft1")
@@ -366,6 +367,16 @@ func TestRailsThatNeverWork(t *testing.T) {
 	f.MoveGIDs("soft3", 1, 1)
 	proven(t, 2, x.End, y.End)
 	shares(t, x, to, size, "soft1", "soft3")
+}
+
+// mendAfter sets after which time rails without use are tried again.
+func mendAfter(d time.Duration, sides ...*linktest.Side) {
+	for _, s := range sides {
+		l := inner(s.End)
+		l.mu.Lock()
+		l.mend = d
+		l.mu.Unlock()
+	}
 }
 
 // Without an event, it is tried again after a while.
@@ -383,12 +394,7 @@ func TestRailsAreMended(t *testing.T) {
 	x, y := sidesOf(t, f, twoEach)
 	proven(t, 1, x.End, y.End)
 	broken.Store(false)
-	for _, s := range []*linktest.Side{x, y} {
-		l := inner(s.End)
-		l.mu.Lock()
-		l.mend = time.Nanosecond
-		l.mu.Unlock()
-	}
+	mendAfter(time.Nanosecond, x, y)
 	proven(t, 2, x.End, y.End)
 }
 
