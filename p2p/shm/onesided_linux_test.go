@@ -54,15 +54,18 @@ func (h *hammered) until(t *testing.T, what string, done func() bool) {
 // busy is the child's word.
 func (h *hammered) busy() uint64 { return h.l.words.at(busyAt, 1-h.l.side).Load() }
 
-// stop stops the child in the middle of a chunk.
+// stop stops the child in the middle of a chunk. Between two attempts the child gets further: one
+// that is stopped again before it has run is where it was.
 func (h *hammered) stop(t *testing.T) {
 	t.Helper()
 	h.until(t, "the child to be in the middle of a put", func() bool {
 		h.Proc.Stop()
-		if h.busy()%2 == 1 {
+		at := h.busy()
+		if at%2 == 1 {
 			return true
 		}
 		h.Proc.Signal(unix.SIGCONT)
+		h.until(t, "the child to go on", func() bool { return h.busy() != at })
 		return false
 	})
 }
