@@ -47,6 +47,21 @@ func (g *Group) illegal() string {
 // under way.
 func (g *Group) SetTimeout(d time.Duration) { g.job.timeout = d }
 
+// Stopped reports whether the channel of messages has failed, which only an abort makes it do.
+func (g *Group) Stopped() bool {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.msgs.Err() != nil
+}
+
+// ForgetAbort has the group know no more of an abort than its channels do, as before the first call
+// that asks them.
+func (g *Group) ForgetAbort() {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	g.aborted = nil
+}
+
 // Awaited lists the ranks that the call under way waits for.
 func (g *Group) Awaited() (ranks []int) {
 	g.job.proxy.Lock()

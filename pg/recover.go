@@ -59,6 +59,15 @@ func (g *Group) halted() error {
 	case g.job.roster != nil && g.job.roster.EvictedLocked():
 		return g.job.eviction()
 	}
+	return g.heard()
+}
+
+// heard returns the error of an Abort, by this rank or by another one of which a channel has read,
+// or nil.
+func (g *Group) heard() error {
+	if g.aborted != nil {
+		return g.aborted
+	}
 	for _, err := range [...]error{g.coll.Err(), g.msgs.Err()} { // an earlier failure may hide the abort in one
 		var ended *p2p.Aborted
 		if errors.As(err, &ended) {

@@ -464,6 +464,10 @@ func (w *Window) part(name string, rank int) (*part, error) {
 			Want: fmt.Sprintf("a rank, 0 to %d", g.v.Size-1)}
 	}
 	lost := func(why error) (*part, error) {
+		g.job.proxy.Look() // the rank may have aborted the group before it left
+		if err := g.heard(); err != nil {
+			return nil, err
+		}
 		return nil, &RankError{Rank: rank, Epoch: g.v.epoch, Call: name, Reporter: g.rank, Err: why}
 	}
 	if rank >= len(w.parts) || w.parts[rank].incarnation == 0 {
@@ -501,16 +505,12 @@ func (c *call) leave(rank int, err error) error {
 func (c *call) explain(rank int, err error) error {
 	g := c.w.g
 	var peer *p2p.PeerError
-	var aborted *p2p.Aborted
+	heard := g.heard()
 	switch {
 	case c.w.closed.Load():
 		return ErrClosed
-	case g.aborted != nil:
-		return g.aborted
-	case errors.As(err, &aborted):
-		if a, bad := decodeAbort(aborted.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
-			return g.told(a)
-		}
+	case heard != nil:
+		return heard
 	case errors.As(err, &peer):
 		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, Err: peer.Err}
 	case errors.Is(err, p2p.ErrRevoked):

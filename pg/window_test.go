@@ -8,6 +8,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -205,6 +206,42 @@ func TestWaitSignalEndsEarly(t *testing.T) {
 			t.Errorf("a put after the group's Close: %v", err)
 		}
 	})
+}
+
+// A rank that has aborted the group and left the job is no lost rank: its window fails with the
+// abort, also if no other call has told of that before.
+func TestWindowOfRankThatAbortedAndLeft(t *testing.T) {
+	groups, _ := elasticJob(t, 2, 2)
+	windows := make([]*pg.Window, len(groups))
+	var eg errgroup.Group
+	for r, g := range groups {
+		defer g.Close()
+		eg.Go(func() (err error) {
+			windows[r], err = pg.NewWindow(t.Context(), g, 100)
+			return err
+		})
+	}
+	if err := eg.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	groups[0].Abort(errors.New("enough"))
+	groups[0].Close()
+	poll(t, "rank 0 has left", func() bool { return slices.Equal(groups[1].JobView(), []int{1}) })
+	poll(t, "its abort has come", groups[1].Stopped)
+	for what, call := range map[string]func() error{
+		"waiting for a signal": func() error { return windows[1].WaitSignal(t.Context(), 0, 0, 1) },
+		"a put":                func() error { return windows[1].Put(t.Context(), 0, 0, []byte{1}) },
+	} {
+		groups[1].ForgetAbort()
+		if err := call(); !errors.Is(err, pg.ErrAborted) {
+			t.Errorf("%s: %v, want ErrAborted", what, err)
+		}
+	}
+	for _, w := range windows {
+		if err := w.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 // TestWindowSurvivesLostRank: a rank that dies in the middle of it costs its own part, by name; the
