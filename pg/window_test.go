@@ -349,10 +349,8 @@ func TestMappedPartOfLostRankOutlivesRefresh(t *testing.T) {
 		if through(t, g, 1); g.Rank() == 1 {
 			pgtest.Kill(t)
 		}
-		for len(g.View().Active) == 3 {
-			if err := g.Barrier(ctx); err != nil && lostRank(err) != 1 {
-				t.Fatal(err)
-			}
+		if err := until(t, g, 2); err != nil {
+			t.Fatal(err)
 		}
 		for range 2 {
 			if err := w.Refresh(ctx); err != nil {
