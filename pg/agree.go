@@ -134,7 +134,7 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 const maxForgetting = time.Second
 
 // storePause is how long closed groups ask a store no more that has not removed an outcome.
-const storePause = time.Minute
+var storePause = time.Minute
 
 // forget is for the first rank of a subgroup that closes it. It removes the outcome of the last
 // agreement from the store when all members have it. If one may be without it, the store keeps it.

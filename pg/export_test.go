@@ -62,6 +62,13 @@ func (g *Group) ForgetAbort() {
 	g.aborted = nil
 }
 
+// SetStorePause has closed groups of this process ask the store again after d, until the test ends.
+func SetStorePause(t *testing.T, d time.Duration) {
+	before := storePause
+	t.Cleanup(func() { storePause = before })
+	storePause = d
+}
+
 // Awaited lists the ranks that the call under way waits for.
 func (g *Group) Awaited() (ranks []int) {
 	g.job.proxy.Lock()
