@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
 	"tutti/p2p/registry"
@@ -45,20 +46,27 @@ func TestSettingsOfAPlacedProgram(t *testing.T) {
 // to the place before rank 0.
 func TestInvitedRanksDoNotWait(t *testing.T) {
 	for _, invited := range []bool{true, false} {
-		vars := map[string]string{"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": t.Name(),
-			"SLURM_STEP_ID": strconv.Itoa(os.Getpid())}
+		vars := map[string]string{"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": t.Name()}
 		if invited { // on one host
 			vars["SLURM_LOCALID"], vars["SLURM_NODEID"], vars["SLURM_TASKS_PER_NODE"] = "0", "0", "2"
 		} else {
 			vars["MASTER_ADDR"] = "localhost"
 		}
-		s, err := Config{Secret: []byte("a secret of this test alone")}.resolve(
-			func(name string) string { return vars[name] })
-		if err == nil {
-			err = s.meet(t.Context())
-		}
-		if err != nil {
-			t.Fatal(err)
+		var s *settings
+		for step := 0; ; step++ {
+			vars["SLURM_STEP_ID"] = strconv.Itoa(os.Getpid() + step)
+			var err error
+			s, err = Config{Secret: []byte("a secret of this test alone")}.resolve(
+				func(name string) string { return vars[name] })
+			if err == nil {
+				err = s.meet(t.Context())
+			}
+			if err == nil {
+				break
+			}
+			if step == 9 || !errors.Is(err, syscall.EADDRINUSE) { // else the place is another program's
+				t.Fatal(err)
+			}
 		}
 		s.meeting.Close(t.Context())
 		js, err := s.session()
