@@ -144,15 +144,14 @@ func TestOneWayPartitionEvicts(t *testing.T) {
 		const patience = 8 * time.Second
 		g.SetTimeout(patience) // not before: it would bound Join
 		err := until(t, g, 3)
+		g.SetTimeout(5 * time.Minute) // nobody is to be evicted from now on, and Rejoin may take long
 		switch r := g.Rank(); {
 		case errors.Is(err, pg.ErrEvicted) && (r == 1 || r == 2):
 			faults.Network()
-			g.SetTimeout(5 * time.Minute) // of Rejoin
 			if g, err = g.Rejoin(ctx); err != nil {
 				t.Fatal(err)
 			}
 			defer g.Close()
-			g.SetTimeout(patience)
 			back(t, g, 4) // the other one may have been evicted, too
 		case err != nil:
 			t.Fatal(err)
@@ -369,7 +368,7 @@ func TestLostBroadcastIsMissed(t *testing.T) {
 			t.Errorf("view %+v", v)
 		}
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
-		pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 30 * time.Second}))
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Minute, Timeout: 30 * time.Second}))
 }
 
 // A slow network that loses packets changes no result.
