@@ -225,7 +225,7 @@ func TestFormAfterFailures(t *testing.T) {
 func TestFormWithoutOneMember(t *testing.T) {
 	ms := members(t, 3, pg.Config{})
 	all := handles(ms...)
-	short, cancel := context.WithTimeout(t.Context(), 4*time.Second)
+	short, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	for i, o := range formWithin(short, t, "u", ms[:2], func(int) []string { return all }) {
 		if o.err == nil || !strings.Contains(o.err.Error(), "rank 2 is member ") {

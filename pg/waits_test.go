@@ -262,7 +262,7 @@ func TestStartBehindOneThatWaits(t *testing.T) {
 // operation whose result does not come to the device ends in time, on this rank only. Closing its
 // group does not wait for the stream either.
 func TestAStreamInTheWayOfAResult(t *testing.T) {
-	const n, limit = 1 << 20, 4 * time.Second
+	const n, limit = 1 << 20, 10 * time.Second
 	late := make(chan struct{})
 	onPackets(t, 2, fake.Config{Queues: 1}, Config{PeerDevices: "off"}, func(ctx context.Context, r packetRank) error {
 		sub, err := r.Split(ctx, 0, r.Rank())
