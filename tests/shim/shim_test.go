@@ -159,13 +159,13 @@ func TestTimeoutNamesTheMissingRank(t *testing.T) {
 	pgtest.Exec(t, 2, program(t, "check", "late"))
 }
 
-// The lease and the time that a silent rank has are longer than the operations' timeout: only the
-// ends of links tell of the death. Children of the dead rank inherited its descriptors and live.
+// The lease is longer than the operations' timeout, and the machine answers: only the ends of links
+// tell of the death. Children of the dead rank inherited its descriptors and live.
 func TestDeathOfARankWithForkedChildrenIsNoticedAtOnce(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		t.Run(transport, func(t *testing.T) {
 			pgtest.Exec(t, 3, program(t, "check", "lost"), pgtest.Expect(1, syscall.SIGKILL),
-				pgtest.Env("TUTTI_TRANSPORT="+transport, "TUTTI_TIMEOUT=10s"))
+				pgtest.Env("TUTTI_TRANSPORT="+transport, "TUTTI_TIMEOUT=30s", "TUTTI_LEASE=60s"))
 		})
 	}
 }

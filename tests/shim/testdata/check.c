@@ -770,9 +770,16 @@ static void lost(void)
 		}
 	}
 	OK(tutti_broadcast(g, child, 2, TUTTI_INT32, 1));
-	if (rank == 1)
+	if (rank == 1) { /* it dies when the others are through with the broadcast */
+		for (i = 0; i < size; i++)
+			if (i != rank)
+				OK(tutti_recv(g, &x, 1, TUTTI_INT32, i, 0, NULL));
 		raise(SIGKILL);
-	/* The timeout is much shorter than a lease: only the end of the links tells in time. */
+	}
+	code = tutti_send(g, &x, 1, TUTTI_INT32, 1, 0);
+	if (code != TUTTI_OK) /* the rank has died before it has confirmed this */
+		CODE(TUTTI_ERANK, code);
+	/* The timeout is shorter than the lease: only the end of the links tells in time. */
 	code = tutti_barrier(g);
 	CODE(TUTTI_ERANK, code);
 	TRUE(lives(child[0]) && lives(child[1]));
