@@ -34,7 +34,7 @@ def has(method):
 # The program asks for the backend without the C++ module: make test-torch FALLBACK=1.
 FALLBACK = bool(os.environ.get("TUTTI_TORCH_CTYPES"))
 
-LIMIT = float(os.environ.get("TUTTI_TEST_LIMIT", "120"))  # seconds, for a function that hangs
+LIMIT = float(os.environ.get("TUTTI_TEST_LIMIT", "300"))  # seconds, for a function that hangs
 
 
 def needs_module(why):

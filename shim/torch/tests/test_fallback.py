@@ -111,7 +111,7 @@ class Fallback(unittest.TestCase):
             env={**os.environ, "TUTTI_TORCH_CTYPES": "1"},
             capture_output=True,
             text=True,
-            timeout=5 * harness.LIMIT,
+            timeout=8 * harness.LIMIT,
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("works over ctypes, which is slower", done.stderr)
