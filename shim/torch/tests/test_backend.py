@@ -917,7 +917,7 @@ def leaves_no_keys(rank, size, port):
 
     with Keys(rank, size, port, "retry") as keys:
         if rank == 0:
-            raises(dist.DistBackendError, "rank 1", join, "other", 1)
+            raises(dist.DistBackendError, "rank 1", join, "other", 5)  # enough to set the job's keys
         harness.meet(port, "rank 0 has failed", size)
         join("other").shutdown()
     # Those of the meeting, and the size and the terms of the job that did not come to be.

@@ -293,9 +293,9 @@ def late(rank, size, port):
             True,
         )
         dist.barrier()
-        harness.store(port).wait(["rank 1 has come"])
+        harness.store(port).wait(["rank 1 has come", "rank 2 is through"])
         options = dist.BarrierOptions()
-        options.timeout = timedelta(seconds=2)
+        options.timeout = timedelta(seconds=5)
         text = raises(dist.DistBackendError, "timed out", lambda: dist.group.WORLD.barrier(options).wait())
         assert "waiting for rank 2" in text and "waiting for rank 1" not in text, text
     elif rank == 1:
@@ -305,6 +305,7 @@ def late(rank, size, port):
         raises(dist.DistBackendError, "rank 2", work.wait)
     else:
         dist.barrier()
+        harness.store(port).set("rank 2 is through", "")
         harness.store(port).wait(["over"])
     if rank == 0:
         harness.store(port).set("over", "")
@@ -408,6 +409,7 @@ def recovers(rank, size, port):
             text = raises(dist.DistBackendError, "all_reduce", dist.all_reduce, torch.ones(elements))
             assert "3 elements" in text and "4 elements" in text and "rank 1" in text, text
         else:
+            harness.meet(port, "through", size)  # the timeout would fail a rank that is still in an operation
             options = dist.AllreduceOptions()
             options.timeout = timedelta(milliseconds=200)
             if rank == 1:

@@ -84,9 +84,11 @@ dist.init_process_group("tutti")
 rank = dist.get_rank()
 dist.barrier()
 store = dist.distributed_c10d._get_default_store()
+store.set(f"through {rank}", "")
+store.wait([f"through {r}" for r in range(3)])  # the timeout would fail a rank that is still in the barrier
 if rank != 2:
     options = dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=2)
+    options.timeout = timedelta(seconds=5)
     late = lambda: dist.group.WORLD.allreduce([torch.ones(5)], options).wait()
     text = raises(dist.DistBackendError, "timed out", late)
     assert "rank 2" in text, text
