@@ -426,6 +426,7 @@ const (
 	firstPause     = 5 * time.Millisecond
 	longestPause   = 500 * time.Millisecond
 	authRounds     = 3 // another process may have the address of a peer that ends, for a moment
+	lateRounds     = 3 // for an address that does not answer in time, beside another process that does
 )
 
 // Describe asks the rank that published to for its descriptors. It retries a peer that cannot be
@@ -452,8 +453,7 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 		if err == nil {
 			return eps, nil
 		}
-		var late net.Error
-		if last == nil || ctx.Err() == nil && !(errors.As(err, &late) && late.Timeout()) {
+		if last == nil || ctx.Err() == nil && !timedOut(err) {
 			last = err
 		}
 		var final *finalError
@@ -492,11 +492,25 @@ func (c *Client) round(ctx context.Context, addrs []string, hello trust.Hello) (
 	return describe(cctx, conn, hello.ToIncarnation)
 }
 
-// reach connects to the first address that works.
+// reach connects to the first address that works. Where another process answers, the peer may still
+// be at an address whose attempt ran out of time: those are tried again, a few times.
 func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (net.Conn, error) {
-	rctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	conn, slow, err := c.pass(ctx, addrs, hello)
+	for n := 1; n < lateRounds && errors.Is(err, ErrStale) && len(slow) > 0 && ctx.Err() == nil; n++ {
+		var again error
+		if conn, slow, again = c.pass(ctx, slow, hello); again == nil {
+			return conn, nil
+		}
+	}
+	return conn, err
+}
+
+// pass tries each address once. If none works it also returns those whose attempts ran out of time.
+func (c *Client) pass(ctx context.Context, addrs []string, hello trust.Hello) (won net.Conn, slow []string, _ error) {
+	rctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	type result struct {
+		addr string
 		conn net.Conn
 		err  error
 	}
@@ -507,14 +521,15 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 		started++
 		running++
 		go func() {
-			conn, err := dialPeer(rctx, c.cfg.Dial, addr, c.cfg.Secret, hello)
-			results <- result{conn, err}
+			actx, cancel := context.WithTimeout(rctx, attemptTimeout)
+			defer cancel()
+			conn, err := dialPeer(actx, c.cfg.Dial, addr, c.cfg.Secret, hello)
+			results <- result{addr, conn, err}
 		}()
 	}
 	start()
 	next := time.NewTicker(attemptStagger)
 	defer next.Stop()
-	var won net.Conn
 	var errs []error
 	for running > 0 {
 		select {
@@ -534,6 +549,9 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 				r.conn.Close()
 			default:
 				errs = append(errs, r.err)
+				if timedOut(r.err) {
+					slow = append(slow, r.addr)
+				}
 				if started < len(addrs) && won == nil {
 					start()
 				}
@@ -545,11 +563,16 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 		// first.
 		slices.SortStableFunc(errs, func(a, b error) int { return cmp.Compare(weight(b), weight(a)) })
 		if slices.ContainsFunc(errs, func(err error) bool { return !errors.Is(err, syscall.ECONNREFUSED) }) {
-			return nil, errs[0]
+			return nil, slow, errs[0]
 		}
-		return nil, &refusedError{errs[0]}
+		return nil, slow, &refusedError{errs[0]}
 	}
-	return won, nil
+	return won, nil, nil
+}
+
+func timedOut(err error) bool {
+	var late net.Error
+	return errors.As(err, &late) && late.Timeout()
 }
 
 // refusedError says that nothing listens at any address.
