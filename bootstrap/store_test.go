@@ -34,11 +34,12 @@ type backend struct {
 
 // each runs f on each kind of store, all at once.
 func each(t *testing.T, f func(t *testing.T, b *backend)) {
-	eachWithin(t, patience, f)
+	eachWithin(t, patience, patience, f)
 }
 
-// eachWithin is each with a bound on every operation.
-func eachWithin(t *testing.T, opTimeout time.Duration, f func(t *testing.T, b *backend)) {
+// eachWithin is each with a bound on every operation, and the time of leases. In memory they have
+// none that ends.
+func eachWithin(t *testing.T, opTimeout, lease time.Duration, f func(t *testing.T, b *backend)) {
 	t.Run("memory", func(t *testing.T) {
 		t.Parallel()
 		m := storetest.NewMemory()
@@ -52,7 +53,7 @@ func eachWithin(t *testing.T, opTimeout time.Duration, f func(t *testing.T, b *b
 		t.Parallel()
 		e := startEtcd(t)
 		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store {
-			return dial(t, e, bootstrap.StoreConfig{OpTimeout: opTimeout})
+			return dial(t, e, bootstrap.StoreConfig{OpTimeout: opTimeout, LeaseTTL: lease})
 		}, func() { e.Close() }, nil})
 	})
 	t.Run("meeting", func(t *testing.T) {
@@ -64,7 +65,7 @@ func eachWithin(t *testing.T, opTimeout time.Duration, f func(t *testing.T, b *b
 		stop = sync.OnceFunc(stop)
 		t.Cleanup(stop)
 		f(t, &backend{"meeting", func(t testing.TB) bootstrap.Store {
-			return dial(t, nil, bootstrap.StoreConfig{Address: address, OpTimeout: opTimeout})
+			return dial(t, nil, bootstrap.StoreConfig{Address: address, OpTimeout: opTimeout, LeaseTTL: lease})
 		}, stop, nil})
 	})
 	t.Run("site", func(t *testing.T) {
@@ -72,10 +73,13 @@ func eachWithin(t *testing.T, opTimeout time.Duration, f func(t *testing.T, b *b
 		s := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 		p := newProxy(t, strings.TrimPrefix(s.Address, "etcds://"))
 		cfg := siteConfig(s)
-		cfg.Address, cfg.OpTimeout = "etcds://"+p.Addr(), opTimeout
+		cfg.Address, cfg.OpTimeout, cfg.LeaseTTL = "etcds://"+p.Addr(), opTimeout, lease
 		f(t, &backend{"site", func(t testing.TB) bootstrap.Store { return dial(t, nil, cfg) }, p.Close, nil})
 	})
 }
+
+// brief is the time of leases that are to end.
+const brief = 3 * time.Second
 
 func dial(t testing.TB, e *embed.Server, cfg bootstrap.StoreConfig) bootstrap.Store {
 	t.Helper()
@@ -87,7 +91,7 @@ func dial(t testing.TB, e *embed.Server, cfg bootstrap.StoreConfig) bootstrap.St
 		cfg.OpTimeout = patience
 	}
 	if cfg.LeaseTTL == 0 {
-		cfg.LeaseTTL = 3 * time.Second // a busy machine may not run this process for one
+		cfg.LeaseTTL = patience // a busy machine may not run this process for a while
 	}
 	s, err := bootstrap.DialStore(context30(t), cfg)
 	if err != nil {
@@ -651,7 +655,7 @@ func TestStoreCloseAfterFailedConnections(t *testing.T) {
 
 // The store leaves while handles are in use: nothing hangs, everything says so.
 func TestStoreLeaves(t *testing.T) {
-	eachWithin(t, 5*time.Second, func(t *testing.T, b *backend) {
+	eachWithin(t, 5*time.Second, brief, func(t *testing.T, b *backend) {
 		ctx, s := context.Background(), b.open(t)
 		w := s.Watch(ctx, "k")
 		next(t, w)
@@ -725,7 +729,7 @@ func TestExpireEndsAHandlesLease(t *testing.T) {
 // A network that swallows everything takes the lease, on both sides, though no connection breaks.
 func TestEtcdPartition(t *testing.T) {
 	p, direct := startEtcdBehind(t)
-	cut := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
+	cut := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: brief})
 	far := dial(t, nil, bootstrap.StoreConfig{Address: direct})
 	ctx := context30(t)
 	if err := cut.Put(ctx, "k", nil, true); err != nil {
@@ -759,7 +763,7 @@ func TestEtcdPartition(t *testing.T) {
 // operations without a lease still work.
 func TestEtcdLeaseRevoked(t *testing.T) {
 	p, direct := startEtcdBehind(t)
-	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
+	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), LeaseTTL: brief})
 	far := dial(t, nil, bootstrap.StoreConfig{Address: direct})
 	ctx := context30(t)
 	if err := s.Put(ctx, "k", nil, true); err != nil {
@@ -1013,7 +1017,8 @@ func TestRegister(t *testing.T) {
 		}
 		// Another size.
 		var size *bootstrap.SizeError
-		if err := bootstrap.Register(ctx, o, rec(0, 4), nil); !errors.As(err, &size) || size.Own != 4 || size.Job != 3 {
+		err := bootstrap.Register(ctx, hasty{o}, rec(0, 4), nil)
+		if !errors.As(err, &size) || size.Own != 4 || size.Job != 3 {
 			t.Errorf("another size: %v", err)
 		}
 		if l, err := o.List(ctx, "ranks/"); err != nil || len(l) != 1 {
@@ -1023,7 +1028,7 @@ func TestRegister(t *testing.T) {
 		short, cancel := context.WithCancel(ctx)
 		defer cancel()
 		var slot *bootstrap.SlotError
-		err := bootstrap.Register(short, watched{o, cancel}, rec(1, 3), nil)
+		err = bootstrap.Register(short, watched{o, cancel}, rec(1, 3), nil)
 		if !errors.As(err, &slot) || slot.Holder.Incarnation != first.Incarnation ||
 			!strings.Contains(err.Error(), fmt.Sprintf("rank 1 is taken by incarnation %016x, pid %d on %s",
 				first.Incarnation, first.PID, first.Host)) {
@@ -1065,7 +1070,8 @@ func TestRegister(t *testing.T) {
 		if err := o.Put(ctx, bootstrap.RankKey(2), []byte(`garbage`), false); err != nil {
 			t.Fatal(err)
 		}
-		if err := bootstrap.Register(ctx, o, rec(2, 3), nil); err == nil || !strings.Contains(err.Error(), "ranks/2") {
+		err = bootstrap.Register(ctx, hasty{o}, rec(2, 3), nil)
+		if err == nil || !strings.Contains(err.Error(), "ranks/2") {
 			t.Errorf("a slot full of garbage: %v", err)
 		}
 	})
@@ -1113,15 +1119,16 @@ func TestRegisterTaken(t *testing.T) {
 	}
 	var slot *bootstrap.SlotError
 	alive := func(context.Context, bootstrap.Record) bool { return false }
-	if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(0, 1, 2, nil), alive); !errors.As(err, &slot) {
+	err := bootstrap.Register(ctx, hasty{o}, bootstrap.NewRecord(0, 1, 2, nil), alive)
+	if !errors.As(err, &slot) {
 		t.Errorf("%v", err)
 	}
 }
 
-// brief is a store that claims a short TTL.
-type brief struct{ bootstrap.Store }
+// hasty is a store that claims a short TTL.
+type hasty struct{ bootstrap.Store }
 
-func (brief) TTL() time.Duration { return time.Millisecond }
+func (hasty) TTL() time.Duration { return time.Millisecond }
 
 // The lease of a dead holder may outlive its TTL: the newcomer waits on. So it does for one with
 // another size.
@@ -1129,7 +1136,7 @@ func TestRegisterOutlastsLease(t *testing.T) {
 	for what, r := range map[string]bootstrap.Record{"slot": bootstrap.NewRecord(0, 2, 2, nil),
 		"size": bootstrap.NewRecord(1, 3, 2, nil)} {
 		m := storetest.NewMemory()
-		s, o := m.Open(), brief{m.Open()}
+		s, o := m.Open(), hasty{m.Open()}
 		if err := bootstrap.Register(context30(t), s, bootstrap.NewRecord(0, 2, 1, nil), nil); err != nil {
 			t.Fatal(err)
 		}

@@ -96,7 +96,7 @@ func entries(t testing.TB, dir string) (names []string) {
 func dial(t testing.TB, address string) (bootstrap.Store, error) {
 	t.Helper()
 	return bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: address, Job: "j", Secret: secret,
-		DialTimeout: patience, OpTimeout: patience})
+		DialTimeout: patience, OpTimeout: patience, LeaseTTL: patience})
 }
 
 func TestStartClose(t *testing.T) {
@@ -120,8 +120,16 @@ func TestStartClose(t *testing.T) {
 	if e := <-w; e.Err != nil {
 		t.Fatal(e.Err)
 	}
-	if c.TTL() != bootstrap.DefaultLeaseTTL {
-		t.Errorf("TTL %v", c.TTL())
+	short, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: s.Address(), Job: "j", Secret: secret,
+		DialTimeout: patience})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if short.TTL() != bootstrap.DefaultLeaseTTL || c.TTL() != patience {
+		t.Errorf("TTL %v by default, %v where it is %v", short.TTL(), c.TTL(), patience)
+	}
+	if err := short.Close(); err != nil {
+		t.Error(err)
 	}
 	if err := s.Close(); err != nil {
 		t.Error(err)
