@@ -32,7 +32,7 @@ func rank(t testing.TB, r, size int, d describer) (*bootstrap.Server, bootstrap.
 	t.Helper()
 	inc := ident.New()
 	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret,
-		Interfaces: "127.0.0.1", Describe: d})
+		Interfaces: "127.0.0.1", Ports: reserved(t), Describe: d})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -372,7 +372,8 @@ func TestMeshOfManyRanksComesUpAtOnce(t *testing.T) {
 	}
 	m := storetest.NewMemory()
 	var now, most atomic.Int32
-	ctx := context30(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 4*patience) // for n * (n - 1) proofs
+	defer cancel()
 	var wg sync.WaitGroup
 	for r := range n {
 		wg.Go(func() {

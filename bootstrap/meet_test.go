@@ -217,16 +217,44 @@ func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
 	m.Close(ctx)
 }
 
+// apart completes env by a number so that the jobs have different ports to meet at, which are free.
+func apart(t *testing.T, env string, jobs []string) string {
+	t.Helper()
+	for id := os.Getpid(); id < os.Getpid()+100; id++ { // others that run this test have other numbers
+		seen := map[string]bool{}
+		for _, job := range jobs {
+			l, err := FromEnv(vars(fmt.Sprintf(env, 0) + fmt.Sprint(id) + job))
+			if err != nil {
+				t.Fatal(err)
+			}
+			host, port, err := l.MeetingHost()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if s, err := net.Listen("tcp", net.JoinHostPort(host, port)); err == nil {
+				s.Close()
+				seen[port] = true
+			}
+		}
+		if len(seen) == len(jobs) {
+			return env + fmt.Sprint(id)
+		}
+	}
+	t.Fatal("no number of a job leads to free ports")
+	panic("unreachable")
+}
+
 // The jobs of a launch meet each in a place of its own, at the same time.
 func TestJobsOfLaunchMeetApart(t *testing.T) {
 	secret := []byte("a secret for the tests of this package")
+	jobs := []string{"", " TUTTI_JOB=a", " TUTTI_JOB=b"}
 	for how, env := range map[way]string{
 		byHost: "RANK=%d WORLD_SIZE=2 LOCAL_RANK=%[1]d LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=" + fresh(t),
-		byName: "SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_STEP_ID=1 SLURM_JOB_ID=" +
-			fmt.Sprint(os.Getpid()),
+		byName: apart(t, "SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_STEP_ID=1 SLURM_JOB_ID=",
+			jobs),
 	} {
 		var meetings [][]*Meeting
-		for _, job := range []string{"", " TUTTI_JOB=a", " TUTTI_JOB=b"} {
+		for _, job := range jobs {
 			ranks := func(i int) string { return fmt.Sprintf(env, i) + job }
 			all, errs := together(t, ranks, 2, [][]byte{secret, secret})
 			if err := errors.Join(errs...); err != nil {

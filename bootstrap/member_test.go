@@ -18,7 +18,8 @@ import (
 
 func member(t *testing.T) *bootstrap.Member {
 	t.Helper()
-	m, err := bootstrap.NewMember(context30(t), bootstrap.MemberConfig{Secret: secret, Interfaces: "127.0.0.1"})
+	m, err := bootstrap.NewMember(context30(t), bootstrap.MemberConfig{Secret: secret, Interfaces: "127.0.0.1",
+		Ports: reserved(t)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,7 +36,7 @@ func stranger(secret []byte) *Client {
 
 func ask(t *testing.T, c *Client, to Record, ops int) (string, error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	b, err := c.Status(ctx, to, ops)
 	return string(b), err
