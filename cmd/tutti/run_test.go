@@ -107,7 +107,7 @@ func TestRunFirstFailureCounts(t *testing.T) {
 
 func TestRunKillsAfterTheGrace(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "3", "--grace", "5s", proctest.Self()) // rank 2 ends within it
+	j := s.run("run", "-n", "3", "--grace", "15s", proctest.Self()) // rank 2 ends within it
 	all := s.arrive(3)
 	all[1].do("ignore %d", syscall.SIGTERM)
 	all[0].tell("exit 7")
@@ -1166,7 +1166,7 @@ func joining(t *testing.T, p *puppet, rank, to int) {
 // names that rank.
 func TestRunNamesRankThatDiesInJoin(t *testing.T) {
 	s := newStage(t)
-	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "10s", "--", proctest.Self())
+	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "20s", "--", proctest.Self())
 	all := s.arrive(3)
 	all[0].tell("join")
 	all[2].tell("join")

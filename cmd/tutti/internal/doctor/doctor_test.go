@@ -39,7 +39,7 @@ func machine(t *testing.T, files map[string]string, vars ...string) *Host {
 			t.Fatal(err)
 		}
 	}
-	return &Host{Root: root, Probe: 10 * time.Second, Environ: func() []string { return vars },
+	return &Host{Root: root, Probe: time.Minute, Environ: func() []string { return vars },
 		Getenv: bootstrap.WithoutServices(func(name string) string {
 			for _, kv := range vars {
 				if k, v, _ := strings.Cut(kv, "="); k == name {

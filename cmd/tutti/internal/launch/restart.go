@@ -176,7 +176,7 @@ func (l *launcher) learn(i int) {
 	if done == nil {
 		return
 	}
-	late := time.NewTimer(viewRead)
+	late := time.NewTimer(l.views.within)
 	defer late.Stop()
 	for {
 		select {

@@ -347,7 +347,7 @@ func setView(t *testing.T, s bootstrap.Store, view membership.View) bootstrap.Ev
 
 // watchViews watches the views in s until the end of the test.
 func watchViews(t *testing.T, s bootstrap.Store) *views {
-	v := &views{in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
+	v := &views{within: patience, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
 		reads: make(chan chan struct{}, 1)}
 	v.ctx, v.stop = context.WithCancel(t.Context())
 	watched := make(chan struct{})
@@ -508,7 +508,8 @@ func TestEndsWhileTheStoreIsAway(t *testing.T) {
 	defer m.Close()
 	s := m.Open()
 	f := newFake(t, 1, 0, 3)
-	v := &views{in: make(chan entry), gone: make(chan struct{}, 1), reads: make(chan chan struct{}, 1)}
+	v := &views{within: patience, in: make(chan entry), gone: make(chan struct{}, 1),
+		reads: make(chan chan struct{}, 1)}
 	f.launcher.views, f.signals = v, make(chan os.Signal, 1)
 	f.signals <- syscall.SIGPIPE // means nothing
 	f.learn(1)

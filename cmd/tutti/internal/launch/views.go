@@ -18,7 +18,7 @@ import (
 const (
 	viewPoll = 200 * time.Millisecond // interval of checks whether the group is over
 	viewAway = time.Minute            // without the store, after which the group counts as over
-	viewRead = 2 * time.Second        // bounds the wait for the admissions that the store shows
+	viewRead = 2 * time.Second        // see views.within
 )
 
 // entry says that a process of this node has been admitted to the job's group.
@@ -34,6 +34,7 @@ type entry struct {
 // on nil, which has no members.
 type views struct {
 	cfg     bootstrap.StoreConfig
+	within  time.Duration // bounds the wait for the admissions that the store shows
 	reading chan struct{} // of read
 	in      chan entry
 	asked   atomic.Bool
@@ -52,8 +53,8 @@ type views struct {
 
 // followViews starts the watch. The caller must close it.
 func followViews(cfg bootstrap.StoreConfig) *views {
-	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
-		reads: make(chan chan struct{}, 1), ended: make(chan struct{})}
+	v := &views{cfg: cfg, within: viewRead, in: make(chan entry), gone: make(chan struct{}, 1),
+		kick: make(chan struct{}, 1), reads: make(chan chan struct{}, 1), ended: make(chan struct{})}
 	v.ctx, v.stop = context.WithCancel(context.Background())
 	go v.follow()
 	return v
