@@ -72,6 +72,20 @@ func summed(t *testing.T, n int, printed string) {
 	}
 }
 
+// endsWell waits until the launcher of a script has ended, and checks its exit code. Debian's
+// mpiexec of MPICH sometimes aborts when its ranks have ended. If a rank fails, it exits with the
+// rank's code, which is 1.
+func endsWell(t *testing.T, script string, p *proctest.Child) {
+	t.Helper()
+	code := p.Wait()
+	switch died := code < 0 || code >= 128; {
+	case died && script == "mpich.sh":
+		t.Logf("mpiexec ended with %d; it has printed %q", code, p.Err.String())
+	case code != 0:
+		t.Errorf("exit code %d; it has printed %q", code, p.Err.String())
+	}
+}
+
 // asRoot lets Open MPI's mpirun run what root starts, and more ranks than there are cores.
 var asRoot = []string{"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
 	"OMPI_MCA_rmaps_base_oversubscribe=1"}
@@ -90,7 +104,7 @@ func TestMPIOnOneHostNeedsNothing(t *testing.T) {
 				all = append(all, s.Start(append(asRoot, path, own), example(t, script), "3", hello))
 			}
 			for _, p := range all {
-				p.End(0)
+				endsWell(t, script, p)
 				summed(t, 3, p.Out.String())
 			}
 			s.Clean()
@@ -139,7 +153,7 @@ func TestMPIRunsProgramsInARow(t *testing.T) {
 			s := rig.New(t)
 			p := s.Start(append(asRoot, path), example(t, script), fmt.Sprint(n), "sh", "-ec",
 				fmt.Sprintf("for i in $(seq %d); do %s; done", times, hello))
-			p.End(0)
+			endsWell(t, script, p)
 			for r := range n {
 				want := fmt.Sprintf("rank %d of %d: the ranks sum to %d\n", r, n, n*(n-1)/2)
 				if got := strings.Count(p.Out.String(), want); got != times {
@@ -170,7 +184,7 @@ func TestMPIOnSeveralHosts(t *testing.T) {
 			s := rig.New(t)
 			env := append(slices.Clone(c.env), path, "HOSTS="+c.hosts)
 			p := s.StartIn(host(t, "localhost", "one", "two"), env, example(t, script), "2", hello)
-			p.End(0)
+			endsWell(t, script, p)
 			summed(t, 4, unmarked(p.Out.String()))
 			s.Clean()
 		})
