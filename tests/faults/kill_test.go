@@ -5,6 +5,7 @@ package faults
 import (
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"strconv"
 	"strings"
 	"syscall"
@@ -111,15 +112,23 @@ func TestKillAnyTime(t *testing.T) {
 				rig.Tutti(t), "bench", "--max", "4M")
 			<-time.After(moment) // what is being done then is up to chance, and that is the point
 			s.Sockets()
-			victim := job.PID()
+			kill := job.TrySignal
 			if !launcher {
 				for pid, line := range s.Processes() {
-					if strings.Contains(line, "tutti bench") && !strings.Contains(line, "tutti run") {
-						victim = pid
+					if !strings.Contains(line, "tutti bench") || strings.Contains(line, "tutti run") {
+						continue
+					}
+					p, err := os.FindProcess(pid)
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer p.Release()
+					if s.Processes()[pid] == line { // else it has ended, and p may be another one of its number
+						kill = func(sig syscall.Signal) { p.Signal(sig) } // it may have ended
 					}
 				}
 			}
-			syscall.Kill(victim, signal) // it may have ended
+			kill(signal)
 			job.Wait()
 			s.Clean()
 		})
