@@ -30,7 +30,7 @@ func TestHostileConnections(t *testing.T) {
 		t.Run(transport+"/in collectives", func(t *testing.T) {
 			t.Parallel()
 			s := rig.New(t)
-			job := s.Run([]string{"TUTTI_LOG=off"}, "-n", fmt.Sprint(n), "--transport", transport, "--timeout", "20s")
+			job := s.Run([]string{"TUTTI_LOG=off"}, "-n", fmt.Sprint(n), "--transport", transport, "--timeout", "1m")
 			ranks := s.Arrive(n)
 			rig.Well(ranks, rig.Command{Verb: "join"})
 			rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})

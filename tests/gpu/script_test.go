@@ -71,11 +71,11 @@ esac
 	if err != nil {
 		t.Fatal(err)
 	}
-	text, err := script(t, out, binary, "--limit", "5")
+	text, err := script(t, out, binary, "--limit", "15")
 	if err == nil {
 		t.Error("a test hangs, and the script ends well")
 	}
-	for _, want := range []string{"Staging-32: no end within 5 s", "Handles-32: failed", "\nFAIL\n"} {
+	for _, want := range []string{"Staging-32: no end within 15 s", "Handles-32: failed", "\nFAIL\n"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("the script does not say %q:\n%s", want, text)
 		}

@@ -851,7 +851,7 @@ func TestPeersTouchTheirBuffers(t *testing.T) {
 	program := buildFake(t, fakeLibrary)
 	measure := func(mode, touch string) (row, string) {
 		t.Helper()
-		cmd := exec.Command(program, "allreduce", "16400", "0", "2", "1000", "60", touch, "2", mode)
+		cmd := exec.Command(program, "allreduce", "16400", "0", "2", "100000", "60", touch, "2", mode)
 		var stderr strings.Builder
 		cmd.Stderr = &stderr
 		out, err := cmd.Output()

@@ -47,7 +47,10 @@ func someSteps(n int) *Program {
 	return p
 }
 
-var smallJob = Job{Transport: "inproc", Ranks: 2, Timeout: 10 * time.Second, Pool: 1 << 20}
+// unhurried is what operations take at most that nothing disturbs, on a busy machine.
+const unhurried = 30 * time.Second
+
+var smallJob = Job{Transport: "inproc", Ranks: 2, Timeout: unhurried, Pool: 1 << 20}
 
 func TestRightProgramHasNoFinding(t *testing.T) {
 	if res := runLocal(smallJob, someSteps(2), nil); len(res.Findings) > 0 {
@@ -511,7 +514,7 @@ func TestMembershipFaultsHappen(t *testing.T) {
 	} {
 		t.Run(test.want, func(t *testing.T) {
 			job := test.job
-			job.Transport, job.Timeout, job.Pool = "shm", 10*time.Second, 1<<20
+			job.Transport, job.Timeout, job.Pool = "shm", unhurried, 1<<20
 			p := &Program{Seed: 1, Touch: -1, Steps: []Step{
 				{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 5000},
 				{Op: Barrier, DType: pg.Uint8},
@@ -544,7 +547,7 @@ func TestMembershipFaultsHappen(t *testing.T) {
 // and a subgroup exist.
 func TestReplay(t *testing.T) {
 	busy := []Part{{How: Started}, {How: Started}, {How: Started}}
-	Replay(t, Job{Transport: "shm", Ranks: 3, OnFailure: pg.Shrink, Timeout: 10 * time.Second, Pool: 1 << 20},
+	Replay(t, Job{Transport: "shm", Ranks: 3, OnFailure: pg.Shrink, Timeout: unhurried, Pool: 1 << 20},
 		&Program{Seed: 1, Touch: -1, Steps: []Step{
 			{Op: Split, New: 1, Ranks: make([]Part, 3)},
 			{Op: Barrier, Group: 1, DType: pg.Uint8},

@@ -46,7 +46,7 @@ func TestJobEndsWhenTestIsKilled(t *testing.T) {
 	}
 	defer os.RemoveAll(dir)
 	// Not by a stage: nothing but what the victim's own stage does may end these.
-	cmd := exec.Command(proctest.Self(), "-test.run=^TestJobOfKilledTest$", "-test.v", "-test.timeout=60s")
+	cmd := exec.Command(proctest.Self(), "-test.run=^TestJobOfKilledTest$", "-test.v", "-test.timeout=5m")
 	cmd.Env = append(os.Environ(), victim+"=1", "TMPDIR="+dir)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
