@@ -129,8 +129,8 @@ func second[T any](_ T, err error) error { return err }
 func TestDirectoriesOfOneStoreAreApart(t *testing.T) {
 	address := site(t)
 	cfg := storeAt(address)
-	cfg.Job = "other"
-	d, o := open(t, address), openWith(t, cfg)
+	cfg.Job, cfg.LeaseTTL = "other", time.Minute // as that of lasting
+	d, o := lasting(t, address), openWith(t, cfg)
 	publish(t, d, "a", info(1))
 	noName(t, o, "a")
 	publish(t, o, "a", info(2))
@@ -172,9 +172,10 @@ func TestTakenName(t *testing.T) {
 		t.Fatalf("%v, want a TakenError", err)
 	}
 	has(t, d, "a", info(1))
-	// The second publisher waits for the first.
+	// The second publisher waits for the first, which may be slow.
+	next := lasting(t, address)
 	up := make(chan error, 1)
-	go func() { up <- second(o.Publish(within(t), "a", info(2))) }()
+	go func() { up <- second(next.Publish(within(t), "a", info(2))) }()
 	if err := p.Withdraw(within(t)); err != nil {
 		t.Fatal(err)
 	}
@@ -185,7 +186,7 @@ func TestTakenName(t *testing.T) {
 	// The endpoint itself has it at once, under a lease of its own.
 	same := lasting(t, address)
 	publish(t, same, "a", info(2))
-	if err := o.Close(); err != nil {
+	if err := next.Close(); err != nil {
 		t.Fatal(err)
 	}
 	has(t, d, "a", info(2))
@@ -300,25 +301,36 @@ func TestConnectTakesTheNewAddress(t *testing.T) {
 func TestConnectSaysWhyNot(t *testing.T) {
 	address := site(t)
 	d, r, e := open(t, address), raw(t, address), newEndpoint(t, "")
-	until := func(patience time.Duration) context.Context {
-		ctx, cancel := context.WithTimeout(t.Context(), patience)
-		t.Cleanup(cancel)
-		return ctx
-	}
-	if _, err := d.Connect(until(300*time.Millisecond), e, "a"); !errors.Is(err, directory.ErrNoName) ||
+	soon, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if _, err := d.Connect(soon, e, "a"); !errors.Is(err, directory.ErrNoName) ||
 		!errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("no endpoint there: %v", err)
-	}
-	put(t, r, "a", info(7).String()) // where no process listens
-	if _, err := d.Connect(until(6*time.Second), e, "a"); !errors.Is(err, endpoint.ErrBroken) ||
-		!strings.Contains(err.Error(), "127.0.0.1:1") {
-		t.Errorf("no answer: %v", err)
 	}
 	c, err := endpoint.NewContext(endpoint.ContextConfig{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close()
+	ctx, cancel := context.WithCancel(within(t))
+	defer cancel()
+	var dials atomic.Int32
+	dialler, err := endpoint.New(c, endpoint.Config{Secret: secret, Interfaces: "127.0.0.1",
+		Dialer: func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+			if dials.Add(1) > 1 {
+				cancel()
+			}
+			return d.DialContext(context.WithoutCancel(ctx), "tcp", address)
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dialler.Close()
+	put(t, r, "a", info(7).String()) // where no process listens
+	if _, err := d.Connect(ctx, dialler, "a"); !errors.Is(err, endpoint.ErrBroken) ||
+		!errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "127.0.0.1:1") {
+		t.Errorf("no answer: %v", err)
+	}
 	other, err := endpoint.New(c, endpoint.Config{Secret: strings.Repeat("other", 5), Interfaces: "127.0.0.1"})
 	if err != nil {
 		t.Fatal(err)
@@ -497,7 +509,7 @@ func TestStoreAway(t *testing.T) {
 	address := site(t)
 	n, through := newNetwork(t, address)
 	cfg := storeAt(through)
-	cfg.LeaseTTL = 10 * time.Second // it is to end below, and not before on a busy machine
+	cfg.LeaseTTL = 20 * time.Second // it is to end below, and not before on a busy machine
 	d, o := openWith(t, cfg), lasting(t, address)
 	p, q := publish(t, d, "a", info(1)), publish(t, d, "b", info(2))
 	w := watch(t, o)
