@@ -454,7 +454,7 @@ func TestBeyondFourGiB(t *testing.T) {
 }
 
 func beyondFourGiB(t *testing.T, conns int) {
-	_, b, p, _ := pair(t, Config{Conns: conns, Timeout: 60 * time.Second})
+	_, b, p, _ := pair(t, Config{Conns: conns, Timeout: 5 * time.Minute})
 	const four, n = int64(4) << 30, int64(4)<<30 + 64<<20
 	fd, err := unix.MemfdCreate("sparse", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -532,7 +532,7 @@ func TestIdleConnectionsEnd(t *testing.T) {
 // TestRecvsKeepTheirConnection: a recv that waits keeps its connection, although either end closes
 // those that are idle.
 func TestRecvsKeepTheirConnection(t *testing.T) {
-	_, _, p, q := pair(t, Config{IdleTimeout: 5 * time.Millisecond})
+	a, b, p, q := pair(t, Config{IdleTimeout: 5 * time.Millisecond})
 	f := p.Recv(make([]byte, 1))
 	session := func() (id uint64) { // that of p, if it stays
 		p.mu.Lock()
@@ -542,7 +542,10 @@ func TestRecvsKeepTheirConnection(t *testing.T) {
 		}
 		return id
 	}
-	until(t, "a connection", func() bool { return session() != 0 })
+	until(t, "a connection", func() bool { // the first one may have ended before the recv, which makes none
+		_, err := a.Connect(t.Context(), b.Info())
+		return err == nil && session() != 0
+	})
 	first := session()
 	heard := func() uint64 { // with its questions whether the session may end, the other end brings answers
 		q.mu.Lock()

@@ -302,6 +302,7 @@ func TestGivenUpMessagesOverRDMA(t *testing.T) {
 
 func TestDeadlinesOfMessagesOverRDMA(t *testing.T) {
 	f, r := newFabric(t, soft.Config{})
+	r.Settings.Timeout = unanswered
 	_, _, p, q := messengers(t, r)
 	f.SetPort("soft0", 1, false)
 	send := p.Start(Op{Kind: OpSend, Local: mem.Host(make([]byte, long), mem.Anywhere), Timeout: 5 * time.Millisecond})
@@ -493,6 +494,7 @@ func TestCloseEndsMessagesOverRDMA(t *testing.T) {
 	for _, near := range []bool{true, false} {
 		for _, reading := range []bool{true, false} {
 			f, r := newFabric(t, soft.Config{})
+			r.Settings.Timeout = unanswered
 			a, b, p, q := messengers(t, r)
 			f.SetPort("soft0", 1, false)
 			send := p.Send(make([]byte, long))

@@ -14,16 +14,20 @@ import (
 
 	"tutti/internal/proctest"
 	"tutti/mem"
+	"tutti/rdma"
 	"tutti/rdma/rdmatest"
 	"tutti/rdma/verbs"
 )
+
+// lateAnswers has the device wait for answers of a busy machine for some seconds in all.
+var lateAnswers = rdma.Settings{Timeout: 17}
 
 // TestDeviceRDMA: the tests of every provider over the device of the virtual machine of make
 // test-rdma, without which they are skipped.
 func TestDeviceRDMA(t *testing.T) {
 	p, _ := rdmatest.Devices(t, verbs.Load)
 	for _, c := range directTests {
-		t.Run(c.name, func(t *testing.T) { c.f(t, RDMA{Provider: p, From: 1}) })
+		t.Run(c.name, func(t *testing.T) { c.f(t, RDMA{Provider: p, From: 1, Settings: lateAnswers}) })
 	}
 }
 
@@ -33,7 +37,7 @@ const servingVariable = "TUTTI_TEST_ENDPOINT_SERVES"
 // TestDeviceTwoProcesses: reads and writes of another process, which is killed while it serves.
 func TestDeviceTwoProcesses(t *testing.T) {
 	provider, _ := rdmatest.Devices(t, verbs.Load)
-	r := RDMA{Provider: provider, From: 1}
+	r := RDMA{Provider: provider, From: 1, Settings: lateAnswers}
 	if os.Getenv(servingVariable) != "" {
 		b := newEndpoint(t, newContext(t), Config{Name: "child", RDMA: r})
 		if _, err := b.Register("data", mem.Host(make([]byte, 4<<20), mem.Anywhere),

@@ -597,6 +597,7 @@ func TestGivenUpOperationsOverRDMA(t *testing.T) {
 
 func TestDeadlinesOverRDMA(t *testing.T) {
 	f, r := newFabric(t, soft.Config{})
+	r.Settings.Timeout = unanswered
 	_, _, p, _, _ := directPair(t, r, shared(t, 1<<20))
 	f.SetPort("soft1", 1, false)
 	x := p.Start(Op{Kind: OpRead, Local: mem.Host(make([]byte, 1<<20), mem.Anywhere), Region: "data",
