@@ -229,6 +229,7 @@ def after_set_timeout(rank, size, port):
     handles = start(rank, size, port)
     dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
     dist._reconfigure(1, handles, timeout=timedelta(seconds=20))
+    harness.meet(port, "formed", size)
     if rank == 0:
         begin = time.monotonic()
         raises(dist.DistBackendError, "the timeout of 300 ms has passed", dist.all_reduce, torch.ones(1))
