@@ -677,6 +677,10 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.Is(err, ErrAborted), errors.Is(err, ErrEvicted): // whatever the cause of an abort is
 		return nil, err
 	case errors.As(err, new(*unfitError)):
+		if late := (*TimeoutError)(nil); errors.As(err, &late) { // it has waited for room
+			return &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(late.After), Text: late.Call,
+				Canceled: errors.Is(late, context.Canceled)}, err
+		}
 		return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 	case errors.As(err, &graph):
 		return g.overtakenAbort(graph.is, graph.text, now), err
