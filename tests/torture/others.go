@@ -11,6 +11,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/p2p"
 	"tutti/pg"
 )
 
@@ -367,6 +368,9 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		r.find("disagreement", "after recovering the view is %s, and ranks %v have recovered", view(v), to.Stay)
 	}
 	r.gather(ctx, h.g, to, false)
+	if s.May&Unheard != 0 {
+		r.hearLosses(h, to.Stay)
+	}
 	for _, id := range r.ids() {
 		if id != 0 && !r.groups[id].loose {
 			r.probe(s, id, to)
@@ -374,6 +378,41 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 	}
 	r.endOld(ctx)
 	r.healWindows(true, to.Back)
+}
+
+// hearLosses exchanges messages with the ranks that stayed in the group of all ranks. A link that
+// broke may have lost messages that no receive waits for any more: the next receive is told so, and
+// without this it would be one of an undisturbed step.
+func (r *rank) hearLosses(h *handle, stay []int) {
+	const tag = pg.MaxTag // no step has it
+	var sends []*pg.Work
+	for _, to := range stay {
+		if to != h.slot() {
+			sends = append(sends, h.g.StartWithin(slack,
+				pg.SendOp{X: pg.BufferOf([]int64{int64(r.now)}), To: to, Tag: tag}))
+		}
+	}
+	for _, from := range stay {
+		if from == h.slot() {
+			continue
+		}
+		x, err := []int64{0}, p2p.ErrLost
+		for errors.Is(err, p2p.ErrLost) {
+			err = r.timed("receiving after broken links", slack, func() error {
+				w := h.g.StartWithin(slack, pg.RecvOp{X: pg.BufferOf(x), From: from, Tag: tag})
+				<-w.Done()
+				return w.Err()
+			})
+		}
+		if err != nil || x[0] != int64(r.now) {
+			r.find("spurious", "receiving from rank %d, which has stayed, after broken links: %d, %v", from, x[0], err)
+		}
+	}
+	for _, w := range sends {
+		if <-w.Done(); w.Err() != nil {
+			r.find("spurious", "sending to a rank that has stayed, after broken links: %v", w.Err())
+		}
+	}
 }
 
 // probe exchanges messages on a subgroup that is older than a disturbance: those that stayed reach
