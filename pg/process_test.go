@@ -1,7 +1,6 @@
 package pg_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -11,12 +10,12 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"tutti/collectives"
+	"tutti/internal/proctest"
 	"tutti/internal/tuning"
 	"tutti/p2p/registry"
 	"tutti/pg"
@@ -272,30 +271,6 @@ func TestJoinNeedsSecretAndStore(t *testing.T) {
 	})
 }
 
-// A journal is what a logger has written, which may go on.
-type journal struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (j *journal) Write(b []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.Write(b)
-}
-
-// lines returns the lines that contain what.
-func (j *journal) lines(what string) (found []string) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for line := range strings.Lines(j.text.String()) {
-		if strings.Contains(line, what) {
-			found = append(found, line)
-		}
-	}
-	return found
-}
-
 // Ranks that have the same measured table choose by it. If one of them differs, whatever the
 // reason, none does, and one line says so.
 func TestTunedJobs(t *testing.T) {
@@ -330,7 +305,7 @@ func TestTunedJobs(t *testing.T) {
 		"foreign": {[n]string{foreign, foreign, foreign}, nil, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var log journal // a rank's process comes through here too, with files of its own
+			var log proctest.Output // a rank's process comes through here too, with files of its own
 			rank, _ := strconv.Atoi(os.Getenv("TUTTI_RANK"))
 			conf := pg.Config{Tuning: c.paths[rank%n],
 				Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))}
@@ -349,7 +324,10 @@ func TestTunedJobs(t *testing.T) {
 				if g.Rank() == 0 {
 					want = c.log
 				}
-				if lines := log.lines("algorithms"); len(lines) != want { // others say something of the machine
+				// Other lines say something of the machine.
+				lines := slices.DeleteFunc(slices.Collect(strings.Lines(log.String())),
+					func(line string) bool { return !strings.Contains(line, "algorithms") })
+				if len(lines) != want {
 					t.Errorf("%d lines of log, want %d: %q", len(lines), want, lines)
 				}
 			}, pgtest.Config(conf))
