@@ -26,7 +26,6 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/endpoint/stats"
-	"tutti/internal/proctest"
 	"tutti/internal/sitetest"
 )
 
@@ -759,13 +758,7 @@ func TestEndpointInterrupted(t *testing.T) {
 func TestEndpointOnTerminal(t *testing.T) {
 	s := newSite(t)
 	path, data := s.file("region", 3*pieceSize)
-	master, slave := terminal(t)
-	var screen proctest.Output
-	read := make(chan struct{})
-	go func() {
-		defer close(read)
-		io.Copy(&screen, master) // ends with an error when the other end is closed
-	}()
+	slave, screen, over := watched(t)
 	on := func(j *tutti) *tutti {
 		j.cmd.Env = append(j.cmd.Env, "TERM=xterm", "NO_COLOR=1")
 		j.cmd.Stderr = slave
@@ -802,8 +795,7 @@ func TestEndpointOnTerminal(t *testing.T) {
 	server.Signal(syscall.SIGINT)
 	server.End(0)
 	screen.Await(t, "it's: 3.1 MB read, 3.1 MB written")
-	slave.Close()
-	<-read
+	over()
 }
 
 func TestMeter(t *testing.T) {

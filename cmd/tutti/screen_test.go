@@ -3,14 +3,11 @@ package main
 import (
 	"bytes"
 	"fmt"
-	"io"
 	"os"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
-
-	"tutti/internal/proctest"
 )
 
 // A live screen is left before the process stops or dies, and comes back when it continues.
@@ -27,13 +24,7 @@ func TestLiveScreenSignals(t *testing.T) {
 		code int
 	}{{syscall.SIGQUIT, 2}, {syscall.SIGINT, 0}} {
 		t.Run(fmt.Sprint(c.end), func(t *testing.T) {
-			master, slave := terminal(t)
-			var shown proctest.Output
-			read := make(chan struct{})
-			go func() {
-				defer close(read)
-				io.Copy(&shown, master) // ends with an error when the other end is closed
-			}()
+			slave, shown, over := watched(t)
 			v := s.command("status", "--watch=1h", info)
 			v.cmd.Env = append(v.cmd.Env, "TERM=xterm", "TUTTI_SECRET="+s.secret)
 			v.cmd.Stdout = slave
@@ -54,8 +45,7 @@ func TestLiveScreenSignals(t *testing.T) {
 			shown.Await(t, leave+enter)
 			v.Signal(c.end)
 			v.End(c.code)
-			slave.Close()
-			<-read
+			over()
 			if out := shown.String(); !strings.HasPrefix(out, enter) || !strings.HasSuffix(out, leave) ||
 				strings.Count(out, "1 region") < 2 || strings.Count(out, leave) != 2 {
 				t.Errorf("%q", out)

@@ -390,13 +390,7 @@ func TestStatusWatch(t *testing.T) {
 		t.Errorf("%q, %q", out, c.Err.String())
 	}
 
-	master, slave := terminal(t)
-	var shown proctest.Output
-	read := make(chan struct{})
-	go func() {
-		defer close(read)
-		io.Copy(&shown, master) // ends with an error when the other end is closed
-	}()
+	slave, shown, over := watched(t)
 	v := j.command("status", "--watch=100ms", j.name)
 	v.cmd.Env = append(v.cmd.Env, "TERM=xterm")
 	v.cmd.Stdout = slave
@@ -405,8 +399,7 @@ func TestStatusWatch(t *testing.T) {
 	shown.Await(t, "\x1b[J\x1b[H") // a second one, in the place of the first
 	v.Signal(syscall.SIGINT)
 	v.End(0)
-	slave.Close()
-	<-read
+	over()
 	if out := shown.String(); !strings.HasPrefix(out, "\x1b[?1049h\x1b[?25l\x1b[H") ||
 		!strings.HasSuffix(out, "\x1b[?25h\x1b[?1049l") || strings.Contains(out, "\x1b[2J") {
 		t.Errorf("%q", out)
@@ -475,6 +468,23 @@ func TestStatusOfStoreThatIsAway(t *testing.T) {
 	o.End(1)
 	o.says("etcd://127.0.0.1:1")
 	j.leave()
+}
+
+// watched makes a pseudo-terminal, and collects what is written to slave until over, which closes
+// that.
+func watched(t *testing.T) (slave *os.File, shown *proctest.Output, over func()) {
+	t.Helper()
+	master, slave := terminal(t)
+	shown = &proctest.Output{}
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		io.Copy(shown, master) // ends with an error when the other end is closed
+	}()
+	return slave, shown, func() {
+		slave.Close()
+		<-read
+	}
 }
 
 // terminal makes a pseudo-terminal.
