@@ -156,10 +156,11 @@ func (r *relay) serve(c *net.TCPConn) {
 	if err != nil || !r.track(to) {
 		return
 	}
-	done := make(chan struct{})
+	works, fail := context.WithCancel(r.ctx)
 	var both, watch sync.WaitGroup
 	watch.Go(func() {
-		if r.breaks(q.From, q.To, done) {
+		if r.breaks(works, q.From, q.To) {
+			fail() // before a rank can notice it and change the rules
 			for _, end := range []*net.TCPConn{c, to} {
 				end.SetLinger(0) // a reset
 				end.Close()
@@ -167,15 +168,15 @@ func (r *relay) serve(c *net.TCPConn) {
 		}
 	})
 	defer watch.Wait()
-	defer close(done)
-	both.Go(func() { r.pump(c, to, q.From, q.To) })
-	both.Go(func() { r.pump(to, c, q.To, q.From) })
+	defer fail()
+	both.Go(func() { r.pump(works, c, to, q.From, q.To) })
+	both.Go(func() { r.pump(works, to, c, q.To, q.From) })
 	both.Wait()
 }
 
 // breaks waits until a cut of either direction has lasted long enough to break a connection (true),
-// or done is closed (false).
-func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
+// or ctx has ended (false).
+func (r *relay) breaks(ctx context.Context, a, b int) bool {
 	for {
 		there, changed := r.between(a, b)
 		back, _ := r.between(b, a)
@@ -195,7 +196,7 @@ func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
 		case <-changed:
 		case <-late:
 			return true
-		case <-done:
+		case <-ctx.Done():
 			return false
 		}
 	}
@@ -204,11 +205,11 @@ func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
 // dial makes the second half of a connection, when the rules allow both directions.
 func (r *relay) dial(q request) (*net.TCPConn, error) {
 	for _, way := range [2][2]int{{q.From, q.To}, {q.To, q.From}} {
-		if _, err := r.open(way[0], way[1]); err != nil {
+		if err := r.open(r.ctx, way[0], way[1]); err != nil {
 			return nil, err
 		}
 		rule, _ := r.between(way[0], way[1])
-		if !r.pause(rule.Delay) {
+		if !pause(r.ctx, rule.Delay) {
 			return nil, r.ctx.Err()
 		}
 	}
@@ -220,22 +221,22 @@ func (r *relay) dial(q request) (*net.TCPConn, error) {
 	return c.(*net.TCPConn), nil
 }
 
-// open waits while the direction is cut.
-func (r *relay) open(from, to int) (Rule, error) {
+// open waits while the direction is cut. It returns ctx's error if ctx has ended.
+func (r *relay) open(ctx context.Context, from, to int) error {
 	for {
 		rule, changed := r.between(from, to)
-		if !rule.Cut {
-			return rule, nil
+		if !rule.Cut || ctx.Err() != nil {
+			return ctx.Err()
 		}
 		select {
 		case <-changed:
-		case <-r.ctx.Done():
-			return rule, r.ctx.Err()
+		case <-ctx.Done():
 		}
 	}
 }
 
-func (r *relay) pause(d time.Duration) bool {
+// pause waits for d, and returns false if ctx ends before.
+func pause(ctx context.Context, d time.Duration) bool {
 	if d <= 0 {
 		return true
 	}
@@ -244,7 +245,7 @@ func (r *relay) pause(d time.Duration) bool {
 	select {
 	case <-t.C:
 		return true
-	case <-r.ctx.Done():
+	case <-ctx.Done():
 		return false
 	}
 }
@@ -262,8 +263,8 @@ type piece struct {
 	data []byte
 }
 
-// pump copies from src to dst as the rules say, until one of them ends.
-func (r *relay) pump(src, dst *net.TCPConn, from, to int) {
+// pump copies from src to dst as the rules say, until one of them or ctx ends.
+func (r *relay) pump(ctx context.Context, src, dst *net.TCPConn, from, to int) {
 	wire := make(chan piece, inFlight)
 	var reader sync.WaitGroup
 	reader.Go(func() {
@@ -289,7 +290,7 @@ func (r *relay) pump(src, dst *net.TCPConn, from, to int) {
 				p.data = slices.Clone(buf[:n])
 				select {
 				case wire <- p:
-				case <-r.ctx.Done():
+				case <-ctx.Done():
 					return
 				}
 			}
@@ -297,17 +298,17 @@ func (r *relay) pump(src, dst *net.TCPConn, from, to int) {
 				p.data = nil
 				select {
 				case wire <- p:
-				case <-r.ctx.Done():
+				case <-ctx.Done():
 				}
 				return
 			}
 		}
 	})
 	for p := range wire {
-		if !r.pause(time.Until(p.due)) {
+		if !pause(ctx, time.Until(p.due)) {
 			break
 		}
-		if _, err := r.open(from, to); err != nil {
+		if err := r.open(ctx, from, to); err != nil {
 			break
 		}
 		if p.data == nil {
