@@ -250,15 +250,23 @@ func (m *member) cut(r *rand.Rand, j int) {
 	}
 }
 
-// cut shuts a connection's socket down.
-func cut(c *link.Conn) {
-	unix.Shutdown(int(reflect.ValueOf(c).Elem().FieldByName("fd").Int()), unix.SHUT_RDWR)
+// descriptor returns that of a connection's socket.
+func descriptor(c *link.Conn) int {
+	return int(reflect.ValueOf(c).Elem().FieldByName("fd").Int())
 }
 
-// stalled reports whether the socket of a connection has no room, or had none a moment ago.
+// cut shuts a connection's socket down.
+func cut(c *link.Conn) { unix.Shutdown(descriptor(c), unix.SHUT_RDWR) }
+
+// stalled reports whether a connection waits for room in its socket, and has not got it since.
 func stalled(c *link.Conn) bool {
 	v := reflect.ValueOf(c).Elem().FieldByName("stalled").FieldByName("v")
-	return atomic.LoadInt32((*int32)(unsafe.Pointer(v.UnsafeAddr()))) == 1 // full
+	if atomic.LoadInt32((*int32)(unsafe.Pointer(v.UnsafeAddr()))) != 1 { // full
+		return false
+	}
+	room := []unix.PollFd{{Fd: int32(descriptor(c)), Events: unix.POLLOUT}} // as the loop asks
+	n, err := unix.Poll(room, 0)
+	return n == 0 && err == nil
 }
 
 // job is an operation under way.
