@@ -1215,6 +1215,9 @@ func TestCloseEndsOrphans(t *testing.T) {
 			r.send(hello(1, 0, 2)) // the second connection does not come
 			r.expect(wire.Hello)
 			p := r.accepted(e)
+			p.mu.Lock()
+			s := p.coming
+			p.mu.Unlock()
 			f := p.Recv(make([]byte, 100))
 			r.send(frame(wire.Ping, 1, nil), wire.Bulk(nil, wire.Message, 1, 100), []byte("a part"))
 			r.expect(wire.Pong)
@@ -1227,11 +1230,15 @@ func TestCloseEndsOrphans(t *testing.T) {
 			if err := f.Err(); !errors.Is(err, ErrClosed) {
 				t.Errorf("the recv: %v", err)
 			}
-			r.SetReadDeadline(time.Now().Add(greetTimeout / 2))
 			if _, _, err := r.next(); err == nil {
 				t.Error("a frame after Close")
 			} else if late := net.Error(nil); errors.As(err, &late) && late.Timeout() {
 				t.Error("the connection is open after Close")
+			}
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if !errors.Is(s.err, ErrClosed) { // but because the second connection was late
+				t.Errorf("the session: %v", s.err)
 			}
 		})
 	}
