@@ -476,14 +476,22 @@ func (f *follower) next(name string, id uint64) {
 // until skips the events before that of a name that is there, or gone.
 func (f *follower) until(name string, gone bool) {
 	f.t.Helper()
+	f.skip(fmt.Sprintf("name %s, gone: %v", name, gone), func(e directory.Event) bool {
+		return e.Name == name && e.Gone == gone
+	})
+}
+
+// skip skips the events up to the first that is what.
+func (f *follower) skip(what string, is func(directory.Event) bool) {
+	f.t.Helper()
 	for late := time.After(patience); ; {
 		select {
 		case e := <-f.events:
-			if e.Name == name && e.Gone == gone {
+			if is(e) {
 				return
 			}
 		case <-late:
-			f.t.Fatalf("no event of name %s, gone: %v", name, gone)
+			f.t.Fatalf("no event of %s", what)
 		}
 	}
 }
@@ -548,11 +556,7 @@ func TestStoreAway(t *testing.T) {
 	}
 	// Who watches from inside sees what is different; a is as it was, or has been away for a
 	// moment.
-	for e := range inside.events {
-		if e.Name == "b" && !e.Gone && e.Info.ID == 3 {
-			break
-		}
-	}
+	inside.skip("b with id 3", func(e directory.Event) bool { return e.Name == "b" && !e.Gone && e.Info.ID == 3 })
 
 	// What is withdrawn while the store is away goes when it is back.
 	n.cut()
@@ -606,11 +610,7 @@ func TestStoreRestarts(t *testing.T) {
 			defer stop()
 			n.lead(address)
 			publish(t, o, "z", info(2))
-			for e := range w.events {
-				if e.Name == "z" && !e.Gone {
-					break
-				}
-			}
+			w.until("z", false)
 			if x, err := o.Wait(within(t), "a"); err != nil || x.Info.ID != 1 {
 				t.Errorf("%+v, %v", x, err)
 			}
