@@ -503,6 +503,8 @@ func (s suite) closeBesideUse(t *testing.T) {
 		deadline := time.Now().Add(Patience)
 		use := func(e *End) func() error {
 			return func() error {
+				start := sync.OnceFunc(func() { started <- struct{}{} })
+				defer start() // the closer waits for it
 				h, p := Frame(0, 500, nil)
 				for i := 0; ; i++ {
 					if i%1024 == 1023 && time.Now().After(deadline) {
@@ -510,7 +512,7 @@ func (s suite) closeBesideUse(t *testing.T) {
 						return fmt.Errorf("%d turns, and the link is not closed", i)
 					}
 					if i == 10*round {
-						started <- struct{}{}
+						start()
 					}
 					_, err := e.Send(&h, p)
 					if err == nil {
@@ -527,9 +529,6 @@ func (s suite) closeBesideUse(t *testing.T) {
 					if err != nil {
 						if !errors.Is(err, p2p.ErrPeerGone) && !errors.Is(err, p2p.ErrClosed) {
 							return fmt.Errorf("after Close: %w", err)
-						}
-						if i < 10*round {
-							started <- struct{}{}
 						}
 						return nil
 					}
