@@ -352,7 +352,7 @@ func TestRecordsOfAnotherJob(t *testing.T) {
 // TestRecordOfALivingProcess: containers may share a directory of records and a host name, and have
 // PIDs of their own.
 func TestRecordOfALivingProcess(t *testing.T) {
-	dir, err := os.MkdirTemp("/dev/shm", "tutti-test-") // other file systems may not tell who maps a file
+	dir, err := os.MkdirTemp("/dev/shm", "records-") // other file systems may not tell who maps a file
 	if err != nil {
 		t.Fatal(err)
 	}
