@@ -171,8 +171,14 @@ func childLostPeers() {
 func TestCloseLeavesLostPeers(t *testing.T) {
 	const bound = lostPeers * lingerTime
 	var ms int64
-	line := child(t, "lost peers", apart).Hear()
-	if _, err := fmt.Sscanf(line, "%d <nil>", &ms); err != nil || ms >= bound.Milliseconds() {
-		t.Errorf("%q, want less than %v", line, bound)
+	for range 5 { // a stall of the machine is not of every time
+		line := child(t, "lost peers", apart).Hear()
+		if _, err := fmt.Sscanf(line, "%d <nil>", &ms); err != nil {
+			t.Fatalf("%q: %v", line, err)
+		}
+		if ms < bound.Milliseconds() {
+			return
+		}
 	}
+	t.Errorf("%d ms, want less than %v", ms, bound)
 }
