@@ -23,6 +23,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
 	"syscall"
@@ -209,13 +210,22 @@ func (f *Fabric) Steps() uint64 {
 	return f.steps
 }
 
-// run runs steps until Close.
+// together is how many steps run without other users of the fabric between them, in the mean.
+const together = 4
+
+// run runs steps until Close. Now and then it lets others between two of them, as a device works
+// while its users do: they see what is half done.
 func (f *Fabric) run() {
 	defer close(f.ended)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for !f.closed {
 		if f.stepLocked() {
+			if f.rng.IntN(together) == 0 {
+				f.mu.Unlock()
+				runtime.Gosched()
+				f.mu.Lock()
+			}
 			continue
 		}
 		if at, ok := f.earliest(); ok {

@@ -518,3 +518,32 @@ func TestArmWakes(t *testing.T) {
 		}
 	}
 }
+
+// Users see requests of which some have completed and others have not.
+func TestUsersSeeWhatIsHalfDone(t *testing.T) {
+	const n, rounds = 8, 10_000
+	f := New(Config{Seed: 5, Late: 4})
+	defer f.Close()
+	a, b := pair(t, f, n)
+	var out [n]rdma.Completion
+	for range rounds {
+		var all []rdma.SendRequest
+		for i := range uint64(n) {
+			all = append(all, a.write(b, i, int(8*i), 8))
+		}
+		a.post(all...)
+		some := false
+		for got := 0; got < n; {
+			now, err := a.cq.Poll(out[:n-got])
+			if err != nil {
+				t.Fatal(err)
+			}
+			got += now
+			some = some || 0 < got && got < n
+		}
+		if some {
+			return
+		}
+	}
+	t.Errorf("in %d rounds each poll found none or all of %d completions", rounds, n)
+}
