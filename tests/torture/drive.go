@@ -48,7 +48,6 @@ type stage struct {
 type member struct {
 	number int
 	p      *proctest.Child // nil: goroutines of this one
-	r      *rig.Rank
 	conn   net.Conn
 	mu     sync.Mutex
 	out    *json.Encoder
@@ -116,9 +115,8 @@ func (s *stage) process(number int) *member {
 		return m
 	}
 	m.p = s.rig.StartIn(enter, []string{"RANK=" + strconv.Itoa(number), "GOTRACEBACK=all"}, proctest.Self())
-	m.r = s.rig.Next()
 	in := (*json.Decoder)(nil)
-	m.conn, in = m.r.Play()
+	m.conn, in = s.rig.Next().Play()
 	s.listen(m, in)
 	return m
 }
@@ -157,9 +155,7 @@ func (m *member) tell(o order) {
 // end kills a rank's process and waits for its end.
 func (s *stage) end(m *member) {
 	if m.p != nil {
-		syscall.Kill(m.r.PID, syscall.SIGCONT)
-		syscall.Kill(m.r.PID, syscall.SIGKILL)
-		m.p.Wait()
+		m.p.Kill()
 	}
 	m.conn.Close()
 	if s.members[m.number] == m {
@@ -299,8 +295,8 @@ func (x *session) stacks() string {
 		return "\n--- all ranks\n" + ours(string(all[:runtime.Stack(all, true)]))
 	}
 	for _, m := range x.s.all() {
-		syscall.Kill(m.r.PID, syscall.SIGCONT)
-		syscall.Kill(m.r.PID, syscall.SIGQUIT)
+		m.p.TrySignal(syscall.SIGCONT)
+		m.p.TrySignal(syscall.SIGQUIT)
 		m.p.Wait()
 		fmt.Fprintf(&text, "\n--- rank %d\n%s", m.number, ours(m.p.Err.String()))
 	}
@@ -458,9 +454,12 @@ func (c *course) hear(m *member, n news, err error) {
 	}
 }
 
-// lost handles an expected end of a process.
+// lost handles the end of a process that is to be killed. It may have crashed before.
 func (c *course) lost(m *member) {
-	m.p.Wait()
+	if m.p.Wait() != -1 {
+		c.res.find(c.died(m, "a program"))
+		return
+	}
 	m.conn.Close()
 	delete(c.s.members, m.number)
 	delete(c.doomed, m.number)
@@ -498,7 +497,8 @@ func (c *course) begin(i int, f Fault, at *member) {
 	case "evict":
 		c.asked[at]++
 	}
-	c.faults.Go(func() { c.inject(f, v, at, c.done) })
+	other := c.s.members[f.Other]
+	c.faults.Go(func() { c.inject(f, v, at, other, c.done) })
 }
 
 // check opens the gates when all live ranks have come to theirs.
@@ -643,22 +643,18 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 	}
 }
 
-// inject injects a fault.
-func (x *session) inject(f Fault, v, at *member, done chan<- string) {
+// inject injects a fault. It runs beside the driver, which alone may use the maps of members.
+func (x *session) inject(f Fault, v, at, other *member, done chan<- string) {
 	s := x.s
 	time.Sleep(f.After)
-	pid := 0
-	if v.p != nil {
-		pid = v.r.PID
-	}
 	switch f.Kind {
 	case "kill":
-		syscall.Kill(pid, syscall.SIGKILL)
+		v.p.TrySignal(syscall.SIGKILL)
 		return // its end is the fault's
 	case "stop":
-		syscall.Kill(pid, syscall.SIGSTOP)
+		v.p.TrySignal(syscall.SIGSTOP)
 		time.Sleep(f.For)
-		syscall.Kill(pid, syscall.SIGCONT)
+		v.p.TrySignal(syscall.SIGCONT)
 	case "evict":
 		at.tell(order{Evict: &f.Victim})
 		return // it reports when it is done
@@ -685,10 +681,10 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 			s.net.Part()
 		}
 	case "deafen":
-		if o := s.members[f.Other]; s.net != nil && o != nil && o.host != v.host {
-			s.net.Deafen(v.host, o.host)
+		if s.net != nil && other != nil && other.host != v.host {
+			s.net.Deafen(v.host, other.host)
 			time.Sleep(f.For)
-			s.net.Mend(v.host, o.host)
+			s.net.Mend(v.host, other.host)
 		}
 	default:
 		s.devices.fail(f)
