@@ -9,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -134,24 +133,6 @@ func TestRunEndsDescendants(t *testing.T) {
 	s.empty()
 }
 
-// stop stops p, and waits until it stands still.
-func stop(p *puppet) {
-	p.t.Helper()
-	syscall.Kill(p.PID, syscall.SIGSTOP)
-	for end := time.Now().Add(patience); ; runtime.Gosched() {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
-		if err != nil {
-			p.t.Fatal(err)
-		}
-		if state := b[strings.LastIndexByte(string(b), ')')+1:]; strings.HasPrefix(string(state), " T") {
-			return
-		}
-		if time.Now().After(end) {
-			p.t.Fatalf("rank %s does not stop", p.rank())
-		}
-	}
-}
-
 func TestRunSignals(t *testing.T) {
 	t.Run("forwarded", func(t *testing.T) {
 		s := newStage(t)
@@ -205,7 +186,7 @@ func TestRunSignals(t *testing.T) {
 					p.do("ignore %d", syscall.SIGTERM)
 				}
 			}
-			stop(all[1])
+			proctest.Stop(t, all[1].PID)
 			j.Signal(syscall.SIGTERM)
 			for _, p := range all {
 				p.gone()
@@ -925,9 +906,7 @@ func TestRunTakesEndsInTheirOrder(t *testing.T) {
 	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--", proctest.Self())
 	all := s.arrive(3)
 	guard := parent(t, all[0].PID)
-	if err := syscall.Kill(guard, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	proctest.Stop(t, guard)
 	t.Cleanup(func() { syscall.Kill(guard, syscall.SIGCONT) })
 	for _, x := range []struct {
 		rank  int

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
@@ -122,6 +123,39 @@ func (c *Child) Stop() {
 	c.t.Helper()
 	c.Signal(syscall.SIGSTOP)
 	c.p.Stopped()
+}
+
+// Stop stops a process that need not be a child of this one, and returns when all its threads stand
+// still, or it has ended.
+func Stop(t testing.TB, pid int) {
+	t.Helper()
+	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+		if err != syscall.ESRCH {
+			t.Fatalf("stop pid %d: %v", pid, err)
+		}
+		return
+	}
+	for late := time.Now().Add(Patience); !still(pid); time.Sleep(time.Millisecond) {
+		if time.Now().After(late) {
+			t.Fatalf("pid %d does not stop", pid)
+		}
+	}
+}
+
+// still reports whether no thread of a process runs.
+func still(pid int) bool {
+	threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid)) // the pattern is valid
+	for _, path := range threads {
+		stat, err := os.ReadFile(path)
+		if err != nil { // the thread has ended
+			continue
+		}
+		state := stat[bytes.LastIndexByte(stat, ')')+1:]
+		if !bytes.HasPrefix(state, []byte(" T")) && !bytes.HasPrefix(state, []byte(" Z")) {
+			return false
+		}
+	}
+	return true
 }
 
 // Kill ends the process, if it has not ended, and waits for its end.

@@ -3,10 +3,17 @@
 package proctest
 
 import (
+	"fmt"
+	"os"
 	"os/exec"
+	"path/filepath"
+	"runtime"
 	"strconv"
 	"syscall"
 	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestChildHearsAndTells(t *testing.T) {
@@ -35,6 +42,66 @@ func TestKilledChildHasNoExitCode(t *testing.T) {
 		t.Errorf("exit code %d", code)
 	}
 	c.Kill() // again
+}
+
+// A process stands still when the last of its threads does.
+func TestStop(t *testing.T) {
+	for range 10 {
+		path := filepath.Join(t.TempDir(), "counts")
+		c := RunPiped(t, Again([]string{role + "=busy", countsOf + "=" + path}))
+		c.Hear()
+		counts, err := mapCounts(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		Stop(t, c.PID())
+		before := *counts
+		for range 1000 {
+			runtime.Gosched()
+		}
+		if after := *counts; after != before {
+			t.Errorf("a stopped process went from %v to %v", before, after)
+		}
+		c.Kill()
+	}
+}
+
+// countsOf is the path of the counts of a busy process.
+const countsOf = "PROCTEST_TEST_COUNTS"
+
+// mapCounts maps what the threads of a busy process count.
+func mapCounts(path string) (*[8]uint64, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	if err := f.Truncate(4096); err != nil {
+		return nil, err
+	}
+	b, err := unix.Mmap(int(f.Fd()), 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, err
+	}
+	return (*[8]uint64)(unsafe.Pointer(&b[0])), nil
+}
+
+// busy is a process with threads that count.
+func busy() {
+	counts, err := mapCounts(os.Getenv(countsOf))
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for i := range counts {
+		go func() {
+			runtime.LockOSThread()
+			for {
+				counts[i]++
+			}
+		}()
+	}
+	fmt.Println("busy")
 }
 
 // Also those in other sessions, of a process that has ended, without its output.

@@ -32,6 +32,8 @@ func TestMain(m *testing.M) {
 		parent()
 	case "child":
 		child()
+	case "busy":
+		busy()
 	}
 	select {} // until it is killed
 }

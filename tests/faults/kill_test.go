@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/proctest"
 	"tutti/tests/internal/rig"
 )
 
@@ -144,7 +145,7 @@ func TestNextJobRemovesWhatKilledOneLeft(t *testing.T) {
 	s.Sockets()
 	all := s.Processes()
 	for pid := range all {
-		syscall.Kill(pid, syscall.SIGSTOP) // so that none sees another die
+		proctest.Stop(t, pid) // so that none sees another die
 	}
 	for pid := range all {
 		syscall.Kill(pid, syscall.SIGKILL)

@@ -16,9 +16,9 @@ import (
 func TestStoreLost(t *testing.T) {
 	t.Parallel()
 	for _, how := range []struct {
-		name   string
-		signal syscall.Signal
-	}{{"killed", syscall.SIGKILL}, {"stopped", syscall.SIGSTOP}} {
+		name string
+		take func(store *proctest.Child)
+	}{{"killed", (*proctest.Child).Kill}, {"stopped", (*proctest.Child).Stop}} {
 		t.Run(how.name, func(t *testing.T) {
 			t.Run("collectives go on", func(t *testing.T) {
 				t.Parallel()
@@ -31,7 +31,7 @@ func TestStoreLost(t *testing.T) {
 				rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed})
 				rig.Well(ranks, rig.Command{Verb: "loop", Seed: 2, Counts: mixed})
 				before := rig.Well(ranks, rig.Command{Verb: "await", Steps: 1})[0].Steps
-				store.Signal(how.signal)
+				how.take(store)
 				// Longer than a lease lasts.
 				until := time.Now().Add(4 * time.Second)
 				for steps := before + 1; ; steps = rig.Well(ranks[:1], rig.Command{Verb: "await",
@@ -55,7 +55,7 @@ func TestStoreLost(t *testing.T) {
 					timeout.String())
 				ranks := s.Arrive(n)
 				rig.Well(ranks, rig.Command{Verb: "join"})
-				store.Signal(how.signal)
+				how.take(store)
 				failed := 0
 				// some of these pairs are linked since the join, some are not
 				for _, distance := range []int{1, 3, 5, 6, 7} {
