@@ -830,12 +830,7 @@ func TestEtcdCloseAfterLeaseEnded(t *testing.T) {
 
 func TestDialStoreFailures(t *testing.T) {
 	e := startEtcd(t)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed := l.Addr().String()
-	l.Close()
+	closed := "127.0.0.1:" + reserved(t)
 	silent, err := net.Listen("tcp", "127.0.0.1:0") // accepts in the kernel's backlog and never answers
 	if err != nil {
 		t.Fatal(err)

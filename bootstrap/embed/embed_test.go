@@ -20,11 +20,13 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/internal/leaktest"
+	"tutti/internal/ports"
 	"tutti/internal/proctest"
 )
 
 const (
 	childDir   = "EMBED_TEST_CHILD_DIR"
+	childPorts = "EMBED_TEST_CHILD_PORTS"
 	childSpace = "EMBED_TEST_CHILD_SPACE" // how many further bytes of addresses it may have; default any
 )
 
@@ -36,7 +38,7 @@ func TestMain(m *testing.M) {
 				os.Exit(1)
 			}
 		}
-		s, err := Start(context.Background(), Config{Secret: secret, Dir: dir})
+		s, err := Start(context.Background(), Config{Secret: secret, Dir: dir, Ports: os.Getenv(childPorts)})
 		if err != nil {
 			fmt.Println("error", err)
 			os.Exit(1)
@@ -81,6 +83,17 @@ func start(t testing.TB, cfg Config) *Server {
 	return s
 }
 
+// reserved returns a port of 127.0.0.1 that nobody else receives, also when its listener has ended.
+func reserved(t testing.TB) string {
+	t.Helper()
+	r, err := ports.Reserve()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
+	return fmt.Sprint(r.Port)
+}
+
 func entries(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	es, err := os.ReadDir(dir)
@@ -101,7 +114,7 @@ func dial(t testing.TB, address string) (bootstrap.Store, error) {
 
 func TestStartClose(t *testing.T) {
 	dir := t.TempDir()
-	s := start(t, Config{Dir: dir})
+	s := start(t, Config{Dir: dir, Ports: reserved(t)})
 	if !strings.HasPrefix(s.Address(), "tutti://127.0.0.1:") {
 		t.Errorf("address %s", s.Address())
 	}
@@ -271,7 +284,7 @@ func TestLimitedAddressSpace(t *testing.T) {
 // A store that was killed leaves no port, and its directory goes at the next start.
 func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
-	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir}))
+	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir, childPorts + "=" + reserved(t)}))
 	address := p.Hear()
 	c, err := dial(t, address)
 	if err != nil {

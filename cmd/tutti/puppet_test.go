@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/bootstrap"
 	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/endpoint"
@@ -372,17 +373,27 @@ func parent(t *testing.T, pid int) int {
 	return n
 }
 
-// refused checks that nothing listens at a store's address.
-func refused(t *testing.T, store string) {
+// refused checks that a job's store does not listen any more. Its port may be another program's by
+// now, which does not know the job's secret.
+func refused(t *testing.T, env map[string]string) {
 	t.Helper()
-	_, hostport, _ := strings.Cut(store, "://")
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", hostport)
-	if err == nil {
-		c.Close()
+	l, err := bootstrap.FromEnv(func(name string) string { return env[name] })
+	if err != nil {
+		t.Fatal(err)
 	}
-	if !errors.Is(err, syscall.ECONNREFUSED) {
-		t.Errorf("dial %s: %v; want it refused", store, err)
+	_, hostport, _ := strings.Cut(l.Store, "://")
+	c, err := net.DialTimeout("tcp", hostport, patience)
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		return
+	} else if err != nil {
+		t.Errorf("dial %s: %v; want it refused", l.Store, err)
+		return
+	}
+	c.Close()
+	h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret,
+		DialTimeout: patience / 4})
+	if err == nil {
+		h.Close()
+		t.Errorf("the store at %s is still there", l.Store)
 	}
 }

@@ -74,7 +74,7 @@ func TestRunAllWell(t *testing.T) {
 	if text := j.Err.String(); strings.Contains(text, "tutti:") && !strings.Contains(text, "has bound it there") {
 		t.Errorf("a good end is worth no words: %q", j.Err.String())
 	}
-	refused(t, all[0].Env["TUTTI_STORE"])
+	refused(t, all[0].Env)
 	s.empty()
 }
 
@@ -98,7 +98,7 @@ func TestRunFirstFailureCounts(t *testing.T) {
 			}
 			j.End(c.code)
 			j.says(c.says)
-			refused(t, all[0].Env["TUTTI_STORE"])
+			refused(t, all[0].Env)
 			s.empty()
 		})
 	}
@@ -264,7 +264,7 @@ func TestRunKilled(t *testing.T) {
 			}
 			ended()
 			j.Wait()
-			refused(t, all[0].Env["TUTTI_STORE"])
+			refused(t, all[0].Env)
 			if who == "launcher" {
 				s.empty()
 			} else {
@@ -641,7 +641,7 @@ func TestRunNodes(t *testing.T) {
 		}
 		b.End(0)
 		a.End(0)
-		refused(t, l.Store)
+		refused(t, all[3].Env)
 		s.empty()
 	})
 	t.Run("a node is lost and the others go on", func(t *testing.T) {

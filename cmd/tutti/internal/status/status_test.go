@@ -20,6 +20,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
 	"tutti/endpoint/stats"
+	"tutti/internal/ports"
 	"tutti/pg/flight"
 )
 
@@ -329,12 +330,12 @@ func TestSampleOfGrowableJob(t *testing.T) {
 func TestSampleOfEndedProcesses(t *testing.T) {
 	j := newJob(t, 3)
 	for r := range 3 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+		p, err := ports.Reserve()
 		if err != nil {
 			t.Fatal(err)
 		}
-		j.register(r, uint64(r)+1, l.Addr().String())
-		l.Close()
+		defer p.Close()
+		j.register(r, uint64(r)+1, p.Address())
 	}
 	got, err := j.sampler(secret).Sample(t.Context(), 0)
 	if err != nil {
