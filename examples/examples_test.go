@@ -147,6 +147,7 @@ func weights(t *testing.T, tutti, program string) {
 		}
 		t.Cleanup(func() {
 			p.Kill()
+			r.Close() // else its last words, which nobody reads, would hold up its end
 			p.Wait()
 		})
 		go func() {

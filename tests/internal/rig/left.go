@@ -175,11 +175,17 @@ func (s *Stage) Clean() {
 	// On a shared /dev/shm files of other programs come and go.
 	Eventually(s.t, func() bool { return len(left()) == 0 },
 		func() string { return fmt.Sprintf("files left behind: %q", left()) })
-	now := table(os.Getpid())
-	for inode, k := range s.seen {
-		if still, ok := now[inode]; ok && still.Listening && still.Local == k.Local && still.Name == k.Name {
-			s.t.Errorf("a listener is left at %s %v%s, of process %d", k.Network, k.Local, k.Name, k.PID)
+	listeners := func() (left []string) {
+		now := table(os.Getpid())
+		for inode, k := range s.seen {
+			if still, ok := now[inode]; ok && still.Listening && still.Local == k.Local && still.Name == k.Name {
+				left = append(left, fmt.Sprintf("%s %v%s, of process %d", k.Network, k.Local, k.Name, k.PID))
+			}
 		}
+		return left
 	}
+	// A process that ends loses its environment, by which it is known, before its sockets.
+	Eventually(s.t, func() bool { return len(listeners()) == 0 },
+		func() string { return fmt.Sprintf("listeners left behind: %q", listeners()) })
 	s.seen = sockets{}
 }
