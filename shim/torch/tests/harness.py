@@ -7,6 +7,7 @@ import queue
 import signal
 import socket
 import sys
+import time
 import traceback
 import unittest
 
@@ -121,22 +122,34 @@ def start(function, size, *arguments):
     return server, processes, results
 
 
+def result(processes, results, values):
+    """Returns the next result. It raises if none comes, also when a rank without one in values has ended."""
+    late = time.monotonic() + LIMIT
+    while True:
+        codes = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in values}
+        try:
+            return results.get(timeout=0.1)
+        except queue.Empty:  # a rank that had ended by then has put nothing
+            ended = {rank: code for rank, code in codes.items() if code is not None}
+            if ended:
+                raise AssertionError(f"ranks ended without a result, with these exit codes: {ended}") from None
+            if time.monotonic() > late:
+                raise AssertionError(f"ranks {sorted(codes)} did not end") from None
+
+
 def run(function, size, *arguments):
     """Runs function as ranks and returns what each returned. It raises what a rank has raised."""
     server, processes, results = start(function, size, *arguments)
     values = {}
     try:
         while len(values) < size:
-            try:
-                rank, outcome, value = results.get(timeout=LIMIT)
-            except queue.Empty:
-                raise AssertionError(f"ranks {sorted(set(range(size)) - set(values))} did not end") from None
+            rank, outcome, value = result(processes, results, values)
             if outcome == "failed":
                 raise AssertionError(f"rank {rank}:\n{value}")
             values[rank] = value
-        for process in processes:
+        for rank, process in enumerate(processes):
             process.join(LIMIT)
-            assert process.exitcode == 0, f"exit code {process.exitcode}"
+            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}"
     finally:
         for process in processes:
             process.kill()

@@ -61,7 +61,11 @@ def run(size, flags, code, arguments=(), environment=()):
     program = [code] if os.path.exists(code) else ["-c", HEADER + textwrap.dedent(code)]
     command = [TUTTI, "run", "-n", str(size), *flags, "--", sys.executable, *program, *arguments]
     variables = dict(os.environ, PYTHONPATH=os.path.dirname(HERE), **dict(environment))
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=harness.LIMIT, env=variables)
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=harness.LIMIT, env=variables)
+    except subprocess.TimeoutExpired as e:  # its outputs are bytes, or None
+        out, err = ((output or b"").decode(errors="replace") for output in (e.stdout, e.stderr))
+        raise AssertionError(f"it does not end:\n{out}\n{err}") from None
     if ended.returncode != 0:
         raise AssertionError(f"exit code {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout, ended.stderr

@@ -7,6 +7,7 @@ With CI=true in the environment, a test that is skipped for want of something co
 
 import argparse
 import concurrent.futures
+import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -22,6 +23,8 @@ COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 
 def run(tests):
     result = unittest.TextTestRunner(verbosity=2).run(tests)
+    for rank in multiprocessing.active_children():  # of tests that failed; this process would wait for them
+        rank.kill()
     failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
     passed = result.testsRun - failed - len(result.skipped)
     if os.environ.get("CI") == "true":
