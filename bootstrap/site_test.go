@@ -160,6 +160,7 @@ func TestSitePermissions(t *testing.T) {
 // The proof of a password is good for minutes, here for a second; a lease, and the handle, outlive
 // it.
 func TestSiteTokenExpires(t *testing.T) {
+	t.Parallel()
 	const life = 1 // s
 	site := sitetest.Start(t, sitetest.Config{Users: true, TokenTTL: life})
 	cfg := siteConfig(site)
