@@ -85,7 +85,7 @@ func RunPiped(t testing.TB, cmd *exec.Cmd) *Child {
 
 func (c *Child) cleanUp() {
 	c.p.Signal(syscall.SIGKILL)
-	killAll(c.p.mark) // what it has left, which may hold its output open
+	killAll(c.p.mark, killFor) // what it has left, which may hold its output open
 	select {
 	case <-c.p.done:
 	case <-time.After(Patience):

@@ -98,22 +98,22 @@ func mark() (string, error) {
 	return own, nil
 }
 
-// keepFor bounds a keeper's work after the end of its process.
-const keepFor = 30 * time.Second
+// The bounds of killAll, in a keeper and elsewhere.
+const (
+	keepFor = 30 * time.Second
+	killFor = 10 * time.Second
+)
 
 // keep runs a keeper.
 func keep(mark string) {
 	// Only its pipe ends it, not signals of a terminal or a service manager to all processes.
 	signal.Ignore(syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT)
 	io.Copy(io.Discard, os.Stdin) // there is no data
-	// Until no process is left that could have started another; unkillable ones are left.
-	for limit := time.Now().Add(keepFor); killMarked(mark) > 0 && time.Now().Before(limit); {
-		time.Sleep(time.Millisecond) // processes take a moment to die
-	}
+	killAll(mark, keepFor)
 }
 
-// KillAll kills all processes that Start has started in this process, and their descendants, and
-// returns their number. Start must not be called meanwhile.
+// KillAll kills all processes that Start has started in this process, and their descendants, waits
+// for their ends, and returns their number. Start must not be called meanwhile.
 func KillAll() (killed int) {
 	keeper.Lock()
 	mark := keeper.mark
@@ -121,41 +121,79 @@ func KillAll() (killed int) {
 	if mark == "" {
 		return 0
 	}
-	return killAll(mark)
+	return killAll(mark, killFor)
 }
 
-// killAll kills all processes with this mark, also those that are started meanwhile, and returns
-// their number.
-func killAll(mark string) (killed int) {
-	for range 10 { // a process that forks meanwhile is found in the next round
-		n := killMarked(mark)
-		if n == 0 {
-			break
-		}
+// killAll kills all processes with this mark, also those that are started meanwhile, waits for
+// their ends, and returns their number. At the limit it leaves those that do not end.
+func killAll(mark string, limit time.Duration) (killed int) {
+	for end := time.Now().Add(limit); ; {
+		n, undecided := killMarked(mark, end)
 		killed += n
+		// A process that one of the killed has started is found in the next round.
+		if n == 0 && !undecided || time.Now().After(end) {
+			return killed
+		}
+		if n == 0 {
+			time.Sleep(time.Millisecond) // execve takes a moment
+		}
 	}
-	return killed
 }
 
 // killMarked kills all processes with this mark, or one that begins with it and a dot, and returns
-// their number.
-func killMarked(mark string) (n int) {
-	paths, _ := filepath.Glob("/proc/[0-9]*/environ") // the pattern is valid
-	for _, path := range paths {
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+// their number when they have ended, or at the limit. undecided: a process may have the mark, but
+// does not show its environment yet.
+func killMarked(mark string, limit time.Time) (n int, undecided bool) {
+	var dying []int                          // handles
+	dirs, _ := filepath.Glob("/proc/[0-9]*") // the pattern is valid
+	for _, dir := range dirs {
+		pid, err := strconv.Atoi(filepath.Base(dir))
 		if err != nil || pid == os.Getpid() {
 			continue
 		}
-		p, err := os.FindProcess(pid) // a handle of this process, even if the number is reused
+		fd, err := unix.PidfdOpen(pid, 0) // a handle of this process, even if the number is reused
 		if err != nil {
 			continue
 		}
-		if env, err := os.ReadFile(path); err == nil && marked(env, mark) && p.Kill() == nil {
-			n++
+		env, err := os.ReadFile(filepath.Join(dir, "environ"))
+		if err == nil && marked(env, mark) && unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) == nil {
+			dying = append(dying, fd)
+			continue
 		}
-		p.Release()
+		unix.Close(fd)
+		if err == nil && len(env) == 0 {
+			stat, err := os.ReadFile(filepath.Join(dir, "stat"))
+			undecided = undecided || err == nil && unread(stat)
+		}
 	}
-	return n
+	for _, fd := range dying {
+		awaitEnd(fd, time.Until(limit))
+		unix.Close(fd)
+	}
+	return len(dying), undecided
+}
+
+// awaitEnd waits until the process of a handle has ended, or the limit.
+func awaitEnd(fd int, limit time.Duration) {
+	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	for end := time.Now().Add(limit); ; {
+		_, err := unix.Poll(p, int(max(0, time.Until(end).Milliseconds())))
+		if err != unix.EINTR {
+			return
+		}
+	}
+}
+
+// unread reports whether a process whose environment was found empty has one nevertheless, or may
+// get one, by its /proc/PID/stat. In the middle of execve it has an address space, in which the
+// kernel has not yet put down where the environment is.
+func unread(stat []byte) bool {
+	f := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:]) // after the name, from field 3 on
+	if len(f) <= 51-3 {
+		return false
+	}
+	size, start, end := string(f[23-3]), string(f[50-3]), string(f[51-3])
+	return size != "0" && (start != end || end == "0")
 }
 
 // marked reports whether an environment in the format of /proc has the mark.

@@ -176,3 +176,64 @@ func TestMarkInEnvironment(t *testing.T) {
 		}
 	}
 }
+
+// A process that is found in the middle of execve, when it shows no environment, is killed too.
+func TestKillAllFindsProcessInExec(t *testing.T) {
+	const again = `exec /bin/sh -c "$0" "$0"`
+	for range 20 {
+		p, err := Start(exec.Command("/bin/sh", "-c", again, again))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := killAll(p.mark, patience)
+		p.Signal(syscall.SIGKILL) // if it was missed
+		p.Wait()
+		if n != 1 {
+			t.Fatalf("%d processes were killed, want 1", n)
+		}
+	}
+}
+
+// What was killed has ended, and is not counted again.
+func TestKillAllCountsOnce(t *testing.T) {
+	for range 10 {
+		var out Output
+		cmd := exec.Command("/bin/sh", "-c", "for i in 1 2 3 4 5; do setsid sleep 1000 & done; echo all; wait")
+		cmd.Stdout = &out
+		p, err := Start(cmd)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out.Await(t, "all\n")
+		if n := killAll(p.mark, patience); n != 6 {
+			t.Errorf("%d processes were killed, want 6", n)
+		}
+		if n := killAll(p.mark, patience); n != 0 {
+			t.Errorf("%d processes were left", n)
+		}
+		p.Wait()
+	}
+}
+
+func TestUnread(t *testing.T) {
+	stat := func(size, start, end string) string {
+		f := strings.Fields(strings.Repeat("1 ", 52-3+1))
+		f[23-3], f[50-3], f[51-3] = size, start, end
+		return "7 (a ) b) " + strings.Join(f, " ") + "\n"
+	}
+	for text, want := range map[string]bool{
+		stat("4096", "0", "0"):   true,  // in execve
+		stat("4096", "70", "80"): true,  // since it was found empty
+		stat("4096", "80", "80"): false, // empty
+		stat("0", "0", "0"):      false, // a process that has ended, or the kernel's own
+		"":                       false,
+	} {
+		if got := unread([]byte(text)); got != want {
+			t.Errorf("%q: %v, want %v", text, got, want)
+		}
+	}
+	env, err := os.ReadFile("/proc/self/stat")
+	if err != nil || !unread(env) {
+		t.Errorf("this process has no environment: %q, %v", env, err)
+	}
+}
