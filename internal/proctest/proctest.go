@@ -310,6 +310,14 @@ func (p *Process) Kill() {
 	}
 }
 
+// KillTree kills the process and its descendants, also when it has ended already. It waits for the
+// ends of those with its mark, and returns their number.
+func (p *Process) KillTree() (killed int) {
+	killed = killAll(p.mark, killFor)
+	p.Kill() // in case it removed the mark
+	return killed
+}
+
 func (p *Process) send(to int, sig syscall.Signal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -215,6 +215,25 @@ func TestKillAllCountsOnce(t *testing.T) {
 	}
 }
 
+// A descendant in another session ends too, and does not hold the output open.
+func TestKillTree(t *testing.T) {
+	var out Output
+	cmd := exec.Command("/bin/sh", "-c", "setsid sleep 1000 & echo $!; exit 3")
+	cmd.Stdout = &out
+	p, err := Start(cmd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Stopped()
+	if n := p.KillTree(); n != 1 {
+		t.Errorf("%d processes were killed, want 1", n)
+	}
+	p.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 3 {
+		t.Errorf("exit code %d", code)
+	}
+}
+
 func TestUnread(t *testing.T) {
 	stat := func(size, start, end string) string {
 		f := strings.Fields(strings.Repeat("1 ", 52-3+1))

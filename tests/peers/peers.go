@@ -435,7 +435,7 @@ func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
 			break
 		}
 		wg.Go(func() {
-			err := p.Wait()
+			err := end(p)
 			if err != nil && ctx.Err() != nil {
 				err = context.Cause(ctx)
 			}
@@ -463,6 +463,25 @@ func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
 	return all, first
 }
 
+// leftFor is how long the ranks of a launcher that has ended may still hold its output open.
+const leftFor = 2 * time.Second
+
+// end waits until p and its output have ended. It kills the ranks that p has left.
+func end(p *proctest.Process) error {
+	p.Stopped() // it has ended: it is not stopped
+	select {
+	case <-p.Done():
+		return p.Wait()
+	case <-time.After(leftFor):
+	}
+	left := p.KillTree()
+	err := p.Wait()
+	if err == nil && left > 0 {
+		err = fmt.Errorf("it had left %d processes", left)
+	}
+	return err
+}
+
 // tail returns the end of a program's output, on one line.
 func tail(b []byte) string {
 	s := strings.Join(strings.Fields(string(b)), " ")
@@ -476,6 +495,6 @@ func tail(b []byte) string {
 func command(ctx context.Context, argv []string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
-	cmd.WaitDelay = 2 * time.Second // for pipes that a killed launcher's ranks still hold
+	cmd.WaitDelay = 30 * time.Second // for pipes that processes hold although they were killed
 	return cmd
 }
