@@ -122,7 +122,8 @@ func (c *Control) Partition(sides ...[]int) {
 	c.Network(rules...)
 }
 
-// Await waits until a rank has begun that many collectives and messages, or its test has ended.
+// Await waits until a process of a rank has begun that many collectives and messages, or the last
+// one has ended.
 func (c *Control) Await(rank int, operations uint64) {
 	c.t.Helper()
 	c.order(order{Kind: "await", Rank: rank, Count: operations})
@@ -149,26 +150,48 @@ func (l *launch) execute(ctx context.Context, r *relay, o order) error {
 		r.after(o.For, func() { p.signal(syscall.SIGCONT) })
 		return nil
 	case "await":
-		tick := time.NewTicker(2 * time.Millisecond)
-		defer tick.Stop()
-		for {
-			files, err := filepath.Glob(filepath.Join(l.flights, fmt.Sprintf("flight-rank%d-*.bin", o.Rank)))
-			if err != nil {
-				return err
-			}
-			for _, f := range files { // of all its incarnations
-				if s, err := flight.ReadFile(f); err == nil && s.Recorded >= o.Count {
-					return nil
-				}
-			}
-			select {
-			case <-tick.C:
-			case <-ctx.Done():
-				return context.Cause(ctx)
-			}
-		}
+		return l.await(ctx, o.Rank, o.Count)
 	}
 	return fmt.Errorf("unknown fault %q", o.Kind)
+}
+
+// await carries out Control.Await.
+func (l *launch) await(ctx context.Context, rank int, operations uint64) error {
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		gone, over := l.gone(rank), ctx.Err() != nil // before it looks for what was recorded until then
+		files, err := filepath.Glob(filepath.Join(l.flights, fmt.Sprintf("flight-rank%d-*.bin", rank)))
+		if err != nil {
+			return err
+		}
+		for _, f := range files { // of all its incarnations
+			if s, err := flight.ReadFile(f); err == nil && s.Recorded >= operations {
+				return nil
+			}
+		}
+		if gone {
+			return nil
+		}
+		if over {
+			return context.Cause(ctx)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// gone reports whether a rank's process has ended, and none is to replace it.
+func (l *launch) gone(rank int) bool {
+	p := l.process(rank)
+	select {
+	case <-p.done:
+		return p.second || !l.o.replace[rank]
+	default:
+		return false
+	}
 }
 
 // signal sends a signal to a process that has not been reaped.

@@ -18,6 +18,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/internal/proctest"
 )
 
@@ -161,14 +163,16 @@ func (l *launch) run() []*process {
 			if failed != nil {
 				why = fmt.Sprintf("was still running when rank %d had failed and %v had passed", failed.rank, grace)
 			}
-			patience, cancel := context.WithTimeout(context.Background(), stacksTime)
 			for _, p := range all {
 				p.mark(why)
 			}
-			for _, p := range all {
-				p.end(patience.Done())
+			for i, p := range all {
+				patience := stacksTime
+				if d, ok := l.t.Deadline(); ok { // a share for each rank, and one for the report
+					patience = min(patience, time.Until(d)/time.Duration(len(all)-i+1))
+				}
+				p.end(patience)
 			}
-			cancel()
 		}
 	}
 	bad := false
@@ -184,7 +188,7 @@ func (l *launch) run() []*process {
 	return ranks
 }
 
-// stacksTime bounds the time in which the ended ranks, together, print their stacks.
+// stacksTime bounds the time in which a rank that is ended prints its stacks.
 const stacksTime = 5 * time.Second
 
 func (l *launch) prepare(rank int) *process {
@@ -206,7 +210,9 @@ func (l *launch) prepare(rank int) *process {
 	if l.relay != nil {
 		c.Env = append(c.Env, l.relay.variable(rank))
 	}
-	c.WaitDelay = 2 * time.Second // for processes outside of the group that hold the output open
+	// Only processes outside of the group that hold the output open use it up: the copying of the
+	// output has the time that it takes on a busy machine.
+	c.WaitDelay = 30 * time.Second
 	return p
 }
 
@@ -233,11 +239,19 @@ func (p *process) live() error {
 	for _, w := range p.writers {
 		w.flush()
 	}
-	// The rank's end of the pipe is closed; its children could hold a copy.
-	reader.SetReadDeadline(time.Now().Add(time.Second))
-	verdict, _ := io.ReadAll(io.LimitReader(reader, 64))
-	p.verdict = string(verdict)
+	p.verdict = written(reader)
 	return err
+}
+
+// written returns what a pipe holds. It does not wait for more: the rank has ended, though its
+// children could hold a copy of its end of the pipe.
+func written(pipe *os.File) string {
+	b := make([]byte, 64)
+	n := 0
+	if raw, err := pipe.SyscallConn(); err == nil {
+		raw.Control(func(fd uintptr) { n, _ = unix.Read(int(fd), b) }) // it does not block
+	}
+	return string(b[:max(n, 0)])
 }
 
 // mark records why a process is about to be ended.
@@ -252,20 +266,21 @@ func (p *process) mark(why string) {
 }
 
 // end ends a process that has not ended by itself, and returns when it is gone: it asks for its
-// stacks and, when patience ends, kills it. Processes are ended one after the other, so that their
+// stacks and, after patience, kills it. Processes are ended one after the other, so that their
 // stacks do not mix.
-func (p *process) end(patience <-chan struct{}) {
+func (p *process) end(patience time.Duration) {
 	p.signal(syscall.SIGQUIT)
 	select {
 	case <-p.done:
 		return
-	case <-patience:
+	case <-time.After(patience):
 	}
 	p.mu.Lock()
-	if p.started != nil {
-		p.started.Kill()
-	}
+	started := p.started
 	p.mu.Unlock()
+	if started != nil {
+		started.KillTree() // with what holds its output open
+	}
 	<-p.done
 }
 
@@ -286,6 +301,9 @@ func (l *launch) fault(p *process) string {
 	case status.Signaled():
 		how = fmt.Sprintf("was killed by %s", signalName(status.Signal()))
 		if expected && status.Signal() == want {
+			if strings.Contains(p.verdict, "failed") {
+				return "failed before it " + how
+			}
 			return ""
 		}
 	case p.err != nil && state.Success():

@@ -30,6 +30,7 @@ package pgtest
 
 import (
 	"fmt"
+	"io"
 	"maps"
 	"os"
 	"runtime"
@@ -90,7 +91,8 @@ func Timeout(d time.Duration) Option {
 }
 
 // Expect says that a rank dies of a signal: the test fails if it does not, and the other ranks have
-// to pass. RunLocal does not support it.
+// to pass. It also fails if the rank has failed before its death and its function has ended, or has
+// called Kill. RunLocal does not support it.
 func Expect(rank int, s syscall.Signal) Option {
 	return func(o *options) { o.expect[rank] = s }
 }
@@ -275,6 +277,9 @@ func Kill(t *testing.T) {
 	t.Helper()
 	if self == nil || !self.running.Load() {
 		t.Fatal("pgtest: Kill is for the ranks of Run")
+	}
+	if self.t.Failed() { // or one of its subtests
+		io.WriteString(self.verdict, strings.TrimPrefix(verdictFailed, verdictRunning))
 	}
 	p, err := os.FindProcess(os.Getpid())
 	if err == nil {

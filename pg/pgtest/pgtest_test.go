@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"flag"
 	"fmt"
@@ -150,7 +151,7 @@ func TestExec(t *testing.T) {
 // Scenarios are tests that TestScenarios runs, in a process of their own, to see them fail.
 const (
 	scenarioVariable = "PGTEST_SCENARIO"
-	limitVariable    = "PGTEST_LIMIT" // for "hang": how long the ranks may run
+	limitVariable    = "PGTEST_LIMIT" // how long the ranks of some may run
 )
 
 var scenarios = map[string]func(t *testing.T){
@@ -180,6 +181,20 @@ var scenarios = map[string]func(t *testing.T){
 			g.Barrier(t.Context())
 		})
 	},
+	"failed before death": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				t.Run("inside", func(t *testing.T) { t.Error("what rank 1 says") })
+				Kill(t)
+			}
+		}, Expect(1, syscall.SIGKILL))
+	},
+	"killed after failure": func(t *testing.T) {
+		Run(t, 1, func(t *testing.T, g *pg.Group) {
+			t.Cleanup(func() { syscall.Kill(os.Getpid(), syscall.SIGKILL); select {} })
+			t.Fatal("what rank 0 says")
+		}, Expect(0, syscall.SIGKILL))
+	},
 	"survivor": func(t *testing.T) {
 		Run(t, 2, func(t *testing.T, g *pg.Group) {}, Expect(1, syscall.SIGKILL))
 	},
@@ -199,6 +214,18 @@ var scenarios = map[string]func(t *testing.T){
 			syscall.Kill(os.Getpid(), syscall.SIGSTOP)
 			hangHere() // the signal may take its time
 		}, Timeout(time.Second))
+	},
+	"stubborn first": func(t *testing.T) {
+		limit, err := time.ParseDuration(os.Getenv(limitVariable))
+		if err != nil {
+			t.Fatal(err)
+		}
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 0 {
+				syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			}
+			hangHere()
+		}, Timeout(limit))
 	},
 	"exit 0": func(t *testing.T) {
 		Run(t, 2, func(t *testing.T, g *pg.Group) { os.Exit(0) })
@@ -301,16 +328,20 @@ func TestScenarios(t *testing.T) {
 			`rank 1 failed: exit status 1`}},
 		"panic": {"FAIL", []string{`rank 1\| panic: what rank 1 says`, `rank 1\| goroutine \d+`,
 			`rank 1 failed: exit status 2`}},
-		"killed":   {"FAIL", []string{`rank 1 was killed by SIGKILL`}},
-		"survivor": {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
+		"killed": {"FAIL", []string{`rank 1 was killed by SIGKILL`}},
+		"failed before death": {"FAIL", []string{`rank 1\|.*what rank 1 says`,
+			`rank 1 failed before it was killed by SIGKILL`}},
+		"killed after failure": {"FAIL", []string{`rank 0 failed before it was killed by SIGKILL`}},
+		"survivor":             {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
 		"hang": {"FAIL", []string{`rank 1\| .*hangHere`,
 			`rank 1 was still running after [.\d]+s and was ended`}},
-		"stubborn":    {"FAIL", []string{`rank 0 was still running after`, `rank 1 was still running after`}},
-		"exit 0":      {"FAIL", []string{`rank 0 ended with status 0 before its function returned`}},
-		"unreached":   {"FAIL", []string{`rank 1 ended without coming to this call`}},
-		"nested":      {"FAIL", []string{`rank 0\|.*Run is called in a rank of Run`}},
-		"skip":        {"SKIP", []string{`rank 0\|.*what is missing`, `skipped by rank 0, 1 of 2`}},
-		"skip of one": {"SKIP", []string{`rank 1\|.*what is missing`, `skipped by rank 1 of 2`}},
+		"stubborn first": {"FAIL", []string{`rank 1\| .*hangHere`, `rank 0 was still running after`}},
+		"stubborn":       {"FAIL", []string{`rank 0 was still running after`, `rank 1 was still running after`}},
+		"exit 0":         {"FAIL", []string{`rank 0 ended with status 0 before its function returned`}},
+		"unreached":      {"FAIL", []string{`rank 1 ended without coming to this call`}},
+		"nested":         {"FAIL", []string{`rank 0\|.*Run is called in a rank of Run`}},
+		"skip":           {"SKIP", []string{`rank 0\|.*what is missing`, `skipped by rank 0, 1 of 2`}},
+		"skip of one":    {"SKIP", []string{`rank 1\|.*what is missing`, `skipped by rank 1 of 2`}},
 		"local": {"FAIL", []string{`what rank 1 says`, `--- FAIL: TestScenario/rank_1`,
 			`--- PASS: TestScenario/rank_0`}},
 		"local hang": {"FAIL", []string{`ranks were still running after 1s`}},
@@ -324,7 +355,8 @@ func TestScenarios(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			limits := []string{""}
-			if name == "hang" { // it holds from before the ranks join, which takes longer on a busy machine
+			if name == "hang" || name == "stubborn first" {
+				// It holds from before the ranks join, which takes longer on a busy machine.
 				limits = []string{"3s", "10s", "30s"}
 			}
 			var began time.Time
@@ -447,6 +479,51 @@ func TestStoreIsReplaced(t *testing.T) {
 		}
 	}
 	Run(t, 2, sumOfRanks)
+}
+
+// Await does not wait for a rank that has ended without the operations.
+func TestAwaitReturnsAtEnd(t *testing.T) {
+	awaited := filepath.Join(t.TempDir(), "awaited")
+	Exec(t, 2, []string{"/bin/sh", "-c", `[ $RANK = 0 ] || until [ -e "$AWAITED" ]; do sleep 0.01; done`},
+		Env("AWAITED="+awaited), Faults(func(c *Control) {
+			c.Await(0, 1)
+			if err := os.WriteFile(awaited, nil, 0o600); err != nil {
+				t.Error(err)
+			}
+		}))
+}
+
+// What a pipe holds can be read although a child of the rank has its other end.
+func TestWritten(t *testing.T) {
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reader.Close()
+	defer writer.Close()
+	for _, want := range []string{"", "one two"} {
+		for _, part := range strings.SplitAfter(want, " ") {
+			writer.WriteString(part)
+		}
+		if got := written(reader); got != want {
+			t.Errorf("it holds %q, want %q", got, want)
+		}
+	}
+}
+
+// A rank that is replaced has a directory for each process.
+func TestCoverageOfReplacedRank(t *testing.T) {
+	c := &coverage{t.TempDir(), t.TempDir()}
+	for range 2 {
+		name := filepath.Join(c.directory(t, 1), "cov")
+		if err := os.WriteFile(name+rand.Text(), nil, 0o600); err != nil {
+			t.Error(err)
+		}
+	}
+	c.collect(t)
+	if files, err := os.ReadDir(c.into); err != nil || len(files) != 2 {
+		t.Errorf("files %v were collected, %v; want two", files, err)
+	}
 }
 
 // The coverage of the ranks counts, and their files do not clash.

@@ -29,10 +29,11 @@ type rankProcess struct {
 	call    int    // which call of Run in it
 	verdict *os.File
 	running atomic.Bool
+	t       *testing.T // of Run, while running
 }
 
 // Contents of a rank's verdict file: the first when it calls its function, then one of the others
-// when that has returned.
+// when that has returned, or Kill ends it after a failure.
 const (
 	verdictRunning = "running"
 	verdictPassed  = verdictRunning + " passed"
@@ -69,6 +70,7 @@ func (p *rankProcess) run(t *testing.T, call int, fn func(t *testing.T, g *pg.Gr
 	if t.Name() != p.test || call != p.call {
 		return
 	}
+	p.t = t
 	p.running.Store(true)
 	io.WriteString(p.verdict, verdictRunning)
 	verdict := verdictFailed
@@ -161,7 +163,7 @@ func otherArguments(args []string) (kept []string) {
 	return kept
 }
 
-// coverage gathers the ranks' coverage. Each rank has its own directory, below the one that the
+// coverage gathers the ranks' coverage. Each process has its own directory, below the one that the
 // test binary reads when it writes its profile: two processes in one directory could read each
 // other's half-written files.
 type coverage struct{ into, below string }
@@ -191,8 +193,8 @@ func (c *coverage) directory(t *testing.T, rank int) string {
 	if c.below == "" {
 		return ""
 	}
-	d := filepath.Join(c.below, strconv.Itoa(rank))
-	if err := os.Mkdir(d, 0o700); err != nil {
+	d, err := os.MkdirTemp(c.below, strconv.Itoa(rank)) // a rank can have two processes
+	if err != nil {
 		t.Fatalf("pgtest: coverage of rank %d: %v", rank, err)
 	}
 	return d
