@@ -151,7 +151,7 @@ func TestExec(t *testing.T) {
 // Scenarios are tests that TestScenarios runs, in a process of their own, to see them fail.
 const (
 	scenarioVariable = "PGTEST_SCENARIO"
-	limitVariable    = "PGTEST_LIMIT" // how long the ranks of some may run
+	limitVariable    = "PGTEST_LIMIT" // for "hang": how long the ranks may run
 )
 
 var scenarios = map[string]func(t *testing.T){
@@ -216,16 +216,16 @@ var scenarios = map[string]func(t *testing.T){
 		}, Timeout(time.Second))
 	},
 	"stubborn first": func(t *testing.T) {
-		limit, err := time.ParseDuration(os.Getenv(limitVariable))
-		if err != nil {
-			t.Fatal(err)
-		}
-		Run(t, 2, func(t *testing.T, g *pg.Group) {
-			if g.Rank() == 0 {
+		Run(t, 3, func(t *testing.T, g *pg.Group) {
+			sumOfRanks(t, g)
+			switch g.Rank() {
+			case 0:
 				syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			case 2:
+				t.Fatal("what rank 2 says")
 			}
 			hangHere()
-		}, Timeout(limit))
+		})
 	},
 	"exit 0": func(t *testing.T) {
 		Run(t, 2, func(t *testing.T, g *pg.Group) { os.Exit(0) })
@@ -335,13 +335,14 @@ func TestScenarios(t *testing.T) {
 		"survivor":             {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
 		"hang": {"FAIL", []string{`rank 1\| .*hangHere`,
 			`rank 1 was still running after [.\d]+s and was ended`}},
-		"stubborn first": {"FAIL", []string{`rank 1\| .*hangHere`, `rank 0 was still running after`}},
-		"stubborn":       {"FAIL", []string{`rank 0 was still running after`, `rank 1 was still running after`}},
-		"exit 0":         {"FAIL", []string{`rank 0 ended with status 0 before its function returned`}},
-		"unreached":      {"FAIL", []string{`rank 1 ended without coming to this call`}},
-		"nested":         {"FAIL", []string{`rank 0\|.*Run is called in a rank of Run`}},
-		"skip":           {"SKIP", []string{`rank 0\|.*what is missing`, `skipped by rank 0, 1 of 2`}},
-		"skip of one":    {"SKIP", []string{`rank 1\|.*what is missing`, `skipped by rank 1 of 2`}},
+		"stubborn first": {"FAIL", []string{`rank 1\| .*hangHere`,
+			`rank 0 was still running when rank 2 had failed`}},
+		"stubborn":    {"FAIL", []string{`rank 0 was still running after`, `rank 1 was still running after`}},
+		"exit 0":      {"FAIL", []string{`rank 0 ended with status 0 before its function returned`}},
+		"unreached":   {"FAIL", []string{`rank 1 ended without coming to this call`}},
+		"nested":      {"FAIL", []string{`rank 0\|.*Run is called in a rank of Run`}},
+		"skip":        {"SKIP", []string{`rank 0\|.*what is missing`, `skipped by rank 0, 1 of 2`}},
+		"skip of one": {"SKIP", []string{`rank 1\|.*what is missing`, `skipped by rank 1 of 2`}},
 		"local": {"FAIL", []string{`what rank 1 says`, `--- FAIL: TestScenario/rank_1`,
 			`--- PASS: TestScenario/rank_0`}},
 		"local hang": {"FAIL", []string{`ranks were still running after 1s`}},
@@ -355,8 +356,7 @@ func TestScenarios(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			limits := []string{""}
-			if name == "hang" || name == "stubborn first" {
-				// It holds from before the ranks join, which takes longer on a busy machine.
+			if name == "hang" { // it holds from before the ranks join, which takes longer on a busy machine
 				limits = []string{"3s", "10s", "30s"}
 			}
 			var began time.Time
