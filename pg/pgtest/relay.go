@@ -30,7 +30,17 @@ type relay struct {
 	rules   []Rule
 	changed chan struct{} // closed when the rules are replaced
 	conns   map[*net.TCPConn]struct{}
+	links   map[*link]struct{}
 	timers  []*time.Timer
+	holds   func() // of a test: called before data wait for the end of a cut
+}
+
+// link is a connection that the relay forwards. The relay's mutex guards what changes.
+type link struct {
+	ends   [2]int
+	fail   context.CancelFunc // ends the forwarding
+	cut    [2]time.Time       // since when nothing passes from this end; zero: it does
+	broken bool               // by a cut that has lasted long enough
 }
 
 func newRelay(ctx context.Context, execute func(ctx context.Context, r *relay, o order) error) (*relay, error) {
@@ -39,7 +49,7 @@ func newRelay(ctx context.Context, execute func(ctx context.Context, r *relay, o
 		return nil, err
 	}
 	r := &relay{l: l, token: rand.Text(), execute: execute, changed: make(chan struct{}),
-		conns: map[*net.TCPConn]struct{}{}}
+		conns: map[*net.TCPConn]struct{}{}, links: map[*link]struct{}{}}
 	r.ctx, r.stop = context.WithCancel(ctx)
 	r.wg.Go(func() {
 		for {
@@ -82,7 +92,13 @@ func (r *relay) after(d time.Duration, f func()) {
 func (r *relay) set(rules []Rule) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	for k := range r.links { // a rank that has noticed one break may have ordered this
+		r.breakLate(k)
+	}
 	r.rules = rules
+	for k := range r.links {
+		r.cutLink(k)
+	}
 	close(r.changed)
 	r.changed = make(chan struct{})
 }
@@ -91,13 +107,62 @@ func (r *relay) set(rules []Rule) {
 func (r *relay) between(from, to int) (all Rule, changed <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	return r.rule(from, to), r.changed
+}
+
+// rule is between, with the mutex held.
+func (r *relay) rule(from, to int) (all Rule) {
 	for _, u := range r.rules {
 		if (u.From == nil || slices.Contains(u.From, from)) && (u.To == nil || slices.Contains(u.To, to)) {
 			all.Cut, all.Delay, all.Loss, all.Break = all.Cut || u.Cut, max(all.Delay, u.Delay), max(all.Loss, u.Loss),
 				max(all.Break, u.Break)
 		}
 	}
-	return all, r.changed
+	return all
+}
+
+// join makes a link of a connection that has been made.
+func (r *relay) join(a, b int, fail context.CancelFunc) *link {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	k := &link{ends: [2]int{a, b}, fail: fail}
+	r.links[k] = struct{}{}
+	r.cutLink(k)
+	return k
+}
+
+func (r *relay) leave(k *link) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.links, k)
+}
+
+// cutLink notes since when a link is cut by the rules. A cut that was there before goes on. The
+// mutex is held.
+func (r *relay) cutLink(k *link) {
+	for i, from := range k.ends {
+		if !r.rule(from, k.ends[1-i]).Cut {
+			k.cut[i] = time.Time{}
+		} else if k.cut[i].IsZero() {
+			k.cut[i] = time.Now()
+		}
+	}
+}
+
+// breakLate breaks a link if a cut of either direction has lasted long enough. Otherwise it returns
+// when one will have; zero: never. The mutex is held.
+func (r *relay) breakLate(k *link) (due time.Time) {
+	for i, from := range k.ends {
+		u := r.rule(from, k.ends[1-i])
+		if t := k.cut[i].Add(u.Break); u.Cut && u.Break > 0 && (due.IsZero() || t.Before(due)) {
+			due = t
+		}
+	}
+	if !due.IsZero() && !time.Now().Before(due) {
+		k.broken = true
+		k.fail()
+	}
+	return due
 }
 
 // track makes close close c too.
@@ -157,10 +222,11 @@ func (r *relay) serve(c *net.TCPConn) {
 		return
 	}
 	works, fail := context.WithCancel(r.ctx)
+	k := r.join(q.From, q.To, fail)
+	defer r.leave(k)
 	var both, watch sync.WaitGroup
 	watch.Go(func() {
-		if r.breaks(works, q.From, q.To) {
-			fail() // before a rank can notice it and change the rules
+		if r.breaks(works, k) {
 			for _, end := range []*net.TCPConn{c, to} {
 				end.SetLinger(0) // a reset
 				end.Close()
@@ -174,30 +240,28 @@ func (r *relay) serve(c *net.TCPConn) {
 	both.Wait()
 }
 
-// breaks waits until a cut of either direction has lasted long enough to break a connection (true),
-// or ctx has ended (false).
-func (r *relay) breaks(ctx context.Context, a, b int) bool {
+// breaks waits until a link is broken (true), or ctx has ended (false). Nothing passes when a rank
+// can notice the break.
+func (r *relay) breaks(ctx context.Context, k *link) bool {
 	for {
-		there, changed := r.between(a, b)
-		back, _ := r.between(b, a)
-		wait := time.Duration(0)
-		for _, u := range []Rule{there, back} {
-			if u.Cut && u.Break > 0 && (wait == 0 || u.Break < wait) {
-				wait = u.Break
-			}
+		ended := ctx.Err() != nil
+		r.mu.Lock()
+		due := r.breakLate(k)
+		broken, changed := k.broken, r.changed
+		r.mu.Unlock()
+		if broken || ended {
+			return broken
 		}
 		var late <-chan time.Time
-		if wait > 0 {
-			t := time.NewTimer(wait)
+		if !due.IsZero() {
+			t := time.NewTimer(time.Until(due))
 			defer t.Stop()
 			late = t.C
 		}
 		select {
 		case <-changed:
 		case <-late:
-			return true
 		case <-ctx.Done():
-			return false
 		}
 	}
 }
@@ -227,6 +291,9 @@ func (r *relay) open(ctx context.Context, from, to int) error {
 		rule, changed := r.between(from, to)
 		if !rule.Cut || ctx.Err() != nil {
 			return ctx.Err()
+		}
+		if r.holds != nil {
+			r.holds()
 		}
 		select {
 		case <-changed:

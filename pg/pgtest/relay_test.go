@@ -37,6 +37,8 @@ func TestBrokenConnectionPassesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.close()
+	held := make(chan struct{}, 1)
+	r.holds = func() { held <- struct{}{} }
 	r.set([]Rule{{Cut: true}})
 	sender, src := pair(t)
 	dst, receiver := pair(t)
@@ -47,6 +49,7 @@ func TestBrokenConnectionPassesNothing(t *testing.T) {
 	if _, err := sender.Write([]byte("lost")); err != nil {
 		t.Fatal(err)
 	}
+	<-held
 	fail()
 	r.set(nil)
 	sender.Close()
@@ -55,5 +58,38 @@ func TestBrokenConnectionPassesNothing(t *testing.T) {
 	receiver.SetReadDeadline(time.Now().Add(patience))
 	if got, err := io.ReadAll(receiver); len(got) > 0 || err != nil {
 		t.Errorf("%q came over a broken connection, %v; want nothing", got, err)
+	}
+}
+
+// The time of a cut goes on when rules replace others that cut too. All links whose time is over
+// have broken before the rules change, also those that nothing has broken yet.
+func TestCutGoesOn(t *testing.T) {
+	r, err := newRelay(t.Context(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.close()
+	works, fail := context.WithCancel(r.ctx)
+	defer fail()
+	k := r.join(0, 1, fail)
+	back := []Rule{{From: []int{1}, Cut: true, Break: time.Hour}}
+	r.set(back)
+	since := k.cut
+	r.set(append(back, Rule{From: []int{0}, Delay: time.Second}))
+	if since[1].IsZero() || k.cut != since || k.broken {
+		t.Errorf("it is cut since %v, broken %v; was cut since %v", k.cut, k.broken, since)
+	}
+	r.set(nil)
+	if k.cut != [2]time.Time{} || k.broken {
+		t.Errorf("without rules it is cut since %v, broken %v", k.cut, k.broken)
+	}
+	r.set(back)
+	k.cut[1] = k.cut[1].Add(-time.Hour)
+	r.set(nil)
+	if !k.broken || works.Err() == nil {
+		t.Errorf("broken %v, %v after the time of the cut", k.broken, works.Err())
+	}
+	if !r.breaks(works, k) {
+		t.Error("the break was lost")
 	}
 }
