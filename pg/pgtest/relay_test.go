@@ -87,7 +87,7 @@ func TestCutGoesOn(t *testing.T) {
 	k.cut[1] = k.cut[1].Add(-time.Hour)
 	r.set(nil)
 	if !k.broken || works.Err() == nil {
-		t.Errorf("broken %v, %v after the time of the cut", k.broken, works.Err())
+		t.Fatalf("broken %v, %v after the time of the cut", k.broken, works.Err())
 	}
 	if !r.breaks(works, k) {
 		t.Error("the break was lost")
