@@ -96,8 +96,9 @@ func (r *relay) set(rules []Rule) {
 		r.breakLate(k)
 	}
 	r.rules = rules
+	now := time.Now() // for all: they also break together
 	for k := range r.links {
-		r.cutLink(k)
+		r.cutLink(k, now)
 	}
 	close(r.changed)
 	r.changed = make(chan struct{})
@@ -127,7 +128,7 @@ func (r *relay) join(a, b int, fail context.CancelFunc) *link {
 	defer r.mu.Unlock()
 	k := &link{ends: [2]int{a, b}, fail: fail}
 	r.links[k] = struct{}{}
-	r.cutLink(k)
+	r.cutLink(k, time.Now())
 	return k
 }
 
@@ -139,12 +140,12 @@ func (r *relay) leave(k *link) {
 
 // cutLink notes since when a link is cut by the rules. A cut that was there before goes on. The
 // mutex is held.
-func (r *relay) cutLink(k *link) {
+func (r *relay) cutLink(k *link, now time.Time) {
 	for i, from := range k.ends {
 		if !r.rule(from, k.ends[1-i]).Cut {
 			k.cut[i] = time.Time{}
 		} else if k.cut[i].IsZero() {
-			k.cut[i] = time.Now()
+			k.cut[i] = now
 		}
 	}
 }

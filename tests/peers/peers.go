@@ -468,7 +468,7 @@ const leftFor = 2 * time.Second
 
 // end waits until p and its output have ended. It kills the ranks that p has left.
 func end(p *proctest.Process) error {
-	p.Stopped() // it has ended: it is not stopped
+	p.Stopped() // returns at its end: nobody stops it
 	select {
 	case <-p.Done():
 		return p.Wait()
