@@ -204,8 +204,8 @@ type UnaskJoin struct{ Peer }
 type Evicted struct{ View View }
 
 // Isolated says that this rank needs to remove others and cannot: the store is away, and this rank
-// possibly on the minority side of a partition, or the store does not accept the change. Reunited
-// ends it.
+// possibly on the minority side of a partition, or the store does not accept the change. Another
+// Isolated follows when the reason changes. Reunited ends it.
 type Isolated struct{ Why string }
 
 // Reunited ends Isolated: the store answers, or there is nothing to decide.

@@ -1,6 +1,7 @@
 package membership
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 )
@@ -56,7 +57,7 @@ type Machine struct {
 	blind    bool   // the outcome of the last proposal is unknown
 	cause    string // of that
 	away     string // why the store is away; "": it is not
-	isolated bool
+	isolated string // the reason that Isolated gave last; "": this rank is not isolated
 
 	asked    uint64 // joiner: epoch of the earliest AskJoin that may have been granted; 0: none
 	standing uint64 // joiner: epoch of the AskJoin that is published; 0: none
@@ -589,20 +590,19 @@ func (m *Machine) propose() {
 	}
 	m.wanted = want
 
-	isolated := want && len(out) > 0 && (m.away != "" || m.blind && m.fails >= 2)
-	if isolated && !m.isolated {
-		why := m.away
-		if why == "" {
-			why = m.cause
-		}
-		if why == "" {
-			why = "the store does not answer"
-		}
-		m.do(Isolated{fmt.Sprintf("cannot remove ranks %s from the view: %s", ranges(out), why)})
-	} else if !isolated && m.isolated {
-		m.do(Reunited{})
+	why := ""
+	if want && len(out) > 0 && (m.away != "" || m.blind && m.fails >= 2) {
+		why = fmt.Sprintf("cannot remove ranks %s from the view: %s", ranges(out),
+			cmp.Or(m.away, m.cause, "the store does not answer"))
 	}
-	m.isolated = isolated
+	switch {
+	case why == m.isolated:
+	case why == "":
+		m.do(Reunited{})
+	default:
+		m.do(Isolated{why})
+	}
+	m.isolated = why
 
 	if !want || m.pending != nil || m.away != "" || m.now < m.retryAt {
 		return
@@ -758,8 +758,8 @@ func (m *Machine) adopt(v View) {
 
 func (m *Machine) putOut() {
 	m.role, m.wanted, m.out, m.asked, m.standing = evicted, false, nil, 0, 0
-	if m.isolated {
-		m.isolated = false
+	if m.isolated != "" {
+		m.isolated = ""
 		m.do(Reunited{})
 	}
 	m.do(Evicted{m.view})

@@ -209,6 +209,38 @@ func TestRetriesBecomeRare(t *testing.T) {
 	}
 }
 
+// Isolated has the newest reason: the store may give another one than it gave first.
+func TestIsolatedHasNewestReason(t *testing.T) {
+	m := newMachine(t, Config{Incarnation: 1, View: First([]uint64{1, 2})})
+	got := []string{}
+	step := func(ev Event) (proposes bool) {
+		for _, a := range m.Step(ev) {
+			switch a := a.(type) {
+			case Propose:
+				proposes = true
+			case Isolated:
+				got = append(got, a.Why)
+			case Reunited:
+				got = append(got, "")
+			}
+		}
+		return proposes
+	}
+	proposes := step(Dead{Peer{1, 2}, "gone"})
+	for _, cause := range []string{"slow", "slow", "slow", "full", "full", "slow"} {
+		for !proposes {
+			proposes = step(Tick{})
+		}
+		proposes = step(Proposed{Epoch: 2, Cause: cause})
+	}
+	step(StoreAway{"away"})
+	step(StoreBack{})
+	const of = "cannot remove ranks 1 from the view: "
+	if want := []string{of + "slow", of + "full", of + "slow", of + "away", ""}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
 // However long a link was down, a rank that waits for admission tries it every 2**9 ticks at least.
 func TestPausesAreBounded(t *testing.T) {
 	v := First([]uint64{1})

@@ -42,10 +42,10 @@ type proc struct {
 	last      uint64 // epoch entered last
 	wasIn     bool
 	removed   bool
-	gone      bool // its record, with its lease
-	out       bool // Evicted
-	isolated  bool
-	condemned bool // a verdict or Evict removes it
+	gone      bool   // its record, with its lease
+	out       bool   // Evicted
+	isolated  string // why; "": it is not
+	condemned bool   // a verdict or Evict removes it
 }
 
 // mail is an event on its way. Of one lane it arrives in order; lane "" has none.
@@ -221,11 +221,11 @@ func (w *sim) do(p *proc, acts []Action) {
 				w.broadcast(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 			}
 		case Isolated, Reunited:
-			_, is := a.(Isolated)
-			if is == p.isolated {
+			is, _ := a.(Isolated)
+			if is.Why == p.isolated {
 				w.fail("%v says twice: %v", p.me, a)
 			}
-			p.isolated = is
+			p.isolated = is.Why
 		case Evicted:
 			p.out = true
 			if v := w.current(); v.Has(p.me.Slot, p.me.Incarnation) {
@@ -663,7 +663,7 @@ func (w *sim) converge() {
 				w.fail("at the end %v still waits to be let into %v", p.me, v)
 			}
 		}
-		if p.alive && (p.m.Pending() || p.isolated) {
+		if p.alive && (p.m.Pending() || p.isolated != "") {
 			w.fail("at the end %v still wants something", p.me)
 		}
 		if !in || !p.alive {
@@ -787,7 +787,8 @@ func (w *sim) key() uint64 {
 	}
 	for _, p := range w.procs {
 		peer(p.me)
-		flag(p.alive, p.away, p.isolated, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.gone, p.cas != nil)
+		flag(p.alive, p.away, p.isolated != "", p.answered, p.wasIn, p.removed, p.out, p.condemned, p.gone,
+			p.cas != nil)
 		if p.cas != nil {
 			b = append(append(b, p.cas.Old.Encode()...), p.cas.New.Encode()...)
 		}
@@ -820,7 +821,7 @@ func (w *sim) key() uint64 {
 		left := func(t uint64) uint64 { return max(t, m.now) - m.now }
 		num(uint64(m.role), m.me.Incarnation, m.view.Epoch, m.seq, left(m.retryAt), uint64(m.fails), m.asked,
 			m.standing, age(m.wantedAt))
-		flag(m.changed, m.wanted, m.pending != nil, m.blind, m.away != "", m.isolated)
+		flag(m.changed, m.wanted, m.pending != nil, m.blind, m.away != "", m.isolated != "")
 		if m.pending != nil {
 			b = append(b, m.pending.New.Encode()...)
 			peer(m.pending.Stay...)

@@ -121,7 +121,7 @@ type Roster struct {
 
 // Isolation says why a rank cannot take part in decisions on the membership.
 type Isolation struct {
-	Why   string // "": it can
+	Why   string // the newest reason; "": it can
 	Since time.Time
 }
 
@@ -357,7 +357,12 @@ func (ro *Roster) do(a membership.Action) {
 		ro.aside(func() { ro.clear(ro.self.Slot, ro.self.Incarnation) }) // a replacement can take the slot
 	case membership.Isolated:
 		ro.log.Warn("this rank cannot take part in decisions on the membership", "why", a.Why)
-		ro.state(func() { ro.isolated = Isolation{a.Why, time.Now()} })
+		ro.state(func() {
+			if ro.isolated.Why == "" {
+				ro.isolated.Since = time.Now()
+			}
+			ro.isolated.Why = a.Why
+		})
 	case membership.Reunited:
 		ro.state(func() { ro.isolated = Isolation{} })
 	}

@@ -373,6 +373,19 @@ func TestRestoredStoreIsolates(t *testing.T) {
 	f.until("the groups are told", func() bool { return f.told("isolated") })
 }
 
+// A rank that stays isolated for another reason has been isolated since the first one.
+func TestIsolationKeepsItsBeginning(t *testing.T) {
+	f := newFixture(t, 2)
+	began := time.Now()
+	f.isolated = Isolation{"slow", began}
+	f.do(membership.Isolated{Why: "full"})
+	f.proxy.Lock()
+	defer f.proxy.Unlock()
+	if got, want := f.IsolatedLocked(), (Isolation{"full", began}); got != want {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
 // late is a store whose first watch begins before the first compare-and-swap and is delivered late.
 type late struct {
 	bootstrap.Store
