@@ -10,7 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/pg"
+	"tutti/pg/membership"
 	"tutti/pg/pgtest"
 )
 
@@ -54,6 +56,79 @@ func TestGroupsDoNotWaitForEachOther(t *testing.T) {
 			}, pgtest.Transport("shm"), pgtest.Config(c), pgtest.Expect(2, syscall.SIGKILL))
 		})
 	}
+}
+
+// belated is a store that tells of changes of the view only after a delay.
+type belated struct {
+	bootstrap.Store
+	delay time.Duration
+}
+
+func (s belated) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
+	all, out := s.Store.Watch(ctx, key), make(chan bootstrap.Event)
+	go func() {
+		defer close(out)
+		for e := range all {
+			if _, v, err := membership.DecodeStored(e.Value); err == nil && e.Key == membership.ViewKey && v.Epoch > 1 {
+				select {
+				case <-time.After(s.delay):
+				case <-ctx.Done():
+				}
+			}
+			out <- e
+		}
+	}()
+	return out
+}
+
+// A rank of a subgroup that goes on in a view that another does not know yet is not the one that
+// was lost.
+func TestLeaverIsNotNamed(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	groups, _ := elasticJob(t, 3, 3, func(cfg *pg.Config) {
+		if kv := cfg.Store.(elastic); cfg.Rank == 1 {
+			open := kv.open
+			kv.open = func(ctx context.Context) (bootstrap.Store, error) {
+				s, err := open(ctx)
+				return belated{s, 2 * time.Second}, err
+			}
+			cfg.Store, cfg.Window = kv, 10*time.Second
+		}
+	})
+	ctx := t.Context()
+	var wg sync.WaitGroup
+	subs, errs := make([]*pg.Group, 3), make([]error, 3)
+	for r, g := range groups {
+		defer g.Close()
+		wg.Go(func() {
+			if subs[r], errs[r] = g.Split(ctx, 0, r); errs[r] == nil {
+				errs[r] = subs[r].Barrier(ctx)
+			}
+		})
+	}
+	if wg.Wait(); errors.Join(errs...) != nil {
+		t.Fatal(errs)
+	}
+	for r, sub := range subs {
+		defer sub.Close()
+		if r == 2 { // it does nothing, and the others hear nothing from it
+			continue
+		}
+		wg.Go(func() {
+			if r == 0 {
+				if err := groups[0].Evict(ctx, 2); err != nil {
+					t.Error(err)
+				}
+			}
+			if err := sub.Barrier(ctx); err != nil && lostRank(err) != 2 {
+				t.Errorf("rank %d: %v, want nil or a *RankError that names rank 2", r, err)
+			}
+			if err := sub.Barrier(ctx); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		})
+	}
+	wg.Wait()
 }
 
 // A program may agree on whether an operation succeeded everywhere, at ranks where the group has

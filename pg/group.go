@@ -771,9 +771,10 @@ type mishap string
 
 func (m mishap) Error() string { return string(m) }
 
-// left handles the error of a peer that has moved to another view, which this rank will know soon.
+// left handles the error of a peer that has moved to another view. It waits until this rank knows
+// that view: not the peer is lost, and the other ranks are told who is.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
-	g.await(time.Second, g.moved)
+	g.await(g.deliberation(), g.moved)
 	if slot, why := g.gone(); slot != g.rank {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
 			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}

@@ -117,14 +117,19 @@ func (g *Group) verdict(e *RankError) {
 	if e.Epoch < g.v.epoch || !slices.Contains(g.v.Active, e.Rank) || errors.As(e.Err, new(mishap)) {
 		return // the group has gone on without the rank, or the rank is not lost
 	}
+	ahead := errors.Is(e.Err, p2p.ErrLeft) // the rank knows a view that this one will know too
 	patience := g.deliberation()
-	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // the rank may have left only this group
-		patience = 200 * time.Millisecond
+	if up := g.job.proxy.Down(g.jobRank(e.Rank)) == nil; up && g.incarnations != nil && !ahead {
+		patience = 200 * time.Millisecond // the rank may have left only this group
 	}
 	if !g.await(patience, g.moved) {
 		return
 	}
-	if slot := culprit(e.Rank, e.Reporter, g.losses()); slot != e.Rank {
+	slot := culprit(e.Rank, e.Reporter, g.losses())
+	if first, _ := g.gone(); ahead && first != g.rank {
+		slot = first
+	}
+	if slot != e.Rank {
 		e.Rank, e.Reporter, e.Err = slot, g.rank, g.whyGone(slot)
 	}
 }
