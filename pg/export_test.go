@@ -140,7 +140,7 @@ func (g *Group) Verdict(rank, reporter int) RankError {
 type Loss = loss
 
 // LossOf makes a Loss.
-func LossOf(slot int, epoch uint64, closed, known bool) Loss { return Loss{slot, epoch, closed, known} }
+func LossOf(slot int, epoch uint64, closed bool) Loss { return Loss{slot, epoch, closed} }
 
 // Culprit is culprit.
 func Culprit(slot, reporter int, losses []Loss) int { return culprit(slot, reporter, losses) }

@@ -144,14 +144,12 @@ type loss struct {
 	slot   int
 	epoch  uint64 // of the first view without it
 	closed bool   // it closed the group, which is no reason for another's loss
-	known  bool   // this rank knows how it was lost
 }
 
 // losses lists the ranks that the job's view has lost since the group's, except this one.
 func (g *Group) losses() (all []loss) {
 	for _, slot := range g.besides(g.rank) {
-		rank := g.v.ranks[slot]
-		all = append(all, loss{slot, g.job.view().Slots[rank].Left, g.msgs.Closed(slot), g.job.why(rank) != ""})
+		all = append(all, loss{slot, g.job.view().Slots[g.v.ranks[slot]].Left, g.msgs.Closed(slot)})
 	}
 	return all
 }
@@ -167,7 +165,7 @@ func culprit(slot, reporter int, losses []loss) int {
 	}
 	for _, l := range losses {
 		instead := l.slot == reporter && own < 0
-		if l.epoch < epoch && !l.closed && (instead || l.known && l.slot != reporter) {
+		if l.epoch < epoch && !l.closed && (instead || l.slot != reporter) {
 			first, epoch = l.slot, l.epoch
 		}
 	}

@@ -389,8 +389,8 @@ func TestDeathIsNamedBeforeClose(t *testing.T) {
 // Of several losses the one is named that may have caused the others.
 func TestCulprit(t *testing.T) {
 	const slot, reporter, other, self = 1, 2, 3, 0
-	left := pg.LossOf(other, 2, true, true)
-	died := func(slot int, epoch uint64) pg.Loss { return pg.LossOf(slot, epoch, false, true) }
+	left := pg.LossOf(other, 2, true)
+	died := func(slot int, epoch uint64) pg.Loss { return pg.LossOf(slot, epoch, false) }
 	for name, c := range map[string]struct {
 		by     int
 		losses []pg.Loss
@@ -405,11 +405,9 @@ func TestCulprit(t *testing.T) {
 		"the first of others":         {self, []pg.Loss{died(3, 4), died(4, 2), died(5, 3)}, 4},
 		"another left before it":      {self, []pg.Loss{died(slot, 3), left}, slot},
 		"another left":                {self, []pg.Loss{left}, slot},
-		"another somehow":             {self, []pg.Loss{pg.LossOf(other, 2, false, false)}, slot},
-		"it left, another had died":   {self, []pg.Loss{pg.LossOf(slot, 3, true, true), died(other, 2)}, other},
+		"it left, another had died":   {self, []pg.Loss{pg.LossOf(slot, 3, true), died(other, 2)}, other},
 		"the reporter ended first":    {reporter, []pg.Loss{died(slot, 3), died(reporter, 2)}, slot},
 		"the reporter in its place":   {reporter, []pg.Loss{died(reporter, 2)}, reporter},
-		"the reporter, somehow":       {reporter, []pg.Loss{pg.LossOf(reporter, 2, false, false)}, reporter},
 		"another before the reporter": {reporter, []pg.Loss{died(slot, 4), died(reporter, 3), died(other, 2)}, other},
 		"the reporter, another left":  {reporter, []pg.Loss{died(reporter, 3), left}, reporter},
 	} {

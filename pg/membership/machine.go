@@ -678,12 +678,8 @@ func (m *Machine) know(v View) {
 	}
 	for i, s := range v.Slots {
 		if o := was.at(i); o.Incarnation != s.Incarnation {
-			if l := m.find(Peer{i, o.Incarnation}); l != nil && !l.over {
-				what := "removed"
-				if i == m.me.Slot && o.Incarnation == m.me.Incarnation {
-					what = ""
-				}
-				m.finish(l, what, l.why)
+			if l := m.find(Peer{i, o.Incarnation}); l != nil {
+				m.finish(l, "", l.why)
 			}
 			for e := range m.broken {
 				if e[0] == i || e[1] == i {

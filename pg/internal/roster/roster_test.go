@@ -625,6 +625,25 @@ func TestDeadRankIsRemoved(t *testing.T) {
 	}
 }
 
+// A rank that others have removed has no reason here if this rank knows nothing of its loss.
+func TestLossWithoutReason(t *testing.T) {
+	f := newFixture(t, 3)
+	f.Start()
+	f.until("the job has begun", f.begun.Load)
+	f.change(f.open(), membership.EncodeStored(self, f.cfg.View.Remove(2)))
+	f.until("rank 2 is marked dead", func() bool {
+		f.proxy.Lock()
+		defer f.proxy.Unlock()
+		err := f.proxy.Down(2)
+		return err != nil && strings.Contains(err.Error(), NoReason)
+	})
+	f.proxy.Lock()
+	defer f.proxy.Unlock()
+	if why := f.WhyLocked(2); why != "" {
+		t.Errorf("it was removed because %q", why)
+	}
+}
+
 // A rank that cannot reach two others removes itself, and says why; but if they were on a host that
 // fell silent, and their leases have just ended, it removes them. If it has had no lease itself, it
 // waits until the lack of a record is a proof.
