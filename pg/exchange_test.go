@@ -75,7 +75,10 @@ func (s belated) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
 				case <-ctx.Done():
 				}
 			}
-			out <- e
+			select {
+			case out <- e:
+			case <-ctx.Done(): // nobody reads any more
+			}
 		}
 	}()
 	return out
@@ -129,6 +132,78 @@ func TestLeaverIsNotNamed(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// A rank that calls Recover alone ends what another one waits for at once: no view is to come.
+func TestRecoverAloneEndsOperations(t *testing.T) {
+	groups, _ := elasticJob(t, 2, 2, func(cfg *pg.Config) { cfg.Window = time.Hour })
+	ctx := t.Context()
+	both := func(f func(r int, g *pg.Group) error) {
+		t.Helper()
+		var wg sync.WaitGroup
+		errs := make([]error, 2)
+		for r, g := range groups {
+			wg.Go(func() { errs[r] = f(r, g) })
+		}
+		if wg.Wait(); errors.Join(errs...) != nil {
+			t.Fatal(errs)
+		}
+	}
+	both(func(r int, g *pg.Group) error { return g.Barrier(ctx) })
+	both(func(r int, g *pg.Group) error {
+		if r == 1 {
+			if err := g.Barrier(ctx); lostRank(err) != 0 {
+				t.Errorf("got %v, want a *RankError that names rank 0", err)
+			}
+		}
+		return g.Recover(ctx)
+	})
+	both(func(r int, g *pg.Group) error { return errors.Join(g.Barrier(ctx), g.Close()) })
+}
+
+// Close ends an operation that waits for a view of which it has heard.
+func TestCloseEndsTheWaitForAView(t *testing.T) {
+	groups, _ := elasticJob(t, 3, 3, func(cfg *pg.Config) {
+		cfg.Window = time.Hour
+		if kv := cfg.Store.(elastic); cfg.Rank == 1 {
+			open := kv.open
+			kv.open = func(ctx context.Context) (bootstrap.Store, error) {
+				s, err := open(ctx)
+				return belated{s, time.Hour}, err
+			}
+			cfg.Store = kv
+		}
+	})
+	ctx := t.Context()
+	var wg sync.WaitGroup
+	errs := make([]error, 3)
+	for r, g := range groups {
+		wg.Go(func() { errs[r] = g.Barrier(ctx) })
+	}
+	if wg.Wait(); errors.Join(errs...) != nil {
+		t.Fatal(errs)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- groups[1].Barrier(ctx) }()
+	if err := groups[0].Evict(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	goes, end := context.WithCancel(ctx)
+	wg.Go(func() { groups[0].Barrier(goes) }) // in the new view
+	poll(t, "rank 1 hears of the view", func() bool { return groups[1].HearsOfView(0) })
+	select {
+	case err := <-ended:
+		t.Fatalf("it ended with %v before Close", err)
+	default:
+	}
+	groups[1].Close()
+	if err := <-ended; !errors.Is(err, pg.ErrClosed) {
+		t.Errorf("got %v, want ErrClosed", err)
+	}
+	end()
+	wg.Wait()
+	groups[0].Close()
+	groups[2].Close()
 }
 
 // A program may agree on whether an operation succeeded everywhere, at ranks where the group has

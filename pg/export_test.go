@@ -166,6 +166,14 @@ func (g *Group) Decides(n uint64) bool {
 	return g.ballot.n == n && len(g.unvoted) == 0
 }
 
+// HearsOfView reports whether the rank in slot has said that it is in a later exchange.
+func (g *Group) HearsOfView(slot int) bool {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	to, told := g.sync.Heard(slot)
+	return told && g.sync.At().Before(to.At)
+}
+
 // Skips returns the number of operations that exchanges have ended and the program has not called.
 func (g *Group) Skips() int {
 	g.job.proxy.Lock()

@@ -771,29 +771,39 @@ type mishap string
 
 func (m mishap) Error() string { return string(m) }
 
-// left handles the error of a peer that has moved to another view. It waits until this rank knows
-// that view: not the peer is lost, and the other ranks are told who is.
+// left handles the error of a peer that does not run the operation: it goes on in another exchange.
+// It waits until this rank knows why: a rank of the group is lost, or the peer says in which
+// exchange it is, in a view that this rank knows. What fails the channel, or ends the group on this
+// rank, ends the wait.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
-	g.await(g.deliberation(), g.moved)
-	if slot, why := g.gone(); slot != g.rank {
-		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
-	}
 	var peer *p2p.PeerError
 	errors.As(err, &peer)
 	slot := g.slotOf(peer.Rank)
-	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()},
-		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
+	g.await(g.deliberation(), func() bool {
+		to, told := g.sync.Heard(slot)
+		return g.coll.Err() != nil || g.sync.Lost() ||
+			told && g.sync.At().Before(to.At) && to.At.View <= g.sync.Now().Epoch
+	})
+	if err := g.halted(); err != nil {
+		return nil, err
+	}
+	if err := g.coll.Err(); err != nil {
+		return g.explain(err)
+	}
+	why := peer.Err
+	if lost, cause := g.gone(); lost != g.rank {
+		slot, why = lost, cause
+	}
+	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
+		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
 }
 
 // gone returns the slot that the job's view has lost first since the group's, and why: later losses
 // may be consequences. It returns this rank's own slot if none is lost.
 func (g *Group) gone() (int, error) {
-	active, _ := g.members(g.job.view())
 	first, epoch := g.rank, uint64(math.MaxUint64)
 	for _, slot := range g.v.Active {
-		left := g.job.view().Slots[g.v.ranks[slot]].Left
-		if _, is := slices.BinarySearch(active, slot); !is && left < epoch {
+		if left := g.job.view().Slots[g.v.ranks[slot]].Left; g.out(slot) && left < epoch {
 			first, epoch = slot, left
 		}
 	}

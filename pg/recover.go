@@ -95,7 +95,7 @@ func (g *Group) await(patience time.Duration, changed func() bool) bool {
 		if changed() {
 			return true
 		}
-		if m.IsolatedLocked().Why != "" || m.EvictedLocked() || !time.Now().Before(until) ||
+		if m.IsolatedLocked().Why != "" || g.halted() != nil || !time.Now().Before(until) ||
 			g.job.proxy.Progress(&g.wait) != nil {
 			return false
 		}
@@ -114,22 +114,18 @@ func (g *Group) deliberation() time.Duration {
 // verdict waits until the membership has decided which rank is lost. A rank that cannot reach
 // another is evidence against one of the two, not necessarily against the other.
 func (g *Group) verdict(e *RankError) {
-	if e.Epoch < g.v.epoch || !slices.Contains(g.v.Active, e.Rank) || errors.As(e.Err, new(mishap)) {
+	if e.Epoch < g.v.epoch || !slices.Contains(g.v.Active, e.Rank) || errors.As(e.Err, new(mishap)) ||
+		errors.Is(e.Err, p2p.ErrLeft) {
 		return // the group has gone on without the rank, or the rank is not lost
 	}
-	ahead := errors.Is(e.Err, p2p.ErrLeft) // the rank knows a view that this one will know too
 	patience := g.deliberation()
-	if up := g.job.proxy.Down(g.jobRank(e.Rank)) == nil; up && g.incarnations != nil && !ahead {
-		patience = 200 * time.Millisecond // the rank may have left only this group
+	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // the rank may have left only this group
+		patience = 200 * time.Millisecond
 	}
 	if !g.await(patience, g.moved) {
 		return
 	}
-	slot := culprit(e.Rank, e.Reporter, g.losses())
-	if first, _ := g.gone(); ahead && first != g.rank {
-		slot = first
-	}
-	if slot != e.Rank {
+	if slot := culprit(e.Rank, e.Reporter, g.losses()); slot != e.Rank {
 		e.Rank, e.Reporter, e.Err = slot, g.rank, g.whyGone(slot)
 	}
 }
@@ -174,12 +170,11 @@ func culprit(slot, reporter int, losses []loss) int {
 
 // besides lists the slots whose ranks are no longer members, except slot.
 func (g *Group) besides(slot int) (all []int) {
-	active, epoch := g.members(g.job.view())
-	if epoch <= g.v.epoch {
+	if _, epoch := g.members(g.job.view()); epoch <= g.v.epoch {
 		return nil
 	}
 	for _, s := range g.v.Active {
-		if s != slot && s != g.rank && !slices.Contains(active, s) {
+		if s != slot && s != g.rank && g.out(s) {
 			all = append(all, s)
 		}
 	}
