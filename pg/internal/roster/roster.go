@@ -356,13 +356,14 @@ func (ro *Roster) do(a membership.Action) {
 			"why", cmp.Or(why, "the other ranks have removed it"))
 		ro.aside(func() { ro.clear(ro.self.Slot, ro.self.Incarnation) }) // a replacement can take the slot
 	case membership.Isolated:
-		ro.log.Warn("this rank cannot take part in decisions on the membership", "why", a.Why)
+		level := slog.LevelDebug // of another reason
 		ro.state(func() {
 			if ro.isolated.Why == "" {
-				ro.isolated.Since = time.Now()
+				ro.isolated.Since, level = time.Now(), slog.LevelWarn
 			}
 			ro.isolated.Why = a.Why
 		})
+		ro.log.Log(ro.ctx, level, "this rank cannot take part in decisions on the membership", "why", a.Why)
 	case membership.Reunited:
 		ro.state(func() { ro.isolated = Isolation{} })
 	}
