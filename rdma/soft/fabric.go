@@ -210,11 +210,10 @@ func (f *Fabric) Steps() uint64 {
 	return f.steps
 }
 
-// together is how many steps run without other users of the fabric between them, in the mean.
+// After one step in so many, at random, run lets other users of the fabric take the lock.
 const together = 4
 
-// run runs steps until Close. Now and then it lets others between two of them, as a device works
-// while its users do: they see what is half done.
+// run runs steps until Close. A device works while its users do: they see what is half done.
 func (f *Fabric) run() {
 	defer close(f.ended)
 	f.mu.Lock()
