@@ -392,8 +392,11 @@ func refused(t *testing.T, env map[string]string) {
 	c.Close()
 	h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret,
 		DialTimeout: patience / 4})
-	if err == nil {
+	switch {
+	case err == nil:
 		h.Close()
 		t.Errorf("the store at %s is still there", l.Store)
+	case errors.Is(err, context.DeadlineExceeded):
+		t.Errorf("what listens at %s does not answer: %v", l.Store, err)
 	}
 }

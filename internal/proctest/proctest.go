@@ -152,12 +152,19 @@ func killMarked(mark string, limit time.Time) (n int, undecided bool) {
 			continue
 		}
 		fd, err := unix.PidfdOpen(pid, 0) // a handle of this process, even if the number is reused
-		if err != nil {
+		kill := func() error { return unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) }
+		switch err {
+		case nil:
+		case unix.ENOSYS, unix.EPERM: // there are no handles, and so no waits for ends
+			kill = func() error { return unix.Kill(pid, unix.SIGKILL) }
+		default:
 			continue
 		}
 		env, err := os.ReadFile(filepath.Join(dir, "environ"))
-		if err == nil && marked(env, mark) && unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) == nil {
-			dying = append(dying, fd)
+		if err == nil && marked(env, mark) && kill() == nil {
+			if n++; fd >= 0 {
+				dying = append(dying, fd)
+			}
 			continue
 		}
 		unix.Close(fd)
@@ -170,7 +177,7 @@ func killMarked(mark string, limit time.Time) (n int, undecided bool) {
 		awaitEnd(fd, time.Until(limit))
 		unix.Close(fd)
 	}
-	return len(dying), undecided
+	return n, undecided
 }
 
 // awaitEnd waits until the process of a handle has ended, or the limit.

@@ -122,8 +122,8 @@ func (c *Control) Partition(sides ...[]int) {
 	c.Network(rules...)
 }
 
-// Await waits until a process of a rank has begun that many collectives and messages, or the last
-// one has ended.
+// Await waits until a process of a rank has begun that many collectives and messages. It fails when
+// the last one has ended before.
 func (c *Control) Await(rank int, operations uint64) {
 	c.t.Helper()
 	c.order(order{Kind: "await", Rank: rank, Count: operations})
@@ -171,7 +171,7 @@ func (l *launch) await(ctx context.Context, rank int, operations uint64) error {
 			}
 		}
 		if gone {
-			return nil
+			return fmt.Errorf("rank %d has ended before that", rank)
 		}
 		if over {
 			return context.Cause(ctx)

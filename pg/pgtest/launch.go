@@ -210,8 +210,8 @@ func (l *launch) prepare(rank int) *process {
 	if l.relay != nil {
 		c.Env = append(c.Env, l.relay.variable(rank))
 	}
-	// Only processes outside of the group that hold the output open use it up: the copying of the
-	// output has the time that it takes on a busy machine.
+	// For processes outside of the group that hold the output open. It bounds the copying of the
+	// output too, which takes long on a busy machine.
 	c.WaitDelay = 30 * time.Second
 	return p
 }

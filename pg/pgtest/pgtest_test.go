@@ -195,6 +195,16 @@ var scenarios = map[string]func(t *testing.T){
 			t.Fatal("what rank 0 says")
 		}, Expect(0, syscall.SIGKILL))
 	},
+	"awaited in vain": func(t *testing.T) {
+		awaited := filepath.Join(t.TempDir(), "awaited")
+		Exec(t, 2, []string{"/bin/sh", "-c", `[ $RANK = 0 ] || until [ -e "$AWAITED" ]; do sleep 0.01; done`},
+			Env("AWAITED="+awaited), Faults(func(c *Control) {
+				c.Await(0, 1) // it does not wait for the other rank's end
+				if err := os.WriteFile(awaited, nil, 0o600); err != nil {
+					t.Error(err)
+				}
+			}))
+	},
 	"survivor": func(t *testing.T) {
 		Run(t, 2, func(t *testing.T, g *pg.Group) {}, Expect(1, syscall.SIGKILL))
 	},
@@ -332,6 +342,7 @@ func TestScenarios(t *testing.T) {
 		"failed before death": {"FAIL", []string{`rank 1\|.*what rank 1 says`,
 			`rank 1 failed before it was killed by SIGKILL`}},
 		"killed after failure": {"FAIL", []string{`rank 0 failed before it was killed by SIGKILL`}},
+		"awaited in vain":      {"FAIL", []string{`await: rank 0 has ended before that`}},
 		"survivor":             {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
 		"hang": {"FAIL", []string{`rank 1\| .*hangHere`,
 			`rank 1 was still running after [.\d]+s and was ended`}},
@@ -479,18 +490,6 @@ func TestStoreIsReplaced(t *testing.T) {
 		}
 	}
 	Run(t, 2, sumOfRanks)
-}
-
-// Await does not wait for a rank that has ended without the operations.
-func TestAwaitReturnsAtEnd(t *testing.T) {
-	awaited := filepath.Join(t.TempDir(), "awaited")
-	Exec(t, 2, []string{"/bin/sh", "-c", `[ $RANK = 0 ] || until [ -e "$AWAITED" ]; do sleep 0.01; done`},
-		Env("AWAITED="+awaited), Faults(func(c *Control) {
-			c.Await(0, 1)
-			if err := os.WriteFile(awaited, nil, 0o600); err != nil {
-				t.Error(err)
-			}
-		}))
 }
 
 // What a pipe holds can be read although a child of the rank has its other end.

@@ -92,11 +92,11 @@ func (r *relay) after(d time.Duration, f func()) {
 func (r *relay) set(rules []Rule) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	now := time.Now()        // for all: they break together
 	for k := range r.links { // a rank that has noticed one break may have ordered this
-		r.breakLate(k)
+		r.breakLate(k, now)
 	}
 	r.rules = rules
-	now := time.Now() // for all: they also break together
 	for k := range r.links {
 		r.cutLink(k, now)
 	}
@@ -152,14 +152,14 @@ func (r *relay) cutLink(k *link, now time.Time) {
 
 // breakLate breaks a link if a cut of either direction has lasted long enough. Otherwise it returns
 // when one will have; zero: never. The mutex is held.
-func (r *relay) breakLate(k *link) (due time.Time) {
+func (r *relay) breakLate(k *link, now time.Time) (due time.Time) {
 	for i, from := range k.ends {
 		u := r.rule(from, k.ends[1-i])
 		if t := k.cut[i].Add(u.Break); u.Cut && u.Break > 0 && (due.IsZero() || t.Before(due)) {
 			due = t
 		}
 	}
-	if !due.IsZero() && !time.Now().Before(due) {
+	if !due.IsZero() && !now.Before(due) {
 		k.broken = true
 		k.fail()
 	}
@@ -247,7 +247,7 @@ func (r *relay) breaks(ctx context.Context, k *link) bool {
 	for {
 		ended := ctx.Err() != nil
 		r.mu.Lock()
-		due := r.breakLate(k)
+		due := r.breakLate(k, time.Now())
 		broken, changed := k.broken, r.changed
 		r.mu.Unlock()
 		if broken || ended {
