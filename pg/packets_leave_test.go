@@ -154,6 +154,15 @@ func TestLeavingEndsGraphsOfOtherProcesses(t *testing.T) {
 					if err := g.Barrier(ctx); err != nil {
 						t.Error(err)
 					}
+					return
+				}
+				// A survivor that closes the group before the other has looked might be named.
+				other := n - victim - g.Rank() // of the ranks 0, 1 and 2
+				if err := pg.Send(ctx, g, []byte{1}, other, 1); err != nil {
+					t.Error(err)
+				}
+				if _, err := pg.Recv(ctx, g, make([]byte, 1), other, 1); err != nil {
+					t.Error(err)
 				}
 			}, opts...)
 		})
