@@ -170,11 +170,12 @@ func culprit(slot, reporter int, losses []loss) int {
 
 // besides lists the slots whose ranks are no longer members, except slot.
 func (g *Group) besides(slot int) (all []int) {
-	if _, epoch := g.members(g.job.view()); epoch <= g.v.epoch {
+	active, epoch := g.members(g.job.view())
+	if epoch <= g.v.epoch {
 		return nil
 	}
 	for _, s := range g.v.Active {
-		if s != slot && s != g.rank && g.out(s) {
+		if s != slot && s != g.rank && !slices.Contains(active, s) {
 			all = append(all, s)
 		}
 	}
