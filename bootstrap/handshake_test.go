@@ -17,7 +17,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
 	"tutti/internal/ident"
-	"tutti/internal/ports"
+	"tutti/internal/ports/portstest"
 	"tutti/internal/trust"
 )
 
@@ -32,7 +32,7 @@ func rank(t testing.TB, r, size int, d describer) (*bootstrap.Server, bootstrap.
 	t.Helper()
 	inc := ident.New()
 	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret,
-		Interfaces: "127.0.0.1", Ports: reserved(t), Describe: d})
+		Interfaces: "127.0.0.1", Ports: portstest.Port(t), Describe: d})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,19 +170,15 @@ func TestDescribeLimits(t *testing.T) {
 
 // A peer that starts late is found.
 func TestDescribeEarly(t *testing.T) {
-	at, err := ports.Reserve()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer at.Close()
-	peer := bootstrap.NewRecord(1, 2, 99, []string{at.Address()})
+	at := portstest.Port(t)
+	peer := bootstrap.NewRecord(1, 2, 99, []string{"127.0.0.1:" + at})
 	done := make(chan error, 1)
 	go func() {
 		_, err := client(bootstrap.NewRecord(0, 2, 77, nil)).Describe(context30(t), peer)
 		done <- err
 	}()
 	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret,
-		Interfaces: "127.0.0.1", Ports: fmt.Sprint(at.Port), Describe: fixed(nil)})
+		Interfaces: "127.0.0.1", Ports: at, Describe: fixed(nil)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,7 +2,6 @@ package bootstrap_test
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"net"
 	"strings"
@@ -14,7 +13,6 @@ import (
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
 	"tutti/internal/leaktest"
-	"tutti/internal/ports"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -38,17 +36,6 @@ func startEtcd(t testing.TB) *embed.Server {
 	}
 	t.Cleanup(func() { s.Close() })
 	return s
-}
-
-// reserved returns a port of 127.0.0.1 that nobody else receives, also when its listener has ended.
-func reserved(t testing.TB) string {
-	t.Helper()
-	r, err := ports.Reserve()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { r.Close() })
-	return fmt.Sprint(r.Port)
 }
 
 // later is a process of a later build at an address, whose handshake has another version. It

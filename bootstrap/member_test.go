@@ -14,12 +14,13 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/ports/portstest"
 )
 
 func member(t *testing.T) *bootstrap.Member {
 	t.Helper()
 	m, err := bootstrap.NewMember(context30(t), bootstrap.MemberConfig{Secret: secret, Interfaces: "127.0.0.1",
-		Ports: reserved(t)})
+		Ports: portstest.Port(t)})
 	if err != nil {
 		t.Fatal(err)
 	}

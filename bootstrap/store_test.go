@@ -19,7 +19,7 @@ import (
 	"tutti/bootstrap/embed"
 	"tutti/bootstrap/storetest"
 	"tutti/internal/ident"
-	"tutti/internal/ports"
+	"tutti/internal/ports/portstest"
 	"tutti/internal/sitetest"
 	"tutti/internal/trust"
 )
@@ -834,7 +834,7 @@ func TestEtcdCloseAfterLeaseEnded(t *testing.T) {
 
 func TestDialStoreFailures(t *testing.T) {
 	e := startEtcd(t)
-	closed := "127.0.0.1:" + reserved(t)
+	closed := portstest.Address(t)
 	silent, err := net.Listen("tcp", "127.0.0.1:0") // accepts in the kernel's backlog and never answers
 	if err != nil {
 		t.Fatal(err)
@@ -954,21 +954,17 @@ func TestStoreAddressIsChecked(t *testing.T) {
 
 // A store that comes up after its clients began to dial is found.
 func TestDialStoreEarly(t *testing.T) {
-	at, err := ports.Reserve()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer at.Close()
+	at := portstest.Port(t)
 	dialled := make(chan error, 1)
 	go func() {
-		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://" + at.Address(),
+		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://127.0.0.1:" + at,
 			Job: "j", Secret: secret, DialTimeout: patience})
 		if err == nil {
 			err = s.Close()
 		}
 		dialled <- err
 	}()
-	e, err := embed.Start(context30(t), embed.Config{Secret: secret, Ports: fmt.Sprint(at.Port), Dir: t.TempDir()})
+	e, err := embed.Start(context30(t), embed.Config{Secret: secret, Ports: at, Dir: t.TempDir()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,7 +20,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/internal/leaktest"
-	"tutti/internal/ports"
+	"tutti/internal/ports/portstest"
 	"tutti/internal/proctest"
 )
 
@@ -83,17 +83,6 @@ func start(t testing.TB, cfg Config) *Server {
 	return s
 }
 
-// reserved returns a port of 127.0.0.1 that nobody else receives, also when its listener has ended.
-func reserved(t testing.TB) string {
-	t.Helper()
-	r, err := ports.Reserve()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { r.Close() })
-	return fmt.Sprint(r.Port)
-}
-
 func entries(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	es, err := os.ReadDir(dir)
@@ -114,7 +103,7 @@ func dial(t testing.TB, address string) (bootstrap.Store, error) {
 
 func TestStartClose(t *testing.T) {
 	dir := t.TempDir()
-	s := start(t, Config{Dir: dir, Ports: reserved(t)})
+	s := start(t, Config{Dir: dir, Ports: portstest.Port(t)})
 	if !strings.HasPrefix(s.Address(), "tutti://127.0.0.1:") {
 		t.Errorf("address %s", s.Address())
 	}
@@ -284,7 +273,7 @@ func TestLimitedAddressSpace(t *testing.T) {
 // A store that was killed leaves no port, and its directory goes at the next start.
 func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
-	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir, childPorts + "=" + reserved(t)}))
+	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir, childPorts + "=" + portstest.Port(t)}))
 	address := p.Hear()
 	c, err := dial(t, address)
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/internal/ident"
-	"tutti/internal/ports"
+	"tutti/internal/ports/portstest"
 	"tutti/internal/proctest"
 	"tutti/internal/trust"
 	"tutti/pg/flight"
@@ -589,17 +589,6 @@ func TestRunBuildCutShort(t *testing.T) {
 	}
 }
 
-// freeAddress returns an address of this machine without a listener while the test runs.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	r, err := ports.Reserve()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { r.Close() })
-	return r.Address()
-}
-
 func TestRunNodes(t *testing.T) {
 	secret := filepath.Join(t.TempDir(), "secret")
 	if err := os.WriteFile(secret, []byte(bootstrap.NewSecret()+"\n"), 0o600); err != nil {
@@ -611,7 +600,7 @@ func TestRunNodes(t *testing.T) {
 	}
 	t.Run("well", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := freeAddress(t)
+		rdzv := portstest.Address(t)
 		b := node(s, "etcd://"+rdzv, 2, 2, 1)
 		a := node(s, rdzv, 2, 2, 0)
 		all := s.arrive(4)
@@ -646,7 +635,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("a node is lost and the others go on", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := freeAddress(t)
+		rdzv := portstest.Address(t)
 		start := func(node int) *tutti {
 			return s.run("run", "-n", "2", "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv,
 				"--secret-file", secret, "--on-failure", "shrink", proctest.Self())
@@ -668,7 +657,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("a rank fails", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := freeAddress(t)
+		rdzv := portstest.Address(t)
 		a, b := node(s, rdzv, 2, 2, 0), node(s, rdzv, 2, 2, 1)
 		all := s.arrive(4)
 		all[3].tell("exit 9")
@@ -683,7 +672,7 @@ func TestRunNodes(t *testing.T) {
 	t.Run("a node dies", func(t *testing.T) {
 		for dead := range 2 {
 			s := newStage(t)
-			rdzv := freeAddress(t)
+			rdzv := portstest.Address(t)
 			n := []*tutti{node(s, rdzv, 1, 2, 0), node(s, rdzv, 1, 2, 1)}
 			all := s.arrive(2)
 			n[dead].Signal(syscall.SIGKILL)
@@ -702,7 +691,7 @@ func TestRunNodes(t *testing.T) {
 			{"-n 2 --on-failure retry", "-n 2 --on-failure shrink", "was started with --on-failure "},
 		} {
 			s := newStage(t)
-			rdzv := freeAddress(t)
+			rdzv := portstest.Address(t)
 			var both []*tutti
 			for node, args := range []string{c.a, c.b} {
 				both = append(both, s.run(append(append([]string{"run"}, strings.Fields(args)...), "--nnodes", "2",
@@ -719,7 +708,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("signals for ranks", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := freeAddress(t)
+		rdzv := portstest.Address(t)
 		a, b := node(s, rdzv, 1, 2, 0), node(s, rdzv, 1, 2, 1)
 		all := s.arrive(2)
 		all[0].tell("exit 0")
@@ -735,7 +724,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("interrupted while waiting", func(t *testing.T) {
 		s := newStage(t)
-		a := node(s, freeAddress(t), 1, 2, 0)
+		a := node(s, portstest.Address(t), 1, 2, 0)
 		a.Err.Await(t, "waiting for 1 other node")
 		a.Signal(syscall.SIGINT)
 		a.End(130)

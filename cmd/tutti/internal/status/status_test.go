@@ -20,7 +20,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
 	"tutti/endpoint/stats"
-	"tutti/internal/ports"
+	"tutti/internal/ports/portstest"
 	"tutti/pg/flight"
 )
 
@@ -330,12 +330,7 @@ func TestSampleOfGrowableJob(t *testing.T) {
 func TestSampleOfEndedProcesses(t *testing.T) {
 	j := newJob(t, 3)
 	for r := range 3 {
-		p, err := ports.Reserve()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer p.Close()
-		j.register(r, uint64(r)+1, p.Address())
+		j.register(r, uint64(r)+1, portstest.Address(t))
 	}
 	got, err := j.sampler(secret).Sample(t.Context(), 0)
 	if err != nil {
