@@ -49,7 +49,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim install torch test-torch test-c10d bench-torch deps-torch test test-unit test-race race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
+.PHONY: help build shim install torch test-torch test-c10d bench-torch deps-torch test test-unit test-race race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief stalls mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -151,6 +151,10 @@ torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-tort
 torture-brief: ## two minutes of it, with a seed that the commit gives
 	@$(GO) run ./tests/report -- $(TEST) ./tests/torture -run '^TestTorture$$' -torture.duration 2m -torture.shrink 30s \
 		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) $(TORTURE_FLAGS)
+
+stalls: ## the tests of pg while random processes of them stand still for up to 0.9 s (STALLS_FLAGS="-run 'Split.*' ./p2p/shm")
+	@$(GO) build -o .build/stalls ./tests/stalls
+	@$(GO) run ./tests/report -- $(TEST) -timeout 30m -exec $(CURDIR)/.build/stalls $(or $(STALLS_FLAGS),./pg)
 
 mutants: ## plant mistakes in the library and have the torture find each within 3 minutes (MUTANTS_FLAGS="-run 'key-.*'")
 	$(GO) run ./tests/torture/mutants $(MUTANTS_FLAGS)
