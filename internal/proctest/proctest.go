@@ -124,11 +124,19 @@ func KillAll() (killed int) {
 	return killAll(mark, killFor)
 }
 
-// killAll kills all processes with this mark, also those that are started meanwhile, waits for
-// their ends, and returns their number. At the limit it leaves those that do not end.
+// killAll is killAllWith for the mark of a process of Start, or of the process that starts them.
 func killAll(mark string, limit time.Duration) (killed int) {
+	return killAllWith(Variable, mark, limit)
+}
+
+// KillAllWith kills all processes that ProcessesWith finds, also those that are started meanwhile,
+// waits for their ends, and returns their number. After a while it leaves those that do not end.
+func KillAllWith(name, value string) (killed int) { return killAllWith(name, value, killFor) }
+
+// killAllWith is KillAllWith with a limit.
+func killAllWith(name, value string, limit time.Duration) (killed int) {
 	for end := time.Now().Add(limit); ; {
-		n, undecided := killMarked(mark, end)
+		n, undecided := killWith(name, value, end)
 		killed += n
 		// A process that one of the killed has started is found in the next round.
 		if n == 0 && !undecided || time.Now().After(end) {
@@ -140,73 +148,174 @@ func killAll(mark string, limit time.Duration) (killed int) {
 	}
 }
 
-// killMarked kills all processes with this mark, or one that begins with it and a dot, and returns
-// their number when they have ended, or at the limit. undecided: a process may have the mark, but
-// does not show its environment yet.
-func killMarked(mark string, limit time.Time) (n int, undecided bool) {
-	var dying []int                          // handles
+// killWith kills all processes that search finds, and returns their number when they have ended, or
+// at the limit.
+func killWith(name, value string, limit time.Time) (n int, undecided bool) {
+	all, undecided := search(name, value)
+	for i := range all {
+		if p := &all[i]; p.kill() == nil {
+			n++
+		} else {
+			p.close()
+		}
+	}
+	for i := range all {
+		all[i].awaitEnd(time.Until(limit))
+		all[i].close()
+	}
+	return n, undecided
+}
+
+// ProcessesWith lists the processes whose environments have this variable with this value, or with
+// one that begins with it and a dot, except this process. It waits until those in the middle of
+// execve show their environments.
+func ProcessesWith(name, value string) (pids []int) {
+	for end := time.Now().Add(killFor); ; time.Sleep(time.Millisecond) {
+		all, undecided := search(name, value)
+		pids = nil
+		for i := range all {
+			all[i].close()
+			pids = append(pids, all[i].pid)
+		}
+		if !undecided || time.Now().After(end) {
+			return pids
+		}
+	}
+}
+
+// CommandLine returns the arguments of a process, with spaces between them; "" if it has ended. It
+// waits until a process in the middle of execve shows them.
+func CommandLine(pid int) string {
+	var buf []byte
+	for end := time.Now().Add(killFor); ; time.Sleep(time.Millisecond) {
+		line, unread, err := read(fmt.Sprintf("/proc/%d", pid), arguments, &buf)
+		if err != nil || !unread || time.Now().After(end) {
+			return string(bytes.TrimSpace(bytes.ReplaceAll(line, []byte{0}, []byte{' '})))
+		}
+	}
+}
+
+// found is a process that search has found.
+type found struct {
+	pid int
+	fd  int // a handle, which stays one of this process if the number is reused; -1: there is none
+}
+
+// search finds the processes of ProcessesWith, which have to be closed. undecided: a process may be
+// one of them, but does not show its environment yet.
+func search(name, value string) (all []found, undecided bool) {
+	var buf []byte
 	dirs, _ := filepath.Glob("/proc/[0-9]*") // the pattern is valid
 	for _, dir := range dirs {
 		pid, err := strconv.Atoi(filepath.Base(dir))
 		if err != nil || pid == os.Getpid() {
 			continue
 		}
-		fd, err := unix.PidfdOpen(pid, 0) // a handle of this process, even if the number is reused
-		kill := func() error { return unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) }
-		switch err {
-		case nil:
-		case unix.ENOSYS, unix.EPERM: // there are no handles, and so no waits for ends
-			kill = func() error { return unix.Kill(pid, unix.SIGKILL) }
-		default:
+		p := found{pid: pid}
+		if p.fd, err = unix.PidfdOpen(pid, 0); err == unix.ENOSYS || err == unix.EPERM { // there are no handles
+			p.fd = -1
+		} else if err != nil {
 			continue
 		}
-		env, err := os.ReadFile(filepath.Join(dir, "environ"))
-		if err == nil && marked(env, mark) && kill() == nil {
-			if n++; fd >= 0 {
-				dying = append(dying, fd)
-			}
+		env, unread, err := read(dir, environment, &buf)
+		if err == nil && has(env, name, value) {
+			all = append(all, p)
 			continue
 		}
-		unix.Close(fd)
-		if err == nil && len(env) == 0 {
-			stat, err := os.ReadFile(filepath.Join(dir, "stat"))
-			undecided = undecided || err == nil && unread(stat)
-		}
+		p.close()
+		undecided = undecided || err == nil && unread
 	}
-	for _, fd := range dying {
-		awaitEnd(fd, time.Until(limit))
-		unix.Close(fd)
-	}
-	return n, undecided
+	return all, undecided
 }
 
-// awaitEnd waits until the process of a handle has ended, or the limit.
-func awaitEnd(fd int, limit time.Duration) {
-	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+func (p *found) kill() error {
+	if p.fd < 0 {
+		return unix.Kill(p.pid, unix.SIGKILL)
+	}
+	return unix.PidfdSendSignal(p.fd, unix.SIGKILL, nil, 0)
+}
+
+func (p *found) close() {
+	if p.fd >= 0 {
+		unix.Close(p.fd)
+	}
+	p.fd = -1
+}
+
+// awaitEnd waits until a process with a handle has ended, or the limit.
+func (p *found) awaitEnd(limit time.Duration) {
+	if p.fd < 0 {
+		return
+	}
+	fds := []unix.PollFd{{Fd: int32(p.fd), Events: unix.POLLIN}}
 	for end := time.Now().Add(limit); ; {
-		_, err := unix.Poll(p, int(max(0, time.Until(end).Milliseconds())))
+		_, err := unix.Poll(fds, int(max(0, time.Until(end).Milliseconds())))
 		if err != unix.EINTR {
 			return
 		}
 	}
 }
 
-// unread reports whether a process whose environment was found empty has one nevertheless, or may
-// get one, by its /proc/PID/stat. In the middle of execve it has an address space, in which the
-// kernel has not yet put down where the environment is.
-func unread(stat []byte) bool {
-	f := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:]) // after the name, from field 3 on
-	if len(f) <= 51-3 {
-		return false
-	}
-	size, start, end := string(f[23-3]), string(f[50-3]), string(f[51-3])
-	return size != "0" && (start != end || end == "0")
+// area is a part of a process's memory that the kernel shows as a file.
+type area struct {
+	file  string
+	start int // the field of /proc/PID/stat with its start; that with its end follows
 }
 
-// marked reports whether an environment in the format of /proc has the mark.
-func marked(env []byte, mark string) bool {
+var arguments, environment = area{"cmdline", 48}, area{"environ", 50}
+
+// read reads an area of the process whose directory this is, to buf, which grows as needed. unread:
+// it was found empty, but has a content nevertheless, or may get one.
+func read(dir string, a area, buf *[]byte) (text []byte, unread bool, err error) {
+	if *buf == nil {
+		*buf = make([]byte, 16<<10)
+	}
+	n, err := readOnce(filepath.Join(dir, a.file), *buf)
+	for err == nil && n == len(*buf) { // there may be more
+		*buf = make([]byte, 2*n)
+		n, err = readOnce(filepath.Join(dir, a.file), *buf)
+	}
+	if err != nil {
+		return nil, false, err
+	}
+	if n > 0 {
+		return (*buf)[:n], false, nil
+	}
+	stat, err := os.ReadFile(filepath.Join(dir, "stat"))
+	return nil, err == nil && a.unread(stat), err
+}
+
+// readOnce reads the beginning of a file by one system call: after the first one a process may
+// execute another program, and the rest of what it had before cannot be read.
+func readOnce(path string, buf []byte) (n int, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	if n, err = f.Read(buf); err == io.EOF {
+		err = nil
+	}
+	return n, err
+}
+
+// unread reports whether an area that was found empty has a content nevertheless, or may get one,
+// by the process's /proc/PID/stat. In the middle of execve it has an address space, in which the
+// kernel puts down where the area is, and later where the code ends.
+func (a area) unread(stat []byte) bool {
+	f := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:]) // after the name, from field 3 on
+	if len(f) <= a.start+1-3 {
+		return false
+	}
+	size, code, start, end := string(f[23-3]), string(f[27-3]), string(f[a.start-3]), string(f[a.start+1-3])
+	return size != "0" && (start != end || code == "0")
+}
+
+// has reports whether an environment in the format of /proc has a variable with this value, or with
+// one that begins with it and a dot.
+func has(env []byte, name, value string) bool {
 	for kv := range bytes.SplitSeq(env, []byte{0}) {
-		if rest, ok := bytes.CutPrefix(kv, []byte(Variable+"="+mark)); ok && (len(rest) == 0 || rest[0] == '.') {
+		if rest, ok := bytes.CutPrefix(kv, []byte(name+"="+value)); ok && (len(rest) == 0 || rest[0] == '.') {
 			return true
 		}
 	}

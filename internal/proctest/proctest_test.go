@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -161,7 +162,7 @@ func TestStartGroupEndsGroupWithLeader(t *testing.T) {
 	}
 }
 
-func TestMarkInEnvironment(t *testing.T) {
+func TestVariableInEnvironment(t *testing.T) {
 	for env, want := range map[string]bool{
 		Variable + "=a":             true,
 		"X=1\x00" + Variable + "=a": true,
@@ -171,7 +172,7 @@ func TestMarkInEnvironment(t *testing.T) {
 		"X" + Variable + "=a":       false,
 		"":                          false,
 	} {
-		if got := marked([]byte(env+"\x00"), "a"); got != want {
+		if got := has([]byte(env+"\x00"), Variable, "a"); got != want {
 			t.Errorf("%q: %v, want %v", env, got, want)
 		}
 	}
@@ -191,6 +192,35 @@ func TestKillAllFindsProcessInExec(t *testing.T) {
 		if n != 1 {
 			t.Fatalf("%d processes were killed, want 1", n)
 		}
+	}
+}
+
+// A process that executes one program after the other is found, with its arguments.
+func TestProcessesWithFindsProcessInExec(t *testing.T) {
+	const again = `exec /bin/sh -c "$0" "$0"`
+	cmd := exec.Command("/bin/sh", "-c", again, again)
+	cmd.Env = os.Environ()
+	for i := range 50 { // some come before the mark: the shell has an order of its own
+		cmd.Env = append(cmd.Env, fmt.Sprintf("LONG_%d=%s", i, strings.Repeat("x", 2000)))
+	}
+	p, err := Start(cmd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.KillTree()
+	want := strings.Join([]string{"/bin/sh", "-c", again, again}, " ")
+	for range 300 {
+		if pids := ProcessesWith(Variable, p.mark); !slices.Equal(pids, []int{p.PID()}) {
+			t.Fatalf("found %v, want %d", pids, p.PID())
+		}
+		if line := CommandLine(p.PID()); line != want {
+			t.Fatalf("its arguments are %q, want %q", line, want)
+		}
+	}
+	p.KillTree()
+	p.Wait()
+	if pids, line := ProcessesWith(Variable, p.mark), CommandLine(p.PID()); pids != nil || line != "" {
+		t.Errorf("found %v, after its end, %q", pids, line)
 	}
 }
 
@@ -235,24 +265,27 @@ func TestKillTree(t *testing.T) {
 }
 
 func TestUnread(t *testing.T) {
-	stat := func(size, start, end string) string {
+	stat := func(size, code, start, end string) string {
 		f := strings.Fields(strings.Repeat("1 ", 52-3+1))
-		f[23-3], f[50-3], f[51-3] = size, start, end
+		f[23-3], f[27-3], f[48-3], f[49-3], f[50-3], f[51-3] = size, code, start, end, start, end
 		return "7 (a ) b) " + strings.Join(f, " ") + "\n"
 	}
 	for text, want := range map[string]bool{
-		stat("4096", "0", "0"):   true,  // in execve
-		stat("4096", "70", "80"): true,  // since it was found empty
-		stat("4096", "80", "80"): false, // empty
-		stat("0", "0", "0"):      false, // a process that has ended, or the kernel's own
-		"":                       false,
+		stat("4096", "0", "0", "0"):    true,  // in execve
+		stat("4096", "0", "70", "70"):  true,  // a bit later
+		stat("4096", "60", "70", "80"): true,  // since it was found empty
+		stat("4096", "60", "80", "80"): false, // empty
+		stat("0", "0", "0", "0"):       false, // a process that has ended, or the kernel's own
+		"":                             false,
 	} {
-		if got := unread([]byte(text)); got != want {
-			t.Errorf("%q: %v, want %v", text, got, want)
+		for _, a := range []area{arguments, environment} {
+			if got := a.unread([]byte(text)); got != want {
+				t.Errorf("%s of %q: %v, want %v", a.file, text, got, want)
+			}
 		}
 	}
-	env, err := os.ReadFile("/proc/self/stat")
-	if err != nil || !unread(env) {
-		t.Errorf("this process has no environment: %q, %v", env, err)
+	text, err := os.ReadFile("/proc/self/stat")
+	if err != nil || !environment.unread(text) || !arguments.unread(text) {
+		t.Errorf("this process has no environment, or no arguments: %q, %v", text, err)
 	}
 }
