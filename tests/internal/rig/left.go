@@ -11,51 +11,24 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
+
+	"tutti/internal/proctest"
 )
 
 // processes lists the processes of the stage by the mark in their environments, which their
 // descendants inherit.
-func (s *Stage) processes() (pids []int) {
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
-		}
-		if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)); err == nil &&
-			strings.Contains(string(env), s.mark) {
-			pids = append(pids, pid)
-		}
-	}
-	return pids
-}
+func (s *Stage) processes() []int { return proctest.ProcessesWith(markVariable, s.mark) }
 
 // Processes lists the stage's processes that are alive, with their command lines.
 func (s *Stage) Processes() map[int]string {
 	all := map[int]string{}
 	for _, pid := range s.processes() {
-		if line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid)); err == nil {
-			all[pid] = strings.TrimSpace(strings.ReplaceAll(string(line), "\x00", " "))
+		if line := proctest.CommandLine(pid); line != "" {
+			all[pid] = line
 		}
 	}
 	return all
-}
-
-func (s *Stage) killAll() {
-	for {
-		pids := s.processes()
-		if len(pids) == 0 {
-			return
-		}
-		for _, pid := range pids {
-			syscall.Kill(pid, syscall.SIGKILL)
-		}
-	}
 }
 
 // Socket is a socket of a process of the stage.

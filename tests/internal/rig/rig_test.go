@@ -153,3 +153,17 @@ func TestProcessInspection(t *testing.T) {
 	time.AfterFunc(20*time.Millisecond, func() { l.Close() }) // too early only hides a fault
 	s.Clean()
 }
+
+// A process that executes one program after the other is seen, with its arguments.
+func TestStageFindsProcessInExec(t *testing.T) {
+	s := New(t)
+	const again = `exec /bin/sh -c "$0" "$0"`
+	p := s.Start(nil, "/bin/sh", "-c", again, again)
+	for range 300 {
+		if all := s.Processes(); all[p.PID()] == "" {
+			t.Fatalf("process %d is not among %v", p.PID(), all)
+		}
+	}
+	p.Kill()
+	s.Clean()
+}

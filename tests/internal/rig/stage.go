@@ -52,7 +52,7 @@ func New(t *testing.T) *Stage {
 	}
 	s := &Stage{t: t, mark: rand.Text(), dir: dir, seen: sockets{}}
 	t.Cleanup(func() {
-		s.killAll()
+		proctest.KillAllWith(markVariable, s.mark)
 		os.RemoveAll(dir)
 	})
 	for _, d := range []string{"tmp", "shm"} {
