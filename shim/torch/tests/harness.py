@@ -122,8 +122,11 @@ def start(function, size, *arguments):
     return server, processes, results
 
 
-def result(processes, results, values):
-    """Returns the next result. It raises if none comes, also when a rank without one in values has ended."""
+def result(processes, results, values, killed=()):
+    """Returns the next result. It raises if none comes, also when a rank without one in values has ended.
+
+    The ranks in killed may end by SIGKILL.
+    """
     late = time.monotonic() + LIMIT
     while True:
         codes = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in values}
@@ -131,31 +134,36 @@ def result(processes, results, values):
             return results.get(timeout=0.1)
         except queue.Empty:  # a rank that had ended by then has put nothing
             ended = {rank: code for rank, code in codes.items() if code is not None}
+            ended = {rank: code for rank, code in ended.items() if rank not in killed or code != -signal.SIGKILL}
             if ended:
                 raise AssertionError(f"ranks ended without a result, with these exit codes: {ended}") from None
             if time.monotonic() > late:
                 raise AssertionError(f"ranks {sorted(codes)} did not end") from None
 
 
-def run(function, size, *arguments):
-    """Runs function as ranks and returns what each returned. It raises what a rank has raised."""
+def run(function, size, *arguments, killed=()):
+    """Runs function as ranks and returns what each returned. It raises what a rank has raised.
+
+    The ranks in killed return nothing: SIGKILL must end them.
+    """
     server, processes, results = start(function, size, *arguments)
     values = {}
     try:
-        while len(values) < size:
-            rank, outcome, value = result(processes, results, values)
+        while len(values) < size - len(killed):
+            rank, outcome, value = result(processes, results, values, killed)
             if outcome == "failed":
                 raise AssertionError(f"rank {rank}:\n{value}")
             values[rank] = value
         for rank, process in enumerate(processes):
             process.join(LIMIT)
-            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}"
+            expected = -signal.SIGKILL if rank in killed else 0
+            assert process.exitcode == expected, f"rank {rank}: exit code {process.exitcode}, not {expected}"
     finally:
         for process in processes:
             process.kill()
             process.join()
         del server
-    return [values[rank] for rank in range(size)]
+    return [values.get(rank) for rank in range(size)]
 
 
 def init(rank, size, port, backend="tutti", **options):

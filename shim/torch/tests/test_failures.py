@@ -585,14 +585,14 @@ class Failures(unittest.TestCase):
         harness.run(recovers, 3)
 
     def test_killed_rank_is_named(self):
-        self.kill(dies)
+        harness.run(dies, 3, killed=[2])
 
     def test_lost_rank_of_a_fixed_group_is_named_by_recover(self):
-        self.kill(irreplaceable)
+        harness.run(irreplaceable, 3, killed=[2])
 
     @unittest.skipUnless(harness.has("reconfigure"), "this version of torch does not tell backends about their group")
     def test_error_says_which_group_it_is_of(self):
-        self.kill(dies_in_a_part)
+        harness.run(dies_in_a_part, 3, killed=[2])
 
     @unittest.skipUnless(harness.has("reconfigure"), "this version of torch does not tell backends about their group")
     def test_error_of_a_large_group(self):
@@ -600,16 +600,6 @@ class Failures(unittest.TestCase):
 
     def test_messages_tell_the_rank(self):
         harness.run(logs, 2)
-
-    def kill(self, function):
-        server, processes, results = harness.start(function, 3)
-        for _ in range(2):
-            rank, outcome, value = results.get(timeout=harness.LIMIT)
-            self.assertEqual(outcome, "ok", value)
-        for process in processes:
-            process.join(harness.LIMIT)
-        self.assertEqual([p.exitcode for p in processes], [0, 0, -signal.SIGKILL])
-        del server
 
     def interrupt(self, wait):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

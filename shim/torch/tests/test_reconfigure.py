@@ -451,14 +451,7 @@ class Reconfigure(unittest.TestCase):
 
     @keeps_place
     def test_after_a_death(self):
-        server, processes, results = harness.start(dies, 3)
-        for _ in range(2):
-            rank, outcome, value = results.get(timeout=harness.LIMIT)
-            self.assertEqual(outcome, "ok", value)
-        for process in processes:
-            process.join(harness.LIMIT)
-        self.assertEqual([p.exitcode for p in processes], [0, -signal.SIGKILL, 0])
-        del server
+        harness.run(dies, 3, killed=[1])
 
 
 if __name__ == "__main__":
