@@ -37,7 +37,8 @@ func Again(env []string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// Child is a process of a test. Its methods fail the test rather than return errors.
+// Child is a process of a test. Its methods fail the test rather than return errors, so that only
+// the test's goroutine may call them; others call those of its Process.
 type Child struct {
 	Out Output   // what it has written to standard output
 	Err Output   // and to standard error
@@ -98,6 +99,9 @@ func (c *Child) cleanUp() {
 
 // PID is the process's number.
 func (c *Child) PID() int { return c.p.PID() }
+
+// Process returns the process, whose methods do not fail the test.
+func (c *Child) Process() *Process { return c.p }
 
 // Done is closed when the process has ended, and its output has been read.
 func (c *Child) Done() <-chan struct{} { return c.p.done }

@@ -184,25 +184,33 @@ func (c *chaos) event() string {
 		return fmt.Sprintf("rank %d leaves", r)
 	case "partition":
 		far, d := up[:1+c.rnd.IntN(len(up)-1)], c.while()
-		c.net.Part(far...)
+		c.must(c.net.Part(far...))
 		<-time.After(d)
-		c.net.Part()
+		c.must(c.net.Part())
 		return fmt.Sprintf("%v cut off from the store and the rest for %v", far, d)
 	case "store":
 		d := c.while()
-		c.net.Part(chaosRanks)
+		c.must(c.net.Part(chaosRanks))
 		<-time.After(d)
-		c.net.Part()
+		c.must(c.net.Part())
 		return fmt.Sprintf("all cut off from the store for %v", d)
 	case "one way":
 		from, to, d := up[0], up[1], c.while()
-		c.net.Deafen(from, to)
+		c.must(c.net.Deafen(from, to))
 		<-time.After(d)
-		c.net.Mend(from, to)
+		c.must(c.net.Mend(from, to))
 		return fmt.Sprintf("rank %d does not hear rank %d for %v", to, from, d)
 	}
 	c.restart()
 	return kind
+}
+
+// must ends the test if the network could not be changed.
+func (c *chaos) must(err error) {
+	c.t.Helper()
+	if err != nil {
+		c.t.Fatal(err)
+	}
 }
 
 // leave has a rank close its group and end.

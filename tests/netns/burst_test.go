@@ -31,8 +31,11 @@ func TestBurstOfEndpoints(t *testing.T) {
 			net.LaySlow()
 			var names []string
 			for i, h := range net.Hosts {
-				if names = append(names, h.Name); i >= 2 {
-					net.Slow(i, 2*time.Millisecond, 0.005)
+				if names = append(names, h.Name); i < 2 {
+					continue
+				}
+				if err := net.Slow(i, 2*time.Millisecond, 0.005); err != nil {
+					t.Fatal(err)
 				}
 			}
 			cmd := exec.Command(program, "-test.run", "^TestRandomProcesses$/^"+kind+"$", "-test.v",

@@ -4,6 +4,7 @@ package torture
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -342,7 +343,7 @@ type course struct {
 	gates   map[int]Gate
 	phase   phase
 	running int             // faults
-	done    chan string     // faults that have ended
+	done    chan error      // faults that have ended, or failed
 	began   map[int]bool    // faults, by their place in the program
 	doomed  map[int]bool    // ranks that are ended on purpose
 	asked   map[*member]int // number of faults that a rank has to inject
@@ -363,7 +364,7 @@ const (
 func (x *session) run(p *Program) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}, Graphs: map[string]int{}}
 	c := &course{session: x, p: p, res: res, reports: map[int]*Report{}, gates: map[int]Gate{},
-		done: make(chan string, len(p.Faults)+1), began: map[int]bool{}, doomed: map[int]bool{},
+		done: make(chan error, len(p.Faults)), began: map[int]bool{}, doomed: map[int]bool{},
 		asked: map[*member]int{}, found: map[int][]Finding{}}
 	s := x.s
 	x.progs++
@@ -382,9 +383,8 @@ func (x *session) run(p *Program) *Result {
 				late.Reset(foundPatience)
 			}
 			c.hear(e.m, e.news, e.err)
-		case <-c.done:
-			c.running--
-			c.check()
+		case err := <-c.done:
+			c.ended(err)
 		case <-late.C:
 			if res.Lost = true; len(c.found) > 0 {
 				continue
@@ -395,6 +395,9 @@ func (x *session) run(p *Program) *Result {
 		}
 	}
 	x.faults.Wait()
+	for len(c.done) > 0 {
+		c.failed(<-c.done)
+	}
 	for number, all := range c.found {
 		if c.reports[number] == nil {
 			res.Findings = append(res.Findings, all...)
@@ -402,7 +405,7 @@ func (x *session) run(p *Program) *Result {
 	}
 	judge(res, c.reports, x)
 	if res.Lost {
-		s.mend()
+		c.failed(s.mend())
 		s.killAll()
 	}
 	return res
@@ -501,6 +504,20 @@ func (c *course) begin(i int, f Fault, at *member) {
 	c.faults.Go(func() { c.inject(f, v, at, other, c.done) })
 }
 
+// ended handles the end of a fault.
+func (c *course) ended(err error) {
+	c.failed(err)
+	c.running--
+	c.check()
+}
+
+// failed reports that a fault could not be injected, or ended, unless err is nil.
+func (c *course) failed(err error) {
+	if err != nil {
+		c.res.find(&Finding{Kind: "error", Text: err.Error()})
+	}
+}
+
 // check opens the gates when all live ranks have come to theirs.
 func (c *course) check() {
 	if c.running > 0 || len(c.gates)+len(c.gone) < c.job.Ranks || len(c.gates) == 0 {
@@ -572,14 +589,18 @@ func (c *course) replace() {
 }
 
 // mend ends the effects of faults on the network and the store.
-func (s *stage) mend() {
-	s.store.Signal(syscall.SIGCONT)
+func (s *stage) mend() error {
+	errs := []error{signal(s.store, syscall.SIGCONT)}
 	if s.net != nil {
-		s.net.Part()
+		errs = append(errs, s.net.Part())
 	}
 	if s.devices != nil {
 		s.devices.part(noRank)
 	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("end the effects of faults: %w", err)
+	}
+	return nil
 }
 
 // anything is the value of a fact on which the ranks need not agree.
@@ -643,26 +664,46 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 	}
 }
 
-// inject injects a fault. It runs beside the driver, which alone may use the maps of members.
-func (x *session) inject(f Fault, v, at, other *member, done chan<- string) {
-	s := x.s
+// inject injects a fault. It runs beside the driver, which alone may use the maps of members, and
+// fail the test.
+func (x *session) inject(f Fault, v, at, other *member, done chan<- error) {
 	time.Sleep(f.After)
+	var err error
 	switch f.Kind {
 	case "kill":
-		v.p.TrySignal(syscall.SIGKILL)
-		return // its end is the fault's
-	case "stop":
-		v.p.TrySignal(syscall.SIGSTOP)
-		time.Sleep(f.For)
-		v.p.TrySignal(syscall.SIGCONT)
+		if err = signal(v.p, syscall.SIGKILL); err == nil {
+			return // its end is the fault's
+		}
 	case "evict":
 		at.tell(order{Evict: &f.Victim})
 		return // it reports when it is done
-	case "leave": // the rank does it itself
-	case "store":
-		s.store.Signal(syscall.SIGSTOP)
+	default:
+		err = x.s.disturb(f, v, other)
+	}
+	if err != nil {
+		err = fmt.Errorf("fault %q of rank %d: %w", f.Kind, f.Victim, err)
+	}
+	done <- err
+}
+
+// disturb injects a fault and ends it.
+func (s *stage) disturb(f Fault, v, other *member) error {
+	during := func(begin, end func() error) error {
+		if err := begin(); err != nil {
+			return err
+		}
 		time.Sleep(f.For)
-		s.store.Signal(syscall.SIGCONT)
+		return end()
+	}
+	switch f.Kind {
+	case "leave": // the rank does it itself
+	case "stop":
+		return during(func() error { return signal(v.p, syscall.SIGSTOP) },
+			func() error { return signal(v.p, syscall.SIGCONT) })
+	case "store":
+		store := s.store.Process() // it must not have ended
+		return during(func() error { return store.Signal(syscall.SIGSTOP) },
+			func() error { return store.Signal(syscall.SIGCONT) })
 	case "part":
 		if s.devices != nil {
 			s.devices.part(f.Victim)
@@ -670,26 +711,30 @@ func (x *session) inject(f Fault, v, at, other *member, done chan<- string) {
 			s.devices.part(noRank)
 		}
 		if s.net != nil {
-			s.net.Part(v.host)
-			time.Sleep(f.For)
-			s.net.Part()
+			return during(func() error { return s.net.Part(v.host) }, func() error { return s.net.Part() })
 		}
 	case "slow":
 		if s.net != nil {
-			s.net.Slow(v.host, f.Delay, f.Loss)
-			time.Sleep(f.For)
-			s.net.Part()
+			return during(func() error { return s.net.Slow(v.host, f.Delay, f.Loss) },
+				func() error { return s.net.Part() })
 		}
 	case "deafen":
 		if s.net != nil && other != nil && other.host != v.host {
-			s.net.Deafen(v.host, other.host)
-			time.Sleep(f.For)
-			s.net.Mend(v.host, other.host)
+			return during(func() error { return s.net.Deafen(v.host, other.host) },
+				func() error { return s.net.Mend(v.host, other.host) })
 		}
 	default:
 		s.devices.fail(f)
 	}
-	done <- f.Kind
+	return nil
+}
+
+// signal sends a signal to a process, unless it has ended.
+func signal(c *proctest.Child, sig syscall.Signal) error {
+	if err := c.Process().Signal(sig); !errors.Is(err, proctest.ErrEnded) {
+		return err
+	}
+	return nil
 }
 
 // finish ends the job. Processes continue with the next.

@@ -3,8 +3,11 @@
 package torture
 
 import (
+	"encoding/json"
+	"io"
 	"net"
 	"os/exec"
+	"strings"
 	"testing"
 
 	"tutti/internal/proctest"
@@ -17,7 +20,7 @@ func newCourse(t *testing.T, members ...*member) *course {
 		s.members[m.number] = m
 	}
 	return &course{session: &session{s: s, job: Job{Ranks: len(members)}, gone: map[int]bool{}},
-		p: &Program{}, res: &Result{Faults: map[string]int{}}, gates: map[int]Gate{}, done: make(chan string, 1),
+		p: &Program{}, res: &Result{Faults: map[string]int{}}, gates: map[int]Gate{}, done: make(chan error, 1),
 		began: map[int]bool{}, doomed: map[int]bool{}, asked: map[*member]int{}}
 }
 
@@ -52,4 +55,31 @@ func TestFaultsDoNotReadTheMembers(t *testing.T) {
 	x.begin(0, Fault{Kind: "deafen", Victim: 0, Other: 1}, x.s.members[0])
 	delete(x.s.members, 2)
 	x.faults.Wait()
+}
+
+// A fault that cannot be injected is found by the driver, in a program that has ended, too.
+func TestFailedFaultIsFound(t *testing.T) {
+	ended := proctest.Run(t, exec.Command("/bin/true"))
+	ended.Wait()
+	for _, c := range []struct {
+		name string
+		at   []event // the ranks have said this when the program runs
+	}{{"while the program runs", nil}, {"later", []event{{news: news{Report: &Report{}}}}}} {
+		t.Run(c.name, func(t *testing.T) {
+			conn, far := net.Pipe()
+			defer far.Close()
+			m := &member{conn: conn, out: json.NewEncoder(io.Discard)}
+			x := newCourse(t, m)
+			x.s.store, x.s.events = ended, make(chan event, 2)
+			x.s.events <- event{m: m, news: news{At: new(int)}}
+			for _, e := range c.at {
+				e.m = m
+				x.s.events <- e
+			}
+			res := x.session.run(&Program{Faults: []Fault{{Kind: "store"}}})
+			if len(res.Findings) != 1 || !strings.Contains(res.Findings[0].Text, "the process has ended") {
+				t.Errorf("findings %v, want the end of the store", res.Findings)
+			}
+		})
+	}
 }

@@ -79,9 +79,17 @@ func removeStale(t *testing.T) {
 // IP runs the command ip on the host.
 func (h *Host) IP(args ...string) {
 	h.t.Helper()
-	if out, err := exec.Command("ip", append([]string{"-n", h.Name}, args...)...).CombinedOutput(); err != nil {
-		h.t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
+	if err := h.ip(args...); err != nil {
+		h.t.Fatal(err)
 	}
+}
+
+func (h *Host) ip(args ...string) error {
+	out, err := exec.Command("ip", append([]string{"-n", h.Name}, args...)...).CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("ip %s: %w: %s", strings.Join(args, " "), err, out)
+	}
+	return nil
 }
 
 // Address sets the addresses of an interface and takes it up.
@@ -112,7 +120,8 @@ func Connect(a, b *Host, device string) {
 }
 
 // Switch connects hosts by an interface "data" each. Tests can move cables to another switch, also
-// to one behind a slow cable, and drop what one host sends to another.
+// to one behind a slow cable, and drop what one host sends to another. What does that returns
+// errors, so that any goroutine may call it.
 type Switch struct {
 	Hosts []*Host
 	host  *Host  // where the bridges are
@@ -148,9 +157,9 @@ func (s *Switch) LaySlow() {
 
 // Slow delays everything that a host sends and receives, and drops a part of it, until Part. As
 // with Part, some frames are lost while the host's cable is moved.
-func (s *Switch) Slow(host int, delay time.Duration, loss float64) {
+func (s *Switch) Slow(host int, delay time.Duration, loss float64) error {
 	s.slow.set(delay, loss)
-	s.host.IP("link", "set", port(host), "master", "slow")
+	return s.host.ip("link", "set", port(host), "master", "slow")
 }
 
 // Lost returns the number of frames that Slow has dropped.
@@ -161,26 +170,31 @@ func port(i int) string { return fmt.Sprintf("port%d", i) }
 // Address returns the address of the i-th host.
 func (s *Switch) Address(i int) string { return fmt.Sprintf("10.77.1.%d", i+1) }
 
-// Part connects these hosts to the other switch, and all others to the first.
-func (s *Switch) Part(far ...int) {
+// Part connects these hosts to the other switch, and all others to the first. It tries all of them
+// also when it fails.
+func (s *Switch) Part(far ...int) error {
+	var errs []error
 	for i := range s.Hosts {
 		bridge := bridges[0]
 		if slices.Contains(far, i) {
 			bridge = bridges[1]
 		}
-		s.host.IP("link", "set", port(i), "master", bridge)
+		errs = append(errs, s.host.ip("link", "set", port(i), "master", bridge))
 	}
+	return errors.Join(errs...)
 }
 
 // Deafen drops everything that one host sends to another, until Mend. The other direction is not
 // affected.
-func (s *Switch) Deafen(from, to int) {
-	s.Hosts[from].IP("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev",
+func (s *Switch) Deafen(from, to int) error {
+	return s.Hosts[from].ip("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev",
 		"data")
 }
 
 // Mend ends Deafen.
-func (s *Switch) Mend(from, to int) { s.Hosts[from].IP("neigh", "del", s.Address(to), "dev", "data") }
+func (s *Switch) Mend(from, to int) error {
+	return s.Hosts[from].ip("neigh", "del", s.Address(to), "dev", "data")
+}
 
 // Netem makes what leaves by the interface slow and lossy. It reports whether the kernel has the
 // emulator.

@@ -78,12 +78,18 @@ func TestSlowHostDelaysPackets(t *testing.T) {
 		t.Fatalf("no answer: %s", out)
 		return 0
 	}
+	do := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
 	ping()
-	s.Slow(1, 30*time.Millisecond, 0)
+	do(s.Slow(1, 30*time.Millisecond, 0))
 	if d := ping(); d < 60*time.Millisecond {
 		t.Errorf("a host behind a cable of 30ms answers after %v", d)
 	}
-	s.Part()
+	do(s.Part())
 	d := ping()
 	for until := time.Now().Add(Patience); d >= 60*time.Millisecond && time.Now().Before(until); { // a busy machine
 		d = ping()
@@ -91,11 +97,29 @@ func TestSlowHostDelaysPackets(t *testing.T) {
 	if d >= 60*time.Millisecond {
 		t.Errorf("a host that is not slow any more answers after %v", d)
 	}
-	s.Slow(1, 0, 1)
+	do(s.Slow(1, 0, 1))
 	if s.Hosts[0].command("ping", "-c", "3", "-i", "0.1", "-W", "1", s.Address(1)).Run() == nil {
 		t.Error("a cable that loses all frames carries some")
 	}
 	Eventually(t, func() bool { return s.Lost() > 0 }, func() string { return "the cable counts no lost frame" })
+}
+
+// Errors of a switch are returned: other goroutines than the test's must not fail it.
+func TestSwitchReturnsErrors(t *testing.T) {
+	s := NewSwitch(t, 2)
+	if err := errors.Join(s.Deafen(0, 1), s.Mend(0, 1), s.Part(1), s.Part()); err != nil {
+		t.Error(err)
+	}
+	s.Hosts[0].IP("link", "del", "data")
+	for what, err := range map[string]error{"Deafen": s.Deafen(0, 1), "Mend": s.Mend(0, 1), "Part": s.Part(1)} {
+		if err == nil {
+			t.Errorf("%s of a host without an interface succeeds", what)
+		}
+	}
+	out, err := s.host.command("ip", "link", "show", port(1)).Output()
+	if !strings.Contains(string(out), "master far") {
+		t.Errorf("the other host was not moved: %s, %v", out, err)
+	}
 }
 
 func TestFaultNamesErrorType(t *testing.T) {
