@@ -46,10 +46,12 @@ ABREAST     := -p 3
 # Ranks that have to share their cores with other tests take several times as long, and endpoints under attack leave others little.
 MATRIX      := ./tests/matrix
 ATTACKED    := ./endpoint
+# What compiles runs beside tests that mostly wait, and takes the time that they leave.
+ASIDE       := nice -n 19
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim install torch test-torch test-c10d bench-torch deps-torch test test-unit test-race race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint vuln fmt generate torture torture-brief stalls mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
+.PHONY: help build shim install torch test-torch test-c10d bench-torch deps-torch test tests-in-turn test-unit test-race race-attacked race-compile race-pg-first race-pg-second race-others test-purego test-pytorch test-rdma test-softroce test-gpu deps-rdma deps-cuda deps-gpu lint lint-aside vuln fmt generate torture torture-brief stalls mutants bench bench-peers bench-ranks bench-scale bench-p2p bench-rdma bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -100,7 +102,15 @@ test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k al
 bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--ddp", "--sizes 64 1M")
 	cd shim/torch && PYTHONPATH=. $(TORCH_ENV)/bin/python bench.py --json $(CURDIR)/.build/torch.json $(BENCH_FLAGS)
 
-test: lint test-unit test-purego test-softroce test-pytorch ## all tests; names what was skipped and why
+test: ## lint, and all tests; names what was skipped and why
+	@$(MAKE) --no-print-directory -j2 tests-in-turn lint-aside
+
+tests-in-turn:
+	@for target in test-unit test-purego test-softroce test-pytorch; do $(MAKE) --no-print-directory $$target || exit; done
+
+# In one piece when it has ended.
+lint-aside:
+	@out=$$(mktemp); trap 'rm -f $$out' EXIT; $(ASIDE) $(MAKE) --no-print-directory lint >$$out 2>&1; code=$$?; cat $$out; exit $$code
 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(TEST) -p 1 $(MATRIX) $(ATTACKED)
@@ -112,8 +122,14 @@ test-unit: ## all tests, also those of several processes and hosts
 # Each process would sleep a second before it exits, to see what its other goroutines do until then.
 test-race: export GORACE := atexit_sleep_ms=0 $(GORACE)
 test-race: ## the short tests of most packages again, with the race detector; CI runs it after test
-	@$(GO) run ./tests/report -- $(RACE) $(ATTACKED)
+	@$(MAKE) --no-print-directory -j2 -O race-attacked race-compile
 	@$(MAKE) --no-print-directory -j3 -O race-pg-first race-pg-second race-others
+
+race-attacked:
+	@$(GO) run ./tests/report -- $(RACE) $(ATTACKED)
+# What the targets below need.
+race-compile:
+	@$(ASIDE) $(GO) list -race -test -deps -export ./pg ./cmd/tutti $$($(GO) list ./... | grep -v $(NOT_RACED)) >/dev/null
 
 # The tests of pg take as long as all others, and mostly wait: two processes run half of them each.
 race-pg-first:
@@ -130,7 +146,7 @@ test-purego: ## build and test without cgo and without assembly
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(TEST) -short -tags purego ./kernels ./collectives ./device/cuda ./pg/internal/exec ./p2p/inproc ./p2p/shm
 
 test-pytorch: ## test-torch beside test-c10d, if make deps-torch has been run
-	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory -j2 -O test-torch test-c10d; else \
+	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2) -O test-torch test-c10d; else \
 		echo "skipped: the PyTorch backend and PyTorch's own tests of it: there is no torch $(TORCH) in $(TORCH_ENV) (make deps-torch)"; \
 		$(UNLESS_CI); fi
 
