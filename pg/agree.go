@@ -232,17 +232,6 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 	}
 }
 
-// out reports whether the incarnation that the group has in slot is no longer in the job's view.
-func (g *Group) out(slot int) bool {
-	switch {
-	case g.job.roster == nil:
-		return false
-	case g.incarnations == nil:
-		return !g.job.view().Has(slot, g.v.job.Slots[slot].Incarnation)
-	}
-	return !g.job.view().Has(g.v.ranks[slot], g.incarnations[slot])
-}
-
 // decide makes the first proposal that reaches the store the outcome of agreement k. If a rank was
 // lost meanwhile, ranks may have counted votes of different ranks, and propose different outcomes.
 // Without the lock. Abort of any rank ends it.

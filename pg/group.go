@@ -801,12 +801,12 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 // gone returns the slot that the job's view has lost first since the group's, and why: later losses
 // may be consequences. It returns this rank's own slot if none is lost.
 func (g *Group) gone() (int, error) {
-	active, _ := g.members(g.job.view())
 	first, epoch := g.rank, uint64(math.MaxUint64)
 	for _, slot := range g.v.Active {
-		left := g.job.view().Slots[g.v.ranks[slot]].Left
-		if _, is := slices.BinarySearch(active, slot); !is && left < epoch {
-			first, epoch = slot, left
+		if g.out(slot) {
+			if left := g.job.view().Slots[g.v.ranks[slot]].Left; left < epoch {
+				first, epoch = slot, left
+			}
 		}
 	}
 	if first == g.rank {

@@ -170,16 +170,22 @@ func culprit(slot, reporter int, losses []loss) int {
 
 // besides lists the slots whose ranks are no longer members, except slot.
 func (g *Group) besides(slot int) (all []int) {
-	active, epoch := g.members(g.job.view())
-	if epoch <= g.v.epoch {
-		return nil
-	}
 	for _, s := range g.v.Active {
-		if s != slot && s != g.rank && !slices.Contains(active, s) {
+		if s != slot && s != g.rank && g.out(s) {
 			all = append(all, s)
 		}
 	}
 	return all
+}
+
+// out reports whether the job's view has lost the rank that the group's view has in a slot, also if
+// another one has taken its place.
+func (g *Group) out(slot int) bool {
+	v, rank := g.job.view(), g.v.ranks[slot]
+	if g.incarnations != nil { // its epochs are not those of the job
+		return !v.Has(rank, g.incarnations[slot])
+	}
+	return rank < v.Size() && v.Slots[rank].Left > g.v.epoch
 }
 
 // survivable reports whether the group can go on after err without the ranks that it names.

@@ -148,6 +148,44 @@ func TestCallAfterALoss(t *testing.T) {
 	})
 }
 
+// A rank that was lost is named, and not the rank that would name it, also if another one is in its
+// place when that is seen.
+func TestReplacedRankIsNamed(t *testing.T) {
+	each(t, 3, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
+		sub, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			return err
+		}
+		defer sub.Close()
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		g.job.proxy.Lock()
+		defer g.job.proxy.Unlock()
+		was := g.job.initial
+		defer func() { g.job.initial = was }()
+		for _, apart := range []uint64{0, 1} { // epochs between the loss and the replacement
+			lost := was.Epoch + 1
+			v := membership.View{Epoch: lost + apart, Slots: slices.Clone(was.Slots)}
+			v.Slots[2] = membership.Slot{Incarnation: was.Slots[2].Incarnation + 1, Since: v.Epoch, Left: lost}
+			g.job.initial = v
+			for _, of := range []*Group{g, sub} {
+				var others []int
+				if g.Rank() != 2 {
+					others = []int{2}
+				}
+				if slot, err := of.gone(); slot != 2 {
+					return fmt.Errorf("rank %d is lost, want 2: %w", slot, err)
+				}
+				if all := of.besides(g.Rank()); !slices.Equal(all, others) {
+					return fmt.Errorf("ranks %v are lost, want %v", all, others)
+				}
+			}
+		}
+		return nil
+	})
+}
+
 // TestCallsLikeInternalOnes makes calls of the shapes that Split and Admit agree with, which are
 // uniform by themselves: those of a program are not, however each rank makes them.
 func TestCallsLikeInternalOnes(t *testing.T) {
