@@ -339,9 +339,10 @@ func (j *job) judging() bool {
 
 // Evict removes a rank from the job, alive or not. The rank's next call returns ErrEvicted, and it
 // may come back by Rejoin. Any single rank may call Evict. It returns when the view has changed;
-// the others go on as after a failure. It returns an error that wraps ErrIsolated if this rank
-// cannot take part in the decision. After that or a *TimeoutError the view may still change later.
-// The decision is the job's: Abort of the group does not end it.
+// the others go on as after a failure. The job's only active rank stays: Evict of it returns an
+// *ArgumentError, also if it becomes the only one while Evict waits. Evict returns an error that
+// wraps ErrIsolated if this rank cannot take part in the decision. After that or a *TimeoutError
+// the view may still change later. The decision is the job's: Abort of the group does not end it.
 func (g *Group) Evict(ctx context.Context, rank int) error {
 	if ctx == nil {
 		return noContext("evict")
@@ -375,15 +376,19 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 		g.job.proxy.Lock()
 		hopeless := g.job.stranded() // before the look at the view, which may have changed by then
 		g.job.proxy.Unlock()
-		var in bool
+		var in, leaves bool
 		if err := ro.Ask(b.ctx, func(m *membership.Machine) {
 			in = m.View().Has(r, was) && m.Member()
+			leaves = m.Condemned(membership.Peer{Slot: r, Incarnation: was})
 		}); err != nil {
 			return b.why(err)
 		}
 		switch {
 		case !in:
 			return nil
+		case !leaves: // it was alone in the view, and may have company again
+			return &ArgumentError{Call: "evict", Arg: "the rank",
+				Got: fmt.Sprintf("%d: it is the job's only active rank", rank), Want: "one of several"}
 		case hopeless != nil:
 			return hopeless
 		}

@@ -457,6 +457,98 @@ func TestEvictEndsWithoutDecision(t *testing.T) {
 	}
 }
 
+// gated is a store whose first two changes of a value wait for each other while shut is set.
+type gated struct {
+	bootstrap.Store
+	shut *atomic.Bool
+	came *atomic.Int32
+	both chan struct{}
+}
+
+func (s gated) CompareAndSwap(ctx context.Context, key string, old, new []byte) error {
+	if s.shut.Load() {
+		if s.came.Add(1) == 2 {
+			close(s.both)
+		}
+		select {
+		case <-s.both:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return s.Store.CompareAndSwap(ctx, key, old, new)
+}
+
+// The job's last rank is not evicted, also if it has become the last one while it waited. It stays
+// when others come back.
+func TestEvictOfLastRank(t *testing.T) {
+	for _, at := range []string{"one after the other", "at a time"} {
+		t.Run(at, func(t *testing.T) {
+			var shut atomic.Bool
+			var came atomic.Int32
+			both := make(chan struct{})
+			groups, _ := elasticJob(t, 2, 2, func(cfg *pg.Config) {
+				kv := cfg.Store.(elastic)
+				cfg.Store = elastic{kv.shared, func(ctx context.Context) (bootstrap.Store, error) {
+					s, err := kv.open(ctx)
+					return gated{s, &shut, &came, both}, err
+				}}
+			})
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			errs := make([]error, len(groups))
+			if at == "at a time" {
+				shut.Store(true)
+				var wg sync.WaitGroup
+				for r, g := range groups {
+					wg.Go(func() { errs[r] = g.Evict(ctx, r) })
+				}
+				wg.Wait()
+			} else {
+				for r, g := range groups {
+					errs[r] = g.Evict(ctx, r)
+				}
+			}
+			last := 1
+			if errs[1] == nil {
+				last = 0
+			}
+			var bad *pg.ArgumentError
+			if err := errs[1-last]; err != nil {
+				t.Errorf("the rank that was evicted first: %v", err)
+			}
+			if err := errs[last]; !errors.As(err, &bad) || !strings.Contains(err.Error(), "only active rank") {
+				t.Fatalf("the last rank: %v, want an *ArgumentError that says so", err)
+			}
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				g, err := groups[1-last].Rejoin(ctx)
+				if err == nil {
+					defer g.Close()
+					err = g.Barrier(ctx)
+				}
+				if err != nil {
+					t.Errorf("the rank that came back: %v", err)
+				}
+			})
+			g := groups[last]
+			defer g.Close()
+			for back := false; !back; { // as another incarnation
+				if _, err := g.Admit(ctx); err != nil && lostRank(err) != 1-last {
+					t.Error(err)
+					break
+				}
+				v := g.View()
+				back = v.Epoch >= 3 && len(v.Active) == 2
+			}
+			if err := g.Barrier(ctx); err != nil {
+				t.Errorf("the last rank, with company again: %v", err)
+			}
+			wg.Wait()
+		})
+	}
+}
+
 // A rank that is evicted while it makes a subgroup gets none: the operations of that would not be
 // told of the eviction.
 func TestNoSubgroupOfAnEvictedRank(t *testing.T) {

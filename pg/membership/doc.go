@@ -22,7 +22,8 @@
 // A verdict ([Dead], [Missed], [Evict]; and [Late], when there are enough) is certain. A machine
 // that learns of one proposes the view without that incarnation at once; all known verdicts go into
 // one change. If no member would be left, the machine keeps its own incarnation, whatever the
-// verdicts say, because a member has to decide on joiners.
+// verdicts say, because a member has to decide on joiners. Nor does that incarnation leave later,
+// if the only verdict on it was [Evict].
 //
 // Evidence is uncertain. After a broken link ([LinkDown]) the machine asks for the state of the
 // process: [Probe]. If the process is gone, this is a verdict, and the survivors continue within

@@ -102,7 +102,8 @@ type Late struct{ Peer }
 // others' votes any longer.
 type OnTime struct{ Peer }
 
-// Evict removes the active incarnation in Slot, at a program's request.
+// Evict removes the active incarnation in Slot, at a program's request. It has no effect on the
+// only active one, and none any more on the machine's own one when that has become the only one.
 type Evict struct{ Slot int }
 
 // Rejoin makes an evicted machine a joiner, for the same slot with a new incarnation. All links

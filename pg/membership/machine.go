@@ -84,6 +84,7 @@ const (
 type peerState struct {
 	incarnation uint64
 	over        bool // dead, condemned, or left: no view that this machine proposes has it
+	demanded    bool // only Evict says that it is over
 	why         string
 	link        linkState
 	busy        bool   // a probe or a warm-up is unanswered
@@ -144,7 +145,7 @@ func (m *Machine) Why(p Peer) string {
 }
 
 // Condemned reports whether this machine is going to remove an incarnation that is in the view.
-// That is final.
+// That is final, except for its own incarnation after Evict: see there.
 func (m *Machine) Condemned(p Peer) bool {
 	l := m.find(p)
 	return l != nil && l.over && m.view.Has(p.Slot, p.Incarnation)
@@ -192,7 +193,10 @@ func (m *Machine) Step(ev Event) []Action {
 		}
 	case Evict:
 		if s := m.view.at(e.Slot); s.Incarnation != 0 && len(m.view.Active()) > 1 {
-			m.finish(m.find(Peer{e.Slot, s.Incarnation}), "evicted on demand", "")
+			if l := m.find(Peer{e.Slot, s.Incarnation}); !l.over {
+				m.finish(l, "evicted on demand", "")
+				l.demanded = true
+			}
 		}
 	case Probed:
 		m.probed(e)
@@ -302,7 +306,11 @@ func (m *Machine) peers(yield func(Peer, *peerState) bool) {
 
 // finish records a verdict.
 func (m *Machine) finish(l *peerState, what, cause string) {
-	if l == nil || l.over {
+	if l == nil {
+		return
+	}
+	if l.over {
+		l.demanded = false
 		return
 	}
 	l.over, l.ask, l.admit, l.why = true, 0, false, what
@@ -690,6 +698,9 @@ func (m *Machine) know(v View) {
 		if l := m.heard(Peer{i, s.Incarnation}); l != nil {
 			l.ask, l.admit = 0, false
 		}
+	}
+	if l := m.find(m.me); l != nil && l.demanded && slices.Equal(v.Active(), []int{m.me.Slot}) {
+		l.over, l.demanded, l.why = false, false, ""
 	}
 	m.evidence(true)
 	m.wanted, m.retryAt, m.fails, m.blind = false, 0, 0, false

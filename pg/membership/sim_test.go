@@ -845,7 +845,7 @@ func (w *sim) key() uint64 {
 				if l.busy {
 					num(age(l.next))
 				}
-				flag(l.over, l.busy, l.suspect, l.admit)
+				flag(l.over, l.demanded, l.busy, l.suspect, l.admit)
 				peer(l.report.Unreachable...)
 			}
 		}
