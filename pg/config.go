@@ -2,6 +2,7 @@ package pg
 
 import (
 	"crypto/tls"
+	"fmt"
 	"log/slog"
 	"time"
 
@@ -225,7 +226,14 @@ const (
 var onTimeoutNames = []string{"TimeoutReports", "TimeoutEvicts", "TimeoutEvictsAlone"}
 
 // String returns the name of the constant.
-func (o OnTimeout) String() string { return onTimeoutNames[min(int(o), len(onTimeoutNames)-1)] }
+func (o OnTimeout) String() string {
+	if !o.valid() {
+		return fmt.Sprintf("OnTimeout(%d)", uint8(o))
+	}
+	return onTimeoutNames[o]
+}
+
+func (o OnTimeout) valid() bool { return int(o) < len(onTimeoutNames) }
 
 // Config.Window's default, and the most that counts: other times are added to it.
 const (

@@ -33,7 +33,14 @@ const (
 
 var onFailureNames = []string{"report", "shrink", "retry"}
 
-func (o OnFailure) String() string { return onFailureNames[min(int(o), len(onFailureNames)-1)] }
+func (o OnFailure) String() string {
+	if !o.valid() {
+		return fmt.Sprintf("OnFailure(%d)", uint8(o))
+	}
+	return onFailureNames[o]
+}
+
+func (o OnFailure) valid() bool { return int(o) < len(onFailureNames) }
 
 // parseOnFailure reads "report" (also "end", as launchers say, and ""), "shrink" or "retry".
 func parseOnFailure(s string) (OnFailure, error) {

@@ -162,6 +162,14 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if s.LeaseTTL == 0 {
 		s.LeaseTTL = l.LeaseTTL
 	}
+	if !s.OnFailure.valid() {
+		return nil, &ArgumentError{Call: "join", Arg: "OnFailure", Got: s.OnFailure.String(),
+			Want: "Report, Shrink or Retry"}
+	}
+	if !s.OnTimeout.valid() {
+		return nil, &ArgumentError{Call: "join", Arg: "OnTimeout", Got: s.OnTimeout.String(),
+			Want: "TimeoutReports, TimeoutEvicts or TimeoutEvictsAlone"}
+	}
 	if s.OnFailure == Report {
 		if s.OnFailure, err = parseOnFailure(l.OnFailure); err != nil {
 			return nil, fmt.Errorf("join: TUTTI_ON_FAILURE: %w", err)

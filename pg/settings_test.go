@@ -42,6 +42,30 @@ func TestSettingsOfAPlacedProgram(t *testing.T) {
 	}
 }
 
+// A number that names no way to go on after a failure or a timeout is refused, and has no name.
+func TestUnknownFailureModes(t *testing.T) {
+	for name, cfg := range map[string]Config{
+		"OnFailure(3)":   {OnFailure: Retry + 1},
+		"OnFailure(77)":  {OnFailure: 77},
+		"OnTimeout(3)":   {OnTimeout: TimeoutEvictsAlone + 1},
+		"OnTimeout(255)": {OnTimeout: 255},
+	} {
+		var bad *ArgumentError
+		arg, _, _ := strings.Cut(name, "(")
+		_, err := cfg.resolve(func(string) string { return "" })
+		if !errors.As(err, &bad) || bad.Call != "join" || bad.Arg != arg || bad.Got != name {
+			t.Errorf("%s: %v, want an *ArgumentError that names it", name, err)
+		}
+	}
+	for name, is := range map[string]fmt.Stringer{"report": Report, "shrink": Shrink, "retry": Retry,
+		"OnFailure(3)": Retry + 1, "TimeoutReports": TimeoutReports, "TimeoutEvicts": TimeoutEvicts,
+		"TimeoutEvictsAlone": TimeoutEvictsAlone, "OnTimeout(255)": OnTimeout(255)} {
+		if is.String() != name {
+			t.Errorf("%s is written as %s", name, is)
+		}
+	}
+}
+
 // The store of ranks that are invited has listened, so that it is not waited for. Others may come
 // to the place before rank 0.
 func TestInvitedRanksDoNotWait(t *testing.T) {
