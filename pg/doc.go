@@ -52,7 +52,7 @@
 //	*TimeoutError   time was up, or ctx cancelled: the ranks waited for, and the last operation of each
 //	*MismatchError  two ranks called different things: which, and what
 //	*ArgumentError  this call is invalid: nothing was sent, and the group is usable
-//	ErrClosed       the group was closed here
+//	ErrClosed       the group, or the window, was closed here
 //	ErrEvicted      this rank was removed from the job, though it is alive
 //	ErrIsolated     ranks were lost, and this rank cannot reach the store that decides who remains
 //	ErrAborted      a rank called Group.Abort

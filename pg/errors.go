@@ -12,6 +12,7 @@ import (
 
 // Errors of a group without details, for errors.Is.
 var (
+	// ErrClosed: the group was closed on this rank. Calls of a Window that was closed wrap it, too.
 	ErrClosed = errors.New("process group is closed")
 	// ErrEvicted: this rank was removed from the group although it is alive, because it and others
 	// could not reach each other or a program called Evict; or the job's view is no longer in the
@@ -24,6 +25,13 @@ var (
 	// ErrAborted: Group.Abort was called, here or on another rank.
 	ErrAborted = errors.New("process group aborted")
 )
+
+// windowClosed is the ErrClosed of a Window that was closed in a group that is open.
+type windowClosed struct{}
+
+func (windowClosed) Error() string { return "the window is closed" }
+
+func (windowClosed) Unwrap() error { return ErrClosed }
 
 // abortedError says that rank Rank called Group.Abort.
 type abortedError struct {

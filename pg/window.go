@@ -352,8 +352,8 @@ func (w *Window) Refresh(ctx context.Context) error {
 		return err
 	}
 	defer done()
-	if w.closed.Load() {
-		return ErrClosed
+	if err := w.open(); err != nil {
+		return err
 	}
 	return w.exchange(ctx, true)
 }
@@ -455,8 +455,10 @@ func (w *Window) enter(ctx context.Context, name string, rank, offset, n int) (c
 func (w *Window) part(name string, rank int) (*part, error) {
 	g := w.g
 	switch {
-	case w.closed.Load() || g.closed.Load():
+	case g.closed.Load():
 		return nil, ErrClosed
+	case w.closed.Load():
+		return nil, windowClosed{}
 	case g.aborted != nil:
 		return nil, g.aborted
 	case rank < 0 || rank >= g.v.Size:
@@ -508,7 +510,7 @@ func (c *call) explain(rank int, err error) error {
 	heard := g.heard()
 	switch {
 	case c.w.closed.Load():
-		return ErrClosed
+		return c.w.open()
 	case heard != nil:
 		return heard
 	case errors.As(err, &peer):
@@ -874,12 +876,15 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 	return c.leave(rank, cmp.Or(w.open(), err))
 }
 
-// open returns ErrClosed if the window is closed.
+// open returns an error that wraps ErrClosed if the window is closed. It says whether the group is.
 func (w *Window) open() error {
-	if w.closed.Load() {
+	switch {
+	case !w.closed.Load():
+		return nil
+	case w.g.closed.Load():
 		return ErrClosed
 	}
-	return nil
+	return windowClosed{}
 }
 
 // arrived returns err, with which reach has failed, or nil if rank is lost and had signalled n
@@ -948,8 +953,8 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 // Close releases this rank's part, and its mappings of other parts. It is not a collective: other
 // ranks get a *RankError if they use the part afterwards, so that a program usually calls Barrier
 // first. Puts of this rank that have not ended are given up. Other goroutines may be in operations
-// on the window: those that wait for signals or in Flush end with ErrClosed, and so do later ones.
-// Bytes must not be used afterwards.
+// on the window: those that wait for signals or in Flush end with an error that wraps ErrClosed,
+// and so do later ones. Bytes must not be used afterwards.
 //
 // Close waits until no peer is writing to the part. If ctx or Config.Timeout ends before that, the
 // memory stays, and Close may be called again. Close works after the group's Close, and may be

@@ -108,7 +108,7 @@ func (w *Window) same(name string, rank int, of holder) error {
 	defer w.g.job.proxy.Unlock()
 	switch {
 	case w.closed.Load():
-		return ErrClosed
+		return w.open()
 	case w.again(rank, of) == nil:
 		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank,
 			Err: errors.New("it has a new part, as a new process or by NewWindow, and not all of the call is about " +

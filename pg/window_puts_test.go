@@ -488,6 +488,58 @@ func TestWindowCloseEndsInTime(t *testing.T) {
 	})
 }
 
+// Each call of a window that is closed says that of the window while the group is open, and of the
+// group when that is closed, too.
+func TestClosedWindowIsNoClosedGroup(t *testing.T) {
+	d := devicetest.NewLate("cuda:0", 7, 0)
+	each(t, 2, Config{Devices: device.List{d}}, func(ctx context.Context, g *Group) error {
+		w, err := NewWindow(ctx, g, 64)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(w.Close(ctx), g.Barrier(ctx)); err != nil {
+			return err
+		}
+		s, m, release, err := streamWith(d, 8)
+		if err != nil {
+			return err
+		}
+		defer release()
+		on := DeviceBuffer(m, Uint8, s)
+		calls := map[string]func(to int, b []byte) error{
+			"Put":                   func(to int, b []byte) error { return w.Put(ctx, to, 0, b) },
+			"PutSignal":             func(to int, b []byte) error { return w.PutSignal(ctx, to, 0, b, 0) },
+			"Signal":                func(to int, _ []byte) error { return w.Signal(ctx, to, 0) },
+			"Flush":                 func(to int, _ []byte) error { return w.Flush(ctx, to) },
+			"Get":                   func(to int, b []byte) error { return w.Get(ctx, to, 0, b) },
+			"PutBuffer of the host": func(to int, b []byte) error { return w.PutBuffer(ctx, to, 0, BufferOf(b)) },
+			"GetBuffer of the host": func(to int, b []byte) error { return w.GetBuffer(ctx, to, 0, BufferOf(b)) },
+			"PutBuffer":             func(to int, _ []byte) error { return w.PutBuffer(ctx, to, 0, on) },
+			"GetBuffer":             func(to int, _ []byte) error { return w.GetBuffer(ctx, to, 0, on) },
+			"WaitSignal":            func(to int, _ []byte) error { return w.WaitSignal(ctx, to, 0, 1) },
+			"Map": func(to int, _ []byte) error {
+				_, err := w.Map(ctx, to)
+				return err
+			},
+			"Refresh": func(int, []byte) error { return w.Refresh(ctx) },
+		}
+		say := func(when, want string) (err error) {
+			for name, call := range calls {
+				for to := range 2 {
+					e := call(to, make([]byte, 8))
+					if !errors.Is(e, ErrClosed) || e.Error() != want {
+						err = errors.Join(err, fmt.Errorf("%s to rank %d: %s: %v, want %q", when, to, name, e, want))
+					}
+				}
+			}
+			return err
+		}
+		err = say("the group is open", "the window is closed")
+		g.Close()
+		return errors.Join(err, say("the group is closed", ErrClosed.Error()))
+	})
+}
+
 // Close ends the waits of other goroutines for signals, of this rank's and of a peer's, before it
 // frees the words that they look at.
 func TestWindowCloseEndsWaits(t *testing.T) {
@@ -507,8 +559,8 @@ func TestWindowCloseEndsWaits(t *testing.T) {
 			if err := w.Close(ctx); err != nil {
 				return err
 			}
-			if err := <-ended; !errors.Is(err, ErrClosed) {
-				return fmt.Errorf("a wait for a signal of rank %d: %v, want ErrClosed", from, err)
+			if err := <-ended; !errors.Is(err, ErrClosed) || err.Error() != "the window is closed" {
+				return fmt.Errorf("a wait for a signal of rank %d: %v, want ErrClosed of the window", from, err)
 			}
 			if b := w.Bytes(); b != nil {
 				return fmt.Errorf("%d bytes of a window that is closed", len(b))

@@ -201,7 +201,7 @@ func goWindowBytes(h C.uint64_t, data, bytes *C.uint64_t, f *C.struct_failure) C
 	}
 	part := w.Bytes()
 	if part == nil {
-		return failed(pg.ErrClosed, f)
+		return failed(&coded{"the window is closed", pg.ErrClosed}, f)
 	}
 	if data != nil {
 		*data = C.uint64_t(uintptr(unsafe.Pointer(unsafe.SliceData(part))))
