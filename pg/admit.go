@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 
@@ -19,19 +20,38 @@ import (
 // If the lowest rank cannot reach the store, or has no answer within two seconds, it logs that as a
 // warning, and Admit returns without an error though ranks may still be waiting: a job does not
 // stand still for want of its store. The next Admit asks again.
+//
+// In a job without a store, or over one without leases, nobody can come in. There Admit returns at
+// once, with an error if the group cannot be used or ctx has ended.
 func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.incarnations != nil {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup",
 			Want: "the group of all ranks: subgroups are made anew by Split"}
 	}
 	if g.job.roster == nil {
-		return 0, nil
+		return 0, g.usable(ctx, "admit")
 	}
 	if err := g.enter(ctx, "admit", func() { g.expired(admitCall, g.readyToAdmit) }); err != nil {
 		return 0, err
 	}
 	defer g.leave()
 	return g.admit(ctx, g.shown.Load().epoch)
+}
+
+// usable returns why a call that neither waits nor needs its turn cannot succeed, or nil.
+func (g *Group) usable(ctx context.Context, what string) error {
+	if ctx == nil {
+		return noContext(what)
+	}
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	if err := cmp.Or(g.halted(), g.err); err != nil {
+		return err
+	}
+	if err := ctx.Err(); err != nil {
+		return &TimeoutError{Call: what, Reporter: g.rank, Err: err}
+	}
+	return nil
 }
 
 // Fields of the exchange in Admit. The maximum over all ranks counts.

@@ -270,6 +270,7 @@ func TestNilContextIsRefused(t *testing.T) {
 		"Split":      func() error { return only(g.Split(none, 0, 0)) },
 		"Agree":      func() error { return only(g.Agree(none, true)) },
 		"Recover":    func() error { return g.Recover(none) },
+		"Admit":      func() error { return only(g.Admit(none)) },
 		"Evict":      func() error { return g.Evict(none, 0) },
 		"Rejoin":     func() error { return only(g.Rejoin(none)) },
 		"Join":       func() error { return only(pg.Join(none, pg.Config{Size: 1})) },

@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -353,6 +354,53 @@ func TestClosedGroup(t *testing.T) {
 			}
 		}
 		return nil
+	})
+}
+
+// Admit of a job without a store has nobody to admit, and tells as other calls do that the group
+// cannot be used, or that its time is over.
+func TestAdmitOfUnusableGroup(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		said := func(when string, is func(error) bool) error {
+			if n, err := g.Admit(ctx); n != 0 || !is(err) {
+				return fmt.Errorf("%s: Admit returns %d and %v", when, n, err)
+			}
+			return nil
+		}
+		fine := func(err error) bool { return err == nil }
+		op := Operation(BarrierOp{})
+		if g.Rank() == 1 {
+			op = AllReduceOp{Dst: BufferOf([]int32{1}), Op: Sum}
+		}
+		if err := g.Do(ctx, op); err == nil {
+			return errors.New("different operations ended well")
+		}
+		err := said("after a mismatch", func(err error) bool { return errors.As(err, new(*MismatchError)) })
+		if err = cmp.Or(err, g.Recover(ctx), said("after Recover", fine)); err != nil {
+			return err
+		}
+		live := ctx
+		ctx, cancel := context.WithCancel(ctx)
+		cancel()
+		err = said("with a context that has ended", func(err error) bool {
+			return errors.As(err, new(*TimeoutError)) && errors.Is(err, context.Canceled)
+		})
+		if ctx = live; err != nil {
+			return err
+		}
+		if err = cmp.Or(g.Barrier(ctx), said("with another context", fine)); err != nil {
+			return err
+		}
+		if g.Rank() == 0 {
+			g.Abort(errors.New("enough"))
+		} else if err := g.Barrier(ctx); err == nil {
+			return errors.New("a barrier of an aborted group ended well")
+		}
+		if err := said("after Abort", func(err error) bool { return errors.Is(err, ErrAborted) }); err != nil {
+			return err
+		}
+		g.Close()
+		return said("after Close", func(err error) bool { return errors.Is(err, ErrClosed) })
 	})
 }
 
