@@ -87,6 +87,36 @@ func TestArgumentsAreChecked(t *testing.T) {
 	}
 }
 
+// An error about a range of a file says which file, by its name.
+func TestErrorsOfRangesNameTheFile(t *testing.T) {
+	_, b, p, _ := pair(t, Config{})
+	f, err := os.Create(filepath.Join(t.TempDir(), "weights"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	register := func(f *os.File) error {
+		_, err := b.RegisterFile("r", f, -1, 5, RegionConfig{})
+		return err
+	}
+	named, none := "5 bytes at -1 of the file "+f.Name(), "5 bytes at -1 of a file that is nil"
+	for name, c := range map[string]struct {
+		err  error
+		want string
+	}{
+		"region":               {register(f), named},
+		"region without file":  {register(nil), none},
+		"read":                 {p.ReadInto(f, -1, 5, "r", 0).Wait(t.Context()), named},
+		"read without a file":  {p.ReadInto(nil, -1, 5, "r", 0).Wait(t.Context()), none},
+		"write":                {p.WriteFrom(f, -1, 5, "r", 0).Wait(t.Context()), named},
+		"write without a file": {p.WriteFrom(nil, -1, 5, "r", 0).Wait(t.Context()), none},
+	} {
+		if c.err == nil || !strings.Contains(c.err.Error(), c.want) {
+			t.Errorf("%s: %v; want %q", name, c.err, c.want)
+		}
+	}
+}
+
 func TestBatchesHaveResultsForEachOperation(t *testing.T) {
 	_, b, p, q := pair(t, Config{Conns: 2})
 	data := pattern(1<<20, 1)

@@ -380,8 +380,8 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 // rest fail with ErrFailed.
 func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
 	if f == nil || off < 0 || n < 0 || n > wire.MaxSize || off+n < 0 {
-		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of the file %v: want a file, and a range of it of "+
-			"at most %d bytes", name, n, off, f, int64(wire.MaxSize))
+		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of %s: want a file, and a range of it of "+
+			"at most %d bytes", name, n, off, fileName(f), int64(wire.MaxSize))
 	}
 	r := &Region{name: name, n: n, cfg: cfg, file: f, base: off}
 	r.gate.Open(nil)

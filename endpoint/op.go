@@ -227,6 +227,14 @@ func (l *letter) Tail(b []byte, ok bool) []byte {
 	return b
 }
 
+// fileName describes a file, which may be nil, for errors.
+func fileName(f *os.File) string {
+	if f == nil {
+		return "a file that is nil"
+	}
+	return "the file " + f.Name()
+}
+
 // place describes the file, or the device, whose failure is the operation's.
 func (o *Op) place() string {
 	if o.File != nil {
@@ -264,12 +272,13 @@ func (o *Op) check(c *Context) error {
 			return fmt.Errorf("%v: %w", o.Kind, err)
 		}
 		if o.File == nil && (o.FileOffset != 0 || o.FileLen != 0) {
-			return fmt.Errorf("%v: %d bytes at %d of a file that is nil", o.Kind, o.FileLen, o.FileOffset)
+			return fmt.Errorf("%v: %d bytes at %d of %s: want a file", o.Kind, o.FileLen, o.FileOffset,
+				fileName(o.File))
 		}
 		if o.File != nil && (o.Local.Len() > 0 || o.FileOffset < 0 || o.FileLen < 0 ||
 			o.FileOffset > math.MaxInt64-o.FileLen) {
-			return fmt.Errorf("%v: %d bytes at %d of a file, and %d bytes of memory", o.Kind, o.FileLen, o.FileOffset,
-				o.Local.Len())
+			return fmt.Errorf("%v: %d bytes at %d of %s, and %d bytes of memory: want a range of the file, and no "+
+				"memory", o.Kind, o.FileLen, o.FileOffset, fileName(o.File), o.Local.Len())
 		}
 		if o.Offset < 0 || o.Offset > math.MaxInt64-o.len() {
 			return fmt.Errorf("%v of region %s: %d bytes at offset %d: %w", o.Kind, o.Region, o.len(), o.Offset,
