@@ -62,6 +62,9 @@ func NewContext(cfg ContextConfig) (*Context, error) {
 	return c, nil
 }
 
+// made reports whether NewContext has made c.
+func (c *Context) made() bool { return c != nil && len(c.loops) > 0 }
+
 // loop returns the loop for a new connection.
 func (c *Context) loop() *link.Loop {
 	c.mu.Lock()

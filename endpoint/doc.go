@@ -17,6 +17,9 @@
 // (30 s by default), and Wait cancels it when its context ends. When a Future has ended, the memory
 // of its operations is not accessed any more, whatever arrives later.
 //
+// A call whose context is nil returns an error that says so, and does nothing; so do those of
+// package directory.
+//
 // # Reads, writes and messages
 //
 // A read has ended when the bytes are in memory here, a write when the peer has acknowledged that

@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"tutti/endpoint/internal/args"
 	"tutti/endpoint/internal/card"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
@@ -189,6 +190,9 @@ func guardOf(m wire.Mode, s *trust.Session, dialled bool) (wire.Guard, error) {
 
 // New makes an endpoint, which listens when New returns. Close ends it.
 func New(c *Context, cfg Config) (*Endpoint, error) {
+	if !c.made() {
+		return nil, errors.New("endpoint: new: c is none that NewContext has made, want one")
+	}
 	e := &Endpoint{ctx: c, cfg: cfg, id: newID(), log: cfg.Logger, peers: map[peerID]*Peer{},
 		arrived: make(chan struct{}, 1),
 		gone:    make(chan struct{}), greeters: map[*greeter]struct{}{}, unsaid: map[string]int{}}
@@ -406,6 +410,9 @@ func (e *Endpoint) Regions() []*Region { return e.regions.all() }
 // the holder of a client's credential, other holders of the same one can prove to be any endpoint.
 // For an endpoint that is connected already, whichever end dialled, it returns the same Peer.
 func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
+	if err := args.Context(ctx, "endpoint", "connect"); err != nil {
+		return nil, err
+	}
 	if info.ID == e.id {
 		return nil, errors.New("endpoint: that is this endpoint itself")
 	}
@@ -432,6 +439,9 @@ func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
 // Accept returns a peer that has connected by itself, in the order in which they came. It waits for
 // one until ctx ends, or the endpoint.
 func (e *Endpoint) Accept(ctx context.Context) (*Peer, error) {
+	if err := args.Context(ctx, "endpoint", "accept"); err != nil {
+		return nil, err
+	}
 	for {
 		e.mu.Lock()
 		if len(e.fresh) > 0 {

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tutti/endpoint/internal/args"
 	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
@@ -364,8 +365,12 @@ func (f *Future) Result(i int) Result {
 }
 
 // Wait waits for the operations and returns Err. When ctx ends first, it cancels those that have
-// not ended. After it returned, none of their memory is accessed.
+// not ended. After it returned, none of their memory is accessed. If ctx is nil, Wait returns an
+// error at once, and the operations go on.
 func (f *Future) Wait(ctx context.Context) error {
+	if err := args.Context(ctx, f.peer, "wait"); err != nil {
+		return err
+	}
 	for !f.Ended() {
 		conns := f.peer.polled(f)
 		if len(conns) > 0 && link.Await(ctx, conns, f) {

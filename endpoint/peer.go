@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tutti/endpoint/internal/args"
 	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
@@ -526,6 +527,9 @@ func (p *Peer) awaitSession(ctx context.Context, other <-chan struct{}) error {
 
 // Lookup returns the description of one of the peer's regions.
 func (p *Peer) Lookup(ctx context.Context, name string) (RemoteRegion, error) {
+	if err := args.Context(ctx, p, "lookup"); err != nil {
+		return RemoteRegion{}, err
+	}
 	q := &query{op: wire.Lookup, name: name}
 	if err := checkName("region", name); err != nil {
 		return RemoteRegion{}, err
@@ -543,6 +547,9 @@ const MaxPage = 1024
 // names, whose names come after after: at most max, and MaxPage if max is larger, or not above 0.
 // If they are fewer than that, they are the last ones.
 func (p *Peer) Regions(ctx context.Context, after string, max int) ([]RemoteRegion, error) {
+	if err := args.Context(ctx, p, "regions"); err != nil {
+		return nil, err
+	}
 	if max <= 0 || max > MaxPage {
 		max = MaxPage
 	}

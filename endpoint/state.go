@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 
+	"tutti/endpoint/internal/args"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
 	"tutti/endpoint/stats"
@@ -14,6 +15,9 @@ import (
 // too. It connects if needed, and does not keep the connection from its IdleTimeout. It waits until
 // ctx ends, or Config.Timeout. An end that has the credential of a client is refused: ErrRefused.
 func (p *Peer) Stats(ctx context.Context) (stats.Endpoint, error) {
+	if err := args.Context(ctx, p, "stats"); err != nil {
+		return stats.Endpoint{}, err
+	}
 	q := &query{op: wire.Inquire}
 	if err := p.ask(ctx, q); err != nil {
 		return stats.Endpoint{}, fmt.Errorf("state of %v: %w", p, err)

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 
+	"tutti/endpoint/internal/args"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
 )
@@ -28,6 +29,10 @@ const maxEvents = 64 << 10
 // comes.
 func (p *Peer) Watch(ctx context.Context) iter.Seq2[RegionEvent, error] {
 	return func(yield func(RegionEvent, error) bool) {
+		if err := args.Context(ctx, p, "watch"); err != nil {
+			yield(RegionEvent{}, err)
+			return
+		}
 		q := &query{op: wire.Watch, more: make(chan struct{}, 1)}
 		fail := func(err error) { yield(RegionEvent{}, fmt.Errorf("regions of %v: %w", p, err)) }
 		if err := p.open(ctx, q); err != nil {

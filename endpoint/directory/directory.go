@@ -13,6 +13,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/endpoint"
+	"tutti/endpoint/internal/args"
 )
 
 // Config configures a Directory.
@@ -54,6 +55,9 @@ func Open(ctx context.Context, cfg Config) (*Directory, error) {
 	d := &Directory{cfg: cfg.Store, log: cfg.Logger, held: map[string]*Publication{}}
 	d.cfg.Secret = slices.Clone(cfg.Store.Secret) // the program may overwrite its own
 	d.cfg.Job = cmp.Or(d.cfg.Job, DefaultName)
+	if err := d.needs(ctx, "open"); err != nil {
+		return nil, err
+	}
 	if d.cfg.OpTimeout <= 0 {
 		d.cfg.OpTimeout = bootstrap.DefaultOpTimeout
 	}
@@ -68,6 +72,11 @@ func Open(ctx context.Context, cfg Config) (*Directory, error) {
 	d.life, d.end = context.WithCancel(context.Background())
 	d.work.Go(func() { d.keep(s) })
 	return d, nil
+}
+
+// needs returns an error if ctx, of a call, is nil.
+func (d *Directory) needs(ctx context.Context, call string) error {
+	return args.Context(ctx, "directory "+d.cfg.Job, call)
 }
 
 func (d *Directory) dial(ctx context.Context) (bootstrap.Follower, error) {
@@ -160,6 +169,9 @@ func (d *Directory) soon(ctx context.Context) (bootstrap.Follower, error) {
 
 // Lookup returns the entry of a name, or ErrNoName, as the store has it now.
 func (d *Directory) Lookup(ctx context.Context, name string) (Entry, error) {
+	if err := d.needs(ctx, "lookup"); err != nil {
+		return Entry{}, err
+	}
 	if err := CheckName(name); err != nil {
 		return Entry{}, fmt.Errorf("directory %s: %w", d.cfg.Job, err)
 	}
@@ -199,6 +211,9 @@ func (d *Directory) reason(err error) error {
 // Wait returns the entry of a name as soon as there is one. It waits until ctx ends, also for a
 // store that is away.
 func (d *Directory) Wait(ctx context.Context, name string) (Entry, error) {
+	if err := d.needs(ctx, "wait"); err != nil {
+		return Entry{}, err
+	}
 	if err := CheckName(name); err != nil {
 		return Entry{}, fmt.Errorf("directory %s: %w", d.cfg.Job, err)
 	}
@@ -259,6 +274,9 @@ func (d *Directory) follow(ctx context.Context, name string) <-chan Entry {
 
 // Entries returns all entries, in the order of their names, as the store has them now.
 func (d *Directory) Entries(ctx context.Context) ([]Entry, error) {
+	if err := d.needs(ctx, "entries"); err != nil {
+		return nil, err
+	}
 	s, err := d.soon(ctx)
 	var values map[string][]byte
 	if err == nil {
@@ -288,6 +306,9 @@ func (d *Directory) Entries(ctx context.Context) ([]Entry, error) {
 // (endpoint.ErrRefused), because it has no room or another endpoint has the address now, is tried
 // again like one that cannot be reached: ctx should have a deadline.
 func (d *Directory) Connect(ctx context.Context, e *endpoint.Endpoint, name string) (*endpoint.Peer, error) {
+	if err := d.needs(ctx, "connect"); err != nil {
+		return nil, err
+	}
 	if err := CheckName(name); err != nil {
 		return nil, fmt.Errorf("directory %s: %w", d.cfg.Job, err)
 	}

@@ -31,6 +31,9 @@ const slack = 2 * time.Second
 // store, and for a publisher of the same name that may have been killed: see the package comment.
 // The error is a *TakenError if another endpoint has the name. The endpoint must listen.
 func (d *Directory) Publish(ctx context.Context, name string, info endpoint.Info) (*Publication, error) {
+	if err := d.needs(ctx, "publish"); err != nil {
+		return nil, err
+	}
 	err := CheckName(name)
 	var value []byte
 	if err == nil {
@@ -99,6 +102,9 @@ func (p *Publication) Err() error {
 // Withdraw removes the entry. If the store does not answer before ctx ends, Withdraw returns an
 // error, and the entry is removed as soon as the store answers. Idempotent.
 func (p *Publication) Withdraw(ctx context.Context) error {
+	if err := p.d.needs(ctx, "withdraw"); err != nil {
+		return err
+	}
 	p.end()
 	select {
 	case <-p.ended:

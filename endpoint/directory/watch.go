@@ -23,6 +23,10 @@ const maxChanges = 64 << 10
 // malformed count as none.
 func (d *Directory) Watch(ctx context.Context) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
+		if err := d.needs(ctx, "watch"); err != nil {
+			yield(Event{}, err)
+			return
+		}
 		ctx, cancel := context.WithCancel(ctx)
 		f := &feed{more: make(chan struct{}, 1)}
 		var err error // of the goroutine, when done is closed
