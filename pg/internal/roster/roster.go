@@ -293,7 +293,7 @@ func (ro *Roster) run() {
 				// The next process may take the slot.
 				ro.proxy.MarkDeadUnlinked(d.Slot, d.Incarnation, NoProcess(d.Slot))
 			}
-			acts = ro.m.Step(e)
+			acts = ro.step(e)
 			continue
 		}
 		asks := ro.asks
@@ -313,11 +313,57 @@ func (ro *Roster) run() {
 				ro.groups.Isolated()
 				ro.proxy.Unlock()
 			}
-			acts = ro.m.Step(membership.Tick{})
+			acts = ro.step(membership.Tick{})
 		case <-ro.ctx.Done():
 			return
 		}
 	}
+}
+
+// step steps the machine. Links end before the view is entered in which others have their slots.
+func (ro *Roster) step(e membership.Event) []membership.Action {
+	was := ro.m.View()
+	acts := ro.m.Step(e)
+	if now := ro.m.View(); now.Epoch != was.Epoch && !ro.evicted { // only this goroutine changes it
+		ro.succeed(was, now)
+	}
+	return acts
+}
+
+// succeed ends the links with incarnations that have left the view, and expects those that have
+// their slots now. Otherwise operations of the new view would use an old link, and lose what they
+// have with the new incarnation when it ends. A link with an incarnation that was in no view stays:
+// it may be in a later one.
+//
+// A member leaves slots that are empty now to enter. A rank that waits does not enter views, so its
+// links with incarnations that have no successors end here.
+func (ro *Roster) succeed(was, now membership.View) {
+	member := was.Has(ro.self.Slot, ro.self.Incarnation)
+	if member && !now.Has(ro.self.Slot, ro.self.Incarnation) {
+		return
+	}
+	for r, s := range now.Slots {
+		var old uint64
+		if r < was.Size() {
+			old = was.Slots[r].Incarnation
+		}
+		if r == ro.self.Slot || old == s.Incarnation || member && s.Incarnation == 0 {
+			continue
+		}
+		if old != 0 {
+			ro.proxy.MarkDead(r, old, ro.lost(membership.Peer{Slot: r, Incarnation: old}))
+		}
+		if s.Incarnation != 0 {
+			ro.dir.Forget(r, s.Incarnation)
+			ro.proxy.Expect(r, s.Incarnation)
+		}
+	}
+}
+
+// lost returns the error for links to an incarnation that has left the view.
+func (ro *Roster) lost(p membership.Peer) error {
+	because := strings.TrimSuffix(cmp.Or(ro.m.Why(p), NoReason), ": "+p2p.ErrPeerGone.Error())
+	return fmt.Errorf("%s: %w", because, p2p.ErrPeerGone)
 }
 
 func (ro *Roster) do(a membership.Action) {
@@ -404,15 +450,15 @@ func (ro *Roster) enter(a membership.Enter) {
 		ro.mu.Unlock()
 		ro.groups.ViewChanged()
 	})
-	for _, r := range slices.Concat(a.Removed, a.Added) {
-		ro.dir.Forget(r, 0)
-	}
 	for _, r := range a.Removed {
-		if r >= len(old.Slots) || r == ro.self.Slot {
+		if a.View.Slots[r].Incarnation != 0 { // see succeed
 			continue
 		}
-		because := strings.TrimSuffix(cmp.Or(why[r], NoReason), ": "+p2p.ErrPeerGone.Error())
-		ro.proxy.MarkDead(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", because, p2p.ErrPeerGone))
+		if ro.dir.Forget(r, 0); r >= len(old.Slots) || r == ro.self.Slot {
+			continue
+		}
+		p := membership.Peer{Slot: r, Incarnation: old.Slots[r].Incarnation}
+		ro.proxy.MarkDead(r, p.Incarnation, ro.lost(p))
 	}
 	// The record of the dead rank is removed before its lease ends, so that a replacement can take
 	// the slot.
@@ -430,11 +476,6 @@ func (ro *Roster) enter(a membership.Enter) {
 			if r != ro.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) {
 				ro.proxy.MarkDeadUnlinked(r, 0, NoProcess(r))
 			}
-		}
-	}
-	for _, r := range a.Added {
-		if r != ro.self.Slot {
-			ro.proxy.Expect(r, a.View.Slots[r].Incarnation)
 		}
 	}
 }

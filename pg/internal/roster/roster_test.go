@@ -38,9 +38,11 @@ type fixture struct {
 	mu      sync.Mutex
 	opened  func(bootstrap.Store) bootstrap.Store // wraps the handles of Reconnect; nil: it does not
 	known   map[int]bootstrap.Record
-	without time.Time // what HandOver returns
-	answers bool      // every rank answers
-	refuses bool      // connections are refused
+	reached map[int]p2p.Peer // whom rank 0 can dial
+	without time.Time        // what HandOver returns
+	changed func()           // called by ViewChanged; nil: it is not
+	answers bool             // every rank answers
+	refuses bool             // connections are refused
 	events  []string
 	awaited []int
 }
@@ -55,22 +57,34 @@ func newFixture(t *testing.T, ranks int) *fixture { return newFixtureOf(t, ranks
 // newFixtureOf makes a fixture with a view of the first members of ranks.
 func newFixtureOf(t *testing.T, members, ranks int, transports ...p2p.Transport) *fixture {
 	t.Helper()
-	f := &fixture{t: t, mem: storetest.NewMemory(), known: map[int]bootstrap.Record{}}
-	f.store = f.mem.Open()
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: self}, Size: ranks,
-		Secret: []byte(secret), Oversubscribed: true, Logger: slog.New(slog.DiscardHandler), Transports: transports,
-		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("no way") }})
-	if _, err := p.Listen(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	incarnations := make([]uint64, members)
 	for r := range incarnations {
 		incarnations[r] = self + uint64(r)
 	}
+	return newFixtureIn(t, membership.First(incarnations), ranks, transports...)
+}
+
+// newFixtureIn makes a fixture that begins in a view.
+func newFixtureIn(t *testing.T, view membership.View, ranks int, transports ...p2p.Transport) *fixture {
+	t.Helper()
+	f := &fixture{t: t, mem: storetest.NewMemory(), known: map[int]bootstrap.Record{}, reached: map[int]p2p.Peer{}}
+	f.store = f.mem.Open()
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: self}, Size: ranks, Linger: patience,
+		Secret: []byte(secret), Oversubscribed: true, Logger: slog.New(slog.DiscardHandler), Transports: transports,
+		Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			if to, ok := f.reached[rank]; ok {
+				return to, nil
+			}
+			return p2p.Peer{}, errors.New("no way")
+		}})
+	if _, err := p.Listen(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	var err error
-	f.Roster, err = New(Config{Self: membership.Peer{Slot: 0, Incarnation: self}, View: membership.First(incarnations),
-		First: self, MaxSize: ranks, Window: 100 * time.Millisecond, Doubt: true, Accuses: true, Proxy: p, Directory: f,
-		Groups: f,
+	f.Roster, err = New(Config{Self: membership.Peer{Slot: 0, Incarnation: self}, View: view, First: self,
+		MaxSize: ranks, Window: 100 * time.Millisecond, Doubt: true, Accuses: true, Proxy: p, Directory: f, Groups: f,
 		Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
@@ -124,11 +138,17 @@ func (f *fixture) Refuses(context.Context, bootstrap.Record) bool {
 
 func (f *fixture) note(e string) { f.mu.Lock(); defer f.mu.Unlock(); f.events = append(f.events, e) }
 
-func (f *fixture) ViewChanged() { f.note("view") }
-func (f *fixture) Evicted()     { f.note("evicted") }
-func (f *fixture) Accused()     { f.note("accused") }
-func (f *fixture) Judged()      { f.note("judged") }
-func (f *fixture) Isolated()    { f.note("isolated") }
+func (f *fixture) ViewChanged() {
+	if f.changed != nil {
+		f.changed()
+	}
+	f.note("view")
+}
+
+func (f *fixture) Evicted()  { f.note("evicted") }
+func (f *fixture) Accused()  { f.note("accused") }
+func (f *fixture) Judged()   { f.note("judged") }
+func (f *fixture) Isolated() { f.note("isolated") }
 
 func (f *fixture) Awaited(time.Duration) []int {
 	f.mu.Lock()
@@ -239,22 +259,35 @@ func TestProbe(t *testing.T) {
 	}
 }
 
+// link returns the proxy of another rank, which has a link with rank 0.
+func (f *fixture) link(peer membership.Peer, transport p2p.Transport) *p2p.Proxy {
+	f.t.Helper()
+	id := p2p.Identity{Rank: peer.Slot, Incarnation: peer.Incarnation}
+	q := p2p.New(p2p.Config{Self: id, Size: f.cfg.MaxSize,
+		Secret: []byte(secret), Oversubscribed: true, Transports: []p2p.Transport{transport},
+		Resolve: func(context.Context, int) (p2p.Peer, error) {
+			return p2p.Peer{Identity: p2p.Identity{Rank: 0, Incarnation: self}, Endpoints: f.proxy.Endpoints()}, nil
+		}})
+	if _, err := q.Listen(f.t.Context()); err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { q.Close() })
+	f.mu.Lock()
+	f.reached[peer.Slot] = p2p.Peer{Identity: id, Endpoints: q.Endpoints()}
+	f.mu.Unlock()
+	q.Reconnect(0)
+	f.until(fmt.Sprintf("there is a link with %v", peer), func() bool {
+		return f.proxy.Linked(peer.Slot) == peer.Incarnation
+	})
+	return q
+}
+
 // A rank may be asked for a link by one that wants to join before its own Roster runs, and the news
 // that an earlier link has failed may come late. The link stays in both cases.
 func TestEarlyLinkOfJoinerStays(t *testing.T) {
 	f := newFixtureOf(t, 2, 3, inproc.New(inproc.Config{}))
 	joiner := membership.Peer{Slot: 2, Incarnation: self + 2}
-	q := p2p.New(p2p.Config{Self: p2p.Identity{Rank: joiner.Slot, Incarnation: joiner.Incarnation}, Size: 3,
-		Secret: []byte(secret), Oversubscribed: true, Transports: []p2p.Transport{inproc.New(inproc.Config{})},
-		Resolve: func(context.Context, int) (p2p.Peer, error) {
-			return p2p.Peer{Identity: p2p.Identity{Rank: 0, Incarnation: self}, Endpoints: f.proxy.Endpoints()}, nil
-		}})
-	if _, err := q.Listen(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { q.Close() })
-	q.Reconnect(0)
-	f.until("rank 2 has a link", func() bool { return f.proxy.Linked(2) == joiner.Incarnation })
+	f.link(joiner, inproc.New(inproc.Config{}))
 	f.Start()
 	if l := f.proxy.Linked(2); l != joiner.Incarnation {
 		t.Errorf("after Start the link is with %d", l)
