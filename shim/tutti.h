@@ -494,7 +494,8 @@ TUTTI_API int tutti_recover(tutti_group group, int64_t timeout_ns);
  * is the number of ranks that came in, the same at every rank. */
 TUTTI_API int tutti_admit(tutti_group group, int64_t timeout_ns, int32_t *admitted);
 
-/* Removes a rank from the job, alive or not. Any single rank may call it. */
+/* Removes a rank from the job, alive or not. Any single rank may call it. The job's only active
+ * rank stays: TUTTI_EINVAL. */
 TUTTI_API int tutti_evict(tutti_group group, int32_t rank, int64_t timeout_ns);
 
 /* Joins the job again, after an eviction, in the same slot. It closes all groups of this rank,
