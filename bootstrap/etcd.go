@@ -23,12 +23,13 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
+	grpcbackoff "google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
+	"tutti/internal/backoff"
 	"tutti/internal/dial"
 	"tutti/internal/trust"
 )
@@ -212,7 +213,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		DialOptions: []grpc.DialOption{
 			grpc.WithContextDialer(d.dial), // also: no proxy
 			grpc.WithConnectParams(grpc.ConnectParams{
-				Backoff: backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.3,
+				Backoff: grpcbackoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.3,
 					MaxDelay: time.Second},
 				MinConnectTimeout: 2 * time.Second,
 			}),
@@ -310,7 +311,7 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 		if expired {
 			s.lease = 0
 		}
-		if !expired && !away(err) || !sleep(ctx, pause) {
+		if !expired && !away(err) || !backoff.Sleep(ctx, pause) {
 			return err
 		}
 		pause = min(2*pause, 200*time.Millisecond)
@@ -441,18 +442,6 @@ func (s *etcdStore) dissolve(ctx context.Context) error {
 	}
 	_, err = s.c.Revoke(ctx, id)
 	return err
-}
-
-// sleep waits for d. It returns false if ctx ended first.
-func sleep(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
 }
 
 // proofTimeout bounds the proof of the secret on a new connection.
@@ -878,7 +867,7 @@ func (s *etcdStore) follow(ctx context.Context, key string, state func(map[strin
 			}
 		}
 		cancel()
-		if !sleep(ctx, 20*time.Millisecond) {
+		if !backoff.Sleep(ctx, 20*time.Millisecond) {
 			return ctx.Err()
 		}
 	}

@@ -25,6 +25,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/backoff"
 	"tutti/internal/dial"
 	"tutti/internal/ident"
 	"tutti/internal/ifname"
@@ -464,7 +465,7 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 		if errors.As(err, &final) || errors.Is(err, ErrStale) || auth == authRounds || ended {
 			return nil, fmt.Errorf("%s at %v: %w", name, addrs, err)
 		}
-		if !sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {
+		if !backoff.Sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {
 			return nil, fmt.Errorf("%s at %v: %w; last attempt: %w", name, addrs, context.Cause(ctx), last)
 		}
 		pause = min(2*pause, longestPause)

@@ -25,6 +25,7 @@ import (
 	"tutti/bootstrap/internal/memkv"
 	"tutti/bootstrap/internal/pmi"
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/backoff"
 	"tutti/internal/files"
 	"tutti/internal/ident"
 	"tutti/internal/ifname"
@@ -543,7 +544,7 @@ func hearHost(ctx context.Context, name string, rank int) ([]byte, error) {
 			return text, nil
 		case errors.As(err, &user):
 			return nil, fmt.Errorf("launch %s on this host: %w", name, err)
-		case !sleep(ctx, pause): // else rank 0 has not begun, or is about to end
+		case !backoff.Sleep(ctx, pause): // else rank 0 has not begun, or is about to end
 			return nil, fmt.Errorf("no process of launch %s on this host says where to meet: %w (%w)", name,
 				context.Cause(ctx), last)
 		}

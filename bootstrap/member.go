@@ -18,6 +18,7 @@ import (
 	"sync"
 	"time"
 
+	"tutti/internal/backoff"
 	"tutti/internal/dial"
 	"tutti/internal/ident"
 	"tutti/internal/trust"
@@ -610,7 +611,7 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest, 
 		if last == nil || ctx.Err() == nil {
 			last = err
 		}
-		if !sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {
+		if !backoff.Sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {
 			return nil, fmt.Errorf("%s at %v: %w; last attempt: %w", to.MemberName(), addrs, context.Cause(ctx), last)
 		}
 		pause = min(2*pause, longestPause)

@@ -15,6 +15,7 @@ import (
 	"unsafe"
 
 	"tutti/bootstrap"
+	"tutti/internal/backoff"
 	"tutti/internal/trust"
 )
 
@@ -128,7 +129,7 @@ func (s *jobStore) keep(h bootstrap.Store) {
 		h.Close()
 		wait := retry
 		for h = s.replace(); h == nil; h = s.replace() {
-			if !pause(s.life, wait) {
+			if !backoff.Sleep(s.life, wait) {
 				return
 			}
 			wait = min(2*wait, longestRetry)
@@ -173,16 +174,6 @@ func (s *jobStore) get(ctx context.Context, once bool) (bootstrap.Store, error) 
 	}
 }
 
-// pause waits for d. It returns false if ctx ended first.
-func pause(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-time.After(d):
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
-
 // ask makes a request, and returns the resulting value of its key. While the store is away it makes
 // the request again until ctx ends, except a compare and set, which may have happened.
 func (s *jobStore) ask(ctx context.Context, kind int, key string, value, expected []byte) ([]byte, error) {
@@ -202,7 +193,7 @@ func (s *jobStore) ask(ctx context.Context, kind int, key string, value, expecte
 		case !errors.Is(err, bootstrap.ErrStoreAway) && !errors.Is(err, bootstrap.ErrLeaseLost):
 			return b, err
 		}
-		if once || !pause(ctx, retry) {
+		if once || !backoff.Sleep(ctx, retry) {
 			return nil, err
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/endpoint"
 	"tutti/endpoint/internal/args"
+	"tutti/internal/backoff"
 )
 
 // Config configures a Directory.
@@ -119,7 +120,7 @@ func (d *Directory) keep(s bootstrap.Follower) {
 				break
 			}
 			d.log.Debug("directory: the store does not answer", "err", err)
-			if !sleep(d.life, retry) {
+			if !backoff.Sleep(d.life, retry) {
 				return
 			}
 		}
@@ -264,7 +265,7 @@ func (d *Directory) follow(ctx context.Context, name string) <-chan Entry {
 				out <- x
 			}
 			cancel()
-			if !sleep(ctx, retry) {
+			if !backoff.Sleep(ctx, retry) {
 				return
 			}
 		}
@@ -378,17 +379,5 @@ func attempt(ctx context.Context, e *endpoint.Endpoint, x Entry, entries <-chan 
 			<-done
 			return p, next, err
 		}
-	}
-}
-
-// sleep waits for t. It returns false if ctx ended first.
-func sleep(ctx context.Context, t time.Duration) bool {
-	timer := time.NewTimer(t)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/endpoint"
+	"tutti/internal/backoff"
 )
 
 // Publication is an entry that this process keeps in the directory.
@@ -127,7 +128,7 @@ func (p *Publication) run() {
 			p.err = err
 		} else if p.life.Err() == nil {
 			d.log.Debug("directory: an entry could not be kept", "name", p.name, "err", err)
-			sleep(p.life, retry)
+			backoff.Sleep(p.life, retry)
 		}
 	}
 	for p.err == nil && d.life.Err() == nil {
@@ -138,7 +139,7 @@ func (p *Publication) run() {
 		if err == nil || errors.Is(err, bootstrap.ErrConflict) {
 			p.err = ErrWithdrawn
 		} else {
-			sleep(d.life, retry)
+			backoff.Sleep(d.life, retry)
 		}
 	}
 	if p.err == nil {

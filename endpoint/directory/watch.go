@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"tutti/bootstrap"
+	"tutti/internal/backoff"
 )
 
 // maxChanges bounds the changes that a program has not taken from Watch.
@@ -111,7 +112,7 @@ func (d *Directory) feed(ctx context.Context, f *feed) error {
 		switch {
 		case d.life.Err() != nil:
 			return ErrClosed
-		case !sleep(ctx, retry):
+		case !backoff.Sleep(ctx, retry):
 			return context.Cause(ctx)
 		}
 	}

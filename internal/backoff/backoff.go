@@ -1,4 +1,4 @@
-// Package backoff paces loops that poll.
+// Package backoff paces loops that poll or try again.
 package backoff
 
 import (
@@ -49,5 +49,17 @@ func (b *Backoff) Reset() { b.waits = 0 }
 func (b *Backoff) Stop() {
 	if b.timer != nil {
 		b.timer.Stop()
+	}
+}
+
+// Sleep waits for d. It returns false if ctx ended first.
+func Sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return ctx.Err() == nil
+	case <-ctx.Done():
+		return false
 	}
 }

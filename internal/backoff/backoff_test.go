@@ -45,3 +45,20 @@ func TestWaitEndsWithItsContext(t *testing.T) {
 		}
 	})
 }
+
+func TestSleep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		began := time.Now()
+		if !Sleep(ctx, time.Minute) || time.Since(began) != time.Minute {
+			t.Errorf("a minute takes %v", time.Since(began))
+		}
+		if Sleep(ctx, 2*time.Hour) || time.Since(began) != time.Hour {
+			t.Errorf("the context ends after %v", time.Since(began))
+		}
+		if Sleep(ctx, 0) {
+			t.Error("nothing says that the context has ended")
+		}
+	})
+}

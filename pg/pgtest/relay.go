@@ -15,6 +15,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"tutti/internal/backoff"
 )
 
 // relay forwards all connections between the ranks, and those to the store.
@@ -304,19 +306,7 @@ func (r *relay) open(ctx context.Context, from, to int) error {
 }
 
 // pause waits for d, and returns false if ctx ends before.
-func pause(ctx context.Context, d time.Duration) bool {
-	if d <= 0 {
-		return true
-	}
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
+func pause(ctx context.Context, d time.Duration) bool { return d <= 0 || backoff.Sleep(ctx, d) }
 
 const (
 	packet     = 1448 // bytes of TCP's payload

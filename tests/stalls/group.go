@@ -40,7 +40,7 @@ func newGroup() (*group, error) {
 			continue
 		case f[2] == "cgroup2":
 			g, hierarchy = group{state: "cgroup.freeze", words: [2]string{"0", "1"}}, ""
-		case f[2] == "cgroup" && contains(f[3], hierarchy):
+		case f[2] == "cgroup" && slices.Contains(strings.Split(f[3], ","), hierarchy):
 			g = group{state: "freezer.state", words: [2]string{"THAWED", "FROZEN"}}
 		default:
 			continue
@@ -62,20 +62,11 @@ func newGroup() (*group, error) {
 // prefix is the beginning of the names of groups. The rest is the number of the process.
 const prefix = "tutti-stalls-"
 
-// contains reports whether list, separated by commas, has name.
-func contains(list, name string) bool {
-	for s := range strings.SplitSeq(list, ",") {
-		if s == name {
-			return true
-		}
-	}
-	return false
-}
-
 // path returns the path of the process's group in a hierarchy, from the lines of /proc/PID/cgroup.
 func path(lines, hierarchy string) string {
 	for line := range strings.Lines(lines) {
-		if f := strings.SplitN(strings.TrimSpace(line), ":", 3); len(f) == 3 && contains(f[1], hierarchy) {
+		if f := strings.SplitN(strings.TrimSpace(line), ":", 3); len(f) == 3 &&
+			slices.Contains(strings.Split(f[1], ","), hierarchy) {
 			return f[2]
 		}
 	}

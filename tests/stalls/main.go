@@ -21,6 +21,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"tutti/internal/backoff"
 )
 
 // options say how often, and for how long, processes are stopped.
@@ -106,7 +108,7 @@ func run(o options, argv []string) (code int, err error) {
 // disturb stops processes of base in lane until ctx ends. What it has stopped continues before it
 // returns.
 func disturb(ctx context.Context, o options, base, lane *group) {
-	for wait(ctx, time.Duration(rand.ExpFloat64()/o.rate*float64(time.Second))) {
+	for backoff.Sleep(ctx, time.Duration(rand.ExpFloat64()/o.rate*float64(time.Second))) {
 		all := base.members()
 		if len(all) == 0 {
 			continue
@@ -114,21 +116,9 @@ func disturb(ctx context.Context, o options, base, lane *group) {
 		one := all[rand.IntN(len(all))]
 		if lane.take(one) == nil && lane.freeze(true) == nil { // it has not ended
 			u := rand.Float64()
-			wait(ctx, time.Duration(u*u*u*float64(o.most)))
+			backoff.Sleep(ctx, time.Duration(u*u*u*float64(o.most)))
 		}
 		_ = lane.freeze(false)
 		lane.empty(base)
-	}
-}
-
-// wait returns after d, or false when ctx has ended.
-func wait(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
 	}
 }

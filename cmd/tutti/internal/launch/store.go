@@ -20,6 +20,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/internal/backoff"
 	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/plain"
@@ -561,10 +562,10 @@ func (l *launcher) impatient(ctx context.Context, address string, patience time.
 				text = fmt.Sprintf("the host name of the meeting point %s (--rdzv) does not resolve yet: %v",
 					l.Rendezvous, err)
 			} else {
-				pause(ctx, 5*time.Second)
+				backoff.Sleep(ctx, 5*time.Second)
 			}
 		} else {
-			pause(ctx, 5*time.Second)
+			backoff.Sleep(ctx, 5*time.Second)
 		}
 		if ctx.Err() == nil && !l.Quiet {
 			l.say(fmt.Sprintf("%s; trying again for up to %v", text, patience))
@@ -573,16 +574,6 @@ func (l *launcher) impatient(ctx context.Context, address string, patience time.
 	return func() {
 		cancel()
 		done.Wait()
-	}
-}
-
-// pause waits for d, or until ctx ends.
-func pause(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-	case <-ctx.Done():
 	}
 }
 
@@ -734,7 +725,7 @@ func (s *store) renew(ctx context.Context, last error, put func(context.Context)
 	ctx, cancel := context.WithTimeout(ctx, viewAway)
 	defer cancel()
 	for !s.refused.Load() && ctx.Err() == nil {
-		pause(ctx, renewPause)
+		backoff.Sleep(ctx, renewPause)
 		if last = s.reenter(ctx, put); last == nil || errors.As(last, new(occupied)) {
 			return last
 		}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/internal/backoff"
 	"tutti/pg/membership"
 )
 
@@ -146,7 +147,7 @@ func (v *views) follow() {
 		} else if time.Since(there) > viewAway {
 			v.answer()
 		}
-		pause(v.ctx, time.Second) // the store was away, or this process was stopped until its lease ended
+		backoff.Sleep(v.ctx, time.Second) // the store was away, or this process was stopped until its lease ended
 	}
 }
 
