@@ -26,7 +26,7 @@ const (
 // members of another build are not asked.
 //
 //	request  length u8, uuid, rank u32, ids: u64 for each member, by rank
-//	reply    code u8, then the record, a text, or its rank and ids as in the request
+//	reply    code u8, then the record, a text, or the rank and ids of a member as in the request
 type (
 	findRequest struct {
 		uuid string
@@ -45,7 +45,7 @@ const (
 	findWait           // this member has not begun the Formation yet: ask again
 	findUsed           // the uuid was used for another Formation; body: a text about that
 	findGone           // body: a goneBody
-	findDiffers        // body: this member's list
+	findDiffers        // body: a list that is not that of the request: this member's, or one that this member knows of
 )
 
 // goneBody says why a member has no part in a Formation: fault u8, rank u32, a text.

@@ -65,6 +65,7 @@ type DifferError struct {
 	Own       string // its list: "3 members by member …, with member … as rank 1"
 	OtherRank int    // of the other member in its own list
 	Other     string
+	other     []uint64 // its list
 }
 
 func (e *DifferError) Error() string {
@@ -370,7 +371,8 @@ func (f *Formation) differLocked(otherRank int, other []uint64) error {
 		}
 		return s
 	}
-	return &DifferError{Rank: f.rank, Own: spell(f.rank, f.ids), OtherRank: otherRank, Other: spell(otherRank, other)}
+	return &DifferError{Rank: f.rank, Own: spell(f.rank, f.ids), OtherRank: otherRank, Other: spell(otherRank, other),
+		other: other}
 }
 
 // ---- The server's half ----
@@ -416,6 +418,9 @@ func (m *Member) answerLocked(q *findRequest) (*findReply, *Formation, error) {
 		}
 		return &findReply{code: findDiffers, body: encodeIDs(f.rank, f.ids)}, f, f.differLocked(q.rank, q.ids)
 	case f.state == over || f.err != nil:
+		if differ := new(*DifferError); errors.As(f.err, differ) { // from the one that asks, too
+			return &findReply{code: findDiffers, body: encodeIDs((*differ).OtherRank, (*differ).other)}, nil, nil
+		}
 		why := goneBody{text: f.reasonLocked()}
 		if peer := new(*PeerError); errors.As(f.err, peer) {
 			why.fault, why.rank = faultOf((*peer).Err), (*peer).Rank
@@ -620,7 +625,7 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest, 
 
 var errNotYet = errors.New("it has not been asked to form this group yet")
 
-// listError carries the other member's list.
+// listError carries a list that differs, and the rank in it of the member that has it.
 type listError struct {
 	rank int
 	ids  []uint64
