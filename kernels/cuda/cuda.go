@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
+	"sync"
 )
 
 // A Launch is one launch of a kernel of a [Module]. A driver's launch takes it as it is.
@@ -27,17 +28,29 @@ var (
 	ptx90 []byte
 )
 
+// The modules, unpacked when they are first needed. A process opens several devices, or a device
+// several times.
+var (
+	module70 = sync.OnceValues(func() ([]byte, error) { return unpack(ptx70) })
+	module90 = sync.OnceValues(func() ([]byte, error) { return unpack(ptx90) })
+)
+
 // Module returns all kernels as PTX, for a device of the compute capability major.minor. The driver
-// compiles it for the device. An error says that the device is too old.
+// compiles it for the device. The caller must not change it. An error says that the device is too
+// old.
 func Module(major, minor int) (ptx []byte, err error) {
-	packed := ptx90
 	switch {
 	case major < 7:
 		return nil, fmt.Errorf("kernels/cuda: a device of compute capability %d.%d: the kernels need 7.0 or more",
 			major, minor)
 	case major < 9:
-		packed = ptx70
+		return module70()
 	}
+	return module90()
+}
+
+// unpack returns an embedded module.
+func unpack(packed []byte) ([]byte, error) {
 	r, err := gzip.NewReader(bytes.NewReader(packed))
 	if err != nil {
 		return nil, fmt.Errorf("kernels/cuda: the embedded PTX: %w", err)
