@@ -34,7 +34,7 @@ TEST        := $(GO) test -vet=off -ldflags=-w -count=1 -timeout 15m
 NOT_RACED   := -e /examples -e /tests/ -e '^tutti/endpoint$$' -e '^tutti/pg$$' -e '^tutti/cmd/tutti$$' -e '^tutti/collectives$$' \
 	-e '^tutti/pg/membership$$' -e '^tutti/pg/internal/resync$$' -e '^tutti/kernels/cuda$$'
 # And the tests in the others of which the same is true.
-ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|MachineAndLedger|RandomWalks|RingIsReadAsItWasComposed|AnyMessages|RareSubnormals)$$
+ALONE       := ^Test(EveryLaneChange|LaneWalks|Model|MachineAndLedger|RandomWalks|RingIsReadAsItWasComposed|AnyMessages|RareSubnormals|ReducersMatchReference|ManyBlocksAreNotDeep)$$
 RACE        := $(TEST) -short -race
 # A half of the tests of pg, by time.
 FIRST       := ^Test[A-D]
