@@ -624,6 +624,46 @@ func TestBothEndsConnectAtOnce(t *testing.T) {
 	}
 }
 
+// A name after which no list begins is the error of the call, and ends nothing else.
+func TestRegionsAfterInvalidNames(t *testing.T) {
+	_, b, p, _ := pair(t, Config{})
+	if _, err := b.Register("r", mem.Host(make([]byte, 1), mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	other := p.Recv(nil)
+	for _, name := range []string{strings.Repeat("x", 256), strings.Repeat("x", 1<<20), "a\xff", "a\nb"} {
+		if page, err := p.Regions(t.Context(), name, 0); !errors.Is(err, ErrName) || page != nil {
+			t.Errorf("after %.20q: %v, %v; want ErrName", name, page, err)
+		}
+		if _, err := p.Lookup(t.Context(), name); !errors.Is(err, ErrName) {
+			t.Errorf("lookup of %.20q: %v, want ErrName", name, err)
+		}
+		if err := p.Read(make([]byte, 1), name, 0).Wait(t.Context()); !errors.Is(err, ErrName) {
+			t.Errorf("read of %.20q: %v, want ErrName", name, err)
+		}
+	}
+	if page, err := p.Regions(t.Context(), strings.Repeat("q", 255), 0); err != nil || len(page) != 1 {
+		t.Errorf("after the longest name: %v, %v", page, err)
+	}
+	if other.Ended() {
+		t.Errorf("another operation has ended: %v", other.Err())
+	}
+}
+
+// An address may be that of the endpoint itself, which it learns from the one that answers.
+func TestConnectToItself(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	for _, info := range []Info{e.Info(), {Addrs: e.Info().Addrs}} {
+		if _, err := e.Connect(t.Context(), info); err == nil || !strings.Contains(err.Error(),
+			"that is this endpoint itself") {
+			t.Errorf("connect to %v: %v", info, err)
+		}
+	}
+	if n := len(e.Peers()); n != 0 {
+		t.Errorf("it has %d peers", n)
+	}
+}
+
 func TestManyRegions(t *testing.T) {
 	_, b, p, _ := pair(t, Config{})
 	const n = 10_000

@@ -590,7 +590,9 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 	switch {
 	case h.ToIncarnation != 0 && h.ToIncarnation != e.id:
 		return &trust.Refusal{Code: codeOther, Text: "another endpoint has this address now"}
-	case h.FromIncarnation == 0 || h.FromIncarnation == e.id:
+	case h.FromIncarnation == e.id:
+		return &trust.Refusal{Code: codeOther, Text: "that is this endpoint itself"}
+	case h.FromIncarnation == 0:
 		return &trust.Refusal{Code: codeOther, Text: "invalid identity"}
 	}
 	mode, _, ok := modeOf(h.Extra)
