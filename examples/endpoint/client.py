@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """A client of a Tutti endpoint, which needs only Python. docs/wire.md describes the protocol. Connections are plain."""
-import argparse, hmac, os, re, secrets, socket, struct, sys
+import argparse, contextlib, hmac, os, re, secrets, socket, struct, sys
 
 (HELLO, PING, PONG, BYE, STAY, GET, PUT, DATA, DONE, CANCEL, LOOKUP, LIST, WATCH, REGION, GONE, MESSAGE, OFFER, PULL,
  PIECE, SENT, TAKEN, CREDIT, DROPPED, INQUIRE, STATE) = range(0x10, 0x29)
@@ -9,6 +9,7 @@ CODES = ["ok", "cancelled", "no such region", "the region was unregistered", "th
          "out of the region's bounds", "the region's file or device failed", "too many requests", "refused"]
 WINDOW, LONGEST, EACH, PAGE = 64 << 10, 16 << 10, 128, 1024  # bytes unread, of a whole message, more for each; a List
 VERSION, BULK = 2, 47  # of the frames; bytes of the extension of Put, Data, Message and Piece
+ADDRESS = r"\[?([\w%:-]{1,63}(?:\.[\w%:-]{1,63})*\.?)\]?:([0-9]{1,5})"
 
 class Error(Exception): """What a user should read."""
 
@@ -27,7 +28,7 @@ class Client:
     """A connection to an endpoint, which ends it 5 minutes after the last call, unless its program says otherwise.
     From then on, and once an answer took longer than timeout, calls raise Error or OSError: make another Client."""
     def __init__(self, address, secret, timeout=30):
-        if not (m := re.fullmatch(r"\[?([^\[\]]+)\]?:([0-9]{1,5})", address)) or not 0 < int(m[2]) < 65536:
+        if not (m := re.fullmatch(ADDRESS, address, re.ASCII)) or not 0 < int(m[2]) < 65536:
             raise Error(f"{address!r} is not HOST:PORT")
         self.requests = self.sent = self.received = 0  # number of the last request, message sent and message received
         self.credit, self.kept = 0, []  # what was received of Message frames; frames that no call waited for
@@ -63,6 +64,11 @@ class Client:
             raise wrong
         if verdict[0] != OK:
             raise Error(f"refused: {text.decode(errors='replace')}")
+
+    def close(self):
+        """Tells the endpoint that no connection was lost, and closes it."""
+        with self.sock, self.input, contextlib.suppress(OSError):
+            self.put_frame(BYE, 0)
 
     def take(self, n):
         if len(b := self.input.read(n)) < n:
@@ -122,17 +128,26 @@ class Client:
 
     def lookup(self, region):
         """Returns a region's number and generation, as Get and Put have them, and its length."""
-        frame = self.wait(self.request(LOOKUP, payload=os.fsencode(region)), REGION, DONE)
+        if not 0 < len(name := os.fsencode(region)) < 256:
+            raise Error(f"{region:.20}: the name of a region has 1 to 255 bytes")
+        frame = self.wait(self.request(LOOKUP, payload=name), REGION, DONE)
         if frame[0] == DONE:  # it has a code other than OK
             self.check(frame, region)
         return frame[2][:16], struct.unpack_from("<Q", frame[2], 16)[0]
 
-    def read(self, region, offset=0, length=None):
-        """Returns bytes of a region, without a length all from the offset on."""
+    def extent(self, region, offset, length):
+        """Returns a range of a region as Get and Put have it, and its length: without one, all that follows."""
         where, total = self.lookup(region)
         length = max(total - offset, 0) if length is None else length
-        number = self.request(GET, where + struct.pack("<QQ", offset, length))
-        data, end = self.gather(min(length, total), number, DATA, DONE)
+        if not 0 <= offset <= total - length <= total:
+            raise Error(f"{region}: {CODES[5]}: {length} bytes at offset {offset} of {total}")
+        return where + struct.pack("<QQ", offset, length), length
+
+    def read(self, region, offset=0, length=None):
+        """Returns bytes of a region, without a length all from the offset on."""
+        where, length = self.extent(region, offset, length)
+        number = self.request(GET, where)
+        data, end = self.gather(length, number, DATA, DONE)
         self.check(end, region)
         if data is None:
             raise Error(f"{region}: not all bytes have come")
@@ -140,8 +155,8 @@ class Client:
 
     def write(self, region, offset, data):
         """Writes to a region, and returns when the bytes are there."""
-        where, _ = self.lookup(region)
-        self.check(self.wait(self.request(PUT, where + struct.pack("<QQ", offset, len(data)), data), DONE), region)
+        where, _ = self.extent(region, offset, len(data))
+        self.check(self.wait(self.request(PUT, where, data), DONE), region)
 
     def send(self, message):
         """Sends a message, and returns when the endpoint has it."""
@@ -181,6 +196,26 @@ class Client:
             if code == OK:
                 return data
 
+def put(data):
+    """Writes to the standard output. A file or a pipe may take less than it is given at once."""
+    data = memoryview(data)
+    while data:
+        data = data[os.write(1, data):]
+
+def run(client, args):
+    """Does what the command says."""
+    if args.command == "ls":
+        for name, length, rights in client.regions():
+            put(b"%s %12d %s\n" % ([b"--", b"r-", b"-w", b"rw"][rights & 3], length, name))
+    elif args.command == "read":
+        put(client.read(args.REGION, args.OFF or 0, args.LEN))
+    elif args.command == "write":
+        client.write(args.REGION, args.OFF, open(args.FILE, "rb").read())
+    elif args.command == "send":
+        client.send(os.fsencode(args.TEXT))
+    else:
+        put(client.recv())
+
 def main():
     parser = argparse.ArgumentParser(description="Uses a Tutti endpoint. read and recv write to standard output.")
     parser.add_argument("--secret-file", help="has the job's secret or a client's credential; else TUTTI_SECRET has")
@@ -191,23 +226,14 @@ def main():
         for a in usage.split()[1:]:
             kind, many = int if a.strip("[]") in ("OFF", "LEN") else str, "?" if a[0] == "[" else None
             command.add_argument(a.strip("[]"), type=kind, nargs=many)
-    args, out = parser.parse_args(), sys.stdout.buffer
+    args = parser.parse_args()
     try:
+        os.fstat(1)  # it is open: else the connection could get its number
         secret = open(args.secret_file, "rb").read() if args.secret_file else os.environb.get(b"TUTTI_SECRET", b"")
-        client = Client(args.address, os.fsdecode(secret.rstrip(b"\r\n")))
-        if args.command == "ls":
-            for name, length, rights in client.regions():
-                out.write(b"%s %12d %s\n" % ([b"--", b"r-", b"-w", b"rw"][rights & 3], length, name))
-        elif args.command == "read":
-            out.write(client.read(args.REGION, args.OFF or 0, args.LEN))
-        elif args.command == "write":
-            client.write(args.REGION, args.OFF, open(args.FILE, "rb").read())
-        elif args.command == "send":
-            client.send(os.fsencode(args.TEXT))
-        else:
-            out.write(client.recv())
-    except (Error, OSError) as e:
-        sys.exit(f"client.py: {e}")
+        with contextlib.closing(Client(args.address, os.fsdecode(secret.rstrip(b"\r\n")))) as client:
+            run(client, args)
+    except (Error, OSError, MemoryError) as e:
+        sys.exit(f"client.py: {str(e) or type(e).__name__}")
 
 if __name__ == "__main__":
     main()

@@ -212,6 +212,88 @@ func TestClientReadsAndWrites(t *testing.T) {
 	s.same("fixed", fixed, pattern(1000, 1))
 }
 
+// What the standard output does not take is written again, or an error.
+func TestClientWritesAllOrFails(t *testing.T) {
+	s := serve(t, secret)
+	data := s.register("data", 1<<20, endpoint.RegionConfig{})
+	for _, unbuffered := range []string{"", "1"} {
+		for _, limit := range []string{"unlimited", "100"} {
+			path := filepath.Join(t.TempDir(), "out")
+			c := &client{s: s, cmd: exec.CommandContext(s.ctx, "bash", "-c",
+				`ulimit -f "$3"; trap "" XFSZ; exec "$0" client.py "$1" read data >"$2"`, s.python, s.Info().Addrs[0], path, limit)}
+			c.cmd.Env = append(os.Environ(), "TUTTI_SECRET="+s.key, "PYTHONUNBUFFERED="+unbuffered)
+			c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
+			if err := c.cmd.Start(); err != nil {
+				t.Skipf("skipped: there is no bash: %v", err)
+			}
+			p := s.peer()
+			if limit != "unlimited" {
+				c.fails("File too large")
+			} else {
+				c.ok()
+				got, err := os.ReadFile(path)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s.same("output", got, data)
+			}
+			p.Close()
+		}
+	}
+}
+
+// Wrong arguments are errors of one line.
+func TestClientArguments(t *testing.T) {
+	s := serve(t, secret)
+	s.register("data", 100, endpoint.RegionConfig{Rights: both})
+	const huge = "99999999999999999999999999"
+	one := s.file([]byte("x"))
+	for _, args := range [][]string{{"read", "data", "-1"}, {"read", "data", huge}, {"read", "data", "0", "-1"},
+		{"read", "data", "0", huge}, {"read", "data", "-5", "7"}, {"read", "data", "9223372036854775808", "1"},
+		{"write", "data", "-1", one}, {"write", "data", huge, one}} {
+		s.fail("out of the region's bounds", args...)
+	}
+	for _, name := range []string{"", strings.Repeat("x", 256), strings.Repeat("x", 100000)} {
+		s.fail("the name of a region has 1 to 255 bytes", "read", name)
+		s.fail("the name of a region has 1 to 255 bytes", "write", name, "0", one)
+	}
+	s.fail("no such region", "read", strings.Repeat("x", 255))
+	for _, address := range []string{"x", ":1", "a..b:1", strings.Repeat("x", 64) + ":1", "\xff:1", "ä:1", "127.0.0.1:0",
+		"127.0.0.1:65536"} {
+		c := &client{s: s, cmd: exec.CommandContext(s.ctx, s.python, "client.py", address, "ls")}
+		c.cmd.Env = append(os.Environ(), "TUTTI_SECRET="+s.key)
+		c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
+		if err := c.cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		c.fails("is not HOST:PORT")
+	}
+}
+
+// A client that ends says so, and is no session that was lost.
+func TestClientSaysBye(t *testing.T) {
+	s := serve(t, secret)
+	s.register("data", 100, endpoint.RegionConfig{})
+	for _, args := range [][]string{{"ls"}, {"read", "data"}, {"read", "other"}} {
+		c := s.start(args...)
+		p := s.peer()
+		c.cmd.Wait()
+		tick := time.NewTicker(time.Millisecond)
+		defer tick.Stop()
+		for s.Stats().Connected > 0 {
+			select {
+			case <-tick.C:
+			case <-s.ctx.Done():
+				t.Fatal("the client does not go")
+			}
+		}
+		p.Close()
+	}
+	if x := s.Stats(); x.Broken != 0 {
+		t.Errorf("%d sessions of clients were lost: %+v", x.Broken, x)
+	}
+}
+
 func TestClientLists(t *testing.T) {
 	s := serve(t, secret)
 	s.same("nothing", s.run("ls"), nil)
