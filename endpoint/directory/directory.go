@@ -109,10 +109,15 @@ func (d *Directory) keep(s bootstrap.Follower) {
 			d.err = s.Close()
 			return
 		}
-		d.log.Warn("directory: entries of this process are gone until the store answers", "err", s.Err())
 		d.mu.Lock()
 		d.store = nil
+		held := len(d.held)
 		d.mu.Unlock()
+		if held > 0 {
+			d.log.Warn("directory: entries of this process are gone until the store answers", "err", s.Err())
+		} else {
+			d.log.Debug("directory: the store is away", "err", s.Err())
+		}
 		s.Close()
 		for {
 			var err error
@@ -194,7 +199,11 @@ func (d *Directory) Lookup(ctx context.Context, name string) (Entry, error) {
 	return x, nil
 }
 
+// fail is the error of a method for a name.
 func (d *Directory) fail(name string, err error) error {
+	if taken := (*TakenError)(nil); errors.As(err, &taken) { // it has the name
+		return fmt.Errorf("directory %s: %w", d.cfg.Job, err)
+	}
 	return fmt.Errorf("directory %s: name %s: %w", d.cfg.Job, name, d.reason(err))
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"slices"
 	"strings"
@@ -582,6 +583,51 @@ func TestStoreAway(t *testing.T) {
 	d.Close()
 	if took := time.Since(began); took > patience/2 {
 		t.Errorf("Close took %v", took)
+	}
+}
+
+// saying is a log, and a channel that has its lines.
+type saying chan string
+
+func (s saying) Write(b []byte) (int, error) {
+	s <- string(b)
+	return len(b), nil
+}
+
+// The log tells that entries are gone if there were entries.
+func TestLogOfLostEntries(t *testing.T) {
+	t.Parallel()
+	address := site(t)
+	for _, held := range []bool{false, true} {
+		n, through := newNetwork(t, address)
+		cfg, lines := storeAt(through), make(saying, 1<<16)
+		cfg.LeaseTTL = time.Second
+		d, err := directory.Open(within(t), directory.Config{Store: cfg,
+			Logger: slog.New(slog.NewTextHandler(lines, &slog.HandlerOptions{Level: slog.LevelDebug}))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer d.Close()
+		if held {
+			publish(t, d, "a", info(1))
+		}
+		n.cut()
+		said := false
+		for again := false; !again; {
+			select {
+			case line := <-lines:
+				gone := strings.Contains(line, "entries of this process are gone")
+				if said = said || gone; gone || strings.Contains(line, "the store is away") {
+					n.lead(address)
+				}
+				again = strings.Contains(line, "answers again")
+			case <-within(t).Done():
+				t.Fatal("the store does not answer again")
+			}
+		}
+		if said != held {
+			t.Errorf("that entries are gone was said: %v, want %v", said, held)
+		}
 	}
 }
 

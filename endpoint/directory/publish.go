@@ -124,8 +124,12 @@ func (p *Publication) run() {
 			err = p.keep(s)
 		}
 		if errors.As(err, new(*TakenError)) {
-			d.log.Warn("directory: the entry of another endpoint stays", "err", err)
 			p.err = err
+			select {
+			case <-p.first:
+				d.log.Warn("directory: the entry of another endpoint stays", "err", err)
+			default: // Publish returns the error
+			}
 		} else if p.life.Err() == nil {
 			d.log.Debug("directory: an entry could not be kept", "name", p.name, "err", err)
 			backoff.Sleep(p.life, retry)
