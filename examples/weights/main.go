@@ -58,6 +58,13 @@ func run(ctx context.Context, args []string) error {
 	if len(args) == 0 || args[0] != "train" && args[0] != "serve" {
 		return errors.New("want \"weights train\" or \"weights serve\", and flags; see --help of each")
 	}
+	parse := func(fl *flag.FlagSet) error {
+		fl.Parse(args[1:])
+		if fl.NArg() > 0 {
+			return fmt.Errorf("%q: %s takes flags alone", fl.Arg(0), fl.Name())
+		}
+		return nil
+	}
 	fl := flag.NewFlagSet("weights "+args[0], flag.ExitOnError)
 	if args[0] == "train" {
 		var t trainer
@@ -65,13 +72,17 @@ func run(ctx context.Context, args []string) error {
 		fl.IntVar(&t.versions, "versions", 5, "versions to publish")
 		fl.DurationVar(&t.every, "every", time.Second, "pause between versions")
 		fl.IntVar(&t.wait, "wait", 0, "end when so many servers have each version, instead of at once")
-		fl.Parse(args[1:])
+		if err := parse(fl); err != nil {
+			return err
+		}
 		return t.run(ctx)
 	}
 	var s server
 	fl.Func("part", "part of the weights to serve, as 0/3", s.setPart)
 	fl.IntVar(&s.until, "until", 0, "end with this version (default: serve until interrupted)")
-	fl.Parse(args[1:])
+	if err := parse(fl); err != nil {
+		return err
+	}
 	return s.run(ctx)
 }
 

@@ -68,6 +68,9 @@ func (t *trainer) run(ctx context.Context) error {
 		t.size = 1 << 30
 	}
 	m := manifest{Weights: t.size / 4 / g.Size() * g.Size(), Shards: g.Size()}
+	if m.Weights == 0 {
+		return fmt.Errorf("--size %d: %d shards of one weight take %d bytes", t.size, g.Size(), 4*g.Size())
+	}
 	from, to := m.span(g.Rank(), g.Size())
 	weights := make([]float32, to-from)
 	for i := range weights {

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -130,6 +131,16 @@ func until(t *testing.T, f func() bool) {
 		case <-tick.C:
 		case <-ctx.Done():
 			t.Fatal("it does not come")
+		}
+	}
+}
+
+// What is no flag is an error, before anything is done with the flags that follow it.
+func TestArgumentsAreRefused(t *testing.T) {
+	for _, args := range []string{"train extra --versions 1", "serve extra --part 0/1"} {
+		err := run(within(t), strings.Fields(args))
+		if err == nil || !strings.Contains(err.Error(), `"extra"`) {
+			t.Errorf("weights %s: %v", args, err)
 		}
 	}
 }
