@@ -545,7 +545,8 @@ const MaxPage = 1024
 
 // Regions returns the first of the peer's regions that this end may use, in the order of their
 // names, whose names come after after: at most max, and MaxPage if max is larger, or not above 0.
-// If they are fewer than that, they are the last ones. after is "" or a name that a region may have.
+// If they are fewer than that, they are the last ones. after is "", or a name that a region may
+// have.
 func (p *Peer) Regions(ctx context.Context, after string, max int) ([]RemoteRegion, error) {
 	if err := args.Context(ctx, p, "regions"); err != nil {
 		return nil, err

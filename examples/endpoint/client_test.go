@@ -220,7 +220,8 @@ func TestClientWritesAllOrFails(t *testing.T) {
 		for _, limit := range []string{"unlimited", "100"} {
 			path := filepath.Join(t.TempDir(), "out")
 			c := &client{s: s, cmd: exec.CommandContext(s.ctx, "bash", "-c",
-				`ulimit -f "$3"; trap "" XFSZ; exec "$0" client.py "$1" read data >"$2"`, s.python, s.Info().Addrs[0], path, limit)}
+				`ulimit -f "$3"; trap "" XFSZ; exec "$0" client.py "$1" read data >"$2"`, s.python, s.Info().Addrs[0],
+				path, limit)}
 			c.cmd.Env = append(os.Environ(), "TUTTI_SECRET="+s.key, "PYTHONUNBUFFERED="+unbuffered)
 			c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
 			if err := c.cmd.Start(); err != nil {
@@ -258,8 +259,8 @@ func TestClientArguments(t *testing.T) {
 		s.fail("the name of a region has 1 to 255 bytes", "write", name, "0", one)
 	}
 	s.fail("no such region", "read", strings.Repeat("x", 255))
-	for _, address := range []string{"x", ":1", "a..b:1", strings.Repeat("x", 64) + ":1", "\xff:1", "ä:1", "127.0.0.1:0",
-		"127.0.0.1:65536"} {
+	for _, address := range []string{"x", ":1", "a..b:1", strings.Repeat("x", 64) + ":1", "\xff:1", "ä:1",
+		"127.0.0.1:0", "127.0.0.1:65536"} {
 		c := &client{s: s, cmd: exec.CommandContext(s.ctx, s.python, "client.py", address, "ls")}
 		c.cmd.Env = append(os.Environ(), "TUTTI_SECRET="+s.key)
 		c.cmd.Stdout, c.cmd.Stderr = &c.out, &c.err
