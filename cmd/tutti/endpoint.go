@@ -1038,18 +1038,23 @@ func (m *meter) draw(now time.Time) {
 
 // text is the line of the meter, for a terminal with so many columns.
 func (m *meter) text(now time.Time, columns int) string {
-	text := status.Size(float64(m.moved))
+	text, percent, part := status.Size(float64(m.moved)), "", 0.
 	if m.total >= 0 {
 		text += " of " + status.Size(float64(m.total))
 	}
+	if m.total > 0 {
+		part = float64(m.moved) / float64(m.total)
+		percent = fmt.Sprintf("%3d%%  ", int(part*100))
+	}
 	if d := now.Sub(m.began).Seconds(); d > 0 && m.moved > 0 {
-		text += fmt.Sprintf("  %s/s", status.Size(float64(m.moved)/d))
+		rate := fmt.Sprintf("  %s/s", status.Size(float64(m.moved)/d))
+		if columns <= 0 || len(percent)+len(text)+len(rate) <= columns {
+			text += rate
+		}
 	}
 	if m.total <= 0 {
 		return term.Clip(text, columns)
 	}
-	part := float64(m.moved) / float64(m.total)
-	percent := fmt.Sprintf("%3d%%  ", int(part*100))
 	if room := min(columns-len(percent)-len(text)-5, 40); room >= 10 {
 		full := min(int(part*float64(room)), room)
 		return percent + "[" + strings.Repeat("#", full) + strings.Repeat(" ", room-full) + "]  " + text
