@@ -20,6 +20,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
@@ -83,8 +84,20 @@ killed; one that is started again has another address, and the same name.`,
 	for _, sub := range c.Commands() {
 		sub.DisableFlagsInUseLine = true
 		sub.Flags().SortFlags = false
+		sub.PreRunE = noEmptyFlags
 	}
 	return c
+}
+
+// noEmptyFlags refuses flags with an empty text, as --publish "$NAME" has where NAME is not set.
+// Their defaults are for commands without the flag.
+func noEmptyFlags(cmd *cobra.Command, _ []string) (err error) {
+	cmd.Flags().Visit(func(flag *pflag.Flag) {
+		if err == nil && flag.Value.Type() == "string" && flag.Value.String() == "" {
+			err = usagef(cmd, "--%s is empty: leave it out, or is a variable not set?", flag.Name)
+		}
+	})
+	return err
 }
 
 // endpointArg explains an argument.
