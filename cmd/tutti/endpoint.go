@@ -186,7 +186,8 @@ func newEndpointRead() *cobra.Command {
 		Use:   "read ENDPOINT REGION [-o FILE] [flags]",
 		Short: "Read a region of an endpoint, or a part of it",
 		Long: `Read a region of an endpoint, or a part of it, to the standard output or to a file. The file appears
-when it is complete; if the read fails, a file of that name stays as it was.
+when it is complete; if the read fails, a file of that name stays as it was. A read that was killed
+with SIGKILL leaves a file .tutti-read-... in the same directory, which may be removed.
 
 ` + endpointArg,
 		Example: `  tutti endpoint read node1:29600 weights -o model.bin
@@ -939,13 +940,54 @@ type output struct {
 	path  string // of which it gets the name when it is complete
 }
 
-// create opens the output with this path; "" and "-" are the standard output. A regular file gets
-// its name, or takes the place of the one that has it, in close.
+// resolve follows the symbolic links of a path, to a file that may not exist. fd is the descriptor
+// of this process that the path means, as /dev/stdout does; negative: none.
+func resolve(path string) (target string, fd int, err error) {
+	self, _ := os.Readlink("/proc/self")
+	for range 40 { // links, as the kernel has it
+		dir, base := filepath.Split(path)
+		if dir, err = filepath.EvalSymlinks(cmp.Or(dir, ".")); err != nil || base == "" || base == ".." {
+			return path, -1, nil // to open it says why
+		}
+		if n, err := strconv.Atoi(base); err == nil && filepath.Base(dir) == "fd" &&
+			strings.HasPrefix(dir, "/proc/"+self+"/") {
+			return path, n, nil
+		}
+		path = filepath.Join(dir, base)
+		to, err := os.Readlink(path)
+		if err != nil { // it is no link
+			return path, -1, nil
+		}
+		if !filepath.IsAbs(to) {
+			to = dir + "/" + to
+		}
+		path = to
+	}
+	return path, -1, &fs.PathError{Op: "open", Path: path, Err: unix.ELOOP}
+}
+
+// create opens the output with this path; "" and "-" are the standard output, and so is a path of
+// the file that it is redirected to. A regular file gets its name, or takes the place of the one
+// that has it, in close. A descriptor, as that of /dev/fd/3, is written as it is.
 func create(ctx context.Context, path string) (*output, error) {
 	if path == "" || path == "-" {
 		return &output{file: os.Stdout}, nil
 	}
 	info, err := os.Stat(path)
+	if own, oerr := os.Stdout.Stat(); err == nil && oerr == nil && os.SameFile(info, own) {
+		return &output{file: os.Stdout}, nil
+	}
+	target, fd, rerr := resolve(path)
+	if rerr != nil {
+		return nil, rerr
+	}
+	if fd >= 0 {
+		n, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return nil, &fs.PathError{Op: "open", Path: path, Err: err}
+		}
+		return &output{file: os.NewFile(uintptr(n), path)}, nil
+	}
 	switch {
 	case err == nil && !info.Mode().IsRegular(): // a device or a pipe; of a directory it is an error
 		f, ferr, err := patiently(ctx, func() (*os.File, error) { return os.OpenFile(path, os.O_WRONLY, 0) })
@@ -956,12 +998,10 @@ func create(ctx context.Context, path string) (*output, error) {
 			return nil, err
 		}
 		f.Close()
-		if path, err = filepath.EvalSymlinks(path); err != nil {
-			return nil, err
-		}
 	case !errors.Is(err, fs.ErrNotExist):
 		return nil, err
 	}
+	path = target
 	mode := fs.FileMode(0o666)
 	if info != nil {
 		mode = 0o600 // until it has that of the old one
