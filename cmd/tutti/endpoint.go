@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 	"unicode/utf8"
@@ -354,27 +355,45 @@ type interrupted syscall.Signal
 
 func (i interrupted) Error() string { return "interrupted by " + unix.SignalName(syscall.Signal(i)) }
 
-// interruptible returns a context that ends with an interrupted at the first signal to end. The
-// second one kills.
+// interruptible returns a context that ends with an interrupted at the first signal to end. A
+// second one kills, unless it belongs to the same request: see launch.Request.
 func interruptible(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	came := make(chan os.Signal, 1)
+	came := make(chan os.Signal, 8)
 	signal.Notify(came, syscall.SIGINT, syscall.SIGTERM)
 	if !signal.Ignored(syscall.SIGHUP) { // as under nohup
 		signal.Notify(came, syscall.SIGHUP)
 	}
+	over := make(chan struct{})
 	go func() {
-		select {
-		case s := <-came:
-			signal.Stop(came)
-			cancel(interrupted(s.(syscall.Signal)))
-		case <-ctx.Done():
+		var asked launch.Request
+		for first := true; ; {
+			select {
+			case s := <-came:
+				switch s := s.(syscall.Signal); {
+				case !asked.Asks(s):
+				case first:
+					first = false
+					cancel(interrupted(s))
+				default:
+					signal.Stop(came)
+					unix.Kill(os.Getpid(), s)
+					return
+				}
+			case <-over:
+				return
+			}
 		}
 	}()
-	return ctx, func() {
-		signal.Stop(came)
+	return ctx, sync.OnceFunc(func() {
 		cancel(nil)
-	}
+		var s interrupted
+		if errors.As(context.Cause(ctx), &s) {
+			return // the process ends, and another signal of the same request does not kill it before
+		}
+		signal.Stop(came)
+		close(over)
+	})
 }
 
 // regionArg is a NAME=FILE.

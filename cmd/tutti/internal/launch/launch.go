@@ -121,8 +121,7 @@ type launcher struct {
 	running  int            // ranks that were still running then
 	stopping bool           // SIGTERM or the user's signal has been sent
 	user     syscall.Signal // the user's signal, if any
-	request  syscall.Signal // the first signal that asked this process to end
-	since    time.Time      // when that came
+	request  Request        // of signals that this process end
 	beside   bool           // it came while the ranks were being ended, because one had failed
 	killed   int            // ranks that had to be killed
 	killedAt time.Time      // when SIGKILL was sent
@@ -579,25 +578,33 @@ func (l *launcher) end(s syscall.Signal) {
 // echo is how long after a signal another one may be the same request.
 const echo = 500 * time.Millisecond
 
-// interrupts reports whether s asks the launcher to end or, if it was asked before, to end at once.
-// SIGUSR1 and SIGUSR2 are for the ranks, while there are any; SIGPIPE says what writing to the
-// broken pipe reports, too. One request may come as two signals: timeout signals its child and then
-// its process group, when a terminal hangs up both the shell and the kernel send SIGHUP, and sudo
-// and systemd send SIGHUP beside SIGTERM.
-func (l *launcher) interrupts(s os.Signal) bool {
-	switch {
-	case s == syscall.SIGPIPE || s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
-		return false
-	case l.request == 0:
-		l.request, l.since = s.(syscall.Signal), time.Now()
+// Request is what signals ask of a command: to end, and then to end at once.
+type Request struct {
+	by    syscall.Signal // the first of them; 0: none has come
+	since time.Time      // when it came
+}
+
+// Asks notes a signal, and reports whether it asks the command to end or, if it was asked before,
+// to end at once. One request may come as two signals: timeout signals its child and then its
+// process group, when a terminal hangs up both the shell and the kernel send SIGHUP, and sudo and
+// systemd send SIGHUP beside SIGTERM.
+func (r *Request) Asks(s syscall.Signal) bool {
+	if r.by == 0 {
+		r.by, r.since = s, time.Now()
 		return true
 	}
-	same := s == l.request || s == syscall.SIGTERM && l.request == syscall.SIGHUP
-	return s != syscall.SIGHUP && (!same || time.Since(l.since) >= echo)
+	same := s == r.by || s == syscall.SIGTERM && r.by == syscall.SIGHUP
+	return s != syscall.SIGHUP && (!same || time.Since(r.since) >= echo)
+}
+
+// interrupts reports whether s asks the launcher to end, or to end at once. SIGUSR1 and SIGUSR2 are
+// for the ranks, while there are any; SIGPIPE says what writing to the broken pipe reports, too.
+func (l *launcher) interrupts(s os.Signal) bool {
+	return s != syscall.SIGPIPE && s != syscall.SIGUSR1 && s != syscall.SIGUSR2 && l.request.Asks(s.(syscall.Signal))
 }
 
 func (l *launcher) signal(s syscall.Signal) {
-	first := l.request == 0
+	first := l.request.by == 0
 	switch {
 	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
 		l.guard.Signal(-1, s)
