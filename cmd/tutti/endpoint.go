@@ -520,16 +520,19 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 			regions = append(regions, region)
 		}
 		at, withdraw := e.Info().String(), func() error { return nil }
+		var lost <-chan struct{} // closed when the name is gone; nil: never
+		var why func() error
 		if f.publish != "" {
 			d, err := f.openDirectory(ctx, cmd, who, cfg.Logger)
-			if err == nil {
-				defer d.Close()
-				_, err = d.Publish(ctx, f.publish, e.Info())
-			}
 			if err != nil {
 				return ended(ctx, err)
 			}
-			at, withdraw = "@"+f.publish, d.Close
+			defer d.Close()
+			pub, err := d.Publish(ctx, f.publish, e.Info())
+			if err != nil {
+				return ended(ctx, err)
+			}
+			at, withdraw, lost, why = "@"+f.publish, d.Close, pub.Done(), pub.Err
 		}
 		if _, err := fmt.Fprintln(os.Stdout, e.Info()); err != nil {
 			return err
@@ -538,7 +541,12 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 			fmt.Fprintf(os.Stderr, "%sserving until Ctrl-C; elsewhere, with the same secret:\n"+
 				"  tutti endpoint read %s %s -o FILE\n", launch.Tag(os.Stderr), quoted(at), quoted(files[0].name))
 		}
-		<-ctx.Done()
+		var failed error
+		select {
+		case <-ctx.Done():
+		case <-lost:
+			failed = why()
+		}
 		if err := withdraw(); err != nil {
 			fmt.Fprintln(os.Stderr, launch.Tag(os.Stderr)+err.Error())
 		}
@@ -551,7 +559,7 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 			}
 			fmt.Fprintln(os.Stderr, launch.Tag(os.Stderr)+text)
 		}
-		return nil
+		return failed
 	})
 }
 

@@ -176,6 +176,81 @@ func TestEndpointRead(t *testing.T) {
 	j.says("connection refused")
 }
 
+// A path of the file that the standard output is redirected to is the standard output.
+func TestEndpointReadToStandardOutput(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("f", pieceSize+9)
+	_, info := s.serve("r=" + path)
+	log, err := os.OpenFile(filepath.Join(s.dir, "log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	if _, err := log.WriteString("precious"); err != nil {
+		t.Fatal(err)
+	}
+	want := []byte("precious")
+	for _, out := range []string{"/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", log.Name()} {
+		j := s.endpoint("read", info, "r", "-o", out)
+		j.cmd.Stdout = log
+		j.start().End(0)
+		want = append(want, data...)
+		s.holds(log.Name(), want)
+	}
+}
+
+// A server whose name was taken, while it could not tell the store that it lives, ends.
+func TestEndpointServeLosesItsName(t *testing.T) {
+	s := newSite(t)
+	store := "TUTTI_STORE=" + sitetest.Start(t, sitetest.Config{}).Address
+	path, _ := s.file("f", 10)
+	serve := func() *tutti {
+		t.Helper()
+		j := s.endpoint("serve", "--listen", "127.0.0.1", "r="+path, "--publish", "trainer")
+		j.cmd.Env = append(j.cmd.Env, store)
+		j.start().Out.Await(t, "\n")
+		return j
+	}
+	first := serve()
+	first.Signal(syscall.SIGSTOP)
+	second := serve()
+	first.Signal(syscall.SIGCONT)
+	first.End(1)
+	first.says("tutti: name trainer is taken by " + strings.TrimSpace(second.Out.String()))
+	first.says("r: 0 B read")
+
+	third := s.endpoint("serve", "--listen", "127.0.0.1", "r="+path, "--publish", "trainer")
+	third.cmd.Env = append(third.cmd.Env, store)
+	third.start().End(1)
+	third.says("tutti: directory endpoints: name trainer is taken by ")
+	if text := third.Err.String(); strings.Count(text, "\n") != 1 {
+		t.Errorf("it says more than one thing: %q", text)
+	}
+	second.Signal(syscall.SIGTERM)
+	second.End(0)
+}
+
+// timeout signals its child, and then its process group.
+func TestEndpointEndsAtTwoSignals(t *testing.T) {
+	s := newSite(t)
+	path, _ := s.file("region", 8*pieceSize)
+	_, info := s.serve("r=" + path)
+	for range 10 {
+		d := newDam(t, info, 5*pieceSize)
+		j := s.endpoint("read", d.Addr().String(), "r", "-o", filepath.Join(s.dir, "out"), "--timeout", "1h").start()
+		d.await(t)
+		j.Signal(syscall.SIGTERM)
+		for range 100 { // the kernel takes those that come at the same time for one
+			j.cmd.Process.Signal(syscall.SIGTERM) // an error says that it has ended already
+		}
+		j.End(143)
+		j.says("tutti: interrupted by SIGTERM\n")
+		if got := s.names(); !slices.Equal(got, []string{"region"}) {
+			t.Fatalf("the directory has %q", got)
+		}
+	}
+}
+
 func TestEndpointWrite(t *testing.T) {
 	s := newSite(t)
 	path, data := s.file("region", 3*pieceSize+100)
@@ -843,8 +918,10 @@ func TestEndpointOutput(t *testing.T) {
 				t.Errorf("before it is complete, what replaces %s is %v, %v; want mode %v", path, info, err, old.Mode())
 			}
 		}
-		if err := reserve(o.file, int64(len(text))); o.whole && err != nil {
-			t.Error(err)
+		if o.whole {
+			if err := reserve(o.file, int64(len(text))); err != nil {
+				t.Error(err)
+			}
 		}
 		if _, err := o.file.WriteString(text); err != nil {
 			t.Error(err)
@@ -884,6 +961,41 @@ func TestEndpointOutput(t *testing.T) {
 	}
 	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 2 {
 		t.Errorf("%v, %v", entries, err)
+	}
+	// A link that leads nowhere has its target made.
+	if err := os.Symlink("sub/../target", at("dangling")); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.Mkdir(at("sub"), 0o700), fill(at("dangling"), "made", true)); err != nil {
+		t.Fatal(err)
+	}
+	want(at("target"), "made", 0o640)
+	if info, err := os.Lstat(at("dangling")); err != nil || info.Mode()&os.ModeSymlink == 0 {
+		t.Errorf("the link is %v, %v", info, err)
+	}
+	if err := errors.Join(os.Symlink("b", at("a")), os.Symlink("a", at("b"))); err != nil {
+		t.Fatal(err)
+	}
+	if err := fill(at("a"), "", true); !errors.Is(err, unix.ELOOP) {
+		t.Errorf("links without an end: %v", err)
+	}
+	// A descriptor of this process is written where it stands, not replaced.
+	log, err := os.OpenFile(at("log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	text := ""
+	for _, path := range []string{"/dev/fd/%d", "/proc/self/fd/%d", "/proc/thread-self/fd/%d"} {
+		path = fmt.Sprintf(path, log.Fd())
+		text += path
+		if err := fill(path, path, true); err != nil {
+			t.Fatal(err)
+		}
+		want(at("log"), text, 0o600)
+	}
+	if err := fill("/dev/fd/99999", "", true); !errors.Is(err, unix.EBADF) {
+		t.Errorf("a descriptor that is not open: %v", err)
 	}
 	// What is no regular file is written, not replaced.
 	if err := unix.Mkfifo(at("fifo"), 0o600); err != nil {
