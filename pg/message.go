@@ -78,7 +78,7 @@ func (g *Group) checkMessage(m *message) error {
 		return bad("the rank", strconv.Itoa(m.peer)+", this rank itself", "another one")
 	}
 	if (m.tag < 0 || m.tag > MaxTag) && !(m.recv && m.tag == AnyTag) {
-		return bad("the tag", strconv.Itoa(m.tag), "0 to MaxTag")
+		return bad("the tag", strconv.Itoa(m.tag), fmt.Sprintf("0 to %d", MaxTag))
 	}
 	return checkBuffer(m.name(), &m.x)
 }

@@ -66,6 +66,11 @@ func (s *settings) check() error {
 	if _, err := ifname.Parse(s.Interfaces); err != nil {
 		return unreadable("join", "Interfaces", s.Interfaces, err)
 	}
+	if s.Job != "" {
+		if err := bootstrap.CheckJob(s.Job); err != nil {
+			return unreadable("join", "Job", s.Job, err)
+		}
+	}
 	if s.MaxSize == 1 { // what follows is not used
 		return nil
 	}
@@ -75,11 +80,6 @@ func (s *settings) check() error {
 	}
 	if s.Store != nil {
 		return nil
-	}
-	if s.Job != "" {
-		if err := bootstrap.CheckJob(s.Job); err != nil {
-			return unreadable("join", "Job", s.Job, err)
-		}
 	}
 	if s.StoreAddr != "" && !s.atMaster {
 		if _, err := bootstrap.ParseStore(s.StoreAddr); err != nil {
@@ -264,12 +264,28 @@ func (s *settings) session() (*join.Settings, error) {
 	case s.Job == "":
 		return nil, s.launch.JobMissing()
 	case s.fixed() && (s.OnFailure != Report || s.AutoAdmit || s.MaxSize > s.Size || s.launch.Standby):
-		return nil, &ArgumentError{Call: "join", Arg: "Store", Got: "one without leases",
-			Want: "a bootstrap.Elastic: with OnFailure, AutoAdmit, MaxSize or standby ranks are lost or taken in"}
+		return nil, s.tooElastic()
 	case s.Store == nil && s.StoreAddr == "":
 		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
 	}
 	return js, nil
+}
+
+// tooElastic returns the error of a setting by which ranks are lost or taken in, with a store that
+// is no bootstrap.Elastic.
+func (s *settings) tooElastic() error {
+	bad := &ArgumentError{Call: "join", Arg: "TUTTI_STANDBY", Got: "set", Want: "no spare process"}
+	switch {
+	case s.OnFailure != Report:
+		bad.Arg, bad.Got, bad.Want = "OnFailure, or TUTTI_ON_FAILURE,", s.OnFailure.String(), Report.String()
+	case s.AutoAdmit:
+		bad.Arg, bad.Got, bad.Want = "AutoAdmit, or TUTTI_AUTO_ADMIT,", "set", "none"
+	case s.MaxSize > s.Size:
+		bad.Arg, bad.Got = "MaxSize, or TUTTI_MAX_SIZE,", strconv.Itoa(s.MaxSize)
+		bad.Want = fmt.Sprintf("Size, %d", s.Size)
+	}
+	bad.Want += ", because the program's store cannot tell which ranks are alive"
+	return bad
 }
 
 // meet finds a store through the launcher for ranks that were given none.

@@ -278,16 +278,17 @@ func fixedRound(t *testing.T, g *pg.Group, given chan struct{}) error {
 
 // Features that need leases return an error.
 func TestStoreWithoutLeases(t *testing.T) {
-	for _, change := range []func(c *pg.Config){
-		func(c *pg.Config) { c.OnFailure = pg.Shrink },
-		func(c *pg.Config) { c.AutoAdmit = true },
-		func(c *pg.Config) { c.MaxSize = 5 },
+	for arg, change := range map[string]func(c *pg.Config){
+		"OnFailure, or TUTTI_ON_FAILURE,": func(c *pg.Config) { c.OnFailure = pg.Shrink },
+		"AutoAdmit, or TUTTI_AUTO_ADMIT,": func(c *pg.Config) { c.AutoAdmit = true },
+		"MaxSize, or TUTTI_MAX_SIZE,":     func(c *pg.Config) { c.MaxSize = 5 },
+		"Job":                             func(c *pg.Config) { c.Job = "a/b" },
 	} {
 		cfg := fixed(newShared(), 0)
 		change(&cfg)
 		var bad *pg.ArgumentError
-		if _, err := pg.Join(t.Context(), cfg); !errors.As(err, &bad) || bad.Arg != "Store" {
-			t.Errorf("%+v: %v", cfg, err)
+		if _, err := pg.Join(t.Context(), cfg); !errors.As(err, &bad) || bad.Arg != arg {
+			t.Errorf("%s: %v", arg, err)
 		}
 	}
 }

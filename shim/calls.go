@@ -8,6 +8,7 @@ import "C"
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math"
 	"sync"
 	"time"
@@ -148,6 +149,8 @@ func call(ctx context.Context, c *C.struct_call) C.int {
 		size := int(min(c.n, math.MaxInt)) // too large, too: pg tells the other ranks
 		if w, err = pg.NewWindow(ctx, g.Group, size); err == nil {
 			c.out = C.uint64_t(windows.add(w))
+		} else if bad := new(*pg.ArgumentError); c.n > math.MaxInt && errors.As(err, bad) {
+			(*bad).Got = fmt.Sprintf("%d bytes", uint64(c.n))
 		}
 	}
 	return failed(interrupted(ctx, err), f)

@@ -636,9 +636,7 @@ int tutti_local_rank(tutti_group group, int32_t *rank, int32_t *size)
 int tutti_view(tutti_group group, uint64_t *epoch, int32_t *ranks, uint32_t cap, uint32_t *n)
 {
 	ENTER(t)
-	if (ranks == NULL && cap > 0)
-		return fail(TUTTI_EINVAL, "ranks is NULL");
-	return GO(t, goView(group, epoch, ranks, cap, n, &t->last));
+	return GO(t, goView(group, epoch, ranks, ranks != NULL ? cap : 0, n, &t->last));
 }
 
 int tutti_topology(tutti_group group, char *text, uint64_t cap, uint64_t *len)

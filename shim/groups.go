@@ -97,6 +97,33 @@ func config(c *C.tutti_config) (cfg pg.Config, err error) {
 	if c.on_timeout < C.TUTTI_TIMEOUT_REPORTS || c.on_timeout > C.TUTTI_TIMEOUT_EVICTS_ALONE {
 		bad("on_timeout", fmt.Sprint(c.on_timeout), "TUTTI_TIMEOUT_REPORTS or another")
 	}
+	flag := func(field string, n C.int32_t) {
+		if n != 0 && n != 1 {
+			bad(field, fmt.Sprint(n), "0 or 1")
+		}
+	}
+	flag("uniform", c.uniform)
+	flag("auto_admit", c.auto_admit)
+	flag("progress", c.progress)
+	if c.max_procs < 0 {
+		bad("max_procs", fmt.Sprint(c.max_procs), "a number of threads, or 0")
+	}
+	if c.memory_limit < 0 {
+		bad("memory_limit", fmt.Sprint(c.memory_limit), "a number of bytes, or 0")
+	}
+	if c.kv != nil { // pg knows them by other names
+		const fixed = ", as always with kv: a store of the program cannot tell which ranks are alive"
+		switch {
+		case c.on_failure == C.TUTTI_SHRINK:
+			bad("on_failure", "TUTTI_SHRINK", "TUTTI_REPORT"+fixed)
+		case c.on_failure == C.TUTTI_RETRY:
+			bad("on_failure", "TUTTI_RETRY", "TUTTI_REPORT"+fixed)
+		case c.auto_admit != 0:
+			bad("auto_admit", fmt.Sprint(c.auto_admit), "0"+fixed)
+		case c.size > 0 && c.max_size > c.size:
+			bad("max_size", fmt.Sprint(c.max_size), fmt.Sprintf("0 or size, %d%s", c.size, fixed))
+		}
+	}
 	if c.secret_len > math.MaxInt32 || c.secret == nil && c.secret_len > 0 {
 		bad("secret", "missing", fmt.Sprintf("%d bytes", c.secret_len))
 	}

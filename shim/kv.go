@@ -14,6 +14,8 @@ import (
 	"sync"
 	"time"
 	"unsafe"
+
+	"tutti/internal/backoff"
 )
 
 // store is a store of the host: a bootstrap.KV over its callbacks. Its methods retain, leave and
@@ -63,7 +65,7 @@ func (s *store) release() {
 }
 
 // slice bounds a callback, so that none outlives its group for long; poll is the pause between
-// requests for a key in place of a wait.
+// requests for a key in place of a wait, and the shortest time between repeated requests.
 const (
 	slice = time.Second
 	poll  = 5 * time.Millisecond
@@ -147,12 +149,13 @@ func (s *store) ask(name string, f callback, key string, value, expected []byte,
 func (s *store) until(ctx context.Context, name string, f callback, key string,
 	value, expected []byte) ([]byte, error) {
 	for {
+		next := time.Now().Add(poll) // a callback may say at once that its time was up
 		result, err := s.call(ctx, name, f, key, value, expected, slice)
 		if err != context.DeadlineExceeded {
 			return result, err
 		}
-		if err := ctx.Err(); err != nil {
-			return nil, err
+		if !backoff.Sleep(ctx, time.Until(next)) {
+			return nil, ctx.Err()
 		}
 	}
 }
@@ -182,10 +185,8 @@ func (s *store) Wait(ctx context.Context, key string) ([]byte, error) {
 		if v, err := s.Get(ctx, key); len(v) > 0 || err != nil {
 			return v, err
 		}
-		select {
-		case <-ctx.Done():
+		if !backoff.Sleep(ctx, poll) {
 			return nil, ctx.Err()
-		case <-time.After(poll):
 		}
 	}
 }

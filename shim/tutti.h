@@ -196,7 +196,8 @@ typedef struct tutti_config {
 	const char *store_user;
 	const char *store_password;
 	const tutti_kv *kv;        /* a store of the program, used instead. The job is fixed: on_failure
-	                              must be TUTTI_REPORT, and no rank joins later */
+	                              must be TUTTI_REPORT or TUTTI_REPORT_ALWAYS, auto_admit 0,
+	                              max_size 0 or size */
 	const void *secret;        /* the job's secret, at least 16 bytes */
 	uint64_t secret_len;
 	const char *transport;     /* "auto", or some of "shm", "rdma", "tcp", with commas, the preferred first */
@@ -300,7 +301,7 @@ TUTTI_API int tutti_local_rank(tutti_group group, int32_t *rank, int32_t *size);
 
 /* Gives the view in which the latest call on the group ended: its epoch, and the active ranks,
  * ascending, of which at most cap are written to ranks; *n is their number. epoch, ranks and n
- * may be NULL. */
+ * may be NULL; cap does not count if ranks is. */
 TUTTI_API int tutti_view(tutti_group group, uint64_t *epoch, int32_t *ranks, uint32_t cap, uint32_t *n);
 
 /* Writes a line that describes how the ranks are distributed and linked to text, at most cap

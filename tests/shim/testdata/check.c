@@ -219,7 +219,8 @@ static void queries(void)
 
 	OK(tutti_view(g, &epoch, ranks, 8, &n));
 	TRUE((int)n == size && ranks[size - 1] == size - 1);
-	OK(tutti_view(g, NULL, NULL, 0, &n));
+	OK(tutti_view(g, NULL, NULL, 8, &n));
+	TRUE((int)n == size);
 	OK(tutti_local_rank(g, &local, &locals));
 	TRUE(local == rank && locals == size);
 	OK(tutti_topology(g, text, sizeof text, &len));
@@ -570,6 +571,32 @@ static void bad(void)
 		CODE(TUTTI_EINVAL, tutti_join(&config, &g));
 		SAYS("on_failure");
 	}
+	config.on_failure = 0;
+	for (config.uniform = 3; config.uniform >= -1; config.uniform -= 4) {
+		CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+		SAYS("uniform");
+	}
+	config.uniform = 0;
+	config.auto_admit = 2;
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("auto_admit");
+	config.auto_admit = 0;
+	config.progress = 2;
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("progress");
+	config.progress = 0;
+	config.max_procs = -3;
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("max_procs is -3");
+	config.max_procs = 0;
+	config.memory_limit = -1;
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("memory_limit is -1");
+	config.memory_limit = 0;
+	config.job = "two words";
+	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
+	SAYS("two words");
+	config.job = NULL;
 	config.on_failure = TUTTI_REPORT_ALWAYS;
 	config.rank = 3;
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
@@ -1041,6 +1068,16 @@ static int store_broken(void *ctx, tutti_kv_call *call)
 	return TUTTI_EINTERNAL;
 }
 
+/* store_late says that its time was up, when none has passed. */
+static int store_late(void *ctx, tutti_kv_call *call)
+{
+	struct filestore *s = ctx;
+
+	(void)call;
+	__atomic_add_fetch(&s->calls, 1, __ATOMIC_SEQ_CST);
+	return TUTTI_ETIMEOUT;
+}
+
 static void store_release(void *ctx)
 {
 	struct filestore *s = ctx;
@@ -1126,6 +1163,38 @@ static void kv(void)
 	CODE(TUTTI_EINTERNAL, tutti_join(&config, &g));
 	SAYS("the disk is on fire");
 	released(&broken);
+
+	/* A callback whose time is up at once is not called without pause. */
+	static struct filestore impatient;
+	store.ctx = &impatient;
+	store.set = store.get = store.wait = store.compare_and_set = store_late;
+	config.timeout_ns = 300000000;
+	CODE(TUTTI_ETIMEOUT, tutti_join(&config, &g));
+	released(&impatient);
+	TRUE(impatient.calls > 1 && impatient.calls < 1000);
+	config.timeout_ns = 20000000000;
+	store.ctx = &broken;
+	store.set = store.get = store.wait = store.compare_and_set = store_broken;
+
+	/* Lost and later ranks want a store that tells which ranks are alive. */
+	for (config.size = 1; config.size < 3; config.size++) {
+		config.on_failure = TUTTI_SHRINK;
+		refuses(TUTTI_EINVAL, &broken, &config, &g);
+		SAYS("on_failure is TUTTI_SHRINK");
+		config.on_failure = 0;
+		config.auto_admit = 1;
+		refuses(TUTTI_EINVAL, &broken, &config, &g);
+		SAYS("auto_admit is 1");
+		config.auto_admit = 0;
+		config.max_size = 4;
+		refuses(TUTTI_EINVAL, &broken, &config, &g);
+		SAYS("max_size is 4");
+		config.max_size = 0;
+		config.job = "a/b\n";
+		refuses(TUTTI_EINVAL, &broken, &config, &g);
+		SAYS("join: Job");
+		config.job = "lonely";
+	}
 
 	/* Each refusal releases the store, too. */
 	struct {
