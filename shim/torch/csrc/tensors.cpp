@@ -18,10 +18,6 @@ template <class... Args>
   throw std::invalid_argument(c10::str("tutti ", what, ": ", args...));
 }
 
-bool is_float8(ScalarType type) {
-  return c10::isFloatingType(type) && c10::elementSize(type) == 1;
-}
-
 // Reports whether an operation at a place can use the memory of tensor.
 bool usable(const at::Tensor& tensor, c10::Device place) {
   return (place.is_cpu() ? tensor.is_cpu() : tensor.device() == place) && tensor.is_contiguous() &&
@@ -123,7 +119,9 @@ Wire wire_of(ScalarType type) {
 
 Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType type) {
   using c10d::ReduceOp;
-  const bool number = c10::isFloatingType(type) || c10::isIntegralType(type, false);
+  // float4 is two numbers in a byte, with which torch cannot calculate.
+  const bool packed = c10::isFloatingType(type) && c10::elementSize(type) == 1 && !c10::isFloat8Type(type);
+  const bool number = (c10::isFloatingType(type) && !packed) || c10::isIntegralType(type, false);
   Reduction r{0, wire_of(type), std::nullopt, std::nullopt};
   switch (op.op_) {
     case ReduceOp::PREMUL_SUM: {
@@ -175,7 +173,7 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
     known = r.op != TUTTI_AVG;
   } else if (c10::isComplexType(type)) {
     known = adds && r.wire.dtype != TUTTI_UINT8; // not bytes, as types that wire_of does not know
-  } else if (is_float8(type) && (r.wire.dtype == TUTTI_UINT8 || r.op != TUTTI_SUM || r.factor)) {
+  } else if (c10::isFloat8Type(type) && (r.wire.dtype == TUTTI_UINT8 || r.op != TUTTI_SUM || r.factor)) {
     r.as = ScalarType::Float;
     r.wire = wire_of(ScalarType::Float);
   }

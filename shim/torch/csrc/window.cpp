@@ -201,7 +201,8 @@ class Window::Errand final : public c10d::Work {
       guard.unlock();
       check_signals();
       if (Clock::now() >= end) {
-        C10_THROW_ERROR(DistBackendError, c10::str(title_, ": the wait timed out after ", timeout.count(),
+        C10_THROW_ERROR(DistBackendError, c10::str(title_, ": the wait timed out after ",
+                                                   std::max<int64_t>(0, timeout.count()),
                                                    " ms; the operation continues"));
       }
       guard.lock();
@@ -231,9 +232,9 @@ class Window::Errand final : public c10d::Work {
   std::thread thread_;
 };
 
-Window::Window(tutti_group group, int rank, int size, milliseconds timeout, std::function<void()> barrier,
-               std::shared_ptr<std::atomic<uint64_t>> bytes)
-    : group_(group), rank_(rank), size_(size), timeout_(timeout), barrier_(std::move(barrier)),
+Window::Window(std::function<tutti_group()> group, int rank, int size, milliseconds timeout,
+               std::function<void()> barrier, std::shared_ptr<std::atomic<uint64_t>> bytes)
+    : group_(std::move(group)), rank_(rank), size_(size), timeout_(timeout), barrier_(std::move(barrier)),
       bytes_(std::move(bytes)) {}
 
 Window::~Window() {
@@ -257,6 +258,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   TORCH_CHECK_VALUE(tensor.storage().data_ptr().get_deleter() != &of_window, what,
                     "the memory of the tensor is registered already: call tensor_deregister first, or clone it");
   WithoutGil released;
+  const tutti_group group = group_();
   {
     std::lock_guard<std::mutex> guard(mutex_);
     TORCH_CHECK_VALUE(!memory_, what, "a tensor is registered already: call tensor_deregister first");
@@ -268,7 +270,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   memory->counter = bytes_;
   {
     Interruptible interruptible(api());
-    const int code = api().tutti_window_new(group_, tensor.nbytes(), nanoseconds_of(timeout_), &memory->handle);
+    const int code = api().tutti_window_new(group, tensor.nbytes(), nanoseconds_of(timeout_), &memory->handle);
     interruptible.rethrow();
     check(code);
   }
@@ -486,8 +488,13 @@ c10::intrusive_ptr<c10d::Window> Backend::new_window(const std::optional<at::Ten
   const tutti_group group = this->group("tutti new_window");
   auto self = c10::intrusive_ptr<Backend>::reclaim_copy(this);
   auto window = c10::make_intrusive<Window>(
-      group, rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); },
-      window_bytes_);
+      [self, group] {
+        if (self->group("tutti window") != group) {
+          raise(TUTTI_ECLOSED, "tutti window: the process group was made anew since new_window: make another window");
+        }
+        return group;
+      },
+      rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); }, window_bytes_);
   if (tensor) {
     window->tensor_register(*tensor, true);
   }

@@ -25,9 +25,10 @@ void close_windows_again() noexcept;
 // memory.
 class Window final : public c10d::Window {
  public:
-  // barrier is one of the group. bytes counts the memory of the group's windows.
-  Window(tutti_group group, int rank, int size, std::chrono::milliseconds timeout, std::function<void()> barrier,
-         std::shared_ptr<std::atomic<uint64_t>> bytes);
+  // group returns the group, or throws if that is not usable any more. barrier is one of it. bytes
+  // counts the memory of the group's windows.
+  Window(std::function<tutti_group()> group, int rank, int size, std::chrono::milliseconds timeout,
+         std::function<void()> barrier, std::shared_ptr<std::atomic<uint64_t>> bytes);
   ~Window() override;
 
   void tensor_register(const at::Tensor& tensor, bool owning) override;
@@ -55,7 +56,7 @@ class Window final : public c10d::Window {
   void finish_errands() noexcept;
   void restore() noexcept;
 
-  const tutti_group group_;
+  const std::function<tutti_group()> group_;
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
   const std::function<void()> barrier_;

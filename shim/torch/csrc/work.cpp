@@ -278,7 +278,8 @@ bool Work::wait(milliseconds timeout) {
       }
       check_signals();
       if (timeout != kNoTimeout && Clock::now() >= end) {
-        C10_THROW_ERROR(DistBackendError, c10::str(task_.title, ": the wait timed out after ", timeout.count(),
+        C10_THROW_ERROR(DistBackendError, c10::str(task_.title, ": the wait timed out after ",
+                                                   std::max<int64_t>(0, timeout.count()),
                                                    " ms; the operation continues"));
       }
     }

@@ -67,7 +67,7 @@ def _cases():
 
 cases = _cases()
 
-if os.environ.get("TUTTI_TORCH_CTYPES"):
+if os.environ.get("TUTTI_TORCH_CTYPES") == "1":
     # The profiler shows c10d's operations, and none of a backend in Python.
     for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
         setattr(cases, name, [backend for backend in getattr(cases, name) if backend != BACKEND])

@@ -33,7 +33,7 @@ def has(method):
 
 
 # The program asks for the backend without the C++ module: make test-torch FALLBACK=1.
-FALLBACK = bool(os.environ.get("TUTTI_TORCH_CTYPES"))
+FALLBACK = os.environ.get("TUTTI_TORCH_CTYPES") == "1"
 
 LIMIT = float(os.environ.get("TUTTI_TEST_LIMIT", "300"))  # seconds, for a function that hangs
 

@@ -95,8 +95,17 @@ def windows(rank, size, port):
     tensor += 1  # in memory of its own again
     assert tensor[0, 0] == 2
     assert backend().memory_stats()["window_bytes"] == 0, backend().memory_stats()
-    kept = backend().new_window(tensor)
+    kept, empty = backend().new_window(tensor), backend().new_window()
+    if rank == 0:
+        work = dist.barrier(async_op=True)
+        raises(dist.DistBackendError, "timed out after 0 ms", work.wait, timedelta(seconds=-5))
+        harness.store(port).set("waited", "1")
+    else:  # comes after that wait
+        harness.store(port).get("waited")
+        work = dist.barrier(async_op=True)
+    work.wait()
     dist.destroy_process_group()
+    raises(dist.DistBackendError, "tutti window: the process group was shut down", empty.tensor_register, torch.ones(1))
     tensor += 1
     raises(dist.DistBackendError, "", kept.put, torch.ones(1), right, 0, False)
 

@@ -249,6 +249,13 @@ def reductions(rank, size, port):
         x = torch.ones(3)
     dist.all_reduce(x)
     same(x, torch.full((3,), float(size)), "all_reduce of an inference tensor")
+    if packed := getattr(torch, "float4_e2m1fn_x2", None):  # two numbers in a byte, with which torch cannot calculate
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist._make_nccl_premul_sum(2.0)):
+            try:
+                dist.all_reduce(torch.zeros(4, dtype=torch.uint8).view(packed), op)
+                raise AssertionError("a sum of float4 was not refused")
+            except ValueError as e:
+                assert "cannot reduce tensors of type Float4_e2m1fn_x2" in str(e), e
     dist.destroy_process_group()
 
 

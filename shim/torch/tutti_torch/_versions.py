@@ -68,7 +68,10 @@ def load():
     """Imports the module for the installed torch."""
     import torch
 
-    if os.environ.get("TUTTI_TORCH_CTYPES"):
+    without = os.environ.get("TUTTI_TORCH_CTYPES", "")
+    if without not in ("", "0", "1"):
+        raise ValueError(f"TUTTI_TORCH_CTYPES is {without!r}, expected 1 or 0")
+    if without == "1":
         raise Missing("TUTTI_TORCH_CTYPES is set, so that the C++ module of tutti_torch is not used.")
     if not os.path.exists(os.path.join(HERE, file_name(torch.__version__))):
         versions = built(HERE)

@@ -160,8 +160,17 @@ class Lifecycle:
 
     def new_window(self, tensor=None):
         group = self._handle("tutti new_window")
+
+        def same():
+            if self._handle("tutti window") != group:
+                raise error_of(
+                    api.ECLOSED,
+                    "tutti window: the process group was made anew since new_window: make another window",
+                )
+            return group
+
         barrier = lambda: self.barrier(C10D.BarrierOptions()).wait()  # noqa: E731
-        window = Window(group, self._rank, self._size, self._options._timeout, barrier, self._window_bytes)
+        window = Window(same, self._rank, self._size, self._options._timeout, barrier, self._window_bytes)
         if tensor is not None:
             window.tensor_register(tensor, True)
         return window

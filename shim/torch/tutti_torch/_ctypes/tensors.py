@@ -84,7 +84,7 @@ def name_of(dtype):
 
 
 def _is_float8(dtype):
-    return dtype.is_floating_point and dtype.itemsize == 1
+    return str(dtype).startswith("torch.float8")
 
 
 @dataclass
@@ -114,7 +114,8 @@ def reduction_of(what, op, dtype):
             )
     bits = r.op in (api.BIT_AND, api.BIT_OR, api.BIT_XOR)
     integral = dtype in _WIRES and not dtype.is_floating_point and dtype != torch.bool
-    known = (dtype.is_floating_point or integral) and not (bits and dtype.is_floating_point)
+    packed = dtype.is_floating_point and dtype.itemsize == 1 and not _is_float8(dtype)  # as float4
+    known = (dtype.is_floating_point and not packed and not bits) or integral
     if dtype == torch.bool:  # a sum is "any", a product is "all"
         known = r.op != api.AVG
     elif dtype.is_complex:

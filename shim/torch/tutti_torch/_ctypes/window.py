@@ -170,7 +170,7 @@ class _Errand(C10D.Work):
         while not self._over.wait(min(SLICE, max(0, end - time.monotonic())) if limit else SLICE):
             if limit and time.monotonic() >= end:
                 raise dist.DistBackendError(
-                    f"{self._title}: the wait timed out after {limit} ms; the operation continues"
+                    f"{self._title}: the wait timed out after {max(0, limit)} ms; the operation continues"
                 )
         if self._error is not None:
             raise again(self._error)
@@ -204,7 +204,8 @@ class Window:
     """
 
     def __init__(self, group, rank, size, timeout, barrier, counter):
-        """barrier is a function, one of the group. counter counts the memory of the group's windows."""
+        """group is a function that returns the group, or raises an error if that is not usable any more.
+        barrier is another, one of the group. counter counts the memory of the group's windows."""
         self._group, self._rank, self._size, self._timeout = group, rank, size, timeout
         self._barrier, self._counter = barrier, counter
         self._lock = threading.RLock()
@@ -231,6 +232,7 @@ class Window:
             )
         if not tensor.data_ptr():
             raise ValueError(f"{what}the tensor has no memory, as in FakeTensorMode")
+        group = self._group()
         with self._lock:
             if self._memory is not None:
                 raise ValueError(f"{what}a tensor is registered already: call tensor_deregister first")
@@ -243,7 +245,7 @@ class Window:
         close_windows_again()
         handle, limit = ctypes.c_uint64(), milliseconds(self._timeout) * 1_000_000
         try:
-            check(*blocking(api.api().tutti_window_new, self._group, tensor.nbytes, limit, ctypes.byref(handle)))
+            check(*blocking(api.api().tutti_window_new, group, tensor.nbytes, limit, ctypes.byref(handle)))
         except BaseException:
             _close(handle.value, 0, self._counter)  # a signal handler has raised meanwhile
             raise

@@ -178,7 +178,7 @@ class Work(C10D.Work):
                 break
             if limit and time.monotonic() >= end:
                 raise dist.DistBackendError(
-                    f"{self._task.title}: the wait timed out after {limit} ms; the operation continues"
+                    f"{self._task.title}: the wait timed out after {max(0, limit)} ms; the operation continues"
                 )
         if self._error is not None:
             raise again(self._error)
