@@ -33,6 +33,8 @@ type Rank struct {
 	Addrs    []string  `json:"addresses,omitempty"` // at which it was asked and has not answered
 	Detail   string    `json:"detail,omitempty"`    // why there is no snapshot
 	Snapshot *Snapshot `json:"snapshot,omitempty"`
+	// End is how its process ended, if a flight record says so; see Snapshot.End.
+	End string `json:"end,omitempty"`
 }
 
 // Kinds of findings.
@@ -41,6 +43,7 @@ const (
 	FindingMismatch  = "mismatch"  // ranks have called different things
 	FindingCycle     = "cycle"     // ranks wait for each other
 	FindingGone      = "gone"      // a rank is dead, silent or has not come
+	FindingEnded     = "ended"     // a rank's process has ended badly, as a flight record says
 	FindingFailed    = "failed"    // a group has failed, or the latest operation before a flight record
 	FindingViews     = "views"     // ranks are in different epochs
 	FindingLink      = "link"      // two ranks that answer have no link to each other
@@ -67,8 +70,9 @@ const stuckAfter = time.Second
 // maxText bounds how many ranks are listed in a sentence.
 const maxText = 8
 
-// Diagnose returns the faults of a job that the snapshots show: first the rank that others wait
-// for, then missing ranks, then the rest. If ranks wait for each other in a chain, it names the one
+// Diagnose returns the faults of a job that the snapshots show: first different calls, then ranks
+// that have ended by themselves, the rank that others wait for, missing ranks, those that were told
+// to end, and the rest. If ranks wait for each other in a chain, it names the one
 // at the end. It follows a rank into the other jobs of its process: see Beside. It cannot name the
 // rank there if that does not answer.
 func Diagnose(ranks []Rank) []Finding {
@@ -81,8 +85,11 @@ func Diagnose(ranks []Rank) []Finding {
 	}
 	slices.Sort(d.order)
 	d.mismatches()
+	own, told := d.ended()
+	d.found = append(d.found, own...)
 	d.stuck()
 	d.gone()
+	d.found = append(d.found, told...)
 	d.failed()
 	d.links()
 	d.views()
@@ -756,6 +763,56 @@ func (d *diagnosis) gone() {
 	}
 }
 
+// terminated is how a process ended that was told to, as a launcher tells those that are left.
+const terminated = "was killed by signal 15 (SIGTERM)"
+
+// ended reports ranks whose processes have ended badly: those that ended by themselves, the
+// earliest one first, and those that were told to. Ranks that have ended alike are merged, but for
+// the first.
+func (d *diagnosis) ended() (own, told []Finding) {
+	var order []int
+	for _, n := range d.order {
+		if r := d.ranks[n]; r.End != "" && r.Snapshot != nil {
+			order = append(order, n)
+		}
+	}
+	slices.SortStableFunc(order, func(a, b int) int {
+		return d.ranks[a].Snapshot.Time.Compare(d.ranks[b].Snapshot.Time)
+	})
+	like := map[string]*Finding{}
+	var all []*Finding
+	alone := true
+	for _, n := range order {
+		end, f := d.ranks[n].End, &Finding{Kind: FindingEnded, Rank: n}
+		if first := like[end]; first != nil {
+			first.merge(f)
+			continue
+		}
+		all = append(all, f)
+		if end != terminated && alone {
+			alone = false // the next that has ended alike begins another finding
+			continue
+		}
+		like[end] = f
+	}
+	for _, f := range all {
+		ranks := f.faulty()
+		r := d.ranks[ranks[0]]
+		f.Text = RankList(ranks) + " " + r.End
+		if len(ranks) > 1 {
+			f.Text = RankList(ranks) + " " + strings.Replace(r.End, "was ", "were ", 1)
+		} else if r.Where != "" {
+			f.Text += " (" + r.Where + ")"
+		}
+		if r.End == terminated {
+			told = append(told, *f)
+		} else {
+			own = append(own, *f)
+		}
+	}
+	return own, told
+}
+
 // failed reports groups that have failed, each error once. It reports a failed latest operation of
 // a flight record, too: a rank that answers may have recovered since.
 func (d *diagnosis) failed() {
@@ -804,7 +861,7 @@ func (d *diagnosis) links() {
 		for i := range s.Links {
 			l := &s.Links[i]
 			if to := d.ranks[l.Rank]; l.Error != "" && !l.Up && to != nil && to.Snapshot != nil &&
-				to.Snapshot.open() {
+				to.Snapshot.open() && to.End == "" {
 				d.found = append(d.found, Finding{Kind: FindingLink, Rank: l.Rank, Waiters: []int{n},
 					Text: fmt.Sprintf("rank %d has no link to rank %d any more: %s", n, l.Rank, l.Error)})
 			}

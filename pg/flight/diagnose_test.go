@@ -88,6 +88,13 @@ func (j job) without(r int, p Presence, detail string) job {
 	return j
 }
 
+// end has a rank's process have ended so, that long ago.
+func (j job) end(r int, how string, ago time.Duration) job {
+	j[r].End, j[r].Where = how, fmt.Sprintf("pid %d on node", 100+r)
+	j[r].Snapshot.Reason, j[r].Snapshot.Time = how, noon.Add(-ago)
+	return j
+}
+
 func (j job) with(r int, f func(*Snapshot)) job { f(j[r].Snapshot); return j }
 
 // beside has a rank's process be a rank of the job "pair", in an operation there (nil: in none),
@@ -349,6 +356,21 @@ func TestDiagnose(t *testing.T) {
 			[]string{"the group of job pair has failed at rank 1: rank 1 failed"}},
 		{"it has only groups of another job", ranks(2).beside(1, 0, nil).with(1, func(s *Snapshot) { s.Groups = nil }).
 			with(0, func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }), nil},
+		{"one has exited", ranks(3).end(1, "exited with code 7", 0).with(0,
+			func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }),
+			[]string{"rank 1 exited with code 7 (pid 101 on node)"}},
+		{"one has exited, then the others", ranks(4).end(0, "exited with code 1", 0).end(1, "exited with code 1", s/4).
+			end(2, "exited with code 1", s).end(3, "exited with code 1", s/3),
+			[]string{"rank 2 exited with code 1 (pid 102 on node)", "ranks 0, 1 and 3 exited with code 1"}},
+		{"one was killed, and the launcher ended the others", ranks(4).end(0, terminated, s/2).end(1, terminated, s).
+			end(2, "was killed by signal 9 (SIGKILL)", s/3).end(3, "was killed by signal 9 (SIGKILL)", 0),
+			[]string{"rank 2 was killed by signal 9 (SIGKILL) (pid 102 on node)",
+				"rank 3 was killed by signal 9 (SIGKILL) (pid 103 on node)",
+				"ranks 0 and 1 were killed by signal 15 (SIGTERM)"}},
+		{"a stuck job was told to end", ranks(2).in(0, 9, 5*s, 1).finished(1, 8, 6*s).end(0, terminated, 0).
+			end(1, terminated, 0),
+			[]string{"rank 1 has not entered allreduce #9 (last finished #8, 6.0 s ago); rank 0 waits for it, " +
+				"5.0 s so far", "ranks 0 and 1 were killed by signal 15 (SIGTERM)"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var got []string
@@ -368,6 +390,15 @@ func TestDiagnose(t *testing.T) {
 				t.Errorf("in the other order\n  %s", strings.Join(again, "\n  "))
 			}
 		})
+	}
+}
+
+func TestEndOfSnapshot(t *testing.T) {
+	for reason, ends := range map[string]bool{"": false, "timeout": false, "signal": false, FromFile: false,
+		"exited with code 7": true, "was killed by signal 9 (SIGKILL)": true} {
+		if s := (&Snapshot{Reason: reason}); (s.End() != "") != ends || ends && s.End() != reason {
+			t.Errorf("%q: %q", reason, s.End())
+		}
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 	"unsafe"
 
@@ -34,8 +35,8 @@ type Snapshot struct {
 	Host        string    `json:"host"`
 	Time        time.Time `json:"time"`  // of the snapshot; from a file, when the process last ticked
 	Since       time.Time `json:"since"` // when this rank began to join
-	// Reason is why the snapshot was made: "timeout", "signal", …, or FromFile; empty for a status
-	// request.
+	// Reason is why the snapshot was made: "timeout", "signal", …, FromFile, or how the process
+	// ended; empty for a status request.
 	Reason  string `json:"reason,omitempty"`
 	Joined  bool   `json:"joined"` // all ranks have met
 	View    View   `json:"view"`
@@ -63,6 +64,16 @@ type Other struct {
 	Silent   bool        `json:"silent,omitempty"` // its state was not to be had in time
 	Groups   []Group     `json:"groups,omitempty"` // without Peers
 	Messages []Operation `json:"messages,omitempty"`
+}
+
+// End returns how the snapshot's process ended, "exited with code 7" or "was killed by signal 9
+// (SIGKILL)", as a launcher that turns the files of ranks into JSON has put it into Reason; "" if
+// Reason is another one.
+func (s *Snapshot) End() string {
+	if strings.HasPrefix(s.Reason, "exited with ") || strings.HasPrefix(s.Reason, "was killed by ") {
+		return s.Reason
+	}
+	return ""
 }
 
 // FromFile is the Reason of a snapshot of a recorder's file.

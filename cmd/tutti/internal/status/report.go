@@ -67,6 +67,9 @@ func Make(now, before *Sample, watching bool) *Report {
 	for i, x := range now.Ranks {
 		out := Rank{Rank: x}
 		out.State, out.Plain = state(&beside[i])
+		if x.End != "" {
+			out.State, out.Plain = x.End+"; before: "+out.State, false
+		}
 		if s, o := x.Snapshot, old[x.Rank]; s != nil {
 			if e := s.View.Epoch; e > r.Epoch || e == r.Epoch && r.Active == nil {
 				r.Epoch, r.Active = s.View.Epoch, s.View.Active
@@ -217,11 +220,15 @@ func state(r *flight.Rank) (text string, plain bool) {
 	return text, false
 }
 
-// FromFiles makes a report of flight records: of several of one rank it uses the latest. Ranks
-// without one are unknown.
+// FromFiles makes a report of flight records: of several of one rank it uses the latest, and how
+// its process ended if any of them says so. Ranks without one are unknown.
 func FromFiles(snaps []*flight.Snapshot) *Report {
 	now := &Sample{}
-	latest := map[int]*flight.Snapshot{}
+	type process struct {
+		rank        int
+		incarnation string
+	}
+	latest, ends := map[int]*flight.Snapshot{}, map[process]string{}
 	size := 0
 	for _, s := range snaps {
 		now.Job = s.Job
@@ -232,12 +239,16 @@ func FromFiles(snaps []*flight.Snapshot) *Report {
 			latest[s.Rank] = s
 		}
 		size = max(size, s.Size)
+		if end := s.End(); end != "" {
+			ends[process{s.Rank, s.Incarnation}] = end
+		}
 	}
 	for _, rank := range slices.Sorted(rangeOf(latest, size)) {
 		r := flight.Rank{Rank: rank, Presence: flight.Unknown, Detail: "there is no flight record of it"}
 		if s := latest[rank]; s != nil {
 			r.Presence, r.Detail, r.Snapshot = flight.Present, "", s
 			r.Where = fmt.Sprintf("pid %d on %s", s.PID, s.Host)
+			r.End = ends[process{rank, s.Incarnation}]
 		}
 		now.Ranks = append(now.Ranks, r)
 	}

@@ -762,6 +762,32 @@ func TestFromFiles(t *testing.T) {
 	}
 }
 
+// A rank whose process has ended badly is at fault, and its state says so, also if its latest
+// record was made for another reason. A record of an earlier process of the rank does not count.
+func TestFilesOfEndedRanks(t *testing.T) {
+	now, before := pair(3)
+	now.Ranks[1].Snapshot.Reason = "failure"
+	before.Ranks[1].Snapshot.Reason = "exited with code 7"
+	before.Ranks[2].Snapshot.Reason = "exited with code 9"
+	before.Ranks[2].Snapshot.Incarnation = "another"
+	var all []*flight.Snapshot
+	for i := range now.Ranks {
+		all = append(all, before.Ranks[i].Snapshot, now.Ranks[i].Snapshot)
+	}
+	r := FromFiles(all)
+	var b bytes.Buffer
+	r.Text(&b, Style{})
+	if len(r.Findings) != 1 || r.Findings[0].Kind != flight.FindingEnded || r.Findings[0].Rank != 1 {
+		t.Errorf("%+v", r.Findings)
+	}
+	if x := r.Ranks[1]; !strings.HasPrefix(x.State, "exited with code 7; before: computing") || x.Plain {
+		t.Error(x.State)
+	}
+	if !r.Ranks[2].Plain || strings.Contains(b.String(), "nothing is stuck") {
+		t.Errorf("%s", b.String())
+	}
+}
+
 // The epoch is the latest of all ranks, though files of the recorder name no active ranks.
 func TestEpochOfFiles(t *testing.T) {
 	now, _ := pair(2)

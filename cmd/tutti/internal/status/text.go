@@ -199,7 +199,7 @@ func (r *Report) table(w io.Writer, st Style) {
 	}
 	columns(w, st, cells, 2, []int{2, 1, 4, 5, 3}, func(i int, text string) string {
 		switch x := rows[i]; {
-		case x.Snapshot == nil && !x.Plain || strings.HasPrefix(text, "failed"):
+		case x.Snapshot == nil && !x.Plain || x.End != "" || strings.HasPrefix(text, "failed"):
 			return st.paint("31", text)
 		case !x.Plain:
 			return st.paint("33", text)
