@@ -73,7 +73,8 @@ type Config struct {
 	// these do. If the ranks have different tables, all of them use the default one. The order of a
 	// reduction depends on its algorithm, so a table may change the last bits of floating-point
 	// results; the same table gives the same bits. Default TUTTI_TUNE, else tutti/tune.json in
-	// $XDG_CONFIG_HOME or ~/.config, if it exists.
+	// $XDG_CONFIG_HOME or ~/.config, if it exists; that one is refused without a warning if it is
+	// for other hardware, another number of ranks or another transport.
 	Tuning string
 	// Devices finds those whose memory the buffers of operations may be in, beside the host's: a
 	// device.List, or a cuda.Finder. The caller closes them after Close. Operations on such buffers

@@ -2,6 +2,7 @@ package pg
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 
@@ -12,12 +13,13 @@ import (
 )
 
 // tuned returns the measured table of algorithms of this rank, or nil if it has none that fits. One
-// rank of each machine logs why a table does not fit, since they usually read the same file.
+// rank of each machine logs why a table does not fit, since they usually read the same file. One
+// that nobody has named and that is for other ranks is no reason for a warning.
 func (s *settings) tuned() *collectives.Table {
 	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), registry.Best(s.kinds, s.rdmaOptions()).Name))
 	if err != nil {
 		level := slog.LevelWarn
-		if s.launch.LocalRank > 0 {
+		if s.launch.LocalRank > 0 || s.Tuning == "" && errors.Is(err, tuning.ErrForeign) {
 			level = slog.LevelDebug
 		}
 		s.Logger.Log(context.Background(), level, "algorithms are chosen by the default table, not by the measured one",

@@ -90,6 +90,21 @@ func TestTunedSettings(t *testing.T) {
 			t.Errorf("%+v: log %q", c, log)
 		}
 	}
+	for at, says := range map[string]string{foreign: "", broken: "malformed"} { // in the default place
+		b, err := os.ReadFile(at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.MkdirAll(filepath.Dir(tuning.DefaultPath()), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(tuning.DefaultPath(), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, log := run("", "", 0); got != nil || (log == "") != (says == "") || !strings.Contains(log, says) {
+			t.Errorf("%s in the default place: %v, log %q", at, got, log)
+		}
+	}
 	if err := tuning.New(here, table).Save(tuning.DefaultPath()); err != nil {
 		t.Fatal(err)
 	}

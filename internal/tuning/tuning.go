@@ -31,6 +31,9 @@ const (
 	Off = "off"
 )
 
+// ErrForeign says that a table was measured on another machine, or for other ranks.
+var ErrForeign = errors.New("foreign")
+
 // Machine holds what measurements depend on.
 type Machine struct {
 	CPU        string `json:"cpu"`
@@ -184,6 +187,20 @@ func Load(path string, here Machine) (*collectives.Table, error) {
 	return f.Table, nil
 }
 
+// Measured returns what the file at path was measured on. The error is that of Load for ranks like
+// those on this machine, if it is not the same or the file is of another library.
+func Measured(path string) (Machine, error) {
+	b, err := read(path)
+	if err != nil {
+		return Machine{}, err
+	}
+	f, err := decode(b)
+	if err != nil {
+		return Machine{}, err
+	}
+	return f.Machine, f.fits(Here(f.Machine.LocalRanks, f.Machine.Transport))
+}
+
 func read(path string) ([]byte, error) {
 	i, err := os.Stat(path)
 	if err == nil && !i.Mode().IsRegular() { // a pipe would block the caller
@@ -246,12 +263,13 @@ func (f *File) fits(here Machine) error {
 		return fmt.Errorf("stale: measured by version %.64q with defaults %.16q, this is version %q with defaults %q",
 			f.Library, f.Defaults, Library(), hash(collectives.DefaultTable()))
 	case m.CPU != here.CPU || m.Arch != here.Arch || m.Cores != here.Cores:
-		return fmt.Errorf("foreign: measured on %d cores of %.100q (%.16s), here are %d of %q (%s)", m.Cores, m.CPU,
-			m.Arch, here.Cores, here.CPU, here.Arch)
+		return fmt.Errorf("%w: measured on %d cores of %.100q (%.16s), here are %d of %q (%s)", ErrForeign, m.Cores,
+			m.CPU, m.Arch, here.Cores, here.CPU, here.Arch)
 	case m.LocalRanks != here.LocalRanks:
-		return fmt.Errorf("foreign: measured with %d ranks on a machine, here are %d", m.LocalRanks, here.LocalRanks)
+		return fmt.Errorf("%w: measured with %d ranks on a machine, here are %d", ErrForeign, m.LocalRanks,
+			here.LocalRanks)
 	case m.Transport != here.Transport:
-		return fmt.Errorf("foreign: measured over %.16q, the ranks here use %s", m.Transport, here.Transport)
+		return fmt.Errorf("%w: measured over %.16q, the ranks here use %s", ErrForeign, m.Transport, here.Transport)
 	}
 	return nil
 }
