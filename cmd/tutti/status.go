@@ -49,9 +49,9 @@ stopped or dead, ranks with different calls; then the operation of each rank, in
 another one that its process has joined, such as a group of PyTorch's, and the rates.
 
 JOB is the name, or a prefix of the name, of a job that this user's tutti run has started on this
-machine; it may be left out if there is only one. Other jobs are found by TUTTI_STORE, TUTTI_JOB and
-TUTTI_SECRET, or the flags. With --flight, the arguments are flight records from the log directory,
-of one job or of several.
+machine; it may be left out if there is only one. Of several with one name, --store chooses. Other
+jobs are found by TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET, or the flags. With --flight, the
+arguments are flight records from the log directory, of one job or of several.
 
 ENDPOINT is an argument with a colon, or with @ first, which no job's name has: the text that tutti
 endpoint serve prints, HOST:PORT, or @NAME for one that has a name in the store. It is asked over a
@@ -77,7 +77,7 @@ flight records can be read, and when --watch ends.`,
 				return err
 			}
 			if len(args) > 1 {
-				return usagef(cmd, "status takes one job or endpoint, got %q", args)
+				return usagef(cmd, "status takes one job or endpoint, got %d", len(args))
 			}
 			if len(args) == 1 && isEndpoint(args[0]) {
 				return f.endpoint(cmd, args[0], every)
@@ -187,6 +187,12 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 			return bootstrap.StoreConfig{}, usagef(cmd, "--store: %v", err)
 		}
 	}
+	if at := cmp.Or(f.store, getenv("TUTTI_STORE")); f.secretFile == "" && at != "" && (f.store != "" ||
+		getenv("TUTTI_SECRET")+getenv("TUTTI_SECRET_FILE") == "") {
+		if r, ok := served(at, cmp.Or(name, getenv("TUTTI_JOB")), launch.Jobs()); ok {
+			return f.config(bootstrap.Launch{Store: r.Store, Job: r.Job}, r.Secret, getenv)
+		}
+	}
 	if f.store == "" && (name != "" || !told) {
 		r, err := pick(name, launch.Jobs())
 		switch {
@@ -266,8 +272,8 @@ func pick(name string, running []launch.Running) (launch.Running, error) {
 	case len(exact) == 1:
 		return exact[0], nil
 	case len(exact) > 1:
-		return launch.Running{}, fmt.Errorf("%d jobs with the name %s run here: give the store of one with --store, "+
-			"and its secret\n%s", len(exact), name, listed(exact, func(r launch.Running) string { return r.Store }))
+		return launch.Running{}, fmt.Errorf("%d jobs with the name %s run here: give the store of one with --store\n%s",
+			len(exact), name, listed(exact, func(r launch.Running) string { return r.Store }))
 	case len(fit) == 1:
 		return fit[0], nil
 	case len(running) == 0:
@@ -284,9 +290,32 @@ func pick(name string, running []launch.Running) (launch.Running, error) {
 	return launch.Running{}, fmt.Errorf("which job? tutti status JOB, of\n%s", list(fit))
 }
 
-// list lists the names of jobs, one a line.
+// served finds the only running job, of this name if it is not empty, whose store is at address.
+func served(address, name string, running []launch.Running) (launch.Running, bool) {
+	var at []launch.Running
+	for _, r := range running {
+		if r.Store == address && (name == "" || r.Job == name) {
+			at = append(at, r)
+		}
+	}
+	if len(at) != 1 {
+		return launch.Running{}, false
+	}
+	return at[0], true
+}
+
+// list lists the names of jobs, one a line, with the stores of those that have the same name.
 func list(jobs []launch.Running) string {
-	return listed(jobs, func(r launch.Running) string { return r.Job })
+	times := map[string]int{}
+	for _, r := range jobs {
+		times[r.Job]++
+	}
+	return listed(jobs, func(r launch.Running) string {
+		if times[r.Job] > 1 {
+			return r.Job + "  --store " + r.Store
+		}
+		return r.Job
+	})
 }
 
 // listed lists jobs, one a line. is what tells them apart.

@@ -747,6 +747,26 @@ func TestStatusNeedsNoPlace(t *testing.T) {
 	}
 }
 
+// TestServed: the address of its store tells a job from others, with its name if that is given.
+func TestServed(t *testing.T) {
+	all := []launch.Running{{Job: "same", Store: "tutti://a:1", PID: 1}, {Job: "same", Store: "tutti://a:2", PID: 2},
+		{Job: "x", Store: "etcd://s", PID: 3}, {Job: "y", Store: "etcd://s", PID: 4}}
+	for _, c := range []struct {
+		at, name string
+		pid      int
+	}{
+		{"tutti://a:1", "same", 1}, {"tutti://a:2", "", 2}, {"etcd://s", "y", 4},
+		{"etcd://s", "", 0}, {"tutti://a:1", "x", 0}, {"tutti://a:3", "same", 0},
+	} {
+		if r, ok := served(c.at, c.name, all); ok != (c.pid > 0) || r.PID != c.pid {
+			t.Errorf("%+v: %+v", c, r)
+		}
+	}
+	if text := list(all); !strings.Contains(text, "same  --store tutti://a:1 ") || strings.Contains(text, "etcd://s") {
+		t.Error(text)
+	}
+}
+
 func TestPick(t *testing.T) {
 	if _, err := pick("", nil); err == nil || !strings.Contains(err.Error(),
 		"no job of yours was started here by tutti run") || !strings.Contains(err.Error(), "TUTTI_STORE") {
