@@ -91,7 +91,7 @@ Reductions: ` + joined(kernels.Ops()),
 	}
 	fl := c.Flags()
 	fl.IntVarP(&f.n, "ranks", "n", 2, "ranks to start here; without it, --faults takes 2, 4 and 8")
-	fl.StringVar(&f.op, "op", "allreduce", "operations, separated by commas, or all; or p2p")
+	fl.StringVar(&f.op, "op", "allreduce", "operations, separated by commas, or all; or p2p alone")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "64M", "largest `size`")
 	fl.IntVar(&f.factor, "factor", 8, "from one size to the next")
@@ -146,8 +146,12 @@ next:
 				continue next
 			}
 		}
-		return nil, usagef(cmd, "--%s %s: expected all, or some of %s", flag, name,
-			strings.ReplaceAll(joined(all), " ", ","))
+		also := ""
+		if flag == "op" && cmd.Name() == "bench" {
+			also = ", or " + p2pOp + " alone"
+		}
+		return nil, usagef(cmd, "--%s %s: expected all, or some of %s%s", flag, name,
+			strings.ReplaceAll(joined(all), " ", ","), also)
 	}
 	return out, nil
 }
@@ -187,6 +191,13 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 	}
 	if s.Min, s.Max, err = f.sizes(cmd); err != nil {
 		return s, err
+	}
+	if slices.ContainsFunc(s.Ops, func(op string) bool { return op != "barrier" }) {
+		for _, t := range s.DTypes {
+			if s.Max < t.Size() {
+				return s, usagef(cmd, "--max %s is less than one element of %s, %d bytes", f.max, t, t.Size())
+			}
+		}
 	}
 	switch {
 	case f.queue*s.Max > 1<<30:

@@ -84,6 +84,26 @@ func TestBench(t *testing.T) {
 	}
 }
 
+// TestRefusedUsage: what a command cannot do as it is told is an error of usage, in its words.
+func TestRefusedUsage(t *testing.T) {
+	s := newStage(t)
+	for _, c := range []struct{ args, says string }{
+		{"bench --op p2p,allreduce", ",barrier, or p2p alone\n"},
+		{"bench --op foo", ",barrier, or p2p alone\n"},
+		{"tune --op foo", "some of allreduce"},
+		{"bench --min 3 --max 3", "--max 3 is less than one element of float32, 4 bytes"},
+		{"doctor --json --plot -", "--json and --plot exclude each other"},
+		{"status a b", "status takes one job or endpoint, got 2\n"},
+		{"endpoint read a", "got 1 argument\n"},
+	} {
+		j := s.command(strings.Fields(c.args)...)
+		j.start().End(codeUsage)
+		if text := j.Err.String(); !strings.Contains(text, c.says) || !strings.Contains(text, "--help tells more") {
+			t.Errorf("%s: %s", c.args, text)
+		}
+	}
+}
+
 // The header names the transports that are used: those of --transport, else of TUTTI_TRANSPORT.
 func TestBenchTransport(t *testing.T) {
 	s := newStage(t)

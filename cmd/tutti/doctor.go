@@ -29,6 +29,9 @@ devices. With --plot they are drawn instead: GPUs, NVLinks, NVSwitches and cards
 The exit code is 0 unless something that every job needs is broken, or there is nothing to draw.`,
 		Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if asJSON && plot != "" {
+				return usagef(cmd, "--json and --plot exclude each other")
+			}
 			if plot != "" {
 				return drawTopology(doctor.Local(), plot)
 			}
@@ -47,7 +50,6 @@ The exit code is 0 unless something that every job needs is broken, or there is 
 	c.Flags().BoolVar(&asJSON, "json", false, "one JSON object for each check")
 	c.Flags().StringVar(&plot, "plot", "",
 		"`FILE` for a picture (SVG) of how GPUs and cards are connected; -: standard output")
-	c.MarkFlagsMutuallyExclusive("json", "plot")
 	return c
 }
 

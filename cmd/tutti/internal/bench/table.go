@@ -151,8 +151,16 @@ func (p *Printer) head() {
 	if h.Queue > 0 {
 		loop += fmt.Sprintf("; %d started at a time, time of one", h.Queue)
 	}
-	p.print(p.dim(fmt.Sprintf("# %d ranks on %d core(s) of %s, transport %s: %s; %s memory; %s; best of %d rounds, "+
-		"slowest rank", h.Ranks, h.Cores, h.Host, h.Transport, h.Topology, memory, loop, h.Rounds)))
+	p.print(p.dim(fmt.Sprintf("# %s on %s of %s, transport %s: %s; %s memory; %s; best of %s, slowest rank",
+		count(h.Ranks, "rank"), count(h.Cores, "core"), h.Host, h.Transport, h.Topology, memory, loop,
+		count(h.Rounds, "round"))))
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
 }
 
 func (p *Printer) heading(op string) {
