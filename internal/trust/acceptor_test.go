@@ -10,6 +10,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -452,5 +453,13 @@ func TestCloseDuringHandshake(t *testing.T) {
 		case <-time.After(patience):
 			t.Fatal("Refused was not told")
 		}
+	}
+}
+
+// A stranger is not authenticated, yet nothing is said of its secret.
+func TestStranger(t *testing.T) {
+	if err := checkMagic([]byte("GET / HTTP/1.1\r\n\r\n"), dialMagic); !errors.Is(err, ErrAuth) ||
+		strings.Contains(err.Error(), "secret") {
+		t.Error(err)
 	}
 }

@@ -293,12 +293,20 @@ func likeMagic(in []byte, own string) bool {
 	return true
 }
 
+// errStranger is an ErrAuth whose cause is known, and is not the secret.
+var errStranger error = stranger{}
+
+type stranger struct{}
+
+func (stranger) Error() string        { return "the other end does not speak this protocol" }
+func (stranger) Is(target error) bool { return target == ErrAuth }
+
 // checkMagic returns nil if in may still become, or begins with, the magic own. The error wraps
 // ErrVersion if in begins with that of another version, and ErrAuth otherwise.
 func checkMagic(in []byte, own string) error {
 	switch {
 	case !likeMagic(in, own):
-		return fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+		return errStranger
 	case len(in) >= magicSize && in[versionAt] != own[versionAt]:
 		return fmt.Errorf("%w: the other end speaks %s, this one %s: run the same build at both", ErrVersion,
 			in[:versionAt+1], own[:versionAt+1])
