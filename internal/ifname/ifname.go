@@ -9,12 +9,16 @@ package ifname
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
 )
+
+// ErrNone says that this machine has no network address, or none that a Filter allows.
+var ErrNone = errors.New("no network address left")
 
 // Filter selects interfaces and addresses. The zero Filter allows all.
 type Filter struct {
@@ -139,9 +143,11 @@ func (f Filter) Choose(ifs []Interface) ([]netip.Addr, error) {
 			got = append(got, ranked{class, a})
 		}
 	}
-	if len(got) == 0 {
-		return nil, fmt.Errorf("no network address left: interfaces %q allow none of [%s]", f.spec,
-			strings.Join(seen, ", "))
+	switch {
+	case len(seen) == 0:
+		return nil, fmt.Errorf("%w: no interface that is up has one", ErrNone)
+	case len(got) == 0:
+		return nil, fmt.Errorf("%w: interfaces %q allow none of [%s]", ErrNone, f.spec, strings.Join(seen, ", "))
 	}
 	slices.SortStableFunc(got, func(a, b ranked) int { return cmp.Compare(a.class, b.class) })
 	var out []netip.Addr

@@ -1,6 +1,7 @@
 package ifname
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -47,6 +48,20 @@ func TestChoose(t *testing.T) {
 		got, err := f.Choose(machine)
 		if s := strings.Trim(fmt.Sprint(got), "[]"); err != nil || s != c.want {
 			t.Errorf("%q gives %q, %v, want %q", c.spec, s, err, c.want)
+		}
+	}
+}
+
+// A machine without an address does not lack one because of the filter.
+func TestChooseOfNone(t *testing.T) {
+	for _, spec := range []string{"", "eth0"} {
+		f, err := Parse(spec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := f.Choose([]Interface{{Name: "eth0", Addrs: addrs("fe80::1")}}); !errors.Is(err, ErrNone) ||
+			!strings.Contains(err.Error(), "no interface that is up has one") {
+			t.Errorf("%q: %v, %v", spec, got, err)
 		}
 	}
 }

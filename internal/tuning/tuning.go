@@ -144,23 +144,33 @@ func DefaultPath() string {
 	return filepath.Join(dir, "tutti", "tune.json")
 }
 
+// Place returns the path of the file that Find reads for path; "": none.
+func Place(path string) string {
+	switch path {
+	case Off:
+		return ""
+	case "":
+	default:
+		return path
+	}
+	if path = DefaultPath(); path == "" {
+		return ""
+	}
+	// The home directory may be none, or not accessible.
+	_, err := os.Stat(path)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.ENOTDIR) {
+		return ""
+	}
+	return path
+}
+
 // Find returns the table for ranks on machine here, from the file at path or, if path is "", from
 // the one at DefaultPath, if it exists. No table (nil without an error) stands for the default one.
 // An error names the file, what is wrong with it, and what to do; the default table has to be used
 // then, too.
 func Find(path string, here Machine) (*collectives.Table, error) {
-	if path == Off {
+	if path = Place(path); path == "" {
 		return nil, nil
-	}
-	if path == "" {
-		if path = DefaultPath(); path == "" {
-			return nil, nil
-		}
-		// The home directory may be none, or not accessible.
-		_, err := os.Stat(path)
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.ENOTDIR) {
-			return nil, nil
-		}
 	}
 	t, err := Load(path, here)
 	if err != nil {

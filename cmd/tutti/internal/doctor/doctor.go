@@ -125,6 +125,7 @@ var checks = []check{
 	{"devices", "GPUs' memory", gpuMemory},
 	{"job", "environment", environment},
 	{"job", "variables", variables},
+	{"job", "tuning", tuned},
 }
 
 // Run makes every check, in a fixed order, and reports each finding as soon as it is known. It

@@ -17,7 +17,10 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/collectives"
 	"tutti/internal/cpus"
+	"tutti/internal/ifname"
+	"tutti/internal/tuning"
 	"tutti/p2p/registry"
 	"tutti/rdma"
 	"tutti/rdma/soft"
@@ -180,6 +183,13 @@ func TestCores(t *testing.T) {
 }
 
 func TestBinding(t *testing.T) {
+	if s := shares([]cpus.CPU{{ID: 4, Core: 4}}); s != "tutti run has one core for all ranks" {
+		t.Error(s)
+	}
+	if s := shares([]cpus.CPU{{ID: 4, Core: 4}, {ID: 6, Core: 6}}); !strings.Contains(s, "up to 2 ranks") ||
+		!strings.HasSuffix(s, "4 and 6") {
+		t.Error(s)
+	}
 	h := machine(t, nil)
 	h.Getenv = func(string) string { return "" }
 	if o := binding(t.Context(), h); o.state != Found || !strings.Contains(o.detail, "cores of their own; two: ") {
@@ -485,6 +495,12 @@ func TestEnvironment(t *testing.T) {
 		detail string
 	}{
 		{nil, "environment", Found, "rank 0 of 1"},
+		{[]string{"TUTTI_TIMEOUT=x", "TUTTI_SECRET=short", "TUTTI_STORE_USER=u", "RANK=1"}, "environment", Broken,
+			"TUTTI_STORE_USER is set but TUTTI_STORE_PASSWORD is not: set both or neither; TUTTI_TIMEOUT"},
+		{[]string{"TUTTI_TIMEOUT=x", "TUTTI_SECRET=short", "RANK=1"}, "environment", Broken, "; TUTTI_SECRET"},
+		{[]string{"TUTTI_TIMEOUT=x", "RANK=1"}, "environment", Broken, "; RANK=1 is set but WORLD_SIZE is not"},
+		{[]string{"TUTTI_TUNE=off"}, "tuning", Missing, "none"},
+		{[]string{"TUTTI_TUNE=/nosuch/file"}, "tuning", Warning, "/nosuch/file: unreadable"},
 		{[]string{"RANK=1"}, "environment", Broken, "RANK=1 is set but WORLD_SIZE is not"},
 		{[]string{"RANK=3", "WORLD_SIZE=2"}, "environment", Broken, "RANK=3 contradicts WORLD_SIZE=2"},
 		{[]string{"RANK=1", "WORLD_SIZE=2"}, "environment", Warning, "no secret"},
@@ -518,6 +534,68 @@ func TestEnvironment(t *testing.T) {
 		if strings.Contains(o.detail+o.advice, "0123456789abcdef") {
 			t.Errorf("%q: the secret is shown: %+v", c.vars, o)
 		}
+	}
+}
+
+// TestTunedInDefaultPlace: a file there is shown, whatever is wrong with it.
+func TestTunedInDefaultPlace(t *testing.T) {
+	t.Setenv("XDG_CONFIG_HOME", t.TempDir())
+	h := machine(t, nil)
+	if o := tuned(t.Context(), h); o.state != Missing {
+		t.Errorf("%+v", o)
+	}
+	for _, m := range []tuning.Machine{tuning.Here(3, "shm"), {CPU: "another", LocalRanks: 2, Transport: "tcp"}} {
+		if err := tuning.New(m, collectives.DefaultTable()).Save(tuning.DefaultPath()); err != nil {
+			t.Fatal(err)
+		}
+		state, text := Found, "for jobs with 3 ranks on a machine over shm"
+		if m.CPU == "another" {
+			state, text = Warning, "foreign"
+		}
+		if o := tuned(t.Context(), h); o.state != state || !strings.Contains(o.detail, text) {
+			t.Errorf("%+v", o)
+		}
+	}
+	if err := os.WriteFile(tuning.DefaultPath(), []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if o := tuned(t.Context(), h); o.state != Warning || !strings.Contains(o.detail, "malformed") || o.advice == "" {
+		t.Errorf("%+v", o)
+	}
+}
+
+// TestAdviceFitsTheError: what would not help is not advised.
+func TestAdviceFitsTheError(t *testing.T) {
+	mounted := map[string]string{"proc/self/stat": "1"}
+	tcp := registry.Kind{Name: "tcp", Advice: "a firewall"}
+	gone := errors.New("open /proc/x: no such file or directory")
+	for _, c := range []struct {
+		err         error
+		proc        bool
+		link, store string // parts of the advice
+	}{
+		{fmt.Errorf("listen: %w", ifname.ErrNone), true, "see interfaces", "--store"},
+		{gone, false, noProcAdvice, noProcAdvice},
+		{gone, true, "a firewall", "--store"},
+		{errors.New("write: no space left on device"), true, "a firewall", "TMPDIR"},
+		{errors.New("too many open files"), true, "a firewall", "--store"},
+	} {
+		h := machine(t, nil)
+		if c.proc {
+			h = machine(t, mounted)
+		}
+		link, store := h.linkAdvice(c.err, tcp), h.storeAdvice(c.err)
+		if !strings.Contains(link, c.link) || !strings.Contains(store, c.store) ||
+			strings.Contains(store, "TMPDIR") != (c.store == "TMPDIR") {
+			t.Errorf("%v: %q, %q", c.err, link, store)
+		}
+	}
+	if o := routes(t.Context(), machine(t, nil)); !strings.Contains(o.detail, "not known") {
+		t.Errorf("%+v", o)
+	}
+	empty := map[string]string{"proc/net/route": "Iface\n"}
+	if o := routes(t.Context(), machine(t, empty)); o.detail != "no default route" {
+		t.Errorf("%+v", o)
 	}
 }
 

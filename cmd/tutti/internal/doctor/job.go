@@ -19,30 +19,58 @@ import (
 	"tutti/bootstrap/embed"
 	"tutti/device/cuda"
 	"tutti/internal/ident"
+	"tutti/internal/tuning"
 	gpukernels "tutti/kernels/cuda"
 	"tutti/nvlink"
 )
 
 // embedded starts a store like tutti run, and uses it.
-func embedded(ctx context.Context, _ *Host) outcome {
-	const advice = "tutti run serves the job's store; give it an existing one with --store, or a writable TMPDIR"
+func embedded(ctx context.Context, h *Host) outcome {
+	broken := func(err error, it string) outcome { return broken(it+err.Error(), h.storeAdvice(err)) }
 	began := time.Now()
 	text := bootstrap.NewSecret()
 	secret, err := bootstrap.ParseSecret(text)
 	if err != nil {
-		return broken(err.Error(), advice)
+		return broken(err, "")
 	}
 	s, err := embed.Start(ctx, embed.Config{Secret: secret})
 	if err != nil {
-		return broken(err.Error(), advice)
+		return broken(err, "")
 	}
 	defer s.Close()
 	started := time.Since(began)
 	if err := useStore(ctx, bootstrap.StoreConfig{Address: s.Address(), Job: "doctor", Secret: secret}); err != nil {
-		return broken("it starts, but "+err.Error(), advice)
+		return broken(err, "it starts, but ")
 	}
 	return found(fmt.Sprintf("etcd starts in %v; a client reads what it wrote %v later",
 		started.Round(time.Millisecond), (time.Since(began) - started).Round(time.Millisecond)))
+}
+
+// storeAdvice returns what to do about an error of the embedded store.
+func (h *Host) storeAdvice(err error) string {
+	advice := "tutti run serves the job's store; give it an existing one with --store"
+	switch {
+	case h.noProc() && strings.Contains(err.Error(), "/proc/"):
+		return advice + ", or " + noProcAdvice
+	case noRoom(err):
+		return advice + ", or a writable TMPDIR"
+	}
+	return advice
+}
+
+// noRoom reports whether err says, or a trial shows, that there is no room for temporary files.
+func noRoom(err error) bool {
+	for _, e := range []unix.Errno{unix.ENOSPC, unix.EDQUOT, unix.EROFS} {
+		if strings.Contains(err.Error(), e.Error()) { // etcd does not wrap its errors
+			return true
+		}
+	}
+	dir, err := os.MkdirTemp("", "tutti-doctor-")
+	if err != nil {
+		return true
+	}
+	os.Remove(dir)
+	return false
 }
 
 // useStore writes a key under a lease, reads it and ends the lease. The job may be there.
@@ -176,7 +204,7 @@ func (h *Host) library(name string) string {
 func environment(_ context.Context, h *Host) outcome {
 	l, err := bootstrap.FromEnv(h.Getenv)
 	if err != nil {
-		return broken(strings.TrimPrefix(err.Error(), "environment: "), "correct or unset the variables that it names")
+		return broken(strings.Join(h.contradictions(), "; "), "correct or unset the variables that it names")
 	}
 	if l.Source == "none" {
 		return found("no launcher: this process would be rank 0 of 1")
@@ -194,6 +222,48 @@ func environment(_ context.Context, h *Host) outcome {
 		return warn(detail, l.JobMissing().Error())
 	}
 	return found(detail)
+}
+
+// contradictions returns all that is wrong with the environment: after each error it reads the rest
+// of the variables, without the one that the error names first.
+func (h *Host) contradictions() (all []string) {
+	hidden := map[string]bool{}
+	for {
+		_, err := bootstrap.FromEnv(func(name string) string {
+			if hidden[name] {
+				return ""
+			}
+			return h.Getenv(name)
+		})
+		if err == nil {
+			return all
+		}
+		text := strings.TrimPrefix(err.Error(), "environment: ")
+		all = append(all, text)
+		name := ofJob.FindString(text)
+		if errors.As(err, new(*bootstrap.PlaceError)) || name == "" || hidden[name] || h.Getenv(name) == "" {
+			return all
+		}
+		hidden[name] = true
+	}
+}
+
+// ofJob matches the name of a variable of a job.
+var ofJob = regexp.MustCompile(`TUTTI_[A-Z_]+`)
+
+// tuned says which measured table of algorithms jobs use.
+func tuned(_ context.Context, h *Host) outcome {
+	path := tuning.Place(h.Getenv("TUTTI_TUNE"))
+	if path == "" {
+		return missing("none: jobs choose algorithms by the default table", "")
+	}
+	m, err := tuning.Measured(path)
+	if err != nil {
+		return warn(path+": "+err.Error(), "jobs choose algorithms by the default table: measure with tutti tune, "+
+			"remove the file, or set TUTTI_TUNE=off")
+	}
+	return found(fmt.Sprintf("%s, for jobs with %s on a machine over %s", path, count(m.LocalRanks, "rank"),
+		m.Transport))
 }
 
 // ofService matches the names of variables that Kubernetes sets for a service, but for NAME_PORT,

@@ -29,18 +29,34 @@ func probe(k registry.Kind) func(context.Context, *Host) outcome {
 		if err := k.Works(rdmaOptions(h)); errors.Is(err, registry.ErrSettings) {
 			return broken(err.Error(), k.Advice)
 		} else if err != nil && k.Reach == registry.Machine { // every machine should have it
-			return warn(err.Error(), k.Advice)
+			return warn(err.Error(), h.linkAdvice(err, k))
 		} else if err != nil {
 			return missing(err.Error(), "")
 		}
 		began := time.Now()
 		if err := registry.Probe(ctx, k, rdmaOptions(h)); err != nil {
-			return broken(err.Error(), k.Advice)
+			return broken(err.Error(), h.linkAdvice(err, k))
 		}
 		return found(fmt.Sprintf("two ends in this process were linked and passed a frame in %v",
 			time.Since(began).Round(time.Microsecond)))
 	}
 }
+
+// linkAdvice returns what to do about an error of a transport.
+func (h *Host) linkAdvice(err error, k registry.Kind) string {
+	switch {
+	case errors.Is(err, ifname.ErrNone):
+		return "see interfaces above"
+	case h.noProc() && strings.Contains(err.Error(), "/proc/"):
+		return noProcAdvice
+	}
+	return k.Advice
+}
+
+// noProc reports whether /proc is not mounted.
+func (h *Host) noProc() bool { return h.read("/proc/self/stat") == "" }
+
+const noProcAdvice = "mount /proc"
 
 func pidfd(context.Context, *Host) outcome {
 	if err := tryPidfd(); err != nil {
@@ -111,7 +127,7 @@ func processes(_ context.Context, h *Host) outcome {
 		return broken(fmt.Sprintf("no subreapers: %v", err),
 			"tutti run cannot find what the ranks leave behind; Linux 3.4 or later is needed")
 	}
-	if h.read("/proc/self/stat") == "" {
+	if h.noProc() {
 		return broken("/proc is not mounted", "tutti run finds the ranks' processes there: mount it")
 	}
 	return found("subreaper and /proc work: a killed job leaves nothing behind")
@@ -150,6 +166,9 @@ func interfaces(_ context.Context, h *Host) outcome {
 	detail := strings.Join(parts, ", ")
 	best, err := f.Choose(all)
 	if err != nil {
+		if len(parts) == 0 {
+			return broken(err.Error(), "set an interface up, for ranks of one machine the loopback: ip link set lo up")
+		}
 		return broken(err.Error(), "set TUTTI_IFNAME to interfaces that are up, or unset it")
 	}
 	if spec != "" {
@@ -164,6 +183,9 @@ func interfaces(_ context.Context, h *Host) outcome {
 
 func routes(_ context.Context, h *Host) outcome {
 	got := defaultRoutes(h.read("/proc/net/route"), h.read("/proc/net/ipv6_route"))
+	if len(got) == 0 && !h.exists("/proc/net/route") && !h.exists("/proc/net/ipv6_route") {
+		return missing("not known: there is no /proc/net/route", "")
+	}
 	if len(got) == 0 {
 		return missing("no default route", "machines on the same network are still reached")
 	}

@@ -125,13 +125,7 @@ func binding(_ context.Context, h *Host) outcome {
 	if err != nil {
 		return warn(err.Error(), "tutti run cannot bind ranks to processors: two may run on the same one")
 	}
-	own := map[int]bool{}
-	for _, c := range machine {
-		own[c.Core] = true
-	}
-	pair := cpus.Share(machine, 2)
-	detail := fmt.Sprintf("tutti run gives up to %s cores of their own; two: %v and %v", count(len(own), "rank"),
-		pair[0], pair[1])
+	detail := shares(machine)
 	switch mode := h.Getenv("TUTTI_BIND"); mode {
 	case "", "share":
 	case "none":
@@ -140,6 +134,19 @@ func binding(_ context.Context, h *Host) outcome {
 		detail += fmt.Sprintf(" (TUTTI_BIND=%s)", mode)
 	}
 	return found(detail)
+}
+
+// shares says which processors ranks get.
+func shares(machine []cpus.CPU) string {
+	own := map[int]bool{}
+	for _, c := range machine {
+		own[c.Core] = true
+	}
+	if len(own) == 1 {
+		return "tutti run has one core for all ranks"
+	}
+	pair := cpus.Share(machine, 2)
+	return fmt.Sprintf("tutti run gives up to %d ranks cores of their own; two: %v and %v", len(own), pair[0], pair[1])
 }
 
 func simd(context.Context, *Host) outcome {
