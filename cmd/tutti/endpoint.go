@@ -270,20 +270,12 @@ func (f *endpointFlags) begin(c *cobra.Command) {
 	c.Flags().StringVar(&f.offset, "offset", "0", "where to begin, a `size` in bytes; K, M and G are powers of 1024")
 }
 
-// counted says how many of something there are.
-func counted[N int | int64](n N, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
-}
-
 // arguments wants exactly these.
 func arguments(names ...string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if len(args) != len(names) {
 			return usagef(cmd, "%s takes %s, got %s", cmd.CommandPath(), strings.Join(names, " "),
-				counted(len(args), "argument"))
+				term.Count(len(args), "argument"))
 		}
 		return nil
 	}
@@ -874,7 +866,7 @@ func (f *endpointFlags) put(ctx context.Context, p *endpoint.Peer, name string, 
 		if int64(k) > room-at {
 			k = int(room - at)
 			ended = fmt.Errorf("the input is longer than the %s of region %s from offset %d: what fits has been "+
-				"written", counted(room, "byte"), term.Shown(name), off)
+				"written", term.Count(room, "byte"), term.Shown(name), off)
 		}
 		if k == 0 {
 			return nil, nil

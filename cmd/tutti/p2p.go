@@ -135,8 +135,8 @@ func (p *p2pPrinter) head(s *pair.Spec) {
 	}
 	host, _ := os.Hostname()
 	fmt.Fprintf(stdout, "# an endpoint (tutti) beside a plain TCP connection (raw), between two processes on %s "+
-		"(%s); one connection each; median of %s\n", host, counted(runtime.NumCPU(), "core"),
-		counted(s.Rounds, "round"))
+		"(%s); one connection each; median of %s\n", host, term.Count(runtime.NumCPU(), "core"),
+		term.Count(s.Rounds, "round"))
 	fmt.Fprintf(stdout, "# time of a call; depth: calls, or pieces of a batch, that are under way\n#\n")
 	fmt.Fprintf(stdout, "#%9s %11s %6s %10s %10s %10s %8s %6s %4s\n", "op", "size", "depth", "tutti", "raw",
 		"raw/tutti", "tutti", "#wrong", "path")

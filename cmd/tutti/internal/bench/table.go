@@ -152,15 +152,8 @@ func (p *Printer) head() {
 		loop += fmt.Sprintf("; %d started at a time, time of one", h.Queue)
 	}
 	p.print(p.dim(fmt.Sprintf("# %s on %s of %s, transport %s: %s; %s memory; %s; best of %s, slowest rank",
-		count(h.Ranks, "rank"), count(h.Cores, "core"), h.Host, h.Transport, h.Topology, memory, loop,
-		count(h.Rounds, "round"))))
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
+		term.Count(h.Ranks, "rank"), term.Count(h.Cores, "core"), h.Host, h.Transport, h.Topology, memory, loop,
+		term.Count(h.Rounds, "round"))))
 }
 
 func (p *Printer) heading(op string) {

@@ -17,6 +17,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/cmd/tutti/internal/term"
 	"tutti/device/cuda"
 	"tutti/internal/ident"
 	"tutti/internal/tuning"
@@ -131,7 +132,7 @@ func gpus(_ context.Context, h *Host) outcome {
 			p = fmt.Sprintf("%d: not known", i)
 		}
 		if n := g.LinksUp(); n > 0 {
-			p += ", " + count(n, "NVLink")
+			p += ", " + term.Count(n, "NVLink")
 		}
 		parts = append(parts, p)
 	}
@@ -262,7 +263,7 @@ func tuned(_ context.Context, h *Host) outcome {
 		return warn(path+": "+err.Error(), "jobs choose algorithms by the default table: measure with tutti tune, "+
 			"remove the file, or set TUTTI_TUNE=off")
 	}
-	return found(fmt.Sprintf("%s, for jobs with %s on a machine over %s", path, count(m.LocalRanks, "rank"),
+	return found(fmt.Sprintf("%s, for jobs with %s on a machine over %s", path, term.Count(m.LocalRanks, "rank"),
 		m.Transport))
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/cmd/tutti/internal/term"
 	"tutti/internal/cpus"
 	"tutti/internal/files"
 	"tutti/kernels"
@@ -84,7 +85,7 @@ func (h *Host) cpuQuota() float64 {
 
 func cores(_ context.Context, h *Host) outcome {
 	usable, quota := runtime.NumCPU(), h.cpuQuota()
-	detail := count(usable, "core")
+	detail := term.Count(usable, "core")
 	members := func(path string) int {
 		s, _ := cpus.Parse(h.read(path)) // without the file, or with another content, none
 		return len(s)
@@ -278,11 +279,4 @@ func bytes(n uint64) string {
 		f, u = f/1024, u+1
 	}
 	return strings.TrimSuffix(fmt.Sprintf("%.1f", f), ".0") + " " + units[u]
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }

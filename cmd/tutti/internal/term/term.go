@@ -75,3 +75,11 @@ func Shown(name string) string {
 	}
 	return name
 }
+
+// Count returns a number of things, whose plural ends with an s: "1 rank", "2 ranks".
+func Count[N int | int64](n N, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 
+	"tutti/cmd/tutti/internal/term"
 	"tutti/nvlink"
 )
 
@@ -61,7 +62,7 @@ func (v View) title() string {
 			s = "different ones"
 		}
 	}
-	return fmt.Sprintf("%s: %s; driver %s", plural(len(v.GPUs), "GPU"), or(s, "?"), or(v.Driver, "?"))
+	return fmt.Sprintf("%s: %s; driver %s", term.Count(len(v.GPUs), "GPU"), or(s, "?"), or(v.Driver, "?"))
 }
 
 // drawing has where things are. Positions are those of centres, or of the edge that lines go to.
@@ -301,7 +302,7 @@ func (d *drawing) boxes() {
 		case g.Problem != "":
 			second = "not known"
 		case g.MIG == nvlink.Yes:
-			second = plural(len(g.Instances), "instance")
+			second = term.Count(len(g.Instances), "instance")
 		case d.CUDA != nil && len(d.CUDA[i]) > 0:
 			second = fmt.Sprintf("cuda:%d", d.CUDA[i][0])
 		case d.CUDA != nil:

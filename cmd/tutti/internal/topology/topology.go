@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 
+	"tutti/cmd/tutti/internal/term"
 	"tutti/nvlink"
 )
 
@@ -65,18 +66,11 @@ func (v View) Summary() string {
 		}
 		return strings.Compare(a, b)
 	})
-	s := fmt.Sprintf("%s, %s", plural(len(v.GPUs), "GPU"), plural(len(v.NICs), "RDMA device"))
+	s := fmt.Sprintf("%s, %s", term.Count(len(v.GPUs), "GPU"), term.Count(len(v.NICs), "RDMA device"))
 	for i, k := range kinds {
 		s += map[bool]string{true: "; pairs: ", false: ", "}[i == 0] + fmt.Sprintf("%d %s", count[k], k)
 	}
 	return s
-}
-
-func plural(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
 
 // Problems says what is worse than the hardware could be, and what to do about it.
@@ -94,7 +88,7 @@ func (v View) Problems() (problems, advice []string) {
 			say(&advice, "look at dmesg, and at the devices that the container may use")
 			continue
 		case g.LinksUp() < len(g.Links):
-			say(&problems, fmt.Sprintf("%s: %d of %s are up", name, g.LinksUp(), plural(len(g.Links), "NVLink")))
+			say(&problems, fmt.Sprintf("%s: %d of %s are up", name, g.LinksUp(), term.Count(len(g.Links), "NVLink")))
 			say(&advice, "look at nvidia-smi nvlink -s and dmesg")
 		}
 		switch f := g.Fabric; {
@@ -192,7 +186,7 @@ func (v View) Text() []string {
 func links(p nvlink.Path) string {
 	n := "an unknown number of NVLinks"
 	if p.Links > 0 {
-		n = plural(p.Links, "NVLink")
+		n = term.Count(p.Links, "NVLink")
 	}
 	if p.Class == nvlink.ClassNVSwitch {
 		return "through NVSwitches, by " + n + " of each"
