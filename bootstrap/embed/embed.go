@@ -25,6 +25,7 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
 	"tutti/bootstrap"
@@ -66,7 +67,8 @@ type Server struct {
 
 const (
 	dirPrefix = "tutti-store-"
-	minFiles  = 150 // etcd ends its process if it may not have more
+	minFiles  = 150      // etcd ends its process if it may not have more
+	minRoom   = 16 << 20 // bytes, or for less: two files of its log take 4 MiB each
 )
 
 // Start starts a store. It returns when the store serves, or ctx ends.
@@ -156,15 +158,29 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 	return nil
 }
 
-// lastWords logs only why etcd ends the process, which it does if it cannot write its files.
-var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{NameKey: "service", MessageKey: "msg",
-	EncodeName: func(_ string, e zapcore.PrimitiveArrayEncoder) {
-		e.AppendString("tutti: the embedded store ends this process:")
-	}}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
+// lastWords ends the process instead of etcd, which panics if it cannot write its files.
+type lastWords struct{ dir string }
+
+// OnWrite implements zapcore.CheckWriteHook.
+func (w lastWords) OnWrite(e *zapcore.CheckedEntry, fields []zapcore.Field) {
+	fmt.Fprintln(os.Stderr, w.text(e.Message, fields))
+	os.Exit(1)
+}
+
+func (w lastWords) text(message string, fields []zapcore.Field) string {
+	for _, f := range fields {
+		if err, ok := f.Interface.(error); ok && f.Type == zapcore.ErrorType {
+			message += ": " + err.Error()
+		}
+	}
+	return fmt.Sprintf("tutti: the job's store cannot go on, and ends this process: %s; its files are in %s (TMPDIR)",
+		message, w.dir)
+}
 
 func (s *Server) config(h *history) *embed.Config {
 	c := etcd.Config(filepath.Join(s.dir, "data"))
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(lastWords).Named("store"))
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(zapcore.NewNopCore(),
+		zap.WithPanicHook(lastWords{s.dir}), zap.WithFatalHook(lastWords{s.dir})))
 	c.PreVote = false
 	c.SnapshotCount, c.SnapshotCatchUpEntries = 1000, 100
 	c.MaxSnapFiles = 1
@@ -219,9 +235,30 @@ func makeDir(dir string) (string, *lockdir.Held, error) {
 		return "", nil, err
 	}
 	held, err := lockdir.Lock(own)
-	if err != nil {
-		os.RemoveAll(own)
-		return "", nil, err
+	if err == nil {
+		if err = room(own); err == nil {
+			return own, held, nil
+		}
+		held.Close()
 	}
-	return own, held, nil
+	os.RemoveAll(own)
+	return "", nil, err
+}
+
+// room returns an error if files in dir may not have minRoom bytes.
+func room(dir string) error {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &limit); err == nil && limit.Cur < minRoom {
+		return fmt.Errorf("this process may write %d bytes to a file (RLIMIT_FSIZE), and the store needs %d MiB: "+
+			"raise the limit (ulimit -f)", limit.Cur, minRoom>>20)
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil || fs.Blocks == 0 { // some file systems do not tell
+		return nil
+	}
+	if free := fs.Bavail * uint64(fs.Bsize); free < minRoom {
+		return fmt.Errorf("%s has %d KiB left, and the store needs %d MiB: make room, or set TMPDIR to another "+
+			"directory: %w", filepath.Dir(dir), free>>10, minRoom>>20, unix.ENOSPC)
+	}
+	return nil
 }

@@ -270,6 +270,51 @@ func TestLimitedAddressSpace(t *testing.T) {
 	}
 }
 
+// A store whose files have no room is an error that says how much it needs, and leaves nothing.
+func TestStartWithoutRoom(t *testing.T) {
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &before); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: 1 << 20, Max: before.Max}); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Setrlimit(unix.RLIMIT_FSIZE, &before)
+	dir := t.TempDir()
+	s, err := Start(t.Context(), Config{Secret: secret, Dir: dir})
+	if err == nil {
+		s.Close()
+	}
+	if err == nil || !strings.Contains(err.Error(), "the store needs 16 MiB") {
+		t.Errorf("got %v", err)
+	}
+	if left := entries(t, dir); len(left) > 0 {
+		t.Errorf("it left %v", left)
+	}
+}
+
+// A store that cannot write its files ends the process with one line.
+func TestStoreThatCannotWrite(t *testing.T) {
+	dir := t.TempDir()
+	p := proctest.Run(t, proctest.Again([]string{childDir + "=" + dir}))
+	c, err := dial(t, p.Hear())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := os.RemoveAll(filepath.Join(dir, entries(t, dir)[0], "data")); err != nil {
+		t.Fatal(err)
+	}
+	for err == nil { // until the log is in need of another file
+		err = c.Put(t.Context(), "k", make([]byte, bootstrap.MaxValue), true)
+	}
+	p.End(1)
+	if said := p.Err.String(); !strings.HasPrefix(said, "tutti: the job's store cannot go on") ||
+		strings.Count(said, "\n") != 1 {
+		t.Errorf("it said %q", said)
+	}
+}
+
 // A store that was killed leaves no port, and its directory goes at the next start.
 func TestKilledStoreLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
