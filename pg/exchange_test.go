@@ -354,6 +354,42 @@ func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
+// A rank that is stopped for longer than its lease is lost, also to a program whose calls are all
+// shorter than a lease.
+func TestStoppedRankIsLostToShortCalls(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		if err := g.Barrier(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if through(t, g, 0); g.Rank() == 0 {
+			pgtest.InjectFaults(t).Stop(2, time.Minute)
+		}
+		if g.Rank() == 2 {
+			through(t, g, 2)
+			return
+		}
+		call := func(f func(context.Context) error) error {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			return f(ctx)
+		}
+		for began := time.Now(); len(g.View().Active) == 3; {
+			if call(g.Barrier) != nil {
+				call(g.Recover)
+			}
+			if time.Since(began) > 50*time.Second {
+				t.Error("rank 2 stays in the view")
+				break
+			}
+		}
+		if g.Rank() == 0 {
+			pgtest.InjectFaults(t).Kill(2)
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second, Timeout: time.Minute}),
+		pgtest.Expect(2, syscall.SIGKILL))
+}
+
 // closedByRank2 has rank 2 close g and stay in the job, with a subgroup of all ranks, until these
 // ranks have sent it a message there. The others get the subgroup, rank 2 gets nil.
 func closedByRank2(t *testing.T, g *pg.Group, until ...int) *pg.Group {

@@ -194,7 +194,7 @@ func (a audience) Judged() {
 
 func (a audience) Awaited(d time.Duration) (ranks []int) {
 	for g := range a.groups {
-		if g.busy && g.wait.Waited() > d {
+		if g.busy && (g.wait.Waited() > d || g.wait.Late()) {
 			for _, slot := range g.awaits() {
 				ranks = append(ranks, g.jobRank(slot))
 			}

@@ -73,7 +73,8 @@ func (ro *Roster) expire() {
 }
 
 // doubt asks the store about ranks that this one has waited for in a collective for longer than a
-// lease, because the links to a host that fell silent do not break for a while. It asks about few
+// lease, or than half of the call's time, because the links to a host that fell silent do not break
+// for a while. A program may make each of its calls shorter than a lease. doubt asks about few
 // ranks, and rarely, since all ranks may be waiting. If one of them has no record, it asks about
 // all that it waits for: many may have been on such hosts, and each view costs all ranks time. A
 // program that continues without lost ranks also continues without ranks that stand still for that

@@ -71,7 +71,8 @@ type Groups interface {
 	Accused()     // a verdict is outstanding, before which no operation begins
 	Judged()      // a verdict has been reached
 	Isolated()    // at each tick at which this rank cannot take part in decisions
-	// Awaited returns the ranks that operations have been waiting for longer than d.
+	// Awaited returns the ranks that operations have been waiting for longer than d, or than half
+	// of their time.
 	Awaited(d time.Duration) []int
 }
 
