@@ -92,7 +92,7 @@ one on (PMI on a descriptor: MPICH's mpiexec, srun --mpi=pmi2).`,
 	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1 (default: as the launcher says, else 0)")
 	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
 	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; "+
-		"default: TUTTI_STORE if it is such a URL)")
+		"default: TUTTI_STORE, unless it is the tutti:// of a job that runs this command)")
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: TUTTI_JOB, else that of the launcher "+
 		"that started this one, else random on one node and \"default\" on several, which need one with --store)")
 	fl.StringVar(&f.secretFile, "secret-file", "",
@@ -165,8 +165,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
 		Grace: f.grace, Verbose: f.verbose, Quiet: f.quiet}
 	store, from := f.store, "--store"
-	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" &&
-		(strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
+	if own := strings.TrimSpace(getenv("TUTTI_STORE")); store == "" && f.rdzv == "" && !strings.HasPrefix(own, "tutti://") {
 		store, from = own, "TUTTI_STORE" // the site's; a tutti:// there belongs to a job that runs this command
 	}
 	o.Store = store
@@ -177,6 +176,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<16)
 	case f.nodes < 1 || f.nodes > 1<<16:
 		return o, usagef(cmd, "--nnodes %d: expected 1 to %d", f.nodes, 1<<16)
+	case f.nodes == 1 && f.node != 0:
+		return o, usagef(cmd, "--node-rank %d: expected 0, there is 1 node (--nnodes)", f.node)
 	case f.node < 0 || f.node >= f.nodes:
 		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1,
 			f.nodes)

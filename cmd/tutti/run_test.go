@@ -732,6 +732,18 @@ func TestRunNodes(t *testing.T) {
 	})
 }
 
+// TestRunRefusesABadStore: a TUTTI_STORE that is no address is not taken for none.
+func TestRunRefusesABadStore(t *testing.T) {
+	s := newStage(t)
+	for _, value := range []string{"foo", "etdc://host:1", "etcd://"} {
+		j := s.command("run", "-n", "1", "true")
+		j.cmd.Env = append(j.cmd.Env, "TUTTI_STORE="+value)
+		j.start()
+		j.End(2)
+		j.says("TUTTI_STORE: store \"" + value + "\"")
+	}
+}
+
 func TestUsage(t *testing.T) {
 	s := newStage(t)
 	for _, c := range []struct{ args, says string }{
@@ -746,6 +758,7 @@ func TestUsage(t *testing.T) {
 		{"run -n 2 --bogus x", "unknown flag: --bogus"},
 		{"run -n 2 --nnodes 2 x", "needs --node-rank"},
 		{"run -n 2 --nnodes 2 --node-rank 2 --rdzv a:1 x", "--node-rank 2: expected 0..1"},
+		{"run -n 2 --nnodes 1 --node-rank 1 x", "--node-rank 1: expected 0, there is 1 node (--nnodes)"},
 		{"run -n 2 --nnodes 2 --node-rank 1 x", "needs --rdzv HOST:PORT"},
 		{"run -n 2 --nnodes 2 --node-rank 1 --rdzv a x", "--rdzv a: expected HOST:PORT"},
 		{"run -n 2 --nnodes 2 --node-rank 1 --rdzv a:1 x", "several nodes need a secret"},
