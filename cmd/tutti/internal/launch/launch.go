@@ -619,10 +619,12 @@ func (l *launcher) signal(s syscall.Signal) {
 	default:
 		l.user = s
 		l.end(s)
-		if !l.Quiet {
-			l.say(fmt.Sprintf("%s: passed on to %s; what has not ended in %v is killed, and at once if SIGINT or "+
-				"SIGTERM follows", unix.SignalName(s), count(l.live, "rank"), l.Grace))
+		if l.live == 0 { // all that is left are planned starts
+			l.tell("%s: no rank is running; the job ends", unix.SignalName(s))
+			return
 		}
+		l.tell("%s: passed on to %s; what has not ended in %v is killed, and at once if SIGINT or SIGTERM follows",
+			unix.SignalName(s), count(l.live, "rank"), l.Grace)
 	}
 }
 
@@ -653,10 +655,18 @@ func (l *launcher) summary() {
 			text += "; ended the other rank"
 		case l.running == others:
 			text += fmt.Sprintf("; ended the other %s", count(others, "rank"))
+		case l.running == 1:
+			text += "; ended the rank still running"
 		default:
 			text += fmt.Sprintf("; ended the %s still running", count(l.running, "rank"))
 		}
-		if l.killed > 0 {
+		switch {
+		case l.killed == 0:
+		case l.running == 1:
+			text += ", by SIGKILL"
+		case l.killed == l.running:
+			text += ", all by SIGKILL"
+		default:
 			text += fmt.Sprintf(", %d of them by SIGKILL", l.killed)
 		}
 	}

@@ -298,6 +298,67 @@ func TestKilledRankIsNamedAfterItsVictims(t *testing.T) {
 	}
 }
 
+// TestSummary: how many ranks were ended, and how many of them by SIGKILL.
+func TestSummary(t *testing.T) {
+	for _, c := range []struct {
+		n, running, killed int
+		says               string
+	}{
+		{1, 0, 0, ""},
+		{2, 1, 0, "; ended the other rank"},
+		{2, 1, 1, "; ended the other rank, by SIGKILL"},
+		{3, 1, 0, "; ended the rank still running"},
+		{3, 1, 1, "; ended the rank still running, by SIGKILL"},
+		{3, 2, 0, "; ended the other 2 ranks"},
+		{3, 2, 1, "; ended the other 2 ranks, 1 of them by SIGKILL"},
+		{3, 2, 2, "; ended the other 2 ranks, all by SIGKILL"},
+		{4, 2, 0, "; ended the 2 ranks still running"},
+	} {
+		said := saidBy(t, func(l *launcher) {
+			l.Nodes, l.world, l.code, l.why, l.running, l.killed = 1, c.n, 7, "it failed", c.running, c.killed
+			l.summary()
+		})
+		if said != "tutti: it failed"+c.says+"\n" {
+			t.Errorf("%+v: %q", c, said)
+		}
+	}
+}
+
+// TestInterruptWithoutRanks: while all ranks wait for their restarts, no rank gets the signal.
+func TestInterruptWithoutRanks(t *testing.T) {
+	for live, want := range map[int]string{0: "SIGINT: no rank is running; the job ends\n",
+		1: "SIGINT: passed on to 1 rank; what has not ended in "} {
+		said := saidBy(t, func(l *launcher) {
+			l.live, l.guard = live, newTestGuard(t)
+			l.signal(syscall.SIGINT)
+		})
+		if !strings.HasPrefix(said, "tutti: "+want) {
+			t.Errorf("%d ranks: %q", live, said)
+		}
+	}
+}
+
+// saidBy returns what a launcher of nothing prints while f runs.
+func saidBy(t *testing.T, f func(*launcher)) string {
+	t.Helper()
+	file, err := os.Create(filepath.Join(t.TempDir(), "errors"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	l := &launcher{Options: Options{Stderr: file}}
+	if l.out, err = NewOutput(file, file, false, 1, "", nil, l.say); err != nil {
+		t.Fatal(err)
+	}
+	f(l)
+	l.out.Flush()
+	text, err := os.ReadFile(file.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
 func TestDying(t *testing.T) {
 	for script, want := range map[string]bool{"kill -9 $$": true, "kill -15 $$": true, "exit 1": false} {
 		c := exec.Command("sh", "-c", script)
