@@ -165,7 +165,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
 		Grace: f.grace, Verbose: f.verbose, Quiet: f.quiet}
 	store, from := f.store, "--store"
-	if own := strings.TrimSpace(getenv("TUTTI_STORE")); store == "" && f.rdzv == "" && !strings.HasPrefix(own, "tutti://") {
+	if own := strings.TrimSpace(getenv("TUTTI_STORE")); store == "" && f.rdzv == "" &&
+		!strings.HasPrefix(own, "tutti://") {
 		store, from = own, "TUTTI_STORE" // the site's; a tutti:// there belongs to a job that runs this command
 	}
 	o.Store = store

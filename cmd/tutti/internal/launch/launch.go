@@ -98,6 +98,7 @@ type rank struct {
 	quick          int         // processes in a row that ended soon
 	since          time.Time   // start of the present process
 	due            *time.Timer // until the next start; nil: none is planned
+	fate           death       // of the last process of a rank that failed for good; else zero
 	flights        flight.Kept // the records of its failures
 }
 
@@ -413,6 +414,8 @@ func (l *launcher) supervise(ctx context.Context) error {
 			l.revive(i)
 		case e := <-l.views.entries():
 			l.enter(e)
+		case <-l.views.stuck():
+			l.giveUp()
 		case <-l.views.over():
 			if l.asked = false; l.idle() && !l.stopping {
 				l.dismiss()

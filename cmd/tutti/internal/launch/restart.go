@@ -62,6 +62,7 @@ func (l *launcher) settle() {
 			}
 		}
 	}
+	l.views.setShort(!l.stopping && !l.ending() && l.short())
 	switch {
 	case l.stopping || l.asked || l.views == nil || !l.idle():
 	case l.Nodes == 1 && l.deaths == 0: // no place has become free
@@ -69,6 +70,39 @@ func (l *launcher) settle() {
 	default:
 		l.asked = true
 		l.views.ask()
+	}
+}
+
+// hasAll reports whether no process of the job can come from elsewhere: this launcher serves the
+// store to its own processes only.
+func (l *launcher) hasAll() bool { return l.Nodes == 1 && l.Store == "" }
+
+// short reports whether fewer processes are left than the job needs to begin.
+func (l *launcher) short() bool {
+	missing := 0
+	for i, r := range l.ranks {
+		switch {
+		case i < l.N && r.fate.code != 0:
+			missing++
+		case i >= l.N && !r.ended:
+			missing--
+		}
+	}
+	return l.hasAll() && missing > 0
+}
+
+// giveUp ends the job, whose ranks wait for one that failed for good before there was a view: their
+// own restarts would wait for it again. Without restarts and processes on standby, which views are
+// watched for, Join tells the program which rank is missing.
+func (l *launcher) giveUp() {
+	if l.stopping || l.ending() || l.views.known() || !l.short() {
+		return
+	}
+	for _, r := range l.ranks {
+		if r.fate.code != 0 {
+			l.fail(r.fate.code, r.fate.why+" for good before the job had begun, and it cannot begin without it")
+			return
+		}
 	}
 }
 
@@ -115,6 +149,7 @@ func (l *launcher) rankEnded(i, code int, how string) {
 			l.tell("%s; starting it again (%d of %d)", d.why, r.restarts, l.MaxRestarts)
 		case l.live+l.pending > 0:
 			if i < l.N {
+				r.fate = d
 				l.views.markDead(l.name(i))
 			}
 			l.tell("%s; the others go on", d.why)

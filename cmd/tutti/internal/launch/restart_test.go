@@ -408,8 +408,8 @@ func setView(t *testing.T, s bootstrap.Store, view membership.View) bootstrap.Ev
 
 // watchViews watches the views in s until the end of the test.
 func watchViews(t *testing.T, s bootstrap.Store) *views {
-	v := &views{within: patience, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
-		reads: make(chan chan struct{}, 1)}
+	v := &views{within: patience, in: make(chan entry), gone: make(chan struct{}, 1),
+		forlorn: make(chan struct{}, 1), kick: make(chan struct{}, 1), reads: make(chan chan struct{}, 1)}
 	v.ctx, v.stop = context.WithCancel(t.Context())
 	watched := make(chan struct{})
 	go func() {
@@ -536,6 +536,66 @@ func TestViewOfAnEarlierJob(t *testing.T) {
 	defer cancel()
 	if _, err := other.Wait(ctx, bootstrap.VacantKeys+"1"); err != nil {
 		t.Errorf("processes on standby are not told: %v", err)
+	}
+}
+
+// TestRanksThatWaitInVain: a rank fails for good before the first view, and the others wait for it.
+func TestRanksThatWaitInVain(t *testing.T) {
+	for name, c := range map[string]struct {
+		nodes, restarts, standby int
+		registered, view, ends   bool
+	}{
+		"they wait":                  {1, 0, 0, true, false, true},
+		"one restart":                {1, 1, 0, true, false, true},
+		"a standby can take it":      {1, 0, 1, true, false, false},
+		"they have not joined":       {1, 0, 0, false, false, false},
+		"there is a view":            {1, 0, 0, true, true, false},
+		"other nodes may have spare": {2, 0, 0, true, false, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := storetest.NewMemory()
+				defer m.Close()
+				s, rank := m.Open(), m.Open()
+				f := newFake(t, 2, c.restarts, c.standby)
+				f.Nodes = c.nodes
+				f.launcher.views = watchViews(t, s)
+				if c.registered {
+					register(t, rank, 0, 10, func(r *bootstrap.Record) { r.Machine = "another" })
+				}
+				if c.view {
+					setView(t, rank, membership.First([]uint64{10, 11}))
+				}
+				stuck := func() bool {
+					f.settle()
+					time.Sleep(time.Minute)
+					synctest.Wait()
+					return len(f.views.forlorn) > 0
+				}
+				f.die(1, 9)
+				if c.restarts > 0 {
+					if stuck() {
+						t.Error("they wait for a restart, and not in vain")
+					}
+					f.restart(t, 1)
+					f.die(1, 9)
+				}
+				if got := stuck(); got != c.ends {
+					t.Errorf("they wait in vain: %v, want %v", got, c.ends)
+				}
+				if !c.ends {
+					return
+				}
+				f.stopping = true
+				if f.giveUp(); f.code != 0 {
+					t.Error("it has failed as it was ending")
+				}
+				f.stopping, f.guard = false, newTestGuard(t)
+				if f.giveUp(); f.code != 9 || !strings.HasPrefix(f.why, "rank 1 exited with code 9 for good") {
+					t.Errorf("%d, %s", f.code, f.why)
+				}
+			})
+		})
 	}
 }
 

@@ -41,6 +41,8 @@ type views struct {
 	asked   atomic.Bool
 	hasty   atomic.Bool        // see hurry
 	gone    chan struct{}      // receives the answer to ask
+	short   atomic.Bool        // see setShort
+	forlorn chan struct{}      // receives a token when the ranks wait in vain
 	seen    atomic.Bool        // a view has been seen, and a process of it: it is of this job
 	kick    chan struct{}      // holds a token when vacant has got more
 	reads   chan chan struct{} // of read: has room for one
@@ -55,7 +57,8 @@ type views struct {
 // followViews starts the watch. The caller must close it.
 func followViews(cfg bootstrap.StoreConfig) *views {
 	v := &views{cfg: cfg, within: viewRead, in: make(chan entry), gone: make(chan struct{}, 1),
-		kick: make(chan struct{}, 1), reads: make(chan chan struct{}, 1), ended: make(chan struct{})}
+		forlorn: make(chan struct{}, 1), kick: make(chan struct{}, 1), reads: make(chan chan struct{}, 1),
+		ended: make(chan struct{})}
 	v.ctx, v.stop = context.WithCancel(context.Background())
 	go v.follow()
 	return v
@@ -121,6 +124,23 @@ func (v *views) hurry() {
 	}
 }
 
+// setShort says whether the job has too few processes to begin.
+func (v *views) setShort(short bool) {
+	if v != nil {
+		v.short.Store(short)
+	}
+}
+
+// stuck receives tokens when the job has too few processes to begin, and there has been no view,
+// although processes wait for it, for longer than a loss of all leases: a rank that died a moment
+// ago may still be part of the first view.
+func (v *views) stuck() <-chan struct{} {
+	if v == nil {
+		return nil
+	}
+	return v.forlorn
+}
+
 // over receives a token for each ask.
 func (v *views) over() <-chan struct{} {
 	if v == nil {
@@ -163,7 +183,8 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 	// Looks, in a row, that found no member. Their number is the time for which this process has
 	// looked: it does not look while it is stopped.
 	vain := 0
-	told := 0 // entries of vacant that were written; a new handle writes all again, because they are under its lease
+	waits := 0 // looks, in a row, that found processes that wait for the first view in vain
+	told := 0  // entries of vacant that were written; a new handle writes all again, because they are under its lease
 	for {
 		v.mu.Lock()
 		news := v.vacant[told:]
@@ -198,6 +219,21 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 			}
 			close(done)
 		case <-again.C:
+			inVain := false
+			if now.Key != "" && !now.Exists && v.short.Load() && !v.known() {
+				var err error
+				if inVain, err = waiting(ctx, store); err != nil {
+					return
+				}
+			}
+			if waits++; !inVain {
+				waits = 0
+			} else if time.Duration(waits)*viewPoll > store.TTL()+2*time.Second {
+				select {
+				case v.forlorn <- struct{}{}:
+				default:
+				}
+			}
 			if now.Key == "" || !v.asked.Load() {
 				continue
 			}
@@ -214,6 +250,19 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 			}
 		}
 	}
+}
+
+// waiting reports whether processes are registered and there is no view.
+func waiting(ctx context.Context, store bootstrap.Store) (bool, error) {
+	records, err := store.List(ctx, bootstrap.RankKeys)
+	if err != nil || len(records) == 0 {
+		return false, err
+	}
+	_, err = store.Get(ctx, membership.ViewKey)
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return true, nil
+	}
+	return false, err
 }
 
 // isOver reports whether no incarnation of the view had is registered, and it is still the present
