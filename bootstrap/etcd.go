@@ -181,6 +181,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	defer cancel()
 	dctx, abort := context.WithCancelCause(dctx)
 	defer abort(nil)
+	began := time.Now()
 	var secured atomic.Bool
 	if addr.Scheme == "etcd" { // one that speaks TLS looks as if it were away
 		defer time.AfterFunc(dial/2, func() { secured.Store(speaksTLS(dctx, addr.Endpoints[0])) }).Stop()
@@ -259,6 +260,8 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 			dial = most
 		}
 		switch {
+		case ctx.Err() != nil && d.why() == nil && time.Since(began) < enoughTime:
+			return nil, fmt.Errorf("store %v: %w", addr, &noTimeError{context.Cause(ctx)})
 		case ctx.Err() != nil:
 			return nil, fmt.Errorf("store %v: %w: %w (%s): is it running, and is the address right?", addr,
 				ErrStoreAway, context.Cause(ctx), text)
@@ -280,6 +283,15 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	go s.keep(answers)
 	return s, nil
 }
+
+// enoughTime is for how long a store that runs may take to answer. Less shows nothing about it.
+const enoughTime = 500 * time.Millisecond
+
+// noTimeError is an ErrStoreAway that does not blame the store: the caller's time was over.
+type noTimeError struct{ cause error }
+
+func (e *noTimeError) Error() string   { return fmt.Sprintf("no time was left to connect: %v", e.cause) }
+func (e *noTimeError) Unwrap() []error { return []error{ErrStoreAway, e.cause} }
 
 // grantWait bounds the first request for a lease, and is doubled for each further one: a cluster
 // may never answer a request that it got while it had no leader. A lease that is granted too late

@@ -832,6 +832,23 @@ func TestEtcdCloseAfterLeaseEnded(t *testing.T) {
 	}
 }
 
+// TestDialWithoutTime: a caller whose time is over learns nothing about the store, and says so.
+func TestDialWithoutTime(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	over := errors.New("the time is over")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(over)
+	_, err = bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: "etcd://" + silent.Addr().String(), Job: "j"})
+	if !errors.Is(err, bootstrap.ErrStoreAway) || !errors.Is(err, over) ||
+		!strings.HasSuffix(err.Error(), ": no time was left to connect: the time is over") {
+		t.Errorf("%v", err)
+	}
+}
+
 func TestDialStoreFailures(t *testing.T) {
 	e := startEtcd(t)
 	closed := portstest.Address(t)
