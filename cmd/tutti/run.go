@@ -50,7 +50,8 @@ gave another code.
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which have --grace to end before they
 are killed. A second one kills them at once, unless it is a SIGHUP, or the same signal (or SIGTERM after
 SIGHUP) within half a second: timeout, sudo and terminals send two. SIGUSR1 and SIGUSR2 are passed on to
-those processes of the ranks that handle or block them.
+those processes of the ranks that handle or block them. Ctrl-Z (SIGTSTP) does not stop a command that
+serves the job's store: the ranks need it.
 
 Each rank runs on an equal share of the processors that the command may run on, whole cores of one
 NUMA node where there are enough; ranks share processors only if there are more ranks than these.

@@ -732,6 +732,17 @@ func TestRunNodes(t *testing.T) {
 	})
 }
 
+// TestRunGoesOnAfterCtrlZ: the job's store is in the launcher.
+func TestRunGoesOnAfterCtrlZ(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "1", proctest.Self())
+	p := s.arrive(1)[0]
+	j.Signal(syscall.SIGTSTP)
+	j.Err.Await(t, "SIGTSTP: it does not stop, since the job's store is in this process; Ctrl-C ends the job")
+	p.tell("exit 0")
+	j.End(0)
+}
+
 // TestRunRefusesABadStore: a TUTTI_STORE that is no address is not taken for none.
 func TestRunRefusesABadStore(t *testing.T) {
 	s := newStage(t)

@@ -287,10 +287,15 @@ func TestSignalsWithoutRanks(t *testing.T) {
 	}
 	defer fifo.Close()
 
-	for _, sig := range []os.Signal{syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE} {
+	for _, sig := range []os.Signal{syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE, syscall.SIGTSTP} {
 		newLauncher := func() (l *launcher, send func()) {
 			// Without room, so that the first has been handled when the second is taken.
 			l = &launcher{Options: Options{Nodes: 2, Stderr: os.Stderr}, signals: make(chan os.Signal), stopping: true}
+			var err error
+			if l.out, err = NewOutput(os.Stderr, os.Stderr, false, 1, "", nil, l.say); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(l.out.Flush)
 			return l, func() { l.signals <- sig; l.signals <- sig }
 		}
 		check := func(what string, l *launcher, err error) {

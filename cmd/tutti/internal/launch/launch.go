@@ -164,6 +164,9 @@ func Run(ctx context.Context, o Options) (int, error) {
 			caught = append(caught, s)
 		}
 	}
+	if l.serves() && !signal.Ignored(syscall.SIGTSTP) {
+		caught = append(caught, syscall.SIGTSTP)
+	}
 	signal.Notify(l.signals, caught...)
 	defer signal.Stop(l.signals)
 
@@ -298,6 +301,9 @@ func (l *launcher) run(ctx context.Context) error {
 	return l.supervise(ctx)
 }
 
+// serves reports whether this launcher serves the job's store.
+func (l *launcher) serves() bool { return l.Node == 0 && l.Store == "" }
+
 // descriptors returns how many files this process may have to open, and for what.
 func (l *launcher) descriptors() (need int, what string) {
 	// Two pipes and a connection to the store for each rank, and another connection while it
@@ -307,7 +313,7 @@ func (l *launcher) descriptors() (need int, what string) {
 		each++
 	}
 	need, what = 40+each*len(l.ranks), count(len(l.ranks), "rank")
-	if l.Node == 0 && l.Store == "" && l.Nodes > 1 { // their connections to the store
+	if l.serves() && l.Nodes > 1 { // their connections to the store
 		need += 2 * (l.Nodes - 1) * (len(l.ranks) + 1)
 		what += fmt.Sprintf(" here and on %s", count(l.Nodes-1, "other node"))
 	}
@@ -600,10 +606,18 @@ func (r *Request) Asks(s syscall.Signal) bool {
 	return s != syscall.SIGHUP && (!same || time.Since(r.since) >= echo)
 }
 
-// interrupts reports whether s asks the launcher to end, or to end at once. SIGUSR1 and SIGUSR2 are
-// for the ranks, while there are any; SIGPIPE says what writing to the broken pipe reports, too.
+// interrupts reports whether s asks the launcher to end, or to end at once. It answers SIGTSTP.
+// SIGUSR1 and SIGUSR2 are for the ranks, while there are any; SIGPIPE says what writing to the
+// broken pipe reports, too.
 func (l *launcher) interrupts(s os.Signal) bool {
-	return s != syscall.SIGPIPE && s != syscall.SIGUSR1 && s != syscall.SIGUSR2 && l.request.Asks(s.(syscall.Signal))
+	switch s {
+	case syscall.SIGTSTP:
+		l.say("SIGTSTP: it does not stop, since the job's store is in this process; Ctrl-C ends the job")
+		return false
+	case syscall.SIGPIPE, syscall.SIGUSR1, syscall.SIGUSR2:
+		return false
+	}
+	return l.request.Asks(s.(syscall.Signal))
 }
 
 func (l *launcher) signal(s syscall.Signal) {
