@@ -114,7 +114,7 @@ one on (PMI on a descriptor: MPICH's mpiexec, srun --mpi=pmi2).`,
 		"with shrink or retry: how often a rank that died is started again, with TUTTI_RESTART set; it joins at the "+
 			"others' next Admit")
 	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and "+
-		"take its place")
+		"take its place; their output has numbers above all ranks', also then")
 	fl.BoolVar(&f.autoAdmit, "auto-admit", false,
 		"with shrink or retry: let ranks in between any two operations, not at the program's Admit (default: "+
 			"TUTTI_AUTO_ADMIT)")

@@ -3,6 +3,7 @@ package launch
 import (
 	"os"
 
+	"tutti/cmd/tutti/internal/term"
 	"tutti/internal/cpus"
 )
 
@@ -55,7 +56,7 @@ func (l *launcher) sayCrowded() {
 	online, oerr := cpus.Online(os.DirFS("/sys/devices/system"))
 	if err == nil && oerr == nil && l.N > len(allowed) && len(online) > len(allowed) {
 		l.tell("%s on %s of %d: what started this command has bound it there (mpirun: --bind-to none; srun: -c)",
-			count(l.N, "rank"), count(len(allowed), "processor"), len(online))
+			term.Count(l.N, "rank"), term.Count(len(allowed), "processor"), len(online))
 	}
 }
 

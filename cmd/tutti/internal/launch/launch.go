@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/term"
 	"tutti/internal/cpus"
 	"tutti/internal/files"
 	"tutti/pg/flight"
@@ -198,7 +199,7 @@ func Run(ctx context.Context, o Options) (int, error) {
 	if gone { // else nobody knows when they close their ends of the pipes
 		s := l.unlessInterrupted(l.out.Wait)
 		if n := l.out.Dropped(); n > 0 {
-			l.tell("dropped up to %s of output, which nobody has read", count(n, "line"))
+			l.tell("dropped up to %s of output, which nobody has read", term.Count(n, "line"))
 			if s = cmp.Or(l.user, s); l.code == 0 && s != 0 {
 				l.code, l.user = 128+int(s), s
 			}
@@ -312,10 +313,10 @@ func (l *launcher) descriptors() (need int, what string) {
 	if l.LogDir != "" {
 		each++
 	}
-	need, what = 40+each*len(l.ranks), count(len(l.ranks), "rank")
+	need, what = 40+each*len(l.ranks), term.Count(len(l.ranks), "rank")
 	if l.serves() && l.Nodes > 1 { // their connections to the store
 		need += 2 * (l.Nodes - 1) * (len(l.ranks) + 1)
-		what += fmt.Sprintf(" here and on %s", count(l.Nodes-1, "other node"))
+		what += fmt.Sprintf(" here and on %s", term.Count(l.Nodes-1, "other node"))
 	}
 	return need, what
 }
@@ -641,7 +642,7 @@ func (l *launcher) signal(s syscall.Signal) {
 			return
 		}
 		l.tell("%s: passed on to %s; what has not ended in %v is killed, and at once if SIGINT or SIGTERM follows",
-			unix.SignalName(s), count(l.live, "rank"), l.Grace)
+			unix.SignalName(s), term.Count(l.live, "rank"), l.Grace)
 	}
 }
 
@@ -663,7 +664,7 @@ func (l *launcher) summary() {
 	case l.user != 0:
 		text = "interrupted by " + unix.SignalName(l.user)
 		if l.killed > 0 {
-			text += fmt.Sprintf("; killed %s that had not ended", count(l.killed, "rank"))
+			text += fmt.Sprintf("; killed %s that had not ended", term.Count(l.killed, "rank"))
 		}
 	case l.running == 0:
 	default:
@@ -671,11 +672,11 @@ func (l *launcher) summary() {
 		case l.running == others && others == 1:
 			text += "; ended the other rank"
 		case l.running == others:
-			text += fmt.Sprintf("; ended the other %s", count(others, "rank"))
+			text += fmt.Sprintf("; ended the other %s", term.Count(others, "rank"))
 		case l.running == 1:
 			text += "; ended the rank still running"
 		default:
-			text += fmt.Sprintf("; ended the %s still running", count(l.running, "rank"))
+			text += fmt.Sprintf("; ended the %s still running", term.Count(l.running, "rank"))
 		}
 		switch {
 		case l.killed == 0:
@@ -688,13 +689,6 @@ func (l *launcher) summary() {
 		}
 	}
 	l.say(text)
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
 
 // program finds the program, and builds it if it is Go source.

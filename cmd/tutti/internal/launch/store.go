@@ -20,6 +20,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/cmd/tutti/internal/term"
 	"tutti/internal/backoff"
 	"tutti/internal/ident"
 	"tutti/internal/ifname"
@@ -395,7 +396,7 @@ func (s *store) gather(ctx context.Context, l *launcher, address string, me node
 			}
 		}
 		if absent > 0 {
-			l.say(fmt.Sprintf("waiting for %s at %s", count(absent, "other node"), address))
+			l.say(fmt.Sprintf("waiting for %s at %s", term.Count(absent, "other node"), address))
 		}
 	}
 	// The same watch serves until the end, so that the death of a node right after the meeting is
