@@ -49,7 +49,7 @@ func (g *Group) usable(ctx context.Context, what string) error {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
-		return &TimeoutError{Call: what, Reporter: g.rank, Err: err}
+		return &TimeoutError{Call: what, Reporter: g.rank, in: g.in, Err: err}
 	}
 	return nil
 }

@@ -793,7 +793,7 @@ func (g *Group) deliver(v *visit) error {
 		}
 		if err := g.wait.Err(); err != nil {
 			return false, &TimeoutError{Call: exec.Spell(g.run.Token()) + ", whose stream is held up,",
-				After: g.wait.Waited(), Reporter: g.rank, Err: expiry(err)}
+				After: g.wait.Waited(), Reporter: g.rank, in: g.in, Err: expiry(err)}
 		}
 		return false, nil
 	})

@@ -225,7 +225,7 @@ func (c *deviceMessage) leave(halted error) (did, over bool) {
 	case halted != nil:
 		err = halted
 	case c.v.came():
-		err = &TimeoutError{Call: c.m.what() + ", whose stream is held up", Reporter: c.g.rank,
+		err = &TimeoutError{Call: c.m.what() + ", whose stream is held up", Reporter: c.g.rank, in: c.g.in,
 			Err: context.DeadlineExceeded}
 	default:
 		err = c.g.explainMessage(c.m, p2p.ErrTimeout, time.Since(c.began))

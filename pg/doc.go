@@ -57,6 +57,9 @@
 //	ErrIsolated     ranks were lost, and this rank cannot reach the store that decides who remains
 //	ErrAborted      a rank called Group.Abort
 //
+// The fields of an error have the numbers that ranks have in the group. The text of an error of a
+// subgroup has those of the job, too: "rank 1 of a subgroup (rank 3 of the job) failed during ...".
+//
 // After any error but an *ArgumentError the results of the operation are void. The death of a
 // process is noticed at once, because its links break; that of a silent machine after
 // Config.Window, if an operation waits for it over TCP or RDMA, else after half a minute. A rank

@@ -33,14 +33,57 @@ func (windowClosed) Error() string { return "the window is closed" }
 
 func (windowClosed) Unwrap() error { return ErrClosed }
 
+// A numbering is how the text of a group's error names ranks. It has the job's rank of each number
+// of a subgroup. It is nil for the group of all ranks, and for a subgroup of all ranks with the
+// job's numbers: their texts have only one number of a rank.
+type numbering []int
+
+// of returns what follows the number of a rank: the numbers in the job, "" if there are no others.
+func (n numbering) of(ranks ...int) string {
+	var all []int
+	for _, r := range ranks {
+		if r >= 0 && r < len(n) {
+			all = append(all, n[r])
+		}
+	}
+	if len(all) == 0 || len(all) < len(ranks) {
+		return ""
+	}
+	return flight.RankList(all) + " of the job"
+}
+
+// rank names a rank: "rank 1", "rank 1 (rank 3 of the job)". details follow in the brackets.
+func (n numbering) rank(rank int, details ...string) string {
+	if of := n.of(rank); of != "" {
+		details = append([]string{of}, details...)
+	}
+	return fmt.Sprintf("rank %d", rank) + brackets(details)
+}
+
+// group names a rank and says that it is one of a subgroup, for the first rank in a text.
+func (n numbering) group(rank int) string {
+	if of := n.of(rank); of != "" {
+		return fmt.Sprintf("rank %d of a subgroup (%s)", rank, of)
+	}
+	return n.rank(rank)
+}
+
+func brackets(details []string) string {
+	if len(details) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(details, ", ") + ")"
+}
+
 // abortedError says that rank Rank called Group.Abort.
 type abortedError struct {
 	Rank int
 	Err  error // the cause
+	in   numbering
 }
 
 func (e *abortedError) Error() string {
-	return fmt.Sprintf("rank %d: %v: %v", e.Rank, ErrAborted, e.Err)
+	return fmt.Sprintf("%s: %v: %v", e.in.group(e.Rank), ErrAborted, e.Err)
 }
 
 func (e *abortedError) Unwrap() []error { return []error{ErrAborted, e.Err} }
@@ -48,7 +91,8 @@ func (e *abortedError) Unwrap() []error { return []error{ErrAborted, e.Err} }
 // RankError says that a rank died, left, or cannot be reached. The operation that returns it has no
 // result. After a collective Config.OnFailure says how the group goes on; by default every later
 // one returns an error until Recover. A message, or an operation on a Window, that fails fails no
-// collective.
+// collective. The fields have the group's numbers of ranks; in a subgroup the text has those of the
+// job, too.
 type RankError struct {
 	Rank int   // the rank that failed
 	Also []int // other ranks that had failed by then; ascending
@@ -59,17 +103,22 @@ type RankError struct {
 	Epoch       uint64 // of the view
 	Call        string // the operation during which this rank noticed, "" if none
 	Reporter    int    // the rank that noticed: this one, or a peer that sent an Abort
-	Err         error  // the cause
+	Err         error  // the cause; the text of one that a link reports has the job's numbers
+
+	in numbering
 }
 
 func (e *RankError) Error() string {
-	s := fmt.Sprintf("rank %d failed", e.Rank)
+	s := e.in.group(e.Rank) + " failed"
 	if e.Call != "" {
 		s += " during " + e.Call
 	}
-	s = fmt.Sprintf("%s (epoch %d, seen by rank %d): %v", s, e.Epoch, e.Reporter, e.Err)
+	s = fmt.Sprintf("%s (epoch %d, seen by %s): %v", s, e.Epoch, e.in.rank(e.Reporter), e.Err)
 	if len(e.Also) > 0 {
 		s += "; so did " + flight.RankList(e.Also)
+		if of := e.in.of(e.Also...); of != "" {
+			s += " (" + of + ")"
+		}
 	}
 	if e.Overwritten {
 		s += "; the buffer is partly overwritten"
@@ -91,13 +140,16 @@ type Seen struct {
 // message, an operation on a Window other than NewWindow and Refresh, or Evict, the group is as it
 // was: other ranks have no reason to call Recover then. A rank that was waited for may be in an
 // operation of another group, or of another job that its process has joined, and wait there for a
-// rank that Missing does not name: tutti status and flight records say so.
+// rank that Missing does not name: tutti status and flight records say so. The fields have the
+// group's numbers of ranks; in a subgroup the text has those of the job, too.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // the operation's time until then
 	Missing  []Seen        // the ranks that were waited for
 	Reporter int           // the rank that timed out
 	Err      error
+
+	in numbering
 }
 
 func (e *TimeoutError) Error() string {
@@ -106,13 +158,13 @@ func (e *TimeoutError) Error() string {
 	if e.Err != nil && strings.Contains(e.Err.Error(), "cancel") {
 		verb = "was cancelled"
 	}
-	fmt.Fprintf(&b, "%s %s on rank %d after %v", e.Call, verb, e.Reporter, e.After.Round(time.Millisecond))
+	fmt.Fprintf(&b, "%s %s on %s after %v", e.Call, verb, e.in.group(e.Reporter), e.After.Round(time.Millisecond))
 	for i, m := range e.Missing {
 		sep := "; "
 		if i == 0 {
 			sep = ", waiting for "
 		}
-		fmt.Fprintf(&b, "%srank %d (last seen: %s)", sep, m.Rank, m.What)
+		b.WriteString(sep + e.in.rank(m.Rank, "last seen: "+m.What))
 	}
 	return b.String()
 }
@@ -128,16 +180,20 @@ func expiry(err error) error {
 }
 
 // MismatchError says that two ranks called different operations where all must call the same. The
-// group is unusable afterwards, until Recover.
+// group is unusable afterwards, until Recover. The fields have the group's numbers of ranks; in a
+// subgroup the text has those of the job, too.
 type MismatchError struct {
 	RankA int
 	CallA string
 	RankB int
 	CallB string
+
+	in numbering
 }
 
 func (e *MismatchError) Error() string {
-	return fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", e.RankA, e.CallA, e.RankB, e.CallB)
+	return fmt.Sprintf("ranks disagree: %s called %s, %s called %s", e.in.group(e.RankA), e.CallA,
+		e.in.rank(e.RankB), e.CallB)
 }
 
 // ArgumentError describes an invalid call. Nothing was sent, and the group is usable. Peers that
@@ -178,24 +234,24 @@ func inJob(err error, ranks []int) error {
 	switch e := err.(type) {
 	case *RankError:
 		own := *e
-		own.Rank, own.Reporter, own.Also = of(e.Rank), of(e.Reporter), nil
+		own.Rank, own.Reporter, own.Also, own.in = of(e.Rank), of(e.Reporter), nil, nil
 		for _, slot := range e.Also {
 			own.Also = append(own.Also, of(slot))
 		}
 		return &own
 	case *TimeoutError:
 		own := *e
-		own.Reporter, own.Missing = of(e.Reporter), nil
+		own.Reporter, own.Missing, own.in = of(e.Reporter), nil, nil
 		for _, m := range e.Missing {
 			own.Missing = append(own.Missing, Seen{of(m.Rank), m.What})
 		}
 		return &own
 	case *MismatchError:
 		own := *e
-		own.RankA, own.RankB = of(e.RankA), of(e.RankB)
+		own.RankA, own.RankB, own.in = of(e.RankA), of(e.RankB), nil
 		return &own
 	case *abortedError:
-		return &abortedError{of(e.Rank), e.Err}
+		return &abortedError{Rank: of(e.Rank), Err: e.Err}
 	case *graphError:
 		return &graphError{e.text, inJob(e.is, ranks)}
 	}

@@ -438,7 +438,8 @@ func (g *Group) unfinished(start uint64) {
 		lost.Epoch = g.held
 		s.why = lost
 	default:
-		s.why = &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, Err: errors.New("other ranks are past it")}
+		s.why = &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, in: g.in,
+			Err: errors.New("other ranks are past it")}
 	}
 	g.skips = append(g.skips, s)
 }
@@ -542,7 +543,7 @@ var errDeserted = errors.New("it closed its group, which cannot go on without it
 func (g *Group) deserted(missing []int, call string) error {
 	for _, slot := range missing {
 		if g.msgs.ClosedFor(slot) > departure {
-			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, Err: errDeserted}
+			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, in: g.in, Err: errDeserted}
 		}
 	}
 	return nil
@@ -555,7 +556,7 @@ func (g *Group) irreplaceable(missing []int, call string) error {
 	}
 	for _, slot := range missing {
 		if err := g.job.proxy.Down(g.jobRank(slot)); err != nil {
-			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, Err: err}
+			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, in: g.in, Err: err}
 		}
 	}
 	return nil
@@ -565,7 +566,7 @@ func (g *Group) irreplaceable(missing []int, call string) error {
 // stands.
 func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if slot, why := g.gone(); slot != g.rank {
-		g.lost = &RankError{Rank: slot, Epoch: g.v.epoch, Reporter: g.rank, Err: why}
+		g.lost = &RankError{Rank: slot, Epoch: g.v.epoch, Reporter: g.rank, in: g.in, Err: why}
 	}
 	if !mine.Joins { // a rank that comes in was in no epoch before
 		over := mine.Over
@@ -661,8 +662,8 @@ func (g *Group) settled() {
 				g.err, g.cause, g.of = g.told(a), more.cause, more.of
 			} else {
 				g.err = &RankError{Rank: slot, Epoch: g.v.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1),
-					Reporter: slot,
-					Err:      errors.New("its group has failed")}
+					Reporter: slot, in: g.in,
+					Err: errors.New("its group has failed")}
 			}
 		}
 	}

@@ -46,6 +46,7 @@ type Group struct {
 	// The members when the group was made: a subgroup never admits others. nil: the group of all
 	// ranks.
 	incarnations []uint64
+	in           numbering // of its errors
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
@@ -128,6 +129,9 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations, places
 	g := &Group{job: j, rank: rank, name: name, incarnations: incarnations,
 		v: &groupView{epoch: epoch, job: at, ranks: ranks, Topology: exec.Topology{Size: len(ranks),
 			Active: upTo(len(ranks)), Algo: j.settings.algo}}}
+	if incarnations != nil && (len(ranks) != at.Size() || !slices.Equal(ranks, upTo(len(ranks)))) {
+		g.in = ranks
+	}
 	g.works.kick = make(chan struct{}, 1)
 	g.devices.piece, g.devices.staging = grain.Get().Piece, &j.staging
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
@@ -627,7 +631,7 @@ func (g *Group) fits() error {
 	c := g.run.Call()
 	l := c.Kind.Layout()
 	if (l.InAtRoot || l.OutAtRoot) && !slices.Contains(g.v.Active, c.Root) {
-		return &RankError{Rank: c.Root, Epoch: g.v.epoch, Call: c.Kind.String(), Reporter: g.rank,
+		return &RankError{Rank: c.Root, Epoch: g.v.epoch, Call: c.Kind.String(), Reporter: g.rank, in: g.in,
 			Err: errors.New("the root is not active")}
 	}
 	if (l.In.Parted() || l.Out.Parted()) && c.Slots != g.v.Size {
@@ -693,8 +697,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {
 			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.v.epoch, Call: exec.Spell(now),
-				Reporter: g.rank,
-				Err:      bad}
+				Reporter: g.rank, in: g.in,
+				Err: bad}
 		}
 		return nil, g.told(a)
 	case errors.As(err, &differ):
@@ -707,7 +711,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 				differ.Detail = ": it sent a message that the other did not expect of it"
 			}
 		}
-		m := &MismatchError{RankA: g.rank, CallA: exec.Spell(ours), RankB: differ.Rank,
+		m := &MismatchError{in: g.in, RankA: g.rank, CallA: exec.Spell(ours), RankB: differ.Rank,
 			CallB: exec.Spell(differ.Theirs) + differ.Detail}
 		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs,
 			Text: differ.Detail}, m
@@ -715,7 +719,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return g.left(err, now)
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
-		e := &RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
+		e := &RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, in: g.in, Err: peer.Err}
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()),
@@ -726,7 +730,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
+			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, in: g.in, Err: why}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
@@ -739,17 +743,19 @@ func (g *Group) told(a *wireAbort) error {
 		if a.Text != "" {
 			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
 		}
-		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: cause}
+		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, in: g.in, Err: cause}
 	case abortDeserted:
-		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errDeserted}
+		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, in: g.in,
+			Err: errDeserted}
 	case abortMismatch:
 		if ours, theirs, graph := strings.Cut(a.Text, betweenCalls); graph {
-			return &MismatchError{RankA: a.A, CallA: ours, RankB: a.B, CallB: theirs}
+			return &MismatchError{in: g.in, RankA: a.A, CallA: ours, RankB: a.B, CallB: theirs}
 		}
-		return &MismatchError{RankA: a.A, CallA: exec.Spell(a.Call), RankB: a.B, CallB: exec.Spell(a.Other) + a.Text}
+		return &MismatchError{in: g.in, RankA: a.A, CallA: exec.Spell(a.Call), RankB: a.B,
+			CallB: exec.Spell(a.Other) + a.Text}
 	case abortTimeout:
-		e := &TimeoutError{Call: cmp.Or(a.Text, exec.Spell(a.Call)), After: time.Duration(a.After), Reporter: a.A,
-			Err: context.DeadlineExceeded}
+		e := &TimeoutError{Call: cmp.Or(a.Text, exec.Spell(a.Call)), After: time.Duration(a.After), in: g.in,
+			Reporter: a.A, Err: context.DeadlineExceeded}
 		if a.Canceled {
 			e.Err = context.Canceled
 		}
@@ -759,11 +765,12 @@ func (g *Group) told(a *wireAbort) error {
 		return e
 	}
 	if a.Kind == abortCall {
-		g.aborted = &abortedError{a.A, errors.New(a.Text)}
+		g.aborted = &abortedError{Rank: a.A, Err: errors.New(a.Text), in: g.in}
 		g.disconnect()
 		return g.aborted
 	}
-	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: mishap(a.Text)}
+	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, in: g.in,
+		Err: mishap(a.Text)}
 }
 
 // A mishap is why an operation has failed on a rank that is not lost.
@@ -795,7 +802,7 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 		slot, why = lost, cause
 	}
 	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
+		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, in: g.in, Err: why}
 }
 
 // gone returns the slot that the job's view has lost first since the group's, and why: later losses

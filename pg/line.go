@@ -267,7 +267,7 @@ func (g *Group) expired(c exec.Call, ready func() error) {
 // impatient returns the error of a call that gave up before its turn. Its Missing are the ranks
 // that the running operation waits for. With the proxy's lock.
 func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutError {
-	e := &TimeoutError{Call: what, After: after, Reporter: g.rank, Err: why}
+	e := &TimeoutError{Call: what, After: after, Reporter: g.rank, in: g.in, Err: why}
 	if !g.busy {
 		return e
 	}

@@ -135,11 +135,12 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 			Got:  fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)),
 			Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
 	case errors.As(err, &peer):
-		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
+		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: what, Reporter: g.rank, in: g.in,
+			Err: peer.Err}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		e := &TimeoutError{Call: what, After: waited, Reporter: g.rank, Err: expiry(err)}
+		e := &TimeoutError{Call: what, After: waited, Reporter: g.rank, in: g.in, Err: expiry(err)}
 		if m.device != nil && !m.device.v.arrived() {
 			e.Call += ", whose stream has not come to it"
 		} else if m.peer >= 0 {

@@ -247,7 +247,7 @@ func (g *Group) record(c *exec.Call, d device.Device, s device.Stream, limit tim
 	case err != nil:
 		return err
 	case call.Root < 0 && (l.InAtRoot || l.OutAtRoot):
-		return &RankError{Rank: c.Root, Epoch: v.epoch, Call: what, Reporter: g.rank, Err: p2p.ErrPeerGone}
+		return &RankError{Rank: c.Root, Epoch: v.epoch, Call: what, Reporter: g.rank, in: g.in, Err: p2p.ErrPeerGone}
 	case len(v.Active) == 1:
 		return recordAlone(s.(device.Capturer), &call)
 	case x == nil:
@@ -692,15 +692,15 @@ func (g *Group) graphFailed(x *exchange, why *device.ExchangeError) error {
 	e := &graphError{text: graphCall + " with operations of this group has no result"}
 	switch ours := why.Ours.String() + " in " + graphCall; {
 	case why.Stopped && x.stops != nil:
-		e.is = &RankError{Rank: x.left, Epoch: x.epoch, Call: graphCall, Reporter: g.rank,
+		e.is = &RankError{Rank: x.left, Epoch: x.epoch, Call: graphCall, Reporter: g.rank, in: g.in,
 			Err: cmp.Or(g.job.proxy.Down(g.jobRank(x.left)), x.why)}
 	case why.Stopped:
 		e.is = g.overtaken(x.epoch, graphCall)
 	case why.Differs:
-		e.is = &MismatchError{RankA: g.rank, CallA: ours, RankB: why.Rank, CallB: why.Theirs.String()}
+		e.is = &MismatchError{in: g.in, RankA: g.rank, CallA: ours, RankB: why.Rank, CallB: why.Theirs.String()}
 	default:
 		t, ok := g.coll.Seen(why.Rank)
-		e.is = &TimeoutError{Call: ours, After: g.job.timeout, Reporter: g.rank,
+		e.is = &TimeoutError{Call: ours, After: g.job.timeout, Reporter: g.rank, in: g.in,
 			Missing: []Seen{seen(exec.Seen{Rank: why.Rank, Has: ok, Last: t})}, Err: context.DeadlineExceeded}
 	}
 	return e
@@ -736,10 +736,10 @@ func (g *Group) overtakenAbort(err error, text string, now p2p.Token) *wireAbort
 // overtaken returns the error of a call that was given to its stream in an earlier view.
 func (g *Group) overtaken(epoch uint64, call string) *RankError {
 	if g.lost != nil && g.lost.Epoch >= epoch && !errors.As(g.lost.Err, new(mishap)) {
-		return &RankError{Rank: g.lost.Rank, Epoch: g.lost.Epoch, Call: call, Reporter: g.lost.Reporter,
+		return &RankError{Rank: g.lost.Rank, Epoch: g.lost.Epoch, Call: call, Reporter: g.lost.Reporter, in: g.in,
 			Err: g.lost.Err}
 	}
-	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Call: call, Reporter: g.rank,
+	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Call: call, Reporter: g.rank, in: g.in,
 		Err: mishap((&earlierError{epoch}).Error())}
 }
 

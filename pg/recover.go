@@ -452,7 +452,7 @@ func (b *bound) why(err error) error {
 	if cause == nil {
 		return err
 	}
-	late := &TimeoutError{Call: b.call, After: time.Since(b.began), Reporter: b.g.rank, Err: cause}
+	late := &TimeoutError{Call: b.call, After: time.Since(b.began), Reporter: b.g.rank, in: b.g.in, Err: cause}
 	p := b.g.job.proxy
 	p.Lock()
 	defer p.Unlock()
@@ -472,7 +472,7 @@ func (g *Group) Abort(cause error) {
 	p := g.job.proxy
 	p.Lock()
 	if g.aborted == nil && !g.closed.Load() {
-		g.aborted = &abortedError{g.rank, cause}
+		g.aborted = &abortedError{Rank: g.rank, Err: cause, in: g.in}
 		a := &wireAbort{Kind: abortCall, A: g.rank, B: g.rank, Text: cause.Error()}
 		g.disconnect()
 		g.coll.Abort(g.aborted, a.encode())

@@ -267,3 +267,79 @@ func TestLateSplitIsNamed(t *testing.T) {
 		t.Errorf("got %v, want a *TimeoutError of split #1", err)
 	}
 }
+
+// The errors of a subgroup have its own numbers of ranks, and their texts the job's, too. Those of
+// a subgroup of all ranks with their numbers in the job have one number.
+func TestErrorsOfSubgroupsNameRanksOfTheJob(t *testing.T) {
+	each(t, 4, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
+		all, err := g.Split(ctx, 0, 0)
+		if err != nil {
+			return err
+		}
+		defer all.Close()
+		sub, err := g.Split(ctx, g.Rank()/2, -g.Rank())
+		if err != nil {
+			return err
+		}
+		defer sub.Close()
+		ours := func(slot int) int { return g.Rank()/2*2 + 1 - slot } // of the job
+		has := func(err error, text string) error {
+			if err == nil || !strings.Contains(err.Error(), text) {
+				return fmt.Errorf("%v, want %q in it", err, text)
+			}
+			return nil
+		}
+		if sub.Rank() == 0 {
+			over, cancel := context.WithCancel(ctx)
+			cancel()
+			err = has(sub.Barrier(over), fmt.Sprintf("on rank 0 of a subgroup (rank %d of the job) after ", ours(0)))
+		} else {
+			err = has(sub.Barrier(ctx), fmt.Sprintf("on rank 0 of a subgroup (rank %d of the job) after ", ours(0)))
+		}
+		if err == nil {
+			err = sub.Recover(ctx)
+		}
+		if err != nil {
+			return err
+		}
+		if sub.Rank() == 0 {
+			err = sub.Barrier(ctx)
+		} else {
+			err = AllReduce(ctx, sub, []float32{1}, Sum)
+		}
+		var differ *MismatchError
+		if !errors.As(err, &differ) {
+			return fmt.Errorf("%v, want a mismatch", err)
+		}
+		if err := has(err, fmt.Sprintf("ranks disagree: rank %d of a subgroup (rank %d of the job) called ",
+			differ.RankA, ours(differ.RankA))); err != nil {
+			return err
+		}
+		if err := has(err, fmt.Sprintf(", rank %d (rank %d of the job) called ", differ.RankB,
+			ours(differ.RankB))); err != nil {
+			return err
+		}
+		if err := sub.Recover(ctx); err != nil {
+			return err
+		}
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		if g.Rank() == 3 {
+			all.Abort(errors.New("enough"))
+			return errors.Join(sub.Close(), all.Close(), g.Close())
+		}
+		if err := has(all.Barrier(ctx), "rank 3: process group aborted: enough"); err != nil {
+			return err
+		}
+		if g.Rank() == 2 { // rank 1 of its subgroup, whose rank 0 has left the job
+			err := AllReduce(ctx, sub, []float32{1}, Sum)
+			var lost *RankError
+			if !errors.As(err, &lost) || lost.Rank != 0 || lost.Reporter != 1 {
+				return fmt.Errorf("%#v, want the loss of rank 0", err)
+			}
+			return has(err, "rank 0 of a subgroup (rank 3 of the job) failed during ")
+		}
+		return nil
+	})
+}

@@ -215,5 +215,5 @@ func (g *Group) board(ctx context.Context, limit time.Duration, o *stay, waits b
 		return nil, late
 	}
 	return nil, &TimeoutError{Call: o.call + ", for which there was no room in the host memory of operations on " +
-		"devices (Config.StagingLimit),", After: time.Since(began), Reporter: g.rank, Err: late}
+		"devices (Config.StagingLimit),", After: time.Since(began), Reporter: g.rank, in: g.in, Err: late}
 }

@@ -337,7 +337,7 @@ func TestErrorsInJob(t *testing.T) {
 		{&RankError{Rank: 0, Also: []int{1}, Reporter: 1}, &RankError{Rank: 4, Also: []int{2}, Reporter: 2}},
 		{&TimeoutError{Missing: []Seen{{1, "x"}}, Reporter: 0}, &TimeoutError{Missing: []Seen{{2, "x"}}, Reporter: 4}},
 		{&MismatchError{RankA: 0, RankB: 1}, &MismatchError{RankA: 4, RankB: 2}},
-		{&abortedError{1, cause}, &abortedError{2, cause}},
+		{&abortedError{Rank: 1, Err: cause}, &abortedError{Rank: 2, Err: cause}},
 		{&graphError{"x", &RankError{Rank: 1}}, &graphError{"x", &RankError{Rank: 2, Reporter: 4}}},
 		{ErrClosed, ErrClosed},
 		{nil, nil},

@@ -258,7 +258,7 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 			return fmt.Errorf("rank %d has no memory for a window of %d bytes", slot, said[saysBytes])
 		}
 		if err := parts[slot].decode(said); err != nil {
-			return &RankError{Rank: slot, Call: "window", Reporter: g.rank, Err: err}
+			return &RankError{Rank: slot, Call: "window", Reporter: g.rank, in: g.in, Err: err}
 		}
 		if drawn == 0 { // by the lowest rank: no other rank has its incarnation
 			drawn = parts[slot].incarnation + parts[slot].data.Generation
@@ -378,7 +378,7 @@ func (w *Window) await(ctx context.Context, what string) (done func(), err error
 
 // late returns the error of a call that has ended with err because its context has.
 func (w *Window) late(what string, began time.Time, err error) error {
-	return &TimeoutError{Call: what, After: time.Since(began), Reporter: w.g.rank, Err: expiry(err)}
+	return &TimeoutError{Call: what, After: time.Since(began), Reporter: w.g.rank, in: w.g.in, Err: expiry(err)}
 }
 
 // Bytes returns this rank's part, nil after Close was called. Other ranks may write to it at any
@@ -470,7 +470,7 @@ func (w *Window) part(name string, rank int) (*part, error) {
 		if err := g.heard(); err != nil {
 			return nil, err
 		}
-		return nil, &RankError{Rank: rank, Epoch: g.v.epoch, Call: name, Reporter: g.rank, Err: why}
+		return nil, &RankError{Rank: rank, Epoch: g.v.epoch, Call: name, Reporter: g.rank, in: g.in, Err: why}
 	}
 	if rank >= len(w.parts) || w.parts[rank].incarnation == 0 {
 		return lost(errors.New("it has no part of the window: see Window.Refresh"))
@@ -514,9 +514,10 @@ func (c *call) explain(rank int, err error) error {
 	case heard != nil:
 		return heard
 	case errors.As(err, &peer):
-		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, Err: peer.Err}
+		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, in: g.in,
+			Err: peer.Err}
 	case errors.Is(err, p2p.ErrRevoked):
-		return &RankError{Rank: rank, Epoch: g.v.epoch, Call: c.name, Reporter: g.rank,
+		return &RankError{Rank: rank, Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, in: g.in,
 			Err: fmt.Errorf("it has closed the window, or it is another incarnation of it: %w", err)}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
@@ -527,7 +528,7 @@ func (c *call) explain(rank int, err error) error {
 		return fmt.Errorf("%s: a call that could not wait longer gave up a put to rank %d; refresh the window, or "+
 			"make it again (torch: register the tensor again), and repeat the put: %w", c.name, rank, err)
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		e := &TimeoutError{Call: c.name, After: c.wait.Waited(), Reporter: g.rank, Err: expiry(err),
+		e := &TimeoutError{Call: c.name, After: c.wait.Waited(), Reporter: g.rank, in: g.in, Err: expiry(err),
 			Missing: []Seen{{Rank: rank, What: "nothing yet"}}}
 		if t, ok := g.coll.Seen(rank); ok {
 			e.Missing[0].What = exec.Spell(t)

@@ -110,7 +110,7 @@ func (w *Window) same(name string, rank int, of holder) error {
 	case w.closed.Load():
 		return w.open()
 	case w.again(rank, of) == nil:
-		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank,
+		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank, in: w.g.in,
 			Err: errors.New("it has a new part, as a new process or by NewWindow, and not all of the call is about " +
 				"that: call again")}
 	}
@@ -264,7 +264,8 @@ func (c *carriage) wait(ctx context.Context, fails func() error, done func() (bo
 	if err == nil || err != ctx.Err() {
 		return err
 	}
-	return &TimeoutError{Call: c.name + ", whose stream has not come to it", Reporter: c.w.g.rank, Err: expiry(err)}
+	return &TimeoutError{Call: c.name + ", whose stream has not come to it", Reporter: c.w.g.rank, in: c.w.g.in,
+		Err: expiry(err)}
 }
 
 // fails returns why the call would fail if the stream came now, or nil. With the proxy's lock.
