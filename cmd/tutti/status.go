@@ -44,9 +44,10 @@ func newStatus() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "status [flags] [JOB | ENDPOINT]",
 		Short: "Show what the ranks of a running job do, and which rank the others wait for; or what an endpoint does",
-		Long: `Ask all ranks of a job for their states. Problems are shown first: a rank that has not come, is
-stopped or dead, ranks with different calls; then the operation of each rank, in this job or in
-another one that its process has joined, such as a group of PyTorch's, and the rates.
+		Long: `Ask all ranks of a job for their states. Problems are shown first: a rank that has not come, or does
+not answer because it is stopped or dead, ranks with different calls; then the operation of each
+rank, in this job or in another one that its process has joined, such as a group of PyTorch's, and
+the rates.
 
 JOB is the name, or a prefix of the name, of a job that this user's tutti run has started on this
 machine; it may be left out if there is only one. Of several with one name, --store chooses. Other

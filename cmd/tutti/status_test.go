@@ -348,7 +348,7 @@ func TestStatusOfSurvivors(t *testing.T) {
 	j.ranks[1].gone()
 	// A rank whose processor is taken may not answer in time.
 	j.until("is rank 1 out, and do the others answer", func(r *status.Report) bool {
-		return (r.Ranks[1].Presence == flight.Vacant || r.Ranks[1].Presence == flight.Dead) &&
+		return (r.Ranks[1].Presence == flight.Vacant || r.Ranks[1].Presence == flight.Silent) &&
 			r.Ranks[0].Snapshot != nil && r.Ranks[2].Snapshot != nil
 	})
 	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {

@@ -16,8 +16,7 @@ type Presence string
 // Values of Presence. Only a rank that is Present has a snapshot.
 const (
 	Present Presence = "present"
-	Silent  Presence = "silent"  // the store has its lease, and it does not answer
-	Dead    Presence = "dead"    // the ranks had met, and the store has no record of it
+	Silent  Presence = "silent"  // it does not answer, or its lease has ended: it is stopped, or dead
 	Absent  Presence = "absent"  // it has not joined yet
 	Vacant  Presence = "vacant"  // the view has no rank in this slot
 	Unknown Presence = "unknown" // it cannot be known

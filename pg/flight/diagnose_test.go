@@ -119,6 +119,7 @@ func TestDiagnose(t *testing.T) {
 	}
 	grown := func(s *Snapshot) { s.Groups[0].Size++ }
 	timedOut := func(s *Snapshot) { s.Reason = "timeout" }
+	const lapsed = "its lease has ended (stopped, or dead)"
 	const alive = "no answer within 1s, yet the store takes it for alive"
 	for _, c := range []struct {
 		name string
@@ -157,11 +158,11 @@ func TestDiagnose(t *testing.T) {
 				s.Groups[0].Peers = []Peer{{Rank: 2, Seen: "allreduce #8 (float32)", Number: 8}}
 			}), []string{"rank 2 does not answer (pid 102 on node): no answer within 1s; it was last seen in " +
 			"allreduce #8 (float32); it is waited for in allreduce #9; ranks 0 and 1 wait for it, 5.0 s so far"}},
-		{"dead, and waited for", ranks(2).in(0, 9, 5*s, 1).without(1, Dead, ""),
-			[]string{"rank 1 is dead (pid 101 on node); it is waited for in allreduce #9; rank 0 waits for it, " +
-				"5.0 s so far"}},
-		{"dead, and no operation has failed yet", ranks(4).without(1, Dead, "its lease has ended"),
-			[]string{"rank 1 is dead (pid 101 on node): its lease has ended"}},
+		{"silent without a reason", ranks(2).in(0, 9, 5*s, 1).without(1, Silent, ""),
+			[]string{"rank 1 does not answer (pid 101 on node); it is waited for in allreduce #9; rank 0 waits " +
+				"for it, 5.0 s so far"}},
+		{"without a lease, and no operation has failed yet", ranks(4).without(1, Silent, lapsed),
+			[]string{"rank 1 does not answer (pid 101 on node): its lease has ended (stopped, or dead)"}},
 		{"several are silent", func() job {
 			j := ranks(4)
 			for _, r := range []int{1, 3} {
@@ -169,13 +170,13 @@ func TestDiagnose(t *testing.T) {
 			}
 			return j
 		}(), []string{"ranks 1 and 3 do not answer"}},
-		{"several are dead", func() job {
+		{"several are without a lease", func() job {
 			j := ranks(4)
 			for _, r := range []int{1, 3} {
-				j[r] = Rank{Rank: r, Presence: Dead, Detail: "its lease has ended"}
+				j[r] = Rank{Rank: r, Presence: Silent, Detail: lapsed}
 			}
 			return j
-		}(), []string{"ranks 1 and 3 are dead: their leases have ended"}},
+		}(), []string{"ranks 1 and 3 do not answer: their leases have ended (stopped, or dead)"}},
 		{"several are silent, each at its place", ranks(6).without(1, Silent, alive).without(2, Silent,
 			alive).without(3, Silent, alive).without(5, Silent, "it has another secret"),
 			[]string{"ranks 1-3 do not answer: no answer within 1s, yet the store takes them for alive",

@@ -142,8 +142,6 @@ func state(r *flight.Rank) (text string, plain bool) {
 			return "empty slot", true
 		case flight.Absent:
 			return "has not joined yet", false
-		case flight.Dead:
-			text = "dead"
 		case flight.Silent:
 			text = "does not answer"
 		default:

@@ -135,7 +135,7 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 			case s.view == nil && slot >= first, s.view != nil && !slices.Contains(s.view.Active, slot):
 				r.Presence = flight.Vacant
 			case s.view != nil:
-				r.Presence, r.Detail = flight.Dead, "its lease has ended"
+				r.Presence, r.Detail = flight.Silent, "its lease has ended (stopped, or dead)"
 			}
 		}
 		out.Ranks = append(out.Ranks, *r)

@@ -134,19 +134,20 @@ func TestSample(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := []string{"present", "present", "dead", "silent", "dead"}; !slices.Equal(presences(got), want) {
+	if want := []string{"present", "present", "silent", "silent", "silent"}; !slices.Equal(presences(got), want) {
 		t.Errorf("%v, want %v", presences(got), want)
 	}
 	if n := <-asked; n != 7 {
 		t.Errorf("asked for %d operations", n)
 	}
-	for r, text := range map[int]string{3: "it is joining the job", 4: "its lease has ended"} {
+	for r, text := range map[int]string{3: "it is joining the job", 4: "its lease has ended (stopped, or dead)"} {
 		if !strings.Contains(got.Ranks[r].Detail, text) {
 			t.Errorf("rank %d: %q, want %q", r, got.Ranks[r].Detail, text)
 		}
 	}
 	gone.Close()
-	if got, err = s.Sample(t.Context(), 0); err != nil || got.Ranks[1].Presence != flight.Dead {
+	if got, err = s.Sample(t.Context(), 0); err != nil || got.Ranks[1].Presence != flight.Silent ||
+		got.Ranks[1].Detail != "its lease has ended (stopped, or dead)" {
 		t.Errorf("%v, %v", presences(got), err)
 	}
 	other, err := j.sampler([]byte("another secret altogether")).Sample(t.Context(), 0)
@@ -322,7 +323,7 @@ func TestSampleOfGrowableJob(t *testing.T) {
 	sampled(s, "present", "present", "present", "vacant", "vacant", "vacant")
 	set(&mute)
 	first.Close()
-	sampled(s, "silent", "dead", "silent", "vacant", "vacant", "vacant")
+	sampled(s, "silent", "silent", "silent", "vacant", "vacant", "vacant")
 	sampled(j.sampler(secret), "silent", "absent", "silent", "vacant", "vacant", "vacant") // it knows no view
 }
 
@@ -477,7 +478,6 @@ func TestStates(t *testing.T) {
 			"computing, or is in job pair, whose state is not to be had", false},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} },
 			"does not answer: no answer within 1s", false},
-		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Dead} }, "dead", false},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Vacant} }, "empty slot", true},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Absent} }, "has not joined yet", false},
 	} {
@@ -700,7 +700,7 @@ func TestEndpointByItself(t *testing.T) {
 
 func TestJSON(t *testing.T) {
 	now, before := pair(2)
-	now.Ranks[1] = flight.Rank{Rank: 1, Presence: flight.Dead}
+	now.Ranks[1] = flight.Rank{Rank: 1, Presence: flight.Silent}
 	elsewhere(now.Ranks[0].Snapshot, time.Millisecond, 1)
 	b, err := json.Marshal(Make(now, before, false))
 	if err != nil {
@@ -725,7 +725,7 @@ func TestJSON(t *testing.T) {
 	}
 	if got.Job != "train" || len(got.Findings) != 1 || got.Findings[0].Kind != "gone" || len(got.Ranks) != 2 ||
 		got.Ranks[0].Operations != 100 || got.Ranks[0].Snapshot == nil ||
-		got.Ranks[1].Presence != "dead" || got.Ranks[1].State != "dead" || got.Ranks[1].Snapshot != nil {
+		got.Ranks[1].Presence != "silent" || got.Ranks[1].State != "does not answer" || got.Ranks[1].Snapshot != nil {
 		t.Errorf("%s", b)
 	}
 }
