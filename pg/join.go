@@ -395,6 +395,7 @@ func (g *Group) meet(ctx context.Context) error {
 	forced := g.v.Algo
 	g.replace(func(v *groupView) { v.Algo, v.Caps = collectives.Auto, collectives.Caps{Cores: 1} }) // not agreed on yet
 	g.run.Settle(g.v.Topology)
+	g.track.Uncounted = true
 	p.Unlock()
 	if err := AllGather(ctx, g, all, mine); err != nil {
 		return g.unlinked(err)
@@ -402,6 +403,7 @@ func (g *Group) meet(ctx context.Context) error {
 	if err := g.enter(ctx, "join", nil); err != nil {
 		return err
 	}
+	g.track.Uncounted = false
 	err := g.acquainted()
 	if err == nil {
 		g.replace(func(v *groupView) { v.Algo = forced })

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -767,5 +768,50 @@ func TestInvalidMetricsAddress(t *testing.T) {
 	}
 	if _, err := alone(t, Config{Metrics: "9400"}); err == nil || !strings.Contains(err.Error(), "expected HOST:PORT") {
 		t.Error(err)
+	}
+}
+
+// The exchange with which a job begins is no operation of the program: it is not in the totals.
+func TestTotalsWithoutTheFirstExchange(t *testing.T) {
+	cfg := Config{Secret: []byte("the secret of this test"), Timeout: 20 * time.Second}
+	var members []*Member
+	var handles []string
+	for range 2 {
+		m, err := NewMember(t.Context(), cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		members, handles = append(members, m), append(handles, m.Handle())
+	}
+	errs := make(chan error, len(members))
+	for _, m := range members {
+		go func() {
+			errs <- func() error {
+				g, err := m.Form(t.Context(), "first", handles)
+				if err != nil {
+					return err
+				}
+				defer g.Close()
+				for n := range 2 {
+					want := map[string]flight.Total{}
+					if n > 0 {
+						want["allgather"] = flight.Total{Operations: 1, Bytes: 16}
+						if err := AllGather(t.Context(), g, make([]int64, 2), make([]int64, 1)); err != nil {
+							return err
+						}
+					}
+					if s := look(t, g, 0); !maps.Equal(s.Totals, want) {
+						return fmt.Errorf("after %d operations: %+v, want %+v", n, s.Totals, want)
+					}
+				}
+				return g.Barrier(t.Context())
+			}()
+		}()
+	}
+	for range members {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
 	}
 }

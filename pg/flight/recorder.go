@@ -194,8 +194,7 @@ func (r *Recorder) Count(o Outcome) { r.head.Failures[o]++ }
 
 // End records the outcome of an operation. s is Begin's.
 func (r *Recorder) End(s *Record, o Outcome) {
-	r.forget(s)
-	s.Ended, s.State = coarse.now.Load(), o
+	r.end(s, o)
 	if o != OK {
 		r.Count(o)
 		return
@@ -203,6 +202,15 @@ func (r *Recorder) End(s *Record, o Outcome) {
 	t := &r.head.Totals[s.Call.Kind()%kinds]
 	t.Operations++
 	t.Bytes += s.Bytes
+}
+
+// EndUncounted is End for an operation that has succeeded and that the program has not called: it
+// is not in the totals.
+func (r *Recorder) EndUncounted(s *Record) { r.end(s, OK) }
+
+func (r *Recorder) end(s *Record, o Outcome) {
+	r.forget(s)
+	s.Ended, s.State = coarse.now.Load(), o
 }
 
 // AddGroup records the members of a group, by slot. If its entry needs more room than there is,

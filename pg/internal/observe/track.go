@@ -18,6 +18,9 @@ type Track struct {
 	since int64          // when the next operation was queued; 0: it was not
 	epoch uint64         // of the latest operation
 	last  error          // of the last operation that failed
+	// Uncounted: the program has not called the operations that run now. Those that succeed are not
+	// in the totals.
+	Uncounted bool
 }
 
 // Open makes t record operations of a group in which this rank has slot, and ranks are the job's
@@ -99,7 +102,11 @@ func (t *Track) running() bool {
 
 // End records the outcome of the operation, unless its failure has been recorded.
 func (t *Track) End(o flight.Outcome) {
-	if t.cur.State == flight.Running {
+	switch {
+	case t.cur.State != flight.Running:
+	case t.Uncounted && o == flight.OK:
+		t.rec.EndUncounted(t.cur)
+	default:
 		t.rec.End(t.cur, o)
 	}
 }
