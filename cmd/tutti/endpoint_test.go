@@ -603,7 +603,7 @@ func TestEndpointUsage(t *testing.T) {
 		{"ls a:1 b:1", "takes ENDPOINT, got 2 arguments"},
 		{"ls a:1 --timeout 0s", "--timeout 0s: expected more than 0"},
 		{"ls a:1 --timeout soon", `"soon" is no duration`},
-		{"read a:1", "tutti endpoint read takes ENDPOINT REGION, got 1 arguments"},
+		{"read a:1", "tutti endpoint read takes ENDPOINT REGION, got 1 argument"},
 		{"read a:1 r --offset -1", `--offset "-1": expected a size`},
 		{"read a:1 r --length 9X", `--length "9X": expected a size`},
 		{"read a:1 r --bogus", "unknown flag: --bogus"},
