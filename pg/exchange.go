@@ -438,8 +438,7 @@ func (g *Group) unfinished(start uint64) {
 		lost.Epoch = g.held
 		s.why = lost
 	default:
-		s.why = &RankError{Rank: g.rank, Epoch: g.v.epoch, Reporter: g.rank, in: g.in,
-			Err: errors.New("other ranks are past it")}
+		s.why = g.rankError(g.rank, g.rank, "", errors.New("other ranks are past it"))
 	}
 	g.skips = append(g.skips, s)
 }
@@ -543,7 +542,7 @@ var errDeserted = errors.New("it closed its group, which cannot go on without it
 func (g *Group) deserted(missing []int, call string) error {
 	for _, slot := range missing {
 		if g.msgs.ClosedFor(slot) > departure {
-			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, in: g.in, Err: errDeserted}
+			return g.rankError(slot, g.rank, call, errDeserted)
 		}
 	}
 	return nil
@@ -556,7 +555,7 @@ func (g *Group) irreplaceable(missing []int, call string) error {
 	}
 	for _, slot := range missing {
 		if err := g.job.proxy.Down(g.jobRank(slot)); err != nil {
-			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, in: g.in, Err: err}
+			return g.rankError(slot, g.rank, call, err)
 		}
 	}
 	return nil
@@ -566,7 +565,7 @@ func (g *Group) irreplaceable(missing []int, call string) error {
 // stands.
 func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if slot, why := g.gone(); slot != g.rank {
-		g.lost = &RankError{Rank: slot, Epoch: g.v.epoch, Reporter: g.rank, in: g.in, Err: why}
+		g.lost = g.rankError(slot, g.rank, "", why)
 	}
 	if !mine.Joins { // a rank that comes in was in no epoch before
 		over := mine.Over
@@ -661,9 +660,8 @@ func (g *Group) settled() {
 			if a, bad := decodeAbort(more.cause, g.v.Size); bad == nil {
 				g.err, g.cause, g.of = g.told(a), more.cause, more.of
 			} else {
-				g.err = &RankError{Rank: slot, Epoch: g.v.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1),
-					Reporter: slot, in: g.in,
-					Err: errors.New("its group has failed")}
+				g.err = g.rankError(slot, slot, fmt.Sprintf("operation #%d", g.seq+1),
+					errors.New("its group has failed"))
 			}
 		}
 	}

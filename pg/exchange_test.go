@@ -324,39 +324,10 @@ func TestFirstOperationFailsAfterAllHaveJoined(t *testing.T) {
 		}))
 }
 
-// A rank that is stopped for longer than its lease does not block an agreement of ranks that
-// continue without lost ranks.
-func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
-	t.Parallel() // it waits, mostly
-	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
-		ctx := t.Context()
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
-		if through(t, g, 0); g.Rank() == 0 {
-			pgtest.InjectFaults(t).Stop(2, time.Minute)
-		}
-		if g.Rank() == 2 {
-			through(t, g, 2)
-			return
-		}
-		if ok, err := g.Agree(ctx, true); !ok || err != nil {
-			t.Errorf("%v, %v, want true", ok, err)
-		}
-		if ok, err := g.Agree(ctx, g.Rank() == 0); ok || err != nil {
-			t.Errorf("%v, %v, want false", ok, err)
-		}
-		if g.Rank() == 0 {
-			pgtest.InjectFaults(t).Kill(2)
-		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second,
-		Timeout: time.Minute}),
-		pgtest.Expect(2, syscall.SIGKILL))
-}
-
-// A rank that is stopped for longer than its lease is lost, also to a program whose calls are all
-// shorter than a lease.
-func TestStoppedRankIsLostToShortCalls(t *testing.T) {
+// besideStopped runs f on ranks 0 and 1 of a job that continues without lost ranks, while rank 2 is
+// stopped for longer than its lease.
+func besideStopped(t *testing.T, f func(t *testing.T, g *pg.Group)) {
+	t.Helper()
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := g.Barrier(t.Context()); err != nil {
@@ -369,6 +340,30 @@ func TestStoppedRankIsLostToShortCalls(t *testing.T) {
 			through(t, g, 2)
 			return
 		}
+		if f(t, g); g.Rank() == 0 {
+			pgtest.InjectFaults(t).Kill(2)
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second, Timeout: time.Minute}),
+		pgtest.Expect(2, syscall.SIGKILL))
+}
+
+// A rank that is stopped for longer than its lease does not block an agreement of ranks that
+// continue without lost ranks.
+func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
+	besideStopped(t, func(t *testing.T, g *pg.Group) {
+		if ok, err := g.Agree(t.Context(), true); !ok || err != nil {
+			t.Errorf("%v, %v, want true", ok, err)
+		}
+		if ok, err := g.Agree(t.Context(), g.Rank() == 0); ok || err != nil {
+			t.Errorf("%v, %v, want false", ok, err)
+		}
+	})
+}
+
+// A rank that is stopped for longer than its lease is lost, also to a program whose calls are all
+// shorter than a lease.
+func TestStoppedRankIsLostToShortCalls(t *testing.T) {
+	besideStopped(t, func(t *testing.T, g *pg.Group) {
 		call := func(f func(context.Context) error) error {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
@@ -383,11 +378,7 @@ func TestStoppedRankIsLostToShortCalls(t *testing.T) {
 				break
 			}
 		}
-		if g.Rank() == 0 {
-			pgtest.InjectFaults(t).Kill(2)
-		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Window: time.Second, Timeout: time.Minute}),
-		pgtest.Expect(2, syscall.SIGKILL))
+	})
 }
 
 // closedByRank2 has rank 2 close g and stay in the job, with a subgroup of all ranks, until these

@@ -631,8 +631,7 @@ func (g *Group) fits() error {
 	c := g.run.Call()
 	l := c.Kind.Layout()
 	if (l.InAtRoot || l.OutAtRoot) && !slices.Contains(g.v.Active, c.Root) {
-		return &RankError{Rank: c.Root, Epoch: g.v.epoch, Call: c.Kind.String(), Reporter: g.rank, in: g.in,
-			Err: errors.New("the root is not active")}
+		return g.rankError(c.Root, g.rank, c.Kind.String(), errors.New("the root is not active"))
 	}
 	if (l.In.Parted() || l.Out.Parted()) && c.Slots != g.v.Size {
 		return &ArgumentError{Call: c.Kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.Slots),
@@ -696,9 +695,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {
-			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.v.epoch, Call: exec.Spell(now),
-				Reporter: g.rank, in: g.in,
-				Err: bad}
+			return nil, g.rankError(max(aborted.Rank, 0), g.rank, exec.Spell(now), bad)
 		}
 		return nil, g.told(a)
 	case errors.As(err, &differ):
@@ -719,7 +716,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return g.left(err, now)
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
-		e := &RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, in: g.in, Err: peer.Err}
+		e := g.rankError(slot, g.rank, exec.Spell(now), peer.Err)
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()),
@@ -730,9 +727,14 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, in: g.in, Err: why}
+			g.rankError(slot, g.rank, exec.Spell(now), why)
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
+}
+
+// rankError returns the error about a rank, in this view, that reporter has noticed during a call.
+func (g *Group) rankError(rank, reporter int, call string, cause error) *RankError {
+	return &RankError{Rank: rank, Epoch: g.v.epoch, Call: call, Reporter: reporter, Err: cause, in: g.in}
 }
 
 // told returns the error that a failure message stands for.
@@ -743,10 +745,9 @@ func (g *Group) told(a *wireAbort) error {
 		if a.Text != "" {
 			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
 		}
-		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, in: g.in, Err: cause}
+		return g.rankError(a.B, a.A, exec.Spell(a.Call), cause)
 	case abortDeserted:
-		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, in: g.in,
-			Err: errDeserted}
+		return g.rankError(a.B, a.A, exec.Spell(a.Call), errDeserted)
 	case abortMismatch:
 		if ours, theirs, graph := strings.Cut(a.Text, betweenCalls); graph {
 			return &MismatchError{in: g.in, RankA: a.A, CallA: ours, RankB: a.B, CallB: theirs}
@@ -769,8 +770,7 @@ func (g *Group) told(a *wireAbort) error {
 		g.disconnect()
 		return g.aborted
 	}
-	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, in: g.in,
-		Err: mishap(a.Text)}
+	return g.rankError(a.A, a.A, exec.Spell(a.Call), mishap(a.Text))
 }
 
 // A mishap is why an operation has failed on a rank that is not lost.
@@ -802,7 +802,7 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 		slot, why = lost, cause
 	}
 	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, in: g.in, Err: why}
+		g.rankError(slot, g.rank, exec.Spell(now), why)
 }
 
 // gone returns the slot that the job's view has lost first since the group's, and why: later losses

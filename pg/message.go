@@ -135,8 +135,7 @@ func (g *Group) explainMessage(m *message, err error, waited time.Duration) erro
 			Got:  fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)),
 			Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
 	case errors.As(err, &peer):
-		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: what, Reporter: g.rank, in: g.in,
-			Err: peer.Err}
+		return g.rankError(g.slotOf(peer.Rank), g.rank, what, peer.Err)
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):

@@ -739,8 +739,7 @@ func (g *Group) overtaken(epoch uint64, call string) *RankError {
 		return &RankError{Rank: g.lost.Rank, Epoch: g.lost.Epoch, Call: call, Reporter: g.lost.Reporter, in: g.in,
 			Err: g.lost.Err}
 	}
-	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Call: call, Reporter: g.rank, in: g.in,
-		Err: mishap((&earlierError{epoch}).Error())}
+	return g.rankError(g.rank, g.rank, call, mishap((&earlierError{epoch}).Error()))
 }
 
 // unreported returns why work has no result, once, unless that is an operation's.

@@ -470,7 +470,7 @@ func (w *Window) part(name string, rank int) (*part, error) {
 		if err := g.heard(); err != nil {
 			return nil, err
 		}
-		return nil, &RankError{Rank: rank, Epoch: g.v.epoch, Call: name, Reporter: g.rank, in: g.in, Err: why}
+		return nil, g.rankError(rank, g.rank, name, why)
 	}
 	if rank >= len(w.parts) || w.parts[rank].incarnation == 0 {
 		return lost(errors.New("it has no part of the window: see Window.Refresh"))
@@ -514,11 +514,10 @@ func (c *call) explain(rank int, err error) error {
 	case heard != nil:
 		return heard
 	case errors.As(err, &peer):
-		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, in: g.in,
-			Err: peer.Err}
+		return g.rankError(g.slotOf(peer.Rank), g.rank, c.name, peer.Err)
 	case errors.Is(err, p2p.ErrRevoked):
-		return &RankError{Rank: rank, Epoch: g.v.epoch, Call: c.name, Reporter: g.rank, in: g.in,
-			Err: fmt.Errorf("it has closed the window, or it is another incarnation of it: %w", err)}
+		return g.rankError(rank, g.rank, c.name,
+			fmt.Errorf("it has closed the window, or it is another incarnation of it: %w", err))
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrCancelled):

@@ -110,9 +110,8 @@ func (w *Window) same(name string, rank int, of holder) error {
 	case w.closed.Load():
 		return w.open()
 	case w.again(rank, of) == nil:
-		return &RankError{Rank: rank, Epoch: w.g.v.epoch, Call: name, Reporter: w.g.rank, in: w.g.in,
-			Err: errors.New("it has a new part, as a new process or by NewWindow, and not all of the call is about " +
-				"that: call again")}
+		return w.g.rankError(rank, w.g.rank, name, errors.New("it has a new part, as a new process or by "+
+			"NewWindow, and not all of the call is about that: call again"))
 	}
 	return nil
 }
