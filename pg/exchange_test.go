@@ -84,18 +84,25 @@ func (s belated) Watch(ctx context.Context, key string) <-chan bootstrap.Event {
 	return out
 }
 
+// tellLate makes the store of a rank of an elasticJob a belated one.
+func tellLate(cfg *pg.Config, delay time.Duration) {
+	kv := cfg.Store.(elastic)
+	open := kv.open
+	kv.open = func(ctx context.Context) (bootstrap.Store, error) {
+		s, err := open(ctx)
+		return belated{s, delay}, err
+	}
+	cfg.Store = kv
+}
+
 // A rank of a subgroup that goes on in a view that another does not know yet is not the one that
 // was lost.
 func TestLeaverIsNotNamed(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	groups, _ := elasticJob(t, 3, 3, func(cfg *pg.Config) {
-		if kv := cfg.Store.(elastic); cfg.Rank == 1 {
-			open := kv.open
-			kv.open = func(ctx context.Context) (bootstrap.Store, error) {
-				s, err := open(ctx)
-				return belated{s, 2 * time.Second}, err
-			}
-			cfg.Store, cfg.Window = kv, 10*time.Second
+		if cfg.Rank == 1 {
+			tellLate(cfg, 2*time.Second)
+			cfg.Window = 10 * time.Second
 		}
 	})
 	ctx := t.Context()
@@ -134,6 +141,38 @@ func TestLeaverIsNotNamed(t *testing.T) {
 	wg.Wait()
 }
 
+// A rank that learns from its links first that the others have removed it says so, and names none
+// of them.
+func TestRemovedRankNamesNoOther(t *testing.T) {
+	for _, how := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
+		t.Run(how.String(), func(t *testing.T) {
+			t.Parallel() // it waits, mostly
+			groups, _ := elasticJob(t, 3, 3, func(cfg *pg.Config) {
+				cfg.OnFailure = how
+				if cfg.Window = 10 * time.Second; cfg.Rank == 2 {
+					tellLate(cfg, time.Second)
+				}
+			})
+			ctx := t.Context()
+			var wg sync.WaitGroup
+			errs := make([]error, 3)
+			for r, g := range groups {
+				defer g.Close()
+				wg.Go(func() { errs[r] = g.Barrier(ctx) })
+			}
+			if wg.Wait(); errors.Join(errs...) != nil {
+				t.Fatal(errs)
+			}
+			if err := groups[0].Evict(ctx, 2); err != nil {
+				t.Fatal(err)
+			}
+			if err := groups[2].Barrier(ctx); !errors.Is(err, pg.ErrEvicted) {
+				t.Errorf("got %v, want ErrEvicted", err)
+			}
+		})
+	}
+}
+
 // A rank that calls Recover alone ends what another one waits for at once: no view is to come.
 func TestRecoverAloneEndsOperations(t *testing.T) {
 	groups, _ := elasticJob(t, 2, 2, func(cfg *pg.Config) { cfg.Window = time.Hour })
@@ -165,13 +204,8 @@ func TestRecoverAloneEndsOperations(t *testing.T) {
 func TestCloseEndsTheWaitForAView(t *testing.T) {
 	groups, _ := elasticJob(t, 3, 3, func(cfg *pg.Config) {
 		cfg.Window = time.Hour
-		if kv := cfg.Store.(elastic); cfg.Rank == 1 {
-			open := kv.open
-			kv.open = func(ctx context.Context) (bootstrap.Store, error) {
-				s, err := open(ctx)
-				return belated{s, time.Hour}, err
-			}
-			cfg.Store = kv
+		if cfg.Rank == 1 {
+			tellLate(cfg, time.Hour)
 		}
 	})
 	ctx := t.Context()

@@ -540,7 +540,10 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		g.rough = true
 		var lost *RankError
 		if errors.As(typed, &lost) {
-			g.verdict(lost)
+			if out := g.verdict(lost); out != nil {
+				g.sync.GiveUp(g.seq, uniform)
+				return here, out
+			}
 			lost.Also = g.besides(lost.Rank)
 			g.lost = lost
 		}

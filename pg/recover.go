@@ -118,23 +118,29 @@ func (g *Group) deliberation() time.Duration {
 	return g.job.roster.DecidesWithin() + 2*time.Second
 }
 
-// verdict waits until the membership has decided which rank is lost. A rank that cannot reach
-// another is evidence against one of the two, not necessarily against the other.
-func (g *Group) verdict(e *RankError) {
+// verdict waits until the membership has decided which rank is lost, and makes e name that one. A
+// rank that cannot reach another is evidence against one of the two, not necessarily against the
+// other: verdict returns ErrEvicted if this rank is the lost one.
+func (g *Group) verdict(e *RankError) error {
 	if e.Epoch < g.v.epoch || !slices.Contains(g.v.Active, e.Rank) || errors.As(e.Err, new(mishap)) ||
 		errors.Is(e.Err, p2p.ErrLeft) {
-		return // the group has gone on without the rank, or the rank is not lost
+		return nil // the group has gone on without the rank, or the rank is not lost
 	}
 	patience := g.deliberation()
 	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // the rank may have left only this group
 		patience = 200 * time.Millisecond
 	}
-	if !g.await(patience, g.moved) {
-		return
+	moved := g.await(patience, g.moved)
+	switch ro := g.job.roster; {
+	case ro != nil && ro.EvictedLocked():
+		return g.job.eviction()
+	case !moved:
+		return nil
 	}
 	if slot := culprit(e.Rank, e.Reporter, g.losses()); slot != e.Rank {
 		e.Rank, e.Reporter, e.Err = slot, g.rank, g.whyGone(slot)
 	}
+	return nil
 }
 
 // whyGone returns why the job's view has lost a slot.
